@@ -36,7 +36,7 @@ use super::loads::Loads;
 use super::manager::{Memory, WeakMemory};
 use super::profiles::{self, Captures};
 use super::running::{Ends, FLIGHT, Running, Started, Threads};
-use super::sensor::{LibcIdle, MemorySensor};
+use super::sensor::{MemorySensor, SensorState};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
 use super::threads;
@@ -341,9 +341,7 @@ impl Builder {
             signals: SignalTracker::new(Arc::clone(&signals)),
             heap: heap.probe,
             arenas: devices.sensor(&config),
-            last: None,
-            libc: LibcIdle::default(),
-            keeps_unused: false,
+            seen: SensorState::default(),
             captures: Captures::of(profiles.as_ref(), &config),
         };
         let joined = Arc::default();

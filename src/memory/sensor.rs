@@ -40,26 +40,26 @@ pub(super) struct MemorySensor {
     pub(super) signals: SignalTracker,
     pub(super) heap: Option<HeapProbe>,
     pub(super) arenas: ArenasSensor,
-    /// The last refresh.
-    pub(super) last: Option<Refresh>,
-    pub(super) libc: LibcIdle,
-    /// `true` once a purge could not release memory: it stays resident if later ones can.
-    pub(super) keeps_unused: bool,
+    pub(super) seen: SensorState,
     /// Asks for heap profiles when memory grows; `None` if none are wanted.
     pub(super) captures: Option<Captures>,
 }
 
-/// The last count of the C library's heap.
+/// What earlier samples have found.
 #[derive(Debug, Default)]
-pub(super) struct LibcIdle {
-    heap: LibcHeap,
-    /// The earliest time of the next count.
-    next: Moment,
+pub(super) struct SensorState {
+    /// The last refresh.
+    refresh: Option<Refresh>,
+    /// The last count of the C library's heap, and the earliest time of the next one.
+    libc: LibcHeap,
+    next_libc: Moment,
+    /// `true` once a purge could not release memory: it stays resident if later ones can.
+    keeps_unused: bool,
 }
 
 /// A refresh of jemalloc's statistics, and measurements of the same moment.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Refresh {
+struct Refresh {
     heap: HeapSnapshot,
     at: Moment,
     /// The earliest time of the next one.
@@ -111,14 +111,15 @@ impl MemorySensor {
         let probe = self.heap.as_ref()?;
         let active = probe.glance().ok()?.active;
         let physical = signal.physical;
-        if self.last.as_ref().is_none_or(|last| last.is_over(now, active, signal)) {
+        if self.seen.refresh.as_ref().is_none_or(|last| last.is_over(now, active, signal)) {
             let start = self.clock.now();
             let heap = probe.snapshot();
             let cost = self.clock.now() - start;
             let next = now + (cost * EPOCH_SHARE).min(EPOCH_MAX);
-            self.last = heap.ok().map(|heap| Refresh { heap, at: now, next, active, physical });
+            self.seen.refresh =
+                heap.ok().map(|heap| Refresh { heap, at: now, next, active, physical });
         }
-        let last = self.last.as_ref()?;
+        let last = self.seen.refresh.as_ref()?;
         let purgeable = last.purgeable_now(active, physical);
         let HeapSnapshot { live, thread_caches: cached, .. } = last.heap;
         Some(HeapNow { live, active, purgeable, cached })
@@ -127,24 +128,24 @@ impl MemorySensor {
     /// Counts the C library's heap. Unknown without glibc 2.33: then only growth triggers a purge
     /// of its memory.
     fn libc(&mut self, now: Moment) -> LibcHeap {
-        if now >= self.libc.next {
+        if now >= self.seen.next_libc {
             let start = self.clock.now();
-            self.libc.heap = heap::libc_heap().unwrap_or_default();
+            self.seen.libc = heap::libc_heap().unwrap_or_default();
             let cost = self.clock.now() - start;
-            self.libc.next = now + (cost * EPOCH_SHARE).max(LIBC_MIN);
+            self.seen.next_libc = now + (cost * EPOCH_SHARE).max(LIBC_MIN);
         }
-        self.libc.heap
+        self.seen.libc
     }
 
     /// Moves unused memory that the kernel does not take back out of the sample's physical bytes.
     fn leave_out_unreleased(&mut self, sample: &mut Sample, now: Moment) {
         let fails = heap::release_failure().is_some();
-        self.keeps_unused |= fails;
-        if !self.keeps_unused {
+        self.seen.keeps_unused |= fails;
+        if !self.seen.keeps_unused {
             return;
         }
         let held = self.libc(now).held;
-        let Some(last) = &self.last else { return };
+        let Some(last) = &self.seen.refresh else { return };
         let (mut heap, active) = (last.heap, sample.heap_active);
         // Pages that became unused since the last refresh, or are used again.
         heap.unbacked = heap.unbacked.saturating_add(last.heap.active).saturating_sub(active);

@@ -4,6 +4,7 @@
 //! namespace in which `vm.overcommit_memory` is 2.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "mappings of every other page are made by hand")]
+#![expect(clippy::print_stdout, reason = "figures, and why a test is skipped")]
 
 use std::fs;
 use std::process::Command;

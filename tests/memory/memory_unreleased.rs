@@ -3,6 +3,7 @@
 //! Reported as gperftools#735, llvm-project#167788 and hermit#43.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "mlockall and seccomp are C calls")]
+#![expect(clippy::print_stdout, reason = "figures, and why a test is skipped")]
 
 use std::io;
 
@@ -31,12 +32,17 @@ fn lock_all(flags: i32) -> bool {
 
 /// Makes `madvise` fail with EPERM on all threads of this process.
 fn refuse_madvise() -> bool {
-    let statement = |code: u32, jf, k| libc::sock_filter { code: code as u16, jt: 0, jf, k };
+    let small = |code| u16::try_from(code).expect("16 bits");
+    let statement = |code: u32, jf, k| libc::sock_filter { code: small(code), jt: 0, jf, k };
     let number = u32::try_from(libc::SYS_madvise).expect("small");
     let mut filter = [
         statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
         statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, number),
-        statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        statement(
+            libc::BPF_RET | libc::BPF_K,
+            0,
+            libc::SECCOMP_RET_ERRNO | libc::EPERM.unsigned_abs(),
+        ),
         statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: 4, filter: filter.as_mut_ptr() };

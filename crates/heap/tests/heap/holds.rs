@@ -8,6 +8,7 @@ use std::fs;
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::ptr;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
@@ -240,7 +241,7 @@ unsafe extern "C" {
 static UNWOUND: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn unwind(_: c_int) {
-    let mut frames = [std::ptr::null_mut(); 64];
+    let mut frames = [ptr::null_mut(); 64];
     // SAFETY: as many places as are passed.
     let count = unsafe { backtrace(frames.as_mut_ptr(), 64) };
     UNWOUND.fetch_add(u32::from(count > 0), Ordering::Relaxed);
@@ -255,23 +256,20 @@ fn stacks_are_unwound_in_a_signal_while_threads_allocate() {
     let _ = unsafe { libc::signal(libc::SIGPROF, handler as libc::sighandler_t) };
     // SAFETY: ends this process if it hangs.
     let _ = unsafe { libc::alarm(60) };
-    let every = libc::timeval { tv_sec: 0, tv_usec: 1_000 };
-    let timer = libc::itimerval { it_interval: every, it_value: every };
-    // SAFETY: reads the timer, and writes nothing.
-    assert_eq!(
-        unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const timer, std::ptr::null_mut()) },
-        0
-    );
+    set_timer(1_000);
     beside_busy_threads(|| {
         while UNWOUND.load(Ordering::Relaxed) < 200 {
             lowtide_heap::purge_now().expect("purges");
         }
     });
-    let never = libc::timeval { tv_sec: 0, tv_usec: 0 };
-    let timer = libc::itimerval { it_interval: never, it_value: never };
-    // SAFETY: as above.
-    assert_eq!(
-        unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const timer, std::ptr::null_mut()) },
-        0
-    );
+    set_timer(0);
+}
+
+/// Sends the signal each time that the process has used so much CPU time; 0 for never.
+fn set_timer(micros: libc::suseconds_t) {
+    let every = libc::timeval { tv_sec: 0, tv_usec: micros };
+    let timer = libc::itimerval { it_interval: every, it_value: every };
+    // SAFETY: reads the timer, and writes nothing.
+    let set = unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const timer, ptr::null_mut()) };
+    assert_eq!(set, 0);
 }

@@ -59,8 +59,10 @@ fn a_library_with_this_allocator_is_loaded_at_run_time_and_survives_its_close() 
     // SAFETY: the library's constructors set up its allocator and nothing of this program's.
     let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
+        // SAFETY: takes nothing.
+        let error = unsafe { libc::dlerror() };
         // SAFETY: an error was found, and its text stays until the next call on this thread.
-        let error = unsafe { CStr::from_ptr(libc::dlerror()) };
+        let error = unsafe { CStr::from_ptr(error) };
         panic!("{}", error.to_string_lossy());
     }
     // SAFETY: the handle is open, and the name is a C string.
@@ -74,6 +76,7 @@ fn a_library_with_this_allocator_is_loaded_at_run_time_and_survives_its_close() 
     // SAFETY: the handle is open, and is closed once.
     assert_eq!(unsafe { libc::dlclose(library) }, 0);
     assert!(is_mapped(), "its threads run on");
-    threads.into_iter().for_each(|thread| drop(thread.join().expect("no panic")));
+    let released = threads.into_iter().map(|thread| thread.join().expect("no panic"));
+    assert!(released.sum::<u64>() > 0);
     assert!(run(64) >= 56, "the heap works on");
 }
