@@ -61,7 +61,6 @@ fn refuse_madvise() -> bool {
 
 /// Takes a burst, and counts the requests that are served after it.
 fn serves_after_a_burst(
-    kind: &str,
     before: impl FnOnce() -> bool,
     after: impl FnOnce() -> bool,
 ) -> Option<ReleaseFailure> {
@@ -88,7 +87,7 @@ fn serves_after_a_burst(
         memory.admission().try_admit(Cost::host(ByteSize::kib(64))).is_ok()
     };
     let served = (0..REQUESTS).filter(|&nth| serve(nth)).count();
-    println!("figure field.unreleasable.served.{kind} {served} requests");
+    println!("figure field.unreleasable.served {served} requests");
     let snapshot = memory.snapshot();
     assert_eq!(served, REQUESTS as usize, "{report:?} {snapshot:?}");
     let most = BURST.scaled(0.1);
@@ -106,7 +105,7 @@ fn serves_after_a_burst(
 fn requests_are_served_in_memory_that_was_locked_before_the_start() {
     BALANCED.run(|| {
         let lock = || lock_all(libc::MCL_CURRENT | libc::MCL_FUTURE);
-        let cause = serves_after_a_burst("locked_before", lock, || true);
+        let cause = serves_after_a_burst(lock, || true);
         assert!(matches!(cause, None | Some(ReleaseFailure::Locked)), "{cause:?}");
     });
 }
@@ -114,7 +113,7 @@ fn requests_are_served_in_memory_that_was_locked_before_the_start() {
 #[test]
 fn requests_are_served_in_memory_that_is_locked_after_a_burst() {
     BALANCED.run(|| {
-        let cause = serves_after_a_burst("locked_after", || true, || lock_all(libc::MCL_CURRENT));
+        let cause = serves_after_a_burst(|| true, || lock_all(libc::MCL_CURRENT));
         assert!(matches!(cause, None | Some(ReleaseFailure::Locked)), "{cause:?}");
     });
 }
@@ -123,7 +122,7 @@ fn requests_are_served_in_memory_that_is_locked_after_a_burst() {
 fn requests_are_served_in_memory_that_is_locked_on_fault() {
     BALANCED.run(|| {
         let lock = || lock_all(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT);
-        let cause = serves_after_a_burst("locked_on_fault", lock, || true);
+        let cause = serves_after_a_burst(lock, || true);
         assert!(matches!(cause, None | Some(ReleaseFailure::Locked)), "{cause:?}");
     });
 }
@@ -131,7 +130,7 @@ fn requests_are_served_in_memory_that_is_locked_on_fault() {
 #[test]
 fn requests_are_served_where_a_filter_refuses_to_release_memory() {
     BALANCED.run(|| {
-        let cause = serves_after_a_burst("filtered", || true, refuse_madvise);
+        let cause = serves_after_a_burst(|| true, refuse_madvise);
         let refused = ReleaseFailure::Refused(libc::EPERM);
         assert!(cause.is_none_or(|cause| cause == refused), "{cause:?}");
     });
