@@ -112,10 +112,6 @@ impl MaintenanceActions for MaintenanceExecutor {
             self.hook_at = now + HOOK_EVERY;
         }
         self.shared.maintain_devices(now);
-        if let Err(error) = heap::limit_mappings() {
-            self.shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
-        }
-        self.count_mappings(now);
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
@@ -127,6 +123,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
         }
+        self.check_mappings(now);
         let to = self.shared.metrics();
         if upkeep {
             to.describe();
@@ -236,9 +233,13 @@ impl MaintenanceExecutor {
         to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());
     }
 
-    /// Adds a diagnostic, once, if the process has nearly as many mappings as it may have. The count
-    /// takes some 0.2 us for each, and at most a thousandth of the worker's time.
-    fn count_mappings(&mut self, now: Moment) {
+    /// Keeps the mappings of new arenas few, and adds a diagnostic, once, if the process has nearly
+    /// as many mappings as it may have. A count takes some 0.2 us for each, and counts at most a
+    /// thousandth of the worker's time.
+    fn check_mappings(&mut self, now: Moment) {
+        if let Err(error) = heap::limit_mappings() {
+            self.shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
+        }
         if now < self.mappings_at {
             return;
         }
@@ -248,8 +249,8 @@ impl MaintenanceExecutor {
         if count > most / 5 * 4 {
             let start = "mappings: ";
             let text = format!(
-                "{start}{count} of at most {most} (vm.max_map_count), at which allocations fail and a \
-                 Rust program aborts; expected a larger vm.max_map_count (sysctl)"
+                "{start}{count} of at most {most} (vm.max_map_count), at which allocations fail \
+                 and a Rust program aborts; expected a larger vm.max_map_count (sysctl)"
             );
             self.shared.add_diagnostic_once(start, Diagnostic::warning("heap", text));
         }

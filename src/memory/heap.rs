@@ -101,10 +101,10 @@ pub(super) fn settle_heap(
     }
     if let Ok(Some(least)) = heap::limit_mappings() {
         diagnostic(format!(
-            "the kernel does not overcommit (vm.overcommit_memory is 2 or cannot be read), so unused \
-             ranges of the heap from {least} on take a mapping each, of at most {} for the process, \
-             and smaller ones stay committed; expected vm.overcommit_memory=1 (sysctl), or a larger \
-             vm.max_map_count",
+            "the kernel does not overcommit (vm.overcommit_memory is 2 or cannot be read), so \
+             unused ranges of the heap from {least} on take a mapping each, of at most {} for the \
+             process, and smaller ones stay committed; expected vm.overcommit_memory=1 (sysctl), \
+             or a larger vm.max_map_count",
             heap::mappings_max()
         ));
     }

@@ -1,4 +1,4 @@
-//! Tests if the kernel takes unused memory back, since jemalloc does not report that a release failed.
+//! Tests if the kernel takes unused memory back: jemalloc does not report that a release failed.
 //!
 //! Memory that is locked, and a filter of system calls, make `madvise` fail; some emulators ignore
 //! it. jemalloc then counts the pages as released, and reuses them before it maps new ones.

@@ -49,7 +49,8 @@ pub struct PressureState {
 }
 
 impl PressureState {
-    /// Returns the bytes that count against the host's limit, without [`unreleased`](Self::unreleased) ones.
+    /// Returns the bytes that count against the host's limit, without the
+    /// [unreleased](Self::unreleased) ones.
     #[must_use]
     pub fn physical(&self) -> ByteSize {
         ByteSize::new(self.physical.load(Ordering::Relaxed))

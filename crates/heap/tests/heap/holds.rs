@@ -1,5 +1,5 @@
-//! Situations from public reports in which the heap goes on working: forks beside busy threads, many
-//! threads, frees on other threads, odd settings, other allocators, many CPUs, signals.
+//! Situations from public reports in which the heap goes on working: forks beside busy threads,
+//! many threads, frees on other threads, odd settings, other allocators, many CPUs, signals.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "forks, signals and timers are C calls")]
 
