@@ -29,7 +29,8 @@ pub enum PartKind {
     ThreadCaches,
     /// Free parts of heap pages that contain live or cached blocks. A purge does not release them.
     Fragmentation,
-    /// Free heap pages, dirty and muzzy. A purge releases them.
+    /// Free heap pages, dirty and muzzy, which a purge releases, and those that the kernel does not
+    /// take back.
     FreePages,
     /// jemalloc's metadata.
     HeapMetadata,
@@ -150,7 +151,8 @@ impl Breakdown {
         rest.take(PartKind::ThreadCaches, None, thread_caches);
         let filled = heap.live.saturating_add(thread_caches);
         rest.take(PartKind::Fragmentation, None, active.saturating_sub(filled));
-        rest.take(PartKind::FreePages, None, heap.purgeable());
+        // With the second, of which the dirty and muzzy ones are a part, a purge releases none.
+        rest.take(PartKind::FreePages, None, heap.purgeable().max(snapshot.unreleased));
         rest.take(PartKind::HeapMetadata, None, metadata);
         for (name, committed) in arenas.iter().take(NAMED_MAX) {
             rest.take(PartKind::Arena, Some(name), *committed);

@@ -36,7 +36,7 @@ use super::loads::Loads;
 use super::manager::{Memory, WeakMemory};
 use super::profiles::{self, Captures};
 use super::running::{Ends, FLIGHT, Running, Started, Threads};
-use super::sensor::{LibcIdle, MemorySensor};
+use super::sensor::{MemorySensor, SensorState};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
 use super::threads;
@@ -341,8 +341,7 @@ impl Builder {
             signals: SignalTracker::new(Arc::clone(&signals)),
             heap: heap.probe,
             arenas: devices.sensor(&config),
-            last: None,
-            libc: LibcIdle::default(),
+            seen: SensorState::default(),
             captures: Captures::of(profiles.as_ref(), &config),
         };
         let joined = Arc::default();
@@ -692,8 +691,11 @@ fn check_limit(
         return Ok(());
     }
     // Memory freed during start-up may be released first; an error changes no figure.
-    let _ = heap::purge(clock);
-    let signal = signals.sample();
+    let purged = heap::purge(clock);
+    let mut signal = signals.sample();
+    if let Some(kept) = purged.ok().and_then(|purged| purged.unreleased) {
+        signal.physical = signal.physical.saturating_sub(kept.bytes); // requests use it
+    }
     if !is_full(&signal) {
         return Ok(());
     }

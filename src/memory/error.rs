@@ -7,6 +7,7 @@ use thiserror::Error;
 use crate::bytes::ByteSize;
 use crate::config::{ConfigError, Source};
 use lowtide_admission::{AddError, Budget, SettingsError};
+use lowtide_heap::ReleaseFailure;
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
 ///
@@ -174,6 +175,15 @@ impl Diagnostic {
 
     pub(super) fn info(about: &'static str, text: String) -> Self {
         Self { severity: Severity::Info, about, text }
+    }
+
+    /// Unused memory of the heap that the kernel does not take back.
+    pub(super) fn unreleased(cause: ReleaseFailure) -> Self {
+        let text = format!(
+            "unused memory stays resident: {cause}; requests use it before new memory, and it does \
+             not count for the pressure level"
+        );
+        Self::warning("heap", text)
     }
 }
 

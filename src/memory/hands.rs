@@ -2,6 +2,8 @@
 //!
 //! Runs only on `lowtide-worker`. A failed action becomes a diagnostic, never a panic.
 
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,6 +39,8 @@ pub(super) struct MaintenanceExecutor {
     shared: Arc<Shared>,
     hook: Option<Hook>,
     hook_at: Moment,
+    /// The time of the next count of mappings.
+    mappings_at: Moment,
     /// Wakes parked threads, so that they flush their caches.
     recall_hook: Option<Hook>,
     /// The names of dedicated heap arenas that were published.
@@ -119,6 +123,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         if !self.shared.claim.is_attached {
             return; // its figures would mix with those of the process
         }
+        self.check_mappings(now);
         let to = self.shared.metrics();
         if upkeep {
             to.describe();
@@ -150,6 +155,21 @@ impl MaintenanceActions for MaintenanceExecutor {
     }
 }
 
+/// Returns the number of mappings of this process, an error if it cannot be read.
+fn map_count() -> io::Result<u64> {
+    let (mut file, mut text) = (File::open("/proc/self/maps")?, vec![0; 64 << 10]);
+    let mut count = 0;
+    // Ends: the kernel ends the text after the last mapping.
+    loop {
+        match file.read(&mut text)? {
+            0 => return Ok(count),
+            length => {
+                count += text.iter().take(length).filter(|&&byte| byte == b'\n').count() as u64
+            }
+        }
+    }
+}
+
 impl MaintenanceExecutor {
     /// Creates the actions of a `Memory` that has published nothing yet, with the application's
     /// hooks.
@@ -158,6 +178,7 @@ impl MaintenanceExecutor {
             shared: Arc::clone(shared),
             hook,
             hook_at: Moment::ORIGIN,
+            mappings_at: Moment::ORIGIN,
             recall_hook: recall,
             heap_arenas: Vec::new(),
             devices: Series::default(),
@@ -210,6 +231,30 @@ impl MaintenanceExecutor {
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();
         to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());
+    }
+
+    /// Keeps the mappings of new arenas few, and adds a diagnostic, once, if the process has nearly
+    /// as many mappings as it may have. A count takes some 0.2 us for each, and counts at most a
+    /// thousandth of the worker's time.
+    fn check_mappings(&mut self, now: Moment) {
+        if let Err(error) = heap::limit_mappings() {
+            self.shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
+        }
+        if now < self.mappings_at {
+            return;
+        }
+        let start = self.shared.clock.now();
+        let count = map_count().unwrap_or(0);
+        let most = heap::mappings_max();
+        if count > most / 5 * 4 {
+            let start = "mappings: ";
+            let text = format!(
+                "{start}{count} of at most {most} (vm.max_map_count), at which allocations fail \
+                 and a Rust program aborts; expected a larger vm.max_map_count (sysctl)"
+            );
+            self.shared.add_diagnostic_once(start, Diagnostic::warning("heap", text));
+        }
+        self.mappings_at = now + HOOK_EVERY.max((self.shared.clock.now() - start) * 1_000);
     }
 
     /// Adds the live memory to the trend, and has call sites compared at a quiet time, unless

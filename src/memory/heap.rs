@@ -99,6 +99,20 @@ pub(super) fn settle_heap(
             diagnostic(keeps_addresses(limit.bytes, &found));
         }
     }
+    if let Ok(Some(least)) = heap::limit_mappings() {
+        diagnostic(format!(
+            "the kernel does not overcommit (vm.overcommit_memory is 2 or cannot be read), so \
+             unused ranges of the heap from {least} on take a mapping each, of at most {} for the \
+             process, and smaller ones stay committed; expected vm.overcommit_memory=1 (sysctl), \
+             or a larger vm.max_map_count",
+            heap::mappings_max()
+        ));
+    }
+    if heap::is_global()
+        && let Some(cause) = heap::check_release()
+    {
+        diagnostic(Diagnostic::unreleased(cause).text);
+    }
     SettledHeap {
         probe: HeapProbe::new().map_err(|error| diagnostic(error.to_string())).ok(),
         decay_interval: decay_interval(config.heap_decay.value).filter(|_| background_threads == 0),

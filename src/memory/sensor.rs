@@ -8,6 +8,10 @@
 //! figures that cost next to nothing, because a fresh physical size less a stale purgeable size is
 //! wrong by all memory freed or released since then.
 //!
+//! Memory that the kernel does not take back is resident and unused. jemalloc reuses it before it
+//! maps new memory, so it is neither physical nor purgeable here: otherwise a process with locked
+//! memory would reject requests forever.
+//!
 //! Invariant: `purgeable = dirty + muzzy + idle of arenas in the host's budget`; between two
 //! refreshes the heap's part is at most that of the last refresh plus the decrease of active pages.
 //! It is too large by at most what active and physical bytes have both grown by: dirty pages were
@@ -19,7 +23,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use lowtide_admission::{DeviceFigures, Sample, Sensor, Signal, SignalTracker};
-use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot};
+use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot, LibcHeap};
 
 use super::devices::ArenasSensor;
 use super::profiles::Captures;
@@ -36,24 +40,26 @@ pub(super) struct MemorySensor {
     pub(super) signals: SignalTracker,
     pub(super) heap: Option<HeapProbe>,
     pub(super) arenas: ArenasSensor,
-    /// The last refresh.
-    pub(super) last: Option<Refresh>,
-    pub(super) libc: LibcIdle,
+    pub(super) seen: SensorState,
     /// Asks for heap profiles when memory grows; `None` if none are wanted.
     pub(super) captures: Option<Captures>,
 }
 
-/// The last count of the free blocks of the C library's heap.
+/// What earlier samples have found.
 #[derive(Debug, Default)]
-pub(super) struct LibcIdle {
-    bytes: ByteSize,
-    /// The earliest time of the next count.
-    next: Moment,
+pub(super) struct SensorState {
+    /// The last refresh.
+    refresh: Option<Refresh>,
+    /// The last count of the C library's heap, and the earliest time of the next one.
+    libc: LibcHeap,
+    next_libc: Moment,
+    /// `true` once a purge could not release memory: it stays resident if later ones can.
+    keeps_unused: bool,
 }
 
 /// A refresh of jemalloc's statistics, and measurements of the same moment.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Refresh {
+struct Refresh {
     heap: HeapSnapshot,
     at: Moment,
     /// The earliest time of the next one.
@@ -105,17 +111,58 @@ impl MemorySensor {
         let probe = self.heap.as_ref()?;
         let active = probe.glance().ok()?.active;
         let physical = signal.physical;
-        if self.last.as_ref().is_none_or(|last| last.is_over(now, active, signal)) {
+        if self.seen.refresh.as_ref().is_none_or(|last| last.is_over(now, active, signal)) {
             let start = self.clock.now();
             let heap = probe.snapshot();
             let cost = self.clock.now() - start;
             let next = now + (cost * EPOCH_SHARE).min(EPOCH_MAX);
-            self.last = heap.ok().map(|heap| Refresh { heap, at: now, next, active, physical });
+            self.seen.refresh =
+                heap.ok().map(|heap| Refresh { heap, at: now, next, active, physical });
         }
-        let last = self.last.as_ref()?;
+        let last = self.seen.refresh.as_ref()?;
         let purgeable = last.purgeable_now(active, physical);
         let HeapSnapshot { live, thread_caches: cached, .. } = last.heap;
         Some(HeapNow { live, active, purgeable, cached })
+    }
+
+    /// Counts the C library's heap. Unknown without glibc 2.33: then only growth triggers a purge
+    /// of its memory.
+    fn libc(&mut self, now: Moment) -> LibcHeap {
+        if now >= self.seen.next_libc {
+            let start = self.clock.now();
+            self.seen.libc = heap::libc_heap().unwrap_or_default();
+            let cost = self.clock.now() - start;
+            self.seen.next_libc = now + (cost * EPOCH_SHARE).max(LIBC_MIN);
+        }
+        self.seen.libc
+    }
+
+    /// Moves unused memory that the kernel does not take back out of the sample's physical bytes.
+    fn leave_out_unreleased(&mut self, sample: &mut Sample, now: Moment) {
+        let fails = heap::release_failure().is_some();
+        self.seen.keeps_unused |= fails;
+        if !self.seen.keeps_unused {
+            return;
+        }
+        let held = self.libc(now).held;
+        let Some(last) = &self.seen.refresh else { return };
+        let (mut heap, active) = (last.heap, sample.heap_active);
+        // Pages that became unused since the last refresh, or are used again.
+        heap.unbacked = heap.unbacked.saturating_add(last.heap.active).saturating_sub(active);
+        heap.active = active;
+        let purgeable = sample.purgeable.saturating_sub(sample.decaying);
+        if fails {
+            sample.purgeable = sample.decaying;
+        } else {
+            // A purge releases these.
+            (heap.dirty, heap.muzzy) = (ByteSize::ZERO, ByteSize::ZERO);
+            heap.unbacked = heap.unbacked.saturating_sub(purgeable);
+        }
+        let other = sample.untracked_anonymous.saturating_sub(held);
+        let unreleased = heap.unused_of(other.saturating_add(active)).min(sample.physical);
+        sample.unreleased = unreleased;
+        sample.physical = sample.physical.saturating_sub(unreleased);
+        sample.untracked_anonymous = sample.untracked_anonymous.saturating_sub(unreleased);
     }
 }
 
@@ -136,6 +183,7 @@ impl Sensor for MemorySensor {
             sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
         }
         self.arenas.add_to(&mut sample);
+        self.leave_out_unreleased(&mut sample, now);
         if let Some(captures) = &mut self.captures {
             let required = sample.physical.saturating_sub(sample.purgeable);
             captures.see(now, required, sample.limit.bytes);
@@ -148,14 +196,7 @@ impl Sensor for MemorySensor {
     }
 
     fn libc_idle(&mut self, now: Moment) -> ByteSize {
-        if now >= self.libc.next {
-            let start = self.clock.now();
-            // Unknown without glibc 2.33: then only growth triggers a purge of such memory.
-            self.libc.bytes = heap::libc_heap().map_or(ByteSize::ZERO, |heap| heap.idle);
-            let cost = self.clock.now() - start;
-            self.libc.next = now + (cost * EPOCH_SHARE).max(LIBC_MIN);
-        }
-        self.libc.bytes
+        self.libc(now).idle
     }
 }
 

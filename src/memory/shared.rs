@@ -20,7 +20,9 @@ use lowtide_admission::{
     Admission, Budget, Cost, JobQueue, Mappings, PressureState, Resource, ResourceStats, Resources,
     Signals, Trigger,
 };
-use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
+use lowtide_heap::{
+    self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport, Unreleased,
+};
 
 use super::admin_tasks::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
@@ -191,6 +193,9 @@ impl Shared {
         match &heap {
             Ok(report) => {
                 self.purges.add(report);
+                if let Some(Unreleased { cause, .. }) = report.unreleased {
+                    self.add_diagnostic(Diagnostic::unreleased(cause));
+                }
                 let to = self.metrics();
                 to.purge_duration("jemalloc", report.jemalloc.took);
                 to.purge_duration("libc", report.libc.took);
@@ -344,6 +349,7 @@ impl Shared {
             physical: signal.physical.saturating_add(self.committed_beside_kernel()),
             unified: self.devices.is_unified(),
             purgeable: self.state.purgeable(),
+            unreleased: self.state.unreleased(),
             exhausted: self.state.is_exhausted(),
             saturation: self.state.saturation(),
             host: self.budget(Budget::Host),

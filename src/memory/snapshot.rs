@@ -57,6 +57,10 @@ pub struct MemorySnapshot {
     /// The memory that counts against the host's limit: the kernel's figure ([`Signal::physical`]),
     /// and the memory committed by arenas on an integrated GPU, which the kernel does not count.
     pub physical: ByteSize,
+    /// The part of `physical` that is unused and that the kernel does not take back, as of the last
+    /// sample: see [`Purged::heap`](super::Purged::heap). Requests use it before new memory, so it
+    /// counts neither for the pressure level nor as required.
+    pub unreleased: ByteSize,
     /// `true` if host and device share one budget, the host's, because device memory is host
     /// memory. The device's budget is then empty and without a limit.
     pub unified: bool,
@@ -88,10 +92,10 @@ pub struct MemorySnapshot {
 }
 
 impl MemorySnapshot {
-    /// Returns the physical bytes less those that a purge releases.
+    /// Returns the physical bytes less those that a purge releases or that stay unused.
     #[must_use]
     pub const fn required(&self) -> ByteSize {
-        self.physical.saturating_sub(self.purgeable)
+        self.physical.saturating_sub(self.purgeable).saturating_sub(self.unreleased)
     }
 
     /// Returns the resident bytes that are not jemalloc's: stacks, mapped files, heaps of C code,

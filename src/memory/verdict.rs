@@ -268,8 +268,12 @@ fn leak(breakdown: &Breakdown, trend: &LiveTrend) -> Option<Finding> {
 /// Explains physical memory of the heap that is not live.
 fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
     let heap = snapshot.heap?;
+    let free = match snapshot.unreleased.is_zero() {
+        true => "which decay or a purge releases",
+        false => "which the kernel does not take back and requests use again: see the diagnostics",
+    };
     let kinds = [
-        (PartKind::FreePages, "which decay or a purge releases"),
+        (PartKind::FreePages, free),
         (PartKind::Fragmentation, "which no purge releases: see the size classes"),
         (PartKind::ThreadCaches, "which threads release when they park"),
     ];

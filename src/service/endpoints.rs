@@ -380,6 +380,7 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
         "parts": breakdown.parts.iter().map(part_of_memory).collect::<Vec<_>>(),
         "headroom_bytes": breakdown.headroom.map(ByteSize::get),
         "purgeable_bytes": snapshot.purgeable.get(),
+        "unreleased_bytes": snapshot.unreleased.get(),
         "required_bytes": snapshot.required().get(),
         "exhausted": snapshot.exhausted,
         "charged_bytes": snapshot.signal.charged.map(ByteSize::get),

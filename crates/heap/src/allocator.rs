@@ -150,6 +150,42 @@ impl ConfSymbol {
 // written; jemalloc reads them once (`const char *malloc_conf`).
 unsafe impl Sync for ConfSymbol {}
 
+/// Keeps a shared library loaded that contains this allocator. After `dlclose`, jemalloc's threads
+/// and the destructors of thread-local data would run code that is no longer there. C libraries
+/// other than glibc never unload.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+mod keep_loaded {
+    use std::ffi::c_void;
+    use std::mem::MaybeUninit;
+
+    #[used]
+    #[unsafe(link_section = ".init_array")]
+    static KEEP: extern "C" fn() = keep;
+
+    extern "C" fn keep() {
+        // SAFETY: `getauxval` only reads. The address is in the program's own file, or 0.
+        let program = unsafe { libc::getauxval(libc::AT_PHDR) } as *const c_void;
+        let (Some(program), Some(own)) = (file_of(program), file_of(keep as *const c_void)) else {
+            return;
+        };
+        if own.dli_fbase != program.dli_fbase {
+            let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD | libc::RTLD_NODELETE;
+            // SAFETY: the name is a C string of the loader. `RTLD_NOLOAD` loads nothing, and the
+            // handle stays open.
+            unsafe { libc::dlopen(own.dli_fname, flags) };
+        }
+    }
+
+    /// Returns the file that contains this address.
+    fn file_of(address: *const c_void) -> Option<libc::Dl_info> {
+        let mut found = MaybeUninit::uninit();
+        // SAFETY: takes any address, and a place for the answer.
+        let is_found = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
+        // SAFETY: written, as a result other than 0 means.
+        is_found.then(|| unsafe { found.assume_init() })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

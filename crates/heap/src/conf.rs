@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use lowtide_core::decay::DecayTime;
 
-use super::arenas;
 use super::cause::{Cause, Difference};
 use super::error::HostError;
 use super::mallctl::{self as ctl, Key};
+use super::{arenas, mappings};
 
 /// The longest decay time, in ms: jemalloc holds times as nanoseconds in 64 bits and takes no more
 /// than the whole seconds in it (`NSTIME_SEC_MAX`).
@@ -89,6 +89,7 @@ pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
         &mut differences,
     )?;
     drop(kept);
+    mappings::limit_mappings()?;
     let max_background_threads = set_max_threads(settings, &mut differences)?;
     let background_threads = set_threads(settings.background_threads, &mut differences)?;
     let arenas_set = dirty.arenas_set.min(muzzy.arenas_set);

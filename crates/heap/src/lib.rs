@@ -40,6 +40,7 @@ mod error;
 mod knobs;
 mod libc_heap;
 mod mallctl;
+mod mappings;
 #[cfg(feature = "profiling")]
 mod pprof;
 mod profile;
@@ -47,6 +48,7 @@ mod profiler;
 mod purge;
 mod recall;
 mod redirect;
+mod release;
 mod stats;
 #[cfg(all(feature = "profiling", target_os = "linux", target_arch = "x86_64"))]
 mod unwind;
@@ -66,6 +68,7 @@ pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
 pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
+pub use mappings::{limit_mappings, mappings_max, overcommits};
 pub use profile::HeapProfile;
 #[cfg(feature = "profiling")]
 pub use profiler::{
@@ -73,8 +76,11 @@ pub use profiler::{
     take_profile, write_profile,
 };
 pub use profiler::{Profiler, profiler};
-pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
+pub use purge::{
+    Outcome, Part, PurgeReport, Unreleased, decay_tick, flush_thread_cache, purge, purge_now,
+};
 pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
+pub use release::{ReleaseFailure, check_release, release_failure};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.

@@ -46,6 +46,14 @@ pub(super) fn kernel_page() -> ByteSize {
     ByteSize::new(u64::try_from(bytes).unwrap_or(0))
 }
 
+/// Returns the number of CPUs that are online; 1 if unknown.
+#[cfg(target_os = "linux")]
+pub(super) fn cpus() -> u64 {
+    // SAFETY: `sysconf` takes any number and only reads.
+    let count = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    u64::try_from(count).unwrap_or(1).max(1)
+}
+
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod platform {
     use std::ffi::{CStr, c_int, c_void};

@@ -19,6 +19,7 @@ use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 
 use tikv_jemalloc_ctl::raw;
+use tikv_jemalloc_sys::extent_hooks_t;
 
 use super::error::{Act, HostError, Refusal};
 
@@ -50,6 +51,9 @@ pub(crate) struct FileName;
 /// first pointer, and their number at the second.
 #[cfg(feature = "profiling")]
 pub(crate) type BacktraceHook = unsafe extern "C" fn(*mut *mut c_void, *mut c_uint, c_uint);
+
+/// Marks a control whose value is a table of extent hooks.
+pub(crate) struct HookTable;
 
 /// Kinds of text that C gives a pointer to.
 pub(crate) trait Pointed {}
@@ -105,6 +109,7 @@ table! {
     ARENA_MUZZY_DECAY: isize, 3, c"arena.0.muzzy_decay_ms";
     ARENAS_CREATE: u32, 2, c"arenas.create";
     ARENA_NAME: Text, 3, c"arena.0.name";
+    ARENA_HOOKS: HookTable, 3, c"arena.0.extent_hooks";
     ARENA_PURGE: (), 3, c"arena.0.purge";
     ARENA_DESTROY: (), 3, c"arena.0.destroy";
     ARENAS_PURGE: (), 3, c"arena.4096.purge";
@@ -369,6 +374,31 @@ impl<const N: usize> Key<BacktraceHook, N> {
         let numbers = self.numbers()?;
         // SAFETY: the control takes such a function; the caller guarantees that it is correct.
         let written = unsafe { raw::write_mib(&numbers, hook) };
+        written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
+    }
+}
+
+impl Key<HookTable, 3> {
+    /// Returns the table of an arena; jemalloc's own if the arena does not exist yet.
+    pub(crate) fn read_in(&self, arena: u32) -> Result<*mut extent_hooks_t, HostError> {
+        let numbers = self.numbers_in(arena, Act::Read)?;
+        // SAFETY: the control's value is such a pointer, and any pointer is valid.
+        let found = unsafe { raw::read_mib(&numbers) };
+        found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))
+    }
+
+    /// Sets the table of an arena, which is created if it does not exist.
+    ///
+    /// # Safety
+    /// The table and its functions are correct for jemalloc, and stay as long as the process.
+    pub(crate) unsafe fn write_in(
+        &self,
+        arena: u32,
+        table: *mut extent_hooks_t,
+    ) -> Result<(), HostError> {
+        let numbers = self.numbers_in(arena, Act::Write)?;
+        // SAFETY: the control takes such a pointer; the caller guarantees that the table is valid.
+        let written = unsafe { raw::write_mib(&numbers, table) };
         written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
 }

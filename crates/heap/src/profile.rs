@@ -146,6 +146,13 @@ impl fmt::Display for HeapProfile {
 /// lowtide_heap::global_allocator!(balanced, arenas: 8); // jemalloc calls it narenas
 /// ```
 ///
+/// # In a library that is loaded at run time
+///
+/// A shared library for `dlopen`, such as a Python extension, needs the feature
+/// `disable_initial_exec_tls`; without it, loading fails with "cannot allocate memory in static TLS
+/// block". jemalloc's threads run on after `dlclose`, so on Linux with glibc the library marks
+/// itself as not to be unloaded, like one that was linked with `-z nodelete`.
+///
 /// # If unsafe code is forbidden
 ///
 /// It compiles under `#![forbid(unsafe_code)]` too: the compiler does not report that lint inside

@@ -3,6 +3,9 @@
 //! It runs only when called; policy is elsewhere. A purge takes about 0.1 ms per MiB released, so
 //! it belongs on its own thread, never on one that runs an async runtime.
 //!
+//! A release is what the kernel reports: jemalloc and glibc count pages as released that stay
+//! resident, for example because they are locked.
+//!
 //! Invariant: each part is `Released(bytes > 0)`, nothing to release, or the reason it is
 //! unsupported.
 
@@ -13,7 +16,8 @@ use lowtide_core::clock::{Clock, SystemClock};
 
 use super::error::{HostError, Unsupported};
 use super::recall::request_tcache_flush;
-use super::stats::Backed;
+use super::release::{self, ReleaseFailure};
+use super::stats::{Backed, HeapProbe};
 use super::{allocator, arenas, libc_heap, mallctl};
 
 /// The result of purging one heap.
@@ -58,12 +62,25 @@ impl Part {
     }
 }
 
+/// Unused memory that a purge could not release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unreleased {
+    /// Bytes of unused pages that stay resident: at most
+    /// [`HeapSnapshot::unused_of`](super::HeapSnapshot::unused_of). jemalloc reuses them before it
+    /// maps new ones.
+    pub bytes: ByteSize,
+    /// The cause.
+    pub cause: ReleaseFailure,
+}
+
 /// The memory that a purge released, by heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PurgeReport {
     /// jemalloc: the decrease of the memory behind its pages (resident and muzzy), from one refresh
-    /// before and one after. Allocations of other threads in between are subtracted.
+    /// before and one after. Allocations of other threads in between are subtracted. If the
+    /// kernel's figure, as for `libc`, fell by less than half of that, it is the kernel's.
     pub jemalloc: Part,
     /// The muzzy part of jemalloc's bytes: released lazily before, and reclaimed only now. The rest
     /// was dirty. jemalloc purges both in one call, so they share one duration.
@@ -73,6 +90,8 @@ pub struct PurgeReport {
     /// that other threads touched or released meanwhile, and the kernel's figure may be off by some
     /// hundred KiB.
     pub libc: Part,
+    /// The unused memory that the kernel did not take back, if that is so.
+    pub unreleased: Option<Unreleased>,
 }
 
 impl PurgeReport {
@@ -100,15 +119,15 @@ impl PurgeReport {
 /// left to it; its pages are released a moment later and are not in the report.
 ///
 /// Blocks for about 0.1 ms per MiB released, plus twice the cost of
-/// [`HeapProbe::snapshot`](super::HeapProbe::snapshot); threads that allocate meanwhile wait for
-/// single arenas during parts of it. Allocates nothing except the one block of the first
-/// [`is_global`](super::is_global).
+/// [`HeapProbe::snapshot`](super::HeapProbe::snapshot) and some 30 us; threads that allocate
+/// meanwhile wait for single arenas during parts of it. Allocates only one block, of 8 pages, for
+/// [`check_release`](super::check_release).
 ///
 /// # Errors
 /// [`HostError::Mallctl`] if jemalloc refuses; glibc's heap is then not trimmed.
 pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
-    let (jemalloc, muzzy) = purge_jemalloc(clock)?;
-    Ok(PurgeReport { jemalloc, muzzy, libc: trim_libc(clock, libc_heap::trim) })
+    let (jemalloc, muzzy, unreleased) = purge_jemalloc(clock)?;
+    Ok(PurgeReport { jemalloc, muzzy, libc: trim_libc(clock, libc_heap::trim), unreleased })
 }
 
 /// Like [`purge`], with times by the system clock.
@@ -149,23 +168,58 @@ pub fn decay_tick() -> Result<(), HostError> {
     mallctl::ARENAS_DECAY.perform()
 }
 
-/// Returns the result for jemalloc, and its muzzy part.
-fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize), HostError> {
-    let before = Backed::read()?;
+/// Returns the result for jemalloc, its muzzy part, and what stays.
+fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize, Option<Unreleased>), HostError> {
+    let (before, resident) = (Backed::read()?, anonymous_resident());
     let start = clock.now();
     request_tcache_flush();
     flush_thread_cache()?;
+    // First, so that its block is purged as well.
+    let failure = if allocator::is_global() { release::check_release() } else { None };
     let kept = arenas::keep();
     mallctl::ARENAS_PURGE.perform()?;
     drop(kept);
     let took = clock.now() - start;
-    let after = Backed::read()?;
-    let mut outcome = Outcome::between(before.bytes(), after.bytes());
+    let (after, resident_after) = (Backed::read()?, anonymous_resident());
+    let counted = before.bytes().saturating_sub(after.bytes());
+    let fell = resident.saturating_sub(resident_after);
+    let unreleased = unreleased(failure, counted.saturating_sub(fell), resident_after)?;
+    let is_known = !resident_after.is_zero();
+    let stays = is_known && counted.saturating_sub(fell) > counted.scaled(0.5).max(inexactness());
+    let released = if unreleased.is_some() || stays { counted.min(fell) } else { counted };
+    let mut outcome = Outcome::between(released, ByteSize::ZERO);
     if outcome == Outcome::NothingToRelease && !allocator::is_global() {
         outcome = Outcome::Unsupported(Unsupported::NoJemalloc);
     }
     let part = Part { outcome, took };
-    Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released())))
+    Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released()), unreleased))
+}
+
+/// Returns the unused memory that the kernel does not take back. `stays` are bytes that jemalloc
+/// has just counted as released and that stay resident.
+fn unreleased(
+    failure: Option<ReleaseFailure>,
+    stays: ByteSize,
+    resident: ByteSize,
+) -> Result<Option<Unreleased>, HostError> {
+    let is_locked = || stays > inexactness() && locked() >= stays;
+    let failure = failure.or_else(|| is_locked().then(release::note_locked).flatten());
+    let Some(cause) = failure else { return Ok(None) };
+    let bytes = HeapProbe::here()?.snapshot()?.unused_of(resident).max(stays);
+    Ok(Some(Unreleased { bytes, cause }))
+}
+
+/// The inexactness of the kernel's figure of resident memory, which it counts by CPU in batches
+/// (`percpu_counter` in `mm/memory.c`, of 32 pages or two for each CPU).
+#[cfg(target_os = "linux")]
+fn inexactness() -> ByteSize {
+    let cpus = libc_heap::cpus();
+    libc_heap::kernel_page().checked_mul(cpus * (2 * cpus).max(32)).unwrap_or(ByteSize::MAX)
+}
+
+#[cfg(not(target_os = "linux"))]
+const fn inexactness() -> ByteSize {
+    ByteSize::MAX
 }
 
 /// Returns the result for glibc, trimmed by `trim`.
@@ -186,17 +240,37 @@ fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>
 /// the kernel does not report it. Does not allocate.
 #[cfg(target_os = "linux")]
 fn anonymous_resident() -> ByteSize {
-    let mut text = [0_u8; 128];
-    let length = std::fs::File::open("/proc/self/statm")
-        .and_then(|mut file| std::io::Read::read(&mut file, &mut text))
-        .unwrap_or(0);
-    let pages = std::str::from_utf8(&text[..length]).ok().and_then(anonymous_pages);
+    let pages = with_text("/proc/self/statm", anonymous_pages);
     pages.and_then(|pages| libc_heap::kernel_page().checked_mul(pages)).unwrap_or(ByteSize::ZERO)
 }
 
 #[cfg(not(target_os = "linux"))]
 const fn anonymous_resident() -> ByteSize {
     ByteSize::ZERO
+}
+
+/// Returns the bytes that the process has locked. Does not allocate.
+#[cfg(target_os = "linux")]
+fn locked() -> ByteSize {
+    with_text("/proc/self/status", |text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("VmLck:"))?;
+        line.trim().strip_suffix(" kB")?.trim().parse().ok().map(ByteSize::kib)
+    })
+    .unwrap_or(ByteSize::ZERO)
+}
+
+#[cfg(not(target_os = "linux"))]
+const fn locked() -> ByteSize {
+    ByteSize::ZERO
+}
+
+/// Parses the first 4 KiB of a file.
+#[cfg(target_os = "linux")]
+fn with_text<T>(path: &str, parse: impl FnOnce(&str) -> Option<T>) -> Option<T> {
+    let mut text = [0_u8; 4096];
+    let mut file = std::fs::File::open(path).ok()?;
+    let length = std::io::Read::read(&mut file, &mut text).ok()?;
+    std::str::from_utf8(text.get(..length)?).ok().and_then(parse)
 }
 
 /// Resident less shared pages, from the text of `/proc/<pid>/statm` (`proc_pid_statm(5)`:
@@ -229,6 +303,7 @@ mod tests {
             jemalloc: part(Outcome::Released(ByteSize::mib(5))),
             muzzy: ByteSize::mib(2),
             libc: part(Outcome::Unsupported(Unsupported::NotGlibc)),
+            unreleased: None,
         };
         assert_eq!((report.released(), report.dirty()), (ByteSize::mib(5), ByteSize::mib(3)));
     }

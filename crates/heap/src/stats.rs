@@ -54,6 +54,17 @@ impl HeapSnapshot {
         self.resident.saturating_sub(self.live)
     }
 
+    /// Returns the most bytes of unused pages that can be resident in a process that cannot release
+    /// them ([`release_failure`](super::release_failure)) and has this much anonymous memory:
+    /// `min(dirty + muzzy + unbacked, anonymous - active - metadata)`. jemalloc counts pages as
+    /// unbacked that the kernel did not take back.
+    #[must_use]
+    pub const fn unused_of(&self, anonymous: ByteSize) -> ByteSize {
+        let unused = self.purgeable().saturating_add(self.unbacked);
+        let other = anonymous.saturating_sub(self.active).saturating_sub(self.metadata);
+        if unused.get() < other.get() { unused } else { other }
+    }
+
     /// Returns the bytes that a purge releases immediately: `dirty + muzzy`.
     #[must_use]
     pub const fn purgeable(&self) -> ByteSize {
@@ -91,11 +102,15 @@ impl HeapProbe {
         if !ctl::CONFIG_STATS.read()? {
             return Err(HostError::NoStatistics);
         }
-        let page = ByteSize::of(ctl::ARENAS_PAGE.read()?);
-        let probe = Self { birth: Birth::now(), page };
+        let probe = Self::here()?;
         probe.glance()?;
         probe.snapshot()?;
         Ok(probe)
+    }
+
+    /// Like [`new`](Self::new), without looking up the controls.
+    pub(super) fn here() -> Result<Self, HostError> {
+        Ok(Self { birth: Birth::now(), page: ByteSize::of(ctl::ARENAS_PAGE.read()?) })
     }
 
     /// Returns the heap's current statistics. Does not allocate.

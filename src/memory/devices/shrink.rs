@@ -21,7 +21,7 @@ use crate::bytes::ByteSize;
 use crate::config::arena::{RunOptions, SelectorError, Target, TargetKind, Targets};
 use crate::device::DeviceError;
 use lowtide_admission::Job;
-use lowtide_heap::{HostError, Outcome};
+use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
 
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
@@ -119,6 +119,14 @@ pub enum ShrinkFailure {
     /// The process heap could not be purged.
     #[error("cannot purge the heap: {0}")]
     Heap(HostError),
+    /// The kernel did not take unused memory of the heap back.
+    #[error("{bytes} of unused heap memory stay resident: {cause}")]
+    Unreleased {
+        /// The memory that stays; later allocations use it first.
+        bytes: ByteSize,
+        /// The cause.
+        cause: ReleaseFailure,
+    },
     /// An arena could not be shrunk.
     #[error("cannot shrink arena {arena:?}: {error}")]
     Arena {
@@ -288,7 +296,13 @@ impl Shared {
                 (Outcome::Unsupported(jemalloc), Outcome::Unsupported(libc)) => {
                     ShrinkOutcome::Unsupported { reason: format!("{jemalloc}; {libc}") }
                 }
-                _ => ShrinkOutcome::Released(report.released()),
+                _ => match report.unreleased {
+                    Some(Unreleased { bytes, cause, .. }) => ShrinkOutcome::Failed {
+                        released: report.released(),
+                        cause: ShrinkFailure::Unreleased { bytes, cause },
+                    },
+                    None => ShrinkOutcome::Released(report.released()),
+                },
             },
             Err(error) => {
                 let cause = ShrinkFailure::Heap(error);

@@ -57,8 +57,11 @@ pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 /// A sample of signals, heap and arenas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// Bytes that count against the host's limit.
+    /// Bytes that count against the host's limit, without `unreleased`.
     pub physical: ByteSize,
+    /// Unused memory that stays resident because the kernel does not take it back. Requests use it
+    /// again before new memory.
+    pub unreleased: ByteSize,
     /// The part of `physical` that a purge releases: dirty and muzzy pages, and idle bytes of
     /// arenas on host memory.
     pub purgeable: ByteSize,
@@ -102,6 +105,7 @@ impl Default for Sample {
     fn default() -> Self {
         Self {
             physical: ByteSize::ZERO,
+            unreleased: ByteSize::ZERO,
             purgeable: ByteSize::ZERO,
             decaying: ByteSize::ZERO,
             cached: ByteSize::ZERO,
@@ -184,9 +188,9 @@ pub struct Maintenance {
     /// The time for which the next tick is planned.
     planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
-    /// held.
+    /// held and the heap has not moved.
     admitted: u64,
-    quiet_since: Option<Moment>,
+    quiet_since: Option<QuietSince>,
     purged_at: Moment,
     /// The answer of the function of that name at this tick.
     may_fill_up: bool,
@@ -564,14 +568,20 @@ impl Maintenance {
         ceiling
     }
 
-    /// Returns `true` if no request has been held or admitted for the quiet time.
-    fn is_quiet(&mut self, stats: &AdmissionStats, now: Moment) -> bool {
+    /// Returns `true` if for the quiet time no request has been held or admitted, and the heap has
+    /// neither allocated nor freed as much as is worth a purge: a program that works without
+    /// requests would fault in again what a purge releases.
+    fn is_quiet(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) -> bool {
         if stats.held() > 0 || stats.admitted_total != self.admitted {
             self.admitted = stats.admitted_total;
             self.quiet_since = None;
             return false;
         }
-        now - *self.quiet_since.get_or_insert(now) >= self.settings.quiet
+        let begins =
+            QuietSince { at: now, active: sample.heap_active, purgeable: purgeable_now(sample) };
+        let worth = self.purge_worth(sample);
+        let since = self.quiet_since.filter(|since| !since.has_moved(&begins, worth));
+        now - self.quiet_since.insert(since.unwrap_or(begins)).at >= self.settings.quiet
     }
 
     /// Posts one reclaim step for each budget.
@@ -610,6 +620,23 @@ impl Maintenance {
             || held(Budget::Device)
             || self.further.iter().any(DeviceAccount::is_held);
         filled || grows || pressed || waits || is_held
+    }
+}
+
+/// The begin of a quiet time, and the heap then.
+#[derive(Clone, Copy, Debug)]
+struct QuietSince {
+    at: Moment,
+    active: ByteSize,
+    purgeable: ByteSize,
+}
+
+impl QuietSince {
+    /// Returns `true` if the heap has allocated or freed more than this.
+    fn has_moved(&self, now: &Self, worth: ByteSize) -> bool {
+        let moved = self.active.get().abs_diff(now.active.get());
+        let freed = now.purgeable.saturating_sub(self.purgeable);
+        moved > worth.get() || freed > worth
     }
 }
 

@@ -129,7 +129,7 @@ impl Maintenance {
         now: Moment,
         jobs: &mut Jobs,
     ) {
-        let quiet = self.is_quiet(stats, now);
+        let quiet = self.is_quiet(sample, stats, now);
         let worth = self.purge_worth(sample);
         let purgeable = purgeable_now(sample);
         self.growth.see(sample);
@@ -365,6 +365,37 @@ mod tests {
     fn burst(seen: &Seen) {
         *lock(&seen.0) =
             World { sample: sample_of(100), libc_idle: ByteSize::mib(80), ..World::default() };
+    }
+
+    /// The bug: a program that admits no request counted as idle while it worked, and its purges
+    /// doubled its page faults.
+    #[test]
+    fn a_program_without_requests_is_purged_once_it_rests() {
+        let settings = Settings { purge_interval: None, ..Settings::default() };
+        for works in [true, false] {
+            let seen = Seen::of(Sample::default());
+            let (mut loops, _) = loops(&seen, settings, Resources::new());
+            let mut triggers = Vec::new();
+            for tick in 0..240 {
+                // It allocates its pages again, in some of the samples.
+                let active = if works && tick % 4 == 0 { 200 } else { 0 };
+                let purgeable = if works || triggers.is_empty() { 200 - active } else { 0 };
+                lock(&seen.0).sample = Sample {
+                    heap_active: ByteSize::mib(active),
+                    purgeable: ByteSize::mib(purgeable),
+                    ..Sample::default()
+                };
+                for job in loops.tick(at(tick * 250)).jobs {
+                    if let Job::Purge { trigger } = job {
+                        triggers.push(trigger);
+                        let released = Recovered::of(ByteSize::mib(200));
+                        loops.purge.finish(ByteSize::ZERO, released, at(tick * 250 + 1));
+                    }
+                }
+            }
+            let expected: &[_] = if works { &[] } else { &[Trigger::Idle] };
+            assert_eq!(triggers, expected);
+        }
     }
 
     /// Bug: idle and periodic purges counted jemalloc's unused pages only, so that 80 MiB of an

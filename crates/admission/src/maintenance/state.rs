@@ -26,6 +26,7 @@ use super::{Sample, Trigger};
 pub struct PressureState {
     physical: AtomicU64,
     physical_peak: AtomicU64,
+    unreleased: AtomicU64,
     purgeable: AtomicU64,
     decaying: AtomicU64,
     limit: AtomicU64,
@@ -48,7 +49,8 @@ pub struct PressureState {
 }
 
 impl PressureState {
-    /// Returns the bytes that count against the host's limit.
+    /// Returns the bytes that count against the host's limit, without the
+    /// [unreleased](Self::unreleased) ones.
     #[must_use]
     pub fn physical(&self) -> ByteSize {
         ByteSize::new(self.physical.load(Ordering::Relaxed))
@@ -59,6 +61,12 @@ impl PressureState {
     #[must_use]
     pub fn take_physical_peak(&self) -> ByteSize {
         ByteSize::new(self.physical_peak.swap(0, Ordering::Relaxed))
+    }
+
+    /// Returns the unused bytes that stay resident because the kernel does not take them back.
+    #[must_use]
+    pub fn unreleased(&self) -> ByteSize {
+        ByteSize::new(self.unreleased.load(Ordering::Relaxed))
     }
 
     /// Returns the part of the physical bytes that a purge releases.
@@ -233,6 +241,7 @@ impl PressureState {
     pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {
         self.physical.store(sample.physical.get(), Ordering::Relaxed);
         self.physical_peak.fetch_max(sample.physical.get(), Ordering::Relaxed);
+        self.unreleased.store(sample.unreleased.get(), Ordering::Relaxed);
         self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
         self.decaying.store(sample.decaying.get(), Ordering::Relaxed);
         self.limit.store(limit.get(), Ordering::Relaxed);

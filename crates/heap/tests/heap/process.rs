@@ -211,8 +211,10 @@ fn a_snapshot_and_a_glance_allocate_nothing() {
         assert!(lowtide_heap::is_global(), "asked once with an allocation, before it counts");
         lowtide_heap::purge(&clock).unwrap();
         let before = count.get();
+        assert_eq!(lowtide_heap::check_release(), None);
+        let (before, trial) = (count.get(), count.get() - before);
         lowtide_heap::purge(&clock).unwrap();
-        assert_eq!(count.get(), before, "a purge allocated");
+        assert_eq!(count.get() - before, trial, "a purge allocated more than one block");
         drop(vec![0_u8; 100]);
         assert!(count.get() > before, "the count does not count");
     });
@@ -398,5 +400,23 @@ fn a_probe_made_before_a_fork_says_so_in_the_child() {
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0);
         assert!(probe.snapshot().is_ok());
+    });
+}
+
+/// The bug: a block that was never touched was reported as released.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_release_is_what_the_kernel_reports() {
+    alone(|| {
+        let untouched = Vec::<u8>::with_capacity(256 << 20);
+        assert!(untouched.capacity() > 0);
+        drop(untouched);
+        let report = lowtide_heap::purge_now().unwrap();
+        assert!(report.jemalloc.released() < ByteSize::mib(16), "{report:?}");
+        assert_eq!(report.unreleased, None);
+        drop(burst(4_096, 16 << 10));
+        let report = lowtide_heap::purge_now().unwrap();
+        assert!(report.jemalloc.released() > ByteSize::mib(56), "{report:?}");
+        assert_eq!(report.unreleased, None);
     });
 }
