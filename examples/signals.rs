@@ -36,6 +36,7 @@ fn main() -> ExitCode {
     println!("{}", line(&signals));
     if args.watch {
         for _ in std::io::stdin().lock().lines().map_while(Result::ok) {
+            signals.look();
             println!("{}", line(&signals));
         }
     }

@@ -5,11 +5,12 @@
 //! The loops that measure and decide are in that package; a `Memory` runs them.
 
 pub use lowtide_admission::{
-    Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, Budget, CeilingParts,
-    ClassStats, Cost, Cpus, EventCounts, EvictionCause, LastUnload, Ledger, Level, LevelChanged,
-    LevelWatch, Limit, LimitAdvice, LimitForecast, LimitHour, LimitSource, LoadError, LoadScope,
-    Managed, ManagedBuilder, Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi,
-    Reclaimable, Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase,
-    Requester, Resource, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass,
-    Stall, TenantUsage, UnloadError, UnloadReason, Unloads, Use,
+    Acquire, AcquireError, AddError, Admission, AdmissionStats, Backoff, BoundScope, Budget,
+    CeilingParts, ClassStats, Cost, Cpus, EventCounts, EvictionCause, Freshness, LastUnload,
+    Ledger, Level, LevelChanged, LevelWatch, Limit, LimitAdvice, LimitBound, LimitForecast,
+    LimitHour, LimitSource, LoadError, LoadScope, Managed, ManagedBuilder, Mappings, MemoryEvents,
+    MemoryUsage, Permit, Priority, Psi, Reclaimable, Reclaimer, ReclaimerStats, RejectReason,
+    Rejected, RequestMemory, RequestPhase, Requester, Resource, ResourceStats, RouteUsage,
+    SettingsError, Signal, Signals, SizeClass, Stall, TenantUsage, UnloadError, UnloadReason,
+    Unloads, Use,
 };

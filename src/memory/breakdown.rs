@@ -38,8 +38,7 @@ pub enum PartKind {
     Arena,
     /// Contents of sleeping arenas in host memory, and memory kept for the next sleep.
     Offloaded,
-    /// Everything else: heaps of C code, stacks, and other processes of the cgroup; mapped files if
-    /// the resident set is what counts.
+    /// Everything else: heaps of C code, stacks, and other processes of the cgroup.
     Untracked,
 }
 

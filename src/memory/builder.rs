@@ -510,13 +510,21 @@ fn open_signals(
     diagnostics: &mut Vec<Diagnostic>,
 ) -> Signals {
     let signals = settle_limit(config, given.unwrap_or_else(Signals::open), diagnostics);
-    let is_usual =
-        |error: &&SignalError| matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. });
-    let (usual, faults): (Vec<_>, Vec<_>) = signals.missing().iter().partition(is_usual);
+    let missing = signals.missing();
+    let (usual, faults): (Vec<_>, Vec<_>) = missing.iter().partition(|error| is_usual(error));
     diagnostics
         .extend(usual.into_iter().map(|error| Diagnostic::info("signals", error.to_string())));
     let causes = faults.into_iter().map(SignalError::to_string).collect::<Vec<_>>().join("; ");
     let signal = signals.sample();
+    let error = signals.resident_error();
+    if signal.usage.is_none() && error > signal.tolerance() {
+        let text = format!(
+            "no cgroup limits this process, and the kernel counts its resident memory with an \
+             error of up to {error}, because each CPU keeps some changes to itself: expected a \
+             cgroup with a limit, whose usage is exact"
+        );
+        diagnostics.push(Diagnostic::info("signals", text));
+    }
     if !signal.limit.is_known() {
         let text = format!(
             "no memory limit found, so no request is rejected for memory; set \
@@ -533,6 +541,11 @@ fn open_signals(
         diagnostics.push(Diagnostic::warning("signals", causes));
     }
     signals
+}
+
+/// Returns `true` for a signal that many systems lack.
+pub(super) const fn is_usual(error: &SignalError) -> bool {
+    matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. })
 }
 
 /// Evicts idle resources and asks reclaimers to make room. The heap is purged before the room is
@@ -765,7 +778,9 @@ fn ladder(
 fn report(memory: &Memory, background_threads: u32) {
     let config = memory.config();
     let limit = shown(memory.0.shared.state.limit());
-    let cpus = memory.0.shared.signals.cpus();
+    let signals = &memory.0.shared.signals;
+    let (cpus, bounds) = (signals.cpus(), signals.bounds());
+    let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     let at_start = heap::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     log!(
@@ -773,6 +788,7 @@ fn report(memory: &Memory, background_threads: u32) {
         target: "lowtide",
         profile = %config.profile.value,
         limit,
+        bounds,
         device = devices::choice(&memory.0.shared.devices, config).map(tracing::field::display),
         heap_decay = %config.heap_decay.value,
         background_threads,

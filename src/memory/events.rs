@@ -11,6 +11,7 @@
 //! tasks.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::bytes::{ByteSize, prefix};
@@ -153,6 +154,8 @@ struct Seen {
     /// The number of times that the host has entered each level.
     entered: [u64; Level::ALL.len()],
     limit: ByteSize,
+    /// The directory of the memory cgroup.
+    cgroup: Option<PathBuf>,
     /// Sleeps, wakes and failed wakes, by name.
     arenas: BTreeMap<String, [u64; 3]>,
     resources: BTreeMap<String, ResourceCounts>,
@@ -221,6 +224,10 @@ impl Watch {
             let (limit, was) = (shown(now.limit), shown(before.limit));
             let source = snapshot.signal.limit.source.name();
             log!(info, target: "lowtide", limit, was, source, "memory limit changed");
+        }
+        if now.cgroup != before.cgroup {
+            let (cgroup, was) = (now.cgroup.as_deref(), before.cgroup.as_deref());
+            log!(info, target: "lowtide", ?cgroup, ?was, "memory cgroup changed");
         }
         self.log_rejections(now.new_rejections(&before), snapshot);
         self.seen = Some(now);
@@ -322,6 +329,7 @@ impl Seen {
             levels: [snapshot.host.level, snapshot.device.level],
             entered,
             limit: snapshot.signal.limit.bytes,
+            cgroup: snapshot.cgroup.clone(),
             arenas: snapshot.devices.sleeps(),
             resources: snapshot.resources.iter().map(resource).collect(),
             reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
@@ -330,13 +338,14 @@ impl Seen {
         }
     }
 
-    /// Returns the state before anything happened. The limit and the kills of the cgroup are older
+    /// Returns the state before anything happened. The limit, the cgroup and its kills are older
     /// than the process.
-    const fn at_start(first: &Self) -> Self {
+    fn at_start(first: &Self) -> Self {
         Self {
             levels: [Level::None; 2],
             entered: [0; Level::ALL.len()],
             limit: first.limit,
+            cgroup: first.cgroup.clone(),
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
@@ -494,6 +503,7 @@ mod tests {
             levels: [Level::None; 2],
             entered: [0; 4],
             limit: ByteSize::gib(1),
+            cgroup: None,
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
@@ -510,6 +520,7 @@ mod tests {
             levels: [Level::High, Level::None],
             entered: [0, 1, 1, 0],
             limit: ByteSize::mib(512),
+            cgroup: None,
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
             resources: BTreeMap::from([("m".to_owned(), model)]),
             reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),

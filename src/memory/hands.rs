@@ -11,10 +11,13 @@ use std::time::Duration;
 use crate::clock::Moment;
 use crate::metrics::process::ProcessReader;
 use crate::metrics::record::{self, MetricsWriter};
-use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, Recovered, Trigger};
+use lowtide_admission::{
+    Level, MaintenanceActions, ReclaimerStats, Recovered, SignalError, Trigger,
+};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::breakdown::Breakdown;
+use super::builder::is_usual;
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
@@ -48,6 +51,8 @@ pub(super) struct MaintenanceExecutor {
     devices: Series,
     /// The OOM kills in the own cgroup that have been logged.
     kills_logged: u64,
+    /// The signals that were missing.
+    missing: Vec<SignalError>,
     /// The largest number of physical bytes of late.
     peak: RecentPeak,
     process: ProcessReader,
@@ -183,6 +188,7 @@ impl MaintenanceExecutor {
             heap_arenas: Vec::new(),
             devices: Series::default(),
             kills_logged: 0,
+            missing: shared.signals.missing(),
             peak: RecentPeak::default(),
             process: ProcessReader::default(),
             watch: Watch::default(),
@@ -305,6 +311,7 @@ impl MaintenanceExecutor {
             to.events("own", events.own);
             to.events("above", events.above);
             let kills = events.own.oom_kill.unwrap_or(0);
+            self.kills_logged = self.kills_logged.min(kills); // another cgroup
             if kills > self.kills_logged {
                 let killed = kills - self.kills_logged;
                 self.kills_logged = kills;
@@ -321,6 +328,11 @@ impl MaintenanceExecutor {
         if let Some(psi) = snapshot.psi {
             to.psi(psi);
         }
+        let missing = self.shared.signals.missing();
+        for error in missing.iter().filter(|it| !is_usual(it) && !self.missing.contains(it)) {
+            self.shared.add_diagnostic(Diagnostic::warning("signals", error.to_string()));
+        }
+        self.missing = missing;
         if snapshot.signal.limit_is_stale {
             let start = "cannot read a limit of the cgroup any more";
             let limit = snapshot.signal.limit;

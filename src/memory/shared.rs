@@ -5,7 +5,6 @@
 //!
 //! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -345,7 +344,8 @@ impl Shared {
             oom_kills: self.signals.oom_kills(),
             events: self.signals.events(),
             psi: self.signals.psi(),
-            cgroup: self.signals.cgroup().map(Path::to_owned),
+            cgroup: self.signals.cgroup(),
+            bounds: self.signals.bounds(),
             physical: signal.physical.saturating_add(self.committed_beside_kernel()),
             unified: self.devices.is_unified(),
             purgeable: self.state.purgeable(),

@@ -7,8 +7,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
 use lowtide_admission::{
-    Admission, AdmissionStats, Budget, CeilingParts, ClassStats, Cpus, Level, MemoryEvents, Psi,
-    ReclaimerStats, ResourceStats, Signal, SizeClass,
+    Admission, AdmissionStats, Budget, CeilingParts, ClassStats, Cpus, Level, LimitBound,
+    MemoryEvents, Psi, ReclaimerStats, ResourceStats, Signal, SizeClass,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -54,6 +54,8 @@ pub struct MemorySnapshot {
     pub psi: Option<Psi>,
     /// The directory of the memory cgroup.
     pub cgroup: Option<PathBuf>,
+    /// The bounds of host memory, the one in force first.
+    pub bounds: Vec<LimitBound>,
     /// The memory that counts against the host's limit: the kernel's figure ([`Signal::physical`]),
     /// and the memory committed by arenas on an integrated GPU, which the kernel does not count.
     pub physical: ByteSize,

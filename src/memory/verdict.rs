@@ -297,8 +297,8 @@ fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
         return None;
     }
     let text = format!(
-        "{bytes} of {} physical memory are neither heap nor arenas: C code, stacks, mapped files \
-         or other processes of the container; `/memory?with=mappings` lists those of this process.",
+        "{bytes} of {} physical memory are neither heap nor arenas: C code, stacks or other \
+         processes of the container; `/memory?with=mappings` lists the memory of this process.",
         snapshot.physical
     );
     let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);

@@ -242,15 +242,16 @@ table! {
         "Limit of host memory; lowtide_pressure_limit_info names its source.";
     PRESSURE_LIMIT_INFO: Detail Gauge "lowtide_pressure_limit_info" Count ["source"]
         "1 for the source that set the limit of host memory: cgroup (its hard limit), high \
-         (memory.high), machine, override (LOWTIDE_MEMORY_LIMIT or the builder), address_space \
-         (ulimit), fit (an operator is about to lower it), unknown; 0 for the others.";
+         (memory.high), machine, commit (strict overcommit), override (LOWTIDE_MEMORY_LIMIT or the \
+         builder), address_space (ulimit), fit (an operator is about to lower it), unknown; 0 for \
+         the others.";
     PRESSURE_LIMIT_STALE: Basic Gauge "lowtide_pressure_limit_stale" Count []
         "1 while the cgroup's limit cannot be read and the last value is used, else 0.";
     PRESSURE_EXHAUSTED: Basic Gauge "lowtide_pressure_exhausted" Count []
         "1 while memory that no request owns leaves no room for the smallest request, else 0.";
     PRESSURE_PHYSICAL: Basic Gauge "lowtide_pressure_physical_bytes" Bytes []
         "Memory that counts against the limit: the cgroup's usage without page cache, or the \
-         resident set size.";
+         process's anonymous and shared memory.";
     PRESSURE_PHYSICAL_PEAK: Basic Gauge "lowtide_pressure_physical_peak_bytes" Bytes []
         "Largest lowtide_pressure_physical_bytes of the last 30 to 60 s, as sampled by \
          the control loop, every 10 to 250 ms: a scrape does not miss a short peak.";

@@ -21,7 +21,8 @@ use crate::memory::{self, Breakdown, Finding, Memory, MemorySnapshot};
 use crate::metrics::record::{BUDGETS, part};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{
-    Cost, EventCounts, Level, ReclaimerStats, RejectReason, ResourceStats, Stall, UnloadReason,
+    Cost, EventCounts, Level, LimitBound, ReclaimerStats, RejectReason, ResourceStats, Stall,
+    UnloadReason,
 };
 use lowtide_heap::HostArenaStats;
 
@@ -395,10 +396,22 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
             "full": stall(psi.full),
         })),
         "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
+        "bounds": snapshot.bounds.iter().map(bound).collect::<Vec<_>>(),
         "limit_is_stale": snapshot.signal.limit_is_stale,
         "limit_bytes": limit(snapshot.signal.limit.bytes),
         "limit_source": snapshot.signal.limit.source.name(),
         "budget": budget(&snapshot.host),
+    })
+}
+
+fn bound(bound: &LimitBound) -> Value {
+    json!({
+        "source": bound.source.name(),
+        "name": bound.name,
+        "limit_bytes": bound.limit.map(ByteSize::get),
+        "used_bytes": bound.used.map(ByteSize::get),
+        "scope": bound.scope.name(),
+        "freshness": bound.freshness.name(),
     })
 }
 

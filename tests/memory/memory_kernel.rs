@@ -1,5 +1,5 @@
 //! The reactions of a `Memory` to the kernel's figures, and to a limit that is changed under it.
-//! One test, since it installs the process's subscriber.
+//! In processes of their own, since one installs the process's subscriber.
 #![cfg(target_os = "linux")]
 
 use std::sync::{Arc, Mutex};
@@ -100,5 +100,42 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
         assert_eq!(snapshot.oom_kills, Some(6));
         assert_eq!(snapshot.events.expect("a cgroup").own.oom_kill, Some(3));
         assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+    });
+}
+
+/// Report: garden-runc#406, podman#14677 (H), snapd#14275 (E): the limit of the cgroup that the
+/// process had left stayed, and a limit that cannot be read was none.
+#[test]
+fn a_process_that_is_moved_has_the_limit_of_its_new_cgroup_and_says_if_it_cannot_be_read() {
+    THROUGHPUT.run(|| {
+        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
+        let memory = Memory::builder()
+            .clock(Arc::clone(&clock) as Arc<dyn Clock>)
+            .signals(tree.open())
+            .device(DeviceChoice::Host)
+            .profile(Profile::Throughput)
+            .background_threads(0)
+            .metrics_interval(TICK)
+            .start()
+            .expect("starts");
+        tree.move_to("to", Some(ByteSize::mib(200)));
+        advance_until(&clock, TICK, "it is seen", || {
+            memory.snapshot().signal.limit.bytes == ByteSize::mib(200)
+        });
+        let snapshot = memory.snapshot();
+        assert!(snapshot.cgroup.is_some_and(|folder| folder.ends_with("to")));
+        let [first, ..] = &*snapshot.bounds else { panic!("no bounds") };
+        assert!(first.name.ends_with("to/memory.max"), "{first}");
+        let warned = || {
+            let notes = memory.diagnostics();
+            notes.iter().filter(|note| note.text.contains("unread/memory.max: ")).count()
+        };
+        assert_eq!(warned(), 0);
+        tree.move_to("unread", None);
+        advance_until(&clock, TICK, "it is said", || warned() == 1);
+        let then = clock.now();
+        advance_until(&clock, TICK, "time passes", || clock.now() - then > 4 * SECOND);
+        assert_eq!(warned(), 1, "once");
+        assert!(memory.shutdown(5 * SECOND).is_clean());
     });
 }

@@ -558,6 +558,10 @@ fn check_host(host: &Value) {
     ] {
         assert_eq!(host[key], value, "{key}");
     }
+    let bound = &host["bounds"][0];
+    assert!(bound["name"].as_str().is_some_and(|name| name.ends_with("app/memory.max")), "{bound}");
+    assert_eq!((&bound["limit_bytes"], &bound["used_bytes"]), (&mib(100), &mib(10)), "{bound}");
+    assert_eq!((&bound["scope"], &bound["freshness"]), (&json!("group"), &json!("now")), "{bound}");
     let figure = |key: &str| host[key].as_u64().unwrap_or_else(|| panic!("{key}"));
     let required = figure("physical_bytes").saturating_sub(figure("purgeable_bytes"));
     assert_eq!(figure("required_bytes"), required);

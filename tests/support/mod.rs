@@ -143,6 +143,18 @@ impl Tree {
         self.cgroup("memory.pressure", &text);
     }
 
+    /// The process is moved to a cgroup with this limit, or one that cannot be read.
+    pub(crate) fn move_to(&self, name: &str, limit: Option<ByteSize>) {
+        let at = |file: &str| format!("sys/fs/cgroup/{name}/{file}");
+        self.write(&at("memory.current"), "10485760\n");
+        self.write(&at("memory.stat"), "anon 10485760\ninactive_file 0\nactive_file 0\n");
+        match limit {
+            Some(limit) => self.write(&at("memory.max"), &format!("{}\n", limit.get())),
+            None => fs::create_dir(self.0.path().join(at("memory.max"))).expect("a folder"),
+        }
+        self.write("proc/self/cgroup", &format!("0::/{name}\n"));
+    }
+
     /// The kernel has no PSI.
     pub(crate) fn without_psi(&self) {
         fs::remove_file(self.0.path().join("sys/fs/cgroup/app/memory.pressure")).expect("removed");

@@ -103,8 +103,8 @@ pub use reserve::Reserve;
 #[doc(hidden)]
 pub use reserve::Waiting;
 pub use signal::{
-    Cpus, EventCounts, Limit, LimitSource, Mappings, MemoryEvents, Psi, Resident, Signal,
-    SignalError, SignalTracker, Signals, Stall,
+    BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
+    MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals, Stall,
 };
 pub use size_class::SizeClass;
 pub use tally::ClassStats;

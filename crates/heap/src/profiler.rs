@@ -322,8 +322,12 @@ mod with_profiler {
             return Err(ProfileError::FileSizeLimit(ByteSize::new(limit)));
         }
         let file = memory_file().map_err(ProfileError::File)?;
-        let name = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))
-            .map_err(|error| ProfileError::File(error.into()))?;
+        let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+        if !Path::new(&name).exists() {
+            let text = format!("{name} does not exist: expected a mounted /proc");
+            return Err(ProfileError::File(io::Error::new(io::ErrorKind::NotFound, text)));
+        }
+        let name = CString::new(name).map_err(|error| ProfileError::File(error.into()))?;
         // jemalloc opens the file anew, so the position of this descriptor stays at its start.
         ctl::PROF_DUMP.write(&name).map_err(ProfileError::NotWritten)?;
         if file.metadata().map_err(ProfileError::File)?.len() > TEXT_MAX {

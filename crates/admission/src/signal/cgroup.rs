@@ -1,17 +1,21 @@
 //! The memory cgroup of this process: version 1, version 2 with its ancestors, hybrid, or none.
 //!
-//! It is located once through `/proc/self/cgroup`, relative to the root of the mount in
-//! `mountinfo`, and then read through open descriptors. Page cache that the kernel reclaims by
-//! itself never counts, neither `inactive_file` nor `active_file`: files that are read repeatedly
-//! are active, and the kernel still reclaims them on demand. It writes nothing and moves no
-//! process.
+//! It is located through `/proc/self/cgroup`, relative to the root of each mount in `mountinfo`
+//! until one has memory accounting, and then read through open descriptors. What the kernel
+//! reclaims by itself never counts: files, whether `inactive_file` or `active_file`, since those
+//! that are read repeatedly are active, and the caches of names and inodes (`slab_reclaimable`).
+//! It writes nothing and moves no process.
+//!
+//! A file that does not exist holds no limit. One that exists and cannot be read is reported, and
+//! no other file takes its place.
 //!
 //! The limit of an ancestor is shared with that ancestor's other members, so it limits this process
 //! at `limit - bytes held by the others`.
 //!
 //! Invariant:
 //! `limit = min over levels of (own limit of the level - (held by the level - held by the leaf))`,
-//! with `held = max(usage - inactive_file - active_file, anon + shmem)`, and on version 1 also
+//! with `held = max(usage - inactive_file - active_file - slab_reclaimable, anon + shmem)`, on
+//! version 1, which counts no reclaimable slab, `held = rss + shmem`, and there also
 //! `limit <= hierarchical_memory_limit`.
 
 use std::ffi::OsStr;
@@ -24,7 +28,7 @@ use lowtide_core::bytes::ByteSize;
 use super::error::SignalError;
 use super::events::{EventFiles, EventNames, MemoryEvents};
 use super::file::{KeptFile, keyed, number, read_whole};
-use super::limit::{Limit, LimitSource};
+use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 
 /// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.
 const LEVELS_MAX: usize = 32;
@@ -32,6 +36,9 @@ const LEVELS_MAX: usize = 32;
 const MEMORY: &[u8] = b"memory";
 /// Values from here on mean "no limit": version 1 writes 2^63 rounded down to a page.
 const UNLIMITED_FROM: u64 = 1 << 62;
+/// The most cgroups in which this process is searched under a mount of another namespace. A busy
+/// node has some thousand; a look at one takes 20 us.
+const SEARCHED_MAX: usize = 4096;
 
 /// The names of the files.
 #[derive(Debug)]
@@ -40,8 +47,6 @@ struct Names {
     max: &'static str,
     high: Option<&'static str>,
     events: EventNames,
-    inactive_file: &'static [u8],
-    active_file: &'static [u8],
     anon: &'static [u8],
     shmem: &'static [u8],
 }
@@ -55,8 +60,6 @@ const V1: Names = Names {
         local: None,
         failcnt: Some("memory.failcnt"),
     },
-    inactive_file: b"total_inactive_file",
-    active_file: b"total_active_file",
     anon: b"total_rss",
     shmem: b"total_shmem",
 };
@@ -70,8 +73,6 @@ const V2: Names = Names {
         local: Some("memory.events.local"),
         failcnt: None,
     },
-    inactive_file: b"inactive_file",
-    active_file: b"active_file",
     anon: b"anon",
     shmem: b"shmem",
 };
@@ -80,15 +81,15 @@ const V2: Names = Names {
 #[derive(Debug)]
 pub(super) struct Cgroup {
     names: &'static Names,
-    folder: PathBuf,
     levels: Vec<Group>,
-    /// From version 1, as last read; `u64::MAX` for none. As for the values below, a file that
-    /// cannot be read leaves the limit unchanged.
-    hierarchical_last: AtomicU64,
+    /// From version 1, if it shows one, as last read. As for the values below, a file that cannot
+    /// be read leaves the limit unchanged.
+    hierarchical_last: Option<AtomicU64>,
 }
 
 #[derive(Debug)]
 struct Group {
+    folder: PathBuf,
     usage: Option<KeptFile>,
     stat: Option<KeptFile>,
     max: LimitFile,
@@ -102,7 +103,11 @@ struct Group {
 /// sampling thread.
 #[derive(Debug)]
 struct LimitFile {
+    name: &'static str,
+    source: LimitSource,
     file: Option<KeptFile>,
+    /// It exists and could not be opened.
+    is_unreadable: bool,
     last: AtomicU64,
 }
 
@@ -113,58 +118,85 @@ pub(super) struct Reading {
     pub(super) held: Option<ByteSize>,
     pub(super) charged: Option<ByteSize>,
     pub(super) limit: Option<Limit>,
+    /// The smallest limit as the files say it, without regard to other members.
+    pub(super) least: Option<ByteSize>,
     /// `true` if a file on which the limit depends could not be read or parsed.
     pub(super) is_stale: bool,
+}
+
+/// A limit that was read, and its file.
+struct LimitRead<'a> {
+    folder: &'a Path,
+    name: &'static str,
+    source: LimitSource,
+    /// `None` if it cannot be read and never was.
+    limit: Option<u64>,
+    /// What the leaf holds of it, and the other members.
+    ours: u64,
+    others: u64,
+    freshness: Freshness,
 }
 
 /// The figures of `memory.stat` at one level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Stat {
-    /// Page cache of files.
+    /// What the kernel reclaims by itself: page cache of files, caches of names and inodes. Not
+    /// used on version 1, which does not show all of it.
     cache: Option<u64>,
     charged: Option<u64>,
     hierarchical_limit: Option<u64>,
 }
 
 impl Stat {
-    /// Returns the usage without page cache that the kernel drops by itself. Returns `None` rather
-    /// than a figure that includes cache, because cache must never cause a rejection.
-    fn held_of(self, usage: Option<u64>) -> Option<u64> {
+    /// Returns the usage without what the kernel reclaims by itself. Returns `None` rather than a
+    /// figure that includes cache, because cache must never cause a rejection.
+    fn held_of(self, usage: Option<u64>, names: &Names) -> Option<u64> {
+        if names.high.is_none() {
+            return self.charged;
+        }
         Some(usage?.saturating_sub(self.cache?).max(self.charged.unwrap_or(0)))
     }
 }
 
 impl Cgroup {
-    /// Finds the memory cgroup. Returns `None`, with an entry in `missing`, if none is visible.
-    pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
-        let proc = root.join("proc/self");
-        let texts = (read_whole(&proc.join("cgroup")), read_whole(&proc.join("mountinfo")));
-        let (lines, mounts) = match texts {
-            (Ok(lines), Ok(mounts)) => (lines, mounts),
-            (lines, mounts) => {
-                missing.extend([lines.err(), mounts.err()].into_iter().flatten());
+    /// Finds the memory cgroup by the text of `/proc/self/cgroup`. Returns `None`, with an entry in
+    /// `missing`, if none is visible.
+    pub(super) fn find(root: &Path, lines: &[u8], missing: &mut Vec<SignalError>) -> Option<Self> {
+        let mounts = match read_whole(&root.join("proc/self/mountinfo")) {
+            Ok(mounts) => mounts,
+            Err(error) => {
+                missing.push(error);
                 return None;
             }
         };
+        let (mut outside, mut unreadable) = (None, None);
         // Version 1 first: on a hybrid host the `0::` line exists without a memory controller.
-        for (names, path) in [(&V1, path_v1(&lines, MEMORY)), (&V2, path_v2(&lines))] {
+        for (names, path) in [(&V1, path_v1(lines, MEMORY)), (&V2, path_v2(lines))] {
             let Some(path) = path else { continue };
             let controller = names.high.is_none().then_some(MEMORY);
-            let Some(place) = place(&mounts, path, controller) else { continue };
-            let mut diagnostics = Vec::new();
-            if let Some(found) = Self::open(names, root, &place, &mut diagnostics) {
+            for place in places(root, &mounts, path, controller) {
                 if place.outside {
-                    missing.push(SignalError::Outside {
+                    outside.get_or_insert_with(|| SignalError::Outside {
                         cgroup: String::from_utf8_lossy(path).into_owned(),
                         root: place.root.display().to_string(),
                     });
                 }
-                missing.extend(diagnostics);
-                return Some(found);
+                let mut said = Vec::from_iter(outside.clone().filter(|_| place.outside));
+                let Some(found) = Self::open(names, root, &place, &mut said) else { continue };
+                if found.levels.first().is_some_and(|leaf| leaf.usage.is_some()) {
+                    missing.extend(said);
+                    return Some(found);
+                }
+                // Another mount may show it.
+                unreadable.get_or_insert((found, said));
             }
         }
-        missing.push(SignalError::NoCgroup);
-        None
+        let Some((found, said)) = unreadable else {
+            missing.extend(outside.into_iter().chain([SignalError::NoCgroup]));
+            return None;
+        };
+        missing.extend(said);
+        Some(found)
     }
 
     /// Opens the nearest level with memory accounting and all levels above it, up to the mount.
@@ -175,85 +207,127 @@ impl Cgroup {
         diagnostics: &mut Vec<SignalError>,
     ) -> Option<Self> {
         let mut levels = Vec::new();
-        let mut own = None;
         for folder in place.folders(root) {
-            let usage = KeptFile::open(&folder.join(names.usage)).ok();
+            let usage = KeptFile::open(&folder.join(names.usage));
             // Levels below a group whose controller is off are charged to that group.
-            if levels.is_empty() && usage.is_none() {
+            if levels.is_empty() && usage.as_ref().is_err_and(SignalError::is_absent) {
                 continue;
             }
+            diagnostics.extend(usage.as_ref().err().filter(|error| !error.is_absent()).cloned());
             if levels.len() == LEVELS_MAX {
                 diagnostics.push(SignalError::Deep { looked_at: LEVELS_MAX });
                 break;
             }
-            let stat = KeptFile::open(&folder.join("memory.stat"));
-            if levels.is_empty() {
-                diagnostics.extend(stat.as_ref().err().cloned());
-            }
             levels.push(Group {
-                usage,
-                stat: stat.ok(),
-                max: LimitFile::open(Some(names.max), &folder, diagnostics),
-                high: LimitFile::open(names.high, &folder, diagnostics),
+                usage: usage.ok(),
+                stat: KeptFile::open_if_any(&folder.join("memory.stat"), diagnostics),
+                max: LimitFile::open(Some(names.max), LimitSource::Cgroup, &folder, diagnostics),
+                high: LimitFile::open(names.high, LimitSource::High, &folder, diagnostics),
                 events: EventFiles::open(&folder, &names.events, levels.is_empty()),
                 others_last: AtomicU64::new(0),
+                folder,
             });
-            own.get_or_insert(folder);
         }
-        let folder = own?;
-        Some(Self { names, folder, levels, hierarchical_last: AtomicU64::new(u64::MAX) })
+        let hierarchical = levels.first()?.stat(names).hierarchical_limit;
+        let hierarchical_last = hierarchical.map(AtomicU64::new);
+        Some(Self { names, levels, hierarchical_last })
     }
 
-    /// Reads the limits, and the composition of the usage that was just read.
-    pub(super) fn sample(&self, usage: Option<ByteSize>) -> Reading {
+    /// Reads the limits, and the composition of the usage that was just read. `own` is what this
+    /// process holds, which stands for the leaf if that does not show what it holds.
+    pub(super) fn sample(&self, usage: Option<ByteSize>, own: ByteSize) -> Reading {
+        let mut limit = None;
+        let mut least = u64::MAX;
+        let mut reading = self.each_limit(usage, own, |read| {
+            let Some(own) = read.limit else { return };
+            let bound = own.saturating_sub(read.others);
+            least = least.min(own);
+            if limit.is_none_or(|(other, _)| bound < other) {
+                limit = Some((bound, read.source));
+            }
+        });
+        reading.limit = limit.map(|(bytes, source)| Limit { bytes: ByteSize::new(bytes), source });
+        reading.least = limit.map(|_| ByteSize::new(least));
+        reading
+    }
+
+    /// Returns all limits, for reports.
+    pub(super) fn bounds(&self, own: ByteSize) -> Vec<LimitBound> {
+        let mut bounds = Vec::new();
+        self.each_limit(self.usage(), own, |read| {
+            bounds.push(LimitBound {
+                source: read.source,
+                name: read.folder.join(read.name).display().to_string(),
+                limit: read.limit.map(ByteSize::new),
+                used: read.limit.map(|_| ByteSize::new(read.ours.saturating_add(read.others))),
+                scope: BoundScope::Group,
+                freshness: read.freshness,
+            });
+        });
+        bounds
+    }
+
+    /// Calls `each` with every limit. Returns what the leaf holds.
+    fn each_limit(
+        &self,
+        usage: Option<ByteSize>,
+        own: ByteSize,
+        mut each: impl FnMut(LimitRead<'_>),
+    ) -> Reading {
         let Some(leaf) = self.levels.first() else { return Reading::default() };
         let mut is_stale = false;
         let stat = leaf.stat(self.names);
-        let held = stat.held_of(usage.map(ByteSize::get));
+        let held = stat.held_of(usage.map(ByteSize::get), self.names);
+        let known = held.or_else(|| (!leaf.shows_held(self.names)).then(|| own.get()));
+        let ours = known.unwrap_or_else(|| own.get());
+        let (folder, source, others) = (&*leaf.folder, LimitSource::Cgroup, 0);
         let hierarchical = self.hierarchical(stat, &mut is_stale);
-        let mut limit = hierarchical.map(|limit| (limit, LimitSource::Cgroup));
+        if hierarchical.is_some() {
+            let freshness = if is_stale { Freshness::Stale } else { Freshness::Now };
+            let (name, limit) = ("memory.stat", hierarchical);
+            each(LimitRead { folder, name, source, limit, ours, others, freshness });
+        }
         for (depth, group) in self.levels.iter().enumerate() {
-            let Some((own, source)) = group.limit(&mut is_stale) else { continue };
-            // Version 1 without `use_hierarchy`: a smaller limit above does not apply.
-            if depth > 0 && hierarchical.is_some_and(|bound| own < bound) {
-                continue;
-            }
-            let others =
-                if depth == 0 { 0 } else { group.held_by_others(self.names, held, &mut is_stale) };
-            let bound = own.saturating_sub(others);
-            if limit.is_none_or(|(least, _)| bound < least) {
-                limit = Some((bound, source));
+            let mut of_others = None;
+            for file in [&group.max, &group.high] {
+                let (limit, freshness) = file.read();
+                is_stale |= freshness == Freshness::Stale;
+                // Version 1 without `use_hierarchy`: a smaller limit above does not apply.
+                let is_apart = depth > 0 && hierarchical.is_some_and(|bound| limit < bound);
+                let is_unreadable = freshness == Freshness::Unreadable;
+                if (limit == u64::MAX || is_apart) && !is_unreadable {
+                    continue;
+                }
+                let mut others = || group.held_by_others(self.names, known, &mut is_stale);
+                each(LimitRead {
+                    folder: &group.folder,
+                    name: file.name,
+                    source: file.source,
+                    limit: Some(limit).filter(|_| !is_unreadable),
+                    ours,
+                    others: if depth == 0 { 0 } else { *of_others.get_or_insert_with(&mut others) },
+                    freshness,
+                });
             }
         }
-        Reading {
-            held: held.map(ByteSize::new),
-            charged: stat.charged.map(ByteSize::new),
-            limit: limit.map(|(bytes, source)| Limit { bytes: ByteSize::new(bytes), source }),
-            is_stale,
-        }
+        let (held, charged) = (held.map(ByteSize::new), stat.charged.map(ByteSize::new));
+        Reading { held, charged, is_stale, ..Reading::default() }
     }
 
     /// Returns the limit that version 1 derives from all levels, including those that are not
     /// visible here.
     fn hierarchical(&self, stat: Stat, is_stale: &mut bool) -> Option<u64> {
-        if self.names.high.is_some() {
-            return None;
+        let last = self.hierarchical_last.as_ref()?;
+        match stat.hierarchical_limit {
+            Some(limit) => last.store(limit, Ordering::Relaxed),
+            None => *is_stale = true,
         }
-        let read = stat.hierarchical_limit.map(|limit| {
-            let limit = if limit < UNLIMITED_FROM { limit } else { u64::MAX };
-            self.hierarchical_last.store(limit, Ordering::Relaxed);
-            limit
-        });
-        let limit = read.unwrap_or_else(|| {
-            *is_stale = true;
-            self.hierarchical_last.load(Ordering::Relaxed)
-        });
-        (limit != u64::MAX).then_some(limit)
+        Some(last.load(Ordering::Relaxed)).filter(|limit| *limit < UNLIMITED_FROM)
     }
 
     /// Returns the folder of the group with memory accounting.
-    pub(super) fn folder(&self) -> &Path {
-        &self.folder
+    pub(super) fn folder(&self) -> Option<&Path> {
+        self.levels.first().map(|leaf| &*leaf.folder)
     }
 
     /// Returns the events since the open, in the leaf and in the ancestors that have a limit.
@@ -262,7 +336,7 @@ impl Cgroup {
         for (depth, group) in self.levels.iter().enumerate() {
             if depth == 0 {
                 events.own = group.events.counts();
-            } else if group.limit(&mut false).is_some() {
+            } else if group.has_limit() {
                 events.above = events.above.with(group.events.counts());
             }
         }
@@ -287,62 +361,69 @@ impl Group {
         read.unwrap_or_default()
     }
 
+    /// Returns `true` if the files that show what is held could be opened. They are stale if they
+    /// fail later.
+    const fn shows_held(&self, names: &Names) -> bool {
+        self.stat.is_some() && (self.usage.is_some() || names.high.is_none())
+    }
+
     /// Returns the bytes held by all members.
-    fn held(&self, stat: Stat) -> Option<u64> {
-        stat.held_of(self.usage.as_ref().and_then(|file| file.read_line(number)).flatten())
+    fn held(&self, names: &Names) -> Option<u64> {
+        let usage = self.usage.as_ref().and_then(|file| file.read_line(number)).flatten();
+        self.stat(names).held_of(usage, names)
     }
 
     /// Returns the bytes held by the other members of this ancestor, or the last known value.
     fn held_by_others(&self, names: &Names, leaf: Option<u64>, is_stale: &mut bool) -> u64 {
-        match self.held(self.stat(names)).zip(leaf) {
+        match self.held(names).zip(leaf) {
             Some((all, ours)) => {
                 let others = all.saturating_sub(ours);
                 self.others_last.store(others, Ordering::Relaxed);
                 others
             }
             None => {
-                *is_stale = true;
+                *is_stale |= self.shows_held(names);
                 self.others_last.load(Ordering::Relaxed)
             }
         }
     }
 
-    /// Returns the level's own limit, the smaller of hard and soft.
-    fn limit(&self, is_stale: &mut bool) -> Option<(u64, LimitSource)> {
-        match (self.max.read(is_stale), self.high.read(is_stale)) {
-            (u64::MAX, u64::MAX) => None,
-            (max, high) if high < max => Some((high, LimitSource::High)),
-            (max, _) => Some((max, LimitSource::Cgroup)),
-        }
+    fn has_limit(&self) -> bool {
+        [&self.max, &self.high].iter().any(|file| file.read().0 != u64::MAX)
     }
 }
 
 impl LimitFile {
-    /// Opens the file of this name, if it exists, and reports if it holds no limit.
-    fn open(name: Option<&str>, folder: &Path, diagnostics: &mut Vec<SignalError>) -> Self {
-        let path = name.map(|name| folder.join(name));
-        let file = path.as_deref().and_then(|path| KeptFile::open(path).ok());
-        let opened = Self { file, last: AtomicU64::new(u64::MAX) };
-        let mut is_stale = false;
-        opened.read(&mut is_stale);
-        if let Some(path) = path.filter(|_| is_stale) {
-            diagnostics.push(SignalError::Malformed { path, expected: "a limit: bytes, or `max`" });
+    /// Opens the file of this name, if it exists, and reports if it cannot be read or holds no
+    /// limit.
+    fn open(
+        name: Option<&'static str>,
+        source: LimitSource,
+        folder: &Path,
+        missing: &mut Vec<SignalError>,
+    ) -> Self {
+        let (path, before) = (folder.join(name.unwrap_or_default()), missing.len());
+        let file = name.and_then(|_| KeptFile::open_if_any(&path, missing));
+        let (is_unreadable, last) = (missing.len() > before, AtomicU64::new(u64::MAX));
+        let opened = Self { name: name.unwrap_or_default(), source, file, is_unreadable, last };
+        if opened.read().1 == Freshness::Stale {
+            missing.push(SignalError::Malformed { path, expected: "a limit: bytes, or `max`" });
         }
         opened
     }
 
     /// Reads the limit, or returns the last value if the file cannot be read or parsed.
-    fn read(&self, is_stale: &mut bool) -> u64 {
-        let Some(file) = &self.file else { return u64::MAX };
+    fn read(&self) -> (u64, Freshness) {
+        let Some(file) = &self.file else {
+            let freshness = if self.is_unreadable { Freshness::Unreadable } else { Freshness::Now };
+            return (u64::MAX, freshness);
+        };
         match file.read_line(limit_of).flatten() {
             Some(limit) => {
                 self.last.store(limit, Ordering::Relaxed);
-                limit
+                (limit, Freshness::Now)
             }
-            None => {
-                *is_stale = true;
-                self.last.load(Ordering::Relaxed)
-            }
+            None => (self.last.load(Ordering::Relaxed), Freshness::Stale),
         }
     }
 }
@@ -358,11 +439,13 @@ fn limit_of(text: &[u8]) -> Option<u64> {
 fn stat_of(text: &[u8], names: &Names) -> Stat {
     let anon = keyed(text, names.anon);
     Stat {
-        cache: keyed(text, names.inactive_file)
-            .zip(keyed(text, names.active_file))
-            .map(|(inactive, active)| inactive.saturating_add(active)),
+        cache: keyed(text, b"inactive_file")
+            .zip(keyed(text, b"active_file"))
+            .map(|(inactive, active)| inactive.saturating_add(active))
+            .map(|files| files.saturating_add(keyed(text, b"slab_reclaimable").unwrap_or(0))),
         charged: anon.map(|anon| anon.saturating_add(keyed(text, names.shmem).unwrap_or(0))),
-        hierarchical_limit: keyed(text, b"hierarchical_memory_limit"),
+        hierarchical_limit: keyed(text, b"hierarchical_memory_limit")
+            .filter(|_| names.high.is_none()),
     }
 }
 
@@ -405,17 +488,65 @@ impl CgroupPath {
         ancestors.map(Path::to_owned).collect()
     }
 
+    /// Returns the part of a path below the root of the mount, and by how many levels that root is
+    /// above the root of the cgroup namespace (`/../..`): the names of those are unknown.
+    fn below_of<'a>(&self, path: &'a Path) -> Option<(usize, &'a Path)> {
+        let (mut root, mut rest) = (self.root.components().peekable(), path.components());
+        while root.peek().is_some() && root.peek() == rest.clone().next().as_ref() {
+            root.next();
+            rest.next();
+        }
+        let below = rest.as_path();
+        let is_below = below.components().all(|part| matches!(part, Component::Normal(_)));
+        let (mut up, mut depth) = (true, 0);
+        root.for_each(|part| {
+            up &= part == Component::ParentDir;
+            depth += 1;
+        });
+        (is_below && up).then_some((depth, below))
+    }
+
+    /// Searches the cgroup of this process that many levels below the mount, in `below`. Returns
+    /// its path below the mount.
+    fn search(&self, tree: &Path, depth: usize, below: &Path) -> Option<PathBuf> {
+        let id = std::process::id().to_string();
+        let mount = self.folders(tree).pop()?;
+        let mut open = vec![(PathBuf::new(), 0)];
+        // Ends: at most so many are opened.
+        for _ in 0..SEARCHED_MAX {
+            let (folder, level) = open.pop()?;
+            if level == depth {
+                let found = folder.join(below);
+                let text = read_whole(&mount.join(&found).join("cgroup.procs")).unwrap_or_default();
+                if text.split(|&byte| byte == b'\n').any(|line| line == id.as_bytes()) {
+                    return Some(found);
+                }
+                continue;
+            }
+            let Ok(entries) = std::fs::read_dir(mount.join(&folder)) else { continue };
+            let folders = entries.flatten().filter(|it| it.file_type().is_ok_and(|it| it.is_dir()));
+            open.extend(folders.map(|it| (folder.join(it.file_name()), level + 1)));
+        }
+        None
+    }
+
     /// Returns the cgroup's folder; `None` if the mount stands for it.
     pub(super) fn folder_of_own(&self, root: &Path) -> Option<PathBuf> {
         self.folders(root).into_iter().next().filter(|_| !self.outside)
     }
 }
 
-/// Locates `path` under the mounts of its hierarchy: that of a version 1 controller, or that of
-/// version 2.
-pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<CgroupPath> {
+/// Locates `path` under the mounts of its hierarchy, that of a version 1 controller or that of
+/// version 2, in a file tree at `tree`. Those that show the cgroup come first; any of them may be
+/// covered by another mount.
+pub(super) fn places(
+    tree: &Path,
+    mounts: &[u8],
+    path: &[u8],
+    controller: Option<&[u8]>,
+) -> Vec<CgroupPath> {
     let path = Path::new(OsStr::from_bytes(path));
-    let mut fallback = None;
+    let mut found = Vec::new();
     let mut lines = mounts.split(|&byte| byte == b'\n');
     while let Some(line) = lines.next() {
         let Some((root, mount)) = mount_of(line, controller) else { continue };
@@ -423,21 +554,19 @@ pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Op
         if lines.clone().any(|later| mount_point(later).is_some_and(|point| point == mount)) {
             continue;
         }
-        let below = path
-            .strip_prefix(&root)
-            .ok()
-            .filter(|below| below.components().all(|part| matches!(part, Component::Normal(_))));
-        match below {
-            Some(below) => {
-                return Some(CgroupPath { mount, root, below: below.to_owned(), outside: false });
-            }
-            None if fallback.is_none() => {
-                fallback = Some(CgroupPath { mount, root, below: PathBuf::new(), outside: true });
-            }
-            None => {}
-        }
+        let place = CgroupPath { mount, root, below: PathBuf::new(), outside: true };
+        let below = match place.below_of(path) {
+            Some((0, below)) => Some(below.to_owned()),
+            Some((depth, below)) => place.search(tree, depth, below),
+            None => None,
+        };
+        found.push(match below {
+            Some(below) => CgroupPath { below, outside: false, ..place },
+            None => place,
+        });
     }
-    fallback
+    found.sort_by_key(|place| place.outside);
+    found
 }
 
 fn mount_point(line: &[u8]) -> Option<PathBuf> {
@@ -482,6 +611,10 @@ fn unescaped(field: &[u8]) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<CgroupPath> {
+        places(Path::new("/nonexistent"), mounts, path, controller).into_iter().next()
+    }
 
     const HYBRID: &[u8] = b"9:name=systemd:/\n4:memory:/api/94cf\n1:cpu,cpuacct:/\n0::/sys\n";
 
@@ -538,11 +671,14 @@ mod tests {
         let v1 = b"cache 1\nrss 2\nshmem 3\ninactive_file 4\nhierarchical_memory_limit 500\n\
             total_cache 9\ntotal_rss 20\ntotal_shmem 30\ntotal_inactive_file 40\n\
             total_active_file 2\n";
-        let expected = Stat { cache: Some(42), charged: Some(50), hierarchical_limit: Some(500) };
+        let expected = Stat { cache: None, charged: Some(50), hierarchical_limit: Some(500) };
         assert_eq!(stat_of(v1, &V1), expected);
         let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\n\
             active_file 2\n";
-        assert_eq!(stat_of(v2, &V2), Stat { hierarchical_limit: None, ..expected });
+        let expected = Stat { cache: Some(42), hierarchical_limit: None, ..expected };
+        assert_eq!(stat_of(v2, &V2), expected);
+        let slab = Stat { cache: Some(45), ..expected };
+        assert_eq!(stat_of(&[&v2[..], b"slab_reclaimable 3\n"].concat(), &V2), slab);
         // Truncated text: missing values stay missing, nothing is guessed.
         assert_eq!(stat_of(b"anon 20\ninactive_file 3\nact", &V2).cache, None);
     }

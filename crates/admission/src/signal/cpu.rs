@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use super::cgroup::{path_v1, path_v2, place};
+use super::cgroup::{path_v1, path_v2, places};
 use super::file::{number, read_whole};
 
 /// The controller's name on version 1.
@@ -62,12 +62,14 @@ fn quota(root: &Path) -> Option<u64> {
     let mounts = read_whole(&proc.join("mountinfo")).ok()?;
     // Version 1 first: on a hybrid host the `0::` line exists without a controller.
     for (path, controller) in [(path_v1(&lines, CPU), Some(CPU)), (path_v2(&lines), None)] {
-        let Some(place) = path.and_then(|path| place(&mounts, path, controller)) else { continue };
+        let Some(path) = path else { continue };
         let of_level = if controller.is_some() { quota_v1 } else { quota_v2 };
-        let levels = place.folders(root);
-        let quotas = levels.iter().filter_map(|folder| of_level(folder));
-        if let Some(least) = quotas.min() {
-            return Some(least);
+        for place in places(root, &mounts, path, controller) {
+            let levels = place.folders(root);
+            let quotas = levels.iter().filter_map(|folder| of_level(folder));
+            if let Some(least) = quotas.min() {
+                return Some(least);
+            }
         }
     }
     None
@@ -94,7 +96,16 @@ fn milli(quota_us: u64, period_us: u64) -> Option<u64> {
 /// Returns the number of CPUs in the line `Cpus_allowed_list: 0-3,8` of `status`.
 fn allowed_of(status: &[u8]) -> Option<u32> {
     let lines = status.split(|&byte| byte == b'\n');
-    let list = lines.filter_map(|line| line.strip_prefix(b"Cpus_allowed_list:")).next()?;
+    count_of(lines.filter_map(|line| line.strip_prefix(b"Cpus_allowed_list:")).next()?)
+}
+
+/// Returns the number of the machine's CPUs that are online.
+pub(super) fn online(root: &Path) -> Option<u32> {
+    count_of(&read_whole(&root.join("sys/devices/system/cpu/online")).ok()?)
+}
+
+/// Returns the number of CPUs in a list such as `0-3,8`.
+fn count_of(list: &[u8]) -> Option<u32> {
     let mut count = 0_u64;
     for range in list.trim_ascii().split(|&byte| byte == b',') {
         let mut ends = range.splitn(2, |&byte| byte == b'-');

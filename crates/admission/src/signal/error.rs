@@ -1,6 +1,7 @@
 //! The reasons why a signal is not available.
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
@@ -9,12 +10,12 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum SignalError {
     /// A file could not be read.
-    #[error("cannot read {path}: {kind}", path = path.display())]
+    #[error("cannot read {path}: {error}", path = path.display(), error = os_error(*code))]
     Unreadable {
         /// The path of the file.
         path: PathBuf,
-        /// The operating system's error.
-        kind: std::io::ErrorKind,
+        /// The operating system's error code.
+        code: i32,
     },
     /// A file does not have the expected content.
     #[error("{path} is malformed: expected {expected}", path = path.display())]
@@ -24,12 +25,15 @@ pub enum SignalError {
         /// The expected content.
         expected: &'static str,
     },
-    /// No memory cgroup is visible: only the machine's memory limits this process.
+    /// No memory cgroup is visible: only the machine's memory is known to limit this process.
     #[error("no memory cgroup is visible to this process")]
     NoCgroup,
-    /// The process's cgroup lies outside the mount that is visible here, so the mount's root stands
-    /// for it.
-    #[error("cgroup {cgroup:?} is outside the mount {root:?}: reading the root of the mount")]
+    /// The process's cgroup lies outside the mounts that are visible here, or under a mount from
+    /// another cgroup namespace that does not show it, so the mount's root is read instead.
+    #[error(
+        "cgroup {cgroup:?} is outside the mount {root:?}, so its limit is not known and the root \
+         of the mount is read: set LOWTIDE_MEMORY_LIMIT to its limit"
+    )]
     Outside {
         /// The path of the process's cgroup.
         cgroup: String,
@@ -63,4 +67,30 @@ pub enum SignalError {
         /// The operating system.
         system: &'static str,
     },
+}
+
+impl SignalError {
+    /// Returns the error for a file that could not be read.
+    pub(super) fn unreadable(path: &Path, error: &io::Error) -> Self {
+        Self::Unreadable { path: path.to_owned(), code: error.raw_os_error().unwrap_or_default() }
+    }
+
+    /// Returns `true` if the file does not exist, as opposed to one that cannot be read.
+    pub(super) fn is_absent(&self) -> bool {
+        let Self::Unreadable { code, .. } = self else { return false };
+        [libc::ENOENT, libc::ENOTDIR].contains(code)
+    }
+
+    /// Returns `true` if the signal may become available without a change of the system.
+    pub(super) fn is_passing(&self) -> bool {
+        match self {
+            Self::Unreadable { .. } => !self.is_absent(),
+            Self::Malformed { .. } => true,
+            _ => false,
+        }
+    }
+}
+
+fn os_error(code: i32) -> io::Error {
+    io::Error::from_raw_os_error(code)
 }

@@ -29,13 +29,16 @@ pub(super) struct KeptFile {
 impl KeptFile {
     /// Opens the file and reads it once, because some cgroup files open but do not read.
     pub(super) fn open(path: &Path) -> Result<Self, SignalError> {
-        let unreadable = |kind| SignalError::Unreadable { path: path.to_owned(), kind };
-        let kept = Self { file: File::open(path).map_err(|error| unreadable(error.kind()))? };
-        let mut first = [0; 1];
-        match kept.file.read_at(&mut first, 0) {
-            Ok(_) => Ok(kept),
-            Err(error) => Err(unreadable(error.kind())),
-        }
+        let opened = File::open(path).and_then(|file| file.read_at(&mut [0; 1], 0).map(|_| file));
+        opened.map(|file| Self { file }).map_err(|error| SignalError::unreadable(path, &error))
+    }
+
+    /// Like [`KeptFile::open`]; `None` if there is no such file, or with an entry in `missing` if
+    /// there is one that cannot be read.
+    pub(super) fn open_if_any(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
+        let opened = Self::open(path);
+        missing.extend(opened.as_ref().err().filter(|error| !error.is_absent()).cloned());
+        opened.ok()
     }
 
     /// Returns the result of `parse` for the current text; `None` if the file cannot be read or is
@@ -84,13 +87,9 @@ fn up_to_last_line(text: &[u8]) -> &[u8] {
 
 /// Reads a whole file at the start; truncated at [`START_MAX`].
 pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, SignalError> {
-    let unreadable = |kind| SignalError::Unreadable { path: path.to_owned(), kind };
-    let file = File::open(path).map_err(|error| unreadable(error.kind()))?;
     let mut text = Vec::new();
-    match file.take(START_MAX).read_to_end(&mut text) {
-        Ok(_) => Ok(text),
-        Err(error) => Err(unreadable(error.kind())),
-    }
+    let read = File::open(path).and_then(|file| file.take(START_MAX).read_to_end(&mut text));
+    read.map(|_| text).map_err(|error| SignalError::unreadable(path, &error))
 }
 
 /// Parses a decimal number that fills `text`, except for surrounding spaces.
@@ -165,8 +164,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_a_typed_error() {
         let path = Path::new("/nonexistent/file");
-        let kind = ErrorKind::NotFound;
-        let expected = SignalError::Unreadable { path: path.to_owned(), kind };
+        let expected = SignalError::Unreadable { path: path.to_owned(), code: libc::ENOENT };
         assert_eq!(KeptFile::open(path).expect_err("missing"), expected);
         assert_eq!(read_whole(path).expect_err("missing"), expected);
     }

@@ -1,4 +1,6 @@
-//! A memory limit and its source.
+//! A memory limit, its source, and the bounds of which it is the smallest.
+
+use std::fmt;
 
 use lowtide_core::bytes::ByteSize;
 
@@ -11,8 +13,10 @@ pub enum LimitSource {
     Cgroup,
     /// The soft limit of a cgroup (`memory.high`), if it is lower than the hard limit.
     High,
-    /// The machine's physical memory: no cgroup limits this process.
+    /// The machine's physical memory, less reserved huge pages.
     Machine,
+    /// What the kernel still promises under strict overcommit (`vm.overcommit_memory=2`).
+    Commit,
     /// The configuration.
     Override,
     /// A limit of the process on its addresses or its data (`RLIMIT_AS`, `RLIMIT_DATA`).
@@ -28,10 +32,11 @@ pub enum LimitSource {
 
 impl LimitSource {
     /// All sources.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Cgroup,
         Self::High,
         Self::Machine,
+        Self::Commit,
         Self::Override,
         Self::AddressSpace,
         Self::Fit,
@@ -45,6 +50,7 @@ impl LimitSource {
             Self::Cgroup => "the cgroup (memory.max)",
             Self::High => "the cgroup (memory.high)",
             Self::Machine => "the machine",
+            Self::Commit => "the commit limit (vm.overcommit_memory=2)",
             Self::Override => "the configuration",
             Self::AddressSpace => "the address space (ulimit)",
             Self::Fit => "the admin command fit",
@@ -59,6 +65,7 @@ impl LimitSource {
             Self::Cgroup => "cgroup",
             Self::High => "high",
             Self::Machine => "machine",
+            Self::Commit => "commit",
             Self::Override => "override",
             Self::AddressSpace => "address_space",
             Self::Fit => "fit",
@@ -108,5 +115,87 @@ impl Limit {
 impl Default for Limit {
     fn default() -> Self {
         Self::UNKNOWN
+    }
+}
+
+/// An upper bound of this process's memory. The [limit](super::Signal::limit) is the smallest of
+/// all: `physical + limit - used`, over the bounds that could be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct LimitBound {
+    /// The kind of the bound.
+    pub source: LimitSource,
+    /// The file or the setting that holds it, such as `/sys/fs/cgroup/app/memory.max`.
+    pub name: String,
+    /// Its value; `None` if it has never been read.
+    pub limit: Option<ByteSize>,
+    /// What is compared with it, without page cache; `None` if unknown.
+    pub used: Option<ByteSize>,
+    /// Whose memory is compared with it.
+    pub scope: BoundScope,
+    /// The age of its value.
+    pub freshness: Freshness,
+}
+
+impl fmt::Display for LimitBound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, limit, scope, freshness, .. } = self;
+        let show = |bytes: Option<ByteSize>| bytes.map_or_else(|| "?".into(), |it| it.to_string());
+        let (used, limit) = (show(self.used), show(*limit));
+        write!(f, "{name}: {used} of {limit} ({}, {})", scope.name(), freshness.name())
+    }
+}
+
+/// Whose memory a bound is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum BoundScope {
+    /// That of all processes of a cgroup.
+    Group,
+    /// That of this process.
+    Process,
+    /// That of all processes of the machine.
+    Machine,
+}
+
+impl BoundScope {
+    /// Returns the name in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Group => "group",
+            Self::Process => "process",
+            Self::Machine => "machine",
+        }
+    }
+}
+
+/// The age of a bound's value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Freshness {
+    /// Read with this sample.
+    Now,
+    /// Read about once a second ([`Signals::look`](super::Signals::look)).
+    Second,
+    /// The last value: it cannot be read or parsed any more.
+    Stale,
+    /// It exists and has never been read. It limits nothing here, and may do so in the kernel.
+    Unreadable,
+}
+
+impl Freshness {
+    /// Returns the name in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Now => "now",
+            Self::Second => "second",
+            Self::Stale => "stale",
+            Self::Unreadable => "unreadable",
+        }
     }
 }

@@ -5,16 +5,18 @@
 //! of the cgroup) and allocates nothing. [`SignalTracker`] takes most samples with one or two
 //! reads. It decides nothing and does not subtract purgeable memory, which only the heap knows.
 //!
-//! The limit is a minimum over the cgroup's ancestors, less the memory held by other members of
-//! that ancestor, because the kernel kills for their bytes as well. Without a cgroup limit it is
-//! the machine's memory. A limit of the process on addresses or data (`ulimit -v`, `ulimit -d`)
-//! lowers it to the possible size of the resident set: beyond that an allocation fails, which
-//! aborts a Rust program. On systems other than Linux there is nothing to read, and
-//! [`Signals::missing`] reports that. The number of CPUs that the process can keep busy is read
-//! once ([`Cpus`]).
+//! The limit is the minimum over a list of bounds ([`Signals::bounds`]), each with what is compared
+//! with it. The cgroup and its ancestors count what their other members hold as well, because the
+//! kernel kills for their bytes. The machine's memory, the commit limit under strict overcommit,
+//! and limits of the process on addresses or data (`ulimit -v`, `ulimit -d`) are bounds too: beyond
+//! the latter an allocation fails, which aborts a Rust program. On systems other than Linux there
+//! is nothing to read, and [`Signals::missing`] reports that. Another cgroup and other limits of
+//! the process are noticed about once a second ([`Signals::look`]). The number of CPUs that the
+//! process can keep busy is read once ([`Cpus`]).
 //!
-//! Invariant: `physical = max(held, anonymous resident)` in a cgroup with a limit, `rss` elsewhere;
-//! `held = max(usage - inactive_file - active_file, anon + shmem)`.
+//! Invariant: `limit = physical + min over bounds of (limit of the bound - what it is compared
+//! with)`; `physical = max(held, anonymous resident)` in a cgroup with a limit below the machine's
+//! memory, `anonymous + shared resident` elsewhere.
 
 mod cgroup;
 mod cpu;
@@ -22,6 +24,7 @@ mod error;
 mod events;
 mod file;
 mod limit;
+mod machine;
 mod mappings;
 mod psi;
 mod sample;
@@ -32,7 +35,7 @@ mod tracker;
 pub use cpu::Cpus;
 pub use error::SignalError;
 pub use events::{EventCounts, MemoryEvents};
-pub use limit::{Limit, LimitSource};
+pub use limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 pub use mappings::Mappings;
 pub use psi::{Psi, Stall};
 pub use sample::{Resident, Signal};

@@ -11,7 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::cgroup::{path_v2, place};
+use super::cgroup::{path_v2, places};
 use super::error::SignalError;
 use super::file::{KeptFile, number, read_whole};
 
@@ -47,11 +47,9 @@ impl Psi {
 
 /// Opens `memory.pressure` of the own cgroup. Returns `None`, with an entry in `missing`, if there
 /// is none. Unreadable files that identify the cgroup are reported elsewhere.
-pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<KeptFile> {
-    let proc = root.join("proc/self");
-    let lines = read_whole(&proc.join("cgroup")).ok()?;
-    let mounts = read_whole(&proc.join("mountinfo")).ok()?;
-    let found = own_file(root, &lines, &mounts);
+pub(super) fn find(root: &Path, lines: &[u8], missing: &mut Vec<SignalError>) -> Option<KeptFile> {
+    let mounts = read_whole(&root.join("proc/self/mountinfo")).ok()?;
+    let found = own_file(root, lines, &mounts);
     let kept = found.as_ref().and_then(|path| KeptFile::open(path).ok());
     if kept.is_none() {
         missing.push(SignalError::NoPsi { path: found });
@@ -61,11 +59,12 @@ pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<KeptFi
 
 /// Returns the path of the file; `None` if no hierarchy shows the own cgroup.
 fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
-    let place = place(mounts, path_v2(lines)?, None)?;
-    let folder = place.folder_of_own(root)?;
+    let places = places(root, mounts, path_v2(lines)?, None);
+    let mut folders = places.iter().filter_map(|place| place.folder_of_own(root));
     // "cgroup.type: ... exists on non-root cgroups" (cgroup-v2.rst): the root's file is the
     // machine's.
-    folder.join("cgroup.type").exists().then(|| folder.join("memory.pressure"))
+    let own = folders.find(|folder| folder.join("cgroup.type").exists())?;
+    Some(own.join("memory.pressure"))
 }
 
 /// Parses `some avg10=1.23 avg60=... avg300=... total=<microseconds>`, and a line of `full`.

@@ -13,7 +13,9 @@ pub struct Signal {
     pub rss: Option<ByteSize>,
     /// The part of `rss` that belongs to no file and no shared memory.
     pub anonymous: Option<ByteSize>,
-    /// Bytes that count against the limit; zero if nothing could be read.
+    /// Bytes that count against the limit: what the cgroup holds if its limit is at most the
+    /// machine's memory, otherwise anonymous and shared memory of this process. Zero if nothing
+    /// could be read.
     pub physical: ByteSize,
     /// The limit.
     pub limit: Limit,
@@ -48,10 +50,10 @@ pub struct Resident {
     pub shmem: ByteSize,
 }
 
-/// The source of [`Signal::physical`].
+/// How [`Signal::physical`] follows a glance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
-    /// The resident set of the process.
+    /// Anonymous and shared memory of the process.
     Process,
     /// The cgroup, with this limit.
     Cgroup(ByteSize),

@@ -1,17 +1,18 @@
 //! The signals of this process, and the samples that are taken of them.
 
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lowtide_core::bytes::ByteSize;
 
-use super::cgroup::Cgroup;
-use super::cpu::Cpus;
+use super::cgroup::{Cgroup, Reading};
+use super::cpu::{self, Cpus};
 use super::error::SignalError;
 use super::events::MemoryEvents;
 use super::file::{KeptFile, read_whole};
-use super::limit::{Limit, LimitSource};
+use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
+use super::machine::Machine;
 use super::psi::{self, Psi};
 use super::sample::{Counted, Glance, Resident, Signal};
 use super::statm::{self, SpaceLimits, Statm};
@@ -21,19 +22,59 @@ use super::statm::{self, SpaceLimits, Statm};
 /// After `fork` the descriptors still refer to the parent.
 #[derive(Debug)]
 pub struct Signals {
+    root: PathBuf,
     statm: Option<KeptFile>,
     status: Option<KeptFile>,
+    /// `/proc/self/limits` and `/proc/self/cgroup`, which are looked at again.
+    limits: Option<KeptFile>,
+    groups: Option<KeptFile>,
     page: ByteSize,
-    cgroup: Option<Cgroup>,
-    pressure: Option<KeptFile>,
-    machine: Option<ByteSize>,
+    /// By how much the kernel's count of resident memory may be wrong.
+    error: ByteSize,
+    machine: Machine,
     given: Option<ByteSize>,
     /// [`u64::MAX`] for none.
     fit: AtomicU64,
-    space: SpaceLimits,
     cpus: Cpus,
+    space: Mutex<SpaceLimits>,
+    files: Mutex<Arc<CgroupFiles>>,
+    /// What cannot be read outside the cgroup.
+    missing: Vec<SignalError>,
+}
+
+/// The files of the cgroup in which the process is.
+#[derive(Debug, Default)]
+struct CgroupFiles {
+    /// The text of `/proc/self/cgroup`.
+    lines: Box<[u8]>,
+    cgroup: Option<Cgroup>,
+    pressure: Option<KeptFile>,
     missing: Arc<[SignalError]>,
 }
+
+impl CgroupFiles {
+    /// Opens the files of the cgroup.
+    fn open(root: &Path, lines: &[u8]) -> Self {
+        let mut missing = Vec::new();
+        let cgroup = Cgroup::find(root, lines, &mut missing);
+        let pressure = psi::find(root, lines, &mut missing);
+        Self { lines: lines.into(), cgroup, pressure, missing: missing.into() }
+    }
+}
+
+/// What a sample compares with the bounds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Used {
+    group: Reading,
+    resident: Option<Statm>,
+    /// The bytes that count against the limit.
+    physical: ByteSize,
+    /// They are those of the cgroup, or anonymous and shared memory of this process.
+    is_group: bool,
+}
+
+/// A bound outside the cgroup: its limit, and what is compared with it.
+type Outer = (LimitSource, &'static str, [ByteSize; 2], BoundScope);
 
 impl Signals {
     /// Opens the available signals. Never fails: unavailable ones are listed in
@@ -44,7 +85,7 @@ impl Signals {
             Self::open_at(Path::new("/"))
         } else {
             let system = std::env::consts::OS;
-            Self::of_parts(None, None, None, vec![SignalError::Unsupported { system }])
+            Self { missing: vec![SignalError::Unsupported { system }], ..Self::none() }
         }
     }
 
@@ -53,63 +94,107 @@ impl Signals {
     #[must_use]
     pub fn open_at(root: &Path) -> Self {
         let mut missing = Vec::new();
-        let proc = root.join("proc");
-        let statm = note(KeptFile::open(&proc.join("self/statm")), &mut missing);
-        let machine = match read_whole(&proc.join("meminfo")) {
-            Ok(text) => note(
-                statm::kib_of(&text, b"MemTotal:").ok_or_else(|| SignalError::Malformed {
-                    path: proc.join("meminfo"),
-                    expected: "a line `MemTotal: <n> kB`",
-                }),
-                &mut missing,
-            ),
-            Err(error) => note(Err(error), &mut missing),
-        };
-        let cgroup = Cgroup::find(root, &mut missing);
-        let pressure = psi::find(root, &mut missing);
-        let status = note(KeptFile::open(&proc.join("self/status")), &mut missing);
+        let proc = root.join("proc/self");
+        // The cgroup first: its limit matters most if descriptors are few.
+        let groups = note(KeptFile::open(&proc.join("cgroup")), &mut missing);
+        let open = |file: &KeptFile| file.read(|lines| CgroupFiles::open(root, lines));
+        let files =
+            groups.as_ref().map(|file| open(file).unwrap_or_else(|| CgroupFiles::open(root, &[])));
+        let statm = note(KeptFile::open(&proc.join("statm")), &mut missing);
+        let machine = Machine::open(root, &mut missing);
+        let status = note(KeptFile::open(&proc.join("status")), &mut missing);
         // A missing file means no limits, as on other systems.
-        let space = read_whole(&proc.join("self/limits")).ok();
-        let space = space.map(|text| SpaceLimits::of(&text)).unwrap_or_default();
-        let page = read_whole(&proc.join("self/auxv")).ok();
-        let page = page.and_then(|auxv| statm::page_of(&auxv));
-        let signals = Self::of_parts(statm, machine, cgroup, missing);
-        let cpus = Cpus::read(root);
-        Self { status, pressure, page: page.unwrap_or(signals.page), space, cpus, ..signals }
+        let limits = KeptFile::open_if_any(&proc.join("limits"), &mut missing);
+        let page = read_whole(&proc.join("auxv")).ok().and_then(|auxv| statm::page_of(&auxv));
+        let page = page.unwrap_or(statm::PAGE_USUAL);
+        let signals = Self {
+            root: root.to_owned(),
+            statm,
+            status,
+            limits,
+            groups,
+            page,
+            error: statm::error_of(cpu::online(root).unwrap_or(0), page),
+            machine,
+            cpus: Cpus::read(root),
+            files: Mutex::new(Arc::new(files.unwrap_or_default())),
+            missing,
+            ..Self::none()
+        };
+        signals.look_outside();
+        signals
     }
 
     /// Creates signals that read nothing: only the limit set by [`Signals::with_limit`] is known.
     #[must_use]
     pub fn none() -> Self {
-        Self::of_parts(None, None, None, Vec::new())
-    }
-
-    fn of_parts(
-        statm: Option<KeptFile>,
-        machine: Option<ByteSize>,
-        cgroup: Option<Cgroup>,
-        missing: Vec<SignalError>,
-    ) -> Self {
-        let page = statm::PAGE_USUAL;
         Self {
-            statm,
+            root: PathBuf::new(),
+            statm: None,
             status: None,
-            page,
-            cgroup,
-            pressure: None,
-            machine,
+            limits: None,
+            groups: None,
+            page: statm::PAGE_USUAL,
+            error: ByteSize::ZERO,
+            machine: Machine::none(),
             given: None,
             fit: AtomicU64::new(u64::MAX),
-            space: SpaceLimits::default(),
             cpus: Cpus::of_thread(),
-            missing: missing.into(),
+            space: Mutex::default(),
+            files: Mutex::default(),
+            missing: Vec::new(),
         }
+    }
+
+    /// Reads again the bounds of the machine and of the process (`prlimit`), and looks if the
+    /// process has come into another cgroup. Opens the files of a new cgroup, and again those that
+    /// could not be read. Returns `true` if files were opened or limits of the process changed.
+    ///
+    /// Call it about once a second; [`SignalTracker`](super::SignalTracker) does. Takes some 20 us
+    /// and allocates nothing if nothing has changed. A new cgroup takes some 200 us, and up to 100
+    /// ms if it must be searched among thousands under a mount of another namespace.
+    pub fn look(&self) -> bool {
+        let has_other_limits = self.look_outside();
+        let before = self.files();
+        let is_whole = !before.missing.iter().any(SignalError::is_passing);
+        let open = |lines: &[u8]| {
+            let is_same = *lines == *before.lines;
+            let opened = (!is_same || !is_whole).then(|| CgroupFiles::open(&self.root, lines))?;
+            (!is_same || opened.missing.len() < before.missing.len()).then_some(opened)
+        };
+        let opened = self.groups.as_ref().and_then(|file| file.read(open)).flatten();
+        let has_opened = opened.is_some();
+        if let Some(opened) = opened {
+            *lock(&self.files) = Arc::new(opened);
+        }
+        has_opened || has_other_limits
+    }
+
+    /// Reads again what does not depend on the cgroup. Returns `true` if limits of the process have
+    /// changed.
+    fn look_outside(&self) -> bool {
+        self.machine.look(self.statm().map(|held| held.anon).unwrap_or_default());
+        let Some(space) = self.limits.as_ref().and_then(|file| file.read(SpaceLimits::of)) else {
+            return false;
+        };
+        std::mem::replace(&mut *lock(&self.space), space) != space
+    }
+
+    fn files(&self) -> Arc<CgroupFiles> {
+        Arc::clone(&lock(&self.files))
     }
 
     /// Returns the CPUs that this process can keep busy, as of the open.
     #[must_use]
     pub const fn cpus(&self) -> Cpus {
         self.cpus
+    }
+
+    /// Returns by how much the kernel's count of this process's resident memory may be wrong: each
+    /// CPU keeps some changes to itself. The usage of a cgroup does not depend on it.
+    #[must_use]
+    pub const fn resident_error(&self) -> ByteSize {
+        self.error
     }
 
     /// Sets a limit from configuration. It can lower the limit that was found but not raise it: the
@@ -134,62 +219,133 @@ impl Signals {
     /// Returns the machine's physical memory, read once; `None` if it could not be read.
     #[must_use]
     pub const fn machine(&self) -> Option<ByteSize> {
-        self.machine
+        self.machine.total()
     }
 
-    /// Returns the signals that are not available, for one report at the start.
+    /// Returns the signals that are not available, as of the last [look](Signals::look).
     #[must_use]
-    pub fn missing(&self) -> &[SignalError] {
-        &self.missing
+    pub fn missing(&self) -> Vec<SignalError> {
+        self.files().missing.iter().chain(&self.missing).cloned().collect()
     }
 
     /// Takes a sample. Parts that cannot be read now are `None`; a limit that cannot be read now
-    /// keeps its last value. Takes some 15 us; allocates nothing.
+    /// keeps its last value. Takes some 15 us, or 20 us if no cgroup limits this process; allocates
+    /// nothing.
     #[must_use]
     pub fn sample(&self) -> Signal {
         self.read(Glance { resident: self.statm(), usage: self.usage() }).0
     }
 
+    /// Returns all bounds of this process's memory, as of a sample now, the one in force first. For
+    /// reports: allocates.
+    #[must_use]
+    pub fn bounds(&self) -> Vec<LimitBound> {
+        let glance = Glance { resident: self.statm(), usage: self.usage() };
+        let (files, used) = self.used(glance);
+        let anonymous = glance.resident.map(|held| held.anon).unwrap_or_default();
+        let mut bounds = files.cgroup.as_ref().map(|group| group.bounds(anonymous));
+        let bounds = bounds.get_or_insert_default();
+        let scope = if used.is_group { BoundScope::Group } else { BoundScope::Process };
+        let fit = self.fit().map(|fit| (LimitSource::Fit, "fit", [fit, used.physical], scope));
+        let outer = self.outer(&used).chain(fit);
+        bounds.extend(outer.map(|(source, name, [limit, used], scope)| LimitBound {
+            source,
+            name: name.to_owned(),
+            limit: Some(limit),
+            used: Some(used),
+            scope,
+            freshness: Freshness::Second,
+        }));
+        let room = |bound: &LimitBound| {
+            let limit = bound.limit.unwrap_or(ByteSize::MAX).get();
+            i128::from(limit) - i128::from(bound.used.unwrap_or_default().get())
+        };
+        bounds.sort_by_key(room);
+        std::mem::take(bounds)
+    }
+
+    /// Returns what counts against the limit.
+    fn used(&self, glance: Glance) -> (Arc<CgroupFiles>, Used) {
+        let (files, resident) = (self.files(), glance.resident);
+        let anonymous = resident.map(|resident| resident.anon);
+        let group = files.cgroup.as_ref();
+        let group = group.map(|group| group.sample(glance.usage, anonymous.unwrap_or_default()));
+        let group = group.unwrap_or_default();
+        // A machine's limit applies to this process, a cgroup's to all of the cgroup.
+        let usable = self.machine.usable().unwrap_or(ByteSize::MAX);
+        let held = group.held.filter(|_| group.least.is_some_and(|least| least <= usable));
+        let (physical, is_group) = match held {
+            // Memory that is charged to a cgroup in which the process was before.
+            Some(held) => {
+                (held.max(anonymous.unwrap_or_default().saturating_sub(self.error)), true)
+            }
+            None => match self.own(resident).or(group.held) {
+                Some(own) => (own, false),
+                None => (ByteSize::ZERO, false),
+            },
+        };
+        (files, Used { group, resident, physical, is_group })
+    }
+
+    /// Returns the anonymous and shared memory of this process, which the kernel cannot drop.
+    fn own(&self, resident: Option<Statm>) -> Option<ByteSize> {
+        match (resident, self.resident()) {
+            (Some(held), Some(kinds)) => Some(held.anon.saturating_add(kinds.shmem).min(held.rss)),
+            (None, Some(kinds)) => Some(kinds.anon.saturating_add(kinds.shmem)),
+            (held, None) => held.map(|held| held.rss),
+        }
+    }
+
+    /// Returns the bounds outside the cgroup.
+    fn outer(&self, used: &Used) -> impl Iterator<Item = Outer> {
+        let scope = if used.is_group { BoundScope::Group } else { BoundScope::Process };
+        let given = self
+            .given
+            .map(|given| (LimitSource::Override, "memory_limit", [given, used.physical], scope));
+        let anonymous = used.resident.map(|held| held.anon).unwrap_or_default();
+        let own = if used.is_group { anonymous } else { used.physical };
+        let machine = self.machine.usable().map(|usable| {
+            let name = "MemTotal less huge pages";
+            (LimitSource::Machine, name, [usable, own], BoundScope::Process)
+        });
+        // The room is that of the last look; what was allocated since then counts against it.
+        let commit = self
+            .machine
+            .commit(anonymous)
+            .map(|promised| (LimitSource::Commit, "CommitLimit", promised, BoundScope::Machine));
+        let space = *lock(&self.space);
+        let space = used.resident.into_iter().flat_map(move |held| space.each(held));
+        let space = space
+            .map(|(name, limit)| (LimitSource::AddressSpace, name, limit, BoundScope::Process));
+        given.into_iter().chain(machine).chain(commit).chain(space)
+    }
+
     /// Reads the files that are not part of a glance.
     pub(super) fn read(&self, glance: Glance) -> (Signal, Counted) {
-        let rss = glance.resident.map(|resident| resident.rss);
-        let anonymous = glance.resident.map(|resident| resident.anon);
-        let group = self.cgroup.as_ref().map(|group| group.sample(glance.usage));
-        let group = group.unwrap_or_default();
-        let found = group
-            .limit
-            .or_else(|| self.machine.map(|bytes| Limit { bytes, source: LimitSource::Machine }));
-        let limit = match (found, self.given) {
-            (Some(found), Some(given)) if given > found.bytes => found,
-            (_, Some(given)) => Limit::given(given),
-            (Some(found), None) => found,
-            (None, None) => Limit::UNKNOWN,
-        };
-        let limit_without_fit = match glance.resident.and_then(|held| self.space.resident_max(held))
-        {
-            Some(bytes) if bytes < limit.bytes => {
-                Limit { bytes, source: LimitSource::AddressSpace }
-            }
-            _ => limit,
-        };
-        // A machine's limit applies to this process, a cgroup's to all of the cgroup.
-        let physical = match group.held {
-            Some(held) if group.limit.is_some() || rss.is_none() => {
-                held.max(anonymous.unwrap_or(ByteSize::ZERO))
-            }
-            _ => rss.unwrap_or(ByteSize::ZERO),
-        };
+        let (_, used) = self.used(glance);
+        let Used { group, physical, is_group, .. } = used;
+        let leaf = if is_group { physical } else { group.held.unwrap_or(physical) };
+        let of_group = group.limit.map(|limit| (limit.source, [limit.bytes, leaf]));
+        let outer = self.outer(&used).map(|(source, _, limit, _)| (source, limit));
+        let bounds = outer.chain(of_group).map(|(source, [limit, used])| {
+            // What is left of the bound is left above the physical memory.
+            let bytes = physical.saturating_add(limit).saturating_sub(used);
+            Limit { bytes, source }
+        });
+        let limit_without_fit = bounds.min_by_key(|limit| limit.bytes).unwrap_or(Limit::UNKNOWN);
+        let is_of_group =
+            matches!(limit_without_fit.source, LimitSource::Cgroup | LimitSource::High);
         let counted = match group.limit {
             // A limit on addresses changes with each mapping.
-            _ if group.is_stale || self.space != SpaceLimits::default() => Counted::Unknown,
-            Some(limit) if group.held.is_some() => Counted::Cgroup(limit.bytes),
-            Some(_) => Counted::Unknown,
-            None => Counted::Process,
+            _ if group.is_stale || *lock(&self.space) != SpaceLimits::default() => Counted::Unknown,
+            Some(limit) if is_group => Counted::Cgroup(limit.bytes),
+            Some(_) if is_of_group => Counted::Unknown,
+            _ => Counted::Process,
         };
         let (charged, limit_is_stale) = (group.charged, group.is_stale);
         let signal = Signal {
-            rss,
-            anonymous,
+            rss: glance.resident.map(|resident| resident.rss),
+            anonymous: glance.resident.map(|resident| resident.anon),
             physical,
             limit: limit_without_fit.fitted(self.fit()),
             limit_without_fit,
@@ -206,36 +362,36 @@ impl Signals {
 
     /// Returns the usage of the cgroup, including page cache.
     pub(super) fn usage(&self) -> Option<ByteSize> {
-        self.cgroup.as_ref().and_then(Cgroup::usage)
+        self.files().cgroup.as_ref().and_then(Cgroup::usage)
     }
 
     /// Returns the number of processes of the cgroup that the kernel has OOM-killed since the
     /// cgroup was created. Not part of a sample, because it costs another read.
     #[must_use]
     pub fn oom_kills(&self) -> Option<u64> {
-        self.cgroup.as_ref()?.oom_kills()
+        self.files().cgroup.as_ref()?.oom_kills()
     }
 
     /// Returns the limits reached and processes killed since the open, in the process's own cgroup
-    /// and in the ancestors that limit it; `None` without a cgroup. Costs at least one read for
-    /// each level; for metrics, once per second is enough.
+    /// and in the ancestors that limit it; `None` without a cgroup. Starts over in another cgroup.
+    /// Costs at least one read for each level; for metrics, once per second is enough.
     #[must_use]
     pub fn events(&self) -> Option<MemoryEvents> {
-        self.cgroup.as_ref().map(Cgroup::events)
+        self.files().cgroup.as_ref().map(Cgroup::events)
     }
 
     /// Returns the time that the cgroup lost waiting for memory; `None` if unknown
     /// ([`SignalError::NoPsi`]). Advisory, for metrics. Takes 10 us (measured).
     #[must_use]
     pub fn psi(&self) -> Option<Psi> {
-        self.pressure.as_ref()?.read(psi::psi_of).flatten()
+        self.files().pressure.as_ref()?.read(psi::psi_of).flatten()
     }
 
     /// Returns the folder of the memory cgroup that is read: the nearest one with memory
     /// accounting.
     #[must_use]
-    pub fn cgroup(&self) -> Option<&Path> {
-        self.cgroup.as_ref().map(Cgroup::folder)
+    pub fn cgroup(&self) -> Option<PathBuf> {
+        self.files().cgroup.as_ref()?.folder().map(Path::to_owned)
     }
 
     /// Returns the resident set by kind. Costs more than a sample (25 us measured); for metrics.
@@ -252,6 +408,10 @@ impl Signals {
             })
             .flatten()
     }
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the value, or `None` with an entry in the list.

@@ -22,11 +22,9 @@ pub(super) struct Statm {
     pub(super) rss: ByteSize,
     /// Anonymous pages only.
     pub(super) anon: ByteSize,
-    /// Mapped addresses that are not resident: reserved ranges, untouched stacks, and addresses
-    /// that an allocator keeps for reuse.
-    pub(super) unbacked: ByteSize,
-    /// The part of `unbacked` that is data.
-    pub(super) unbacked_data: ByteSize,
+    /// All mapped addresses, and those of them that are data.
+    pub(super) mapped: ByteSize,
+    pub(super) data: ByteSize,
 }
 
 /// The limits on mappings of the process; `None` for no limit.
@@ -50,12 +48,12 @@ impl SpaceLimits {
         Self { address: soft(b"Max address space"), data: soft(b"Max data size") }
     }
 
-    /// Returns the possible size of the resident set if all growth needs new mappings. An allocator
-    /// may reuse addresses that it kept, but not for every size, so they count as used.
-    pub(super) fn resident_max(self, held: Statm) -> Option<ByteSize> {
-        let address = self.address.map(|address| address.saturating_sub(held.unbacked));
-        let data = self.data.map(|data| data.saturating_sub(held.unbacked_data));
-        address.into_iter().chain(data).min()
+    /// Returns each limit in force with its name and what counts against it. An allocator may reuse
+    /// addresses that it kept, but not for every size, so they count as used.
+    pub(super) fn each(self, held: Statm) -> impl Iterator<Item = (&'static str, [ByteSize; 2])> {
+        let address = self.address.map(|limit| ("RLIMIT_AS", [limit, held.mapped]));
+        let data = held.data.max(held.anon);
+        address.into_iter().chain(self.data.map(move |limit| ("RLIMIT_DATA", [limit, data])))
     }
 }
 
@@ -66,14 +64,20 @@ pub(super) fn resident_of(text: &[u8], page: ByteSize) -> Option<Statm> {
     let resident = number(fields.next()?)?;
     let shared = number(fields.next()?)?;
     let data = fields.nth(2).and_then(number).unwrap_or(size);
-    let anon = resident.saturating_sub(shared);
     let pages = |count| page.checked_mul(count);
     Some(Statm {
         rss: pages(resident)?,
-        anon: pages(anon)?,
-        unbacked: pages(size.saturating_sub(resident))?,
-        unbacked_data: pages(data.saturating_sub(anon))?,
+        anon: pages(resident.saturating_sub(shared))?,
+        mapped: pages(size)?,
+        data: pages(data)?,
     })
+}
+
+/// Returns by how much the kernel's counts of resident pages may be wrong on this many CPUs: since
+/// Linux 6.2, each CPU adds its changes when they exceed `max(32, 2 x CPUs)` pages.
+pub(super) fn error_of(cpus: u32, page: ByteSize) -> ByteSize {
+    let cpus = u64::from(cpus);
+    page.checked_mul(cpus * (2 * cpus).max(32)).unwrap_or(ByteSize::MAX)
 }
 
 /// Returns the amount in the line `key <n> kB` of `status` or `meminfo`.
@@ -102,17 +106,17 @@ mod tests {
     fn statm_is_read_in_pages() {
         let found = resident_of(b"765 418 390 5 0 123 0\n", PAGE_USUAL).expect("read");
         let (rss, anon) = (ByteSize::kib(1672), ByteSize::kib(112));
-        let (unbacked, unbacked_data) = (ByteSize::kib(4 * (765 - 418)), ByteSize::kib(4 * 95));
-        assert_eq!(found, Statm { rss, anon, unbacked, unbacked_data });
+        let (mapped, data) = (ByteSize::kib(4 * 765), ByteSize::kib(4 * 123));
+        assert_eq!(found, Statm { rss, anon, mapped, data });
         for text in ["", "765", "765 418", "a b c", "1 18446744073709551615 0", "1 -2 3"] {
             assert_eq!(resident_of(text.as_bytes(), PAGE_USUAL), None, "{text}");
         }
         let odd = resident_of(b"1 2 3 0", PAGE_USUAL).expect("read");
-        assert_eq!((odd.anon, odd.unbacked), (ByteSize::ZERO, ByteSize::ZERO));
+        assert_eq!((odd.anon, odd.data), (ByteSize::ZERO, ByteSize::kib(4)));
     }
 
     #[test]
-    fn the_resident_set_may_grow_by_what_is_left_of_addresses_and_data() {
+    fn limits_on_addresses_and_data_are_compared_with_what_is_mapped() {
         let limits = |address: &str, data: &str| {
             let text = format!(
                 "Limit                     Soft Limit           Hard Limit           Units     \n\
@@ -122,14 +126,14 @@ mod tests {
             );
             SpaceLimits::of(text.as_bytes())
         };
-        // 4 MiB are mapped, 3 of them data; 2 are resident, 1 of them data.
+        // 4 MiB are mapped, 3 of them data.
         let held = resident_of(b"1024 512 256 5 0 768 0\n", PAGE_USUAL).expect("read");
-        let max = |address, data| limits(address, data).resident_max(held);
-        assert_eq!(max("unlimited", "unlimited"), None);
-        assert_eq!(max("8388608", "unlimited"), Some(ByteSize::mib(6)));
-        assert_eq!(max("unlimited", "4194304"), Some(ByteSize::mib(2)));
-        assert_eq!(max("8388608", "4194304"), Some(ByteSize::mib(2)));
-        assert_eq!(max("4096", "unlimited"), Some(ByteSize::ZERO));
+        let each = |address, data| limits(address, data).each(held).collect::<Vec<_>>();
+        assert_eq!(each("unlimited", "unlimited"), []);
+        let address = ("RLIMIT_AS", [ByteSize::mib(8), ByteSize::mib(4)]);
+        let data = ("RLIMIT_DATA", [ByteSize::mib(4), ByteSize::mib(3)]);
+        assert_eq!(each("8388608", "unlimited"), [address]);
+        assert_eq!(each("8388608", "4194304"), [address, data]);
         assert_eq!(SpaceLimits::of(b""), SpaceLimits::default());
     }
 

@@ -5,10 +5,12 @@
 //! reads two files in each sample, `statm` and the cgroup's usage, and the others only if they can
 //! change a decision: if memory moved by more than [`Signal::tolerance`], if usage is that close to
 //! the cgroup's limit, where the kernel replaces page cache by other memory, and after a bounded
-//! time. Without a limit of a cgroup, `statm` is enough. It decides nothing.
+//! time. Without a limit of a cgroup, `statm` is enough. Once a second it looks for another cgroup
+//! and other limits of the process. It decides nothing.
 //!
 //! Invariants: with `usage` and `anonymous` the changes since the last full reading,
-//! `physical = physical then + max(usage, anonymous)`; both are at most the tolerance. The last
+//! `physical = physical then + max(usage, anonymous)`; both are at most the tolerance. Without a
+//! limit of a cgroup, `usage` is the resident set. The last
 //! full reading is at most [`MOVING_MAX`] old, or [`STILL_MAX`] if nothing has changed.
 //!
 //! Growth of this process is in the next sample. So is growth of the rest of the cgroup, unless it
@@ -32,6 +34,8 @@ use super::signals::Signals;
 const MOVING_MAX: Duration = Duration::from_millis(100);
 /// The same while nothing moves: two of three ticks of an idle service then read one or two files.
 const STILL_MAX: Duration = Duration::from_millis(750);
+/// The time between two looks for another cgroup and other limits of the process.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// The tolerance is the room under the limit divided by this. A guess: at most 1.6 % of what is
 /// left, so it vanishes at the limit.
 const TOLERANCE_PART: u64 = 64;
@@ -50,6 +54,7 @@ impl Signal {
 pub struct SignalTracker {
     signals: Arc<Signals>,
     last: Option<Reading>,
+    looked: Option<Moment>,
 }
 
 /// A full reading.
@@ -67,7 +72,7 @@ impl SignalTracker {
     /// Creates a tracker that has not sampled yet.
     #[must_use]
     pub const fn new(signals: Arc<Signals>) -> Self {
-        Self { signals, last: None }
+        Self { signals, last: None, looked: None }
     }
 
     /// Returns `true` while a [fit](Signals::set_fit) is in force.
@@ -76,8 +81,16 @@ impl SignalTracker {
         self.signals.fit().is_some()
     }
 
-    /// Takes a sample. Allocates nothing.
+    /// Takes a sample, and [looks](Signals::look) once a second. Allocates nothing unless the
+    /// process has come into another cgroup, or files of its own cannot be read.
     pub fn sample(&mut self, now: Moment) -> Signal {
+        let looked = *self.looked.get_or_insert(now);
+        if now - looked >= LOOK_EVERY {
+            self.looked = Some(now);
+            if self.signals.look() {
+                self.last = None;
+            }
+        }
         let needs_usage = self.last.is_none_or(|last| last.counted != Counted::Process);
         let resident = self.signals.statm();
         let usage = if needs_usage { self.signals.usage() } else { None };
@@ -108,7 +121,17 @@ impl Reading {
         }
         let (before, resident) = (self.glance.resident?, glance.resident?);
         let physical = match self.counted {
-            Counted::Process => resident.rss,
+            Counted::Process => {
+                // Growth of mapped files counts until the next full reading: it may be shared
+                // memory.
+                let tolerance = self.signal.tolerance();
+                let all = Change::of(before.rss, resident.rss);
+                let anonymous = Change::of(before.anon, resident.anon);
+                if all.exceeds(tolerance) || anonymous.exceeds(tolerance) {
+                    return None;
+                }
+                all.max(anonymous).apply(self.signal.physical)
+            }
             Counted::Cgroup(limit) => {
                 let tolerance = self.signal.tolerance();
                 let usage = Change::of(self.glance.usage?, glance.usage?);
@@ -165,7 +188,7 @@ mod tests {
     impl Held {
         fn glance(self) -> Glance {
             let (own, none) = (ByteSize::mib(self.own), ByteSize::ZERO);
-            let resident = Statm { rss: own, anon: own, unbacked: none, unbacked_data: none };
+            let resident = Statm { rss: own, anon: own, mapped: none, data: none };
             let usage = ByteSize::mib(self.own + self.others + self.cache);
             Glance { resident: Some(resident), usage: Some(usage) }
         }
@@ -263,10 +286,11 @@ mod tests {
     #[test]
     fn the_resident_set_needs_no_other_file() {
         let reading = Reading { counted: Counted::Process, ..THEN.reading() };
-        let now = Held { own: 900, ..THEN };
-        let glance = Glance { usage: None, ..now.glance() };
-        let signal = reading.at(glance, Moment::ORIGIN).expect("derived");
-        assert_eq!(signal.physical, ByteSize::mib(900));
+        let glance = |own| Glance { usage: None, ..Held { own, ..THEN }.glance() };
+        let signal = reading.at(glance(138), Moment::ORIGIN).expect("derived");
+        assert_eq!(signal.physical, ByteSize::mib(266));
+        assert!(reading.at(glance(900), Moment::ORIGIN).is_none(), "which kind of memory it is");
+        let glance = glance(138);
         let unknown = Reading { counted: Counted::Unknown, ..reading };
         assert!(unknown.at(glance, Moment::ORIGIN).is_none());
     }
