@@ -57,6 +57,8 @@ impl Options {
     /// Modules have every kernel that is asked for. One that is not modelled takes its turn on its
     /// stream and touches nothing: real engines run, allocate and free, and compute nothing.
     pub const UNKNOWN_KERNELS: u32 = 32;
+    /// A new stream has the handle of the stream that was destroyed last, as in CUDA.
+    pub const REUSED_STREAMS: u32 = 128;
 }
 
 impl Default for Options {
