@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
@@ -459,4 +459,55 @@ fn a_reused_handle_is_another_stream() {
     drop_tensor(block, SIZE, second);
     assert_eq!((cuda.destroy)(reader), 0);
     assert_eq!(cuda.fake.faults(), "");
+}
+
+/// The fake of a process that exits.
+static EXITING: AtomicPtr<Guard> = AtomicPtr::new(ptr::null_mut());
+/// The turns of its other thread.
+static TURNS: AtomicU64 = AtomicU64::new(0);
+
+/// Runs after the exit handlers of CUDA, which was loaded later: handlers run last in, first out.
+extern "C" fn after_cuda() {
+    // SAFETY: the test stored a value that is never freed.
+    let fake = unsafe { &*EXITING.load(Ordering::Acquire) };
+    let (before, turns) = (fake.calls_total(), TURNS.load(Ordering::Relaxed));
+    while TURNS.load(Ordering::Relaxed) < turns + 100 {
+        thread::yield_now();
+    }
+    let calls = fake.calls_total() - before;
+    println!("figure field.exit.calls {calls} calls");
+    // SAFETY: ends the child at once.
+    unsafe { libc::_exit(i32::from(calls > 0)) };
+}
+
+/// rmm#2366, dlib#2186, bpftime#521: a thread of the library called CUDA while the process exited.
+#[test]
+fn no_thread_calls_cuda_after_its_exit_handlers() {
+    // SAFETY: the child is the only thread of a process that holds no lock of the library.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: a function of the required type.
+        assert_eq!(unsafe { libc::atexit(after_cuda) }, 0);
+        let cuda = Cuda::start(0);
+        let kept = tensor(1 << 20, ptr::null_mut());
+        assert!(!kept.is_null(), "{}", text());
+        EXITING.store(Box::into_raw(Box::new(cuda.fake)), Ordering::Release);
+        // As the thread that releases idle memory, but without its pauses.
+        thread::spawn(|| {
+            loop {
+                drop_tensor(tensor(32 << 20, ptr::null_mut()), 32 << 20, ptr::null_mut());
+                lowtide_c::lowtide_torch_empty_cache();
+                TURNS.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        while TURNS.load(Ordering::Relaxed) < 10 {
+            thread::yield_now();
+        }
+        // SAFETY: runs the exit handlers, as the end of `main` does.
+        unsafe { libc::exit(9) };
+    }
+    let mut status = 0;
+    // SAFETY: our own child, and a place for its status.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0));
 }
