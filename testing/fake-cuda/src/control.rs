@@ -269,6 +269,14 @@ control! {
         of(seat(device).map(|seat| seat.sim.set_capacity(ByteSize::new(bytes))))
     }
 
+    fn fake_graph_memory(device: u32, bytes: u64) -> u32 = 999; {
+        of(seat(device).map(|seat| {
+            // A launch of a graph that allocates, to its end.
+            let [_, high, reserved] = &mut state().devices[seat.device].graph_memory;
+            (*high, *reserved) = ((*high).max(bytes), (*reserved).max(bytes));
+        }))
+    }
+
     fn fake_lock_limit(device: u32, bytes: u64) -> u32 = 999; {
         of(seat(device).map(|seat| seat.sim.set_lock_limit(ByteSize::new(bytes))))
     }

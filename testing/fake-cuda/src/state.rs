@@ -41,6 +41,8 @@ pub(crate) struct Device {
     /// The numbers of streams that have a reused handle.
     pub(crate) reused_streams: BTreeMap<u64, u64>,
     pub(crate) modules: BTreeMap<u64, ()>,
+    /// The memory that graphs use, its peak, and the memory that is cached for them.
+    pub(crate) graph_memory: [u64; 3],
     thread_streams: BTreeMap<String, u64>,
 }
 
@@ -158,6 +160,7 @@ impl State {
             spare_streams: Vec::new(),
             reused_streams: BTreeMap::new(),
             modules: BTreeMap::new(),
+            graph_memory: [0; 3],
             thread_streams: BTreeMap::new(),
         });
         Self {
@@ -320,6 +323,7 @@ impl State {
         it.spare_streams.clear();
         it.reused_streams.clear();
         it.modules.clear();
+        it.graph_memory = [0; 3];
         it.thread_streams.clear();
         Ok(Some(std::mem::replace(&mut it.sim, simulation(&self.options, device))))
     }
