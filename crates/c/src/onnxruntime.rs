@@ -29,9 +29,9 @@ fn default() -> Outcome<u64> {
 }
 
 /// Sets the device and the stream of later calls of the functions for ONNX Runtime, in the whole
-/// process: the provider's `device_id` and `user_compute_stream`. Opens the device.
+/// process: the provider's `device_id`, and the stream on which it works. Opens the device.
 ///
-/// One process can have one such session stream. `lowtide_any_stream()` unbinds it.
+/// One process can have one such stream. `lowtide_any_stream()` unbinds it.
 ///
 /// # Safety
 /// As for `lowtide_alloc`.
