@@ -322,7 +322,7 @@ lowtide_status lowtide_open(const struct lowtide_options *options, lowtide_alloc
 
 /**
  * Closes an allocator: waits for the work of its freed blocks, and returns its memory to the
- * devices. Its streams must exist until then, or until `lowtide_end_stream`.
+ * devices.
  *
  * Fails if blocks are live; the allocator stays open. If another thread allocates meanwhile, some
  * devices may be closed then: free the blocks and call it again.
@@ -353,8 +353,8 @@ lowtide_status lowtide_get_default(lowtide_allocator *out);
  * for on the device; new memory is committed last. Does not synchronize, unless memory is short.
  *
  * # Safety
- * `out` is NULL or may be written. The stream is of that device, and exists until
- * `lowtide_end_stream` or `lowtide_close`.
+ * `out` is NULL or may be written. The stream is of that device, and exists until the blocks that
+ * use it are freed, or `lowtide_end_stream` is called.
  */
 lowtide_status lowtide_alloc(lowtide_allocator allocator,
                              int device,
@@ -364,11 +364,12 @@ lowtide_status lowtide_alloc(lowtide_allocator allocator,
                              void **out);
 
 /**
- * Frees a block after its last use was queued on a stream. Makes no call of the driver. NULL
- * succeeds.
+ * Frees a block after its last use was queued on a stream. NULL succeeds.
  *
  * The stream may differ from that of the allocation: then both count as users of the block, as
- * those of `lowtide_record_use`. The memory is reused after the work that they have until now.
+ * those of `lowtide_record_use`. The memory is reused after the work that they have until now. If
+ * no live block uses a stream any more, records an event behind its work: the stream may be
+ * destroyed then, and a later stream with the same handle counts as another one.
  *
  * # Safety
  * The stream is as for `lowtide_alloc`. The program queues no further work on the block.
@@ -392,9 +393,10 @@ lowtide_status lowtide_record_use(lowtide_allocator allocator,
                                   lowtide_stream stream);
 
 /**
- * Tells that a stream is about to be destroyed; call it before that. Records an event behind the
- * stream's work and does not wait. Blocks that the stream uses and that are not freed yet count as
- * used by any stream from now on. Does nothing for a stream that was never named.
+ * Tells that a stream is about to be destroyed while live blocks use it; call it before that.
+ * Records an event behind the stream's work and does not wait. The blocks count as used by any
+ * stream from now on. Without this call an error of the destroyed stream has the same effect, and
+ * fails no call for another stream; but CUDA leaves the use of a destroyed stream undefined.
  *
  * No other call with the stream may be in progress.
  *
@@ -492,9 +494,9 @@ void lowtide_torch_memory_fraction(double fraction, int device);
 
 /**
  * Sets the device and the stream of later calls of the functions for ONNX Runtime, in the whole
- * process: the provider's `device_id` and `user_compute_stream`. Opens the device.
+ * process: the provider's `device_id`, and the stream on which it works. Opens the device.
  *
- * One process can have one such session stream. `lowtide_any_stream()` unbinds it.
+ * One process can have one such stream. `lowtide_any_stream()` unbinds it.
  *
  * # Safety
  * As for `lowtide_alloc`.

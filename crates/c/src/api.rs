@@ -99,7 +99,7 @@ pub unsafe extern "C" fn lowtide_open(options: *const Options, out: *mut Allocat
 }
 
 /// Closes an allocator: waits for the work of its freed blocks, and returns its memory to the
-/// devices. Its streams must exist until then, or until `lowtide_end_stream`.
+/// devices.
 ///
 /// Fails if blocks are live; the allocator stays open. If another thread allocates meanwhile, some
 /// devices may be closed then: free the blocks and call it again.
@@ -141,8 +141,8 @@ pub unsafe extern "C" fn lowtide_get_default(out: *mut Allocator) -> Status {
 /// for on the device; new memory is committed last. Does not synchronize, unless memory is short.
 ///
 /// # Safety
-/// `out` is NULL or may be written. The stream is of that device, and exists until
-/// `lowtide_end_stream` or `lowtide_close`.
+/// `out` is NULL or may be written. The stream is of that device, and exists until the blocks that
+/// use it are freed, or `lowtide_end_stream` is called.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowtide_alloc(
     allocator: Allocator,
@@ -164,11 +164,12 @@ pub unsafe extern "C" fn lowtide_alloc(
     })
 }
 
-/// Frees a block after its last use was queued on a stream. Makes no call of the driver. NULL
-/// succeeds.
+/// Frees a block after its last use was queued on a stream. NULL succeeds.
 ///
 /// The stream may differ from that of the allocation: then both count as users of the block, as
-/// those of `lowtide_record_use`. The memory is reused after the work that they have until now.
+/// those of `lowtide_record_use`. The memory is reused after the work that they have until now. If
+/// no live block uses a stream any more, records an event behind its work: the stream may be
+/// destroyed then, and a later stream with the same handle counts as another one.
 ///
 /// # Safety
 /// The stream is as for `lowtide_alloc`. The program queues no further work on the block.
@@ -208,9 +209,10 @@ pub unsafe extern "C" fn lowtide_record_use(
     })
 }
 
-/// Tells that a stream is about to be destroyed; call it before that. Records an event behind the
-/// stream's work and does not wait. Blocks that the stream uses and that are not freed yet count as
-/// used by any stream from now on. Does nothing for a stream that was never named.
+/// Tells that a stream is about to be destroyed while live blocks use it; call it before that.
+/// Records an event behind the stream's work and does not wait. The blocks count as used by any
+/// stream from now on. Without this call an error of the destroyed stream has the same effect, and
+/// fails no call for another stream; but CUDA leaves the use of a destroyed stream undefined.
 ///
 /// No other call with the stream may be in progress.
 ///
@@ -222,7 +224,7 @@ pub unsafe extern "C" fn lowtide_end_stream(
     device: c_int,
     stream: StreamPointer,
 ) -> Status {
-    guard(|| registry::end_stream(allocator, device, self::stream(stream)))
+    guard(|| blocks::end_stream(allocator, device, self::stream(stream)))
 }
 
 /// Finds the live block that contains an address, on any device, and fills in `*out`.

@@ -3,6 +3,7 @@
 //! It takes checked values and Rust types; `api`, `torch` and `onnxruntime` convert those of C.
 //!
 //! Invariant: a block is freed on the device that it was allocated on, and no other block with it.
+#![expect(unsafe_code, reason = "only the caller knows that a stream exists")]
 
 use lowtide_gpu::{ByteSize, DeviceArena, DeviceError, RawBlock, Region};
 use lowtide_gpu_driver::DeviceAddress;
@@ -10,7 +11,7 @@ use lowtide_gpu_driver::DeviceAddress;
 use crate::api::LOWTIDE_ALL_DEVICES as ALL_DEVICES;
 use crate::failure::{Failure, Outcome, failed_total};
 use crate::options::{Statistics, invalid};
-use crate::registry::{self, Route, Stream};
+use crate::registry::{self, Stream};
 
 /// The alignment of blocks for which none is asked: that of `cudaMalloc`, and the unit to which an
 /// arena rounds.
@@ -26,15 +27,16 @@ pub(crate) fn alloc(
     align: usize,
     stream: Stream,
 ) -> Outcome<Option<DeviceAddress>> {
-    let route = registry::route(handle, device, stream)?;
+    let arena = registry::arena(handle, device)?;
     if size == 0 {
         return Ok(None);
     }
     let align = if align == 0 { ALIGN } else { align };
     let (size, align) = (ByteSize::of(size), ByteSize::of(align));
-    let block = match &route.lane {
-        Some(lane) => lane.alloc_raw(size, align, Region::Dynamic),
-        None => route.arena.alloc_raw(size, align, Region::Dynamic),
+    let block = match stream.handle() {
+        // SAFETY: the caller of the C function vouches for the stream.
+        Some(stream) => unsafe { arena.alloc_raw_on(stream, size, align, Region::Dynamic) },
+        None => arena.alloc_raw(size, align, Region::Dynamic),
     };
     Ok(Some(block?.at))
 }
@@ -42,20 +44,15 @@ pub(crate) fn alloc(
 /// Frees a block after its last use on a stream.
 #[inline(always)]
 pub(crate) fn free(handle: u64, device: i32, at: DeviceAddress, stream: Stream) -> Outcome<()> {
-    let route = registry::route_of(handle, device, stream, at)?;
-    free_on(&route, at)?;
-    Ok(())
-}
-
-#[inline(always)]
-fn free_on(route: &Route, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
-    match &route.lane {
-        Some(lane) => lane.free(at),
-        None => {
-            route.arena.record_unknown_use(at)?;
-            route.arena.free(at)
-        }
+    let arena = registry::arena_of(handle, device, at)?;
+    if let Some(stream) = stream.handle() {
+        // SAFETY: the caller of the C function vouches for the stream.
+        unsafe { arena.free_on(at, stream) }?;
+    } else {
+        arena.record_unknown_use(at)?;
+        arena.free(at)?;
     }
+    Ok(())
 }
 
 /// Records that a stream also uses a block.
@@ -65,10 +62,20 @@ pub(crate) fn record_use(
     at: DeviceAddress,
     stream: Stream,
 ) -> Outcome<()> {
-    let route = registry::route_of(handle, device, stream, at)?;
-    match &route.lane {
-        Some(lane) => route.arena.record_use(at, lane)?,
-        None => route.arena.record_unknown_use(at)?,
+    let arena = registry::arena_of(handle, device, at)?;
+    match stream.handle() {
+        // SAFETY: the caller of the C function vouches for the stream.
+        Some(stream) => unsafe { arena.record_use_on(at, stream) }?,
+        None => arena.record_unknown_use(at)?,
+    }
+    Ok(())
+}
+
+/// Ends a stream that is about to be destroyed.
+pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()> {
+    if let (Some(arena), Some(stream)) = (registry::opened(handle, device)?, stream.handle()) {
+        // SAFETY: the caller of the C function vouches for the stream.
+        unsafe { arena.end_stream(stream) }?;
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! The thread that releases idle memory of all allocators of the process.
 //!
 //! It starts with the first allocator and stays. It takes no signals, so that a handler of the
-//! program never runs on it. Without an arena it sleeps until one is opened.
+//! program never runs on it. Without an arena it sleeps until one is opened. When the process
+//! exits, the driver layer refuses its calls before CUDA shuts down.
 //!
 //! Invariant: a pass holds [`PASS`] while it has handles of arenas, so that `close` can wait for
 //! its end.

@@ -29,9 +29,9 @@ fn default() -> Outcome<u64> {
 }
 
 /// Sets the device and the stream of later calls of the functions for ONNX Runtime, in the whole
-/// process: the provider's `device_id` and `user_compute_stream`. Opens the device.
+/// process: the provider's `device_id`, and the stream on which it works. Opens the device.
 ///
-/// One process can have one such session stream. `lowtide_any_stream()` unbinds it.
+/// One process can have one such stream. `lowtide_any_stream()` unbinds it.
 ///
 /// # Safety
 /// As for `lowtide_alloc`.
@@ -39,7 +39,7 @@ fn default() -> Outcome<u64> {
 pub unsafe extern "C" fn lowtide_ort_bind(device: c_int, stream: StreamPointer) -> Status {
     guard(|| {
         let stream = self::stream(stream);
-        registry::route(default()?, device, stream)?;
+        registry::arena(default()?, device)?;
         *BOUND.write().unwrap_or_else(PoisonError::into_inner) = (device, stream);
         Ok(())
     })

@@ -1,19 +1,19 @@
-//! The open allocators of the process: handles, arenas of devices, lanes of streams.
+//! The open allocators of the process: handles and arenas of devices.
 //!
-//! A call looks its handle, device and stream up under one read lock, and clones one reference.
-//! What is missing is made with the lock released: a device on the first allocation there, a lane
-//! on the first call with its stream. A handle has a generation, so that one of a closed allocator
-//! is recognized.
+//! A call looks its handle and device up under one read lock, and clones one reference. A device is
+//! opened with the lock released, by the first allocation there. A handle has a generation, so that
+//! one of a closed allocator is recognized. Streams are not kept here: an arena knows a stream
+//! while a live block uses it.
 //!
 //! Invariants: no driver call and no call of an arena under the lock of the state; devices are
-//! opened, and allocators closed, by one thread at a time; at most [`ALLOCATORS_MAX`] allocators,
-//! [`DEVICES_MAX`] devices and [`STREAMS_MAX`] streams of a device.
-#![expect(unsafe_code, reason = "only the caller knows that a stream exists")]
+//! opened, and allocators closed, by one thread at a time; at most [`ALLOCATORS_MAX`] allocators
+//! and [`DEVICES_MAX`] devices.
+#![expect(unsafe_code, reason = "a fork handler is installed by a C call")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
-use lowtide_gpu::{DeviceArena, DeviceError, HostDriver, Lane};
+use lowtide_gpu::{DeviceArena, DeviceError, HostDriver};
 use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
 use lowtide_gpu_driver::{DeviceAddress, Driver, StreamHandle};
 use spin::Yield;
@@ -29,10 +29,6 @@ pub(crate) const ALLOCATORS_MAX: usize = 64;
 /// The most devices of an allocator, by number. PyTorch's limit (`C10_COMPILE_TIME_MAX_GPUS`) is
 /// 120; machines have 16.
 pub(crate) const DEVICES_MAX: usize = 128;
-
-/// The most streams of a device. A guess: far above PyTorch's 32 of each priority; a program that
-/// reaches it does not call `lowtide_end_stream`.
-pub(crate) const STREAMS_MAX: usize = 4096;
 
 /// Bits of a handle for the slot of its allocator.
 const SLOT_BITS: u32 = ALLOCATORS_MAX.trailing_zeros();
@@ -55,29 +51,20 @@ impl Stream {
             handle => Self(handle),
         }
     }
-}
 
-/// An arena, and the lane of a stream on it; none for [`Stream::ANY`].
-#[derive(Debug)]
-pub(crate) struct Route {
-    pub(crate) arena: DeviceArena,
-    pub(crate) lane: Option<Lane>,
+    /// Returns the handle; `None` for any stream.
+    pub(crate) fn handle(self) -> Option<StreamHandle> {
+        (self != Self::ANY).then_some(StreamHandle::new(self.0))
+    }
 }
 
 /// A device; closed while there is no arena.
 #[derive(Debug, Default)]
 struct Device {
-    /// In the order of streams; empty without an arena.
-    routes: Vec<(Stream, Arc<Route>)>,
     opened: Option<(DeviceArena, Arc<dyn Driver>)>,
 }
 
 impl Device {
-    #[inline(always)]
-    fn place(&self, stream: Stream) -> Result<usize, usize> {
-        self.routes.binary_search_by_key(&stream, |(of, _)| *of)
-    }
-
     fn arena(&self) -> Option<&DeviceArena> {
         self.opened.as_ref().map(|(arena, _)| arena)
     }
@@ -160,14 +147,12 @@ impl State {
         Ok(device.filter(|device| device.opened.is_some()))
     }
 
-    /// Returns a known route; `None` if the allocator, the device or the lane is not there.
+    /// Returns the arena of a device that is open; `None` if the allocator or the device is not.
     #[inline(always)]
-    fn route(&self, handle: u64, device: i32, stream: Stream) -> Option<&Arc<Route>> {
+    fn arena(&self, handle: u64, device: i32) -> Option<&DeviceArena> {
         let slot = Some(&self.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
         #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
-        let device = slot.devices.get(device as usize)?;
-        let at = device.place(stream).ok()?;
-        Some(&device.routes[at].1)
+        slot.devices.get(device as usize)?.arena()
     }
 }
 
@@ -312,57 +297,37 @@ pub(crate) fn device(handle: u64, device: i32) -> Outcome<(DeviceArena, Arc<dyn 
     found.ok_or_else(|| no_such_handle(handle))
 }
 
-/// Returns the way to a stream of a device for an allocation; opens the device and makes the lane
-/// if they are not there.
+/// Returns the arena of a device for an allocation; opens the device if it is not open.
 #[inline(always)]
-pub(crate) fn route(handle: u64, device: i32, stream: Stream) -> Outcome<Arc<Route>> {
+pub(crate) fn arena(handle: u64, device: i32) -> Outcome<DeviceArena> {
     check_here()?;
-    match known_route(handle, device, stream) {
-        Some(route) => Ok(route),
-        None => new_route(handle, device, stream),
+    match known_arena(handle, device) {
+        Some(arena) => Ok(arena),
+        None => self::device(handle, device).map(|(arena, _)| arena),
     }
 }
 
-#[cold]
-fn new_route(handle: u64, device: i32, stream: Stream) -> Outcome<Arc<Route>> {
-    let number = number_of(device)?;
-    open_device(handle, number)?;
-    open_route(handle, number, stream)
-}
-
-/// As [`route`], for a block that exists: its device is open.
+/// As [`arena`], for a block that exists: its device is open.
 #[inline(always)]
-pub(crate) fn route_of(
-    handle: u64,
-    device: i32,
-    stream: Stream,
-    at: DeviceAddress,
-) -> Outcome<Arc<Route>> {
+pub(crate) fn arena_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<DeviceArena> {
     check_here()?;
-    match known_route(handle, device, stream) {
-        Some(route) => Ok(route),
-        None => new_route_of(handle, device, stream, at),
+    match known_arena(handle, device) {
+        Some(arena) => Ok(arena),
+        None => opened(handle, device)?.ok_or_else(|| Failure::NoSuchArena { device, at }.into()),
     }
 }
 
-#[cold]
-fn new_route_of(
-    handle: u64,
-    device: i32,
-    stream: Stream,
-    at: DeviceAddress,
-) -> Outcome<Arc<Route>> {
+/// Returns the arena of a device if it is open.
+pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<DeviceArena>> {
+    check_here()?;
     let number = number_of(device)?;
-    if !is_open(handle, number)? {
-        return Err(Failure::NoSuchArena { device, at }.into());
-    }
-    open_route(handle, number, stream)
+    Ok(read().device(handle, number)?.and_then(Device::arena).cloned())
 }
 
-/// Returns a known route; `None` if there is none, or the lock is taken.
+/// Returns the arena of an open device; `None` if it is not open, or the lock is taken.
 #[inline(always)]
-fn known_route(handle: u64, device: i32, stream: Stream) -> Option<Arc<Route>> {
-    STATE.try_read()?.route(handle, device, stream).cloned()
+fn known_arena(handle: u64, device: i32) -> Option<DeviceArena> {
+    STATE.try_read()?.arena(handle, device).cloned()
 }
 
 fn is_open(handle: u64, number: usize) -> Outcome<bool> {
@@ -394,58 +359,6 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     devices[number].opened = Some((arena, driver));
     drop(state);
     decay::wake();
-    Ok(())
-}
-
-fn open_route(handle: u64, number: usize, stream: Stream) -> Outcome<Arc<Route>> {
-    let state = read();
-    let device = state.device(handle, number)?.ok_or_else(|| no_such_handle(handle))?;
-    if let Ok(at) = device.place(stream) {
-        return Ok(Arc::clone(&device.routes[at].1));
-    }
-    let arena = device.arena().cloned().ok_or_else(|| no_such_handle(handle))?;
-    drop(state);
-    let lane = if stream == Stream::ANY {
-        None
-    } else {
-        // SAFETY: the caller of the C function vouches for the stream, until `lowtide_end_stream`
-        // drops the lane or the allocator is closed.
-        Some(unsafe { arena.lane(StreamHandle::new(stream.0)) }?)
-    };
-    let made = Arc::new(Route { arena, lane });
-    let mut state = write();
-    let device = state.find_mut(handle)?.devices.get_mut(number);
-    let Some(device) = device else { return Ok(made) };
-    let at = match device.place(stream) {
-        // Another thread was faster.
-        Ok(at) => {
-            let known = Arc::clone(&device.routes[at].1);
-            drop(state);
-            return Ok(known);
-        }
-        Err(at) => at,
-    };
-    if device.routes.len() >= STREAMS_MAX {
-        drop(state);
-        let hint = "call lowtide_end_stream before a stream is destroyed";
-        return Err(Failure::TooMany { count: STREAMS_MAX, what: "streams", hint }.into());
-    }
-    device.routes.insert(at, (stream, Arc::clone(&made)));
-    Ok(made)
-}
-
-/// Forgets the lane of a stream, if there is one; its drop records an event and waits for nothing.
-pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()> {
-    check_here()?;
-    let number = number_of(device)?;
-    let mut state = write();
-    let device = state.find_mut(handle)?.devices.get_mut(number);
-    let ended = device.and_then(|device| {
-        let at = device.place(stream).ok()?;
-        Some(device.routes.remove(at))
-    });
-    drop(state);
-    drop(ended);
     Ok(())
 }
 

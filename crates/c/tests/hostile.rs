@@ -1,11 +1,11 @@
-//! Values that no caller should pass, threads beside each other, and forks: each call answers with
-//! a status, and what is valid goes on.
+//! Values that no caller should pass, streams that are destroyed, threads beside each other, forks
+//! and exits: each call answers with a status, and what is valid goes on.
 #![expect(unsafe_code, reason = "the functions of the header are unsafe for their pointers")]
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
 
@@ -14,7 +14,9 @@ use lowtide_c::{
     lowtide_alloc, lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free,
     lowtide_get_statistics, lowtide_last_error, lowtide_open, lowtide_record_use,
     lowtide_set_limit, lowtide_shrink, lowtide_torch_alloc, lowtide_torch_free,
+    lowtide_torch_record_stream,
 };
+use lowtide_fake_cuda::{Fake, Guard, Options as FakeOptions};
 use test_fork::test;
 
 fn options() -> Options {
@@ -251,7 +253,7 @@ fn threads_that_allocate_while_others_close_get_a_status_and_lose_no_block() {
 }
 
 #[test]
-fn more_allocators_and_streams_than_there_may_be_are_refused() {
+fn more_allocators_than_there_may_be_are_refused() {
     let mut allocators: Vec<_> = (0..64).map(|_| open()).collect();
     let mut allocator = 7;
     // SAFETY: options of their size, and a place for the handle.
@@ -263,15 +265,6 @@ fn more_allocators_and_streams_than_there_may_be_are_refused() {
     let again = open();
     assert_ne!(again, last, "a handle of a closed allocator is given again");
     assert_eq!(lowtide_close(last), Status::InvalidHandle);
-    for stream in 3..3 + 4096 {
-        let block = alloc(again, 0, 1, 0, stream).expect("room");
-        assert_eq!(free(again, 0, block, stream), Status::Ok);
-    }
-    assert_eq!(alloc(again, 0, 1, 0, 1 << 20), Err(Status::TooMany));
-    // SAFETY: the host has no streams.
-    assert_eq!(unsafe { lowtide_end_stream(again, 0, pointer(3)) }, Status::Ok);
-    let block = alloc(again, 0, 1, 0, 1 << 20).expect("a stream has ended");
-    assert_eq!(free(again, 0, block, 1 << 20), Status::Ok);
     for allocator in allocators.into_iter().chain([again]) {
         assert_eq!(lowtide_close(allocator), Status::Ok, "{}", text());
     }
@@ -329,4 +322,201 @@ fn the_functions_for_engines_without_a_device_fail_and_say_why() {
         // SAFETY: as above; nothing uses the block.
         unsafe { lowtide_torch_free(block, 4096, 0, ptr::null_mut()) };
     }
+}
+
+/// Calls of another library that uses the same device, over the fake driver.
+struct Cuda {
+    fake: Guard,
+    create: Create,
+    destroy: Destroy,
+    fill: Fill,
+    read: Read,
+    synchronize: Synchronize,
+}
+
+type Create = extern "C" fn(*mut *mut c_void, c_uint) -> c_int;
+type Destroy = extern "C" fn(*mut c_void) -> c_int;
+type Fill = extern "C" fn(c_ulonglong, u8, usize, *mut c_void) -> c_int;
+type Read = extern "C" fn(*mut u8, c_ulonglong, usize) -> c_int;
+type Synchronize = extern "C" fn() -> c_int;
+type Init = extern "C" fn(c_uint) -> c_int;
+type Retain = extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+
+/// Returns a function of the driver.
+macro_rules! function {
+    ($library:expr, $name:literal, $type:ty) => {{
+        // SAFETY: an open library, and a C string.
+        let found = unsafe { libc::dlsym($library, $name.as_ptr()) };
+        assert!(!found.is_null(), "{:?}", $name);
+        // SAFETY: the function of this name has this type (cuda.h).
+        unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
+    }};
+}
+
+impl Cuda {
+    fn start(flags: u32) -> Self {
+        let fake = Fake::start(FakeOptions { devices: 1, flags, ..FakeOptions::default() });
+        // SAFETY: a C string; the fake is loaded under that name.
+        let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+        assert!(!library.is_null());
+        let init = function!(library, c"cuInit", Init);
+        let retain = function!(library, c"cuDevicePrimaryCtxRetain", Retain);
+        let set = function!(library, c"cuCtxSetCurrent", Destroy);
+        let mut context = ptr::null_mut();
+        assert_eq!([init(0), retain(&raw mut context, 0), set(context)], [0; 3]);
+        Self {
+            fake,
+            create: function!(library, c"cuStreamCreate", Create),
+            destroy: function!(library, c"cuStreamDestroy_v2", Destroy),
+            fill: function!(library, c"cuMemsetD8Async", Fill),
+            read: function!(library, c"cuMemcpyDtoH_v2", Read),
+            synchronize: function!(library, c"cuCtxSynchronize", Synchronize),
+        }
+    }
+
+    /// Creates a stream that is ordered with no other.
+    fn stream(&self) -> *mut c_void {
+        let mut stream = ptr::null_mut();
+        assert_eq!((self.create)(&raw mut stream, 1), 0);
+        stream
+    }
+
+    fn fill(&self, block: *mut c_void, byte: u8, size: usize, stream: *mut c_void) {
+        assert_eq!((self.fill)(block.addr() as u64, byte, size, stream), 0);
+    }
+}
+
+fn tensor(size: usize, stream: *mut c_void) -> *mut c_void {
+    // SAFETY: the streams of these tests exist, but for those that the test destroys on purpose.
+    unsafe { lowtide_torch_alloc(size.cast_signed(), 0, stream) }
+}
+
+fn drop_tensor(block: *mut c_void, size: usize, stream: *mut c_void) {
+    // SAFETY: as above; nothing is queued on the block later.
+    unsafe { lowtide_torch_free(block, size.cast_signed(), 0, stream) };
+}
+
+/// pytorch#66941, Paddle#38195, rmm#649: each later tensor on another stream was NULL.
+#[test]
+fn a_stream_that_is_destroyed_fails_no_tensor_of_another_stream() {
+    const SIZE: usize = 16 << 20;
+    let mut nulls = 0;
+    for way in ["freed on it", "recorded on it", "its other block is live", "its block is live"] {
+        let cuda = Cuda::start(0);
+        let (one, other) = (cuda.stream(), cuda.stream());
+        let kept = if way.ends_with("live") { tensor(SIZE, other) } else { ptr::null_mut() };
+        if way != "its block is live" {
+            let owner = if way == "recorded on it" { one } else { other };
+            let block = tensor(SIZE, owner);
+            cuda.fill(block, 1, SIZE, other);
+            if way == "recorded on it" {
+                // SAFETY: both streams exist.
+                unsafe { lowtide_torch_record_stream(block, other) };
+            }
+            drop_tensor(block, SIZE, owner);
+        }
+        assert_eq!((cuda.destroy)(other), 0);
+        for nth in 0..20 {
+            let size = SIZE * (1 + nth % 3);
+            let block = tensor(size, one);
+            if block.is_null() {
+                println!("{way}: {}", text());
+                nulls += 1;
+            } else {
+                cuda.fill(block, 2, size, one);
+                drop_tensor(block, size, one);
+            }
+            if nth == 10 {
+                drop_tensor(kept, SIZE, other);
+                lowtide_c::lowtide_torch_empty_cache();
+            }
+        }
+        // A block that outlives its stream breaks the contract of CUDA: one call is refused.
+        let stale = cuda.fake.faults().lines().filter(|line| line.contains("Stale")).count();
+        assert!(stale <= usize::from(way.ends_with("live")) * 2, "{way}: {}", cuda.fake.faults());
+        let mut allocator = 0;
+        // SAFETY: a place for the handle.
+        assert_eq!(unsafe { lowtide_c::lowtide_get_default(&raw mut allocator) }, Status::Ok);
+        assert_eq!(lowtide_close(allocator), Status::Ok, "{way}: {}", text());
+    }
+    println!("figure field.stream.null {nulls} tensors");
+    assert_eq!(nulls, 0);
+}
+
+/// The same reports: CUDA gives the handle of a destroyed stream to the next one, whose work is not
+/// ordered after the work of the first.
+#[test]
+fn a_reused_handle_is_another_stream() {
+    const SIZE: usize = 16 << 20;
+    let cuda = Cuda::start(FakeOptions::REUSED_STREAMS);
+    let (first, reader) = (cuda.stream(), cuda.stream());
+    let block = tensor(SIZE, first);
+    cuda.fill(block, 1, SIZE, first);
+    drop_tensor(block, SIZE, first);
+    assert_eq!((cuda.destroy)(first), 0);
+    let second = cuda.stream();
+    assert_eq!(second, first, "the handle is not reused");
+    let block = tensor(SIZE, second);
+    cuda.fill(block, 2, SIZE, second);
+    assert!(cuda.fake.calls(c"cuStreamWaitEvent") > 0, "it waits for the first stream");
+    assert_eq!((cuda.synchronize)(), 0);
+    let mut byte = 0;
+    assert_eq!((cuda.read)(&raw mut byte, block.addr() as u64, 1), 0);
+    assert_eq!(byte, 2);
+    drop_tensor(block, SIZE, second);
+    assert_eq!((cuda.destroy)(reader), 0);
+    assert_eq!(cuda.fake.faults(), "");
+}
+
+/// The fake of a process that exits.
+static EXITING: AtomicPtr<Guard> = AtomicPtr::new(ptr::null_mut());
+/// The turns of its other thread.
+static TURNS: AtomicU64 = AtomicU64::new(0);
+
+/// Runs after the exit handlers of CUDA, which was loaded later: handlers run last in, first out.
+extern "C" fn after_cuda() {
+    // SAFETY: the test stored a value that is never freed.
+    let fake = unsafe { &*EXITING.load(Ordering::Acquire) };
+    let (before, turns) = (fake.calls_total(), TURNS.load(Ordering::Relaxed));
+    while TURNS.load(Ordering::Relaxed) < turns + 100 {
+        thread::yield_now();
+    }
+    let calls = fake.calls_total() - before;
+    // SAFETY: ends the child at once.
+    unsafe { libc::_exit(i32::from(u8::try_from(calls).unwrap_or(u8::MAX))) };
+}
+
+/// rmm#2366, dlib#2186, bpftime#521: a thread of the library called CUDA while the process exited.
+#[test]
+fn no_thread_calls_cuda_after_its_exit_handlers() {
+    // SAFETY: the child is the only thread of a process that holds no lock of the library.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: a function of the required type.
+        assert_eq!(unsafe { libc::atexit(after_cuda) }, 0);
+        let cuda = Cuda::start(0);
+        let kept = tensor(1 << 20, ptr::null_mut());
+        assert!(!kept.is_null(), "{}", text());
+        EXITING.store(Box::into_raw(Box::new(cuda.fake)), Ordering::Release);
+        // As the thread that releases idle memory, but without its pauses.
+        thread::spawn(|| {
+            loop {
+                drop_tensor(tensor(32 << 20, ptr::null_mut()), 32 << 20, ptr::null_mut());
+                lowtide_c::lowtide_torch_empty_cache();
+                TURNS.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        while TURNS.load(Ordering::Relaxed) < 10 {
+            thread::yield_now();
+        }
+        // SAFETY: runs the exit handlers, as the end of `main` does.
+        unsafe { libc::exit(9) };
+    }
+    let mut status = 0;
+    // SAFETY: our own child, and a place for its status.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status), "{status}");
+    let calls = libc::WEXITSTATUS(status);
+    println!("figure field.exit.calls {calls} calls");
+    assert_eq!(calls, 0);
 }

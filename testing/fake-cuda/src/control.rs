@@ -57,6 +57,8 @@ impl Options {
     /// Modules have every kernel that is asked for. One that is not modelled takes its turn on its
     /// stream and touches nothing: real engines run, allocate and free, and compute nothing.
     pub const UNKNOWN_KERNELS: u32 = 32;
+    /// A new stream has the handle of the stream that was destroyed last, as in CUDA.
+    pub const REUSED_STREAMS: u32 = 128;
 }
 
 impl Default for Options {
@@ -265,6 +267,14 @@ control! {
 
     fn fake_capacity(device: u32, bytes: u64) -> u32 = 999; {
         of(seat(device).map(|seat| seat.sim.set_capacity(ByteSize::new(bytes))))
+    }
+
+    fn fake_graph_memory(device: u32, bytes: u64) -> u32 = 999; {
+        of(seat(device).map(|seat| {
+            // A launch of a graph that allocates, to its end.
+            let [_, high, reserved] = &mut state().devices[seat.device].graph_memory;
+            (*high, *reserved) = ((*high).max(bytes), (*reserved).max(bytes));
+        }))
     }
 
     fn fake_lock_limit(device: u32, bytes: u64) -> u32 = 999; {

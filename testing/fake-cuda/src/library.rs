@@ -51,6 +51,7 @@ pub struct Fake {
     neighbours: SetBytes,
     capacity: SetBytes,
     lock_limit: SetBytes,
+    graph_memory: SetBytes,
     run: Run,
     validate: Check,
     process: Process,
@@ -143,6 +144,7 @@ impl Fake {
             neighbours: resolve!(library, c"fake_neighbours", SetBytes),
             capacity: resolve!(library, c"fake_capacity", SetBytes),
             lock_limit: resolve!(library, c"fake_lock_limit", SetBytes),
+            graph_memory: resolve!(library, c"fake_graph_memory", SetBytes),
             run: resolve!(library, c"fake_run", Run),
             validate: resolve!(library, c"fake_validate", Check),
             process: resolve!(library, c"fake_process", Process),
@@ -370,6 +372,16 @@ impl Guard {
     pub fn lock_limit(&self, device: u32, bytes: u64) {
         // SAFETY: numbers only.
         let done = unsafe { (self.fake.lock_limit)(device, bytes) };
+        assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Launches a graph that allocates so many bytes and frees them: the device keeps them.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn graph_memory(&self, device: u32, bytes: u64) {
+        // SAFETY: numbers only.
+        let done = unsafe { (self.fake.graph_memory)(device, bytes) };
         assert_eq!(done, 0, "there is no device {device}");
     }
 

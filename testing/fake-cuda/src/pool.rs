@@ -154,8 +154,29 @@ export! {
     }
 
     fn cuDeviceGraphMemTrim(device: c_int) {
+        let mut state = state();
+        let at = state.ordinal(device)?;
+        let [used, _, reserved] = &mut state.devices[at].graph_memory;
+        *reserved = *used;
+        Ok(())
+    }
+
+    fn cuDeviceGetGraphMemAttribute(device: c_int, which: c_int, to: Untyped) {
         let state = state();
-        state.ordinal(device).map(drop)
+        let figures = state.devices[state.ordinal(device)?].graph_memory;
+        let value = usize::try_from(which).ok().and_then(|which| figures.get(which));
+        to.out().put(*value.ok_or(INVALID_VALUE)?)
+    }
+
+    fn cuDeviceSetGraphMemAttribute(device: c_int, which: c_int, from: Untyped) {
+        let mut state = state();
+        let at = state.ordinal(device)?;
+        if which != 1 || from.input::<u64>().get()? != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let [used, high, _] = &mut state.devices[at].graph_memory;
+        *high = *used;
+        Ok(())
     }
 
     fn cuMemPoolSetAccess(bits: u64, _access: Untyped, _count: usize) {

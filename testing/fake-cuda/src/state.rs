@@ -36,7 +36,13 @@ pub(crate) struct Device {
     pub(crate) retains: u64,
     pub(crate) event_flags: BTreeMap<u64, u32>,
     pub(crate) stream_flags: BTreeMap<u64, (u32, i32)>,
+    /// Handles of destroyed streams, which name the next streams with `REUSED_STREAMS`.
+    pub(crate) spare_streams: Vec<u64>,
+    /// The numbers of streams that have a reused handle.
+    pub(crate) reused_streams: BTreeMap<u64, u64>,
     pub(crate) modules: BTreeMap<u64, ()>,
+    /// The memory that graphs use, its peak, and the memory that is cached for them.
+    pub(crate) graph_memory: [u64; 3],
     thread_streams: BTreeMap<String, u64>,
 }
 
@@ -151,7 +157,10 @@ impl State {
             retains: 0,
             event_flags: BTreeMap::new(),
             stream_flags: BTreeMap::new(),
+            spare_streams: Vec::new(),
+            reused_streams: BTreeMap::new(),
             modules: BTreeMap::new(),
+            graph_memory: [0; 3],
             thread_streams: BTreeMap::new(),
         });
         Self {
@@ -311,7 +320,10 @@ impl State {
         it.life = (it.life + 1) % LIVES;
         it.event_flags.clear();
         it.stream_flags.clear();
+        it.spare_streams.clear();
+        it.reused_streams.clear();
         it.modules.clear();
+        it.graph_memory = [0; 3];
         it.thread_streams.clear();
         Ok(Some(std::mem::replace(&mut it.sim, simulation(&self.options, device))))
     }
@@ -387,7 +399,12 @@ pub(crate) fn stream(bits: u64) -> Answer<(Seat, u64)> {
             let own = seat.thread_stream();
             Ok((seat, own))
         }
-        _ => state().find(bits, Kind::Stream, INVALID_HANDLE),
+        _ => {
+            let mut state = state();
+            let (seat, number) = state.find(bits, Kind::Stream, INVALID_HANDLE)?;
+            let reused = state.devices[seat.device].reused_streams.get(&bits);
+            Ok((seat, reused.copied().unwrap_or(number)))
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
 use crate::call::{Answer, INVALID_HANDLE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, as_callback};
+use crate::control::Options;
 use crate::ffi::{Callback, Function, Out, Untyped, export};
 use crate::handle::Kind;
 use crate::state::{State, current, event, state, stream};
@@ -20,8 +21,19 @@ fn create(to: Out<u64>, flags: c_uint, priority: c_int) -> Answer {
     }
     let number = seat.sim.raw().stream_create(flags != NON_BLOCKING)?;
     let about = (flags, priority.clamp(-5, 0));
-    state().devices[seat.device].stream_flags.insert(number, about);
-    to.put(seat.handle(Kind::Stream, number))
+    let mut state = state();
+    let reuses = state.options.flags & Options::REUSED_STREAMS != 0;
+    let device = &mut state.devices[seat.device];
+    device.stream_flags.insert(number, about);
+    let handle = match device.spare_streams.pop().filter(|_| reuses) {
+        Some(reused) => {
+            device.reused_streams.insert(reused, number);
+            reused
+        }
+        None => seat.handle(Kind::Stream, number),
+    };
+    drop(state);
+    to.put(handle)
 }
 
 /// The flags and the priority of a stream.
@@ -46,7 +58,10 @@ export! {
         }
         let (seat, number) = stream(bits)?;
         seat.sim.raw().stream_destroy(number)?;
-        state().devices[seat.device].stream_flags.remove(&number);
+        let mut state = state();
+        let device = &mut state.devices[seat.device];
+        device.stream_flags.remove(&number);
+        device.spare_streams.push(bits);
         Ok(())
     }
 

@@ -30,6 +30,10 @@ pub(super) const ATTRIBUTE_POOLS: i32 = 115;
 
 /// `CU_MEM_ATTACH_GLOBAL`: any stream of any device can access the managed memory.
 pub(super) const ATTACH_GLOBAL: u32 = 1;
+/// `CU_GRAPH_MEM_ATTR_USED_MEM_HIGH`
+pub(super) const GRAPH_USED_HIGH: i32 = 1;
+/// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`
+pub(super) const GRAPH_RESERVED: i32 = 2;
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
 pub(super) const POOL_THRESHOLD: i32 = 4;
 /// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`

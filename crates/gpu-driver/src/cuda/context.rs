@@ -19,6 +19,7 @@ use std::marker::PhantomData;
 
 use super::abi::CAPTURE_RELAXED;
 use super::calls::{Answer, Calls};
+use super::exit::{self, Running};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
@@ -38,6 +39,7 @@ struct Entered<'a> {
     context: Option<usize>,
     /// The mode to restore; `None` if it is unchanged.
     mode: Option<u32>,
+    _running: Running,
     /// Both belong to the thread, so this value must be dropped there.
     _here: PhantomData<*const ()>,
 }
@@ -45,7 +47,7 @@ struct Entered<'a> {
 impl<'a> Entered<'a> {
     /// Makes a context current on this thread, and relaxes the thread's capture mode.
     fn new(calls: &'a Calls, context: usize) -> Answer<Self> {
-        let mut entered = Self::bare(calls);
+        let mut entered = Self::bare(calls)?;
         let before = calls.context_current()?;
         if before != context {
             calls.context_set(context)?;
@@ -57,13 +59,14 @@ impl<'a> Entered<'a> {
 
     /// Relaxes only the thread's capture mode, for calls that need no context.
     fn relaxed(calls: &'a Calls) -> Answer<Self> {
-        let mut entered = Self::bare(calls);
+        let mut entered = Self::bare(calls)?;
         entered.relax()?;
         Ok(entered)
     }
 
-    const fn bare(calls: &'a Calls) -> Self {
-        Self { calls, context: None, mode: None, _here: PhantomData }
+    fn bare(calls: &'a Calls) -> Answer<Self> {
+        let running = Running::enter()?;
+        Ok(Self { calls, context: None, mode: None, _running: running, _here: PhantomData })
     }
 
     fn relax(&mut self) -> Answer {
@@ -92,6 +95,7 @@ impl Context {
         let entered = Entered::relaxed(&calls)?;
         let handle = calls.context_retain(device)?;
         drop(entered);
+        exit::watch();
         Ok(Self { calls, device, handle, birth: Birth::now() })
     }
 
@@ -127,9 +131,12 @@ impl Context {
 }
 
 impl Drop for Context {
-    /// Releases the context with one call. Does nothing in a forked child.
+    /// Releases the context with one call. Does nothing in a forked child, and while the process
+    /// exits.
     fn drop(&mut self) {
-        if self.birth.is_here() {
+        if self.birth.is_here()
+            && let Ok(_running) = Running::enter()
+        {
             let _relaxed = Entered::relaxed(&self.calls);
             let _ = self.calls.context_release(self.device);
         }

@@ -6,19 +6,24 @@
 //! caches freed memory up to a limit, which saves driver calls under load, and releases memory that
 //! was not needed for a while. The governor sees no single allocation and moves none.
 //!
+//! Other code may own the same device: it raises the threshold of a pool, or sets a current pool of
+//! its own. Each decay sets both back, and also releases what the default pool and the device's
+//! graphs cache without need. It trims no other pool, which its owner may have destroyed.
+//!
 //! Invariant: a device has at most one governor in this process; after the governor ends, the
 //! current pool is the previous one, or the one that other code has set meanwhile.
 
 use lowtide_core::log;
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use thiserror::Error;
 
 use super::abi::{
-    ATTRIBUTE_POOLS, POOL_RESERVED, POOL_RESERVED_HIGH, POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
+    ATTRIBUTE_POOLS, GRAPH_RESERVED, GRAPH_USED_HIGH, POOL_RESERVED, POOL_RESERVED_HIGH,
+    POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
 };
 use super::calls::{Answer, Calls};
 use super::context::Seat;
@@ -26,8 +31,8 @@ use super::device::CudaDevice;
 use super::error::{BackendFailure, CudaError};
 use super::ladder::{POOL_LIMITS, try_pool};
 use super::open::{DeviceChoice, choose, start};
-use super::pool::Pool;
-use super::pooling::{Current, Pooling};
+use super::pool::{KEEP_ALL, Pool};
+use super::pooling::{Current, Graphing, Pooling};
 use super::segments::UNIT_MIN;
 use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
@@ -160,9 +165,10 @@ impl GovernorReport {
 /// - Code that does not allocate from the current pool bypasses the governor. cubecl (burn) falls
 ///   back to `cuMemAlloc` if an allocation from the pool fails for any reason, and so bypasses a
 ///   limit. [`PoolGovernor::report`] returns the bytes that are outside.
-/// - Memory allocated before the governor was opened stays in the previous pool.
+/// - Memory allocated before the governor was opened stays in the previous pool. What the default
+///   pool caches decays as well, whatever its threshold; other pools are their owner's.
 /// - Other code may set the release threshold of the current pool (mistral.rs does, while it has
-///   graphs): its value applies until the next [`PoolGovernor::decay`].
+///   graphs), or another current pool: that applies until the next [`PoolGovernor::decay`].
 /// - A device in confidential-computing mode may refuse to change its current pool:
 ///   [`GovernorError::Refused`].
 /// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context. While a stream
@@ -180,11 +186,14 @@ pub struct PoolGovernor {
     device: CudaDevice,
     pool: Pool,
     current: Current,
-    /// The previous current pool.
-    before: usize,
+    /// The current pool that other code has set last.
+    before: AtomicUsize,
+    graphs: Option<Graphing>,
     limit: Option<ByteSize>,
     decay: DecayTime,
     needs: Mutex<Needs>,
+    /// Those of the default pool and of the device's graphs.
+    others: Mutex<[Needs; 2]>,
     _claim: Claim,
 }
 
@@ -211,6 +220,19 @@ impl Needs {
         }
         self.parts.retain(|(_, seen, _)| *seen + time > now);
         self.parts.iter().map(|(.., most)| *most).max().unwrap_or(0)
+    }
+
+    /// Records a sample, and returns the bytes to keep if some of those reserved were not needed.
+    fn keep(&mut self, now: Moment, read: &Read, time: Duration) -> Option<u64> {
+        let needed = self.note(now, read.used_high, time).max(read.used);
+        let rests = self.rest_until.is_some_and(|until| now < until);
+        (!rests && read.reserved > needed).then_some(needed)
+    }
+
+    /// Records the result of a trim. A block that is partly in use cannot be released: the next
+    /// trim is not made at once then.
+    fn rest(&mut self, now: Moment, released: ByteSize, time: Duration) {
+        self.rest_until = released.is_zero().then(|| now + time);
     }
 }
 
@@ -273,10 +295,20 @@ impl PoolGovernor {
             undone(seat.call(|calls| pool.close(calls, seat.own)));
             refused(error.into())
         })?;
-        let (limit, decay) = (options.limit, options.decay);
-        let needs = Mutex::default();
-        let of = Self { seat, device, pool, current, before, limit, decay, needs, _claim: claim };
-        let device = &of.device;
+        let of = Self {
+            graphs: seat.context.calls().table.graphs.ok().map(|of| Graphing::new(of, number)),
+            seat,
+            device,
+            pool,
+            current,
+            before: AtomicUsize::new(before),
+            limit: options.limit,
+            decay: options.decay,
+            needs: Mutex::default(),
+            others: Mutex::default(),
+            _claim: claim,
+        };
+        let (device, limit) = (&of.device, of.limit);
         log!(info, %device, limit = limit.map(tracing::field::display), "pool governor started");
         Ok(of)
     }
@@ -340,10 +372,12 @@ impl PoolGovernor {
     /// Releases the memory that the pool caches beyond the peak in use within the decay time, and
     /// returns the number of bytes released.
     ///
-    /// A pool that is unused for that long caches nothing. Call it several times per decay time;
-    /// once a second suits a decay time of seconds.
+    /// A pool that is unused for that long caches nothing. The same holds for the device's default
+    /// pool, and for the memory that the device caches for graphs. If other code has set another
+    /// current pool, or the threshold of this one, sets them back. Call it several times per decay
+    /// time; once a second suits a decay time of seconds.
     ///
-    /// Cost: four driver calls and, if there is memory to release, a wait for all work of the
+    /// Cost: a dozen driver calls and, if there is memory to release, a wait for all work of the
     /// context, because the pool releases only what the host has seen to be free. It blocks that
     /// long, so don't call it on a thread of an async runtime. `Memory::govern` lets a worker call
     /// it, which does not wait.
@@ -356,39 +390,97 @@ impl PoolGovernor {
             DecayTime::AtOnce => Duration::ZERO,
             DecayTime::Within(time) => time,
         };
-        self.seat.call(|calls| {
+        let (released, taken) = self.seat.call(|calls| {
+            let taken = self.hold(calls)?;
             let read = self.look(calls)?;
-            let keep = {
-                let mut needs = lock(&self.needs);
-                let needed = needs.note(now, read.used_high, time).max(read.used);
-                if needs.rest_until.is_some_and(|until| now < until) {
-                    return Ok(ByteSize::ZERO);
-                }
-                needed
-            };
-            if read.reserved <= keep {
-                return Ok(ByteSize::ZERO);
+            let keep = lock(&self.needs).keep(now, &read, time);
+            let mut released = ByteSize::ZERO;
+            if let Some(keep) = keep {
+                released = self.trim_to(calls, self.pool.number, (read.reserved, keep))?;
+                lock(&self.needs).rest(now, released, time);
             }
-            let released = self.trim_to(calls, (read.reserved, keep))?;
-            // A block that is partly in use cannot be released: do not wait again at each call.
-            let rests = released.is_zero().then(|| now + time);
-            lock(&self.needs).rest_until = rests;
-            Ok(released)
-        })
+            Ok((released.saturating_add(self.decay_others(calls, now, time)?), taken))
+        })?;
+        if taken {
+            log!(info, device = %self.device, "current pool of other code replaced");
+        }
+        Ok(released)
     }
 
-    /// Releases all memory that the pool caches, and returns the number of bytes released. Blocks
-    /// like [`PoolGovernor::decay`] if there is memory to release.
+    /// Sets the threshold of the pool, and the pool as the current one, if other code has changed
+    /// them. Returns `true` if another pool was current.
+    fn hold(&self, calls: &Calls) -> Answer<bool> {
+        let (pooling, pool) = (&self.pool.pooling, self.pool.number);
+        if self.bytes(calls, POOL_THRESHOLD)? != KEEP_ALL {
+            pooling.set_bytes(calls, pool, (POOL_THRESHOLD, KEEP_ALL))?;
+        }
+        let current = self.current.get(calls)?;
+        if current == pool {
+            return Ok(false);
+        }
+        self.current.set(calls, pool)?;
+        self.before.store(current, Ordering::Relaxed);
+        Ok(true)
+    }
+
+    /// Releases what the default pool and the device's graphs cache beyond their peak.
+    fn decay_others(&self, calls: &Calls, now: Moment, time: Duration) -> Answer<ByteSize> {
+        let (default, read) = self.look_at_default(calls)?;
+        let mut released = ByteSize::ZERO;
+        let keep = lock(&self.others)[0].keep(now, &read, time);
+        if let Some(keep) = keep {
+            released = self.trim_to(calls, default, (read.reserved, keep))?;
+            lock(&self.others)[0].rest(now, released, time);
+        }
+        let Some(graphs) = &self.graphs else { return Ok(released) };
+        let used_high = graphs.bytes(calls, GRAPH_USED_HIGH)?;
+        graphs.restart(calls, GRAPH_USED_HIGH)?;
+        let reserved = graphs.bytes(calls, GRAPH_RESERVED)?;
+        let read = Read { used: 0, used_high, reserved };
+        if lock(&self.others)[1].keep(now, &read, time).is_some() {
+            let trimmed = self.trim_graphs(calls, graphs, reserved)?;
+            lock(&self.others)[1].rest(now, trimmed, time);
+            released = released.saturating_add(trimmed);
+        }
+        Ok(released)
+    }
+
+    /// Reads the default pool, without changing what others read from it.
+    fn look_at_default(&self, calls: &Calls) -> Answer<(usize, Read)> {
+        let pooling = &self.pool.pooling;
+        let default = pooling.of_device(calls)?;
+        let used = pooling.bytes(calls, default, POOL_USED)?;
+        let reserved = pooling.bytes(calls, default, POOL_RESERVED)?;
+        Ok((default, Read { used, used_high: used, reserved }))
+    }
+
+    fn trim_graphs(&self, calls: &Calls, graphs: &Graphing, before: u64) -> Answer<ByteSize> {
+        graphs.trim(calls)?;
+        let after = graphs.bytes(calls, GRAPH_RESERVED)?;
+        Ok(ByteSize::new(before.saturating_sub(after)))
+    }
+
+    /// Releases all memory that the pool, the default pool and the device's graphs cache, and
+    /// returns the number of bytes released. Blocks like [`PoolGovernor::decay`] if there is memory
+    /// to release.
     ///
     /// # Errors
     /// The errors of [`PoolGovernor::decay`].
     pub fn trim(&self) -> Result<ByteSize, DriverError> {
         self.seat.call(|calls| {
-            let reserved = self.bytes(calls, POOL_RESERVED)?;
-            if reserved == self.bytes(calls, POOL_USED)? {
-                return Ok(ByteSize::ZERO);
+            let own = (self.bytes(calls, POOL_USED)?, self.bytes(calls, POOL_RESERVED)?);
+            let (default, read) = self.look_at_default(calls)?;
+            let mut released = ByteSize::ZERO;
+            let pools = [(self.pool.number, own), (default, (read.used, read.reserved))];
+            for (pool, (used, reserved)) in pools {
+                if reserved > used {
+                    let trimmed = self.trim_to(calls, pool, (reserved, 0))?;
+                    released = released.saturating_add(trimmed);
+                }
             }
-            self.trim_to(calls, (reserved, 0))
+            let Some(graphs) = &self.graphs else { return Ok(released) };
+            let reserved = graphs.bytes(calls, GRAPH_RESERVED)?;
+            Ok(released.saturating_add(self.trim_graphs(calls, graphs, reserved)?))
         })
     }
 
@@ -405,16 +497,16 @@ impl PoolGovernor {
         Ok(Read { used, used_high, reserved })
     }
 
-    /// Trims the pool and returns the number of bytes released.
-    fn trim_to(&self, calls: &Calls, (before, keep): (u64, u64)) -> Answer<ByteSize> {
+    /// Trims a pool and returns the number of bytes released.
+    fn trim_to(&self, calls: &Calls, pool: usize, (before, keep): (u64, u64)) -> Answer<ByteSize> {
         // The frees were on streams of other code, in any number. Background work does not wait:
         // the pool then releases only memory that a wait of the program has shown to be free.
         if !is_background() {
             calls.context_synchronize()?;
         }
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-        self.pool.pooling.trim_to(calls, self.pool.number, keep)?;
-        let after = self.bytes(calls, POOL_RESERVED)?;
+        self.pool.pooling.trim_to(calls, pool, keep)?;
+        let after = self.pool.pooling.bytes(calls, pool, POOL_RESERVED)?;
         Ok(ByteSize::new(before.saturating_sub(after)))
     }
 
@@ -423,7 +515,7 @@ impl PoolGovernor {
         if self.current.get(calls)? != self.pool.number {
             return Ok(());
         }
-        self.current.set(calls, self.before).or_else(|_| {
+        self.current.set(calls, self.before.load(Ordering::Relaxed)).or_else(|_| {
             // The previous owner of the pool may have destroyed it meanwhile.
             let default = self.pool.pooling.of_device(calls)?;
             self.current.set(calls, default)

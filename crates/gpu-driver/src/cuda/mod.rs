@@ -12,6 +12,7 @@ mod context;
 mod device;
 mod driver;
 mod error;
+mod exit;
 mod governor;
 mod ladder;
 mod library;

@@ -15,7 +15,7 @@ use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 
 /// The threshold at which the pool releases no freed memory before a trim.
-const KEEP_ALL: u64 = u64::MAX;
+pub(super) const KEEP_ALL: u64 = u64::MAX;
 
 /// A pool that caches all freed memory.
 #[derive(Clone, Copy)]

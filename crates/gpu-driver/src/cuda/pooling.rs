@@ -11,7 +11,7 @@ use std::ffi::c_void;
 
 use super::abi::{ATTACH_GLOBAL, PoolProperties};
 use super::calls::{Answer, Calls};
-use super::table::{CurrentPool, Managed, Plain, Pools};
+use super::table::{CurrentPool, Graphs, Managed, Plain, Pools};
 use lowtide_core::bytes::ByteSize;
 
 /// The calls of pools, on one device.
@@ -134,6 +134,45 @@ impl Current {
         // SAFETY: a pool of the device; one that its maker destroyed meanwhile is an error.
         let code = unsafe { (self.calls.set)(self.device, pool) };
         count.done("cuDeviceSetMemPool", code, ByteSize::ZERO)
+    }
+}
+
+/// The calls of the memory that a device caches for graphs.
+#[derive(Clone, Copy)]
+pub(super) struct Graphing {
+    calls: Graphs,
+    device: i32,
+}
+
+impl Graphing {
+    pub(super) const fn new(calls: Graphs, device: i32) -> Self {
+        Self { calls, device }
+    }
+
+    /// Returns a number of bytes: an attribute of type `cuuint64_t`.
+    pub(super) fn bytes(&self, count: &Calls, attribute: i32) -> Answer<u64> {
+        let mut value = 0_u64;
+        let to = (&raw mut value).cast::<c_void>();
+        // SAFETY: it writes one number of 64 bits for those attributes.
+        let code = unsafe { (self.calls.attribute)(self.device, attribute, to) };
+        count.done("cuDeviceGetGraphMemAttribute", code, ByteSize::ZERO)?;
+        Ok(value)
+    }
+
+    /// Restarts the measurement of a peak.
+    pub(super) fn restart(&self, count: &Calls, attribute: i32) -> Answer {
+        let mut value = 0_u64;
+        let from = (&raw mut value).cast::<c_void>();
+        // SAFETY: it reads one number of 64 bits for those attributes.
+        let code = unsafe { (self.calls.set_attribute)(self.device, attribute, from) };
+        count.done("cuDeviceSetGraphMemAttribute", code, ByteSize::ZERO)
+    }
+
+    /// Releases the memory that no graph uses.
+    pub(super) fn trim(&self, count: &Calls) -> Answer {
+        // SAFETY: numbers only; the call releases only unused memory.
+        let code = unsafe { (self.calls.trim)(self.device) };
+        count.done("cuDeviceGraphMemTrim", code, ByteSize::ZERO)
     }
 }
 

@@ -159,6 +159,15 @@ group! {
 }
 
 group! {
+    /// Memory that the device caches for graphs: since CUDA 11.4.
+    Graphs {
+        trim = "cuDeviceGraphMemTrim"(i32);
+        attribute = "cuDeviceGetGraphMemAttribute"(i32, i32, *mut c_void);
+        set_attribute = "cuDeviceSetGraphMemAttribute"(i32, i32, *mut c_void);
+    }
+}
+
+group! {
     /// Plain memory.
     Plain {
         alloc = "cuMemAlloc_v2"(*mut u64, usize);
@@ -183,6 +192,7 @@ pub(super) struct Table {
     pub(super) pointer: Result<Pointer, Missing>,
     pub(super) pools: Result<Pools, Missing>,
     pub(super) current_pool: Result<CurrentPool, Missing>,
+    pub(super) graphs: Result<Graphs, Missing>,
     pub(super) plain: Result<Plain, Missing>,
     pub(super) managed: Result<Managed, Missing>,
 }
@@ -198,6 +208,7 @@ impl Table {
             pointer: Pointer::find(find),
             pools: Pools::find(find),
             current_pool: CurrentPool::find(find),
+            graphs: Graphs::find(find),
             plain: Plain::find(find),
             managed: Managed::find(find),
         })

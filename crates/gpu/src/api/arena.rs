@@ -347,7 +347,9 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
-        let bytes = self.inner.run_here(|state| raw_block::reset(state, &*self.inner.clock))?;
+        let (bytes, left) =
+            self.inner.run_here(|state| raw_block::reset(state, &*self.inner.clock))?;
+        self.inner.end_streams(&left);
         self.inner.flush_events();
         Ok(bytes)
     }

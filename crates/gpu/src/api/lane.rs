@@ -155,6 +155,12 @@ impl Lane {
     /// While a stream captures a graph, memory that would need a wait harmful to the capture is
     /// skipped, and memory is committed instead, within the limit.
     ///
+    /// A graph keeps the addresses that it captured, and the arena does not know of the graph: the
+    /// memory of a buffer that is dropped, during the capture or later, is reused as usual, and a
+    /// launch then reads and writes the next buffer there. The launch is a safe function of cudarc,
+    /// which checks neither. Keep each buffer that a graph uses until the graph is destroyed, also
+    /// the temporary ones, and launch it under a lease.
+    ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {

@@ -7,15 +7,17 @@
 //! arena's memory is leaked.
 //!
 //! Invariant: an address is known from the call that returned it until the block is freed.
+#![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
 use std::fmt;
 
 use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
-use crate::driver::DeviceAddress;
-use crate::engine::raw_block;
-use crate::exec::lane::LaneInner;
+use crate::driver::{DeviceAddress, StreamHandle};
+use crate::engine::{completion, raw_block};
+use crate::exec::lane::Guest;
 use crate::state::event::Origin;
+use crate::state::raw::LaneUser;
 use crate::state::region::{AllocRequest, Placement};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -86,20 +88,101 @@ impl DeviceArena {
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
-        self.alloc_raw_for(None, size, align, region)
+        self.alloc_raw_for((None, false), size, align, region)
     }
 
-    /// Allocates a raw block for the stream of a lane, if given.
+    /// Allocates a raw block for the next work of a stream, without a lane. For callers that are
+    /// given streams and do not own them, such as a C interface. The block counts as used by the
+    /// stream; when the last such block is freed, an event is recorded behind the stream's work and
+    /// the arena forgets the stream. A stream that the driver then creates with the same handle is
+    /// another one. An error of one stream fails no call for another: its work is waited for with
+    /// all other work of the device.
+    ///
+    /// # Safety
+    /// The stream belongs to the arena's driver. It exists until this returns, and until each block
+    /// that uses it by [`DeviceArena::alloc_raw_on`] or [`DeviceArena::record_use_on`] is freed, or
+    /// [`DeviceArena::end_stream`] is called.
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::alloc_raw`].
+    pub unsafe fn alloc_raw_on(
+        &self,
+        stream: StreamHandle,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<RawBlock, DeviceError> {
+        self.inner().check_open()?;
+        // SAFETY: the contract of this function; the block counts as a guest until it is freed.
+        let guest = unsafe { Guest::new(self.inner(), stream) };
+        self.alloc_raw_for((Some(guest.user()), true), size, align, region)
+    }
+
+    /// Frees a raw block after its last use on a stream, as [`Lane::free`].
+    ///
+    /// # Safety
+    /// As [`DeviceArena::alloc_raw_on`].
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`].
+    pub unsafe fn free_on(
+        &self,
+        at: DeviceAddress,
+        stream: StreamHandle,
+    ) -> Result<RawBlock, DeviceError> {
+        self.inner().check_here()?;
+        // SAFETY: the contract of this function.
+        let guest = unsafe { Guest::new(self.inner(), stream) };
+        self.free_after(at, Some(guest.user()))
+    }
+
+    /// Records that a stream also uses a raw block, as [`DeviceArena::record_use`].
+    ///
+    /// # Safety
+    /// As [`DeviceArena::alloc_raw_on`].
+    ///
+    /// # Errors
+    /// The errors of [`DeviceArena::free`].
+    pub unsafe fn record_use_on(
+        &self,
+        at: DeviceAddress,
+        stream: StreamHandle,
+    ) -> Result<(), DeviceError> {
+        self.inner().check_here()?;
+        // SAFETY: the contract of this function.
+        let guest = unsafe { Guest::new(self.inner(), stream) };
+        self.record_use_by(at, guest.user())
+    }
+
+    /// Ends a stream without a lane that is about to be destroyed. Records an event behind its work
+    /// and does not wait. Raw blocks that it uses count as used by any stream from then on. Does
+    /// nothing for a stream with lanes, and for one that no live block uses.
+    ///
+    /// # Safety
+    /// As [`DeviceArena::alloc_raw_on`]; no other call with the stream is in progress.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub unsafe fn end_stream(&self, stream: StreamHandle) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        let known = inner.run_here(|state| state.streams.find(stream))?;
+        if let Some(key) = known {
+            inner.run(async |port| completion::end_stream(port, key, true).await);
+        }
+        Ok(())
+    }
+
+    /// Allocates a raw block for a stream, if given, which the block counts as a guest of or not.
     fn alloc_raw_for(
         &self,
-        lane: Option<&LaneInner>,
+        (user, is_guest): (Option<LaneUser>, bool),
         size: ByteSize,
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let origin = Origin { lane: lane.and_then(LaneInner::number), ..Origin::RAW };
+        let origin = Origin { lane: user.and_then(|user| user.number), ..Origin::RAW };
         let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
@@ -111,9 +194,10 @@ impl DeviceArena {
             let len = size.as_usize().unwrap_or(usize::MAX);
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
-        let taker = lane.and_then(LaneInner::key);
+        let taker = user.and_then(|user| user.stream);
         let placed = inner.alloc_block(region, wanted.by(origin), taker)?;
-        let placed = inner.run(async |port| raw_block::register(port, region, placed, taker).await);
+        let users = (taker, is_guest);
+        let placed = inner.run(async |port| raw_block::register(port, region, placed, users).await);
         Ok(RawBlock::of((region, placed)))
     }
 
@@ -134,11 +218,12 @@ impl DeviceArena {
     fn free_after(
         &self,
         at: DeviceAddress,
-        lane: Option<&LaneInner>,
+        user: Option<LaneUser>,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
-        let user = lane.map(LaneInner::user);
-        let freed = inner.run_here(|state| raw_block::free(state, at, user, &*inner.clock))??;
+        let (freed, left) =
+            inner.run_here(|state| raw_block::free(state, at, user, &*inner.clock))??;
+        inner.end_streams(&left);
         inner.flush_events();
         Ok(RawBlock::of(freed))
     }
@@ -188,8 +273,13 @@ impl DeviceArena {
     pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<(), DeviceError> {
         let inner = self.inner();
         lane.check_of(inner)?;
-        let user = lane.known().user();
-        inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
+        self.record_use_by(at, lane.known().user())
+    }
+
+    fn record_use_by(&self, at: DeviceAddress, user: LaneUser) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        let left = inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
+        inner.end_streams(&left);
         inner.flush_events();
         Ok(())
     }
@@ -200,7 +290,9 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
-        self.inner().run_here(|state| raw_block::record_unknown_use(state, at))?
+        let left = self.inner().run_here(|state| raw_block::record_unknown_use(state, at))??;
+        self.inner().end_streams(&left);
+        Ok(())
     }
 
     /// Returns the raw block at this address. O(log n) in the number of raw blocks.
@@ -237,7 +329,7 @@ impl Lane {
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
-        self.arena().alloc_raw_for(Some(self.known()), size, align, region)
+        self.arena().alloc_raw_for((Some(self.known().user()), false), size, align, region)
     }
 
     /// Frees a raw block of the lane's arena after its last use on this lane. Equals
@@ -246,6 +338,6 @@ impl Lane {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
-        self.arena().free_after(at, Some(self.known()))
+        self.arena().free_after(at, Some(self.known().user()))
     }
 }

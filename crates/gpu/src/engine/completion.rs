@@ -25,7 +25,7 @@ use crate::driver::{DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::pending::Uses;
 use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
-use crate::types::error::{DeviceError, captures, is_captures};
+use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
 
 /// Orders the next work of a stream after these uses, or the next user if no stream is given. With
 /// a stream the device waits; without a stream this thread waits. While a stream captures a graph,
@@ -127,14 +127,18 @@ pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
         is_last
     });
     if is_last {
-        let _ = mark_end(port, stream).await;
-        end_stream(port, stream).await;
+        end_stream(port, stream, false).await;
     }
 }
 
-/// Forgets a stream whose last lane was dropped. When this returns, no call uses the stream's
-/// handle any more.
-pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey) {
+/// Records the end of the work of a stream that neither a lane nor a guest uses, if possible, and
+/// forgets the stream. With `is_lost`, also a stream that guests use, which is about to be
+/// destroyed. When this returns, no call uses the stream's handle any more.
+pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey, is_lost: bool) {
+    let _ = mark_end(port, stream).await;
+    if is_lost {
+        port.with(|state| state.streams.lose(stream));
+    }
     port.with(|state| state.streams.retire(stream));
     port.wait_while(|state| state.streams.is_lent(stream)).await;
     port.with(|state| state.forget_stream(stream));
@@ -156,8 +160,17 @@ pub(crate) async fn is_any_capturing(port: &Port<'_>) -> Result<bool, DriverErro
 async fn is_capturing(port: &Port<'_>, key: StreamKey) -> Option<Result<bool, DriverError>> {
     let stream = port.with(|state| state.streams.export(key))?;
     let answer = port.asks(CallKind::IsCapturing { stream }).await;
-    port.with(|state| state.streams.returned(key));
-    Some(answer)
+    let is_gone = port.with(|state| note_call(state, key, answer.as_ref().err()));
+    (!is_gone).then_some(answer)
+}
+
+/// Records the end of a driver call with a stream's handle. A refused call ends a stream without
+/// lanes: its owner may have destroyed it, and a call for another stream must not fail for that.
+/// What the stream used is then waited for with all other work. Returns `true` if so.
+fn note_call(state: &mut ArenaState, key: StreamKey, error: Option<&DriverError>) -> bool {
+    state.streams.returned(key);
+    let is_of_stream = |error: &&DriverError| !error.is_context_lost() && !is_of_capture(error);
+    error.filter(is_of_stream).is_some() && state.streams.lose(key)
 }
 
 /// Records an event of a closed epoch and returns the event, held; `None` if the stream has ended.
@@ -172,14 +185,14 @@ async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Ev
         return None;
     };
     let recorded = record_uncaptured(port, event, stream).await;
-    port.with(|state| {
-        state.streams.returned(key);
+    let is_gone = port.with(|state| {
         match recorded {
             Ok(()) => state.streams.recorded(key, epoch, event),
             Err(_) => state.streams.put_back(event),
         }
+        note_call(state, key, recorded.as_ref().err())
     });
-    Some(recorded.map(|()| event))
+    (!is_gone).then_some(recorded.map(|()| event))
 }
 
 /// Records an event, unless the stream captures a graph: the event would become part of the graph
@@ -218,7 +231,7 @@ pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(),
             true => Some(mark_end(port, stream).await),
             false => None,
         };
-        is_provable &= marked == Some(Ok(()));
+        is_provable &= marked == Some(Ok(())) && is_markable(port, stream);
         failed = failed.or_else(|| marked.and_then(Result::err));
     }
     let waits = may_wait && !port.is_background();

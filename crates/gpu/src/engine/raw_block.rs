@@ -22,17 +22,21 @@ pub(crate) async fn register(
     port: &Port<'_>,
     region: Region,
     placed: Placement,
-    user: Option<StreamKey>,
+    (user, is_guest): (Option<StreamKey>, bool),
 ) -> Placement {
     wait_until_still(port, region, placed.id).await;
     port.with(|state| {
         let placed = state.region(region).refreshed(placed);
-        state.raw.insert(region, placed, user);
+        state.raw.insert(region, placed, (user, is_guest));
+        user.filter(|_| is_guest).into_iter().for_each(|user| state.streams.add_guest(user));
         placed
     })
 }
 
-/// Frees a raw block. Its last use was by the lane, if one is given.
+/// The streams that a raw block was the last guest of, to be ended at once.
+pub(crate) type Left = Vec<StreamKey>;
+
+/// Frees a raw block. Its last use was by the lane or the guest, if one is given.
 ///
 /// # Errors
 /// Those of [`find`].
@@ -41,18 +45,20 @@ pub(crate) fn free(
     at: DeviceAddress,
     user: Option<LaneUser>,
     clock: &dyn Clock,
-) -> Result<(Region, Placement), DeviceError> {
+) -> Result<((Region, Placement), Left), DeviceError> {
     let Some(mut raw) = state.raw.remove(at) else { return Err(unknown(state, at)) };
+    let mut left = guests(&raw);
     if let Some(user) = user
         && raw.add(user)
     {
         note_use(state, (raw.region, raw.placed.id), user, clock);
     }
     release(state, &raw, false, clock);
-    Ok((raw.region, raw.placed))
+    left.retain(|&stream| state.streams.leave_guest(stream));
+    Ok(((raw.region, raw.placed), left))
 }
 
-/// Records that the stream of a lane uses a raw block.
+/// Records that the stream of a lane or a guest uses a raw block.
 ///
 /// # Errors
 /// Those of [`find`].
@@ -61,13 +67,19 @@ pub(crate) fn record_use(
     at: DeviceAddress,
     user: LaneUser,
     clock: &dyn Clock,
-) -> Result<(), DeviceError> {
+) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
-    let block = (raw.region, raw.placed.id);
-    if raw.add(user) {
-        note_use(state, block, user, clock);
+    let (block, mut left) = ((raw.region, raw.placed.id), guests(raw));
+    if !raw.add(user) {
+        return Ok(Left::new());
     }
-    Ok(())
+    if !guests(raw).is_empty() {
+        left.clear();
+        user.stream.into_iter().for_each(|stream| state.streams.add_guest(stream));
+    }
+    left.retain(|&stream| state.streams.leave_guest(stream));
+    note_use(state, block, user, clock);
+    Ok(left)
 }
 
 /// Records that any stream may use a raw block.
@@ -77,10 +89,17 @@ pub(crate) fn record_use(
 pub(crate) fn record_unknown_use(
     state: &mut ArenaState,
     at: DeviceAddress,
-) -> Result<(), DeviceError> {
+) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
+    let mut left = guests(raw);
     raw.users = Users::ANY;
-    Ok(())
+    left.retain(|&stream| state.streams.leave_guest(stream));
+    Ok(left)
+}
+
+/// Returns the streams that a raw block counts as a guest of.
+fn guests(raw: &RawUse) -> Left {
+    if raw.is_guest { raw.users.streams() } else { Left::new() }
 }
 
 /// Records the new size of a raw block that was resized in place.
@@ -115,13 +134,15 @@ pub(crate) fn find_containing(
 }
 
 /// Frees every raw block. Returns their bytes.
-pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> ByteSize {
+pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> (ByteSize, Left) {
     let all = state.raw.take_all();
     all.iter().for_each(|raw| release(state, raw, true, clock));
+    let mut left: Left = all.iter().flat_map(guests).collect();
+    left.retain(|&stream| state.streams.leave_guest(stream));
     let blocks = all.len() as u64;
     let bytes = all.iter().map(|raw| ByteSize::new(raw.placed.span.size)).sum();
     state.events.push(clock, || ArenaEvent::RawReset { blocks, bytes });
-    bytes
+    (bytes, left)
 }
 
 /// Frees a raw block whose address has already been forgotten.

@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::StreamHandle;
-use crate::engine::completion::leave_stream;
+use crate::engine::completion::{end_stream, leave_stream};
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
@@ -192,7 +192,47 @@ impl LaneInner {
     }
 }
 
+/// A call that uses a stream without a lane. The stream exists during the call, and until the raw
+/// blocks that use it are freed.
+pub(crate) struct Guest<'a> {
+    inner: &'a ArenaInner,
+    key: Option<StreamKey>,
+}
+
+impl<'a> Guest<'a> {
+    /// # Safety
+    /// The stream belongs to the arena's driver, and exists until this is dropped, and until each
+    /// raw block that uses it is freed, or `end_stream` is called.
+    pub(crate) unsafe fn new(inner: &'a ArenaInner, stream: StreamHandle) -> Self {
+        let has_streams = inner.capabilities.asynchronous;
+        let key = has_streams.then(|| inner.run_now(|state| state.streams.enter_guest(stream)));
+        Self { inner, key }
+    }
+
+    pub(crate) const fn user(&self) -> LaneUser {
+        LaneUser { stream: self.key, number: None }
+    }
+}
+
+impl Drop for Guest<'_> {
+    /// Makes the arena forget the stream if nothing else uses it, as the drop of a lane does.
+    fn drop(&mut self) {
+        let Some(key) = self.key else { return };
+        if self.inner.run_now(|state| state.streams.leave_guest(key)) {
+            self.inner.end_streams(&[key]);
+        }
+    }
+}
+
 impl ArenaInner {
+    /// Makes the arena forget streams that nothing uses any more, after recording events for their
+    /// work.
+    pub(crate) fn end_streams(&self, streams: &[StreamKey]) {
+        for &stream in streams {
+            self.run(async |port| end_stream(port, stream, false).await);
+        }
+    }
+
     /// Records that a lane uses a block.
     pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
         if let Some(lane) = lane.number {

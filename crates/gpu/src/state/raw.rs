@@ -58,6 +58,11 @@ impl Users {
         true
     }
 
+    /// Returns the streams; none for a block that any stream may use.
+    pub(crate) fn streams(&self) -> Vec<StreamKey> {
+        self.with(|streams, _| streams.to_vec())
+    }
+
     /// Calls `act` with the streams, and with the work that must complete after a free.
     pub(crate) fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
         match &self.others {
@@ -87,6 +92,8 @@ pub(crate) struct RawUse {
     pub(crate) region: Region,
     pub(crate) placed: Placement,
     pub(crate) users: Users,
+    /// `true` if the block counts as a guest of its streams, which no lane vouches for.
+    pub(crate) is_guest: bool,
 }
 
 impl RawUse {
@@ -128,9 +135,14 @@ impl RawBlocks {
     }
 
     /// Records a block that a stream uses, or that any stream may use if none is given.
-    pub(crate) fn insert(&mut self, region: Region, placed: Placement, user: Option<StreamKey>) {
-        let before =
-            self.blocks.insert(placed.at, RawUse { region, placed, users: Users::of(user) });
+    pub(crate) fn insert(
+        &mut self,
+        region: Region,
+        placed: Placement,
+        (user, is_guest): (Option<StreamKey>, bool),
+    ) {
+        let raw = RawUse { region, placed, users: Users::of(user), is_guest };
+        let before = self.blocks.insert(placed.at, raw);
         debug_assert!(before.is_none(), "two live blocks begin at one address");
     }
 
@@ -165,7 +177,7 @@ impl RawBlocks {
 mod tests {
     use super::*;
 
-    fn streams(users: &Users) -> (Vec<StreamKey>, After) {
+    fn listed(users: &Users) -> (Vec<StreamKey>, After) {
         users.with(|streams, after| (streams.to_vec(), after))
     }
 
@@ -173,17 +185,17 @@ mod tests {
     fn a_block_knows_each_stream_once_and_beyond_the_most_it_is_any_streams() {
         let key = StreamKey::new;
         let mut users = Users::of(Some(key(1)));
-        assert_eq!(streams(&users), (vec![key(1)], After::Lanes));
+        assert_eq!(listed(&users), (vec![key(1)], After::Lanes));
         assert!(!users.add(key(1)));
         for number in 2..=USERS_MAX as u64 {
             assert!(users.add(key(number)) && !users.add(key(number)));
         }
         let all = (1..=USERS_MAX as u64).map(key).collect();
-        assert_eq!(streams(&users), (all, After::Lanes));
+        assert_eq!(listed(&users), (all, After::Lanes));
         assert!(!users.add(key(7)), "known");
         assert!(users.add(key(1_000)));
-        assert_eq!(streams(&users), (vec![], After::All));
+        assert_eq!(listed(&users), (vec![], After::All));
         assert!(!users.add(key(1_001)), "any stream already");
-        assert_eq!(streams(&Users::of(None)), (vec![], After::All));
+        assert_eq!(listed(&Users::of(None)), (vec![], After::All));
     }
 }

@@ -74,6 +74,8 @@ struct Stream {
     /// `None` for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
     lanes: usize,
+    /// The number of raw blocks and calls that use the stream without a lane.
+    guests: usize,
     /// The number of driver calls in progress with the handle, by threads without a lane of the
     /// stream.
     exported: usize,
@@ -92,11 +94,15 @@ struct Stream {
 impl Stream {
     fn new(handle: Option<StreamHandle>) -> Self {
         let (events, after) = (BTreeMap::new(), BTreeMap::new());
-        Self { handle, lanes: 0, exported: 0, open: 1, done: 0, used: 0, events, after }
+        Self { handle, lanes: 0, guests: 0, exported: 0, open: 1, done: 0, used: 0, events, after }
     }
 }
 
 impl Stream {
+    const fn is_unused(&self) -> bool {
+        self.lanes == 0 && self.guests == 0
+    }
+
     /// Returns `true` if the stream has a use without a later event.
     fn is_unmarked(&self) -> bool {
         let last = self.events.last_key_value().map_or(self.done, |(&epoch, _)| epoch);
@@ -138,34 +144,69 @@ impl Streams {
 
     /// Records one more lane of a stream.
     pub(crate) fn enter(&mut self, handle: StreamHandle) -> StreamKey {
-        let key = *self.by_handle.entry(handle).or_insert_with(|| {
-            self.last = StreamKey(self.last.0 + 1);
-            self.known.insert(self.last, Stream::new(Some(handle)));
-            self.last
-        });
-        if let Some(stream) = self.known.get_mut(&key) {
-            stream.lanes += 1;
-        }
+        let key = self.key_of(handle);
+        self.known.get_mut(&key).into_iter().for_each(|stream| stream.lanes += 1);
         key
     }
 
-    /// Records that a lane is dropped. Returns `true` if it was the last lane of the stream, which
-    /// has then ended for the arena.
+    fn key_of(&mut self, handle: StreamHandle) -> StreamKey {
+        *self.by_handle.entry(handle).or_insert_with(|| {
+            self.last = StreamKey(self.last.0 + 1);
+            self.known.insert(self.last, Stream::new(Some(handle)));
+            self.last
+        })
+    }
+
+    /// Returns the key of a stream that has not ended; `None` if it is unknown.
+    pub(crate) fn find(&self, handle: StreamHandle) -> Option<StreamKey> {
+        self.by_handle.get(&handle).copied()
+    }
+
+    /// Records that a lane is dropped. Returns `true` if no other lane or guest uses the stream,
+    /// which has then ended for the arena.
     pub(crate) fn leave(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
         stream.lanes = stream.lanes.saturating_sub(1);
-        stream.lanes == 0
+        stream.is_unused()
     }
 
-    /// Forgets the handle of a stream without lanes. The driver may reuse the handle for another
-    /// stream.
+    /// Records a call that uses a stream without a lane.
+    pub(crate) fn enter_guest(&mut self, handle: StreamHandle) -> StreamKey {
+        let key = self.key_of(handle);
+        self.add_guest(key);
+        key
+    }
+
+    /// Records one more raw block that uses a stream.
+    pub(crate) fn add_guest(&mut self, key: StreamKey) {
+        self.known.get_mut(&key).into_iter().for_each(|stream| stream.guests += 1);
+    }
+
+    /// Like [`Streams::leave`], for a guest.
+    pub(crate) fn leave_guest(&mut self, key: StreamKey) -> bool {
+        let Some(stream) = self.known.get_mut(&key) else { return false };
+        stream.guests = stream.guests.saturating_sub(1);
+        stream.is_unused()
+    }
+
+    /// Forgets the handle of a stream that neither a lane nor a guest uses. The driver may reuse
+    /// the handle for another stream.
     pub(crate) fn retire(&mut self, key: StreamKey) {
+        if self.known.get(&key).is_some_and(Stream::is_unused) {
+            self.lose(key);
+        }
+    }
+
+    /// Forgets the handle of a stream that was destroyed, or is about to be. Only a lane vouches
+    /// for its stream, so returns `false` for a stream with lanes.
+    pub(crate) fn lose(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key).filter(|stream| stream.lanes == 0) else {
-            return;
+            return false;
         };
         if let Some(handle) = stream.handle.take() {
             self.by_handle.remove(&handle);
         }
+        true
     }
 
     /// Returns the handle of a stream that has not ended, for one driver call.

@@ -415,6 +415,11 @@ pub(crate) fn is_captures(error: &DriverError) -> bool {
     error.code() == Some(i64::from(CAPTURES))
 }
 
+/// Returns `true` for an error that a capture causes: the driver's codes 900 to 908.
+pub(crate) fn is_of_capture(error: &DriverError) -> bool {
+    error.code().is_some_and(|code| (900..=908).contains(&code))
+}
+
 /// Returns `true` if a wait was not made because of a capture, or because there may be one.
 pub(crate) fn is_unwaited(error: &DriverError) -> bool {
     is_captures(error) || matches!(error, DriverError::Background { .. })

@@ -166,6 +166,71 @@ fn the_pool_from_before_is_current_again_unless_somebody_set_another() {
     assert_eq!(fake.leaks(), "");
 }
 
+/// mistral.rs and iris-mpc#2120 set the threshold of the current pool, cuda-core sets a pool of its
+/// own: the pool kept nothing any more, or all went past the governor.
+#[test]
+fn a_governor_sets_back_what_other_owners_change() {
+    let fake = Fake::start(LAZY);
+    let (context, stream) = stream();
+    let governor = open();
+    let ours = current();
+    let set = |pool: usize, threshold: u64| {
+        let mut value = threshold;
+        let which = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        let pool = std::ptr::with_exposed_provenance_mut(pool);
+        // SAFETY: a pool that lives, and a number of 64 bits.
+        let code = unsafe { sys::cuMemPoolSetAttribute(pool, which, (&raw mut value).cast()) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    };
+    set(ours, 0);
+    governor.decay(seconds(0)).expect("looked");
+    drop(alloc(&stream, 4 * UNIT).expect("memory"));
+    stream.synchronize().expect("done");
+    assert_eq!(held(&governor), units(4), "kept for its decay time");
+    let theirs = raw_pool();
+    let device = device::get(0).expect("a device");
+    // SAFETY: a pool and a device that live.
+    unsafe { device::set_mem_pool(device, theirs) }.expect("set");
+    assert_eq!(current(), theirs.expose_provenance());
+    governor.decay(seconds(1)).expect("looked");
+    assert_eq!(current(), ours);
+    drop(governor);
+    assert_eq!(current(), theirs.expose_provenance(), "what other code has set last");
+    // SAFETY: nothing was allocated from it.
+    unsafe { mem_pool::destroy(theirs) }.expect("destroyed");
+    drop((stream, context));
+    assert_eq!(fake.leaks(), "");
+}
+
+/// rmm#2512, luminal#467: the default pool with a threshold of all, and the memory of graphs, were
+/// never released.
+#[test]
+fn what_the_default_pool_and_graphs_cache_is_released_when_idle() {
+    let fake = Fake::start(LAZY);
+    let (context, stream) = stream();
+    let (default, mut all) = (std::ptr::with_exposed_provenance_mut(current()), u64::MAX);
+    let which = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: a pool that lives, and a number of 64 bits.
+    let code = unsafe { sys::cuMemPoolSetAttribute(default, which, (&raw mut all).cast()) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    let kept = alloc(&stream, 2 * UNIT).expect("memory of the default pool");
+    drop(alloc(&stream, 6 * UNIT).expect("memory of the default pool"));
+    stream.synchronize().expect("done");
+    let governor = open(); // 5 s
+    for second in 0..10 {
+        fake.graph_memory(0, UNIT as u64);
+        let released = governor.decay(seconds(second)).expect("looked");
+        let idle = if second == 0 { units(6) } else { ByteSize::ZERO };
+        assert_eq!(released, idle, "graphs run each second: {second}");
+    }
+    assert_eq!(governor.decay(seconds(13)), Ok(ByteSize::ZERO));
+    assert_eq!(governor.decay(seconds(15)), Ok(units(1)), "no graph ran for the decay time");
+    fake.graph_memory(0, 3 * UNIT as u64);
+    assert_eq!(governor.trim(), Ok(units(3)));
+    drop((kept, governor, stream, context));
+    fake.assert_clean();
+}
+
 /// A pool of device 0 that another made.
 fn raw_pool() -> sys::CUmemoryPool {
     // `CUmemPoolProps`: pinned, of device 0; all else zero, whatever the bindings call it.
