@@ -20,6 +20,7 @@ use std::marker::PhantomData;
 use super::abi::CAPTURE_RELAXED;
 use super::calls::{Answer, Calls};
 use super::exit::{self, Running};
+use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
@@ -121,12 +122,30 @@ impl Context {
 
     /// Makes calls in this context with the thread's capture mode relaxed, regardless of the
     /// thread's own context. `act` runs no code of the program.
+    ///
+    /// The list of results that mean a lost context is not complete: a device that fell off the
+    /// bus answers 999, 806 or 46. After any other refusal, a query that changes nothing decides.
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        let entered = Entered::new(&self.calls, self.handle)?;
-        let outcome = act(&self.calls);
+        let enter = || Entered::new(&self.calls, self.handle);
+        let entered = enter().map_err(|error| judged(error, || enter().map(drop)))?;
+        let query = || self.calls.memory_info().map(drop);
+        let outcome = act(&self.calls).map_err(|error| judged(error, query));
         drop(entered);
         self.calls.log_not_undone();
         outcome
+    }
+}
+
+/// Returns a refusal as a loss of the context if a query is refused too.
+fn judged(error: DriverError, query: impl FnOnce() -> Answer) -> DriverError {
+    match error {
+        DriverError::Refused { call, code, message } => match query() {
+            Err(again) if again.code().is_some() => {
+                DriverError::ContextLost { call, code, message }
+            }
+            _ => DriverError::Refused { call, code, message },
+        },
+        error => error,
     }
 }
 

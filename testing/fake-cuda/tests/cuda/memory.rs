@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaContext;
-use lowtide::admission::{Budget, Cost};
+use lowtide::admission::{Budget, Cost, Rejected};
 use lowtide::config::{DeviceBackend, DeviceChoice};
 use lowtide::decay::DecayTime;
 use lowtide::memory::{DeviceSelector, StartError};
@@ -257,5 +257,24 @@ fn an_integrated_gpu_has_no_budget_of_its_own() {
         assert!(memory.shutdown(SOON).is_clean());
         drop(memory);
         fake.assert_clean();
+    }
+}
+
+/// Reported in timemachine #1203 and ollama #1895: the device was never known to be lost.
+#[test]
+fn nothing_is_admitted_for_a_device_that_answers_no_call() {
+    for code in [999, 806, 46] {
+        let fake = Fake::start(Options { devices: 1, ..Options::default() });
+        let memory = Memory::builder().device(DeviceChoice::Cuda).start().expect("a device");
+        let arena = memory.open_arena("embedder").expect("an arena");
+        fake.poison(0, code);
+        let error = arena.alloc::<u8>(1 << 20, Region::Stable).expect_err("dead");
+        assert!(error.to_string().contains("lost"), "{error}");
+        support::until("its loss is known", || {
+            let admitted = memory.admission().try_admit(Cost::device(ByteSize::mib(1)));
+            matches!(admitted, Err(Rejected::DeviceLost { .. }))
+        });
+        drop(arena);
+        let _ = memory.shutdown(SOON);
     }
 }

@@ -4,11 +4,14 @@
 
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
 
 use lowtide_fake_cuda::{Fake, Guard, Options};
+use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide_gpu::driver::{Backend, Driver as _};
-use lowtide_gpu::{DeviceError, Region};
+use lowtide_gpu::driver::{Backend, Driver as _, Guarded};
+use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 use super::open::{BASE, NEWER, PLAIN, POOLS, VIRTUAL, WAYS};
 use super::support::{Bed, LAZY, UNIT, life, read, write};
@@ -234,5 +237,49 @@ fn what_is_live_when_the_context_is_lost_is_dropped_in_silence() {
         assert!(arena.parked_errors() > 0, "the view's waits failed");
         drop((lane, arena, bed));
         assert_eq!(fake.retains(0), 0);
+    }
+}
+
+/// Results by which a device that fell off the bus, or whose MPS server died, answers every call.
+const DEAD: [u32; 3] = [999, 806, 46];
+
+/// Reported in timemachine #1203 and ollama #1895: 28 calls a second, for ever.
+#[test]
+fn a_device_that_answers_no_call_is_lost_whatever_it_answers() {
+    let mut most = 0;
+    for code in DEAD {
+        let fake = Fake::start(LAZY);
+        let driver = CudaDriver::open(CudaOptions::default()).expect("a device");
+        let driver = Arc::new(Guarded::new(Arc::new(driver)));
+        let clock = Arc::new(ManualClock::new());
+        let config = ArenaConfig::new("dead");
+        let arena = DeviceArena::open(driver.clone(), clock.clone(), config).expect("an arena");
+        drop(arena.alloc::<u8>(UNIT, Region::Dynamic).expect("room"));
+        fake.poison(0, code);
+        let calls = fake.calls_total();
+        for _ in 0..240 {
+            clock.advance(Duration::from_millis(250));
+            let _ = arena.alloc::<u8>(8 * UNIT, Region::Dynamic);
+            let _ = arena.decay(clock.now());
+        }
+        most = most.max(fake.calls_total() - calls);
+        let lost = driver.lost().unwrap_or_else(|| panic!("{code}: not lost"));
+        assert!(lost.is_context_lost() && lost.code() == Some(i64::from(code)), "{lost}");
+        drop(arena);
+    }
+    println!("figure field.lost.calls_per_minute {most} calls");
+    assert!(most <= 10, "{most}");
+}
+
+#[test]
+fn a_refusal_of_a_device_that_answers_other_calls_is_no_loss() {
+    let fake = Fake::start(LAZY);
+    let driver = CudaDriver::open(CudaOptions::default()).expect("a device");
+    let driver = Guarded::new(Arc::new(driver));
+    for code in DEAD {
+        fake.fail(c"cuCtxSynchronize", 1, code);
+        let error = driver.synchronize().expect_err("refused");
+        assert_eq!((error.code(), error.is_context_lost()), (Some(i64::from(code)), false));
+        assert_eq!((driver.lost(), driver.synchronize()), (None, Ok(())));
     }
 }
