@@ -105,8 +105,9 @@ pub enum DriverError {
 }
 
 impl DriverError {
-    /// Converts a CUDA result code other than success: out of memory (2), not supported (801), an
-    /// illegal address (700), a lost context, or a refusal. For codes about the machine's setup
+    /// Converts a CUDA result code other than success: out of memory (2, or what WSL answers
+    /// instead), not supported (801), an illegal address (700), a lost context, or a refusal. For
+    /// codes about the machine's setup
     /// (34, 46, 802, 803) the message contains advice for the operator.
     #[must_use]
     pub fn of_cuda(call: &'static str, code: u32, requested: ByteSize) -> Self {
@@ -126,6 +127,9 @@ impl DriverError {
         };
         match code {
             OUT_OF_MEMORY => Self::OutOfMemory { call, requested },
+            _ if SHORTAGE.contains(&code) && TAKING.contains(&call) => {
+                Self::OutOfMemory { call, requested }
+            }
             NOT_SUPPORTED => Self::Unsupported { what: call },
             ILLEGAL_ADDRESS => Self::IllegalAddress { call },
             _ if is_sticky(code) => {
@@ -168,6 +172,13 @@ const STUB_LIBRARY: u32 = 34;
 const ILLEGAL_ADDRESS: u32 = 700;
 /// `CUDA_ERROR_NOT_SUPPORTED`
 const NOT_SUPPORTED: u32 = 801;
+
+/// Results by which WSL answers a call that takes memory if there is none: `MAP_FAILED`,
+/// `OPERATING_SYSTEM` and `NOT_READY`.
+const SHORTAGE: [u32; 3] = [205, 304, 600];
+
+/// The calls that take memory for a mapping.
+const TAKING: [&str; 3] = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"];
 
 /// Results of cuda.h that mean that the context is lost: "the context cannot be used anymore",
 /// "leaves the process in an inconsistent state and any further CUDA work will return the same
@@ -291,6 +302,20 @@ mod tests {
         );
         assert_eq!(of(1).to_string(), "cuMemMap failed: CUDA_ERROR_INVALID_VALUE (code 1)");
         assert_eq!(of(4242).to_string(), "cuMemMap failed: unnamed (code 4242)");
+    }
+
+    /// Reported in WSL #41176.
+    #[test]
+    fn what_wsl_answers_for_want_of_memory_is_a_shortage_of_the_calls_that_take_some() {
+        let of = |call, code| DriverError::of_cuda(call, code, ByteSize::mib(2));
+        for code in SHORTAGE {
+            for call in TAKING {
+                assert!(of(call, code).is_out_of_memory(), "{call} {code}");
+            }
+            for call in ["cuEventQuery", "cuStreamQuery", "cuMemUnmap", "cuMemRelease"] {
+                assert_eq!(of(call, code).code(), Some(i64::from(code)), "{call}");
+            }
+        }
     }
 
     #[test]
