@@ -175,7 +175,7 @@ typedef struct lowtide_options {
    */
   uint64_t limit_bytes;
   /**
-   * The address space of each device and region, in bytes. 0: 512 GiB.
+   * The address space of each device and region, in bytes. 0: by the device's memory.
    */
   uint64_t reserve_bytes;
   /**

@@ -48,7 +48,7 @@ pub struct Options {
     pub name: *const c_char,
     /// The most bytes that each device may have committed. 0: no limit.
     pub limit_bytes: u64,
-    /// The address space of each device and region, in bytes. 0: 512 GiB.
+    /// The address space of each device and region, in bytes. 0: by the device's memory.
     pub reserve_bytes: u64,
     /// The time in milliseconds that idle memory stays, `LOWTIDE_DECAY_IMMEDIATE` or
     /// `LOWTIDE_DECAY_NEVER`. 0: 10,000.

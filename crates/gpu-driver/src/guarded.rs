@@ -103,6 +103,7 @@ unsafe impl Driver for Guarded {
         segment_create(size: ByteSize) -> DeviceAddress;
         trim() -> ();
         device_memory() -> Option<DeviceMemory>;
+        total_memory() -> Option<ByteSize>;
         headroom() -> Option<ByteSize>;
         owner_of(at: DeviceAddress, size: ByteSize) -> Owner;
         stream_create() -> StreamHandle;

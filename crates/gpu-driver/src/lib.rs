@@ -272,6 +272,15 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Any [`DriverError`].
     fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError>;
 
+    /// Returns the total memory of the device, also if it counts in the host's budget; `None` if
+    /// the driver does not know it (`cuMemGetInfo`).
+    ///
+    /// # Errors
+    /// Any [`DriverError`].
+    fn total_memory(&self) -> Result<Option<ByteSize>, DriverError> {
+        Ok(self.device_memory()?.map(|memory| memory.total))
+    }
+
     /// Returns the free memory of the device; `None` if the host's budget applies.
     ///
     /// # Errors

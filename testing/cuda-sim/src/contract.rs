@@ -294,10 +294,15 @@ unsafe impl Driver for SimDriver {
         if self.capabilities.unified {
             return Ok(None);
         }
+        let total = self.total_memory()?.unwrap_or_default();
+        Ok(Some(DeviceMemory { total, free: self.model().headroom() }))
+    }
+
+    fn total_memory(&self) -> Answer<Option<ByteSize>> {
         let _relaxed = self.enter(Call::GetInfo);
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO)?;
-        Ok(Some(DeviceMemory { total: model.options.capacity, free: model.headroom() }))
+        Ok(Some(model.options.capacity))
     }
 
     /// The value of the options: no other process uses the device when its context is created.

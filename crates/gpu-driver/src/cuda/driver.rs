@@ -200,6 +200,10 @@ unsafe impl Driver for CudaDriver {
         self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
     }
 
+    fn total_memory(&self) -> Answer<Option<ByteSize>> {
+        self.call(Calls::memory_info).map(|(_, total)| Some(total))
+    }
+
     fn context_overhead(&self) -> Option<ByteSize> {
         self.seat.floor
     }

@@ -89,13 +89,16 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::open`].
     pub(crate) fn open_observed(
         (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
-        config: ArenaConfig,
+        mut config: ArenaConfig,
         mut observers: Vec<Box<dyn Observer>>,
     ) -> Result<Self, DeviceError> {
         let capabilities = driver.capabilities();
         let granule = config.granule.unwrap_or(capabilities.granularity);
         check_driver(&*driver, granule)?;
-        let backings = reserve::backings(&*driver, granule, config.reserve)?;
+        // Without an answer it is unknown; the calls that reserve report the cause.
+        let device = driver.total_memory().ok().flatten();
+        config.reserve = reserve::wanted(config.reserve, config.limit, device);
+        let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
         if let Some(recorder) = &config.recorder {
             let reserved = backings.each_ref().map(|ground| ByteSize::new(ground.extent()));
             let header = Header::of(&config, &*driver, &*clock, reserved);

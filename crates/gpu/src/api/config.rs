@@ -8,7 +8,7 @@
 
 use crate::driver::Driver;
 use crate::observe::record::{Header, Layout, Recorder, VERSION};
-use crate::types::config::{DECAY, Growth, RESERVE, StateConfig};
+use crate::types::config::{DECAY, Growth, StateConfig};
 use crate::types::sleep::SleepConfig;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -34,9 +34,11 @@ pub struct ArenaConfig {
     /// [`ByteSize::MAX`] for no limit, zero for no memory.
     pub limit: ByteSize,
     /// Address space of each of the two regions, rounded up to whole granules; small blocks get an
-    /// additional eighth and one granule. If the driver refuses that, an eighth of the largest
-    /// half, quarter, ... that it accepts. On a driver that allocates segments no addresses are
-    /// reserved, and this is the maximum block size.
+    /// additional eighth and one granule. [`ByteSize::MAX`] (default): twice the device's memory or
+    /// three times `limit` at open, whichever is less, but at least 4 GiB. If the driver refuses
+    /// that, less for both regions: as much as leaves some addresses to others, first down to the
+    /// device's memory. On a driver that allocates segments no addresses are reserved, and this is
+    /// the maximum block size.
     pub reserve: ByteSize,
     /// The smallest unit that is committed and released, for drivers whose calls cost per unit and
     /// not per byte: a power of two and a multiple of the driver's granularity. Default: that
@@ -78,7 +80,7 @@ pub struct ArenaConfig {
 }
 
 impl ArenaConfig {
-    /// Creates a configuration with the defaults: no limit, 512 GiB of addresses per region,
+    /// Creates a configuration with the defaults: no limit, addresses by the device's memory,
     /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 256 MiB thread
     /// cache, no events, no recorder, no idle sleep.
     #[must_use]
@@ -86,7 +88,7 @@ impl ArenaConfig {
         Self {
             name: name.into(),
             limit: ByteSize::MAX,
-            reserve: RESERVE,
+            reserve: ByteSize::MAX,
             granule: None,
             handle_max: HANDLE_MAX,
             handles_min: HANDLES_MIN,

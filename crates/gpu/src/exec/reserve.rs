@@ -1,6 +1,6 @@
 //! Reserves the address space of an arena's regions at open, and releases it at the end. Reserves
-//! as much as requested or a fair share of the available address space; on drivers with segments,
-//! only offsets.
+//! as much as requested or a share of the available address space, the same for both regions; on
+//! drivers with segments, only offsets.
 //!
 //! This module commits nothing and has no accounting.
 //!
@@ -13,6 +13,7 @@ use crate::state::backing::Backing;
 use crate::state::region_index;
 use crate::state::segment::Segment;
 use crate::state::segment_list::SegmentList;
+use crate::types::config::RESERVE;
 use lowtide_core::bytes::ByteSize;
 
 /// The maximum address space to request: below `isize::MAX`, so that every block can be a slice,
@@ -23,22 +24,53 @@ const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 /// and gaps that are too small, waste only offsets.
 const ROOM_FOR_WALLS: u64 = 4;
 
-/// Creates the backing of both regions.
+/// The least address space of a region that is derived: for an arena with a small limit, which may
+/// rise.
+const DERIVED_MIN: ByteSize = ByteSize::gib(4);
+
+/// Returns the address space to request for a region, which is derived if `asked` is the maximum.
+pub(crate) fn wanted(asked: ByteSize, limit: ByteSize, device: Option<ByteSize>) -> ByteSize {
+    if asked != ByteSize::MAX {
+        return asked;
+    }
+    // Free addresses between blocks do not fit every block, so there are more than of memory.
+    let by_limit = limit.checked_mul(3).unwrap_or(ByteSize::MAX);
+    let by_device = device.and_then(|device| device.checked_mul(2)).unwrap_or(RESERVE);
+    by_limit.min(by_device).max(DERIVED_MIN)
+}
+
+/// Creates the backing of both regions, with the address space of each and the memory of the
+/// device, if it is known.
 pub(crate) fn backings(
     driver: &dyn Driver,
     granule: ByteSize,
-    wanted: ByteSize,
+    (wanted, device): (ByteSize, Option<ByteSize>),
 ) -> Result<[Backing; 2], DriverError> {
     if !driver.capabilities().virtual_memory {
         return Ok([(); 2].map(|()| offsets(granule, wanted)));
     }
-    let stable = Backing::Reserved(reserve_region(driver, granule, wanted)?);
-    match reserve_region(driver, granule, wanted) {
-        Ok(dynamic) => Ok([stable, Backing::Reserved(dynamic)]),
-        Err(error) => {
-            // SAFETY: reserved above from this driver, and nothing of it is handed out.
-            unsafe { give_up(driver, &stable) };
-            Err(error)
+    let (whole, device) = (extent(wanted, granule), device.map(|device| extent(device, granule)));
+    let mut size = whole;
+    loop {
+        // If addresses are scarce (`ulimit -v`, a Jetson), others need some too: the heap and the
+        // stacks, if it is not known that a device has fewer.
+        let spare = if device.is_some() { size.get() / 8 } else { size.get().saturating_mul(6) };
+        let is_scarce = size != whole && size > granule;
+        let spare = ByteSize::new(spare).min(RESERVE_MAX).next_multiple_of(granule);
+        match reserve_both(driver, size, spare.filter(|_| is_scarce)) {
+            Ok(bases) => {
+                return Ok(bases.map(|base| Backing::Reserved(Segment::new(base, size, granule))));
+            }
+            Err(error) if size <= granule => return Err(error),
+            Err(_) => {
+                let less = match device {
+                    Some(device) if size > device => device.max(ByteSize::new(size.get() / 2)),
+                    Some(_) => ByteSize::new(size.get() / 4 * 3),
+                    None => ByteSize::new(size.get() / 2),
+                };
+                // At most 148 steps, from 2^62 bytes down to one granule.
+                size = whole_below(less, granule);
+            }
         }
     }
 }
@@ -90,48 +122,39 @@ fn offsets(granule: ByteSize, wanted: ByteSize) -> Backing {
     Backing::SegmentList(SegmentList::new(extent, largest, granule))
 }
 
-/// Reserves address space for a region: the requested size or, if the driver refuses that, an
-/// eighth of the size that it accepts, and so a quarter for both regions. In that case addresses
-/// are scarce (`ulimit -v`), and the heap, stacks and other arenas need some too.
-fn reserve_region(
-    driver: &dyn Driver,
-    granularity: ByteSize,
-    wanted: ByteSize,
-) -> Result<Segment, DriverError> {
-    let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
+/// Returns the extent of a region in which blocks of a granule or more can have `size` bytes.
+fn extent(size: ByteSize, granule: ByteSize) -> ByteSize {
+    let whole = size.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     // Plus the share of small blocks.
-    let whole = region_index::span_for(whole.unwrap_or(RESERVE_MAX).get(), granularity.get());
-    let whole = ByteSize::new(whole).min(RESERVE_MAX);
-    let (base, size) = reserve_or_halve(driver, granularity, whole)?;
-    let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);
-    let part = part.unwrap_or(granularity).max(granularity);
-    if size == whole || size <= part {
-        return Ok(Segment::new(base, size, granularity));
-    }
-    // SAFETY: the whole reservation just made: nothing is committed in it, and nobody knows it.
-    if unsafe { driver.unreserve(base, size) }.is_err() {
-        // If the range cannot be released, it is kept.
-        return Ok(Segment::new(base, size, granularity));
-    }
-    let (base, size) = reserve_or_halve(driver, granularity, part)?;
-    Ok(Segment::new(base, size, granularity))
+    let whole = region_index::span_for(whole.unwrap_or(RESERVE_MAX).get(), granule.get());
+    ByteSize::new(whole).min(RESERVE_MAX)
 }
 
-/// Reserves this size, halved until the driver accepts it. Returns the accepted size.
-fn reserve_or_halve(
+/// Returns whole granules, at least one, of at most `size`.
+fn whole_below(size: ByteSize, granule: ByteSize) -> ByteSize {
+    ByteSize::new(size.get() / granule.get() * granule.get()).max(granule)
+}
+
+/// Reserves the ranges of both regions, if this leaves a range of the size of `spare`.
+fn reserve_both(
     driver: &dyn Driver,
-    granularity: ByteSize,
-    mut size: ByteSize,
-) -> Result<(DeviceAddress, ByteSize), DriverError> {
-    // At most 62 halvings, from 2^62 bytes down to one granule.
-    loop {
-        match driver.reserve(size) {
-            Ok(base) => return Ok((base, size)),
-            Err(error) if size <= granularity => return Err(error),
-            Err(_) => {
-                let half = ByteSize::new(size.get() / 2).next_multiple_of(granularity);
-                size = half.unwrap_or(granularity);
+    size: ByteSize,
+    spare: Option<ByteSize>,
+) -> Result<[DeviceAddress; 2], DriverError> {
+    // SAFETY: the caller passes whole reservations made here: nothing is committed in them, and
+    // nobody knows them. If the driver keeps one, its addresses are lost until the process ends.
+    let release = |at, size| drop(unsafe { driver.unreserve(at, size) });
+    let stable = driver.reserve(size)?;
+    let dynamic = driver.reserve(size).inspect_err(|_| release(stable, size))?;
+    if let Some(spare) = spare {
+        match driver.reserve(spare) {
+            Ok(at) => release(at, spare),
+            Err(error) => {
+                release(stable, size);
+                release(dynamic, size);
+                return Err(error);
             }
         }
     }
+    Ok([stable, dynamic])
 }

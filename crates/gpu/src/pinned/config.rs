@@ -118,7 +118,7 @@ impl PinnedConfig {
         let segment = self.segment_size();
         ArenaConfig {
             limit: self.limit,
-            reserve: ByteSize::MAX, // only offsets: the driver allocates segments
+            reserve: ByteSize::new(1 << 62), // only offsets: the driver allocates segments
             granule: Some(HOST_GRANULARITY),
             decay: self.decay,
             growth: Growth::NextPowerOfTwo {

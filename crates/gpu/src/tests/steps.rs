@@ -521,7 +521,7 @@ pub(super) fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> Sim
 
 /// Returns the state of a new arena.
 pub(super) fn state(sim: &SimDriver, clock: &ManualClock, config: &ArenaConfig) -> ArenaState {
-    let backings = reserve::backings(sim, STEP_GRANULE, config.reserve).expect("addresses");
+    let backings = reserve::backings(sim, STEP_GRANULE, (config.reserve, None)).expect("addresses");
     let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
     let of_driver = (sim.capabilities(), sim.backend());
     ArenaState::new(regions, STEP_GRANULE, config.state_config(), of_driver, clock.now())

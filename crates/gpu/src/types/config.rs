@@ -6,8 +6,9 @@ use crate::types::sleep::SleepConfig;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
-/// The default address space of a region. 512 GiB: more than the memory of any current GPU (288
-/// GiB), and 1/256 of the 128 TiB that an `x86_64` process has.
+/// The address space of a region if neither the device's memory nor a limit is known, and in the
+/// reading of a recording without one. 512 GiB: more than the memory of any current GPU (288 GiB),
+/// and 1/256 of the 128 TiB that an `x86_64` process has.
 pub(crate) const RESERVE: ByteSize = ByteSize::gib(512);
 
 /// The default decay time: jemalloc's `dirty_decay_ms`, 10 s.

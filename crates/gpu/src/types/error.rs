@@ -102,7 +102,8 @@ pub enum DeviceError {
     #[error(
         "no address range for {requested} in a region of {reserved}: {live} live, largest free \
          span {largest_span}, {compacted_span} or more after compaction; increase \
-         `ArenaConfig::reserve`"
+         `ArenaConfig::reserve` if it is not more than that, else addresses are scarce: reserve \
+         less for other arenas, or use a backend that needs none, such as cuda_pool"
     )]
     OutOfAddresses {
         /// The size of the requested block.

@@ -16,6 +16,7 @@ mod nvml;
 mod open;
 mod pinned;
 mod pinned_schedule;
+mod scarce;
 mod stores;
 mod support;
 mod views;
