@@ -146,7 +146,7 @@ pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Outcome<(
         return Err(invalid("fraction in thousandths", thousandths, "0 to 1000"));
     }
     let (arena, driver) = registry::device(handle, device)?;
-    let limit = driver.device_memory()?.map_or(ByteSize::MAX, |of| of.total.scaled(fraction));
+    let limit = driver.total_memory()?.map_or(ByteSize::MAX, |total| total.scaled(fraction));
     arena.set_limit(limit);
     Ok(())
 }

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use lowtide_gpu::{DeviceArena, DeviceError, HostDriver};
 use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
-use lowtide_gpu_driver::{DeviceAddress, Driver, StreamHandle};
+use lowtide_gpu_driver::{DeviceAddress, Driver, Guarded, StreamHandle};
 use spin::Yield;
 use spin::rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -348,7 +348,8 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     } else {
         let ordinal = u32::try_from(number).unwrap_or(u32::MAX);
         let device = DeviceChoice::Ordinal(ordinal);
-        Arc::new(CudaDriver::open(CudaOptions { device, ..CudaOptions::default() })?)
+        let driver = CudaDriver::open(CudaOptions { device, ..CudaOptions::default() })?;
+        Arc::new(Guarded::new(Arc::new(driver)))
     };
     let arena = DeviceArena::open(Arc::clone(&driver), decay::clock(), config.of_device(number))?;
     let mut state = write();

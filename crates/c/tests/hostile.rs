@@ -14,7 +14,7 @@ use lowtide_c::{
     lowtide_alloc, lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free,
     lowtide_get_statistics, lowtide_last_error, lowtide_open, lowtide_record_use,
     lowtide_set_limit, lowtide_shrink, lowtide_torch_alloc, lowtide_torch_free,
-    lowtide_torch_record_stream,
+    lowtide_torch_memory_fraction, lowtide_torch_record_stream,
 };
 use lowtide_fake_cuda::{Fake, Guard, Options as FakeOptions};
 use test_fork::test;
@@ -441,6 +441,47 @@ fn a_stream_that_is_destroyed_fails_no_tensor_of_another_stream() {
     }
     println!("figure field.stream.null {nulls} tensors");
     assert_eq!(nulls, 0);
+}
+
+/// pytorch#58466, vllm#13131: there was no limit, and no error.
+#[test]
+fn a_fraction_of_an_integrated_gpu_is_a_limit() {
+    const GIB: usize = 1 << 30;
+    for flags in [0, FakeOptions::INTEGRATED] {
+        let cuda = Cuda::start(flags);
+        let stream = cuda.stream();
+        lowtide_torch_memory_fraction(0.5, 0); // of 80 GiB
+        let mut allocator = 0;
+        // SAFETY: a place for the handle.
+        assert_eq!(unsafe { lowtide_c::lowtide_get_default(&raw mut allocator) }, Status::Ok);
+        assert_eq!(
+            statistics(allocator).map(|it| it.limit_bytes),
+            Ok(40 << 30),
+            "{flags}: {}",
+            text()
+        );
+        assert!(tensor(41 * GIB, stream).is_null(), "{flags}");
+        let half = tensor(40 * GIB, stream);
+        assert!(!half.is_null(), "{flags}: {}", text());
+        drop_tensor(half, 40 * GIB, stream);
+        assert_eq!(lowtide_close(allocator), Status::Ok, "{}", text());
+    }
+}
+
+/// timemachine#1203, ollama#1895: the arena of a dead device was never known to be lost.
+#[test]
+fn a_dead_device_gets_no_more_calls() {
+    let cuda = Cuda::start(0);
+    let stream = cuda.stream();
+    drop_tensor(tensor(1 << 20, stream), 1 << 20, stream);
+    cuda.fake.poison(0, 999);
+    assert!(tensor(64 << 20, stream).is_null());
+    let calls = cuda.fake.calls_total();
+    for _ in 0..100 {
+        assert!(tensor(64 << 20, stream).is_null());
+    }
+    assert!(text().contains("lost"), "{}", text());
+    assert_eq!(cuda.fake.calls_total(), calls);
 }
 
 /// The same reports: CUDA gives the handle of a destroyed stream to the next one, whose work is not
