@@ -239,8 +239,8 @@ impl Shared {
             let ceiling = self.admission.ledger(budget).ceiling();
             let start = format!("{:?} needs ", resource.name);
             let text = format!(
-                "{start}{cost} of {budget} memory, of which the ceiling of {ceiling} leaves {most}: \
-                 it cannot be loaded; expected a larger limit or a smaller cost"
+                "{start}{cost} of {budget} memory, of which the ceiling of {ceiling} leaves \
+                 {most}: it cannot be loaded; expected a larger limit or a smaller cost"
             );
             self.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
         }

@@ -52,8 +52,8 @@ pub struct Verdict {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Finding {
-    /// The subject: `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`, `untracked`,
-    /// `device` or `eviction`.
+    /// The subject: `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`,
+    /// `untracked`, `device` or `eviction`.
     pub about: &'static str,
     /// `true` if it needs attention.
     pub is_problem: bool,

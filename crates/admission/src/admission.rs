@@ -216,8 +216,8 @@ impl Admission {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
-    /// Returns the most bytes that a resource may have: one with a larger cost cannot be loaded, even
-    /// if no request runs and no other resource is loaded.
+    /// Returns the most bytes that a resource may have: one with a larger cost cannot be loaded,
+    /// even if no request runs and no other resource is loaded.
     #[doc(hidden)]
     #[must_use]
     pub fn loadable(&self, budget: Budget) -> ByteSize {

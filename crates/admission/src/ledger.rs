@@ -681,8 +681,8 @@ impl Ledger {
         ByteSize::new(self.ceiling.load(Ordering::Relaxed))
     }
 
-    /// Returns the most bytes that a resource may have if nothing else is reserved: the ceiling less
-    /// what is held then.
+    /// Returns the most bytes that a resource may have if nothing else is reserved: the ceiling
+    /// less what is held then.
     pub(crate) fn loadable(&self) -> ByteSize {
         ByteSize::new(self.loadable.load(Ordering::Relaxed))
     }
