@@ -133,22 +133,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         if upkeep {
             to.describe();
         }
-        let version = self.shared.config.service_version.value.as_deref();
-        to.build_info(snapshot.profile.name(), version);
-        self.publish_host(to, &snapshot, now);
-        self.devices.publish(&self.shared, &snapshot);
-        self.publish_kernel(to, &snapshot);
-        self.publish_requests(to, &snapshot);
-        for resource in &snapshot.resources {
-            if resource.loads_refused_total > 0 {
-                self.shared.note_misfit(resource);
-            }
-            to.resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
-        }
-        snapshot.reclaimers.iter().for_each(|reclaimer| to.reclaimer(reclaimer));
-        let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
-        to.diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
-        to.ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
+        self.publish_snapshot(to, &snapshot, now);
         to.sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         #[cfg(feature = "prometheus")]
         if upkeep {
@@ -156,6 +141,19 @@ impl MaintenanceActions for MaintenanceExecutor {
         }
         if upkeep && let Some(hook) = &mut self.hook {
             hook();
+        }
+    }
+}
+
+impl Drop for MaintenanceExecutor {
+    /// Publishes what was counted since the last publication. The next `Memory` of this process
+    /// continues these totals.
+    fn drop(&mut self) {
+        let claim = &self.shared.claim;
+        let has_published = claim.is_attached && self.hook_at > Moment::ORIGIN;
+        if has_published && claim.birth.is_here() && !std::thread::panicking() {
+            let (to, now) = (self.shared.metrics().last(), self.shared.clock.now());
+            self.publish_snapshot(to, &self.shared.snapshot(), now);
         }
     }
 }
@@ -195,6 +193,26 @@ impl MaintenanceExecutor {
             exhausted: false,
             needs_restart: false,
         }
+    }
+
+    /// Publishes all figures of a snapshot.
+    fn publish_snapshot(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot, now: Moment) {
+        let version = self.shared.config.service_version.value.as_deref();
+        to.build_info(snapshot.profile.name(), version);
+        self.publish_host(to, snapshot, now);
+        self.devices.publish(to, &self.shared, snapshot);
+        self.publish_kernel(to, snapshot);
+        self.publish_requests(to, snapshot);
+        for resource in &snapshot.resources {
+            if resource.loads_refused_total > 0 {
+                self.shared.note_misfit(resource);
+            }
+            to.resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
+        }
+        snapshot.reclaimers.iter().for_each(|reclaimer| to.reclaimer(reclaimer));
+        let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
+        to.diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
+        to.ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
     }
 
     /// Publishes the heap, the process, and the limit with its parts.

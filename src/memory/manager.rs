@@ -224,6 +224,7 @@ impl Memory {
         let requests = RequestTotals {
             reserved: ledger.requests(),
             room: ledger.request_room(),
+            loadable: self.admission().loadable(Budget::Host),
             oldest: self.oldest_requests(),
         };
         let trend = self.0.shared.quiet_times.trend();

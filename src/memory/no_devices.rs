@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Config;
+use crate::metrics::record::MetricsWriter;
 use crate::sync::Mutex;
 use lowtide_admission::{Admission, Budget, DeviceFigures, Maintenance, Reclaim, Sample};
 
@@ -166,7 +167,7 @@ impl DevicesSnapshot {
 pub(super) struct Series {}
 
 impl Series {
-    pub(super) const fn publish(&mut self, _: &Shared, _: &MemorySnapshot) {}
+    pub(super) const fn publish(&mut self, _: MetricsWriter, _: &Shared, _: &MemorySnapshot) {}
 }
 
 /// No resource has a device arena.

@@ -7,9 +7,9 @@
 //! caller that registered the resource; it is measured and purged here.
 //!
 //! Allocations of C and C++ code are in no such arena unless jemalloc serves that code too (feature
-//! `interpose`). Without the feature the resource is measured by the change of the cgroup's charge,
-//! or of the process's resident memory, around a load that runs alone: no other load and no other
-//! request started, ran or ended meanwhile.
+//! `interpose`). Without the feature it is measured by the change of the cgroup's charge, or of the
+//! process's resident memory, less that of jemalloc's, around a load that runs alone: no other load
+//! and no other request started, ran or ended meanwhile.
 //!
 //! Invariant: `arena exists => its resource is loaded`, with its value in the arena. A load that
 //! timed out and still runs has its own arena, or none.
@@ -76,36 +76,32 @@ impl OwnArena {
 
     /// Measures a finished load by the growth of the process, and adds a diagnostic.
     fn settle_growth(&self, shared: &Shared, before: &Before) {
-        let in_arena = self.arena_active().unwrap_or_default();
-        let worth = in_arena.saturating_add(CHANGE_MIN);
-        if before.growth(shared) <= worth {
+        let start = format!("{:?} ", self.name);
+        let growth = before.growth(shared);
+        let diagnostic = if growth <= CHANGE_MIN {
             return;
-        }
-        let name = &self.name;
-        let start = format!("{name:?} uses memory of C or C++ code");
-        let measured = before.is_alone(shared).then(|| {
+        } else if before.is_alone(shared) {
             // Temporary memory of the load, such as the file, has been freed by now.
             let _ = shared.purge(Trigger::Load);
-            before.growth(shared)
-        });
-        let measured = measured.filter(|grown| before.is_alone(shared) && *grown > worth);
-        *self.grown.lock().unwrap_or_else(PoisonError::into_inner) = measured;
-        let start = format!("{start}, which jemalloc does not manage in this build: ");
-        let diagnostic = match measured {
-            Some(grown) => Diagnostic::info(
-                "resources",
-                format!(
-                    "{start}measured as {grown} by the growth of the process; feature `interpose` \
-                         measures it exactly"
-                ),
-            ),
-            None => Diagnostic::warning(
-                "resources",
-                format!(
-                    "{start}not measured, because it was not loaded alone; expected feature \
-                         `interpose`"
-                ),
-            ),
+            let growth = before.growth(shared);
+            if growth <= CHANGE_MIN || !before.is_alone(shared) {
+                return;
+            }
+            let grown = growth.saturating_add(self.arena_active().unwrap_or_default());
+            *self.grown.lock().unwrap_or_else(PoisonError::into_inner) = Some(grown);
+            let text = format!(
+                "{start}uses memory of C or C++ code, which jemalloc does not manage in this \
+                 build: measured as {grown} by the growth of the process; feature `interpose` \
+                 measures it exactly"
+            );
+            Diagnostic::info("resources", text)
+        } else {
+            let text = format!(
+                "{start}may use memory of C or C++ code, which jemalloc does not manage in this \
+                 build: the process grew by {growth} outside jemalloc during the load; not \
+                 measured, because it was not loaded alone; expected feature `interpose`"
+            );
+            Diagnostic::warning("resources", text)
         };
         shared.add_diagnostic_once(&start, diagnostic);
     }
@@ -121,7 +117,7 @@ impl OwnArena {
 
 /// The state of the process before a load.
 struct Before {
-    /// The cgroup's charge or the resident memory, in bytes, without device arenas.
+    /// The cgroup's charge or the resident memory, in bytes, without jemalloc and device arenas.
     held: i64,
     /// The requests admitted and finished.
     requests: [u64; 2],
@@ -135,7 +131,7 @@ impl Before {
         Self { held: held(shared), requests: requests(shared), loads }
     }
 
-    /// Returns the growth of the process since then.
+    /// Returns the growth of the process outside jemalloc since then.
     fn growth(&self, shared: &Shared) -> ByteSize {
         let grown = held(shared).saturating_sub(self.held);
         ByteSize::new(u64::try_from(grown).unwrap_or(0))
@@ -158,16 +154,17 @@ fn requests(shared: &Shared) -> [u64; 2] {
 }
 
 /// Returns the cgroup's charge if the limit is the cgroup's; otherwise the process's anonymous
-/// memory, because other processes would count. Without device arenas in host memory, which are
-/// measured separately; negative if those are not touched yet.
+/// memory, because other processes would count. Without device arenas in host memory and without
+/// jemalloc, which are measured separately; negative if those are not touched yet.
 fn held(shared: &Shared) -> i64 {
     let signal = shared.signals.sample();
     let source = signal.limit_without_fit.source;
     let is_cgroup = matches!(source, LimitSource::Cgroup | LimitSource::High);
     let charged = signal.charged.filter(|_| is_cgroup);
     let held = charged.or(signal.anonymous).unwrap_or_default();
-    let in_arenas = shared.committed_in_process();
-    held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
+    let heap = shared.heap.as_ref().and_then(|heap| heap.snapshot().ok()).unwrap_or_default();
+    let apart = shared.committed_in_process().saturating_add(heap.resident);
+    held.get().cast_signed().saturating_sub(apart.get().cast_signed())
 }
 
 /// Purges if the reserved loads do not fit together with memory that a purge would release.

@@ -70,8 +70,8 @@ impl Memory {
     /// registered, with its loader, as long as this `Memory` lives. A loader that holds a `Memory`
     /// keeps it alive (see [`Memory::managed`]).
     ///
-    /// A cost above the ceiling of a cgroup's limit is only a diagnostic, because that limit may be
-    /// raised. Until then each acquire fails with
+    /// A cost above what the ceiling of the limit leaves beside the process is only a diagnostic,
+    /// because a cgroup's limit may be raised. Until then each acquire fails immediately with
     /// [`AcquireError::Rejected`](crate::admission::AcquireError::Rejected) and
     /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
     ///

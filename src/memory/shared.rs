@@ -225,21 +225,22 @@ impl Shared {
         Ok(())
     }
 
-    /// Adds a diagnostic, once, if a resource cannot be loaded because its cost is above a ceiling.
-    /// The ceiling may change with the limit of a cgroup, so this is checked after each rejected
-    /// load.
+    /// Adds a diagnostic, once, if a resource cannot be loaded because its cost is above what the
+    /// ceiling leaves. That may change with the limit of a cgroup, so this is checked after each
+    /// rejected load.
     pub(super) fn note_misfit(&self, resource: &ResourceStats) {
         for (budget, cost) in
             [(Budget::Host, resource.cost.host), (Budget::Device, resource.cost.device)]
         {
-            let ceiling = self.admission.ledger(budget).ceiling();
-            if cost <= ceiling {
+            let most = self.admission.loadable(budget);
+            if cost <= most {
                 continue;
             }
+            let ceiling = self.admission.ledger(budget).ceiling();
             let start = format!("{:?} needs ", resource.name);
             let text = format!(
-                "{start}{cost} of {budget} memory, above the ceiling of {ceiling}: it cannot be \
-                 loaded; expected a larger limit or a smaller cost"
+                "{start}{cost} of {budget} memory, of which the ceiling of {ceiling} leaves \
+                 {most}: it cannot be loaded; expected a larger limit or a smaller cost"
             );
             self.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
         }

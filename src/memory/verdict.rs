@@ -52,8 +52,8 @@ pub struct Verdict {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Finding {
-    /// The subject: `exhausted`, `rejections`, `level`, `leak`, `retained`, `untracked`, `device`
-    /// or `eviction`.
+    /// The subject: `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`,
+    /// `untracked`, `device` or `eviction`.
     pub about: &'static str,
     /// `true` if it needs attention.
     pub is_problem: bool,
@@ -67,6 +67,8 @@ pub(super) struct RequestTotals {
     pub(super) reserved: ByteSize,
     /// The bytes that all of them may reserve; [`ByteSize::MAX`] without a limit.
     pub(super) room: ByteSize,
+    /// The most bytes that a resource may have.
+    pub(super) loadable: ByteSize,
     /// Those that were admitted first.
     pub(super) oldest: Vec<RequestMemory>,
 }
@@ -83,6 +85,7 @@ impl Verdict {
             exhausted(snapshot, breakdown),
             rejections(snapshot, breakdown, requests, events),
             level(snapshot, breakdown),
+            misfit(snapshot, requests.loadable),
             leak(breakdown, trend),
             retained(snapshot, breakdown),
             untracked(snapshot, breakdown),
@@ -193,7 +196,7 @@ fn rejections(
 
 /// Explains why requests did not fit, from the running ones.
 fn full(snapshot: &MemorySnapshot, breakdown: &Breakdown, requests: &RequestTotals) -> String {
-    let RequestTotals { reserved, room, oldest } = requests;
+    let RequestTotals { reserved, room, oldest, .. } = requests;
     let (ceiling, physical) = (snapshot.host.ceiling, snapshot.physical);
     let live = breakdown.total(PartKind::Requests);
     let held = snapshot.admission.held();
@@ -242,6 +245,18 @@ fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
         return Some(Finding { about: "level", is_problem: false, text });
     }
     problem("level", format!("Pressure is {level}: {used}."))
+}
+
+/// Names a resource that was to be loaded and can never fit.
+fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Finding> {
+    let mut refused = snapshot.resources.iter().filter(|of| of.loads_refused_total > 0);
+    let resource = refused.find(|of| !of.loaded && of.cost.host > loadable)?;
+    let text = format!(
+        "The resource {:?} cannot be loaded: it needs {}, of which the ceiling of {} leaves \
+         {loadable}; expected a larger limit or a smaller cost.",
+        resource.name, resource.cost.host, snapshot.host.ceiling
+    );
+    problem("resource", text)
 }
 
 /// Extrapolates the growth of live memory between quiet times to the limit.

@@ -7,15 +7,18 @@
 #[cfg(feature = "device")]
 pub mod devices;
 
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::time::Duration;
 
-use metrics::SharedString;
+use metrics::{Key, SharedString};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 
 use super::MetricsTier;
 use super::names::{self as name, Kind, Metric, TABLE};
 use super::process::ProcessStats;
 use crate::bytes::ByteSize;
+use crate::sync::lock;
 use lowtide_admission::{Budget, Cost};
 
 /// The budgets with metrics: the device's exists only in a build with device arenas.
@@ -33,12 +36,18 @@ pub(crate) const fn part(cost: Cost, budget: Budget) -> ByteSize {
 /// The prefix of the standard metrics of a process.
 const PROCESS: &str = "process_";
 
+/// The totals of each `Memory` of this process that has ended, by series: as many as the recorder
+/// keeps. Those of the next one continue them.
+static ENDED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
+
 /// Publishes the metrics of a tier.
 #[derive(Clone, Copy, Debug)]
 pub struct MetricsWriter {
     tier: MetricsTier,
     /// `true` if the standard metrics of the process are published.
     has_process: bool,
+    /// `true` for the last publication of a `Memory`.
+    is_last: bool,
 }
 
 /// The labels of a series.
@@ -53,7 +62,12 @@ impl MetricsWriter {
     /// Creates a writer of the metrics of this tier.
     #[must_use]
     pub const fn new(tier: MetricsTier, has_process: bool) -> Self {
-        Self { tier, has_process }
+        Self { tier, has_process, is_last: false }
+    }
+
+    /// Returns the writer of the last publication of a `Memory`, which keeps its totals.
+    pub(crate) const fn last(self) -> Self {
+        Self { is_last: true, ..self }
     }
 
     fn has(self, metric: &Metric) -> bool {
@@ -75,7 +89,26 @@ impl MetricsWriter {
         self.gauge(metric, labels, bytes.as_f64());
     }
 
+    /// Publishes a total of this `Memory`.
     fn counter<const N: usize>(self, metric: Metric, labels: &Labels<N>, total: u64) {
+        if !self.has(&metric) {
+            return;
+        }
+        let mut ended = lock(&ENDED);
+        let mut sum = total;
+        if self.is_last || !ended.is_empty() {
+            let key = Key::from_parts(metric.name, labels);
+            sum = sum.saturating_add(ended.get(&key).copied().unwrap_or(0));
+            if self.is_last {
+                ended.insert(key, sum);
+            }
+        }
+        drop(ended);
+        self.process_counter(metric, labels, sum);
+    }
+
+    /// Publishes a total that no `Memory` starts over: of the process, or of the kernel.
+    fn process_counter<const N: usize>(self, metric: Metric, labels: &Labels<N>, total: u64) {
         if self.has(&metric) {
             counter!(metric.name, labels).absolute(total);
         }
@@ -116,7 +149,7 @@ impl MetricsWriter {
             self.bytes(name::PROCESS_RESIDENT, &[], rss);
         }
         if let Some(cpu) = stats.cpu {
-            self.counter(name::PROCESS_CPU, &[], cpu.as_secs());
+            self.process_counter(name::PROCESS_CPU, &[], cpu.as_secs());
         }
         for (metric, value) in [
             (name::PROCESS_START, stats.start.map(|start| start.as_secs_f64())),
@@ -233,7 +266,7 @@ impl MetricsWriter {
 
     /// Publishes the processes of the cgroup killed by the kernel.
     pub fn oom_kills(self, total: u64) {
-        self.counter(name::PRESSURE_OOM_KILLS, &[], total);
+        self.process_counter(name::PRESSURE_OOM_KILLS, &[], total);
     }
 
     /// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`),
@@ -296,7 +329,7 @@ impl MetricsWriter {
     pub(crate) fn connections(self, open: u64, closed: impl Iterator<Item = (&'static str, u64)>) {
         self.gauge(name::CONNECTIONS, &[], count(open));
         closed.for_each(|(reason, total)| {
-            self.counter(name::CONNECTIONS_CLOSED, &[label("reason", reason)], total);
+            self.process_counter(name::CONNECTIONS_CLOSED, &[label("reason", reason)], total);
         });
     }
 

@@ -21,13 +21,14 @@
 //! Invariants: the permit lives as long as the response body and its followed frames; a frame of a
 //! request keeps neither the permit of its request nor the memory of its account.
 
+use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use lowtide_admission::Waiting;
+use lowtide_admission::{Rejected, Waiting};
 use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 
@@ -60,7 +61,9 @@ const PLAIN_FRAMES: u8 = 16;
 const PIECE_MAX: usize = 256 << 10;
 
 pin_project! {
-    /// The body of a request that passed the layer.
+    /// The body of a request that passed the layer. A handler behind
+    /// [`Connection::service`](super::Connection::service) and the layer receives a
+    /// `Request<RequestBody<ConnectionBody<hyper::body::Incoming>>>`.
     #[derive(Debug)]
     pub struct RequestBody<Q> {
         // `None` only while it is dropped.
@@ -436,6 +439,44 @@ impl<R> ResponseBody<R> {
     }
 }
 
+impl<R> Default for ResponseBody<R> {
+    /// Returns an empty body, which layers such as a timeout or CORS answer with.
+    fn default() -> Self {
+        Self { kind: Kind::Rejected { text: None } }
+    }
+}
+
+/// The error of a [`ResponseBody`]. Converts to [`BoxError`] if the inner one does.
+// Not a `BoxError` itself: a bound `R::Error: Into<BoxError>` on `Body` cannot be proven inside a
+// spawned future if that error is a `BoxError` (rust-lang/rust#64552). It does not implement
+// `Error`, because a `BoxError` does not.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ResponseBodyError<E> {
+    /// The error of the inner body.
+    Inner(E),
+    /// The time limit of the request has passed.
+    Rejected(Rejected),
+}
+
+impl<E: fmt::Display> fmt::Display for ResponseBodyError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Inner(error) => error.fmt(f),
+            Self::Rejected(rejected) => rejected.fmt(f),
+        }
+    }
+}
+
+impl<E: Into<Self>> From<ResponseBodyError<E>> for BoxError {
+    fn from(error: ResponseBodyError<E>) -> Self {
+        match error {
+            ResponseBodyError::Inner(error) => error.into(),
+            ResponseBodyError::Rejected(rejected) => rejected.into(),
+        }
+    }
+}
+
 impl<R: Body> ResponseBody<R> {
     #[inline]
     pub(super) fn admitted(
@@ -450,26 +491,21 @@ impl<R: Body> ResponseBody<R> {
     }
 }
 
-impl<R> Body for ResponseBody<R>
-where
-    R: Body<Data = Bytes, Error: Into<BoxError>>,
-{
+impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
     type Data = Bytes;
-    /// The inner body's error, or the [`Rejected`](lowtide_admission::Rejected) of a request whose
-    /// time limit has passed.
-    type Error = BoxError;
+    type Error = ResponseBodyError<R::Error>;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match self.project().kind.project() {
             KindProject::Admitted { mut body, plain, limited, reports } => {
                 if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
                     if let Some(rejected) = permit.cut() {
                         body.end();
                         *limited = None;
-                        return Poll::Ready(Some(Err(rejected.into())));
+                        return Poll::Ready(Some(Err(ResponseBodyError::Rejected(rejected))));
                     }
                     if !limits.rest.is_empty() {
                         let piece = limits.next_piece();
@@ -485,7 +521,9 @@ where
                 let Some(permit) = body.permit() else { unreachable!("admitted with a permit") };
                 let mut frame = match polled {
                     Poll::Ready(Some(Ok(frame))) => frame,
-                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error.into()))),
+                    Poll::Ready(Some(Err(error))) => {
+                        return Poll::Ready(Some(Err(ResponseBodyError::Inner(error))));
+                    }
                     Poll::Ready(None) => {
                         permit.sends(Poll::Ready(0), cx.waker());
                         return Poll::Ready(None);

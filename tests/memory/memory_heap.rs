@@ -2,12 +2,14 @@
 //! threads, caches of a runtime's parked workers, growth of what C code's heap keeps.
 #![expect(unsafe_code, reason = "C's malloc is called, as a library's code would")]
 
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
-use lowtide::memory::{Builder, MemorySnapshot};
+use lowtide::memory::{Builder, Diagnostic, MemorySnapshot};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Resource as _, Signals};
 use lowtide_heap::{self as heap, HeapProbe};
@@ -201,6 +203,33 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
     let found = model.stats().measured.unwrap_or_default().host;
     assert!(found <= ByteSize::mib(4), "{found}");
     assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.diagnostics());
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// What the process allocates from jemalloc during a load, such as requests that run at the same
+/// time, was taken for memory of C code.
+#[test]
+fn a_load_during_traffic_is_not_taken_for_memory_of_c_code() {
+    let memory = builder().start().expect("starts");
+    for requests in [1, 3] {
+        let traffic = Arc::new(Mutex::new(Vec::new()));
+        let held = Arc::clone(&traffic);
+        let load = move || {
+            let allocate = || vec![7_u8; 40 << 20];
+            held.lock().expect("no panic").push(thread::spawn(allocate).join().expect("no panic"));
+            Ok(vec![7_u8; 8 << 20])
+        };
+        let name = format!("beside {requests}");
+        let model = memory.register(memory.managed(&name, load)).expect("registered");
+        let admit = || memory.admission().try_admit(lowtide_admission::Cost::ZERO);
+        let permits: Vec<_> = (0..requests).map(|_| admit().expect("admitted")).collect();
+        drop(model.acquire_blocking().expect("loads"));
+        drop((permits, traffic));
+        let found = model.stats().measured.expect("measured").host;
+        assert!(found >= ByteSize::mib(8) && found <= ByteSize::mib(12), "{found}");
+        let is_said = |note: &Diagnostic| note.text.contains("of C or C++ code");
+        assert!(!memory.diagnostics().iter().any(is_said), "{:?}", memory.diagnostics());
+    }
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -18,8 +18,8 @@ use tracing_subscriber::layer::SubscriberExt as _;
 
 use crate::start::NONE;
 use crate::support::{
-    PATIENCE, Tree, nothing_to_read, shutdown_apart, threads, until, until_both_threads,
-    until_no_threads,
+    PATIENCE, Tree, advance_until, nothing_to_read, shutdown_apart, threads, until,
+    until_both_threads, until_no_threads,
 };
 
 const SOON: Duration = Duration::from_secs(5);
@@ -250,7 +250,7 @@ fn a_hook_that_panics_costs_its_run_and_nothing_else() {
         }
     };
     let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
-    crate::support::advance_until(&clock, Duration::from_secs(1), "it runs again", || {
+    advance_until(&clock, Duration::from_secs(1), "it runs again", || {
         *lowtide_core::sync::lock(&runs) >= 2
     });
     let report = memory.shutdown(SOON);
@@ -492,6 +492,44 @@ fn a_resource_above_the_ceiling_of_a_limit_that_cannot_grow_is_not_registered() 
     let error = model.acquire_blocking().map(drop).expect_err("2 GiB in 1 GiB");
     assert_eq!((error.reason(), error.retry_after()), ("does_not_fit", None));
     assert_eq!(about(&memory, "resources").len(), 1, "and noted");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The load waited for 2 s, was rejected as one that may fit later, and the verdict was in order.
+#[test]
+fn a_resource_that_never_fits_beside_the_process_is_rejected_at_once_and_named() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(250)));
+    tree.hold(40);
+    let builder = quiet().clock(Arc::clone(&clock) as Arc<dyn Clock>).signals(tree.open());
+    let memory = builder.start().expect("starts");
+    let ledger = memory.admission().ledger(Budget::Host);
+    let tick = Duration::from_millis(250);
+    advance_until(&clock, tick, "the process is measured", || {
+        ledger.ceiling() == ByteSize::mib(200) && ledger.allowance() < ByteSize::mib(160)
+    });
+    let of = |name: &str, mib| {
+        let cost = Cost::host(ByteSize::mib(mib));
+        memory.register(memory.managed(name, || Ok(())).cost(cost)).expect("below the ceiling")
+    };
+    let model = of("embedder", 190);
+    assert!(about(&memory, "resources").iter().any(|note| note.contains("\"embedder\"")));
+    let error = crate::polled::now(model.acquire()).map(drop).expect_err("150 MiB are left");
+    let AcquireError::Rejected { rejected, .. } = &error else { panic!("{error:?}") };
+    let Rejected::TooLarge { budget: Budget::Host, asked, ceiling } = *rejected else {
+        panic!("{rejected:?}")
+    };
+    assert_eq!(asked, ByteSize::mib(190));
+    // Less what a purge would release.
+    assert!(ceiling >= ByteSize::mib(160) && ceiling < ByteSize::mib(161), "{ceiling}");
+    assert_eq!((error.reason(), error.retry_after()), ("does_not_fit", None));
+    let answer = lowtide::service::unavailable(&error);
+    assert!(answer.body().contains("than can ever be free"), "{}", answer.body());
+    let verdict = memory.verdict();
+    let expected = "The resource \"embedder\" cannot be loaded: it needs 190.0 MiB";
+    assert!(verdict.summary.starts_with(expected), "{verdict:?}");
+    // One that fits beside the process may wait for room.
+    let fits = of("reranker", 150);
+    drop(fits.acquire_blocking().expect("loads"));
     assert!(memory.shutdown(SOON).is_clean());
 }
 

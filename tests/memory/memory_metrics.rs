@@ -222,6 +222,45 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     assert!(hooks() >= 3);
 }
 
+/// tikv/rust-prometheus#261: the totals of a second `Memory` stood still until they exceeded those
+/// of the first.
+#[test]
+fn the_counters_of_a_second_memory_continue_those_of_the_first() {
+    let recorder = recorder::builder().install_recorder().expect("the first of this process");
+    let total = |name: &str| {
+        let scrape = Scrape::parse(&recorder.render());
+        let series = scrape.series.iter().filter(|(found, ..)| found == name);
+        series.map(|(.., value)| value).sum::<f64>()
+    };
+    let admitted = || total("lowtide_admission_admitted_total");
+    let mut expected = 0.0;
+    for requests in [3, 2, 0, 5] {
+        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+        tree.killed(2);
+        let builder = Memory::builder().clock(Arc::clone(&clock) as Arc<dyn Clock>);
+        let memory = builder.signals(tree.open()).metrics(MetricsTier::Detail);
+        let memory = memory.device(DeviceChoice::Host).start().expect("starts");
+        let admit = || drop(memory.admission().try_admit(Cost::host(COST)).expect("fits"));
+        for _ in 0..requests {
+            admit();
+            expected += 1.0;
+        }
+        let model = memory.register(memory.managed("model", || Ok(1))).expect("registered");
+        drop(model.acquire_blocking().expect("loads"));
+        let ticks = total("lowtide_sampler_ticks_total");
+        advance_until(&clock, TICK, "it publishes more ticks", || {
+            total("lowtide_sampler_ticks_total") > ticks && (admitted() - expected).abs() < 0.5
+        });
+        // Since the last publication.
+        admit();
+        expected += 1.0;
+        assert!(memory.shutdown(SOON).is_clean());
+        assert!((admitted() - expected).abs() < 0.5, "{} of {expected}", admitted());
+        assert!((total("lowtide_pressure_oom_kills_total") - 2.0).abs() < 0.5, "the kernel's");
+    }
+    assert!((total("lowtide_resource_loads_total") - 4.0).abs() < 0.5);
+}
+
 /// Runs a memory with these settings until it has published once.
 fn published(with: fn(Builder) -> Builder) -> Scrape {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));

@@ -15,12 +15,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame, SizeHint};
+use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
-use lowtide::ByteSize;
-use lowtide::service::{DRAIN_MAX, Estimate, MemoryLayer, RequestBody, SharedPermit, rejection};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper_util::rt::TokioIo;
+use lowtide::service::{
+    ConnectionBody, Connections, DRAIN_MAX, Estimate, MemoryLayer, RequestBody, ResponseBody,
+    SharedPermit, rejection,
+};
+use lowtide::{BoxError, ByteSize};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
-use tower::{Layer, Service, ServiceExt, service_fn};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tower::layer::layer_fn;
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
 use crate::polled::now;
 
@@ -413,4 +422,90 @@ fn a_refused_upload_that_breaks_off_is_answered_and_one_that_pauses_is_waited_fo
     assert!(poll(answer.as_mut()).is_pending());
     assert!(poll(answer.as_mut()).is_pending());
     assert!(poll(answer.as_mut()).is_ready());
+}
+
+/// Answers a preflight itself. Has the bounds of `tower_http`'s `CorsLayer`, `TimeoutLayer` and
+/// `ValidateRequestHeaderLayer`: nothing of the request's body, `Default` of the response's.
+#[derive(Clone)]
+struct Preflight<S>(S);
+
+impl<S, Q, R> Service<Request<Q>> for Preflight<S>
+where
+    S: Service<Request<Q>, Response = Response<R>, Future: Send + 'static>,
+    R: Default + Send + 'static,
+    S::Error: Send + 'static,
+{
+    type Response = Response<R>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<R>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Q>) -> Self::Future {
+        if request.method() == http::Method::OPTIONS {
+            return Box::pin(ready(Ok(Response::default())));
+        }
+        Box::pin(self.0.call(request))
+    }
+}
+
+/// tower-http#554, #679: the body was no `Default`, so such a stack did not compile.
+#[test]
+fn layers_that_answer_with_an_empty_body_stand_on_both_sides_of_the_layer() {
+    let admission = admission();
+    let stack = ServiceBuilder::new()
+        .layer(layer_fn(Preflight))
+        .layer(layer(&admission))
+        .layer(layer_fn(Preflight));
+    let app = axum::Router::new().route("/", axum::routing::get(async || "hello")).layer(stack);
+    let ask = |method: http::Method| {
+        let request = Request::builder().method(method).uri("/").body(axum::body::Body::empty());
+        let answer = now(app.clone().oneshot(request.expect("valid"))).expect("no error");
+        now(answer.into_body().collect()).expect("no error").to_bytes()
+    };
+    assert_eq!(ask(http::Method::OPTIONS), "");
+    assert_eq!(ask(http::Method::GET), "hello");
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
+    let empty = ResponseBody::<Body200>::default();
+    assert!(empty.is_end_stream() && empty.size_hint().exact() == Some(0));
+}
+
+/// A handler whose body has a boxed error did not compile in a spawned task ("implementation of
+/// `From` is not general enough").
+#[tokio::test]
+async fn a_body_with_a_boxed_error_is_served_in_a_spawned_task() {
+    type Boxed = BoxBody<Bytes, BoxError>;
+    let admission = admission();
+    let handler = service_fn(|request: Request<RequestBody<ConnectionBody<Incoming>>>| {
+        let body = match request.uri().path() {
+            "/" => Full::from("hello").map_err(|never| match never {}).boxed(),
+            _ => {
+                let broken = [Err::<Frame<Bytes>, _>(BoxError::from("planted"))];
+                BodyExt::boxed(StreamBody::new(futures_util::stream::iter(broken)))
+            }
+        };
+        ready(Ok::<_, Infallible>(Response::<Boxed>::new(body)))
+    });
+    let app = layer(&admission).layer(handler);
+    let connections = Connections::new(&admission, 1);
+    for (path, end, fails) in [("/", "hello", None), ("/broken", "", Some("planted"))] {
+        let connection = connections.open().expect("a place");
+        let (mut client, server) = tokio::io::duplex(1 << 10);
+        let app = connection.service(app.clone());
+        let service = hyper::service::service_fn(move |request| app.clone().oneshot(request));
+        let served = http1::Builder::new().serve_connection(TokioIo::new(server), service);
+        let served = tokio::spawn(async move {
+            tokio::select! { ended = served => ended, () = connection.closed() => Ok(()) }
+        });
+        let head = format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+        client.write_all(head.as_bytes()).await.expect("sent");
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.expect("read");
+        assert!(answer.ends_with(end), "{answer:?}");
+        let error = served.await.expect("no panic").err();
+        let error = error.as_ref().and_then(std::error::Error::source).map(ToString::to_string);
+        assert_eq!(error.as_deref(), fails);
+    }
 }

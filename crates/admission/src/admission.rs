@@ -216,6 +216,14 @@ impl Admission {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
+    /// Returns the most bytes that a resource may have: one with a larger cost cannot be loaded,
+    /// even if no request runs and no other resource is loaded.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn loadable(&self, budget: Budget) -> ByteSize {
+        self.desk.loadable(budget)
+    }
+
     /// Like [`Admission::try_reserve_resource`], but claims idle resources whose
     /// unload makes room if there is none. Reclaimers are asked if `asks` is set.
     pub(super) fn stand_or_evict(

@@ -412,8 +412,19 @@ impl Desk {
         match (stood, eviction) {
             (Ok((host, device)), _) => Ok(Stood::Booked(Permit::standing(self, host, device))),
             (Err(_), Some(eviction)) => Ok(Stood::Evicting(eviction)),
+            (Err(Rejected::Full { budget, asked, .. }), None) if asked > self.loadable(budget) => {
+                Err(Rejected::TooLarge { budget, asked, ceiling: self.loadable(budget) })
+            }
             (Err(rejected), None) => Err(rejected),
         }
+    }
+
+    /// Returns the most bytes that a resource may have: the ceiling less what the process holds
+    /// while nothing is reserved, unless reclaimers may release a part of that.
+    pub(super) fn loadable(&self, budget: Budget) -> ByteSize {
+        let ledger = self.ledger(budget);
+        let reclaims = self.evictor().is_some_and(|evictor| evictor.has_reclaimers());
+        if reclaims { ledger.ceiling() } else { ledger.loadable() }
     }
 
     fn stand_where(

@@ -325,6 +325,11 @@ impl Evictor {
         Ok(Eviction::Unloads(UnloadStep { claims, owed }))
     }
 
+    /// Returns `true` if reclaimers of the application are registered.
+    pub(super) fn has_reclaimers(&self) -> bool {
+        self.pool.next_ask().is_some()
+    }
+
     /// Starts the thread that asks reclaimers for requests, unless it runs. Returns the time for
     /// which requests wait for it; `None` if it does not help.
     fn ask_for_request(

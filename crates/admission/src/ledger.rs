@@ -104,6 +104,9 @@ pub struct Ledger {
     allowance: AtomicU64,
     /// Written by the control loop only.
     ceiling: AtomicU64,
+    /// The most bytes that a resource may have if nothing else is reserved. Written by the control
+    /// loop only.
+    loadable: AtomicU64,
     /// The bytes that a nearly lone request may reserve. Written by the control loop only.
     alone: AtomicU64,
     /// The resource reservations that `alone` accounts for. Written by the control loop only.
@@ -145,6 +148,7 @@ impl Ledger {
             reserved: CachePadded(AtomicU64::new(0)),
             allowance: AtomicU64::new(u64::MAX),
             ceiling: AtomicU64::new(u64::MAX),
+            loadable: AtomicU64::new(u64::MAX),
             alone: AtomicU64::new(0),
             alone_resources: AtomicU64::new(0),
             alone_debt: AtomicU64::new(u64::MAX),
@@ -184,11 +188,12 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 17] {
+    fn figures(&self) -> [&AtomicU64; 18] {
         let Self {
             reserved,
             allowance,
             ceiling,
+            loadable,
             alone,
             alone_resources,
             alone_debt,
@@ -204,6 +209,7 @@ impl Ledger {
             reserved,
             allowance,
             ceiling,
+            loadable,
             alone,
             alone_resources,
             alone_debt,
@@ -675,6 +681,12 @@ impl Ledger {
         ByteSize::new(self.ceiling.load(Ordering::Relaxed))
     }
 
+    /// Returns the most bytes that a resource may have if nothing else is reserved: the ceiling
+    /// less what is held then.
+    pub(crate) fn loadable(&self) -> ByteSize {
+        ByteSize::new(self.loadable.load(Ordering::Relaxed))
+    }
+
     /// Returns the part of the room for requests that they would have reserved with `more` bytes,
     /// if resource reservations of `freed` bytes were released: 0 to 1, 1 also if there is no room,
     /// and 0 without a limit. Never NaN.
@@ -733,6 +745,11 @@ impl Ledger {
         let allowance = correction.update(books, measured);
         self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
+        let loadable = match measured.ceiling {
+            ByteSize::MAX => ByteSize::MAX,
+            ceiling => ceiling.saturating_sub(correction.base()),
+        };
+        self.loadable.store(loadable.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
         self.alone.store(correction.alone.get(), Ordering::Relaxed);
         self.alone_resources.store(books.resource_reservations.get(), Ordering::Release);

@@ -23,7 +23,8 @@ pub enum Rejected {
         budget: Budget,
         /// The bytes requested.
         asked: ByteSize,
-        /// The most bytes that may be held in total.
+        /// The most bytes that may be held in total; for a resource, less what the process holds
+        /// without requests and resources.
         ceiling: ByteSize,
     },
     /// The cost does not fit now. Answer with 503.

@@ -21,9 +21,13 @@ pub(in crate::memory) struct Series {
 }
 
 impl Series {
-    pub(in crate::memory) fn publish(&mut self, shared: &Shared, snapshot: &MemorySnapshot) {
+    pub(in crate::memory) fn publish(
+        &mut self,
+        to: MetricsWriter,
+        shared: &Shared,
+        snapshot: &MemorySnapshot,
+    ) {
         let devices = &snapshot.devices;
-        let to = shared.metrics();
         for ((device, _), arena) in &shared.devices.gone.published(devices) {
             to.arena(device, arena);
         }
