@@ -21,8 +21,7 @@ const HANDLE_MAX: ByteSize = ByteSize::mib(64);
 const HANDLES_MIN: u32 = 64;
 
 /// The default size of a thread cache: one block of each size from 1 to 128 MiB that is a power of
-/// two, as in a benchmark of cuArena. An arena that needs to commit memory first empties caches
-/// that together hold more than this.
+/// two, as in a benchmark of cuArena.
 const THREAD_CACHE: ByteSize = ByteSize::mib(256);
 
 /// The configuration of a device arena.
@@ -47,7 +46,9 @@ pub struct ArenaConfig {
     /// grows with the number of handles. Blocks that cover several granules, and adjoining blocks
     /// on a wake, get handles of more than one granule. Default: 64 MiB, the maximum of NVIDIA
     /// DALI. Rounded down to whole granules; below two granules, 0 included, each handle is one
-    /// granule. Drivers without handles, such as the host driver, ignore it.
+    /// granule. Drivers without handles, such as the host driver, ignore it, and drivers without
+    /// [remaps](crate::driver::Capabilities::remap) have handles of one granule: larger ones could
+    /// not be divided when memory is short.
     pub handle_max: ByteSize,
     /// The minimum number of handles: a handle has at most `committed / handles_min` bytes. With
     /// 64, handles reach 64 MiB only when 4 GiB are committed. An idle granule in a handle in use
@@ -61,8 +62,10 @@ pub struct ArenaConfig {
     /// The amount to commit at a time.
     pub growth: Growth,
     /// Bytes of free blocks of frequent sizes that each thread may cache for its next allocations,
-    /// at most 1,024 blocks; zero for no cache. If all caches together hold more, they are emptied
-    /// before memory is committed. Blocks that were not needed between two decays leave the cache.
+    /// at most 1,024 blocks; zero for no cache. A cache without a block of the requested size
+    /// returns its blocks if they exceed a 128th to a 64th of the live memory, and all caches are
+    /// emptied before memory is committed, so that no memory is committed because of them. Blocks
+    /// that were not needed between two decays leave the cache.
     /// Nothing is cached if idle memory is released immediately. On a driver with asynchronous work
     /// each lane has a cache instead, for blocks that only it used; with more than eight lanes each
     /// caches less, so that all together keep about as much as eight.

@@ -78,9 +78,8 @@ pub(crate) trait Surroundings {
     /// Returns `true` if a cache may hold a block. May be called in a step.
     fn caches_hold(&self) -> bool;
 
-    /// Frees the blocks in the caches if together they hold more than one may. Returns `true` if
-    /// there were any.
-    fn empty_excessive_caches(&self) -> bool;
+    /// Frees the blocks in the caches. Returns `true` if there were any.
+    fn empty_caches(&self) -> bool;
 
     /// Updates the live share of the limit, which decides if the caches keep blocks. May be called
     /// in a step.

@@ -301,6 +301,9 @@ impl CacheShard {
     }
 
     /// Takes a block of this size from the cache; returns `None` if the cache has none or is busy.
+    ///
+    /// If the cache has none but holds much memory, that returns to the arena, so that the block is
+    /// placed in all free space: around cached blocks it would be placed as around live ones.
     #[inline]
     pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut cache) = try_brief(&self.cache) else {
@@ -311,7 +314,13 @@ impl CacheShard {
             }
             return None;
         };
-        let taken = cache.take(key, requested)?;
+        let Some(taken) = cache.take(key, requested) else {
+            drop(cache);
+            if self.cached() > self.inner.caches.spare() {
+                self.give_up();
+            }
+            return None;
+        };
         self.cached.store(cache.tally.cached(), Ordering::Relaxed);
         Some(taken)
     }

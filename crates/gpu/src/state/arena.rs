@@ -212,9 +212,11 @@ impl ArenaState {
         (usize::try_from(granules).unwrap_or(usize::MAX), handles)
     }
 
-    /// Returns the maximum number of granules of a handle, if this many bytes are committed.
+    /// Returns the maximum number of granules of a handle, if this many bytes are committed: one if
+    /// the driver cannot remap, because a large handle could not be divided in a shortage.
     pub(crate) fn handle_max(&self, committed: u64) -> usize {
-        let most = if self.capabilities.handles { self.handle_max } else { 0 };
+        let Capabilities { handles, remap, .. } = self.capabilities;
+        let most = if handles && remap { self.handle_max } else { 0 };
         let granules = most.min(committed / self.handles_min) / self.granularity;
         usize::try_from(granules).unwrap_or(usize::MAX).max(1)
     }
