@@ -90,7 +90,7 @@ fn of_trace(
         let repeats = repeats(trace, seed);
         let of = |decay| play(trace, &repeats, decay, time);
         let (ours, never) = (of(default)?, of(DecayTime::Never)?);
-        sums.repeats += ours.driver_calls.abs_diff(never.driver_calls);
+        sums.repeats += ours.driver_calls.saturating_sub(never.driver_calls);
     }
     sums.worst = sums.worst.max(ours_worst);
     let name = format!("decay.{}", trace.name);

@@ -1,4 +1,5 @@
-//! Sleep and wake: driver calls for each handle, and that the number of blocks adds none.
+//! Sleep and wake: driver calls for each handle, and that the number of blocks adds none if the
+//! handles are the same.
 //!
 //! Over the simulation of CUDA's driver, all contents kept: each handle is unmapped and released,
 //! created, mapped and made accessible again, and its bytes are copied out and back. Calls and
@@ -30,21 +31,25 @@ struct Cycle {
 }
 
 pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
-    let many = cycle(BLOCKS)?;
-    let few = cycle(BLOCKS / 100)?;
+    let default = ArenaConfig::new("sleep");
+    let (many, few) = (cycle(BLOCKS, &default)?, cycle(BLOCKS / 100, &default)?);
     let per_handle = |cycle: &Cycle| cycle.calls as f64 / cycle.handles as f64;
     figures.add("sleep.driver_calls_per_handle", per_handle(&many), "calls");
+    figures.add("sleep.driver_calls.large_blocks", few.calls as f64, "calls");
+    // Large blocks have large handles, and so fewer calls: with equal handles only blocks differ.
+    let equal = ArenaConfig { handle_max: ByteSize::ZERO, ..default };
+    let (many, few) = (cycle(BLOCKS, &equal)?, cycle(BLOCKS / 100, &equal)?);
     let blocks = many.calls as f64 / few.calls as f64;
     figures.add("sleep.driver_calls.100x_blocks_ratio", blocks, "ratio");
     Ok(())
 }
 
 /// Sleeps and wakes with so many blocks, of half to one and a half times their mean size.
-fn cycle(blocks: usize) -> Result<Cycle, BoxError> {
+fn cycle(blocks: usize, config: &ArenaConfig) -> Result<Cycle, BoxError> {
     let options = SimOptions { costs: DriverCosts::zero(), ..SimOptions::default() };
     let sim = Arc::new(SimDriver::new(options));
     let (driver, clock) = (Arc::clone(&sim), Arc::new(sim.clock()));
-    let arena = DeviceArena::open(driver, clock, ArenaConfig::new("sleep"))?;
+    let arena = DeviceArena::open(driver, clock, config.clone())?;
     let mut chance = Chance::new(42);
     let mean = TOTAL / blocks;
     let mut held = Vec::with_capacity(blocks);

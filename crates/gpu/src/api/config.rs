@@ -21,8 +21,7 @@ const HANDLE_MAX: ByteSize = ByteSize::mib(64);
 const HANDLES_MIN: u32 = 64;
 
 /// The default size of a thread cache: one block of each size from 1 to 128 MiB that is a power of
-/// two, as in a benchmark of cuArena. An arena that needs to commit memory first empties caches
-/// that together hold more than this.
+/// two, as in a benchmark of cuArena.
 const THREAD_CACHE: ByteSize = ByteSize::mib(256);
 
 /// The configuration of a device arena.
@@ -49,12 +48,12 @@ pub struct ArenaConfig {
     /// grows with the number of handles. Blocks that cover several granules, and adjoining blocks
     /// on a wake, get handles of more than one granule. Default: 64 MiB, the maximum of NVIDIA
     /// DALI. Rounded down to whole granules; below two granules, 0 included, each handle is one
-    /// granule. Drivers without handles, such as the host driver, ignore it.
+    /// granule. Drivers without handles, such as the host driver, or without remaps ignore it.
     pub handle_max: ByteSize,
     /// The minimum number of handles: a handle has at most `committed / handles_min` bytes. With
     /// 64, handles reach 64 MiB only when 4 GiB are committed. An idle granule in a handle in use
     /// cannot leave, so a few large handles would waste much of a small arena. Default: 64. 0 and
-    /// 1: no such limit. Drivers without handles ignore it.
+    /// 1: no such limit. Drivers without handles or remaps ignore it.
     pub handles_min: u32,
     /// Time that idle memory stays. Memory used within this time is not released, and idle memory
     /// stays at most a sixteenth longer. jemalloc's curve, which releases half of the memory by
@@ -63,11 +62,13 @@ pub struct ArenaConfig {
     /// The amount to commit at a time.
     pub growth: Growth,
     /// Bytes of free blocks of frequent sizes that each thread may cache for its next allocations,
-    /// at most 1,024 blocks; zero for no cache. If all caches together hold more, they are emptied
-    /// before memory is committed. Blocks that were not needed between two decays leave the cache.
-    /// Nothing is cached if idle memory is released immediately. On a driver with asynchronous work
-    /// each lane has a cache instead, for blocks that only it used; with more than eight lanes each
-    /// caches less, so that all together keep about as much as eight.
+    /// at most 1,024 blocks; zero for no cache. All caches are emptied before memory is committed,
+    /// and a cache without the requested block is emptied if it holds more than about a hundredth
+    /// of the live memory. Blocks that were not needed between two decays leave the cache. Nothing
+    /// is cached if idle memory is released immediately. On a driver with asynchronous work each
+    /// lane has a cache instead, for blocks that only it used; a commit for another lane empties it
+    /// only if all caches together hold more than this size. With more than eight lanes each caches
+    /// less, so that all together keep about as much as eight.
     pub thread_cache: ByteSize,
     /// The number of past events to keep for a [map](crate::DeviceArena::map): 0 by default, at
     /// most 262,144, 40 bytes each. Thread caches are off if events are kept.

@@ -405,7 +405,7 @@ async fn create_segment(
     })
 }
 
-/// Continues an allocation after its first step. If memory is short, it empties excessive caches,
+/// Continues an allocation after its first step. If memory is short, it empties caches,
 /// commits, waits, and makes the steps after a shortage (`retry`).
 ///
 /// # Errors
@@ -415,10 +415,10 @@ pub(crate) async fn alloc(
     (target, mut begun): (AllocTarget, Begun),
 ) -> Result<Placement, AllocFailure> {
     let region = target.region;
-    // So that no more than one cache may hold is committed because of the caches.
+    // Cached memory is used before more is committed. That of other lanes would need a wait.
     if port.surroundings.caches_hold()
         && port.with(|state| lacks_memory(state, region, &begun))
-        && port.outside(|| port.surroundings.empty_excessive_caches()).await
+        && port.outside(|| port.surroundings.empty_caches_for(target.taker)).await
     {
         begun = port.with(|state| begin_again(state, port.clock, target, begun));
     }

@@ -20,6 +20,7 @@ use std::task::{Context, Poll, Waker};
 use super::call::{Answer, Call, CallId, CallKind, Completion};
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
+use crate::state::streams::StreamKey;
 use crate::types::shortage::Shortage;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
@@ -78,9 +79,10 @@ pub(crate) trait Surroundings {
     /// Returns `true` if a cache may hold a block. May be called in a step.
     fn caches_hold(&self) -> bool;
 
-    /// Frees the blocks in the caches if together they hold more than one may. Returns `true` if
-    /// there were any.
-    fn empty_excessive_caches(&self) -> bool;
+    /// Frees the cached blocks that the taker's stream may use without a wait, because memory would
+    /// be committed otherwise; those of all caches if together they hold more than one may. Returns
+    /// `true` if there were any.
+    fn empty_caches_for(&self, taker: Option<StreamKey>) -> bool;
 
     /// Updates the live share of the limit, which decides if the caches keep blocks. May be called
     /// in a step.

@@ -281,14 +281,20 @@ impl CacheShard {
         self.inner.caches.remove(self);
     }
 
-    /// Frees the cached blocks in the arena.
-    pub(crate) fn give_up(&self) {
+    /// Returns the stream, for a lane's shard.
+    pub(crate) const fn stream(&self) -> Option<StreamKey> {
+        self.stream
+    }
+
+    /// Frees the cached blocks in the arena. Returns `true` if there were any.
+    pub(crate) fn give_up(&self) -> bool {
+        let mut blocks = BlockList::default();
         if self.cached() > 0 {
-            let mut blocks = BlockList::default();
             let mut cache = brief(&self.cache);
             self.empty_into(&mut cache, &mut self.inner.lock_state(), &mut blocks);
             drop(cache);
         }
+        !blocks.is_empty()
     }
 
     /// Frees the cached blocks in the arena. The handles are left to be dropped without a lock.
@@ -301,6 +307,9 @@ impl CacheShard {
     }
 
     /// Takes a block of this size from the cache; returns `None` if the cache has none or is busy.
+    ///
+    /// If the cache has none but holds much memory, that returns to the arena, so that the block is
+    /// placed in all free space: around cached blocks it would be placed as around live ones.
     #[inline]
     pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut cache) = try_brief(&self.cache) else {
@@ -311,7 +320,14 @@ impl CacheShard {
             }
             return None;
         };
-        let taken = cache.take(key, requested)?;
+        let Some(taken) = cache.take(key, requested) else {
+            let is_hot = cache.is_hot(key);
+            drop(cache);
+            if self.inner.caches.is_too_much(self.cached(), is_hot) {
+                self.give_up();
+            }
+            return None;
+        };
         self.cached.store(cache.tally.cached(), Ordering::Relaxed);
         Some(taken)
     }

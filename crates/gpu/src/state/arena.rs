@@ -214,7 +214,9 @@ impl ArenaState {
 
     /// Returns the maximum number of granules of a handle, if this many bytes are committed.
     pub(crate) fn handle_max(&self, committed: u64) -> usize {
-        let most = if self.capabilities.handles { self.handle_max } else { 0 };
+        // Without remaps a handle cannot be divided, and its idle granules would be lost to others.
+        let is_divisible = self.capabilities.handles && self.capabilities.remap;
+        let most = if is_divisible { self.handle_max } else { 0 };
         let granules = most.min(committed / self.handles_min) / self.granularity;
         usize::try_from(granules).unwrap_or(usize::MAX).max(1)
     }

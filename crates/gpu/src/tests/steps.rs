@@ -52,7 +52,7 @@ impl Surroundings for StepSurroundings {
         true
     }
 
-    fn empty_excessive_caches(&self) -> bool {
+    fn empty_caches_for(&self, _: Option<StreamKey>) -> bool {
         self.0.set(self.0.get() + 1);
         !self.0.get().is_multiple_of(3)
     }
