@@ -117,8 +117,10 @@ impl OwnArena {
 
 /// The state of the process before a load.
 struct Before {
-    /// The cgroup's charge or the resident memory, in bytes, without jemalloc and device arenas.
+    /// The cgroup's charge or the resident memory, in bytes, without device arenas.
     held: i64,
+    /// The resident memory of jemalloc.
+    heap: ByteSize,
     /// The requests admitted and finished.
     requests: [u64; 2],
     loads: LoadCounts,
@@ -128,13 +130,15 @@ impl Before {
     /// Called after the start of the load has been counted.
     fn now(shared: &Shared) -> Self {
         let loads = shared.loads.counts();
-        Self { held: held(shared), requests: requests(shared), loads }
+        Self { held: held(shared), heap: heap_resident(shared), requests: requests(shared), loads }
     }
 
     /// Returns the growth of the process outside jemalloc since then.
     fn growth(&self, shared: &Shared) -> ByteSize {
         let grown = held(shared).saturating_sub(self.held);
-        ByteSize::new(u64::try_from(grown).unwrap_or(0))
+        // What jemalloc released may not have left the process yet, so that only growth counts.
+        let heap = heap_resident(shared).saturating_sub(self.heap);
+        ByteSize::new(u64::try_from(grown).unwrap_or(0)).saturating_sub(heap)
     }
 
     /// Returns `true` if only this load, and at most the request that waits for it, ran since.
@@ -154,17 +158,21 @@ fn requests(shared: &Shared) -> [u64; 2] {
 }
 
 /// Returns the cgroup's charge if the limit is the cgroup's; otherwise the process's anonymous
-/// memory, because other processes would count. Without device arenas in host memory and without
-/// jemalloc, which are measured separately; negative if those are not touched yet.
+/// memory, because other processes would count. Without device arenas in host memory, which are
+/// measured separately; negative if those are not touched yet.
 fn held(shared: &Shared) -> i64 {
     let signal = shared.signals.sample();
     let source = signal.limit_without_fit.source;
     let is_cgroup = matches!(source, LimitSource::Cgroup | LimitSource::High);
     let charged = signal.charged.filter(|_| is_cgroup);
     let held = charged.or(signal.anonymous).unwrap_or_default();
-    let heap = shared.heap.as_ref().and_then(|heap| heap.snapshot().ok()).unwrap_or_default();
-    let apart = shared.committed_in_process().saturating_add(heap.resident);
-    held.get().cast_signed().saturating_sub(apart.get().cast_signed())
+    let in_arenas = shared.committed_in_process();
+    held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
+}
+
+fn heap_resident(shared: &Shared) -> ByteSize {
+    let heap = shared.heap.as_ref().and_then(|heap| heap.snapshot().ok());
+    heap.unwrap_or_default().resident
 }
 
 /// Purges if the reserved loads do not fit together with memory that a purge would release.
