@@ -76,8 +76,11 @@ fn raised(file: File) -> File {
     let lowest = libc::c_int::try_from((limit.rlim_cur / 2).min(NUMBER_MAX)).unwrap_or(0);
     // SAFETY: takes a descriptor, which `file` keeps open, and touches no memory.
     let high = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_DUPFD_CLOEXEC, lowest) };
+    if high < 0 {
+        return file;
+    }
     // SAFETY: the descriptor was made just now and belongs to no other object.
-    if high < 0 { file } else { unsafe { File::from_raw_fd(high) } }
+    unsafe { File::from_raw_fd(high) }
 }
 
 /// A file that is read again and again, and opened again if its number is lost.
