@@ -34,10 +34,10 @@ pub struct ProfileMapping {
 }
 
 /// Returns the executable mappings of files in lines of `/proc/self/maps`.
-pub(super) fn executable(lines: impl Iterator<Item = &str>) -> Vec<ProfileMapping> {
+pub(super) fn executable(lines: impl Iterator<Item = impl AsRef<str>>) -> Vec<ProfileMapping> {
     let mut header = ProfileMapping::default();
     let mut found = Vec::new();
-    for (mut mapping, is_executable) in lines.filter_map(mapping) {
+    for (mut mapping, is_executable) in lines.filter_map(|line| mapping(line.as_ref())) {
         if mapping.offset == 0 {
             header.clone_from(&mapping);
         }
