@@ -70,7 +70,7 @@ pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
 pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
-#[cfg(feature = "profiling")]
+#[cfg(any(test, feature = "profiling"))]
 pub use loaded::ProfileMapping;
 pub use mappings::{limit_mappings, mappings_max, overcommits};
 pub use profile::HeapProfile;
