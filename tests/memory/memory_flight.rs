@@ -7,6 +7,7 @@
 use std::convert::Infallible;
 use std::fs::{self, File};
 use std::future::Future as _;
+use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -15,9 +16,11 @@ use std::time::Duration;
 
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
-use lowtide::admission::Cost;
+use lowtide::admission::{Cost, Signals};
 use lowtide::config::DeviceChoice;
-use lowtide::memory::{AdminCommand, Builder, ExitCause, FlightEvent, LastExit, Severity};
+use lowtide::memory::{
+    AdminCommand, Builder, ExitCause, FlightEvent, FlightSample, LastExit, Severity,
+};
 use lowtide::service::{Endpoints, RequestBody};
 use lowtide::{ByteSize, Memory};
 use tempfile::TempDir;
@@ -337,6 +340,74 @@ fn a_recording_that_is_truncated_in_use_ends_neither_the_recorder_nor_the_servic
     let memory = recorded(&path).start().expect("starts");
     until("it records", || so_far(&path).is_some());
     File::options().write(true).open(&path).expect("there").set_len(0).expect("cut");
-    until("it writes on", || fs::metadata(&path).expect("there").len() > 0);
+    until("it is said", || {
+        let said = off(&memory);
+        said.iter().any(|text| text.contains("recording is incomplete: cannot write"))
+    });
     assert!(memory.shutdown(PATIENCE).is_clean());
+}
+
+/// The flags of a descriptor, negative if it is not open.
+#[expect(unsafe_code, reason = "fcntl is a C call")]
+fn flags(number: i32) -> i32 {
+    // SAFETY: takes a number and touches no memory.
+    unsafe { libc::fcntl(number, libc::F_GETFD) }
+}
+
+/// The open descriptors of this process.
+fn descriptors() -> Vec<i32> {
+    let listed = fs::read_dir("/proc/self/fd").expect("listed");
+    let names = listed.map(|entry| entry.expect("an entry").file_name().into_string());
+    let mut numbers: Vec<i32> =
+        names.map(|name| name.expect("ASCII").parse().expect("one")).collect();
+    // That of the list itself is closed by now.
+    numbers.retain(|number| flags(*number) >= 0);
+    numbers
+}
+
+/// Case T: a program that closes descriptors which it did not open (`close_range`, a daemon), and
+/// opens files of its own. The bug: the recorder wrote into them, their text was believed as
+/// figures of memory, and the end of the run closed them.
+#[test_fork::test]
+#[expect(unsafe_code, reason = "close and dup2 are C calls")]
+fn files_that_get_the_numbers_of_closed_descriptors_stay_the_applications() {
+    let tree = Tree::new(ByteSize::mib(100));
+    for signals in [&Signals::open as &dyn Fn() -> Signals, &|| tree.open()] {
+        let (folder, path) = folder();
+        // SAFETY: nothing in this child of the test reads from there.
+        unsafe { libc::close(0) };
+        let others = descriptors();
+        let memory = recorded(&path).signals(signals()).start().expect("starts");
+        let mut ours = Vec::new();
+        // A file that is read once has a low number for a moment.
+        until("all that stays open has a high number", || {
+            ours = descriptors();
+            ours.retain(|number| !others.contains(number));
+            ours.iter().all(|number| *number >= 128)
+        });
+        let passed_on = ours.iter().find(|number| flags(**number) & libc::FD_CLOEXEC == 0);
+        assert_eq!(passed_on, None, "a program that is executed gets it");
+
+        let (own, text) = (folder.path().join("own"), "9999999999 9999999999 0 0 0 0 0\n");
+        fs::write(&own, text).expect("written");
+        let file = File::options().read(true).write(true).open(&own).expect("opened");
+        let last = || so_far(&path).and_then(|last| last.samples.last().copied());
+        until("a sample is recorded", || last().is_some());
+        let before = last().expect("recorded");
+        for number in &ours {
+            // SAFETY: closes a file of the crate, as this test is about, and touches no memory.
+            assert_eq!(unsafe { libc::dup2(file.as_raw_fd(), *number) }, *number);
+        }
+        let seconds = Duration::from_secs(2);
+        let goes_on = |last: FlightSample| last.uptime > before.uptime + seconds;
+        until("the recording goes on", || last().is_some_and(goes_on));
+        let after = last().expect("recorded");
+        assert_eq!((after.limit, after.level), (before.limit, before.level));
+        assert!(after.physical < ByteSize::gib(1), "{} is the application's text", after.physical);
+        assert!(memory.shutdown(SOON).is_clean());
+        until_no_threads();
+        assert_eq!(fs::read_to_string(&own).expect("read"), text);
+        let closed = ours.iter().find(|number| flags(**number) < 0);
+        assert_eq!(closed, None, "the application's was closed");
+    }
 }

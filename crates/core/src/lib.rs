@@ -1,9 +1,9 @@
-//! Foundations of the lowtide crates: byte sizes, injected time, decay times, fork detection, log
-//! events that cannot fail the caller, and synchronisation from std or loom.
+//! Foundations of the lowtide crates: byte sizes, injected time, decay times, fork detection, files
+//! that stay open, log events that cannot fail the caller, and synchronisation from std or loom.
 //!
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
-//! dependency on this one. [`buckets`], [`fork`], [`rate`], [`sync`] and [`log!`] are for the
-//! lowtide packages only and may change in any release.
+//! dependency on this one. [`buckets`], [`file`], [`fork`], [`rate`], [`sync`] and [`log!`] are
+//! for the lowtide packages only and may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // First, so that its macro is known to all below.
@@ -15,6 +15,7 @@ pub mod buckets;
 pub mod bytes;
 pub mod clock;
 pub mod decay;
+pub mod file;
 pub mod fork;
 pub mod rate;
 pub mod sync;

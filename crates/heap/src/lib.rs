@@ -39,6 +39,8 @@ mod effective;
 mod error;
 mod knobs;
 mod libc_heap;
+#[cfg(any(test, feature = "profiling"))]
+mod loaded;
 mod mallctl;
 mod mappings;
 #[cfg(feature = "profiling")]
@@ -68,12 +70,14 @@ pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
 pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
+#[cfg(any(test, feature = "profiling"))]
+pub use loaded::ProfileMapping;
 pub use mappings::{limit_mappings, mappings_max, overcommits};
 pub use profile::HeapProfile;
 #[cfg(feature = "profiling")]
 pub use profiler::{
-    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, cache_unwind_rules,
-    take_profile, write_profile,
+    AllocationProfile, AllocationStack, ProfileError, cache_unwind_rules, take_profile,
+    write_profile,
 };
 pub use profiler::{Profiler, profiler};
 pub use purge::{

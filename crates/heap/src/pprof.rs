@@ -58,6 +58,9 @@ impl AllocationProfile {
             let path = string(&mapping.path);
             let fields = [id, mapping.start, mapping.end, mapping.offset, path];
             fields.into_iter().zip(1..).for_each(|(value, field)| message.number(field, value));
+            if !mapping.build_id.is_empty() {
+                message.number(6, string(&mapping.build_id));
+            }
             profile.message(3, &message);
         }
         let mut locations: Vec<_> = locations.into_iter().collect();
@@ -188,7 +191,8 @@ mod tests {
     /// location.
     #[test]
     fn each_address_is_one_location_of_its_own_mapping() {
-        let profile = AllocationProfile::parse(TEXT).expect("a profile");
+        let mut profile = AllocationProfile::parse(TEXT).expect("a profile");
+        "00ab".clone_into(&mut profile.mappings[1].build_id);
         let found = fields(&profile.message(Duration::from_nanos(7)));
         let locations = messages(&found, 4);
         let read = |bytes: &Vec<u8>| {
@@ -206,8 +210,10 @@ mod tests {
         let strings: Vec<_> = strings.iter().map(|text| String::from_utf8_lossy(text)).collect();
         let expected = ["", "inuse_space", "bytes", "inuse_objects", "count", ALLOCATOR];
         assert_eq!(strings[..6], expected);
-        assert_eq!(strings[6..], ["/service", "/lib.so"]);
-        assert_eq!(messages(&found, 3).len(), 2);
+        assert_eq!(strings[6..], ["/service", "/lib.so", "00ab"]);
+        let [service, library] = &*messages(&found, 3) else { panic!("two mappings") };
+        assert!(!fields(service).iter().any(|(field, _)| *field == 6));
+        assert_eq!(fields(library).last(), Some(&(6, Ok(8))));
         for numbers in [(9, Ok(7)), (12, Ok(1024)), (14, Ok(1))] {
             assert!(found.contains(&numbers), "{numbers:?}");
         }

@@ -82,7 +82,7 @@ pub fn cache_unwind_rules() -> Result<bool, HostError> {
 
 #[cfg(feature = "profiling")]
 pub use with_profiler::{
-    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, take_profile, write_profile,
+    AllocationProfile, AllocationStack, ProfileError, take_profile, write_profile,
 };
 
 #[cfg(feature = "profiling")]
@@ -99,7 +99,10 @@ mod with_profiler {
     use std::path::Path;
     use std::sync::Mutex;
 
+    use lowtide_core::file::OwnedFile;
+
     use super::super::error::HostError;
+    use super::super::loaded::{ProfileMapping, executable, hexadecimal, read_build_ids};
     use super::super::mallctl as ctl;
     use super::{ByteSize, Profiler, profiler};
 
@@ -196,20 +199,6 @@ mod with_profiler {
         pub bytes: ByteSize,
     }
 
-    /// An executable mapping of a file.
-    #[derive(Clone, Debug, Default, PartialEq, Eq)]
-    #[non_exhaustive]
-    pub struct ProfileMapping {
-        /// The first address.
-        pub start: u64,
-        /// The address after the last one.
-        pub end: u64,
-        /// The offset of the first address in the file.
-        pub offset: u64,
-        /// The path of the file.
-        pub path: String,
-    }
-
     impl AllocationProfile {
         /// Parses the text of a heap profile that jemalloc wrote.
         ///
@@ -239,7 +228,7 @@ mod with_profiler {
                     profile.add(addresses, blocks, bytes);
                 }
             }
-            profile.mappings.extend(lines.filter_map(|(_, line)| mapping(line)));
+            profile.mappings = executable(lines.map(|(_, line)| line));
             Ok(profile)
         }
 
@@ -272,20 +261,6 @@ mod with_profiler {
         Some((blocks.trim().parse().ok()?, rest.split_whitespace().next()?.parse().ok()?))
     }
 
-    fn hexadecimal(text: &str) -> Option<u64> {
-        u64::from_str_radix(text.strip_prefix("0x").unwrap_or(text), 16).ok()
-    }
-
-    /// Parses a line of `/proc/self/maps`; `None` if it is not an executable mapping of a file.
-    fn mapping(line: &str) -> Option<ProfileMapping> {
-        let mut words = line.split_whitespace();
-        let (start, end) = words.next()?.split_once('-')?;
-        words.next().filter(|rights| rights.contains('x'))?;
-        let offset = hexadecimal(words.next()?)?;
-        let path = line.find('/').map(|at| line[at..].to_owned())?;
-        Some(ProfileMapping { start: hexadecimal(start)?, end: hexadecimal(end)?, offset, path })
-    }
-
     fn check_active() -> Result<(), ProfileError> {
         match profiler() {
             Profiler::Active { .. } => Ok(()),
@@ -302,11 +277,11 @@ mod with_profiler {
     /// [`ProfileError`] if the profiler is not active, another profile is being taken, the file
     /// exists, or it cannot be written. An incomplete file may remain.
     pub fn write_profile(path: &Path) -> Result<(), ProfileError> {
-        let mut text = dump()?;
+        let text = dump()?;
         let mut options = File::options();
         options.write(true).create_new(true).mode(0o600);
         let mut file = options.open(path).map_err(ProfileError::File)?;
-        io::copy(&mut text, &mut file).map(drop).map_err(ProfileError::File)
+        io::copy(&mut text.file(), &mut file).map(drop).map_err(ProfileError::File)
     }
 
     /// Held while a profile is being taken.
@@ -314,15 +289,15 @@ mod with_profiler {
 
     /// Writes the profile to a file in memory. jemalloc holds locks of the profiler while it
     /// writes, for which any thread that allocates may wait, so it must not write to a disk.
-    fn dump() -> Result<File, ProfileError> {
+    fn dump() -> Result<OwnedFile, ProfileError> {
         check_active()?;
         let Ok(_taking) = TAKING.try_lock() else { return Err(ProfileError::Busy) };
         let limit = file_size_limit();
         if limit < TEXT_MAX {
             return Err(ProfileError::FileSizeLimit(ByteSize::new(limit)));
         }
-        let file = memory_file().map_err(ProfileError::File)?;
-        let name = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let file = memory_file().and_then(OwnedFile::new).map_err(ProfileError::File)?;
+        let name = format!("/proc/self/fd/{}", file.file().as_raw_fd());
         if !Path::new(&name).exists() {
             let text = format!("{name} does not exist: expected a mounted /proc");
             return Err(ProfileError::File(io::Error::new(io::ErrorKind::NotFound, text)));
@@ -330,7 +305,7 @@ mod with_profiler {
         let name = CString::new(name).map_err(|error| ProfileError::File(error.into()))?;
         // jemalloc opens the file anew, so the position of this descriptor stays at its start.
         ctl::PROF_DUMP.write(&name).map_err(ProfileError::NotWritten)?;
-        if file.metadata().map_err(ProfileError::File)?.len() > TEXT_MAX {
+        if file.file().metadata().map_err(ProfileError::File)?.len() > TEXT_MAX {
             return Err(ProfileError::File(io::ErrorKind::FileTooLarge.into()));
         }
         Ok(file)
@@ -354,8 +329,10 @@ mod with_profiler {
     /// [`ProfileError`] if the profiler is not active, or the profile cannot be written or read.
     pub fn take_profile() -> Result<AllocationProfile, ProfileError> {
         let mut text = Vec::new();
-        dump()?.read_to_end(&mut text).map_err(ProfileError::File)?;
-        AllocationProfile::parse(&String::from_utf8_lossy(&text))
+        dump()?.file().read_to_end(&mut text).map_err(ProfileError::File)?;
+        let mut profile = AllocationProfile::parse(&String::from_utf8_lossy(&text))?;
+        read_build_ids(&mut profile.mappings);
+        Ok(profile)
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -404,6 +381,7 @@ mod with_profiler {
             let mapped = profile.mappings.iter().map(|at| (at.start, at.offset, &*at.path));
             let expected = [(0x5000, 0x2000, "/opt/a service"), (0x7f00, 0, "/lib/libc.so.6")];
             assert!(mapped.eq(expected));
+            assert!(profile.mappings.iter().all(|at| at.build_id.is_empty()), "of which process?");
         }
 
         #[test]

@@ -1,25 +1,30 @@
-//! The file of a recording: opened, locked, read, allocated, written in place.
+//! The file of a recording: opened, locked, read, allocated, mapped, written in place.
 //!
-//! It is written with `pwrite`, not through a mapping. Both survive SIGKILL, because the page cache
-//! is the kernel's. A mapping becomes SIGBUS if another process truncates the file, or if a file
-//! system that copies on write has no room; a failed `pwrite` is an error value. No signal can come
-//! out of this module: a file size limit of the process, which sends SIGXFSZ, is checked first.
+//! It is written through a mapping, which an application that closes descriptors cannot turn into
+//! one of its own files, as it can the number of a descriptor. The kernel copies into the mapping
+//! (`process_vm_writev`), so where a store would be a SIGBUS, because another process truncated the
+//! file or a file system that copies on write has no room, there is an error value. Where a sandbox
+//! forbids that call, it is `pwrite`, after a check that the number is still the file's. What was
+//! written survives SIGKILL, because the page cache is the kernel's. No signal can come out of this
+//! module: a file size limit of the process, which sends SIGXFSZ, is checked first.
 //!
 //! At the start the whole file is allocated and each page is written once, so a full disk shows
 //! then. An exclusive lock (`flock`) excludes another `Memory` with the same path, in this process
 //! or another. A forked child shares the lock until it ends or calls `exec`.
 //!
 //! Nothing here waits: a FIFO, a device, a folder or a symbolic link is an error, and so is a file
-//! that is locked or is not a recording. If the file is replaced or truncated
-//! while it is in use, writes continue and the recording is lost.
-#![expect(unsafe_code, reason = "flock, getrlimit and posix_fallocate are C calls")]
+//! that is locked or is not a recording. If the file is replaced while it is in use, writes
+//! continue and the recording is lost; if it is truncated, they fail.
+#![expect(unsafe_code, reason = "flock, getrlimit, mmap and what allocates and copies are C calls")]
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::ptr::{self, NonNull};
 
+use lowtide_core::file::OwnedFile;
 use thiserror::Error;
 
 use super::format::{Contents, FILE_BYTES, HALVES_AT, LOOKS_AT, MARK, read};
@@ -48,21 +53,31 @@ pub(super) enum FlightError {
     SizeLimit { limit: u64 },
     #[error("cannot allocate {FILE_BYTES} bytes at {path:?}: {error}")]
     Allocate { path: PathBuf, error: io::Error },
+    #[error("cannot map {path:?}: {error}")]
+    Map { path: PathBuf, error: io::Error },
     #[error("cannot write {path:?}: {error}")]
     Write { path: PathBuf, error: io::Error },
 }
 
-/// A file that is locked, and after [`FlightFile::prepare`] allocated.
+/// A file that is locked.
+#[derive(Debug)]
+pub(super) struct LockedFile {
+    file: OwnedFile,
+    path: PathBuf,
+}
+
+/// A file that is locked, allocated and mapped.
 #[derive(Debug)]
 pub(in crate::memory) struct FlightFile {
-    file: File,
-    path: PathBuf,
+    map: Map,
+    /// On some file systems the lock ends with the descriptor.
+    locked: LockedFile,
     /// The number of halves and of looks that were written.
     halves: u64,
     looks: u64,
 }
 
-impl FlightFile {
+impl LockedFile {
     /// Opens or creates the file, locks it, and reads what the last run left.
     pub(super) fn open(path: &Path) -> Result<(Self, Contents), FlightError> {
         let owned = || path.to_owned();
@@ -82,7 +97,9 @@ impl FlightFile {
             _ => FlightError::Lock { path: owned(), error },
         })?;
         let mut bytes = Vec::with_capacity(FILE_BYTES);
-        let read_all = (&file).take(FILE_BYTES as u64).read_to_end(&mut bytes);
+        let file = OwnedFile::new(file);
+        let file = file.map_err(|error| FlightError::Open { path: owned(), error })?;
+        let read_all = file.file().take(FILE_BYTES as u64).read_to_end(&mut bytes);
         read_all.map_err(|error| FlightError::Read { path: owned(), error })?;
         let contents = match read(&bytes) {
             // The newest half may have been cut off.
@@ -94,35 +111,46 @@ impl FlightFile {
         if contents == Contents::Foreign || (contents == Contents::Nothing && is_longer) {
             return Err(FlightError::Foreign { path: owned() });
         }
-        Ok((Self { file, path: owned(), halves: 0, looks: 0 }, contents))
+        Ok((Self { file, path: owned() }, contents))
     }
 
-    /// Erases the file, allocates all of it, and writes each page once.
-    pub(super) fn prepare(&self) -> Result<(), FlightError> {
+    /// Erases the file, allocates and maps all of it, and writes each page once.
+    pub(super) fn prepare(self) -> Result<FlightFile, FlightError> {
         let limit = size_limit();
         if limit < FILE_BYTES as u64 {
             return Err(FlightError::SizeLimit { limit });
         }
-        self.fill().map_err(|error| {
-            // Without room for all of it, it takes none. If that fails too, it stays as it is.
-            let _ = self.file.set_len(0);
-            FlightError::Allocate { path: self.path.clone(), error }
-        })
-    }
-
-    fn fill(&self) -> io::Result<()> {
-        self.file.set_len(FILE_BYTES as u64)?;
-        allocate(&self.file)?;
-        // The mark first, and never over it: a start that is interrupted leaves a recording.
-        self.file.write_all_at(MARK, 0)?;
-        let zeros = vec![0; TOUCHED];
-        for at in (0..FILE_BYTES).step_by(TOUCHED) {
-            let kept = if at == 0 { MARK.len() } else { 0 };
-            self.file.write_all_at(zeros.get(kept..).unwrap_or_default(), (at + kept) as u64)?;
+        let (file, path) = (self.file.file(), || self.path.clone());
+        let length = file.set_len(FILE_BYTES as u64).and_then(|()| allocate(file));
+        let filled = length.map_err(|error| FlightError::Allocate { path: path(), error });
+        let mapped = filled.and_then(|()| {
+            let map = Map::of(file).map_err(|error| FlightError::Map { path: path(), error })?;
+            fill(&map, &self.file).map_err(|error| FlightError::Write { path: path(), error })?;
+            Ok(map)
+        });
+        match mapped {
+            Ok(map) => Ok(FlightFile { map, locked: self, halves: 0, looks: 0 }),
+            Err(error) => {
+                // Without room for all of it, it takes none. If that fails too, it stays as it is.
+                let _ = file.set_len(0);
+                Err(error)
+            }
         }
-        Ok(())
     }
+}
 
+fn fill(map: &Map, file: &OwnedFile) -> io::Result<()> {
+    // The mark first, and never over it: a start that is interrupted leaves a recording.
+    map.write(file, MARK, 0)?;
+    let zeros = vec![0; TOUCHED];
+    for at in (0..FILE_BYTES).step_by(TOUCHED) {
+        let kept = if at == 0 { MARK.len() } else { 0 };
+        map.write(file, zeros.get(kept..).unwrap_or_default(), at + kept)?;
+    }
+    Ok(())
+}
+
+impl FlightFile {
     /// Returns the sequence number of the next half.
     pub(super) const fn next_half(&self) -> u64 {
         self.halves + 1
@@ -146,9 +174,74 @@ impl FlightFile {
     }
 
     fn write(&self, bytes: &[u8], at: usize) -> Result<(), FlightError> {
-        let written = self.file.write_all_at(bytes, at as u64);
-        written.map_err(|error| FlightError::Write { path: self.path.clone(), error })
+        let written = self.map.write(&self.locked.file, bytes, at);
+        written.map_err(|error| FlightError::Write { path: self.locked.path.clone(), error })
     }
+}
+
+/// The whole file in memory, shared with it.
+#[derive(Debug)]
+struct Map(NonNull<u8>);
+
+// SAFETY: the mapping belongs to the value, and no thread has a reference into it.
+unsafe impl Send for Map {}
+
+impl Map {
+    fn of(file: &File) -> io::Result<Self> {
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let fd = file.as_raw_fd();
+        // SAFETY: a new mapping, at an address that the kernel chooses.
+        let map =
+            unsafe { libc::mmap(ptr::null_mut(), FILE_BYTES, rights, libc::MAP_SHARED, fd, 0) };
+        let mapped = NonNull::new(map.cast()).filter(|_| map != libc::MAP_FAILED);
+        mapped.map(Self).ok_or_else(io::Error::last_os_error)
+    }
+
+    /// Has the kernel copy the bytes to this offset of the file that is mapped.
+    fn write(&self, file: &OwnedFile, bytes: &[u8], at: usize) -> io::Result<()> {
+        let is_inside = at.checked_add(bytes.len()).is_some_and(|end| end <= FILE_BYTES);
+        if !is_inside {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: inside the mapping.
+        let to = unsafe { self.0.add(at) };
+        match copy(bytes, to) {
+            Ok(length) if length == bytes.len() => Ok(()),
+            Err(error) if error.raw_os_error() != Some(libc::EFAULT) => {
+                // A sandbox forbids the call.
+                if file.is_own() { file.file().write_all_at(bytes, at as u64) } else { Err(error) }
+            }
+            _ => Err(io::Error::other("the file was truncated, or its file system is full")),
+        }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: the whole mapping, which nothing refers to any more. It fails for no such one.
+        unsafe { libc::munmap(self.0.as_ptr().cast(), FILE_BYTES) };
+    }
+}
+
+/// Returns the number of bytes that were copied; where a store would be a SIGBUS, it ends.
+#[cfg(target_os = "linux")]
+fn copy(bytes: &[u8], to: NonNull<u8>) -> io::Result<usize> {
+    let iov_len = bytes.len();
+    let from = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len };
+    let to = libc::iovec { iov_base: to.as_ptr().cast(), iov_len };
+    // SAFETY: has no preconditions.
+    let own = unsafe { libc::getpid() };
+    // SAFETY: `from` is read only, and `to` is a part of the mapping, to which nothing refers.
+    let copied = unsafe { libc::process_vm_writev(own, &raw const from, 1, &raw const to, 1, 0) };
+    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+}
+
+#[cfg(not(target_os = "linux"))]
+#[expect(clippy::unnecessary_wraps, reason = "as on Linux")]
+fn copy(bytes: &[u8], to: NonNull<u8>) -> io::Result<usize> {
+    // SAFETY: a part of the mapping, to which nothing refers.
+    unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
+    Ok(bytes.len())
 }
 
 fn check_kind(path: &Path, kind: std::fs::FileType) -> Result<(), FlightError> {

@@ -13,8 +13,7 @@
 //! without a tenant alternate; what it keeps is bounded by `format`.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -24,8 +23,9 @@ use crate::bytes::ByteSize;
 use crate::clock::{Bell, Moment};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Budget, RejectReason, RequestMemory, SignalTracker, Signals};
+use lowtide_core::file::KeptFile;
 
-use super::file::{FlightError, FlightFile};
+use super::file::{FlightError, FlightFile, LockedFile};
 use super::format::{
     EVENTS_MAX, FlightSample, PERMITS_MAX, PublishedResource, RESOURCES_MAX, Run, RunEnd,
     SAMPLES_MAX, Writer,
@@ -77,7 +77,7 @@ impl Flight {
         let mut off = |error: FlightError| {
             diagnostics.push(Diagnostic::warning(ABOUT, format!("off: {error}")));
         };
-        let (file, contents) = match FlightFile::open(path) {
+        let (file, contents) = match LockedFile::open(path) {
             Ok(opened) => opened,
             Err(error) => {
                 off(error);
@@ -96,7 +96,7 @@ impl Flight {
                 off(error);
                 None
             },
-            |()| Some(file),
+            Some,
         );
         let published = file.is_some().then(|| {
             let resources = Vec::with_capacity(RESOURCES_MAX);
@@ -341,12 +341,12 @@ const FAILED: &str = "recording is incomplete";
 /// The count of processes that the kernel has OOM-killed on this machine since it booted.
 ///
 /// It is not that of a cgroup, so it lasts when a container gets a new one.
-struct MachineKills(Option<File>);
+struct MachineKills(Option<KeptFile>);
 
 impl MachineKills {
     fn open() -> Self {
         // Other systems have no such file.
-        Self(File::open("/proc/vmstat").ok())
+        Self(KeptFile::open(Path::new("/proc/vmstat")).ok())
     }
 
     /// Returns the count now; `None` if it is unknown. Allocates nothing.

@@ -7,7 +7,6 @@
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::error::SignalError;
@@ -23,13 +22,14 @@ const START_MAX: u64 = 4 << 20;
 /// An open file, read from its start each time.
 #[derive(Debug)]
 pub(super) struct KeptFile {
-    file: File,
+    file: lowtide_core::file::KeptFile,
 }
 
 impl KeptFile {
     /// Opens the file and reads it once, because some cgroup files open but do not read.
     pub(super) fn open(path: &Path) -> Result<Self, SignalError> {
-        let opened = File::open(path).and_then(|file| file.read_at(&mut [0; 1], 0).map(|_| file));
+        let opened = lowtide_core::file::KeptFile::open(path);
+        let opened = opened.and_then(|file| file.read_at(&mut [0; 1], 0).map(|_| file));
         opened.map(|file| Self { file }).map_err(|error| SignalError::unreadable(path, &error))
     }
 
