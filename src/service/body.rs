@@ -21,13 +21,14 @@
 //! Invariants: the permit lives as long as the response body and its followed frames; a frame of a
 //! request keeps neither the permit of its request nor the memory of its account.
 
+use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use lowtide_admission::Waiting;
+use lowtide_admission::{Rejected, Waiting};
 use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 
@@ -95,6 +96,12 @@ pin_project! {
 }
 
 impl<Q: Body> RequestBody<Q> {
+    /// Creates a body that only passes: it belongs to no permit, or another body records it.
+    pub(super) const fn passed(body: Q) -> Self {
+        let (permit, last, waiting) = (None, None, None);
+        Self { body: Some(body), permit, is_arriving: false, last, waiting, is_refused: false }
+    }
+
     pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
         let is_arriving = !body.is_end_stream();
         if !is_arriving {
@@ -102,8 +109,9 @@ impl<Q: Body> RequestBody<Q> {
         }
         let is_followed = permit.is_measured() || permit.limits().is_some();
         let permit = (is_followed && is_arriving).then(|| permit.clone());
-        let (last, waiting, is_refused) = (None, None, false);
-        Self { body: Some(body), permit, is_arriving, last, waiting, is_refused }
+        let mut this = Self::passed(body);
+        (this.permit, this.is_arriving) = (permit, is_arriving);
+        this
     }
 }
 
@@ -368,7 +376,7 @@ impl Drop for ResponseFrame {
 }
 
 pin_project! {
-    /// The body of a response that passed the layer.
+    /// The body of a response that passed the layer. The default is empty.
     #[derive(Debug)]
     pub struct ResponseBody<R> {
         #[pin]
@@ -436,7 +444,48 @@ impl<R> ResponseBody<R> {
     }
 }
 
+impl<R> Default for ResponseBody<R> {
+    fn default() -> Self {
+        Self { kind: Kind::Rejected { text: None } }
+    }
+}
+
+/// The error of a [`ResponseBody`]. Converts into a [`BoxError`] if the inner error does.
+// Bug: with `BoxError` in its place, `Body` needed a bound on the inner error that the compiler
+// cannot prove in a spawned task if that is a `BoxError` too.
+#[derive(Clone, Debug)]
+pub enum ResponseError<E> {
+    /// The error of the inner body.
+    Body(E),
+    /// The time limit of the request that has passed.
+    Rejected(Rejected),
+}
+
+impl<E: Into<Self>> From<ResponseError<E>> for BoxError {
+    fn from(error: ResponseError<E>) -> Self {
+        match error {
+            ResponseError::Body(error) => error.into(),
+            ResponseError::Rejected(rejected) => rejected.into(),
+        }
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for ResponseError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Body(error) => error.fmt(f),
+            Self::Rejected(rejected) => rejected.fmt(f),
+        }
+    }
+}
+
 impl<R: Body> ResponseBody<R> {
+    /// Creates the body of a request that another layer has admitted.
+    pub(super) const fn passed(body: R) -> Self {
+        let body = Scoped::new(body, None);
+        Self { kind: Kind::Admitted { body, plain: 0, limited: None, reports: None } }
+    }
+
     #[inline]
     pub(super) fn admitted(
         body: R,
@@ -450,26 +499,21 @@ impl<R: Body> ResponseBody<R> {
     }
 }
 
-impl<R> Body for ResponseBody<R>
-where
-    R: Body<Data = Bytes, Error: Into<BoxError>>,
-{
+impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
     type Data = Bytes;
-    /// The inner body's error, or the [`Rejected`](lowtide_admission::Rejected) of a request whose
-    /// time limit has passed.
-    type Error = BoxError;
+    type Error = ResponseError<R::Error>;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match self.project().kind.project() {
             KindProject::Admitted { mut body, plain, limited, reports } => {
                 if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
                     if let Some(rejected) = permit.cut() {
                         body.end();
                         *limited = None;
-                        return Poll::Ready(Some(Err(rejected.into())));
+                        return Poll::Ready(Some(Err(ResponseError::Rejected(rejected))));
                     }
                     if !limits.rest.is_empty() {
                         let piece = limits.next_piece();
@@ -482,10 +526,11 @@ where
                 }
                 let poll = |body: Pin<&mut R>| body.poll_frame(cx);
                 let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
-                let Some(permit) = body.permit() else { unreachable!("admitted with a permit") };
+                let polled = polled.map_err(ResponseError::Body);
+                let Some(permit) = body.permit() else { return polled };
                 let mut frame = match polled {
                     Poll::Ready(Some(Ok(frame))) => frame,
-                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error.into()))),
+                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),
                     Poll::Ready(None) => {
                         permit.sends(Poll::Ready(0), cx.waker());
                         return Poll::Ready(None);

@@ -36,7 +36,7 @@ mod time_limits;
 mod usage;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
-pub use body::{RequestBody, ResponseBody};
+pub use body::{RequestBody, ResponseBody, ResponseError};
 pub use connections::{
     Connection, ConnectionBody, ConnectionFuture, ConnectionService, Connections,
 };

@@ -90,7 +90,7 @@ impl Bed {
         &self,
         frames: Vec<Frame<Bytes>>,
         handler: impl FnMut(Received) -> F,
-    ) -> Pin<Box<impl Future<Output = Response<impl Body<Data = Bytes, Error = BoxError>>>>>
+    ) -> Pin<Box<impl Future<Output = Response<impl Body<Data = Bytes, Error: Into<BoxError>>>>>>
     where
         F: Future<Output = Result<Response<R>, Infallible>>,
         R: Body<Data = Bytes, Error: Into<BoxError>>,

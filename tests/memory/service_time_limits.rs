@@ -127,9 +127,9 @@ fn text<B: Body<Error: std::fmt::Debug>>(answer: Response<B>) -> String {
 }
 
 /// Returns the error with which a body ends now.
-fn error<B: Body<Error = BoxError> + Unpin>(body: &mut B) -> Rejected {
+fn error<B: Body<Error: Into<BoxError>> + Unpin>(body: &mut B) -> Rejected {
     match crate::polled::now(body.frame()) {
-        Some(Err(error)) => error.downcast_ref::<Rejected>().expect("a rejection").clone(),
+        Some(Err(error)) => error.into().downcast_ref::<Rejected>().expect("a rejection").clone(),
         other => panic!("no error: {:?}", other.map(|frame| frame.is_ok())),
     }
 }
