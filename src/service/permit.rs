@@ -970,8 +970,7 @@ impl LargeRequest for WeakPermit {
     fn check_time(&self, now: Moment) {
         let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
         let Some(limits) = permit.limits() else { return };
-        // It decides when it is polled: something may have arrived that it was not polled for.
-        limits.request().into_iter().for_each(|pace| pace.wake_if_spent(now));
+        limits.request().into_iter().for_each(|pace| pace.probe(now));
         if let Some(rejected) = limits.passed(now - permit.0.owner().admitted_at, now) {
             permit.end_in_time(rejected);
         }
