@@ -98,6 +98,12 @@ pin_project! {
 }
 
 impl<Q: Body> RequestBody<Q> {
+    /// Creates a body that only passes: it belongs to no permit, or another body records it.
+    pub(super) const fn passed(body: Q) -> Self {
+        let (permit, last, waiting) = (None, None, None);
+        Self { body: Some(body), permit, is_arriving: false, last, waiting, is_refused: false }
+    }
+
     pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
         let is_arriving = !body.is_end_stream();
         if !is_arriving {
@@ -105,8 +111,9 @@ impl<Q: Body> RequestBody<Q> {
         }
         let is_followed = permit.is_measured() || permit.limits().is_some();
         let permit = (is_followed && is_arriving).then(|| permit.clone());
-        let (last, waiting, is_refused) = (None, None, false);
-        Self { body: Some(body), permit, is_arriving, last, waiting, is_refused }
+        let mut this = Self::passed(body);
+        (this.permit, this.is_arriving) = (permit, is_arriving);
+        this
     }
 }
 
@@ -371,7 +378,7 @@ impl Drop for ResponseFrame {
 }
 
 pin_project! {
-    /// The body of a response that passed the layer.
+    /// The body of a response that passed the layer. The default is empty.
     #[derive(Debug)]
     pub struct ResponseBody<R> {
         #[pin]
@@ -478,6 +485,12 @@ impl<E: Into<Self>> From<ResponseBodyError<E>> for BoxError {
 }
 
 impl<R: Body> ResponseBody<R> {
+    /// Creates the body of a request that another layer has admitted.
+    pub(super) const fn passed(body: R) -> Self {
+        let body = Scoped::new(body, None);
+        Self { kind: Kind::Admitted { body, plain: 0, limited: None, reports: None } }
+    }
+
     #[inline]
     pub(super) fn admitted(
         body: R,
@@ -518,12 +531,11 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 }
                 let poll = |body: Pin<&mut R>| body.poll_frame(cx);
                 let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
-                let Some(permit) = body.permit() else { unreachable!("admitted with a permit") };
+                let polled = polled.map_err(ResponseBodyError::Inner);
+                let Some(permit) = body.permit() else { return polled };
                 let mut frame = match polled {
                     Poll::Ready(Some(Ok(frame))) => frame,
-                    Poll::Ready(Some(Err(error))) => {
-                        return Poll::Ready(Some(Err(ResponseBodyError::Inner(error))));
-                    }
+                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),
                     Poll::Ready(None) => {
                         permit.sends(Poll::Ready(0), cx.waker());
                         return Poll::Ready(None);

@@ -9,6 +9,7 @@
 use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::request::Parts;
 use http::{HeaderName, Method, Version};
+use http_body::Body;
 
 use crate::bytes::ByteSize;
 use lowtide_admission::{Cost, Priority};
@@ -120,7 +121,9 @@ impl Estimate for Constant {
 ///
 /// A request without a body has the length 0: an HTTP/1 request that declares neither a length nor
 /// an encoding, and GET, HEAD, OPTIONS and TRACE of any version without either. An invalid length
-/// counts as not declared.
+/// counts as not declared. If an outer layer has replaced the body, for example by what it
+/// decompresses to, the layer estimates by the length that this body tells, or as not declared if it
+/// tells none.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -194,16 +197,51 @@ impl Estimate for ContentLength {
     }
 }
 
-/// Returns the declared length of the body; `None` if there is a body of unknown length.
+/// The length of a body as [`note_length`] found it.
+#[derive(Clone, Copy)]
+struct BodyLength(Option<ByteSize>);
+
+/// Records the length of the body where its head says something else, because a layer outside has
+/// replaced the body: one that decompresses it removes the length from the head, and one with a
+/// timeout tells none.
+pub(super) fn note_length(head: &mut Parts, body: &impl Body) {
+    let (hint, declared) = (body.size_hint(), head_length(head));
+    let has_length = declared.is_some() && head.headers.contains_key(CONTENT_LENGTH);
+    let exact = if body.is_end_stream() { Some(0) } else { hint.exact() };
+    let length = match exact.map(ByteSize::new) {
+        _ if has_length => declared.map(|length| length.max(ByteSize::new(hint.lower()))),
+        Some(exact) => Some(exact),
+        // A body that tells nothing of itself is none if the method has none.
+        None => declared.filter(|_| is_bare(&head.method) && hint.lower() == 0),
+    };
+    if length == declared {
+        head.extensions.remove::<BodyLength>();
+    } else {
+        head.extensions.insert(BodyLength(length));
+    }
+}
+
+/// Returns the length of the body; `None` if there is a body of unknown length.
 pub(super) fn body_length(head: &Parts) -> Option<ByteSize> {
+    match head.extensions.get() {
+        Some(BodyLength(length)) => *length,
+        None => head_length(head),
+    }
+}
+
+fn is_bare(method: &Method) -> bool {
+    [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE].contains(method)
+}
+
+/// Returns the length of the body that the head declares.
+fn head_length(head: &Parts) -> Option<ByteSize> {
     if head.headers.contains_key(TRANSFER_ENCODING) {
         return None;
     }
     if let Some(length) = head.headers.get(CONTENT_LENGTH) {
         return number(length.as_bytes());
     }
-    let bare = [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE].contains(&head.method);
-    (bare || head.version <= Version::HTTP_11).then_some(ByteSize::ZERO)
+    (is_bare(&head.method) || head.version <= Version::HTTP_11).then_some(ByteSize::ZERO)
 }
 
 /// Parses digits; a number above 64 bits becomes the largest 64-bit number.

@@ -25,6 +25,7 @@ use std::future::Future;
 use std::hash::BuildHasher;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -51,7 +52,7 @@ use lowtide_heap::is_measured;
 use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
 use super::drain::Drain;
-use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED};
+use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{
     Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
@@ -74,6 +75,9 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 /// and responses be taken ([`with_min_data_rate`](Self::with_min_data_rate)): `axum::serve` has no
 /// body timeout, and a declared body that never arrives holds its connection forever. A rejection
 /// also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
+///
+/// If several layers of one admission stand around a handler, the outermost admits the request. The
+/// others only pass it on, and the first such request logs a warning.
 pub struct MemoryLayer<E> {
     estimate: Arc<E>,
     settings: Arc<LayerSettings>,
@@ -474,7 +478,7 @@ impl<E: Estimate> MemoryLayer<E> {
         if is_measured && priority != Priority::Exempt {
             let is_minimum = !settings.starts_slowly;
             if lesson.is_none() {
-                let is_declared = body.is_end_stream() || body.size_hint().exact().is_some();
+                let is_declared = body_length(head).is_some();
                 if !is_declared && !is_minimum {
                     cost.host = cost.host.max(UNDECLARED);
                 }
@@ -529,6 +533,19 @@ impl<E: Estimate> MemoryLayer<E> {
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
         Ok(SharedPermit::new(permit, origin, terms, limits))
+    }
+
+    /// Returns `true` if another layer of this admission has admitted the request, so that it has a
+    /// reservation already. Bug: it reserved twice, and waited for itself in the slow start.
+    fn has_admitted(&self, head: &Parts) -> bool {
+        static WARNED: AtomicBool = AtomicBool::new(false);
+        let Some(permit) = head.extensions.get::<SharedPermit>() else { return false };
+        let has_admitted = permit.is_of(&self.settings.admission);
+        if has_admitted && !WARNED.swap(true, Ordering::Relaxed) {
+            let path = head.uri.path();
+            log!(warn, target: "lowtide", path, "memory layer inside another one is ignored");
+        }
+        has_admitted
     }
 
     /// Lets a request wait that was refused, if it may fit later.
@@ -713,7 +730,15 @@ where
     }
 
     fn call(&mut self, request: Request<Q>) -> Self::Future {
-        let (head, body) = request.into_parts();
+        let (mut head, body) = request.into_parts();
+        if self.layer.has_admitted(&head) {
+            let request = Request::from_parts(head, RequestBody::passed(body));
+            let future = Scoped::new(self.inner.call(request), None);
+            let settings = Arc::clone(&self.layer.settings);
+            let state = State::Admitted { future, settings, cancelled_at: None };
+            return ResponseFuture { state };
+        }
+        note_length(&mut head, &body);
         let state = match self.layer.admit(&head, &body, None) {
             Ok(permit) => {
                 let future = self.layer.start(&mut self.inner, (head, body), &permit);
@@ -854,7 +879,9 @@ where
             StateProject::Waiting { .. } => unreachable!("it waits no more"),
             StateProject::Admitted { mut future, settings, cancelled_at } => {
                 let polled = future.as_mut().poll(cx);
-                let Some(permit) = future.permit() else { unreachable!("admitted with a permit") };
+                let Some(permit) = future.permit() else {
+                    return polled.map_ok(|response| response.map(ResponseBody::passed));
+                };
                 let Poll::Ready(answered) = polled else {
                     let Some(rejected) = permit.waits(cx.waker()) else { return Poll::Pending };
                     let Some(response) = settings.end(permit, &rejected, cancelled_at) else {

@@ -8,9 +8,12 @@
 //! their time. So its credit may exceed the grace period by the time of [`BUFFERED`], and of the
 //! part that was handed over last.
 //!
-//! Time is that of the control loop's ticks, which wake a task that has waited for as long as its
-//! credit lasts ([`Pace::wake_if_spent`]). It reads no clock, so a wait may count for as much as
-//! the time between two ticks.
+//! Time is that of the control loop's ticks, so a wait may count for as much as the time between two
+//! ticks. Time in which this process stands still, or a thread of its runtime is blocked, is not the
+//! client's. So the loop wakes the task that reads a body each time half of the credit is spent, and
+//! nothing more is spent until the task has read ([`Pace::probe`]). Without credit, a body ends only
+//! if two such reads in a row come promptly and find nothing. A late tick of the loop spends little
+//! more than half of a credit.
 //!
 //! Invariant: the credit of a request's body is at most the grace period.
 
@@ -27,6 +30,10 @@ use lowtide_admission::{Admission, LargeRequest, Rejected};
 /// the buffers of hyper and the kernel hold 400 KiB and more, and the kernel takes more of a
 /// response only when a third of its buffer is free.
 const BUFFERED: ByteSize = ByteSize::mib(1);
+
+/// A read within this time after its wake is prompt. An estimate: more than two ticks at which time
+/// limits are checked.
+const PROMPT: Duration = Duration::from_millis(250);
 
 /// A minimum rate at which a client must send the body of a request and take the response
 /// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate)).
@@ -50,7 +57,7 @@ impl MinDataRate {
     ///
     /// With zero bytes per second, a byte in each grace period is enough for a request, and a
     /// response does not end once a part of it was sent. Choose a grace period of a second or more;
-    /// with zero, a body ends when its client has to be waited for at all.
+    /// with zero, a body ends when its client has to be waited for until the second check.
     #[must_use]
     pub const fn new(bytes_per_second: ByteSize, grace: Duration) -> Self {
         Self { bytes_per_second, grace }
@@ -90,13 +97,23 @@ struct PaceState {
     since: Option<Moment>,
     /// The task that waits.
     waker: Option<Waker>,
+    /// The time at which that task was woken to read once more, if it has not.
+    woken_at: Option<Moment>,
+    /// The prompt reads without credit.
+    vain: u8,
 }
 
 impl PaceState {
-    /// Ends the wait for the client.
+    /// Returns the longest wait until the next look at it.
+    fn due(&self) -> Duration {
+        if self.credit <= PROMPT { self.credit } else { self.credit / 2 }
+    }
+
+    /// Ends the wait for the client. If that was longer than due, the control loop was late.
     fn settle(&mut self, now: Moment, most: Duration) {
         if let Some(since) = self.since.take() {
-            self.credit = self.credit.saturating_sub(now - since).min(most);
+            let spent = (now - since).min(self.due() + PROMPT);
+            self.credit = self.credit.saturating_sub(spent).min(most);
         }
     }
 }
@@ -113,7 +130,8 @@ impl Pace {
     }
 
     fn new(rate: MinDataRate, most: Duration) -> Self {
-        let state = PaceState { credit: rate.grace, since: None, waker: None };
+        let (credit, since, waker, woken_at) = (rate.grace, None, None, None);
+        let state = PaceState { credit, since, waker, woken_at, vain: 0 };
         Self { rate, most, state: Mutex::new(state) }
     }
 
@@ -123,13 +141,21 @@ impl Pace {
         state.settle(now, self.most);
         let earned = self.rate.time_of(ByteSize::of(bytes));
         state.credit = state.credit.saturating_add(earned).min(self.most);
+        state.woken_at = None;
     }
 
-    /// Waits for the client, in a task with this waker. Returns `false` without credit.
+    /// Waits for the client, in a task with this waker that has read and found nothing. Returns
+    /// `false` if the body must end.
     pub(super) fn wait(&self, waker: &Waker, now: Moment) -> bool {
         let mut state = lock(&self.state);
         state.settle(now, self.most);
-        if state.credit.is_zero() {
+        match state.woken_at.take() {
+            Some(at) if now - at > PROMPT => state.vain = 0,
+            Some(_) if state.credit.is_zero() => state.vain += 1,
+            _ if state.credit > self.most / 4 => state.vain = 0,
+            _ => {}
+        }
+        if state.vain > 1 {
             return false;
         }
         state.since = Some(now);
@@ -148,16 +174,25 @@ impl Pace {
         state.since = Some(now);
     }
 
-    /// Returns `true` if the client has been waited for as long as the credit lasts.
+    /// Spends the time since the last tick. Returns `true` if it was waited for without credit.
     pub(super) fn is_spent(&self, now: Moment) -> bool {
-        let state = lock(&self.state);
-        state.since.is_some_and(|since| now - since >= state.credit)
+        let mut state = lock(&self.state);
+        if state.since.is_none() {
+            return false;
+        }
+        state.settle(now, Duration::MAX);
+        state.since = Some(now);
+        state.credit.is_zero()
     }
 
-    /// Wakes the task that has waited for as long as the credit lasts.
-    pub(super) fn wake_if_spent(&self, now: Moment) {
-        if self.is_spent(now) {
-            let waker = lock(&self.state).waker.take();
+    /// Wakes the task that reads the body if half of its credit was spent since its last read.
+    pub(super) fn probe(&self, now: Moment) {
+        let mut state = lock(&self.state);
+        if state.since.is_some_and(|since| now - since >= state.due()) {
+            state.settle(now, self.most);
+            state.woken_at = Some(now);
+            let waker = state.waker.take();
+            drop(state);
             waker.into_iter().for_each(Waker::wake);
         }
     }
@@ -207,27 +242,61 @@ impl LargeRequest for WeakPace {
 
     fn check_time(&self, now: Moment) {
         if let Some(registered) = self.0.upgrade() {
-            registered.pace.wake_if_spent(now);
+            registered.pace.probe(now);
         }
     }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::Wake;
+
     use super::*;
 
     const GRACE: Duration = Duration::from_secs(10);
     const SECOND: Duration = Duration::from_secs(1);
+    const TICK: Duration = Duration::from_millis(100);
+    /// The time of two reads without credit.
+    const READS: Duration = Duration::from_millis(200);
 
     fn rate(bytes: u64) -> MinDataRate {
         MinDataRate::new(ByteSize::new(bytes), GRACE)
     }
 
-    /// Waits for so long, and returns `true` if there is credit left.
+    #[derive(Default)]
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits for so long, in a task that reads promptly once it is woken. Returns `false` if the
+    /// body ends.
     fn waits(pace: &Pace, now: &mut Moment, time: Duration) -> bool {
-        assert!(pace.wait(Waker::noop(), *now));
-        *now = *now + time;
-        !pace.is_spent(*now)
+        let (task, until) = (Arc::new(Woken::default()), *now + time);
+        let waker = Waker::from(Arc::clone(&task));
+        let mut goes_on = pace.wait(&waker, *now);
+        while goes_on && *now < until {
+            *now = *now + TICK.min(until - *now);
+            pace.probe(*now);
+            goes_on = !task.0.swap(false, Ordering::Relaxed) || pace.wait(&waker, *now);
+        }
+        goes_on
+    }
+
+    /// Returns `true` if a response is spent after this time.
+    fn is_spent_after(pace: &Pace, now: &mut Moment, time: Duration) -> bool {
+        let until = *now + time;
+        while *now < until {
+            *now = *now + TICK.min(until - *now);
+            if pace.is_spent(*now) {
+                return true;
+            }
+        }
+        false
     }
 
     #[test]
@@ -250,7 +319,7 @@ mod tests {
         assert!(waits(&pace, &mut now, SECOND));
         pace.received(1 << 30, now);
         assert!(waits(&pace, &mut now, GRACE - SECOND));
-        assert!(!waits(&pace, &mut now, SECOND));
+        assert!(!waits(&pace, &mut now, SECOND + READS));
     }
 
     #[test]
@@ -261,24 +330,51 @@ mod tests {
             pace.received(0, now);
             now = now + 100 * GRACE;
         }
-        assert!(!waits(&pace, &mut now, SECOND));
-        pace.received(0, now);
-        assert!(!pace.wait(Waker::noop(), now), "no credit is left");
+        assert!(!waits(&pace, &mut now, SECOND + READS));
+    }
+
+    /// jetty#4641, KestrelHttpServer#2855: a service that stood still ended what its clients sent.
+    #[test]
+    fn time_in_which_the_service_stands_still_is_not_the_clients() {
+        for standstill in [GRACE, 100 * GRACE] {
+            let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+            // The thread of the task is blocked, also when little credit is left.
+            for credit in [GRACE, SECOND, TICK] {
+                assert!(waits(&pace, &mut now, GRACE - credit));
+                for _ in 0..standstill.as_millis() / TICK.as_millis() {
+                    now = now + TICK;
+                    pace.probe(now);
+                }
+                assert!(pace.wait(Waker::noop(), now), "it reads once more");
+                pace.received(10_000, now);
+            }
+            // The process is stopped.
+            assert!(waits(&pace, &mut now, SECOND));
+            now = now + standstill;
+            assert!(waits(&pace, &mut now, SECOND));
+            assert!(!waits(&pace, &mut now, GRACE), "the client is silent");
+            let (pace, mut now) = (Pace::of_response(rate(1 << 20)), now);
+            pace.send(0, now);
+            now = now + standstill;
+            assert!(!pace.is_spent(now));
+            assert!(is_spent_after(&pace, &mut now, GRACE));
+        }
     }
 
     #[test]
     fn a_large_part_of_a_response_may_take_its_time_and_that_of_the_buffers() {
         let rate = rate(ByteSize::mib(1).get());
-        let (pace, begun) = (Pace::of_response(rate), Moment::ORIGIN);
-        pace.send(100 << 20, begun);
-        let due = begun + GRACE + 100 * SECOND;
-        assert!(!pace.is_spent(begun + (due - begun - SECOND)));
-        assert!(pace.is_spent(due));
+        let (pace, mut now) = (Pace::of_response(rate), Moment::ORIGIN);
+        pace.send(100 << 20, now);
+        assert!(!is_spent_after(&pace, &mut now, GRACE + 99 * SECOND));
+        assert!(is_spent_after(&pace, &mut now, SECOND));
         // Of what was taken at once, no more than the buffers hold counts.
-        let later = begun + SECOND;
-        pace.send(0, later);
-        assert!(!pace.is_spent(later + GRACE));
-        assert!(pace.is_spent(later + GRACE + SECOND));
+        let (pace, mut now) = (Pace::of_response(rate), Moment::ORIGIN);
+        pace.send(100 << 20, now);
+        pace.send(0, now + SECOND);
+        now = now + SECOND;
+        assert!(!is_spent_after(&pace, &mut now, GRACE));
+        assert!(is_spent_after(&pace, &mut now, SECOND));
     }
 
     #[test]
@@ -288,6 +384,6 @@ mod tests {
             assert!(waits(&pace, &mut now, GRACE - SECOND));
             pace.received(1, now);
         }
-        assert!(!waits(&pace, &mut now, GRACE));
+        assert!(!waits(&pace, &mut now, GRACE + READS));
     }
 }

@@ -40,7 +40,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::learning::Trial;
 use lowtide_admission::{
-    LARGE_MIN, LargeRequest, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
+    Admission, LARGE_MIN, LargeRequest, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
     RequestPhase, SLOW_AFTER, Waiting,
 };
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
@@ -298,6 +298,11 @@ impl SharedPermit {
     /// Returns `true` if the memory of this request is measured.
     pub(super) fn is_measured(&self) -> bool {
         self.0.owner().is_measured
+    }
+
+    /// Returns `true` if its bytes are reserved in this admission.
+    pub(super) fn is_of(&self, admission: &Admission) -> bool {
+        self.held().permit.is_of(admission)
     }
 
     /// Returns `true` if this thread runs for this request.
@@ -965,8 +970,7 @@ impl LargeRequest for WeakPermit {
     fn check_time(&self, now: Moment) {
         let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
         let Some(limits) = permit.limits() else { return };
-        // It decides when it is polled: something may have arrived that it was not polled for.
-        limits.request().into_iter().for_each(|pace| pace.wake_if_spent(now));
+        limits.request().into_iter().for_each(|pace| pace.probe(now));
         if let Some(rejected) = limits.passed(now - permit.0.owner().admitted_at, now) {
             permit.end_in_time(rejected);
         }

@@ -17,6 +17,7 @@ use std::sync::atomic::Ordering;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
+use super::admission::Admission;
 use super::cost::{Budget, Cost, Priority};
 use super::desk::Desk;
 use super::large::LargeRequest;
@@ -268,6 +269,13 @@ impl Permit {
     #[doc(hidden)]
     pub fn refuse(&self, rejected: Rejected) -> Rejected {
         self.desk.reject(rejected)
+    }
+
+    /// Returns `true` if its bytes are reserved in this admission.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_of(&self, admission: &Admission) -> bool {
+        std::ptr::eq(self.desk, admission.desk())
     }
 
     /// Returns the time of the control loop's last tick, by its clock: the time of now, without
