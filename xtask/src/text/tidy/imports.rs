@@ -39,7 +39,10 @@ pub(super) const LAYERS: &[Layers] = &[
     },
     Layers {
         folder: "crates/core/",
-        floors: &[&["buckets", "bytes", "clock", "fork", "sync"], &["decay", "log", "rate"]],
+        floors: &[
+            &["buckets", "bytes", "clock", "file", "fork", "sync"],
+            &["decay", "log", "rate"],
+        ],
         walls: &[],
     },
     Layers {
