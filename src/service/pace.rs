@@ -8,12 +8,12 @@
 //! their time. So its credit may exceed the grace period by the time of [`BUFFERED`], and of the
 //! part that was handed over last.
 //!
-//! Time is that of the control loop's ticks, so a wait may count for as much as the time between two
-//! ticks. Time in which this process stands still, or a thread of its runtime is blocked, is not the
-//! client's. So the loop wakes the task that reads a body each time half of the credit is spent, and
-//! nothing more is spent until the task has read ([`Pace::probe`]). Without credit, a body ends only
-//! if two such reads in a row come promptly and find nothing. A late tick of the loop spends little
-//! more than half of a credit.
+//! Time is that of the control loop's ticks, so a wait may count for as much as the time between
+//! two ticks. Time in which this process stands still, or a thread of its runtime is blocked, is
+//! not the client's. So the loop wakes the task that reads a body each time half of the credit is
+//! spent, and nothing more is spent until the task has read ([`Pace::probe`]). Without credit, a
+//! body ends only if two such reads in a row come promptly and find nothing. A late tick of the
+//! loop spends little more than half of a credit.
 //!
 //! Invariant: the credit of a request's body is at most the grace period.
 

@@ -68,7 +68,7 @@ pub(crate) struct ArenaInner {
 const LANES: u64 = 8;
 
 /// The part of the live memory that a cache may hold if it lacks the requested block: a 128th to a
-/// 64th. Holding more raised the committed peaks of recorded models by up to 6 % (`benches/replay`).
+/// 64th. More raised the committed peaks of recorded models by up to 6 % (`benches/replay`).
 const SPARE_PART: u64 = 128;
 
 /// The arena's view of the caches of its threads and lanes.
