@@ -168,12 +168,11 @@ impl ArenaCaches {
         }
     }
 
-    /// Returns `true` if a cache that lacks the requested block must return its blocks. Cached blocks
-    /// count as live: if they are more than half of that, the cache keeps them next to the missing
-    /// size if that is hot, as in a forward pass whose sizes are requested in turn.
+    /// Returns `true` if a cache that lacks the requested block must return its blocks. Next to a
+    /// missing size that is hot they stay, as in a forward pass whose sizes are requested in turn.
     pub(crate) fn is_too_much(&self, cached: u64, is_hot: bool) -> bool {
         let live = self.live.load(Ordering::Relaxed);
-        cached > live / SPARE_PART && (cached <= live / 2 || !is_hot)
+        !is_hot && cached > live / SPARE_PART
     }
 
     /// Sets the decay time. If idle memory is released immediately, caches keep nothing.
