@@ -21,7 +21,7 @@ const CALLS_IN: u64 = 3;
 struct Sums {
     worst: f64,
     short: Short,
-    /// Calls beyond those of keeping all, where the whole trace is repeated.
+    /// Calls beyond those of the first pass, where the whole trace is repeated.
     repeats: u64,
     long: Long,
     recommits: u64,
@@ -88,9 +88,9 @@ fn of_trace(
             *sum += segments;
         }
         let repeats = repeats(trace, seed);
-        let of = |decay| play(trace, &repeats, decay, time);
-        let (ours, never) = (of(default)?, of(DecayTime::Never)?);
-        sums.repeats += ours.driver_calls.saturating_sub(never.driver_calls);
+        let ours = play(trace, &repeats, default, time)?;
+        let once = play(trace, &repeats[..1], DecayTime::Never, time)?;
+        sums.repeats += ours.driver_calls.abs_diff(once.driver_calls);
     }
     sums.worst = sums.worst.max(ours_worst);
     let name = format!("decay.{}", trace.name);

@@ -64,10 +64,11 @@ pub struct ArenaConfig {
     /// Bytes of free blocks of frequent sizes that each thread may cache for its next allocations,
     /// at most 1,024 blocks; zero for no cache. All caches are emptied before memory is committed,
     /// and a cache without the requested block is emptied if it holds more than about a hundredth
-    /// of the live memory. Blocks that were not needed between two decays leave the cache. Nothing
-    /// is cached if idle memory is released immediately. On a driver with asynchronous work each
-    /// lane has a cache instead, for blocks that only it used; a commit for another lane empties it
-    /// only if all caches together hold more than this size. With more than eight lanes each caches
+    /// of the live memory; neither if at most a quarter of this size is live, or half of the live
+    /// memory is cached. Blocks that were not needed between two decays leave the cache. Nothing is
+    /// cached if idle memory is released immediately. On a driver with asynchronous work each lane
+    /// has a cache instead, for blocks that only it used; a commit for another lane empties it only
+    /// if all caches together hold more than this size. With more than eight lanes each caches
     /// less, so that all together keep about as much as eight.
     pub thread_cache: ByteSize,
     /// The number of past events to keep for a [map](crate::DeviceArena::map): 0 by default, at

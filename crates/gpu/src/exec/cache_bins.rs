@@ -201,6 +201,7 @@ impl ThreadCache {
     }
 
     /// Returns `true` if blocks of this size are kept.
+    #[cfg(feature = "cuda")]
     pub(crate) fn is_hot(&self, key: Key) -> bool {
         self.hot(key).is_some()
     }

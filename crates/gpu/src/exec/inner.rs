@@ -71,6 +71,9 @@ const LANES: u64 = 8;
 /// 64th. More raised the committed peaks of recorded models by up to 6 % (`benches/replay`).
 const SPARE_PART: u64 = 128;
 
+/// The part of a cache's maximum size up to which live memory is little. A guess.
+const LITTLE_PART: u64 = 4;
+
 /// The arena's view of the caches of its threads and lanes.
 #[derive(Debug, Default)]
 pub(crate) struct ArenaCaches {
@@ -168,11 +171,18 @@ impl ArenaCaches {
         }
     }
 
-    /// Returns `true` if a cache that lacks the requested block must return its blocks. Next to a
-    /// missing size that is hot they stay, as in a forward pass whose sizes are requested in turn.
-    pub(crate) fn is_too_much(&self, cached: u64, is_hot: bool) -> bool {
+    /// Returns `true` if a cache that lacks the requested block must return its blocks.
+    pub(crate) fn is_too_much(&self, cached: u64) -> bool {
         let live = self.live.load(Ordering::Relaxed);
-        !is_hot && cached > live / SPARE_PART
+        cached > live / SPARE_PART && self.is_in_way(cached, live)
+    }
+
+    /// Returns `true` if so many cached bytes are to be used before other memory. `live` includes
+    /// them. If little is live, or half of it is cached, the program requests in turn what its
+    /// caches hold: they keep it, up to their maximum size.
+    fn is_in_way(&self, cached: u64, live: u64) -> bool {
+        let room_max = lock(&self.rules).room_max.get();
+        cached > room_max || (live > room_max / LITTLE_PART && cached < live / 2)
     }
 
     /// Sets the decay time. If idle memory is released immediately, caches keep nothing.
@@ -555,8 +565,11 @@ impl Surroundings for ArenaInner {
     }
 
     fn empty_caches_for(&self, taker: Option<StreamKey>) -> bool {
-        let room_max = lock(&self.caches.rules).room_max.get();
-        if !self.capabilities.asynchronous || self.cached() > room_max {
+        let (cached, live) = (self.cached(), self.run_now(|state| state.live()));
+        if !self.caches.is_in_way(cached, live) {
+            return false;
+        }
+        if !self.capabilities.asynchronous || cached > lock(&self.caches.rules).room_max.get() {
             return self.empty_caches();
         }
         taker.is_some() && self.shards().any(|shard| shard.stream() == taker && shard.give_up())

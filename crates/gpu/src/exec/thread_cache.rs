@@ -321,9 +321,8 @@ impl CacheShard {
             return None;
         };
         let Some(taken) = cache.take(key, requested) else {
-            let is_hot = cache.is_hot(key);
             drop(cache);
-            if self.inner.caches.is_too_much(self.cached(), is_hot) {
+            if self.inner.caches.is_too_much(self.cached()) {
                 self.give_up();
             }
             return None;

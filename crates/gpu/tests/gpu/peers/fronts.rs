@@ -132,6 +132,24 @@ fn a_front_keeps_no_more_than_its_room() {
     assert_usable(&arena);
 }
 
+/// Regression test: models needed up to 1.7 of their live peak, since new blocks were placed around
+/// cached ones.
+#[test]
+fn memory_that_fronts_hold_is_used_before_more_is_committed() {
+    let (arena, _) = open_with(ArenaConfig { limit: ByteSize::gib(1), ..config() });
+    let weights = arena.alloc::<u8>(128 << 20, Region::Dynamic).expect("room");
+    let blocks = || -> Vec<Buffer<u8>> {
+        (0..8).map(|_| arena.alloc(4 << 20, Region::Dynamic).expect("room")).collect()
+    };
+    (0..4).for_each(|_| drop(blocks()));
+    assert_eq!(arena.snapshot().cached, ByteSize::mib(32));
+    let before = arena.snapshot().committed;
+    let other = arena.alloc::<u8>(24 << 20, Region::Dynamic).expect("room");
+    assert_eq!(arena.snapshot().committed, before);
+    drop((weights, other));
+    assert_usable(&arena);
+}
+
 /// After the commit of the large block, more than seven eighths of the limit are live.
 #[test]
 fn a_front_keeps_nothing_once_a_commit_left_little_under_the_limit() {

@@ -200,14 +200,27 @@ fn blocks_that_a_front_did_not_need_between_two_decays_leave_it() {
 fn the_sizes_of_a_forward_pass_are_all_kept() {
     let (arena, sim) = open(Order::Lazy, ByteSize::mib(256));
     let lane = lane(&arena, &sim);
-    let of = |size: usize| lane.alloc::<u8>(size * (96 << 10), DYNAMIC).expect("room");
-    // Nothing is committed because of a cache, so the memory of all is committed first.
-    drop((1..=24).map(of).collect::<Vec<_>>());
-    let pass = || (1..=24).for_each(|size| drop(of(size)));
+    let pass = || {
+        for size in 1..=24 {
+            drop(lane.alloc::<u8>(size * (96 << 10), DYNAMIC).expect("room"));
+        }
+    };
     (0..4).for_each(|_| pass());
     let before = arena.snapshot().thread_cache_allocs_total;
     pass();
     assert_eq!(arena.snapshot().thread_cache_allocs_total, before + 24);
+}
+
+/// The sizes of a loop of cuArena's benchmark: the largest needs as much as all others together.
+#[test]
+fn sizes_that_double_are_all_kept_while_nothing_else_is_live() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::gib(1));
+    let lane = lane(&arena, &sim);
+    let turn = || (0..8).for_each(|nth| drop(lane.alloc::<u8>(MIB << nth, DYNAMIC).expect("room")));
+    (0..8).for_each(|_| turn());
+    let before = arena.snapshot().thread_cache_allocs_total;
+    turn();
+    assert_eq!(arena.snapshot().thread_cache_allocs_total, before + 8);
 }
 
 #[test]
