@@ -213,8 +213,8 @@ fn chosen(names: &[String], length: Length, is_full: bool) -> Result<Vec<&'stati
     if names.is_empty() {
         let is_wanted = |job: &&Job| match job.name {
             "docker" => is_set("WITH_DOCKER"),
-            "counted" => false, // until its first whole run has passed
-            "counted-full" | "field" => is_full,
+            "counted" => !is_full,
+            "counted-full" => is_full,
             _ => true,
         };
         return Ok(offered().filter(is_wanted).collect());
