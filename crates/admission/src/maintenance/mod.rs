@@ -578,7 +578,7 @@ impl Maintenance {
             return false;
         }
         let begins =
-            QuietSince { at: now, active: sample.heap_active, purgeable: purgeable_now(sample) };
+            QuietSince { at: now, active: sample.heap_active, purgeable: sample.purgeable };
         let worth = self.purge_worth(sample);
         let since = self.quiet_since.filter(|since| !since.has_moved(&begins, worth));
         now - self.quiet_since.insert(since.unwrap_or(begins)).at >= self.settings.quiet
