@@ -19,14 +19,22 @@ use tempfile::TempDir;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
 
+/// Tells a process of [`run_again`] that it is one.
+const RUN_AGAIN: &str = "RUN_AGAIN_OF_TEST";
+
 /// Runs a test of this program, named in full, again in a process with these variables alone.
-/// Returns what it printed.
+/// Returns what it printed. Panics in such a process: the variables had no effect there, and the
+/// process would start itself without end.
 pub(crate) fn run_again(test: &str, variables: &[(&str, &str)]) -> Output {
+    #[expect(clippy::disallowed_methods, reason = "how the test tells its own process of this")]
+    let runs_again = std::env::var_os(RUN_AGAIN).is_some();
+    assert!(!runs_again, "{test}: {variables:?} had no effect");
     let own = std::env::current_exe().expect("this program");
     let output = Command::new(own)
         .args(["--exact", test, "--nocapture"])
         .env_clear()
         .envs(variables.iter().copied())
+        .env(RUN_AGAIN, "1")
         .output()
         .expect("runs");
     let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
