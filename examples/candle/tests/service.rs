@@ -1,6 +1,7 @@
 //! The service with a tiny model of random weights: what clients get, what is loaded, and that it
 //! goes on after each error. `.ci/candle` compares the vectors of the real model.
 
+use std::convert::Infallible;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{Request, header::CONTENT_TYPE};
 use candle_core::Device;
+use futures_util::stream;
 use lowtide::clock::ManualClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_candle::api::{Answer, BODY_MAX, TEXTS_MAX};
@@ -133,7 +135,11 @@ async fn bad_requests_are_refused_with_a_reason_and_good_ones_are_served() -> Re
     let body = |texts: &[&str]| json!({ "texts": texts }).to_string();
     let long = body(&[&["the"; POSITIONS].join(" ")]);
     let many = body(&["the"; TEXTS_MAX + 1]);
+    // Of a known length, it is refused before it is read.
     let large = body(&[&"x".repeat(BODY_MAX)]);
+    let unknown = Body::from_stream(stream::iter([Ok::<_, Infallible>(large.clone())]));
+    let (found, answer) = post(&routes, unknown).await?;
+    assert_eq!((found, &answer["reason"]), (413, &json!("unreadable_body")), "{answer}");
     for (body, status, reason) in [
         ("{", 400, "invalid_json"),
         ("", 400, "invalid_json"),
@@ -143,7 +149,7 @@ async fn bad_requests_are_refused_with_a_reason_and_good_ones_are_served() -> Re
         (r#"{"texts": []}"#, 422, "number_of_texts"),
         (&*many, 422, "number_of_texts"),
         (&*long, 422, "text_too_long"),
-        (&*large, 413, "unreadable_body"),
+        (&*large, 413, "too_large"),
     ] {
         let (found, answer) = post(&routes, body.to_owned()).await?;
         assert_eq!((found, &answer["reason"]), (status, &json!(reason)), "{answer}");
