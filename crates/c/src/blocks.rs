@@ -27,7 +27,7 @@ pub(crate) fn alloc(
     align: usize,
     stream: Stream,
 ) -> Outcome<Option<DeviceAddress>> {
-    let arena = registry::arena(handle, device)?;
+    let device = registry::device(handle, device)?;
     if size == 0 {
         return Ok(None);
     }
@@ -35,8 +35,8 @@ pub(crate) fn alloc(
     let (size, align) = (ByteSize::of(size), ByteSize::of(align));
     let block = match stream.handle() {
         // SAFETY: the caller of the C function vouches for the stream.
-        Some(stream) => unsafe { arena.alloc_raw_on(stream, size, align, Region::Dynamic) },
-        None => arena.alloc_raw(size, align, Region::Dynamic),
+        Some(stream) => unsafe { device.arena.alloc_raw_on(stream, size, align, Region::Dynamic) },
+        None => device.arena.alloc_raw(size, align, Region::Dynamic),
     };
     Ok(Some(block?.at))
 }
@@ -44,13 +44,13 @@ pub(crate) fn alloc(
 /// Frees a block after its last use on a stream.
 #[inline(always)]
 pub(crate) fn free(handle: u64, device: i32, at: DeviceAddress, stream: Stream) -> Outcome<()> {
-    let arena = registry::arena_of(handle, device, at)?;
+    let device = registry::device_of(handle, device, at)?;
     if let Some(stream) = stream.handle() {
         // SAFETY: the caller of the C function vouches for the stream.
-        unsafe { arena.free_on(at, stream) }?;
+        unsafe { device.arena.free_on(at, stream) }?;
     } else {
-        arena.record_unknown_use(at)?;
-        arena.free(at)?;
+        device.arena.record_unknown_use(at)?;
+        device.arena.free(at)?;
     }
     Ok(())
 }
@@ -62,20 +62,20 @@ pub(crate) fn record_use(
     at: DeviceAddress,
     stream: Stream,
 ) -> Outcome<()> {
-    let arena = registry::arena_of(handle, device, at)?;
+    let device = registry::device_of(handle, device, at)?;
     match stream.handle() {
         // SAFETY: the caller of the C function vouches for the stream.
-        Some(stream) => unsafe { arena.record_use_on(at, stream) }?,
-        None => arena.record_unknown_use(at)?,
+        Some(stream) => unsafe { device.arena.record_use_on(at, stream) }?,
+        None => device.arena.record_unknown_use(at)?,
     }
     Ok(())
 }
 
 /// Ends a stream that is about to be destroyed.
 pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()> {
-    if let (Some(arena), Some(stream)) = (registry::opened(handle, device)?, stream.handle()) {
+    if let (Some(device), Some(stream)) = (registry::opened(handle, device)?, stream.handle()) {
         // SAFETY: the caller of the C function vouches for the stream.
-        unsafe { arena.end_stream(stream) }?;
+        unsafe { device.arena.end_stream(stream) }?;
     }
     Ok(())
 }
@@ -133,7 +133,7 @@ pub(crate) fn statistics(handle: u64, device: i32) -> Outcome<Statistics> {
 
 /// Sets the limit of committed memory of a device; opens the device.
 pub(crate) fn set_limit(handle: u64, device: i32, limit: ByteSize) -> Outcome<()> {
-    registry::device(handle, device)?.0.set_limit(limit);
+    registry::device(handle, device)?.arena.set_limit(limit);
     Ok(())
 }
 
@@ -145,9 +145,9 @@ pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Outcome<(
         let thousandths = (fraction * 1000.0) as i64;
         return Err(invalid("fraction in thousandths", thousandths, "0 to 1000"));
     }
-    let (arena, driver) = registry::device(handle, device)?;
-    let limit = driver.total_memory()?.map_or(ByteSize::MAX, |total| total.scaled(fraction));
-    arena.set_limit(limit);
+    let device = registry::device(handle, device)?;
+    let total = device.driver.total_memory()?;
+    device.arena.set_limit(total.map_or(ByteSize::MAX, |total| total.scaled(fraction)));
     Ok(())
 }
 

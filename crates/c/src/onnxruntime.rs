@@ -39,7 +39,7 @@ fn default() -> Outcome<u64> {
 pub unsafe extern "C" fn lowtide_ort_bind(device: c_int, stream: StreamPointer) -> Status {
     guard(|| {
         let stream = self::stream(stream);
-        registry::arena(default()?, device)?;
+        registry::device(default()?, device)?;
         *BOUND.write().unwrap_or_else(PoisonError::into_inner) = (device, stream);
         Ok(())
     })

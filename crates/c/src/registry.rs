@@ -10,7 +10,7 @@
 //! and [`DEVICES_MAX`] devices.
 #![expect(unsafe_code, reason = "a fork handler is installed by a C call")]
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use lowtide_gpu::{DeviceArena, DeviceError, HostDriver};
@@ -58,16 +58,11 @@ impl Stream {
     }
 }
 
-/// A device; closed while there is no arena.
-#[derive(Debug, Default)]
-struct Device {
-    opened: Option<(DeviceArena, Arc<dyn Driver>)>,
-}
-
-impl Device {
-    fn arena(&self) -> Option<&DeviceArena> {
-        self.opened.as_ref().map(|(arena, _)| arena)
-    }
+/// An open device.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) arena: DeviceArena,
+    pub(crate) driver: Arc<dyn Driver>,
 }
 
 /// A place for an allocator; without one there is no configuration.
@@ -77,21 +72,22 @@ struct Slot {
     /// grows with each allocator and does not come round.
     handle: u64,
     config: Option<Arc<Config>>,
-    /// By number; empty without an allocator.
-    devices: Vec<Device>,
+    /// By number, `None` if not open; empty without an allocator.
+    devices: Vec<Option<Arc<Device>>>,
 }
 
 #[derive(Debug)]
 struct State {
     slots: [Slot; ALLOCATORS_MAX],
-    /// The handle of the default allocator; 0 for none.
-    default: u64,
 }
 
 /// Readers hold it for a lookup, writers for the change of a list. So a thread spins instead of
 /// sleeping, which a reader would pay for with each call.
 static STATE: RwLock<State, Yield> =
-    RwLock::new(State { slots: [const { Slot::EMPTY }; ALLOCATORS_MAX], default: 0 });
+    RwLock::new(State { slots: [const { Slot::EMPTY }; ALLOCATORS_MAX] });
+
+/// The handle of the default allocator; 0 for none. Changes with the state locked.
+static DEFAULT: AtomicU64 = AtomicU64::new(0);
 
 /// Held while a device is opened or an allocator is closed, across calls of the driver: so that a
 /// device is opened once, and none is opened while its allocator is closed.
@@ -142,17 +138,16 @@ impl State {
     }
 
     /// Returns the device with this number if it is open.
-    fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Device>> {
-        let device = self.find(handle)?.devices.get(number);
-        Ok(device.filter(|device| device.opened.is_some()))
+    fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Arc<Device>>> {
+        Ok(self.find(handle)?.devices.get(number).and_then(Option::as_ref))
     }
 
-    /// Returns the arena of a device that is open; `None` if the allocator or the device is not.
+    /// Returns a device that is open; `None` if the allocator or the device is not.
     #[inline(always)]
-    fn arena(&self, handle: u64, device: i32) -> Option<&DeviceArena> {
+    fn known(&self, handle: u64, device: i32) -> Option<&Arc<Device>> {
         let slot = Some(&self.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
         #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
-        slot.devices.get(device as usize)?.arena()
+        slot.devices.get(device as usize)?.as_ref()
     }
 }
 
@@ -205,25 +200,30 @@ pub(crate) fn open(config: Config) -> Outcome<u64> {
 /// Makes an allocator the default one of the process.
 pub(crate) fn set_default(handle: u64) -> Outcome<()> {
     check_here()?;
-    let mut state = write();
+    let state = write();
     state.find(handle)?;
-    if state.default != 0 && state.default != handle {
+    if ![0, handle].contains(&DEFAULT.load(Ordering::Relaxed)) {
         return Err(Failure::DefaultIsSet.into());
     }
-    state.default = handle;
+    DEFAULT.store(handle, Ordering::Relaxed);
     Ok(())
 }
 
 /// Returns the handle of the default allocator. If there is none, opens one with the default
 /// options.
+#[inline(always)]
 pub(crate) fn default_handle() -> Outcome<u64> {
     check_here()?;
-    let found = read().default;
-    if found != 0 {
-        return Ok(found);
+    match DEFAULT.load(Ordering::Relaxed) {
+        0 => make_default(),
+        found => Ok(found),
     }
+}
+
+#[cold]
+fn make_default() -> Outcome<u64> {
     let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
-    let found = read().default;
+    let found = DEFAULT.load(Ordering::Relaxed);
     if found != 0 {
         return Ok(found);
     }
@@ -232,20 +232,20 @@ pub(crate) fn default_handle() -> Outcome<u64> {
         // Another thread has set one meanwhile.
         Err(failure) if failure.status() == Status::DefaultIsSet => {
             drop(forget(made));
-            Ok(read().default)
+            Ok(DEFAULT.load(Ordering::Relaxed))
         }
         outcome => outcome.map(|()| made),
     }
 }
 
 /// Takes an allocator out; its handle is not valid any more.
-fn forget(handle: u64) -> Outcome<Vec<Device>> {
+fn forget(handle: u64) -> Outcome<Vec<Option<Arc<Device>>>> {
     let mut state = write();
     let slot = state.find_mut(handle)?;
     slot.config = None;
     let devices = std::mem::take(&mut slot.devices);
-    if state.default == handle {
-        state.default = 0;
+    if DEFAULT.load(Ordering::Relaxed) == handle {
+        DEFAULT.store(0, Ordering::Relaxed);
     }
     Ok(devices)
 }
@@ -278,56 +278,59 @@ pub(crate) fn devices(handle: u64) -> Outcome<Vec<(i32, DeviceArena)>> {
     check_here()?;
     let state = read();
     let devices = state.find(handle)?.devices.iter().zip(0..);
-    Ok(devices.filter_map(|(device, number)| Some((number, device.arena()?.clone()))).collect())
+    let opened = |(device, number): (&Option<Arc<Device>>, i32)| {
+        Some((number, device.as_ref()?.arena.clone()))
+    };
+    Ok(devices.filter_map(opened).collect())
 }
 
 /// Returns every arena of the process.
 pub(crate) fn arenas() -> Vec<DeviceArena> {
     let state = read();
-    let devices = state.slots.iter().flat_map(|slot| &slot.devices);
-    devices.filter_map(|device| device.arena().cloned()).collect()
+    let devices = state.slots.iter().flat_map(|slot| &slot.devices).flatten();
+    devices.map(|device| device.arena.clone()).collect()
 }
 
-/// Returns the arena of a device and its driver; opens the device if it is not open.
-pub(crate) fn device(handle: u64, device: i32) -> Outcome<(DeviceArena, Arc<dyn Driver>)> {
-    check_here()?;
-    let number = number_of(device)?;
-    open_device(handle, number)?;
-    let found = read().device(handle, number)?.and_then(|device| device.opened.clone());
-    found.ok_or_else(|| no_such_handle(handle))
-}
-
-/// Returns the arena of a device for an allocation; opens the device if it is not open.
+/// Returns a device; opens it if it is not open.
 #[inline(always)]
-pub(crate) fn arena(handle: u64, device: i32) -> Outcome<DeviceArena> {
+pub(crate) fn device(handle: u64, device: i32) -> Outcome<Arc<Device>> {
     check_here()?;
-    match known_arena(handle, device) {
-        Some(arena) => Ok(arena),
-        None => self::device(handle, device).map(|(arena, _)| arena),
+    match known(handle, device) {
+        Some(device) => Ok(device),
+        None => slow_device(handle, device),
     }
 }
 
-/// As [`arena`], for a block that exists: its device is open.
+#[cold]
+fn slow_device(handle: u64, device: i32) -> Outcome<Arc<Device>> {
+    let number = number_of(device)?;
+    open_device(handle, number)?;
+    let found = read().device(handle, number)?.cloned();
+    found.ok_or_else(|| no_such_handle(handle))
+}
+
+/// As [`device`], for a block that exists: its device is open.
 #[inline(always)]
-pub(crate) fn arena_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<DeviceArena> {
+pub(crate) fn device_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<Arc<Device>> {
     check_here()?;
-    match known_arena(handle, device) {
-        Some(arena) => Ok(arena),
+    match known(handle, device) {
+        Some(device) => Ok(device),
         None => opened(handle, device)?.ok_or_else(|| Failure::NoSuchArena { device, at }.into()),
     }
 }
 
-/// Returns the arena of a device if it is open.
-pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<DeviceArena>> {
+/// Returns a device if it is open.
+#[cold]
+pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<Arc<Device>>> {
     check_here()?;
     let number = number_of(device)?;
-    Ok(read().device(handle, number)?.and_then(Device::arena).cloned())
+    Ok(read().device(handle, number)?.cloned())
 }
 
-/// Returns the arena of an open device; `None` if it is not open, or the lock is taken.
+/// Returns an open device; `None` if it is not open, or the lock is taken.
 #[inline(always)]
-fn known_arena(handle: u64, device: i32) -> Option<DeviceArena> {
-    STATE.try_read()?.arena(handle, device).cloned()
+fn known(handle: u64, device: i32) -> Option<Arc<Device>> {
+    STATE.try_read()?.known(handle, device).cloned()
 }
 
 fn is_open(handle: u64, number: usize) -> Outcome<bool> {
@@ -355,9 +358,9 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     let mut state = write();
     let devices = &mut state.find_mut(handle)?.devices;
     if devices.len() <= number {
-        devices.resize_with(number + 1, Device::default);
+        devices.resize(number + 1, None);
     }
-    devices[number].opened = Some((arena, driver));
+    devices[number] = Some(Arc::new(Device { arena, driver }));
     drop(state);
     decay::wake();
     Ok(())

@@ -401,11 +401,14 @@ fn drop_tensor(block: *mut c_void, size: usize, stream: *mut c_void) {
 fn a_stream_that_is_destroyed_fails_no_tensor_of_another_stream() {
     const SIZE: usize = 16 << 20;
     let mut nulls = 0;
-    for way in ["freed on it", "recorded on it", "its other block is live", "its block is live"] {
+    let live = ["its other block is live", "its block is live"];
+    for way in ["freed on it", "recorded on it", "too large for it"].into_iter().chain(live) {
         let cuda = Cuda::start(0);
         let (one, other) = (cuda.stream(), cuda.stream());
         let kept = if way.ends_with("live") { tensor(SIZE, other) } else { ptr::null_mut() };
-        if way != "its block is live" {
+        if way == "too large for it" {
+            assert!(tensor(100 << 30, other).is_null());
+        } else if way != "its block is live" {
             let owner = if way == "recorded on it" { one } else { other };
             let block = tensor(SIZE, owner);
             cuda.fill(block, 1, SIZE, other);

@@ -52,7 +52,6 @@ const MISSED: &[(&str, f64)] = &[
     ("arena.drop.functions", 94.0),
     ("arena.warm.files", 26.0),
     ("arena.warm.functions", 119.0),
-    ("engines.c.pair_instructions", 322.0),
     ("gpu.view.calls", 11.0),
     ("measured.layer.ratio", 1.10),
     ("measured.scope.peak.instructions", 400.0),

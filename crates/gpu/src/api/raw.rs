@@ -15,9 +15,8 @@ use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::engine::{completion, raw_block};
-use crate::exec::lane::Guest;
 use crate::state::event::Origin;
-use crate::state::raw::LaneUser;
+use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, Placement};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -88,7 +87,7 @@ impl DeviceArena {
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
-        self.alloc_raw_for((None, false), size, align, region)
+        self.alloc_raw_for(None, size, align, region)
     }
 
     /// Allocates a raw block for the next work of a stream, without a lane. For callers that are
@@ -105,6 +104,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc_raw`].
+    #[inline]
     pub unsafe fn alloc_raw_on(
         &self,
         stream: StreamHandle,
@@ -112,10 +112,9 @@ impl DeviceArena {
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
-        self.inner().check_open()?;
         // SAFETY: the contract of this function; the block counts as a guest until it is freed.
-        let guest = unsafe { Guest::new(self.inner(), stream) };
-        self.alloc_raw_for((Some(guest.user()), true), size, align, region)
+        let guest = unsafe { self.guest(stream) };
+        self.alloc_raw_for(guest, size, align, region)
     }
 
     /// Frees a raw block after its last use on a stream, as [`Lane::free`].
@@ -125,15 +124,14 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`].
+    #[inline]
     pub unsafe fn free_on(
         &self,
         at: DeviceAddress,
         stream: StreamHandle,
     ) -> Result<RawBlock, DeviceError> {
-        self.inner().check_here()?;
         // SAFETY: the contract of this function.
-        let guest = unsafe { Guest::new(self.inner(), stream) };
-        self.free_after(at, Some(guest.user()))
+        self.free_after(at, unsafe { self.guest(stream) })
     }
 
     /// Records that a stream also uses a raw block, as [`DeviceArena::record_use`].
@@ -148,10 +146,11 @@ impl DeviceArena {
         at: DeviceAddress,
         stream: StreamHandle,
     ) -> Result<(), DeviceError> {
-        self.inner().check_here()?;
         // SAFETY: the contract of this function.
-        let guest = unsafe { Guest::new(self.inner(), stream) };
-        self.record_use_by(at, guest.user())
+        match unsafe { self.guest(stream) } {
+            Some(guest) => self.record_use_by(at, guest),
+            None => self.raw_block(at).map(drop),
+        }
     }
 
     /// Ends a stream without a lane that is about to be destroyed. Records an event behind its work
@@ -172,17 +171,26 @@ impl DeviceArena {
         Ok(())
     }
 
-    /// Allocates a raw block for a stream, if given, which the block counts as a guest of or not.
+    /// Returns a stream without a lane as a user; `None` if the driver's work needs no order.
+    ///
+    /// # Safety
+    /// As [`DeviceArena::alloc_raw_on`].
+    #[inline]
+    unsafe fn guest(&self, stream: StreamHandle) -> Option<RawUser> {
+        self.inner().capabilities.asynchronous.then_some(RawUser::Guest(stream))
+    }
+
+    /// Allocates a raw block for the next work of a user, if one is given.
     fn alloc_raw_for(
         &self,
-        (user, is_guest): (Option<LaneUser>, bool),
+        user: Option<RawUser>,
         size: ByteSize,
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let origin = Origin { lane: user.and_then(|user| user.number), ..Origin::RAW };
+        let origin = Origin { lane: user.and_then(RawUser::number), ..Origin::RAW };
         let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
@@ -194,10 +202,7 @@ impl DeviceArena {
             let len = size.as_usize().unwrap_or(usize::MAX);
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
-        let taker = user.and_then(|user| user.stream);
-        let placed = inner.alloc_block(region, wanted.by(origin), taker)?;
-        let users = (taker, is_guest);
-        let placed = inner.run(async |port| raw_block::register(port, region, placed, users).await);
+        let placed = inner.alloc_raw_block(region, wanted.by(origin), user)?;
         Ok(RawBlock::of((region, placed)))
     }
 
@@ -218,7 +223,7 @@ impl DeviceArena {
     fn free_after(
         &self,
         at: DeviceAddress,
-        user: Option<LaneUser>,
+        user: Option<RawUser>,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         let (freed, left) =
@@ -276,9 +281,10 @@ impl DeviceArena {
         self.record_use_by(at, lane.known().user())
     }
 
-    fn record_use_by(&self, at: DeviceAddress, user: LaneUser) -> Result<(), DeviceError> {
+    fn record_use_by(&self, at: DeviceAddress, user: RawUser) -> Result<(), DeviceError> {
         let inner = self.inner();
-        let left = inner.run_now(|state| raw_block::record_use(state, at, user, &*inner.clock))?;
+        let left =
+            inner.run_here(|state| raw_block::record_use(state, at, user, &*inner.clock))??;
         inner.end_streams(&left);
         inner.flush_events();
         Ok(())
@@ -329,7 +335,7 @@ impl Lane {
         align: ByteSize,
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
-        self.arena().alloc_raw_for((Some(self.known().user()), false), size, align, region)
+        self.arena().alloc_raw_for(Some(self.known().user()), size, align, region)
     }
 
     /// Frees a raw block of the lane's arena after its last use on this lane. Equals

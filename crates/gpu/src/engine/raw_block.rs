@@ -2,35 +2,50 @@
 //!
 //! An unknown address is an error with the reason, and changes nothing.
 
+use super::alloc::{self, Begun};
 use super::place::wait_until_still;
 use super::port::Port;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::event::{ArenaEvent, FreeCause};
-use crate::state::raw::{LaneUser, RawUse, Users};
-use crate::state::region::Placement;
+use crate::state::failure::AllocFailure;
+use crate::state::raw::{RawUse, RawUser, Users};
+use crate::state::region::{AllocTarget, Placement};
 use crate::state::region_index::BlockName;
-use crate::state::streams::StreamKey;
+use crate::state::streams::{StreamKey, Streams};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 
-/// Records an allocated block as raw. Returns the block's place, which may have changed since the
-/// allocation and is fixed from here on.
-pub(crate) async fn register(
+/// Allocates a raw block after the first step. Returns the block's place, which is fixed from here
+/// on.
+///
+/// # Errors
+/// Those of [`alloc`](alloc::alloc).
+pub(crate) async fn alloc(
     port: &Port<'_>,
-    region: Region,
-    placed: Placement,
-    (user, is_guest): (Option<StreamKey>, bool),
-) -> Placement {
+    (target, begun): (AllocTarget, Begun),
+    is_guest: bool,
+) -> Result<Placement, AllocFailure> {
+    let (region, user) = (target.region, (target.taker, is_guest));
+    let placed = alloc::alloc(port, (target, begun)).await?;
     wait_until_still(port, region, placed.id).await;
     port.with(|state| {
         let placed = state.region(region).refreshed(placed);
-        state.raw.insert(region, placed, (user, is_guest));
-        user.filter(|_| is_guest).into_iter().for_each(|user| state.streams.add_guest(user));
-        placed
+        state.raw.insert(region, placed, user);
+        Ok(placed)
     })
+}
+
+/// Returns the stream of the user of a raw block that is about to be allocated. Until it is freed,
+/// or its allocation fails, the block counts as a guest.
+pub(crate) fn enter(state: &mut ArenaState, user: RawUser) -> Option<StreamKey> {
+    let stream = user.stream(&mut state.streams);
+    if user.is_guest() {
+        stream.into_iter().for_each(|stream| state.streams.add_guest(stream));
+    }
+    stream
 }
 
 /// The streams that a raw block was the last guest of, to be ended at once.
@@ -43,18 +58,17 @@ pub(crate) type Left = Vec<StreamKey>;
 pub(crate) fn free(
     state: &mut ArenaState,
     at: DeviceAddress,
-    user: Option<LaneUser>,
+    user: Option<RawUser>,
     clock: &dyn Clock,
 ) -> Result<((Region, Placement), Left), DeviceError> {
     let Some(mut raw) = state.raw.remove(at) else { return Err(unknown(state, at)) };
-    let mut left = guests(&raw);
+    let mut left = leave(&mut state.streams, &raw);
     if let Some(user) = user
-        && raw.add(user)
+        && add(&mut state.streams, &mut raw, user, &mut left)
     {
         note_use(state, (raw.region, raw.placed.id), user, clock);
     }
     release(state, &raw, false, clock);
-    left.retain(|&stream| state.streams.leave_guest(stream));
     Ok(((raw.region, raw.placed), left))
 }
 
@@ -65,20 +79,20 @@ pub(crate) fn free(
 pub(crate) fn record_use(
     state: &mut ArenaState,
     at: DeviceAddress,
-    user: LaneUser,
+    user: RawUser,
     clock: &dyn Clock,
 ) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
-    let (block, mut left) = ((raw.region, raw.placed.id), guests(raw));
-    if !raw.add(user) {
-        return Ok(Left::new());
+    let mut left = leave(&mut state.streams, raw);
+    let (block, is_new) =
+        ((raw.region, raw.placed.id), add(&mut state.streams, raw, user, &mut left));
+    raw.with_guests(|streams| {
+        streams.iter().for_each(|&stream| state.streams.add_guest(stream));
+        left.retain(|stream| !streams.contains(stream));
+    });
+    if is_new {
+        note_use(state, block, user, clock);
     }
-    if !guests(raw).is_empty() {
-        left.clear();
-        user.stream.into_iter().for_each(|stream| state.streams.add_guest(stream));
-    }
-    left.retain(|&stream| state.streams.leave_guest(stream));
-    note_use(state, block, user, clock);
     Ok(left)
 }
 
@@ -91,15 +105,27 @@ pub(crate) fn record_unknown_use(
     at: DeviceAddress,
 ) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
-    let mut left = guests(raw);
+    let left = leave(&mut state.streams, raw);
     raw.users = Users::ANY;
-    left.retain(|&stream| state.streams.leave_guest(stream));
     Ok(left)
 }
 
-/// Returns the streams that a raw block counts as a guest of.
-fn guests(raw: &RawUse) -> Left {
-    if raw.is_guest { raw.users.streams() } else { Left::new() }
+/// Records that a raw block is a guest of no stream any more.
+fn leave(streams: &mut Streams, raw: &RawUse) -> Left {
+    raw.with_guests(|of| of.iter().copied().filter(|&stream| streams.leave_guest(stream)).collect())
+}
+
+/// Adds the user of a call to the users of a raw block that was [left](leave). Returns `true` if
+/// the use was unknown.
+fn add(streams: &mut Streams, raw: &mut RawUse, user: RawUser, left: &mut Left) -> bool {
+    let stream = user.stream(streams);
+    if let Some(stream) = stream.filter(|_| user.is_guest())
+        && streams.is_unused(stream)
+        && !left.contains(&stream)
+    {
+        left.push(stream);
+    }
+    raw.add(stream)
 }
 
 /// Records the new size of a raw block that was resized in place.
@@ -137,8 +163,7 @@ pub(crate) fn find_containing(
 pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> (ByteSize, Left) {
     let all = state.raw.take_all();
     all.iter().for_each(|raw| release(state, raw, true, clock));
-    let mut left: Left = all.iter().flat_map(guests).collect();
-    left.retain(|&stream| state.streams.leave_guest(stream));
+    let left = all.iter().flat_map(|raw| leave(&mut state.streams, raw)).collect();
     let blocks = all.len() as u64;
     let bytes = all.iter().map(|raw| ByteSize::new(raw.placed.span.size)).sum();
     state.events.push(clock, || ArenaEvent::RawReset { blocks, bytes });
@@ -156,10 +181,10 @@ fn release(state: &mut ArenaState, raw: &RawUse, is_reset: bool, clock: &dyn Clo
 fn note_use(
     state: &mut ArenaState,
     (region, id): (Region, BlockName),
-    user: LaneUser,
+    user: RawUser,
     clock: &dyn Clock,
 ) {
-    if let Some(lane) = user.number {
+    if let Some(lane) = user.number() {
         state.events.push(clock, || ArenaEvent::Used { region, id, lane });
     }
 }

@@ -15,7 +15,7 @@ use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
 use crate::state::event::{ArenaEvent, LaneNumber};
-use crate::state::raw::LaneUser;
+use crate::state::raw::RawUser;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -169,8 +169,8 @@ impl LaneInner {
     }
 
     /// Returns this lane as a user of raw blocks.
-    pub(crate) const fn user(&self) -> LaneUser {
-        LaneUser { stream: self.key, number: self.number }
+    pub(crate) const fn user(&self) -> RawUser {
+        RawUser::Lane(self.key, self.number)
     }
 
     /// Returns the lane's stream, for calls of an asynchronous driver.
@@ -192,41 +192,10 @@ impl LaneInner {
     }
 }
 
-/// A call that uses a stream without a lane. The stream exists during the call, and until the raw
-/// blocks that use it are freed.
-pub(crate) struct Guest<'a> {
-    inner: &'a ArenaInner,
-    key: Option<StreamKey>,
-}
-
-impl<'a> Guest<'a> {
-    /// # Safety
-    /// The stream belongs to the arena's driver, and exists until this is dropped, and until each
-    /// raw block that uses it is freed, or `end_stream` is called.
-    pub(crate) unsafe fn new(inner: &'a ArenaInner, stream: StreamHandle) -> Self {
-        let has_streams = inner.capabilities.asynchronous;
-        let key = has_streams.then(|| inner.run_now(|state| state.streams.enter_guest(stream)));
-        Self { inner, key }
-    }
-
-    pub(crate) const fn user(&self) -> LaneUser {
-        LaneUser { stream: self.key, number: None }
-    }
-}
-
-impl Drop for Guest<'_> {
-    /// Makes the arena forget the stream if nothing else uses it, as the drop of a lane does.
-    fn drop(&mut self) {
-        let Some(key) = self.key else { return };
-        if self.inner.run_now(|state| state.streams.leave_guest(key)) {
-            self.inner.end_streams(&[key]);
-        }
-    }
-}
-
 impl ArenaInner {
     /// Makes the arena forget streams that nothing uses any more, after recording events for their
     /// work.
+    #[inline]
     pub(crate) fn end_streams(&self, streams: &[StreamKey]) {
         for &stream in streams {
             self.run(async |port| end_stream(port, stream, false).await);

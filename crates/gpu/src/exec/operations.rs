@@ -6,11 +6,13 @@ use std::ops::ControlFlow;
 use crate::driver::DriverError;
 use crate::engine::alloc::{self, Begun};
 use crate::engine::alloc_error::record_failure;
-use crate::engine::{completion, import, resize};
+use crate::engine::port::Port;
+use crate::engine::{completion, import, raw_block, resize};
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
 use crate::state::event::{FailedRequest, Origin};
 use crate::state::failure::AllocFailure;
+use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, Placement};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -37,18 +39,64 @@ impl ArenaInner {
         target: AllocTarget,
         what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
-        let first = |state: &mut ArenaState| {
-            let begun = alloc::begin(state, &*self.clock, target);
-            self.caches.note_live(state.live(), state.limit.get());
-            match begun {
-                Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
-                begun => ControlFlow::Continue((target, begun)),
-            }
-        };
-        let outcome = self.run_after(first, alloc::alloc);
+        let outcome = self.run_after(|state| self.begin(state, target), alloc::alloc);
         let outcome = outcome.map_err(|failure| self.record_failure(target.region, failure, what));
         self.flush_events();
         outcome
+    }
+
+    /// Allocates a raw block, like [`ArenaInner::alloc_block`], for the next work of a user, or of
+    /// any stream.
+    ///
+    /// # Errors
+    /// Those of [`ArenaInner::alloc_block`].
+    pub(crate) fn alloc_raw_block(
+        &self,
+        region: Region,
+        wanted: AllocRequest,
+        user: Option<RawUser>,
+    ) -> Result<Placement, DeviceError> {
+        let is_guest = user.is_some_and(RawUser::is_guest);
+        let mut taker = None;
+        let first = |state: &mut ArenaState| {
+            taker = user.and_then(|user| raw_block::enter(state, user));
+            let begun = self.begin(state, AllocTarget { region, wanted, taker });
+            if let ControlFlow::Break(Ok(placed)) = begun {
+                state.raw.insert(region, placed, (taker, is_guest));
+            }
+            begun
+        };
+        let rest = async |port: &Port<'_>, begun| raw_block::alloc(port, begun, is_guest).await;
+        let outcome = self.run_after(first, rest).map_err(|failure| {
+            let what = FailedRequest::Alloc(region, wanted);
+            let error = self.record_failure(region, failure, what);
+            self.leave_guest(taker.filter(|_| is_guest));
+            error
+        });
+        self.flush_events();
+        outcome
+    }
+
+    /// Makes the first step of an allocation.
+    #[inline]
+    fn begin(
+        &self,
+        state: &mut ArenaState,
+        target: AllocTarget,
+    ) -> ControlFlow<Result<Placement, AllocFailure>, (AllocTarget, Begun)> {
+        let begun = alloc::begin(state, &*self.clock, target);
+        self.caches.note_live(state.live(), state.limit.get());
+        match begun {
+            Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
+            begun => ControlFlow::Continue((target, begun)),
+        }
+    }
+
+    /// Records that a raw block is not a guest of a stream after all.
+    #[cold]
+    fn leave_guest(&self, stream: Option<StreamKey>) {
+        let leave = |state: &mut ArenaState| stream.filter(|&key| state.streams.leave_guest(key));
+        self.end_streams(self.run_here(leave).ok().flatten().as_slice());
     }
 
     /// Counts a failure, and returns the error for the caller.

@@ -9,11 +9,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::driver::DeviceAddress;
+use crate::driver::{DeviceAddress, StreamHandle};
 use crate::state::event::{After, LaneNumber};
 use crate::state::region::{Placement, RegionState};
 use crate::state::region_index::BlockName;
-use crate::state::streams::StreamKey;
+use crate::state::streams::{StreamKey, Streams};
 use crate::types::region::Region;
 
 /// The maximum number of streams that a raw block remembers. With one more, the block counts as
@@ -58,11 +58,6 @@ impl Users {
         true
     }
 
-    /// Returns the streams; none for a block that any stream may use.
-    pub(crate) fn streams(&self) -> Vec<StreamKey> {
-        self.with(|streams, _| streams.to_vec())
-    }
-
     /// Calls `act` with the streams, and with the work that must complete after a free.
     pub(crate) fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
         match &self.others {
@@ -77,13 +72,34 @@ impl Users {
     }
 }
 
-/// A lane that uses a block.
+/// The user of a raw block in a call.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LaneUser {
-    /// `None` if the driver's work needs no order.
-    pub(crate) stream: Option<StreamKey>,
-    /// `None` if the driver's work needs no order and nothing observes the arena.
-    pub(crate) number: Option<LaneNumber>,
+pub(crate) enum RawUser {
+    /// A lane. No stream if the driver's work needs no order; no number if, moreover, nothing
+    /// observes the arena.
+    Lane(Option<StreamKey>, Option<LaneNumber>),
+    /// A stream without a lane, of a driver whose work needs an order. It exists during the call,
+    /// and until the raw blocks that use it are freed.
+    Guest(StreamHandle),
+}
+
+impl RawUser {
+    pub(crate) const fn is_guest(self) -> bool {
+        matches!(self, Self::Guest(_))
+    }
+
+    /// Returns the number of the lane.
+    pub(crate) const fn number(self) -> Option<LaneNumber> {
+        if let Self::Lane(_, number) = self { number } else { None }
+    }
+
+    /// Returns the stream, which is known from here on.
+    pub(crate) fn stream(self, streams: &mut Streams) -> Option<StreamKey> {
+        match self {
+            Self::Lane(stream, _) => stream,
+            Self::Guest(handle) => Some(streams.key_of(handle)),
+        }
+    }
 }
 
 /// A live raw block, and the streams that use it.
@@ -97,9 +113,14 @@ pub(crate) struct RawUse {
 }
 
 impl RawUse {
-    /// Adds the stream of a lane; returns `true` if the use was unknown.
-    pub(crate) fn add(&mut self, user: LaneUser) -> bool {
-        user.stream.is_none_or(|stream| self.users.add(stream))
+    /// Adds the stream of a lane or a guest; returns `true` if the use was unknown.
+    pub(crate) fn add(&mut self, stream: Option<StreamKey>) -> bool {
+        stream.is_none_or(|stream| self.users.add(stream))
+    }
+
+    /// Calls `act` with the streams that the block counts as a guest of.
+    pub(crate) fn with_guests<T>(&self, act: impl FnOnce(&[StreamKey]) -> T) -> T {
+        self.users.with(|streams, _| act(if self.is_guest { streams } else { &[] }))
     }
 }
 

@@ -74,7 +74,7 @@ struct Stream {
     /// `None` for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
     lanes: usize,
-    /// The number of raw blocks and calls that use the stream without a lane.
+    /// The number of raw blocks and allocations that use the stream without a lane.
     guests: usize,
     /// The number of driver calls in progress with the handle, by threads without a lane of the
     /// stream.
@@ -149,7 +149,9 @@ impl Streams {
         key
     }
 
-    fn key_of(&mut self, handle: StreamHandle) -> StreamKey {
+    /// Returns the key of a stream, which is known from here on, and until a lane or a guest leaves
+    /// it.
+    pub(crate) fn key_of(&mut self, handle: StreamHandle) -> StreamKey {
         *self.by_handle.entry(handle).or_insert_with(|| {
             self.last = StreamKey(self.last.0 + 1);
             self.known.insert(self.last, Stream::new(Some(handle)));
@@ -170,14 +172,7 @@ impl Streams {
         stream.is_unused()
     }
 
-    /// Records a call that uses a stream without a lane.
-    pub(crate) fn enter_guest(&mut self, handle: StreamHandle) -> StreamKey {
-        let key = self.key_of(handle);
-        self.add_guest(key);
-        key
-    }
-
-    /// Records one more raw block that uses a stream.
+    /// Records one more raw block, or call, that uses a stream without a lane.
     pub(crate) fn add_guest(&mut self, key: StreamKey) {
         self.known.get_mut(&key).into_iter().for_each(|stream| stream.guests += 1);
     }
@@ -189,10 +184,15 @@ impl Streams {
         stream.is_unused()
     }
 
+    /// Returns `true` if neither a lane nor a guest uses the stream.
+    pub(crate) fn is_unused(&self, key: StreamKey) -> bool {
+        self.known.get(&key).is_some_and(Stream::is_unused)
+    }
+
     /// Forgets the handle of a stream that neither a lane nor a guest uses. The driver may reuse
     /// the handle for another stream.
     pub(crate) fn retire(&mut self, key: StreamKey) {
-        if self.known.get(&key).is_some_and(Stream::is_unused) {
+        if self.is_unused(key) {
             self.lose(key);
         }
     }
