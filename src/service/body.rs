@@ -111,9 +111,8 @@ impl<Q: Body> RequestBody<Q> {
         }
         let is_followed = permit.is_measured() || permit.limits().is_some();
         let permit = (is_followed && is_arriving).then(|| permit.clone());
-        let mut this = Self::passed(body);
-        (this.permit, this.is_arriving) = (permit, is_arriving);
-        this
+        let (last, waiting) = (None, None);
+        Self { body: Some(body), permit, is_arriving, last, waiting, is_refused: false }
     }
 }
 
@@ -349,17 +348,17 @@ struct ResponseFrame {
 
 impl ResponseFrame {
     /// Hands a frame to the connection, after so many plain ones.
-    fn send(data: Bytes, permit: &SharedPermit, plain: &mut u8) -> Bytes {
+    fn send(data: &mut Bytes, permit: &SharedPermit, plain: &mut u8) {
         let length = ByteSize::of(data.len());
         if length >= FOLLOWED_MIN || *plain >= PLAIN_FRAMES {
-            let _part = UnsentPart::of(permit);
-            return Bytes::from_owner(Self { data, permit: permit.clone(), _part });
+            let (_part, permit) = (UnsentPart::of(permit), permit.clone());
+            *data = Bytes::from_owner(Self { data: std::mem::take(data), permit, _part });
+            return;
         }
         *plain += 1;
         if data.is_unique() {
             permit.release(length);
         }
-        data
     }
 }
 
@@ -548,8 +547,8 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 if let (Some(reports), Some(trailers)) = (reports, frame.trailers_mut()) {
                     reports.attach_to_trailers(trailers);
                 }
-                if permit.is_measured() {
-                    frame = frame.map_data(|data| ResponseFrame::send(data, permit, plain));
+                if let Some(data) = frame.data_mut().filter(|_| permit.is_measured()) {
+                    ResponseFrame::send(data, permit, plain);
                 }
                 if let Some(limits) = limited {
                     frame = limits.split(frame, permit);

@@ -9,7 +9,7 @@
 use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::request::Parts;
 use http::{HeaderName, Method, Version};
-use http_body::Body;
+use http_body::{Body, SizeHint};
 
 use crate::bytes::ByteSize;
 use lowtide_admission::{Cost, Priority};
@@ -48,6 +48,15 @@ pub trait Estimate: Send + Sync + 'static {
     fn estimate_to_learn(&self, head: &Parts) -> Estimated {
         let (cost, priority) = self.estimate(head);
         Estimated { cost, priority, lesson: None }
+    }
+
+    /// The same for a body whose length was found before; `None` if there is a body of unknown
+    /// length.
+    #[doc(hidden)]
+    #[inline]
+    fn estimate_with_length(&self, head: &Parts, length: Option<ByteSize>) -> Estimated {
+        let _ = length;
+        self.estimate_to_learn(head)
     }
 }
 
@@ -189,11 +198,15 @@ impl ContentLength {
 
 impl Estimate for ContentLength {
     fn estimate(&self, head: &Parts) -> (Cost, Priority) {
-        let bytes = match body_length(head) {
-            Some(length) => scaled(length, self.factor),
-            None => self.unknown,
-        };
-        (Cost::host(bytes.max(self.least)), self.priority)
+        let Estimated { cost, priority, .. } = self.estimate_with_length(head, body_length(head));
+        (cost, priority)
+    }
+
+    #[inline]
+    fn estimate_with_length(&self, _: &Parts, length: Option<ByteSize>) -> Estimated {
+        let bytes = length.map_or(self.unknown, |length| scaled(length, self.factor));
+        let cost = Cost::host(bytes.max(self.least));
+        Estimated { cost, priority: self.priority, lesson: None }
     }
 }
 
@@ -203,13 +216,12 @@ struct BodyLength(Option<ByteSize>);
 
 /// Records the length of the body where its head says something else, because a layer outside has
 /// replaced the body: one that decompresses it removes the length from the head, and one with a
-/// timeout tells none.
-pub(super) fn note_length(head: &mut Parts, body: &impl Body) {
-    let (hint, declared) = (body.size_hint(), head_length(head));
-    let has_length = declared.is_some() && head.headers.contains_key(CONTENT_LENGTH);
-    let exact = if body.is_end_stream() { Some(0) } else { hint.exact() };
-    let length = match exact.map(ByteSize::new) {
-        _ if has_length => declared.map(|length| length.max(ByteSize::new(hint.lower()))),
+/// timeout tells none. Returns the length, as [`body_length`].
+pub(super) fn note_length(head: &mut Parts, body: &impl Body) -> Option<ByteSize> {
+    let (declared, is_of_header) = head_length(head);
+    let hint = if body.is_end_stream() { SizeHint::with_exact(0) } else { body.size_hint() };
+    let length = match hint.exact().map(ByteSize::new) {
+        _ if is_of_header => declared.map(|length| length.max(ByteSize::new(hint.lower()))),
         Some(exact) => Some(exact),
         // A body that tells nothing of itself is none if the method has none.
         None => declared.filter(|_| is_bare(&head.method) && hint.lower() == 0),
@@ -219,13 +231,14 @@ pub(super) fn note_length(head: &mut Parts, body: &impl Body) {
     } else {
         head.extensions.insert(BodyLength(length));
     }
+    length
 }
 
 /// Returns the length of the body; `None` if there is a body of unknown length.
 pub(super) fn body_length(head: &Parts) -> Option<ByteSize> {
     match head.extensions.get() {
         Some(BodyLength(length)) => *length,
-        None => head_length(head),
+        None => head_length(head).0,
     }
 }
 
@@ -233,15 +246,17 @@ fn is_bare(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE].contains(method)
 }
 
-/// Returns the length of the body that the head declares.
-fn head_length(head: &Parts) -> Option<ByteSize> {
+/// Returns the length of the body that the head declares, and `true` if a header does.
+fn head_length(head: &Parts) -> (Option<ByteSize>, bool) {
     if head.headers.contains_key(TRANSFER_ENCODING) {
-        return None;
+        return (None, false);
     }
     if let Some(length) = head.headers.get(CONTENT_LENGTH) {
-        return number(length.as_bytes());
+        let length = number(length.as_bytes());
+        return (length, length.is_some());
     }
-    (is_bare(&head.method) || head.version <= Version::HTTP_11).then_some(ByteSize::ZERO)
+    let is_empty = is_bare(&head.method) || head.version <= Version::HTTP_11;
+    (is_empty.then_some(ByteSize::ZERO), false)
 }
 
 /// Parses digits; a number above 64 bits becomes the largest 64-bit number.

@@ -40,6 +40,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::Memory;
+use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
@@ -456,6 +457,7 @@ impl<E: Estimate> MemoryLayer<E> {
         &self,
         head: &Parts,
         body: &impl Body,
+        length: Option<ByteSize>,
         waiting: Option<&Waiting>,
     ) -> Result<SharedPermit, NotAdmitted> {
         let settings = &*self.settings;
@@ -468,17 +470,16 @@ impl<E: Estimate> MemoryLayer<E> {
             share = settings.exempt_share(head, body);
             match &share {
                 Some(share) => exempt(Cost::host(share.bytes())),
-                None => self.estimate.estimate_to_learn(head),
+                None => self.estimate.estimate_with_length(head, length),
             }
         };
         let Estimated { mut cost, priority, mut lesson } = estimated;
         let is_measured = settings.admission.is_managed() && is_measured();
-        let mut slot = None;
         let (method, (route, is_matched)) = (&head.method, route(head));
         if is_measured && priority != Priority::Exempt {
             let is_minimum = !settings.starts_slowly;
             if lesson.is_none() {
-                let is_declared = body_length(head).is_some();
+                let is_declared = length.is_some();
                 if !is_declared && !is_minimum {
                     cost.host = cost.host.max(UNDECLARED);
                 }
@@ -486,24 +487,29 @@ impl<E: Estimate> MemoryLayer<E> {
                 lesson = Some(settings.needs.of(kind, cost.host, is_minimum).into());
             }
         }
-        if let Some(lesson) = &lesson {
-            let room = settings.admission.ledger(Budget::Host).learned_room();
-            let estimate = cost.host;
-            cost.host = lesson.claim(estimate, room);
-            let starts_slowly = is_measured && settings.starts_slowly;
-            // A request that is too large, or that arrives during shutdown, is rejected for that
-            // reason, below.
-            if starts_slowly && estimate <= ceiling && !settings.admission.is_closed() {
-                slot = lesson.enter(cost.host, room.all, &settings.clock).map_err(|running| {
+        let slot = match &lesson {
+            Some(lesson) => {
+                let room = settings.admission.ledger(Budget::Host).learned_room();
+                let estimate = cost.host;
+                cost.host = lesson.claim(estimate, room);
+                // A request that is too large, or that arrives during shutdown, is rejected for
+                // that reason, below.
+                let starts_slowly = is_measured
+                    && settings.starts_slowly
+                    && estimate <= ceiling
+                    && !settings.admission.is_closed();
+                let enter = || lesson.enter(cost.host, room.all, &settings.clock);
+                let entered = if starts_slowly { enter() } else { Ok(None) };
+                entered.map_err(|TooManyRunning(running)| {
                     if let Some(waiting) = waiting {
                         waiting.lacks_other();
                     }
-                    let TooManyRunning(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };
                     NotAdmitted { rejected, cost, priority }
-                })?;
+                })?
             }
-        }
+            None => None,
+        };
         let name = RequestName(method, &route);
         let label: RequestLabel<'_> = Some(&name);
         let permit = match waiting {
@@ -526,8 +532,10 @@ impl<E: Estimate> MemoryLayer<E> {
         let can_resume = is_measured && is_host && slot.is_none() && !is_exempt;
         let max_wait = settings.max_wait;
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
-        let resumes = can_resume.then(|| Resumes { priority, tenant: self.tenant(head), within });
-        let tenant = if is_measured { head.extensions.get().cloned() } else { None };
+        let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
+        let number = self.number_of(tenant);
+        let resumes = can_resume.then_some(Resumes { priority, tenant: number, within });
+        let tenant = tenant.cloned();
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
         let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
@@ -554,12 +562,13 @@ impl<E: Estimate> MemoryLayer<E> {
         if max_wait.is_zero() || !refused.rejected.may_wait() {
             return None;
         }
-        admission.wait(refused.cost, refused.priority, self.tenant(head), Some(*max_wait))
+        let tenant = self.number_of(head.extensions.get());
+        admission.wait(refused.cost, refused.priority, tenant, Some(*max_wait))
     }
 
     /// Returns the number under which the requests of a tenant keep their order.
-    fn tenant(&self, head: &Parts) -> u64 {
-        let tenant: Option<&Tenant> = head.extensions.get();
+    #[inline]
+    fn number_of(&self, tenant: Option<&Tenant>) -> u64 {
         tenant.map_or(0, |tenant| self.settings.hasher.hash_one(tenant.name()))
     }
 
@@ -575,8 +584,8 @@ impl<E: Estimate> MemoryLayer<E> {
         Q: Body<Data = Bytes>,
     {
         head.extensions.insert(permit.clone());
-        let body = RequestBody::new(body, permit);
-        let future = permit.measure(|| inner.call(Request::from_parts(head, body)));
+        let request = Request::from_parts(head, RequestBody::new(body, permit));
+        let future = permit.measure(|| inner.call(request));
         permit.scope(future)
     }
 
@@ -738,8 +747,8 @@ where
             let state = State::Admitted { future, settings, cancelled_at: None };
             return ResponseFuture { state };
         }
-        note_length(&mut head, &body);
-        let state = match self.layer.admit(&head, &body, None) {
+        let length = note_length(&mut head, &body);
+        let state = match self.layer.admit(&head, &body, length, None) {
             Ok(permit) => {
                 let future = self.layer.start(&mut self.inner, (head, body), &permit);
                 let settings = Arc::clone(&self.layer.settings);
@@ -799,7 +808,7 @@ where
                 return Poll::Pending;
             };
             let waiting = is_turn.then_some(&self.waiting);
-            match self.layer.admit(&head, &body, waiting) {
+            match self.layer.admit(&head, &body, body_length(&head), waiting) {
                 Ok(permit) => {
                     let future = self.layer.start(&mut self.inner, (head, body), &permit);
                     let settings = Arc::clone(&self.layer.settings);

@@ -145,12 +145,13 @@ impl Lesson {
     }
 
     /// Admits a request of the route if its need is known or few requests run.
+    #[inline]
     pub(super) fn enter(
         &self,
         claim: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Trial>, TooManyRunning> {
+    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
         match &self.0 {
             Of::Bytes(route) => route.trials.enter(claim, room, clock),
             Of::Estimate(compared) => compared.enter(room, clock),

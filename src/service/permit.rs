@@ -152,7 +152,7 @@ pub(super) struct Terms {
     /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
-    pub(super) slot: Option<Trial>,
+    pub(super) slot: Option<Box<Trial>>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
@@ -203,32 +203,18 @@ impl SharedPermit {
         }
         let claim = permit.cost().host;
         let admitted_at = permit.last_tick();
-        let (cap, resumes) = (terms.cap, terms.resumes);
-        let held = Held {
-            permit,
-            reported: None,
-            answer: None,
-            claimed: None,
-            declared: ByteSize::ZERO,
-            cancelled: None,
-            waker: None,
-            waiting: Vec::new(),
-            next: 0,
-            live_in: None,
-            terms,
-        };
         Self(Arc::new(Account::new(Admitted {
             is_measured,
-            is_trial: held.terms.slot.is_some(),
+            is_trial: terms.slot.is_some(),
             origin,
-            cap,
+            cap: terms.cap,
             claim: AtomicU64::new(claim.get()),
             admitted_at,
             reserved_at: AtomicU64::new(nanos(admitted_at)),
             is_registered: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
-            resumes,
+            resumes: terms.resumes,
             limits,
             progress: AtomicU8::new(WORKS),
             is_suspended: AtomicBool::new(false),
@@ -236,7 +222,19 @@ impl SharedPermit {
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             copied: AtomicU64::new(0),
-            held: Mutex::new(held),
+            held: Mutex::new(Held {
+                permit,
+                reported: None,
+                answer: None,
+                claimed: None,
+                declared: ByteSize::ZERO,
+                cancelled: None,
+                waker: None,
+                waiting: Vec::new(),
+                next: 0,
+                live_in: None,
+                terms,
+            }),
         })))
     }
 

@@ -26,7 +26,7 @@ fn with_route<R>(
     act: impl FnOnce(&Arc<Usage>) -> R,
 ) -> R {
     let kept = lesson.usage();
-    match kept.get(origin.method.as_str(), origin.route.as_bytes()) {
+    match kept.get(|| (origin.method.as_str(), origin.route.as_bytes())) {
         Some(usage) => act(usage),
         None => act(&look_up(kept, permit, origin, succeeded)),
     }

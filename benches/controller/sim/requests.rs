@@ -46,7 +46,7 @@ pub(super) struct Request {
 struct Terms {
     need: Compared,
     claim: ByteSize,
-    slot: Option<Trial>,
+    slot: Option<Box<Trial>>,
 }
 
 impl Terms {

@@ -653,6 +653,7 @@ impl Ledger {
 
     /// Returns the room for learned reservations.
     #[doc(hidden)]
+    #[inline]
     pub fn learned_room(&self) -> Room {
         let is_alone = self.requests() <= few(self.ceiling());
         let shared = if is_alone { ByteSize::ZERO } else { self.ceiling() };

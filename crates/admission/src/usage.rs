@@ -198,9 +198,13 @@ impl KeptUsage {
 
     /// Returns the record if it is of this route.
     #[inline]
-    pub fn get(&self, method: &str, name: &[u8]) -> Option<&Arc<Usage>> {
-        let is_kept = |usage: &&Arc<Usage>| self.is_of_one_route || usage.is(method, name);
-        self.usage.get().filter(is_kept)
+    pub fn get<'a>(&self, name: impl FnOnce() -> (&'a str, &'a [u8])) -> Option<&Arc<Usage>> {
+        let usage = self.usage.get()?;
+        let is_kept = self.is_of_one_route || {
+            let (method, name) = name();
+            usage.is(method, name)
+        };
+        is_kept.then_some(usage)
     }
 
     /// Keeps the record if it is of this route, and the place is empty.

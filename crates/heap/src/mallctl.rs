@@ -177,14 +177,17 @@ impl<T, const N: usize> Key<T, N> {
     }
 
     /// The numbers that stand for the name; about 200 ns the first time.
-    fn numbers(&self) -> Result<[usize; N], HostError> {
-        if let Some(numbers) = self.numbers.get() {
-            return Ok(*numbers);
-        }
+    #[inline]
+    fn numbers(&self) -> Result<&[usize; N], HostError> {
+        self.numbers.get().map_or_else(|| self.find(), Ok)
+    }
+
+    #[cold]
+    fn find(&self) -> Result<&[usize; N], HostError> {
         let mut numbers = [0; N];
         raw::name_to_mib(self.name.to_bytes_with_nul(), &mut numbers)
             .map_err(|error| self.refused(Act::Find, Refusal::explained(error)))?;
-        Ok(*self.numbers.get_or_init(|| numbers))
+        Ok(self.numbers.get_or_init(|| numbers))
     }
 
     fn refused(&self, act: Act, refusal: Refusal) -> HostError {
@@ -195,12 +198,12 @@ impl<T, const N: usize> Key<T, N> {
 impl<T: Number, const N: usize> Key<T, N> {
     /// The value. About 30 ns.
     pub(crate) fn read(&self) -> Result<T, HostError> {
-        self.read_by(&self.numbers()?)
+        self.read_by(self.numbers()?)
     }
 
     /// Writes the value.
     pub(crate) fn write(&self, value: T) -> Result<(), HostError> {
-        self.write_by(&self.numbers()?, value)
+        self.write_by(self.numbers()?, value)
     }
 
     /// Writes the value and returns the control's value after it.
@@ -208,7 +211,7 @@ impl<T: Number, const N: usize> Key<T, N> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `T`, for which every value that jemalloc
         // writes is valid (its `bool` is C's, 0 or 1); a wrong size is refused with EINVAL.
-        let found = unsafe { raw::update_mib(&numbers, value) };
+        let found = unsafe { raw::update_mib(numbers, value) };
         found.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
 
@@ -231,7 +234,7 @@ impl<T: Number, const N: usize> Key<T, N> {
     /// The figure of one arena, for one named `stats.arenas.0.*`, of the last epoch. Refused where
     /// no arena was at the index then (ENOENT).
     pub(crate) fn read_of(&self, arena: u32) -> Result<T, HostError> {
-        let mut numbers = self.numbers()?;
+        let mut numbers = *self.numbers()?;
         if arena >= ARENA_LIMIT {
             return Err(self.refused(Act::Read, Refusal::no_such_arena(arena)));
         }
@@ -246,7 +249,7 @@ impl<T: Number, const N: usize> Key<T, N> {
     /// The figure of one size class, for one named `*.bins.0.*` or `arenas.bin.0.*`; refused where
     /// there is no such class (ENOENT: `arenas_bin_i_index`, `stats_arenas_i_bins_j_index`).
     pub(crate) fn read_class(&self, class: u32) -> Result<T, HostError> {
-        let mut numbers = self.numbers()?;
+        let mut numbers = *self.numbers()?;
         if let Some(index) = N.checked_sub(2).and_then(|at| numbers.get_mut(at)) {
             *index = class as usize;
         }
@@ -272,7 +275,7 @@ impl<T> Key<T, 3> {
     /// checking the index (`arena_get` only asserts it, in debug builds), so it is checked here:
     /// the index for all arenas would read past the end of its table.
     fn numbers_in(&self, arena: u32, act: Act) -> Result<[usize; 3], HostError> {
-        let [root, _, leaf] = self.numbers()?;
+        let &[root, _, leaf] = self.numbers()?;
         if arena >= ARENA_LIMIT {
             return Err(self.refused(act, Refusal::no_such_arena(arena)));
         }
@@ -285,7 +288,7 @@ impl<T: Pointed, const N: usize> Key<T, N> {
     fn pointer(&self) -> Result<Option<NonNull<c_char>>, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
-        let found = unsafe { raw::read_mib::<*const c_char>(&numbers) };
+        let found = unsafe { raw::read_mib::<*const c_char>(numbers) };
         let text = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
         Ok(NonNull::new(text.cast_mut()))
     }
@@ -296,7 +299,7 @@ impl<const N: usize> Key<Counter, N> {
     pub(crate) fn counter(&self) -> Result<Option<NonNull<u64>>, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `uint64_t *`; any pointer is valid.
-        let found = unsafe { raw::read_mib::<*mut u64>(&numbers) };
+        let found = unsafe { raw::read_mib::<*mut u64>(numbers) };
         let at = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
         Ok(NonNull::new(at))
     }
@@ -350,7 +353,7 @@ impl<const N: usize> Key<FileName, N> {
         let name: *const c_char = name.as_ptr();
         // SAFETY: the control takes a `const char *`, which is valid up to its NUL for the call;
         // jemalloc 5.3.1 keeps no pointer to it (`prof_mdump`).
-        let written = unsafe { raw::write_mib(&numbers, name) };
+        let written = unsafe { raw::write_mib(numbers, name) };
         written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
 }
@@ -361,7 +364,7 @@ impl<const N: usize> Key<BacktraceHook, N> {
     pub(crate) fn read(&self) -> Result<BacktraceHook, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the control's value is such a function, and never null.
-        let found = unsafe { raw::read_mib(&numbers) };
+        let found = unsafe { raw::read_mib(numbers) };
         found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))
     }
 
@@ -373,7 +376,7 @@ impl<const N: usize> Key<BacktraceHook, N> {
     pub(crate) unsafe fn write(&self, hook: BacktraceHook) -> Result<(), HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the control takes such a function; the caller guarantees that it is correct.
-        let written = unsafe { raw::write_mib(&numbers, hook) };
+        let written = unsafe { raw::write_mib(numbers, hook) };
         written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
 }
@@ -417,8 +420,9 @@ impl Key<(), 3> {
 
 impl<const N: usize> Key<(), N> {
     /// Has the control done.
+    #[inline]
     pub(crate) fn perform(&self) -> Result<(), HostError> {
-        self.perform_by(&self.numbers()?)
+        self.perform_by(self.numbers()?)
     }
 
     fn perform_by(&self, numbers: &[usize; N]) -> Result<(), HostError> {

@@ -200,7 +200,12 @@ impl Ratio {
 
     /// The same, at most the limit of the room for such requests.
     fn limited(self, estimate: ByteSize, room: Room) -> ByteSize {
-        self.claim(estimate, room.all).min(room.limit(estimate.scaled(self.mean)))
+        let claim = self.claim(estimate, room.all);
+        // The limit of any mean is no lower.
+        if claim <= room.limit(ByteSize::ZERO) {
+            return claim;
+        }
+        claim.min(room.limit(estimate.scaled(self.mean)))
     }
 }
 
@@ -289,6 +294,7 @@ impl Compared {
     }
 
     /// Returns the reservation by the measured need, without the running requests.
+    #[inline]
     fn measured(&self, room: Room) -> ByteSize {
         let of = |ratio: Ratio| ratio.limited(self.compared, room);
         let Need { seen, family, is_known, .. } = &*self.need;
@@ -316,11 +322,12 @@ impl Compared {
     }
 
     /// Admits the request if the need of its route is known or few requests run.
+    #[inline]
     pub fn enter(
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Trial>, TooManyRunning> {
+    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
         self.need.trials.enter(self.estimate, room, clock)
     }
 }

@@ -47,6 +47,13 @@ impl<K: Ord, R: Record> Routes<K, R> {
             route.used = now;
             return Arc::clone(&route.record);
         }
+        self.add(key, create)
+    }
+
+    /// Adds a route if there is room for it.
+    #[cold]
+    fn add(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
+        let now = self.requests;
         if self.known.len() >= ROUTES_MAX {
             // Clients choose paths: routes without a running request are removed if they have no
             // measurement or are not used any more.

@@ -69,6 +69,7 @@ impl SlowStart {
 
     /// Returns the number of requests with this estimate that may run at first in this room; `None`
     /// if that is [`MANY`] or more.
+    #[inline]
     pub(super) fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
         let each = estimate.get().saturating_mul(EXPANSION);
         let fit = room.get().checked_div(each)?;

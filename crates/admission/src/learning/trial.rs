@@ -16,7 +16,8 @@ use super::slow_start::{SlowStart, TooManyRunning};
 #[derive(Clone, Debug)]
 pub struct Trials(Arc<Mutex<SlowStart>>);
 
-/// A large request of a route with unknown need; dropping it ends it.
+/// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
+/// have one.
 pub struct Trial {
     trials: Trials,
     clock: Arc<dyn Clock>,
@@ -33,13 +34,21 @@ impl Trials {
 
     /// Admits a request with this estimate if the need of the route is known or few requests run.
     /// Reads the time only if needed.
+    #[inline]
     pub fn enter(
         &self,
         estimate: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Trial>, TooManyRunning> {
-        let Some(first) = SlowStart::first(estimate, room) else { return Ok(None) };
+    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
+        SlowStart::first(estimate, room).map_or(Ok(None), |first| self.enter_limited(first, clock))
+    }
+
+    fn enter_limited(
+        &self,
+        first: u32,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
         let mut slow_start = lock(&self.0);
         if slow_start.is_over() {
             return Ok(None);
@@ -47,7 +56,7 @@ impl Trials {
         let entered = clock.now();
         slow_start.enter(first, entered)?;
         let (trials, clock) = (self.clone(), Arc::clone(clock));
-        Ok(Some(Trial { trials, clock, entered, succeeded: false }))
+        Ok(Some(Box::new(Trial { trials, clock, entered, succeeded: false })))
     }
 }
 
