@@ -44,7 +44,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
-use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning};
+use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning, Trial};
 use lowtide_admission::{
     Admission, Budget, Cost, GRACE, Priority, Rejected, RequestLabel, Waiting,
 };
@@ -55,6 +55,7 @@ use super::connections::ConnectionHandle;
 use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
+use super::learned::Lesson;
 use super::load_report::{
     Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
 };
@@ -462,7 +463,6 @@ impl<E: Estimate> MemoryLayer<E> {
     ) -> Result<SharedPermit, NotAdmitted> {
         let settings = &*self.settings;
         let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
-        let ceiling = settings.admission.ledger(Budget::Host).ceiling();
         let mut share = None;
         let estimated = if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
             exempt(Cost::ZERO)
@@ -488,28 +488,10 @@ impl<E: Estimate> MemoryLayer<E> {
             }
         }
         let slot = match &lesson {
-            Some(lesson) => {
-                let room = settings.admission.ledger(Budget::Host).learned_room();
-                let estimate = cost.host;
-                cost.host = lesson.claim(estimate, room);
-                // A request that is too large, or that arrives during shutdown, is rejected for
-                // that reason, below.
-                let starts_slowly = is_measured
-                    && settings.starts_slowly
-                    && estimate <= ceiling
-                    && !settings.admission.is_closed();
-                let enter = || lesson.enter(cost.host, room.all, &settings.clock);
-                let entered = if starts_slowly { enter() } else { Ok(None) };
-                entered.map_err(|TooManyRunning(running)| {
-                    if let Some(waiting) = waiting {
-                        waiting.lacks_other();
-                    }
-                    let rejected = Rejected::SlowStart { running, retry_after: LASTS };
-                    NotAdmitted { rejected, cost, priority }
-                })?
-            }
-            None => None,
+            Some(lesson) => settings.enter(lesson, &mut cost, is_measured, waiting),
+            None => Ok(None),
         };
+        let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         let name = RequestName(method, &route);
         let label: RequestLabel<'_> = Some(&name);
         let permit = match waiting {
@@ -630,6 +612,30 @@ struct NotAdmitted {
 }
 
 impl LayerSettings {
+    /// Replaces an estimate by what was learned, and enters the slow start of the route.
+    #[inline]
+    fn enter(
+        &self,
+        lesson: &Lesson,
+        cost: &mut Cost,
+        is_measured: bool,
+        waiting: Option<&Waiting>,
+    ) -> Result<Option<Box<Trial>>, Rejected> {
+        let host = self.admission.ledger(Budget::Host);
+        let (estimate, room) = (cost.host, host.learned_room());
+        cost.host = lesson.claim(estimate, room);
+        let starts_slowly = is_measured && self.starts_slowly;
+        // A request that is too large, or that arrives during shutdown, is rejected for that
+        // reason, by the admission.
+        if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
+            return Ok(None);
+        }
+        lesson.enter(cost.host, room.all, &self.clock).map_err(|TooManyRunning(running)| {
+            waiting.into_iter().for_each(Waiting::lacks_other);
+            Rejected::SlowStart { running, retry_after: LASTS }
+        })
+    }
+
     /// Returns the share of a request that is exempt by its path, or as a stream of load reports.
     fn exempt_share(&self, head: &Parts, body: &impl Body) -> Option<ExemptShare> {
         let path = head.uri.path();
