@@ -39,7 +39,15 @@ impl ArenaInner {
         target: AllocTarget,
         what: FailedRequest,
     ) -> Result<Placement, DeviceError> {
-        let outcome = self.run_after(|state| self.begin(state, target), alloc::alloc);
+        let first = |state: &mut ArenaState| {
+            let begun = alloc::begin(state, &*self.clock, target);
+            self.caches.note_live(state.live(), state.limit.get());
+            match begun {
+                Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
+                begun => ControlFlow::Continue((target, begun)),
+            }
+        };
+        let outcome = self.run_after(first, alloc::alloc);
         let outcome = outcome.map_err(|failure| self.record_failure(target.region, failure, what));
         self.flush_events();
         outcome
@@ -60,11 +68,14 @@ impl ArenaInner {
         let mut taker = None;
         let first = |state: &mut ArenaState| {
             taker = user.and_then(|user| raw_block::enter(state, user));
-            let begun = self.begin(state, AllocTarget { region, wanted, taker });
-            if let ControlFlow::Break(Ok(placed)) = begun {
+            let target = AllocTarget { region, wanted, taker };
+            let begun = alloc::begin(state, &*self.clock, target);
+            self.caches.note_live(state.live(), state.limit.get());
+            if let Begun::Done(placed) = begun {
                 state.raw.insert(region, placed, (taker, is_guest));
+                return ControlFlow::Break(Ok(placed));
             }
-            begun
+            ControlFlow::Continue((target, begun))
         };
         let rest = async |port: &Port<'_>, begun| raw_block::alloc(port, begun, is_guest).await;
         let outcome = self.run_after(first, rest).map_err(|failure| {
@@ -75,21 +86,6 @@ impl ArenaInner {
         });
         self.flush_events();
         outcome
-    }
-
-    /// Makes the first step of an allocation.
-    #[inline]
-    fn begin(
-        &self,
-        state: &mut ArenaState,
-        target: AllocTarget,
-    ) -> ControlFlow<Result<Placement, AllocFailure>, (AllocTarget, Begun)> {
-        let begun = alloc::begin(state, &*self.clock, target);
-        self.caches.note_live(state.live(), state.limit.get());
-        match begun {
-            Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
-            begun => ControlFlow::Continue((target, begun)),
-        }
     }
 
     /// Records that a raw block is not a guest of a stream after all.
