@@ -153,8 +153,10 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc`](crate::DeviceArena::alloc); [`DeviceError::Driver`] if
-    /// the copy fails; [`DeviceError::ContentsLost`]. The buffer is unchanged.
+    /// the copy fails; [`DeviceError::ContentsLost`]; [`DeviceError::Unsupported`] if a view of the
+    /// buffer was given to a stream that captured a graph. The buffer is unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+        self.check_uncaptured()?;
         let inner = self.inner();
         let region = self.region();
         let (bytes, align) = inner.layout::<T>(len, region, Origin::BUFFER)?;
@@ -290,6 +292,20 @@ impl<T: Pod> Buffer<T> {
     /// Returns the bytes of the buffer's block.
     pub(crate) fn block_bytes(&self) -> u64 {
         self.owned.block.map_or(0, |block| block.span.size)
+    }
+
+    /// Fails if a graph may have captured the buffer: its memory must stay as it is.
+    #[cfg_attr(not(feature = "cuda"), expect(clippy::unused_self, reason = "views are of cudarc"))]
+    fn check_uncaptured(&mut self) -> Result<(), DeviceError> {
+        #[cfg(feature = "cuda")]
+        {
+            let BlockHandle { lanes, view, .. } = &mut **self.owned;
+            if view.is_captured(|| lanes.is_any_capturing()) {
+                let (what, backend) = ("resizing a captured buffer", self.inner().driver.backend());
+                return Err(DeviceError::Unsupported { what, backend });
+            }
+        }
+        Ok(())
     }
 
     #[cfg(feature = "cuda")]

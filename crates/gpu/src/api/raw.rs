@@ -172,6 +172,50 @@ impl DeviceArena {
         Ok(())
     }
 
+    /// Records that a stream captures a graph from now on, or no more. The memory of raw blocks
+    /// that are allocated or freed on the stream meanwhile is held when they are freed, until
+    /// [`DeviceArena::release_captured`]: a launch of the graph uses it.
+    ///
+    /// For programs that give raw blocks to captured work: an arena does not ask the driver at each
+    /// free of a raw block, which would double the cost of a pair.
+    ///
+    /// # Safety
+    /// The stream is as for [`DeviceArena::alloc_raw_on`], and exists until the end of the capture.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub unsafe fn set_capturing(
+        &self,
+        stream: StreamHandle,
+        is_capturing: bool,
+    ) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        let is_known = inner.capabilities.asynchronous;
+        let left = inner.run_here(|state| {
+            is_known.then(|| state.streams.set_capturing(stream, is_capturing))
+        })?;
+        inner.end_streams(left.flatten().as_slice());
+        Ok(())
+    }
+
+    /// Frees the memory that graphs may have captured
+    /// ([`ArenaSnapshot::captured`](crate::ArenaSnapshot::captured)), and returns the bytes of its
+    /// blocks. It is reused after all work of the device. Makes no driver call.
+    ///
+    /// # Safety
+    /// No graph that captured work on this memory is launched any more, nor is a capture of such
+    /// work in progress: the graphs are destroyed, or never launched again. Launches in progress
+    /// may go on.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub unsafe fn release_captured(&self) -> Result<ByteSize, DeviceError> {
+        let inner = self.inner();
+        let bytes = inner.run_here(|state| state.release_captured(&*inner.clock))?;
+        inner.flush_events();
+        Ok(bytes)
+    }
+
     /// Allocates a raw block for a stream, if given, which the block counts as a guest of or not.
     fn alloc_raw_for(
         &self,

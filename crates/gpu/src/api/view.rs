@@ -24,8 +24,8 @@ use crate::api::interop::Imported;
 use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
-use crate::exec::lane::Keeps;
-use crate::exec::view::no_stream;
+use crate::exec::lane::{Keeps, LaneInner};
+use crate::exec::view::{Order, no_stream};
 use crate::types::error::DeviceError;
 use lowtide_core::sync::atomic::Ordering;
 
@@ -172,8 +172,17 @@ impl<T: Pod> Imported<T> {
     }
 
     /// Discards the slice at the end of the value, after which all work of the device is waited
-    /// for. Does nothing in a forked child.
-    pub(crate) fn let_view_go(&mut self) {
-        let _ = self.view.discard(&self.inner);
+    /// for. Does nothing in a forked child. Returns `true` if a graph may have captured the memory.
+    pub(crate) fn let_view_go(&mut self) -> bool {
+        let lane = self.lane.as_deref();
+        let ask = || lane.is_some_and(LaneInner::is_capturing);
+        if self.inner.check_here().is_err() || !self.view.is_captured(ask) {
+            return self.view.discard(&self.inner) == Order::Captured;
+        }
+        let shard = lane.and_then(LaneInner::shard);
+        if let (Some(kept), Some(shard)) = (self.view.take(), shard) {
+            shard.leave_view(kept);
+        }
+        true
     }
 }

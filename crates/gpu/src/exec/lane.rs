@@ -14,6 +14,8 @@ use crate::engine::completion::{end_stream, leave_stream};
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
+#[cfg(feature = "cuda")]
+use crate::exec::view::is_capturing;
 use crate::state::event::{ArenaEvent, LaneNumber};
 use crate::state::raw::LaneUser;
 use crate::state::region_index::BlockName;
@@ -79,6 +81,12 @@ impl Lanes {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<LaneInner>> {
         self.first.iter().chain(self.others.iter().flat_map(|others| &others.0))
+    }
+
+    /// Returns `true` if the stream of a lane captures a graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_any_capturing(&self) -> bool {
+        self.iter().any(|lane| lane.is_capturing())
     }
 
     #[inline]
@@ -184,6 +192,13 @@ impl LaneInner {
     #[cfg(feature = "cuda")]
     pub(crate) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
         if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
+    }
+
+    /// Returns `true` if the lane's stream captures a graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_capturing(&self) -> bool {
+        let ask = || self.live().is_capturing() == Ok(true);
+        self.cuda().map_or_else(ask, |stream| is_capturing(stream))
     }
 
     /// Returns `true` if both lanes use the same stream.

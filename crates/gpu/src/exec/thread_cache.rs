@@ -38,7 +38,7 @@ use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
-use crate::exec::view::{self, EndedViews, ViewSlot};
+use crate::exec::view::{self, EndedViews, Kept, Order, ViewSlot};
 use crate::state::arena::ArenaState;
 use crate::state::cached::Swept;
 use crate::state::region::{Placement, Region};
@@ -113,7 +113,7 @@ impl BlockHandle {
         }
         let fits = self.fits();
         #[cfg(feature = "cuda")]
-        let fits = self.end_view(fits);
+        let Some(fits) = self.end_view(fits) else { return self.hold() };
         if !fits {
             return self.free();
         }
@@ -122,7 +122,9 @@ impl BlockHandle {
         if let Err(mut left) = self.give() {
             lane.into_iter().for_each(|lane| left.lanes.add(lane));
             #[cfg(feature = "cuda")]
-            left.end_view(false);
+            if left.end_view(false).is_none() {
+                return left.hold();
+            }
             left.free();
         }
     }
@@ -140,18 +142,35 @@ impl BlockHandle {
 
     /// Ends the use of the block's view, which stays with the block if that is cached. If its
     /// stream could not wait for others, all work of the device comes before the memory's next use.
-    /// Returns `true` if the block may be cached.
+    /// Returns `true` if the block may be cached; `None` if a graph may have captured it: then the
+    /// view is left to the lane, whose stream may capture now.
     #[cfg(feature = "cuda")]
     #[inline]
-    fn end_view(&mut self, stays: bool) -> bool {
+    fn end_view(&mut self, stays: bool) -> Option<bool> {
+        if self.view.is_captured(|| self.lanes.is_any_capturing()) {
+            return None;
+        }
         // A cold block is not cached, and its view would be discarded after all.
         let stays = stays && (!self.view.is_used() || self.is_hot());
         let inner = &self.shard.inner;
-        let is_ordered = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
-        if !is_ordered {
-            self.lanes = Lanes::default();
+        let order = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
+        match order {
+            Order::After => Some(stays),
+            Order::Unknown => {
+                self.lanes = Lanes::default();
+                Some(false)
+            }
+            Order::Captured => None,
         }
-        stays && is_ordered
+    }
+
+    /// Holds the memory of a block that a graph may have captured.
+    #[cfg(feature = "cuda")]
+    #[cold]
+    fn hold(&self) {
+        if let Some(placed) = self.block {
+            self.shard.inner.run_now(|state| state.hold_block(self.region, placed));
+        }
     }
 
     #[cfg(feature = "cuda")]
@@ -204,8 +223,7 @@ impl Drop for BlockHandle {
             let _ = ManuallyDrop::new(kept); // its context belongs to the parent
             return;
         }
-        let kept = lock(&self.shard.views).add(kept);
-        view::discard(&self.shard.inner, kept);
+        self.shard.leave_view(kept);
     }
 }
 
@@ -235,6 +253,13 @@ impl CacheShard {
             #[cfg(feature = "cuda")]
             views: Mutex::default(),
         }
+    }
+
+    /// Leaves a view to the lane; discards it if the lane has ended.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn leave_view(&self, kept: Box<dyn Kept>) {
+        let kept = lock(&self.views).add(kept);
+        view::discard(&self.inner, kept);
     }
 
     /// Discards the views of blocks that left the cache; if the lane is `over`, also later ones.

@@ -1,5 +1,5 @@
-//! Exports, and imported memory that is held or waits for its release. Pure accounting under the
-//! arena's lock.
+//! Exports, imported memory that is held or waits for its release, and memory that was freed but
+//! that a graph may have captured. Pure accounting under the arena's lock.
 //!
 //! A value holds its imported range. After the value is dropped, the range waits for the end of its
 //! uses. Then its release function is taken out, once, to be called without a lock. This module
@@ -10,20 +10,34 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::mem::ManuallyDrop;
 
 use crate::driver::DeviceAddress;
 use crate::state::pending::Uses;
+use crate::state::region::Placement;
 use crate::state::streams::Use;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
 pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 
-/// The exports and imports of an arena.
+/// The exports and imports of an arena, and what graphs may have captured.
 #[derive(Debug, Default)]
 pub(crate) struct Outstanding {
     pub(crate) exported: Exports,
     pub(crate) imported: Imports,
+    pub(crate) captured: Captured,
+}
+
+/// Memory whose owner has freed it, and which graphs may use.
+#[derive(Debug, Default)]
+pub(crate) struct Captured {
+    pub(crate) blocks: Vec<(Region, Placement)>,
+    /// Imported memory.
+    pub(crate) imports: Vec<DeviceAddress>,
+    /// Bytes of the blocks.
+    pub(crate) bytes: u64,
 }
 
 /// The number and the bytes of exports.
@@ -135,6 +149,11 @@ impl Imports {
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
         self.remove(at)
+    }
+
+    /// Forgets a range, and its release function without a call or a drop.
+    pub(crate) fn forget(&mut self, at: u64) {
+        let _ = self.remove(at).map(ManuallyDrop::new);
     }
 
     /// Takes out the first range, regardless of its uses.

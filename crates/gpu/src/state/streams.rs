@@ -116,6 +116,8 @@ pub(crate) struct Streams {
     known: BTreeMap<StreamKey, Stream>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
+    /// The streams of which the program said that they capture a graph.
+    capturing: Vec<StreamKey>,
     /// The number of operations that hold each event, by the event's number.
     holders: Vec<u32>,
     /// Events that are not recorded.
@@ -136,6 +138,7 @@ impl Streams {
             known,
             by_handle: BTreeMap::new(),
             last,
+            capturing: Vec::new(),
             holders: Vec::new(),
             spare: Vec::new(),
             crowd: CROWD_MIN,
@@ -189,6 +192,33 @@ impl Streams {
         stream.is_unused()
     }
 
+    /// Records that a stream captures a graph from now on, or no more. A capture counts as a guest;
+    /// returns the stream if that was its last.
+    pub(crate) fn set_capturing(
+        &mut self,
+        handle: StreamHandle,
+        captures: bool,
+    ) -> Option<StreamKey> {
+        let key = if captures { self.key_of(handle) } else { self.find(handle)? };
+        if captures == self.capturing.contains(&key) {
+            return None;
+        }
+        if captures {
+            self.capturing.push(key);
+            self.add_guest(key);
+            return None;
+        }
+        self.capturing.retain(|&known| known != key);
+        self.leave_guest(key).then_some(key)
+    }
+
+    /// Returns `true` if one of these streams captures a graph; without streams, if any does.
+    #[inline]
+    pub(crate) fn captures(&self, streams: &[StreamKey]) -> bool {
+        let captures = |key| self.capturing.contains(key);
+        !self.capturing.is_empty() && (streams.is_empty() || streams.iter().any(captures))
+    }
+
     /// Forgets the handle of a stream that neither a lane nor a guest uses. The driver may reuse
     /// the handle for another stream.
     pub(crate) fn retire(&mut self, key: StreamKey) {
@@ -205,6 +235,9 @@ impl Streams {
         };
         if let Some(handle) = stream.handle.take() {
             self.by_handle.remove(&handle);
+        }
+        if !self.capturing.is_empty() {
+            self.capturing.retain(|&known| known != key);
         }
         true
     }

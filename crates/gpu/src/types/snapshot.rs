@@ -62,6 +62,9 @@ pub struct ArenaSnapshot {
     pub exported: ByteSize,
     /// The number of exported blocks.
     pub exported_count: u64,
+    /// Bytes of freed blocks that a graph may have captured: they stay live until
+    /// [`DeviceArena::release_captured`](crate::DeviceArena::release_captured).
+    pub captured: ByteSize,
     /// Bytes of imported memory ([`DeviceArena::import`](crate::DeviceArena::import)) that is not
     /// released yet. Not part of other figures: the arena does not commit it.
     pub imported: ByteSize,
@@ -197,6 +200,7 @@ impl ArenaSnapshot {
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
         assert!(self.exported <= self.live, "exported <= live");
+        assert!(self.captured <= self.live, "captured <= live");
     }
 }
 

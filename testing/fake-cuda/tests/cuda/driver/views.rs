@@ -356,7 +356,7 @@ fn a_warm_request_with_a_view_creates_no_event_and_adds_three_calls_to_cudarcs()
     let mut buffer = alloc(&lane, 2 * UNIT);
     write(&bed.one, &mut buffer, 1).expect("queued");
     drop(buffer);
-    assert_eq!(fake.calls_total() - before, cudarcs + 3, "a query of the context, two waits");
+    assert_eq!(fake.calls_total() - before, cudarcs + 3, "a query of the capture, two waits");
     drop(alloc(&lane, 2 * UNIT));
     assert_eq!(fake.calls_total() - before, cudarcs + 3, "none without a view");
     assert_eq!(fake.calls(c"cuEventCreate"), created);
