@@ -7,14 +7,14 @@
 //!
 //! Invariant: `climb = Ok => a round trip through that memory returned the data written`.
 
-use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_VIRTUAL_MEMORY};
+use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_RDMA, ATTRIBUTE_VIRTUAL_MEMORY};
 use super::calls::{Answer, Calls};
 use super::context::Seat;
 use super::device::CudaDevice;
 use super::error::{BackendFailure, CudaError, Skipped};
 use super::mapping::Mapping;
 use super::memory::Memory;
-use super::open::{CudaOptions, MemoryKind};
+use super::open::{CudaOptions, DeviceChoice, MemoryKind, choose};
 use super::pool::Pool;
 use super::pooling::{Pieces, Pooling};
 use super::segments::{Segments, Source, UNIT, UNIT_MIN};
@@ -135,8 +135,13 @@ impl Place {
 
 /// Returns the backends to try, in order.
 fn wanted(options: CudaOptions) -> Result<Vec<Backend>, BackendFailure> {
+    let is_shared = options.rdma || !options.peers.is_empty();
     match (options.backend, options.memory) {
         (Some(Backend::Host), _) => Err(BackendFailure::NotCuda),
+        (None | Some(Backend::CudaVirtualMemory), MemoryKind::Device) if is_shared => {
+            Ok(vec![Backend::CudaVirtualMemory])
+        }
+        _ if is_shared => Err(BackendFailure::NotShared),
         (None | Some(Backend::CudaPlain), MemoryKind::Managed) => Ok(vec![Backend::CudaPlain]),
         (Some(_), MemoryKind::Managed) => Err(BackendFailure::NotManaged),
         (Some(backend), MemoryKind::Device) => Ok(vec![backend]),
@@ -168,7 +173,11 @@ fn offered(
         Backend::CudaVirtualMemory => {
             let of_virtual = calls.table.virtual_memory?;
             has(ATTRIBUTE_VIRTUAL_MEMORY)?;
-            let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), ground.number);
+            if options.rdma && calls.device_attribute(ATTRIBUTE_RDMA, ground.number)? == 0 {
+                return Err(Refusal::Asked(CudaError::NoRdma { device: ground.device.ordinal }));
+            }
+            let shared = (&*accessing(calls, ground, options)?, options.rdma);
+            let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), shared);
             let granularity = mapping.granularity(calls)?;
             let unit = unit_of(options.handle, granularity, granularity)?;
             Ok(Way::Virtual(VirtualMemory::new(mapping, unit)))
@@ -201,6 +210,21 @@ fn offered(
             Err(Refusal::Backend(BackendFailure::NotCuda))
         }
     }
+}
+
+/// Returns the handles of the device and of the peers that are to access its memory.
+fn accessing(calls: &Calls, ground: &Ground, options: CudaOptions) -> Result<Vec<i32>, Refusal> {
+    let device = ground.device.ordinal;
+    let mut accessing = vec![ground.number];
+    for peer in options.peers.ordinals().filter(|&peer| peer != device) {
+        let choice = DeviceChoice::Ordinal(peer);
+        let number = calls.device(choose(calls, choice).map_err(Refusal::Asked)?.ordinal)?;
+        if !calls.can_access_peer(number, ground.number)? {
+            return Err(Refusal::Asked(CudaError::NoPeerAccess { device, peer }));
+        }
+        accessing.push(number);
+    }
+    Ok(accessing)
 }
 
 /// Returns the unit in which memory is allocated.
