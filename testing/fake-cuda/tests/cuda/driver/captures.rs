@@ -13,7 +13,7 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DevicePtr as _};
 use lowtide::ByteSize;
-use lowtide::clock::Moment;
+use lowtide::clock::{Clock as _, Moment};
 use lowtide::decay::DecayTime;
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
@@ -302,6 +302,39 @@ fn a_buffer_that_is_dropped_in_a_capture_does_not_spoil_it() {
         unsafe { arena.release_captured() }.expect("this process");
     }
     end((fake, bed, arena, lane));
+}
+
+/// Reported in pytorch#190308 and #180395: captures that an error invalidated, or that were given
+/// up, kept memory for ever.
+#[test]
+fn captures_that_are_given_up_leave_no_memory_behind() {
+    for is_invalidated in [true, false] {
+        let (fake, bed, arena, lane) = start();
+        for _ in 0..20 {
+            let stream = foreign(&bed.context);
+            let capturing = arena.cuda_lane(&stream).expect("a lane");
+            let before = capturing.alloc::<u8>(8 * UNIT, Region::Dynamic).expect("room");
+            stream.begin_capture(GLOBAL).expect("begun");
+            let within = capturing.alloc::<u8>(8 * UNIT, Region::Dynamic).expect("room");
+            drop((before, within));
+            if is_invalidated {
+                bed.context.synchronize().expect_err("a capture");
+                assert!(!is_sound(&stream));
+            }
+            drop((capturing, stream));
+            bed.clock.advance(Duration::from_secs(1));
+            arena.decay(bed.clock.now()).expect("looked");
+        }
+        arena.wait_for_pending().expect("waited");
+        arena.purge().expect("nothing is live");
+        assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
+        drop(lane.alloc::<u8>(24 * UNIT, Region::Dynamic).expect("the whole limit"));
+        drop(lane);
+        arena.close().expect("nothing is live");
+        drop((arena, bed));
+        assert_eq!(fake.faults().contains("CaptureSpoiled"), is_invalidated);
+        assert!(fake.leaks().is_empty());
+    }
 }
 
 /// The release function freed the memory of a graph.
