@@ -121,6 +121,13 @@ pub enum BackendFailure {
     /// Managed memory is available with the plain backend only.
     #[error("managed memory needs the backend cuda_plain")]
     NotManaged,
+    /// There are fewer addresses than the device's memory needs, and another backend may do
+    /// without.
+    #[error("cannot reserve {needed} of addresses for each of two regions")]
+    Addresses {
+        /// The addresses of a region: the device's memory and an eighth.
+        needed: ByteSize,
+    },
     /// Peer access and RDMA are available with virtual memory only.
     #[error("peer access and RDMA need the backend cuda_virtual_memory")]
     NotShared,

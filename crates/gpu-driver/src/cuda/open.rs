@@ -74,7 +74,7 @@ pub struct CudaOptions {
     /// The device. Default: the first visible one.
     pub device: DeviceChoice,
     /// The memory backend. Default: `None`, the first that works of virtual memory, pool and plain
-    /// memory.
+    /// memory. Virtual memory is skipped if there are fewer addresses than the memory needs.
     pub backend: Option<Backend>,
     /// The kind of plain memory. Default: device memory. With managed memory no other backend is
     /// tried.
