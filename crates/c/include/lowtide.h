@@ -413,9 +413,6 @@ lowtide_status lowtide_end_stream(lowtide_allocator allocator, int device, lowti
  * meanwhile is held when they are freed, so that a launch uses no memory of others, until
  * `lowtide_release_captured`. It counts in `live_bytes`. Keep other blocks of the graph until it
  * is destroyed. Without this call memory freed during a capture is reused.
- *
- * # Safety
- * The stream is as for `lowtide_alloc`, and exists until the end of the capture.
  */
 lowtide_status lowtide_set_capturing(lowtide_allocator allocator,
                                      int device,

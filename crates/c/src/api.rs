@@ -234,11 +234,8 @@ pub unsafe extern "C" fn lowtide_end_stream(
 /// meanwhile is held when they are freed, so that a launch uses no memory of others, until
 /// `lowtide_release_captured`. It counts in `live_bytes`. Keep other blocks of the graph until it
 /// is destroyed. Without this call memory freed during a capture is reused.
-///
-/// # Safety
-/// The stream is as for `lowtide_alloc`, and exists until the end of the capture.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowtide_set_capturing(
+pub extern "C" fn lowtide_set_capturing(
     allocator: Allocator,
     device: c_int,
     stream: StreamPointer,

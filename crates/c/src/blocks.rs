@@ -90,9 +90,7 @@ pub(crate) fn set_capturing(
     let arena = registry::arena(handle, device)?;
     let named = stream.handle().filter(|&stream| stream != StreamHandle::LEGACY);
     let stream = named.ok_or_else(|| invalid("stream", 0, "one that can capture"))?;
-    // SAFETY: the caller of the C function vouches for the stream.
-    unsafe { arena.set_capturing(stream, captures) }?;
-    Ok(())
+    Ok(arena.set_capturing(stream, captures)?)
 }
 
 /// Frees what graphs of the named devices have captured; returns its bytes.

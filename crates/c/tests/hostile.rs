@@ -469,10 +469,7 @@ fn a_graph_that_is_launched_again_writes_to_no_later_tensor() {
         assert_eq!(unsafe { lowtide_c::lowtide_get_default(&raw mut allocator) }, Status::Ok);
         allocator
     };
-    let set = |stream, is_capturing| {
-        // SAFETY: the stream exists until the end of the test.
-        unsafe { lowtide_set_capturing(allocator, 0, stream, is_capturing) }
-    };
+    let set = |stream, is_capturing| lowtide_set_capturing(allocator, 0, stream, is_capturing);
     assert_eq!(set(ptr::null_mut(), 1), Status::InvalidArgument, "{}", text());
     assert_eq!([set(stream, 1), set(stream, 1)], [Status::Ok; 2], "{}", text());
     assert_eq!((cuda.begin)(stream, 2), 0);

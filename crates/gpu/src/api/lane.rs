@@ -167,7 +167,7 @@ impl Lane {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        match (self.known.key(), self.known.number()) {
+        match (self.known.key, self.known.number) {
             (None, None) => self.arena.alloc(len, region),
             _ => self.arena.alloc_on(&self.known, len, region),
         }
@@ -197,11 +197,9 @@ impl Lane {
         if let Some(shard) = self.known.shard() {
             shard.give_up();
         }
-        let ended = self
-            .known
-            .key()
-            .map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
-        if let Some(lane) = self.known.number() {
+        let ended =
+            self.known.key.map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
+        if let Some(lane) = self.known.number {
             inner.push_event(|| ArenaEvent::RunEnded { lane, done: ended.is_ok() });
         }
         Ok(ended?)

@@ -179,28 +179,24 @@ impl DeviceArena {
     /// For programs that give raw blocks to captured work: an arena does not ask the driver at each
     /// free of a raw block, which would double the cost of a pair.
     ///
-    /// # Safety
-    /// The stream is as for [`DeviceArena::alloc_raw_on`], and exists until the end of the capture.
-    ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub unsafe fn set_capturing(
+    pub fn set_capturing(
         &self,
         stream: StreamHandle,
         is_capturing: bool,
     ) -> Result<(), DeviceError> {
-        let inner = self.inner();
-        let is_known = inner.capabilities.asynchronous;
-        let left = inner.run_here(|state| {
-            is_known.then(|| state.streams.set_capturing(stream, is_capturing))
-        })?;
-        inner.end_streams(left.flatten().as_slice());
-        Ok(())
+        self.inner().run_here(|state| {
+            let all = &mut state.streams.capturing;
+            all.retain(|&known| known != stream);
+            all.extend(is_capturing.then_some(stream));
+        })
     }
 
     /// Frees the memory that graphs may have captured
     /// ([`ArenaSnapshot::captured`](crate::ArenaSnapshot::captured)), and returns the bytes of its
-    /// blocks. It is reused after all work of the device. Makes no driver call.
+    /// blocks. It is reused after all work of the device. Makes no driver call. Before this the
+    /// arena cannot be closed, and dropping it leaks the memory.
     ///
     /// # Safety
     /// No graph that captured work on this memory is launched any more, nor is a capture of such

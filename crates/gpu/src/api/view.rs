@@ -27,7 +27,6 @@ use crate::driver::StreamHandle;
 use crate::exec::lane::{Keeps, LaneInner};
 use crate::exec::view::{Order, no_stream};
 use crate::types::error::DeviceError;
-use lowtide_core::sync::atomic::Ordering;
 
 impl DeviceArena {
     /// Returns the arena's device ordinal, for `CudaContext::new`; `None` on other drivers.
@@ -80,13 +79,6 @@ impl DeviceArena {
         // SAFETY: a stream of the driver's context, checked above, which the lane keeps.
         unsafe { self.lane_with(StreamHandle::new(handle), Keeps::Cuda(Arc::clone(stream))) }
     }
-
-    /// Returns the number of CUDA errors that freed buffers left with cudarc. Each is removed from
-    /// cudarc's context, so that no later call returns it. The buffers were freed.
-    #[must_use]
-    pub fn parked_errors(&self) -> u64 {
-        self.inner().parked.load(Ordering::Relaxed)
-    }
 }
 
 impl Lane {
@@ -102,11 +94,11 @@ impl<T: Pod> Buffer<T> {
     /// stream of the device may use it while the lease is held; cudarc orders them if it tracks
     /// events. Therefore a sleep waits for all work of the device, whatever the lane of the lease.
     ///
-    /// The first view creates the two events that cudarc uses for that; later views make no call.
-    /// If the block is cached, its next buffer of this type and length needs no events either.
-    /// Dropping a buffer that was viewed makes two calls more than one that was not, and a query of
-    /// the current context. The slice is only borrowed: its owner would free the arena's memory on
-    /// drop.
+    /// The first view creates the two events that cudarc uses for that; later views make no call,
+    /// or, without event tracking, ask if the lane's stream captures a graph. If the block is
+    /// cached, its next buffer of this type and length needs no events either. Dropping a buffer
+    /// that was viewed makes three calls more than one that was not: that question, and two waits.
+    /// The slice is only borrowed: its owner would free the arena's memory on drop.
     ///
     /// ```compile_fail,E0507
     /// use cudarc::driver::CudaSlice;

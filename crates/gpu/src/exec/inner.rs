@@ -387,9 +387,9 @@ impl ArenaInner {
             return self.release(region, placed);
         };
         match lanes.only() {
-            Some(lane) => self.release_by(region, placed, lane.key().as_slice()),
+            Some(lane) => self.release_by(region, placed, lane.key.as_slice()),
             None => {
-                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
+                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
                 self.release_by(region, placed, &streams);
             }
         }

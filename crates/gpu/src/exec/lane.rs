@@ -28,12 +28,12 @@ pub(crate) struct LaneInner {
     inner: Arc<ArenaInner>,
     stream: StreamHandle,
     /// The stream's key; `None` if the driver's work needs no order.
-    key: Option<StreamKey>,
+    pub(crate) key: Option<StreamKey>,
     /// The shard for blocks that only this lane used; `None` if the driver's work needs no order.
     shard: Option<Arc<CacheShard>>,
     /// The lane's number; `None` if the driver's work needs no order and nothing observes the
     /// arena.
-    number: Option<LaneNumber>,
+    pub(crate) number: Option<LaneNumber>,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
     keeps: Keeps,
 }
@@ -96,7 +96,6 @@ impl Lanes {
 }
 
 /// The owner of a lane's stream.
-#[derive(Debug)]
 pub(crate) enum Keeps {
     /// The caller of the unsafe constructor.
     Others,
@@ -108,7 +107,6 @@ pub(crate) enum Keeps {
 }
 
 /// A stream of an arena's driver that exists as long as this value.
-#[derive(Debug)]
 pub(crate) struct OwnStream {
     inner: Arc<ArenaInner>,
     handle: StreamHandle,
@@ -164,16 +162,8 @@ impl LaneInner {
         self.stream
     }
 
-    pub(crate) const fn key(&self) -> Option<StreamKey> {
-        self.key
-    }
-
     pub(crate) const fn shard(&self) -> Option<&Arc<CacheShard>> {
         self.shard.as_ref()
-    }
-
-    pub(crate) const fn number(&self) -> Option<LaneNumber> {
-        self.number
     }
 
     /// Returns this lane as a user of raw blocks.
@@ -199,11 +189,6 @@ impl LaneInner {
     pub(crate) fn is_capturing(&self) -> bool {
         let ask = || self.live().is_capturing() == Ok(true);
         self.cuda().map_or_else(ask, |stream| is_capturing(stream))
-    }
-
-    /// Returns `true` if both lanes use the same stream.
-    pub(crate) fn is_beside(&self, other: &Self) -> bool {
-        self.stream == other.stream
     }
 }
 

@@ -26,7 +26,6 @@
 #![expect(unsafe_code, reason = "a block that holds its shard is put into that shard")]
 
 use std::cell::Cell;
-use std::fmt;
 #[cfg(feature = "cuda")]
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -52,7 +51,6 @@ const HOMES_MAX: usize = 64;
 
 /// A block and its shard, owned by a buffer or by a cache. Allocated on the heap, so that it is
 /// passed on as a pointer.
-#[derive(Debug)]
 pub(crate) struct BlockHandle {
     pub(crate) shard: Arc<CacheShard>,
     pub(crate) region: Region,
@@ -290,7 +288,7 @@ impl CacheShard {
     fn is_of(&self, lanes: &Lanes) -> bool {
         match self.stream {
             None => lanes.is_empty(),
-            Some(stream) => lanes.only().is_some_and(|lane| lane.key() == Some(stream)),
+            Some(stream) => lanes.only().is_some_and(|lane| lane.key == Some(stream)),
         }
     }
 
@@ -385,7 +383,6 @@ impl CacheShard {
 }
 
 /// All shards of an arena. The arena's handles hold them.
-#[derive(Debug)]
 pub(crate) struct CacheShards(Box<[Arc<CacheShard>]>);
 
 impl CacheShards {
@@ -411,12 +408,6 @@ impl Drop for CacheShards {
         if let Some(shard) = self.0.first() {
             shard.inner.retire_caches();
         }
-    }
-}
-
-impl fmt::Debug for CacheShard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CacheShard").field("cached", &self.cached()).finish_non_exhaustive()
     }
 }
 

@@ -18,7 +18,6 @@
 #![expect(unsafe_code, reason = "a slice of cudarc's is made of the arena's memory")]
 
 use std::any::Any;
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
@@ -36,7 +35,7 @@ use lowtide_core::log;
 
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
-use crate::types::error::{DeviceError, is_code_of_capture};
+use crate::types::error::{DeviceError, is_of_capture};
 use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::{Mutex, caught, lock};
 
@@ -159,7 +158,9 @@ impl ViewSlot {
             // No reference to a replaced slice exists: it would be under a lease, and no buffer
             // moves or is resized while a lease is held.
             let kept = slot.kept.take();
-            slot.note(discard(inner, kept));
+            let order = discard(inner, kept);
+            slot.loose |= order == Order::Unknown;
+            slot.captured |= order == Order::Captured;
             if slot.loose {
                 inner.complete_all()?;
                 slot.loose = false;
@@ -223,14 +224,9 @@ impl ViewSlot {
 
     /// Discards the slice.
     pub(crate) fn discard(&mut self, inner: &ArenaInner) -> Order {
-        let mut slot = std::mem::take(self.slot_mut());
-        let order = discard(inner, slot.kept.take());
-        slot.note(order);
-        match slot {
-            Slot { captured: true, .. } => Order::Captured,
-            Slot { loose: true, .. } => Order::Unknown,
-            _ => Order::After,
-        }
+        let slot = std::mem::take(self.slot_mut());
+        let order = discard(inner, slot.kept);
+        if slot.loose && order == Order::After { Order::Unknown } else { order }
     }
 
     /// Takes the slice out.
@@ -244,21 +240,9 @@ impl ViewSlot {
 }
 
 impl Slot {
-    /// Records the order that was reached for a slice that is gone.
-    fn note(&mut self, order: Order) {
-        self.loose |= order == Order::Unknown;
-        self.captured |= order == Order::Captured;
-    }
-
     fn slice<T: Pod>(&self) -> Option<&KeptSlice<T>> {
         let kept: &dyn Any = self.kept.as_deref()?;
         kept.downcast_ref()
-    }
-}
-
-impl fmt::Debug for ViewSlot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ViewSlot").finish_non_exhaustive()
     }
 }
 
@@ -324,7 +308,7 @@ pub(crate) fn discard(inner: &ArenaInner, kept: Option<Box<dyn Kept>>) -> Order 
 fn order(inner: &ArenaInner, outcome: &Result<Result<(), DriverError>, String>) -> Order {
     match outcome {
         Ok(Ok(())) => Order::After,
-        Ok(Err(DriverError(code))) if is_code_of_capture(*code as i64) => Order::Captured,
+        Ok(Err(DriverError(code))) if is_of_capture(*code as i64) => Order::Captured,
         _ => {
             inner.parked.fetch_add(1, Ordering::Relaxed);
             log!(warn, arena = inner.name, ?outcome, "buffer view free failed");

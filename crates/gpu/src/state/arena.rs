@@ -57,7 +57,6 @@ pub(crate) struct CommitOptions {
 }
 
 /// The state of an arena.
-#[derive(Debug)]
 pub(crate) struct ArenaState {
     /// The arena's name, for errors.
     pub(crate) name: String,
@@ -701,7 +700,7 @@ impl ArenaState {
 
     /// Returns `true` if freed or imported memory waits for the end of work.
     pub(crate) fn is_awaiting(&self) -> bool {
-        self.pending() > 0 || self.outstanding.imported.is_waiting()
+        self.pending() > 0 || self.outstanding.imported.waiting() > 0
     }
 
     /// Returns the bytes that were freed and that the device may still use.

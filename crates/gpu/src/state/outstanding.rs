@@ -9,7 +9,6 @@
 //! `waiting = ranges without a holder`.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::mem::ManuallyDrop;
 
 use crate::driver::DeviceAddress;
@@ -23,7 +22,7 @@ use lowtide_core::bytes::ByteSize;
 pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 
 /// The exports and imports of an arena, and what graphs may have captured.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Outstanding {
     pub(crate) exported: Exports,
     pub(crate) imported: Imports,
@@ -48,34 +47,12 @@ pub(crate) struct Exports {
     pub(crate) bytes: u64,
 }
 
-impl Exports {
-    pub(crate) const fn begin(&mut self, bytes: u64) {
-        self.count += 1;
-        self.bytes += bytes;
-    }
-
-    pub(crate) const fn end(&mut self, bytes: u64) {
-        debug_assert!(self.count > 0 && self.bytes >= bytes, "an export ends once");
-        self.count = self.count.saturating_sub(1);
-        self.bytes = self.bytes.saturating_sub(bytes);
-    }
-}
-
 /// An imported range.
 struct ImportedRange {
     size: u64,
     release: Release,
     /// The uses that must complete before the release, once the value is dropped.
     after: Option<Uses>,
-}
-
-impl fmt::Debug for ImportedRange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ImportedRange")
-            .field("size", &self.size)
-            .field("after", &self.after)
-            .finish_non_exhaustive()
-    }
 }
 
 /// A range whose release function is to be called.
@@ -86,7 +63,7 @@ pub(crate) struct Due {
 }
 
 /// Imported memory that is not released yet.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Imports {
     entries: BTreeMap<u64, ImportedRange>,
     pub(crate) bytes: u64,
@@ -102,11 +79,6 @@ impl Imports {
     /// Returns the number of ranges that are held.
     pub(crate) fn held(&self) -> u64 {
         self.count() - self.waiting
-    }
-
-    /// Returns `true` if a range waits for its release.
-    pub(crate) const fn is_waiting(&self) -> bool {
-        self.waiting > 0
     }
 
     /// Returns the approximate bytes of this metadata.
@@ -223,11 +195,11 @@ mod tests {
         let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
         adoptions.let_go(200, Uses::of([of]));
         adoptions.let_go(200, Uses::NONE);
-        assert!(adoptions.is_waiting() && adoptions.held() == 1);
+        assert!(adoptions.waiting() > 0 && adoptions.held() == 1);
         assert!(adoptions.take(|of| of.epoch < 3).is_none());
         let due = adoptions.take(|of| of.epoch <= 3).expect("done");
         assert_eq!((due.at, due.size), (DeviceAddress::new(200), ByteSize::new(10)));
-        assert!(adoptions.take(|_| true).is_none() && !adoptions.is_waiting());
+        assert!(adoptions.take(|_| true).is_none() && !adoptions.waiting() > 0);
         assert_eq!(adoptions.take_any().map(|due| due.size), Some(ByteSize::new(50)));
         assert_eq!((adoptions.count(), adoptions.bytes), (0, 0));
         adoptions.validate();

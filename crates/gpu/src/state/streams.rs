@@ -117,7 +117,7 @@ pub(crate) struct Streams {
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
     /// The streams of which the program said that they capture a graph.
-    capturing: Vec<StreamKey>,
+    pub(crate) capturing: Vec<StreamHandle>,
     /// The number of operations that hold each event, by the event's number.
     holders: Vec<u32>,
     /// Events that are not recorded.
@@ -192,30 +192,11 @@ impl Streams {
         stream.is_unused()
     }
 
-    /// Records that a stream captures a graph from now on, or no more. A capture counts as a guest;
-    /// returns the stream if that was its last.
-    pub(crate) fn set_capturing(
-        &mut self,
-        handle: StreamHandle,
-        captures: bool,
-    ) -> Option<StreamKey> {
-        let key = if captures { self.key_of(handle) } else { self.find(handle)? };
-        if captures == self.capturing.contains(&key) {
-            return None;
-        }
-        if captures {
-            self.capturing.push(key);
-            self.add_guest(key);
-            return None;
-        }
-        self.capturing.retain(|&known| known != key);
-        self.leave_guest(key).then_some(key)
-    }
-
     /// Returns `true` if one of these streams captures a graph; without streams, if any does.
     #[inline]
     pub(crate) fn captures(&self, streams: &[StreamKey]) -> bool {
-        let captures = |key| self.capturing.contains(key);
+        let is_one = |handle| self.capturing.contains(&handle);
+        let captures = |&key: &StreamKey| self.handle(key).is_some_and(is_one);
         !self.capturing.is_empty() && (streams.is_empty() || streams.iter().any(captures))
     }
 
@@ -235,9 +216,6 @@ impl Streams {
         };
         if let Some(handle) = stream.handle.take() {
             self.by_handle.remove(&handle);
-        }
-        if !self.capturing.is_empty() {
-            self.capturing.retain(|&known| known != key);
         }
         true
     }

@@ -416,13 +416,8 @@ pub(crate) fn is_captures(error: &DriverError) -> bool {
     error.code() == Some(i64::from(CAPTURES))
 }
 
-/// Returns `true` for an error that a capture causes.
-pub(crate) fn is_of_capture(error: &DriverError) -> bool {
-    error.code().is_some_and(is_code_of_capture)
-}
-
-/// Returns `true` for the driver's codes of captures: 900 to 908.
-pub(crate) fn is_code_of_capture(code: i64) -> bool {
+/// Returns `true` for the driver's codes of errors that a capture causes: 900 to 908.
+pub(crate) fn is_of_capture(code: i64) -> bool {
     (900..=908).contains(&code)
 }
 

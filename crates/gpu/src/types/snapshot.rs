@@ -121,6 +121,7 @@ pub struct ArenaSnapshot {
     /// The number of release functions that panicked.
     pub release_panics_total: u64,
     /// The number of CUDA errors that views of freed buffers left with cudarc; zero without CUDA.
+    /// Each is removed from cudarc's context, so that no later call returns it.
     pub parked_errors_total: u64,
     /// The number of trims and purges.
     pub trims_total: u64,

@@ -35,10 +35,7 @@ fn raw_blocks_of_a_capture_are_held_until_they_are_released() {
     let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
     let lane = lane(&arena, &sim);
     let block = || lane.alloc_raw(ByteSize::mib(2), ByteSize::new(1), DYNAMIC).expect("room");
-    let set = |captures| {
-        // SAFETY: the simulation looks whether a stream is there.
-        unsafe { arena.set_capturing(lane.stream(), captures) }.expect("this process");
-    };
+    let set = |captures| arena.set_capturing(lane.stream(), captures).expect("this process");
     let (before, stays) = (block(), block());
     set(true);
     let (within, after, unknown) = (block(), block(), block());
