@@ -1,11 +1,11 @@
-//! Days of a device arena in virtual time: what decay releases, what that costs, and what is kept.
+//! Days of a device arena in virtual time: committed memory, driver calls and tables.
 //!
-//! Requests come with the simulation's load of a day. Each allocates blocks of random sizes on a
-//! lane, and one in four leaves a block behind for minutes or hours, as a cache of a conversation
-//! does. The model is replaced each morning, and the arena sleeps when it is idle. The same days
-//! come again and again, so that they differ only by what the arena has become.
+//! Requests follow the simulation's load of a day. Each allocates blocks of random sizes on a lane,
+//! and one in four keeps a block for minutes or hours, as a cache of a conversation does. The model
+//! is replaced each morning, and the arena sleeps when it is idle. The requests repeat after ten
+//! days, so that two such periods differ only by the arena's state.
 //!
-//! Invariant: the clock never passes a moment at which the arena wants to be looked at.
+//! Invariant: the clock never passes the time of a due decay or sleep.
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(crate) struct Day {
     live: f64,
     /// Calls of the driver.
     calls: f64,
-    /// The most bytes of the arena's tables, and objects of the driver that were not destroyed.
+    /// The peaks of the arena's metadata in bytes, and of live driver objects.
     tables: f64,
     objects: f64,
 }
@@ -52,7 +52,7 @@ pub(crate) struct Day {
 type Of = fn(&Day) -> f64;
 
 impl Day {
-    /// What may not drift, each by its name.
+    /// The values that must not drift, with their names.
     pub(crate) const SERIES: [(&str, Of); 4] = [
         ("committed_per_live", |day| day.committed / day.live),
         ("driver_calls", |day| day.calls),
@@ -161,7 +161,7 @@ impl World {
         Ok(())
     }
 
-    /// Lets time pass, and looks at idle memory whenever that is due.
+    /// Advances the clock, with each decay and sleep that is due.
     fn pass(&mut self, time: Duration) -> Result<(), BoxError> {
         let end = self.clock.now() + time;
         loop {

@@ -25,7 +25,7 @@ use crate::sim::{best, days};
 
 /// Seconds of traffic that are recorded for an advice.
 const ADVISED_S: f64 = 300.0;
-/// The part by which the arena's days may differ.
+/// The relative difference that is accepted between two periods of the arena.
 const ARENA_DRIFT: f64 = 0.005;
 /// Failures that are shown in full.
 const SHOWN: usize = 40;
@@ -203,7 +203,7 @@ fn advised(seeds: u64) -> usize {
     all.iter().filter(|one| one.killed).count()
 }
 
-/// Days of the controller and of an arena; whether they failed.
+/// Runs days of the controller and of an arena. Returns 1 if they failed.
 fn virtual_days(seed: u64, days: u32) -> usize {
     let month = days::run(seed, days, sim::load::DAY);
     figure("days.run", f64::from(month.days), "days");
@@ -225,8 +225,8 @@ fn virtual_days(seed: u64, days: u32) -> usize {
     usize::from(!faults.is_empty())
 }
 
-/// Compares the mean of each series of the arena's last period with that of its second: in the
-/// first its pools fill. Returns those that differ; fewer than three periods are not compared.
+/// Compares the mean of each series in the arena's last period with that in its second: pools fill
+/// in the first. Returns the differences; fewer than three periods are not compared.
 fn arena_drift(days: &[arena::Day]) -> Vec<String> {
     let mut periods = days.chunks_exact(arena::PERIOD).skip(1);
     let (Some(first), Some(last)) = (periods.next(), periods.next_back()) else {

@@ -1,10 +1,9 @@
-//! The soak: the load of the dashboards again and again, and what grows meanwhile.
+//! The soak: repeats the load of the dashboards for hours, and judges whether the proxy grows.
 //!
-//! In each round, at the end of its longest pause, the proxy's resident memory, descriptors,
-//! mappings, threads, learned keys and metrics series are counted. A series drifts if it rises after
-//! the first ten minutes: Kendall's test finds more pairs of counts in rising order than chance
-//! gives once in a thousand times, and Sen's slope over the whole time is more than what the series
-//! may differ by.
+//! Once per round, at the end of the longest pause, it counts the proxy's resident memory,
+//! descriptors, mappings, threads, learned keys and metrics series. A series drifts if it rises
+//! after the first ten minutes: significantly by Kendall's test (one-sided, .001), and by more than
+//! its tolerance by Sen's slope.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -23,17 +22,19 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use crate::load;
 use crate::process::{self, ANSWERED, Proxy, get, post, poster};
 
-/// The time for which counts are not judged: all that is kept is filled by then.
+/// The time before counts are judged: caches and pools fill in it.
 const WARM_UP: Duration = Duration::from_secs(600);
 /// Requests with a path of their own in a round.
 const STRANGERS: usize = 200;
-/// The time of the guests in a round, and of the phases before its longest pause.
+/// The time in a round during which more clients send requests than those of the load.
 const GUESTS: Duration = Duration::from_secs(44);
+/// The number of phases up to the end of the longest pause.
 const BUSY_PHASES: usize = 8;
-/// The standard normal value that chance exceeds once in a thousand times.
+/// The value of Kendall's statistic above which a series rises: the standard normal deviate that is
+/// exceeded with a probability of a thousandth.
 const RISES_FROM: f64 = 3.09;
 
-/// What is counted, and by how much it may differ from one round to another.
+/// The counts, and the tolerance of each.
 const SERIES: [(&str, f64); 6] = [
     ("resident_mib", 2.0),
     ("descriptors", 0.5),
@@ -43,11 +44,12 @@ const SERIES: [(&str, f64); 6] = [
     ("metrics_series", 0.5),
 ];
 
-/// Runs for so long, and returns the number of series that drift.
+/// Runs the soak, and returns the number of series that drift.
 pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
-    if lasts <= WARM_UP {
-        let expected = humantime::format_duration(WARM_UP);
-        return Err(format!("a soak of {lasts:?}: expected more than {expected}").into());
+    let least = 2 * WARM_UP;
+    if lasts < least {
+        let (lasts, least) = (humantime::format_duration(lasts), humantime::format_duration(least));
+        return Err(format!("a soak of {lasts}: expected at least {least}").into());
     }
     let program = crate::proxy::program()?;
     let target = process::free_port()?;
@@ -84,7 +86,7 @@ pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
     Ok(drifting)
 }
 
-/// The proxy's figures now.
+/// Counts what the proxy holds now.
 async fn count(proxy: &Proxy, target: SocketAddr) -> Result<[f64; SERIES.len()], BoxError> {
     let home = format!("/proc/{}", proxy.id());
     let status = fs::read_to_string(format!("{home}/status"))?;
@@ -117,9 +119,8 @@ fn line(counted: &[f64; SERIES.len()]) -> String {
     line
 }
 
-/// What the load has not: small requests, paths that no one asked for before, events that are
-/// streamed for seconds, uploads of megabytes, large JSON, and clients that are slow or leave
-/// early.
+/// Sends requests that the load lacks: small ones, uploads of megabytes, large JSON, event streams
+/// of seconds, unknown paths, slow bodies, and clients that leave early.
 async fn guests(target: SocketAddr, round: usize) {
     let (start, end) = (Instant::now(), Instant::now() + GUESTS);
     let (client, of) = (poster(), |path: &str| format!("http://{target}{path}"));
@@ -134,13 +135,13 @@ async fn guests(target: SocketAddr, round: usize) {
     let large = format!("{{\"texts\": [{}]}}", vec![text; 64].join(","));
     let strangers = client.clone();
     guests.spawn(async move {
-        // Once the arena has slept.
+        // After the arena has slept.
         sleep_until(start + GUESTS / 2).await;
         load::ask(client, url, "application/json", large.into(), end).await;
     });
     guests.spawn(async move {
         for nth in 0..STRANGERS {
-            let url = format!("http://{target}/stranger/{round}/{nth}");
+            let url = format!("http://{target}/{round}-{nth}/stranger");
             let body = Bytes::from(vec![b'a'; 40 * nth]);
             let _ = timeout_at(end, post(&strangers, &url, "text/plain", body)).await;
             sleep(Duration::from_millis(100)).await;
@@ -154,7 +155,7 @@ async fn guests(target: SocketAddr, round: usize) {
     guests.join_all().await;
 }
 
-/// Does something again and again.
+/// Repeats an action until the end.
 async fn again<F: Future<Output = io::Result<()>>>(end: Instant, act: impl Fn() -> F) {
     while Instant::now() < end {
         let _ = timeout_at(end, act()).await;
@@ -162,9 +163,8 @@ async fn again<F: Future<Output = io::Result<()>>>(end: Instant, act: impl Fn() 
     }
 }
 
-/// Sends a body in so many parts, one each quarter of a second, and reads what comes back
-/// meanwhile, so that of `/echo` it is a stream of events. A client that does not stay leaves
-/// after its last part, which does not end the body.
+/// Sends a body in parts, one each quarter of a second, and reads the response meanwhile; that of
+/// `/echo` is a stream of events. A client that does not stay disconnects before the body ends.
 async fn stream(
     target: SocketAddr,
     path: &str,
@@ -191,7 +191,7 @@ async fn stream(
     Ok(())
 }
 
-/// Pairs of values, the earlier one first, and their distance.
+/// Returns all pairs of values, the earlier one first, and their distance.
 fn pairs(values: &[f64]) -> impl Iterator<Item = (f64, f64, usize)> {
     values.iter().enumerate().flat_map(move |(at, early)| {
         let later = values.iter().enumerate().skip(at + 1);
@@ -199,8 +199,8 @@ fn pairs(values: &[f64]) -> impl Iterator<Item = (f64, f64, usize)> {
     })
 }
 
-/// Kendall's test for a trend: how many standard deviations more pairs rise than fall. Without
-/// allowance for ties, which make it smaller.
+/// Returns the statistic of Kendall's test for a trend, in standard deviations. It is not corrected
+/// for ties, which make it smaller.
 fn kendall(values: &[f64]) -> f64 {
     let signs = pairs(values).map(|(early, late, _)| match late.total_cmp(&early) {
         std::cmp::Ordering::Less => -1.0,
@@ -211,7 +211,7 @@ fn kendall(values: &[f64]) -> f64 {
     sum / (of * (of - 1.0) * (2.0 * of + 5.0) / 18.0).sqrt().max(1.0)
 }
 
-/// Sen's slope, the median of those of all pairs, times the length.
+/// Returns the growth over all values by Sen's slope, the median of the slopes of all pairs.
 fn sen(values: &[f64]) -> f64 {
     let slopes = pairs(values).map(|(early, late, over)| (late - early) / number(over));
     let mut slopes: Vec<_> = slopes.collect();
