@@ -78,7 +78,8 @@ pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
         let drifts = rises > RISES_FROM && grows > tolerance;
         drifting += usize::from(drifts);
         let word = if drifts { "DRIFTS" } else { "holds" };
-        println!("{name:>15} {word:>6}: {grows:+.2} in all, Kendall's z {rises:+.1}");
+        let ends = [values.first(), values.last()].map(|end| end.copied().unwrap_or(f64::NAN));
+        println!("{name:>15} {word:>6}: {ends:.1?}, {grows:+.2} in all, Kendall's z {rises:+.1}");
     }
     println!("figure soak.requests {} requests", ANSWERED.load(Relaxed));
     println!("figure soak.judged_rounds {} rounds", judged.len());
