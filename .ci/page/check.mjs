@@ -130,7 +130,7 @@ const keys = async (browser, at) => {
   };
   const commands = [["Pause", null], ["Resume", null], ["Trim embedder", "trim embedder: done"],
     ["Sleep embedder", "sleep embedder: done"], ["Wake embedder", "wake embedder: done"],
-    ["Snapshot embedder", "snapshot embedder: done"], ["Unload embedder", "unload embedder: done"],
+    ["Unload embedder", "unload embedder: done"],
     ["Purge heap and arenas", "purge: done"]];
   for (const [nth, [name, outcome]] of commands.entries()) {
     if (!(await go(name))) continue;

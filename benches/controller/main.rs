@@ -1,13 +1,14 @@
 //! The controller in virtual time, with many seeds; `crates/admission/tests/admission/simulated.rs`
 //! runs a few.
 //!
-//! Scenarios, each from a seed; a month of days; goodput compared with the best fixed budget, and
-//! the advice on smaller limits compared with their effect. A run that fails is shown with its seed
-//! and can be run again alone.
+//! Scenarios, each from a seed; days of the controller and of a device arena; goodput compared with
+//! the best fixed budget, and the advice on smaller limits compared with their effect. A run that
+//! fails is shown with its seed and can be run again alone.
 //!
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+mod arena;
 #[allow(dead_code, reason = "the tests use more of it")]
 mod sim;
 
@@ -24,6 +25,8 @@ use crate::sim::{best, days};
 
 /// Seconds of traffic that are recorded for an advice.
 const ADVISED_S: f64 = 300.0;
+/// The relative difference that is accepted between two periods of the arena.
+const ARENA_DRIFT: f64 = 0.005;
 /// Failures that are shown in full.
 const SHOWN: usize = 40;
 
@@ -43,7 +46,7 @@ struct Cli {
     #[arg(long)]
     unmeasured: bool,
     /// The number of days of traffic.
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = 90)]
     days: u32,
     /// Seeds of each comparison with a fixed budget; 0 for none.
     #[arg(long, default_value_t = 3)]
@@ -74,7 +77,7 @@ fn main() -> ExitCode {
         failed += advised(cli.advice);
     }
     if cli.days > 0 {
-        failed += month(cli.from, cli.days);
+        failed += virtual_days(cli.from, cli.days);
     }
     figure("failed", count(failed), "runs");
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -200,19 +203,47 @@ fn advised(seeds: u64) -> usize {
     all.iter().filter(|one| one.killed).count()
 }
 
-/// A month; whether it failed.
-fn month(seed: u64, days: u32) -> usize {
+/// Runs days of the controller and of an arena. Returns 1 if they failed.
+fn virtual_days(seed: u64, days: u32) -> usize {
     let month = days::run(seed, days, sim::load::DAY);
-    for fault in &month.faults {
-        eprintln!("{days} days, seed {seed}: {fault}");
-    }
     figure("days.run", f64::from(month.days), "days");
     figure("days.ticks", exact(month.seen.ticks), "ticks");
     figure("days.jobs_per_hour", month.jobs_per_hour, "jobs");
     figure("days.k_drift", month.k_drift, "ratio");
     figure("days.allowance_drift", month.allowance_drift, "MiB");
     figure("days.physical_drift", month.physical_drift, "MiB");
-    usize::from(!month.faults.is_empty())
+    figure("days.claim_drift", month.claim_drift, "ratio");
+    let mut faults = month.faults;
+    match arena::run(seed, usize::try_from(days).unwrap_or(0)) {
+        Ok(all) => faults.extend(arena_drift(&all)),
+        Err(error) => faults.push(format!("the arena: {error}")),
+    }
+    for fault in &faults {
+        eprintln!("{days} days, seed {seed}: {fault}");
+    }
+    figure("days.held", f64::from(if faults.is_empty() { days } else { 0 }), "days");
+    usize::from(!faults.is_empty())
+}
+
+/// Compares the mean of each series in the arena's last period with that in its second: pools fill
+/// in the first. Returns the differences; fewer than three periods are not compared.
+fn arena_drift(days: &[arena::Day]) -> Vec<String> {
+    let mut periods = days.chunks_exact(arena::PERIOD).skip(1);
+    let (Some(first), Some(last)) = (periods.next(), periods.next_back()) else {
+        return Vec::new();
+    };
+    let mut faults = Vec::new();
+    for (name, of) in arena::Day::SERIES {
+        let mean = |days: &[arena::Day]| days.iter().map(of).sum::<f64>() / count(days.len());
+        let (first, last) = (mean(first), mean(last));
+        let drift = last / first - 1.0;
+        println!("{name}: {first:.3} at first, {last:.3} at last");
+        figure(&format!("days.arena.{name}_drift"), drift, "ratio");
+        if drift.abs() > ARENA_DRIFT {
+            faults.push(format!("{name} drifts by {drift}"));
+        }
+    }
+    faults
 }
 
 fn count(number: usize) -> f64 {

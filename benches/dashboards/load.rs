@@ -120,7 +120,13 @@ pub(crate) async fn run(targets: &[SocketAddr], phases: &[Phase]) -> Result<(), 
 }
 
 /// Asks again and again; who is turned away waits a little, as a client should.
-async fn ask(client: Poster, url: String, kind: &'static str, body: Bytes, end: Instant) {
+pub(crate) async fn ask(
+    client: Poster,
+    url: String,
+    kind: &'static str,
+    body: Bytes,
+    end: Instant,
+) {
     while Instant::now() < end {
         match timeout_at(end, post(&client, &url, kind, body.clone())).await {
             Ok(200) => {}
@@ -133,7 +139,7 @@ async fn ask(client: Poster, url: String, kind: &'static str, body: Bytes, end: 
 
 /// A text of this length that needs what is booked for it: a word for each four bytes, and as many
 /// different ones as the upstream takes.
-fn text(bytes: usize) -> String {
+pub(crate) fn text(bytes: usize) -> String {
     const LETTERS: &[u8; 36] = b"abcdefghijklmnopqrstuvwxyz0123456789";
     let different = (bytes / 24).clamp(1, LETTERS.len().pow(3));
     let mut text = String::with_capacity(bytes + 4);

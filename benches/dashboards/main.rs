@@ -1,6 +1,8 @@
 //! The dashboards against live data: the proxy under load, scraped by a real Prometheus, and every
 //! query of every panel, annotation and rule asked of it.
 //!
+//! With `--soak` the proxy runs under the same load for hours, and what grows is judged.
+//!
 //! Nothing is drawn, and no Grafana takes part. What a panel needs that this machine does not have
 //! is named in `named`, with a reason; what is named there and has it all the same is no fault.
 //!
@@ -18,6 +20,9 @@ mod judge;
 mod load;
 mod named;
 mod process;
+#[path = "../proxy/mod.rs"]
+mod proxy;
+mod soak;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -49,6 +54,11 @@ struct Cli {
     /// `LOWTIDE_FROM` and `LOWTIDE_TO` are the seconds of the load.
     #[arg(long)]
     then: Option<String>,
+    /// Run the proxy alone under the load for this long, such as 2h, and judge what grows after
+    /// the first ten minutes.
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    #[arg(num_args = 0..=1, default_missing_value = "2h")]
+    soak: Option<Duration>,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
@@ -67,9 +77,15 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-    let outcome = runtime.map_err(BoxError::from).and_then(|runtime| runtime.block_on(run(&cli)));
+    let outcome = runtime.map_err(BoxError::from).and_then(|runtime| match cli.soak {
+        Some(lasts) => runtime.block_on(soak::run(lasts)).map(|drifting| match drifting {
+            0 => ExitCode::SUCCESS,
+            _ => ExitCode::FAILURE,
+        }),
+        None => runtime.block_on(run(&cli)).map(|report| report.print()),
+    });
     match outcome {
-        Ok(report) => report.print(),
+        Ok(code) => code,
         Err(error) => {
             eprintln!("dashboards: {error}");
             ExitCode::from(2)

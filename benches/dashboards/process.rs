@@ -8,6 +8,8 @@ use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use http_body_util::{BodyExt as _, Empty, Full};
@@ -39,6 +41,9 @@ const SETTINGS: [(&str, &str); 12] = [
     ("PROXY_IDLE_UNLOAD", "10s"),
     ("RUST_LOG", "error"),
 ];
+
+/// Posts that were answered.
+pub(crate) static ANSWERED: AtomicUsize = AtomicUsize::new(0);
 
 #[derive(Debug)]
 struct Killed(Child);
@@ -79,6 +84,7 @@ pub(crate) async fn post(client: &Poster, url: &str, kind: &str, body: Bytes) ->
     let Ok(answer) = client.request(request).await else { return 0 };
     let status = answer.status().as_u16();
     let _ = answer.into_body().collect().await;
+    ANSWERED.fetch_add(1, Relaxed);
     status
 }
 
@@ -140,6 +146,11 @@ impl Proxy {
     pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
         let url = format!("http://{}/healthz", self.address);
         answers(&mut self.child.0, "the proxy", &url).await
+    }
+
+    /// Returns its process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.0.id()
     }
 
     /// An error where it has ended.

@@ -35,8 +35,8 @@ const OWN: [&str; 5] =
 struct Cli {
     /// Traces to replay in place of the project's own: text, or text compressed with gzip.
     files: Vec<PathBuf>,
-    /// Writes pictures of each trace into this folder as well: NAME.svg and, for PyTorch's
-    /// `memory_viz`, NAME.pickle, of the first instant at which most was committed.
+    /// Writes a map of each trace into this folder as well, NAME.pickle for PyTorch's
+    /// `memory_viz`, of the first instant at which most was committed.
     #[arg(long, value_name = "FOLDER")]
     pictures: Option<PathBuf>,
     /// Cargo says this when benches are asked for.

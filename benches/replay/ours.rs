@@ -93,7 +93,7 @@ fn replay(trace: &Trace, decay: DecayTime) -> Result<Replay, DeviceError> {
     })
 }
 
-/// Writes pictures of the first instant at which most was committed: as `measure` with memory given
+/// Writes a map of the first instant at which most was committed: as `measure` with memory given
 /// back at once.
 pub(crate) fn draw(trace: &Trace, folder: &Path) -> Result<(), BoxError> {
     let committed_peak = replay(trace, DecayTime::AtOnce)?.committed_peak;
@@ -108,7 +108,6 @@ pub(crate) fn draw(trace: &Trace, folder: &Path) -> Result<(), BoxError> {
     }
     let map = player.arena.map();
     std::fs::create_dir_all(folder)?;
-    std::fs::write(folder.join(format!("{}.svg", trace.name)), map.to_svg())?;
     let pickle = File::create(folder.join(format!("{}.pickle", trace.name)))?;
     let mut pickle = BufWriter::new(pickle);
     map.write_memory_viz(&mut pickle)?;

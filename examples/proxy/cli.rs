@@ -100,7 +100,7 @@ struct Cli {
     /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
     #[arg(long, env = "PROXY_LOAD_REPORTS", value_enum, default_value = "off")]
     load_reports: LoadReports,
-    /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot, fit) from this machine,
+    /// Accept admin commands (purge, trim, sleep, wake, unload, fit) from this machine,
     /// under /memory.
     #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
     admin: bool,

@@ -1,15 +1,13 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
-//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep, wake and
-//! snapshot (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in
-//! a short list.
+//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake
+//! (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in a short
+//! list.
 //!
-//! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; only
-//! the last picture is kept.
+//! Invariant: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -58,11 +56,6 @@ pub enum AdminCommand {
         /// The resource.
         resource: String,
     },
-    /// Draw an SVG picture of an arena (`ArenaMap::to_svg`).
-    Snapshot {
-        /// The arena.
-        arena: String,
-    },
     /// Make the process fit in a smaller limit of host memory, before an operator lowers the
     /// kernel's limit: Kubernetes refuses a limit below the usage, and the kernel kills.
     ///
@@ -100,7 +93,6 @@ impl AdminCommand {
             Self::Sleep { .. } => "sleep",
             Self::Wake { .. } => "wake",
             Self::Unload { .. } => "unload",
-            Self::Snapshot { .. } => "snapshot",
             Self::Fit { .. } => "fit",
         }
     }
@@ -111,10 +103,9 @@ impl AdminCommand {
     pub fn subject(&self) -> Cow<'_, str> {
         match self {
             Self::Purge => Cow::Borrowed(""),
-            Self::Trim { arena, .. }
-            | Self::Sleep { arena }
-            | Self::Wake { arena }
-            | Self::Snapshot { arena } => Cow::Borrowed(arena),
+            Self::Trim { arena, .. } | Self::Sleep { arena } | Self::Wake { arena } => {
+                Cow::Borrowed(arena)
+            }
             Self::Unload { resource } => Cow::Borrowed(resource),
             Self::Fit { limit: Some(limit), .. } => Cow::Owned(limit.to_string()),
             Self::Fit { limit: None, .. } => Cow::Borrowed("none"),
@@ -255,8 +246,6 @@ pub(super) struct AdminTasks(Mutex<TaskList>);
 struct TaskList {
     given: u64,
     kept: VecDeque<AdminTask>,
-    /// The last picture, and the number of its task.
-    picture: Option<(u64, Arc<str>)>,
 }
 
 impl TaskList {
@@ -319,13 +308,10 @@ impl AdminTasks {
     }
 
     /// Ends a task. Returns `true` if others wait.
-    pub(super) fn end(&self, id: u64, state: AdminTaskState, picture: Option<Arc<str>>) -> bool {
+    pub(super) fn end(&self, id: u64, state: AdminTaskState) -> bool {
         let mut list = lock(&self.0);
         if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
             admin_task.state = state;
-        }
-        if let Some(picture) = picture {
-            list.picture = Some((id, picture));
         }
         list.any_waits()
     }
@@ -348,12 +334,6 @@ impl AdminTasks {
     pub(super) fn all(&self) -> Vec<AdminTask> {
         lock(&self.0).kept.iter().cloned().collect()
     }
-
-    /// Returns the picture of a task, if it is the last one that was drawn.
-    pub(super) fn picture(&self, id: u64) -> Option<Arc<str>> {
-        let list = lock(&self.0);
-        list.picture.as_ref().filter(|(of, _)| *of == id).map(|(_, picture)| Arc::clone(picture))
-    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -368,7 +348,7 @@ mod tests {
             assert_eq!(admin_tasks.add(AdminCommand::Purge, Duration::ZERO), Ok(id));
         }
         let (done, _) = admin_tasks.begin().expect("one waits");
-        admin_tasks.end(done, AdminTaskState::Done("1 KiB given back".to_owned()), None);
+        admin_tasks.end(done, AdminTaskState::Done("1 KiB given back".to_owned()));
         let (running, _) = admin_tasks.begin().expect("another one waits");
         assert_eq!(admin_tasks.keep_if_begun(done), Ok(done));
         assert_eq!(admin_tasks.keep_if_begun(running), Ok(running));
@@ -390,7 +370,7 @@ mod tests {
         for nth in 1..=100 {
             let (id, _) = admin_tasks.begin().expect("one waits");
             assert_eq!(id, nth);
-            assert!(admin_tasks.end(id, AdminTaskState::Done(String::new()), None), "seven wait");
+            assert!(admin_tasks.end(id, AdminTaskState::Done(String::new())), "seven wait");
             admin_tasks.add(AdminCommand::Purge, Duration::ZERO).expect("room for one more");
             assert!(lock(&admin_tasks.0).kept.len() <= KEPT_MAX);
         }

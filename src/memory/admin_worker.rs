@@ -64,15 +64,6 @@ impl Memory {
         }
         shared.admin_tasks.all()
     }
-
-    /// Returns the picture that an admin task drew; `None` if it drew none, or a later task drew
-    /// another.
-    #[must_use]
-    pub fn admin_task_picture(&self, id: u64) -> Option<Arc<str>> {
-        let shared = &self.0.shared;
-        shared.check_here().ok()?;
-        shared.admin_tasks.picture(id)
-    }
 }
 
 impl Shared {
@@ -88,15 +79,14 @@ impl Shared {
     /// if others wait.
     pub(super) fn run_admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
         let Some((id, command)) = self.admin_tasks.begin() else { return false };
-        let mut picture = None;
-        let done = caught(|| self.carry_out(id, &command, purge, &mut picture));
+        let done = caught(|| self.carry_out(id, &command, purge));
         let state = match done {
             Ok(Ok(Some(text))) => AdminTaskState::Done(text),
             Ok(Ok(None)) => return self.admin_tasks.any_waits(),
             Ok(Err(text)) => AdminTaskState::Failed(text),
             Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
         };
-        self.finish_task(id, &command, state, picture)
+        self.finish_task(id, &command, state)
     }
 
     /// Ends a task that was started. Returns `true` if others wait.
@@ -105,12 +95,11 @@ impl Shared {
         id: u64,
         command: &AdminCommand,
         state: AdminTaskState,
-        picture: Option<Arc<str>>,
     ) -> bool {
         let subject = &*command.subject();
         let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
         self.events.add(self.clock.since_epoch(), "admin", subject, text);
-        let others_wait = self.admin_tasks.end(id, state.clone(), picture);
+        let others_wait = self.admin_tasks.end(id, state.clone());
         log!(
             info,
             target: "lowtide",
@@ -130,7 +119,6 @@ impl Shared {
         id: u64,
         command: &AdminCommand,
         purge: impl FnOnce() -> ByteSize,
-        picture: &mut Option<Arc<str>>,
     ) -> Result<Option<String>, String> {
         match command {
             AdminCommand::Purge => Ok(Some(format!("{} released", purge()))),
@@ -139,7 +127,7 @@ impl Shared {
                 let terms = limit.map(|limit| FitTerms { limit, within, counts_page_cache });
                 self.begin_fit(id, command, terms)
             }
-            on_arena => self.run_on_arena(on_arena, picture).map(Some),
+            on_arena => self.run_on_arena(on_arena).map(Some),
         }
     }
 

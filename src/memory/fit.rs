@@ -188,7 +188,7 @@ impl Shared {
                     cached(terms.page_cache(&sample)),
                     short(HOLD)
                 );
-                self.finish_task(id, &running.command, AdminTaskState::Done(text), None);
+                self.finish_task(id, &running.command, AdminTaskState::Done(text));
             }
             FitStep::Failed => {
                 let text = self.failure_text(&running.fit, &sample, now);
@@ -251,7 +251,7 @@ impl Shared {
             let text = format!("; {}: the limit is {}", end.name(), describe_limit(now));
             self.admin_tasks.add_to_outcome(running.id, &text);
         } else {
-            let _ = self.finish_task(running.id, &running.command, end.state(now), None);
+            let _ = self.finish_task(running.id, &running.command, end.state(now));
         }
         let (reason, text) = (
             end.name(),

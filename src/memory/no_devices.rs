@@ -123,11 +123,7 @@ impl Shared {
         Err(AdminError::UnknownArena { name: name.to_owned(), known: Vec::new() })
     }
 
-    pub(super) fn run_on_arena(
-        &self,
-        command: &AdminCommand,
-        _: &mut Option<Arc<str>>,
-    ) -> Result<String, String> {
+    pub(super) fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
         self.check_arena(&command.subject())
             .map(|()| String::new())
             .map_err(|error| error.to_string())

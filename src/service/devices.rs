@@ -25,9 +25,7 @@ pub(super) const ADMIN_PATHS: &[&str] = &[
     "/memory/sleep",
     "/memory/wake",
     "/memory/unload",
-    "/memory/snapshot",
     "/memory/fit",
-    "/memory/picture",
     "/memory/profile",
 ];
 

@@ -470,7 +470,6 @@ fn a_subscriber_that_panicked_left_admin_tasks_running() {
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
     let commands = [
         AdminCommand::Purge,
-        AdminCommand::Snapshot { arena: "weights".to_owned() },
         AdminCommand::Trim { arena: "weights".to_owned(), keep: ByteSize::ZERO },
     ];
     for command in commands {

@@ -151,7 +151,7 @@ fn routes_hear_who_comes_from_this_machine_by_the_address_that_axum_adds() {
 #[test]
 fn no_verb_is_heard_unless_it_is_enabled() {
     let endpoints = Endpoints::new(None);
-    for path in ["purge", "trim", "sleep", "wake", "unload", "snapshot", "picture"] {
+    for path in ["purge", "trim", "sleep", "wake", "unload"] {
         assert!(post(path).of(&endpoints).is_none(), "{path} is the application's");
     }
     let unmanaged = Endpoints::new(None).with_admin(Admin::loopback(Arc::new(ManualClock::new())));
@@ -162,7 +162,7 @@ fn no_verb_is_heard_unless_it_is_enabled() {
 }
 
 #[test]
-fn the_six_verbs_do_what_they_say_on_the_worker() {
+fn the_verbs_do_what_they_say_on_the_worker() {
     let service = Service::start(None);
     let memory = &service.memory;
     let arena = memory.open_arena("weights").expect("opens");
@@ -187,13 +187,6 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     does("trim?arena=weights&keep=10m", "2.0 MiB released");
     assert_eq!(arena.snapshot().committed, ByteSize::mib(10));
     does("trim?arena=weights", "6.0 MiB released");
-    does("snapshot?arena=weights", "picture of");
-    let picture = Asked { method: Method::GET, ..post("picture?admin_task=3") };
-    let response = picture.of(&service.endpoints).expect("an answer");
-    assert!(response.body().starts_with("<svg"), "{}", response.body());
-    assert_eq!(response.headers()["content-type"], "image/svg+xml");
-    let policy = response.headers()["content-security-policy"].to_str().expect("text");
-    assert!(policy.contains("default-src 'none'") && policy.contains("sandbox"));
     does("sleep?arena=weights", "0 B offloaded"); // it is host memory, and stays
     assert_eq!(arena.state(), SleepState::Asleep);
     does("wake?arena=weights", "committed");
@@ -208,7 +201,7 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     assert!(arena.snapshot().idle.is_zero());
     let told = memory.events();
     let told = told.iter().filter(|event| event.kind == "admin").count();
-    assert_eq!(told, 7, "each is an event");
+    assert_eq!(told, 6, "each is an event");
     drop(kept);
     assert!(memory.shutdown(SOON).is_clean());
     let (status, told) = service.ask(&post("purge"));
@@ -258,9 +251,6 @@ fn names_that_do_not_exist_and_queries_that_mean_nothing_are_told() {
     says(&post("purge?arena=weights"), wrong, r#"unknown query parameter "arena""#);
     says(&post("trim?arena=weights&keep=lots"), wrong, r#"keep="lots""#);
     says(&post("trim?arena=weights&arena=weights"), wrong, "twice");
-    let picture = |query: &str| Asked { method: Method::GET, ..post(&format!("picture?{query}")) };
-    says(&picture("admin_task=1"), unknown, "no picture of admin task 1");
-    says(&picture("admin_task=one"), wrong, r#"admin_task="one""#);
     for method in [Method::GET, Method::HEAD, Method::PUT, Method::OPTIONS] {
         let asked = Asked { method, ..post("purge") };
         let response = asked.of(&service.endpoints).expect("an answer");

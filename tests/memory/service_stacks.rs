@@ -2,6 +2,7 @@
 #![cfg(all(feature = "axum", feature = "tokio", target_os = "linux"))]
 
 use std::convert::Infallible;
+use std::io::Write as _;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -10,16 +11,15 @@ use axum::extract::Extension;
 use axum::routing::{any, post};
 use axum::{BoxError, Router};
 use bytes::Bytes;
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, TRANSFER_ENCODING};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
 use http::{HeaderName, Request, Response, StatusCode};
-use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full};
-use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
 use lowtide::ByteSize;
 use lowtide::service::{ContentLength, MemoryLayer, SharedPermit};
 use test_fork::test;
-use tower::{Layer as _, ServiceBuilder, ServiceExt as _, service_fn};
+use tower::{Service, ServiceBuilder, ServiceExt as _};
 use tower_http::catch_panic::CatchPanicLayer;
 use tower_http::cors::CorsLayer;
 use tower_http::decompression::RequestDecompressionLayer;
@@ -37,6 +37,8 @@ use tower_http::trace::TraceLayer;
 use crate::polled::poll;
 use crate::service_waiting::Bed;
 
+/// The header of an answer with the bytes that its request had reserved.
+const RESERVED: HeaderName = HeaderName::from_static("x-reserved");
 const LONG: Duration = Duration::from_secs(3600);
 
 /// What a subscriber has written.
@@ -135,8 +137,9 @@ fn a_request_that_passes_two_layers_is_admitted_once() {
 /// answer with the bytes that a request has reserved when its handler begins.
 fn stacks(layer: &MemoryLayer<ContentLength>) -> Vec<(&'static str, Router)> {
     let app = || {
-        let handler =
-            async |Extension(permit): Extension<SharedPermit>| permit.reserved().get().to_string();
+        let handler = async |Extension(permit): Extension<SharedPermit>| {
+            [(RESERVED, permit.reserved().get().to_string())]
+        };
         Router::new().route("/", any(handler))
     };
     let memory = || layer.clone();
@@ -170,15 +173,14 @@ fn stacks(layer: &MemoryLayer<ContentLength>) -> Vec<(&'static str, Router)> {
     stacks
 }
 
-/// Returns the bytes that such a request reserves behind a stack.
+/// Returns the bytes that such a request reserves behind a stack, or 0 if that answers it.
 fn reserved(stack: &Router, request: http::request::Builder, body: Body) -> ByteSize {
     let request = request.body(body).expect("a valid head");
-    let answer = run(async {
-        let answer = stack.clone().oneshot(request).await.expect("infallible");
-        answer.into_body().collect().await.expect("whole").to_bytes()
-    });
-    let text = String::from_utf8(answer.to_vec()).expect("text");
-    ByteSize::new(text.parse().unwrap_or_else(|_| panic!("no number: {text}")))
+    let answer = run(stack.clone().oneshot(request)).expect("infallible");
+    assert_eq!(answer.status(), StatusCode::OK);
+    answer.headers().get(RESERVED).map_or(ByteSize::ZERO, |bytes| {
+        ByteSize::new(bytes.to_str().expect("text").parse().expect("a number"))
+    })
 }
 
 /// A request without a body reserved 4 MiB behind a layer whose body tells no length.
@@ -189,9 +191,13 @@ fn a_request_without_a_body_reserves_little_behind_each_layer_of_tower_http() {
     stacks.pop();
     let reserved = stacks.iter().map(|(name, stack)| {
         let of = |request| reserved(stack, request, Body::empty());
-        (of(Request::get("/")).max(of(Request::delete("/").header(CONTENT_LENGTH, 0))), name)
+        let delete = Request::delete("/").header(CONTENT_LENGTH, 0);
+        let requests = [Request::get("/"), delete, Request::head("/"), Request::options("/")];
+        (requests.map(of).into_iter().max(), name)
     });
     let (largest, name) = reserved.max().expect("stacks");
+    let largest = largest.expect("requests");
+    assert!(largest > ByteSize::ZERO);
     println!("figure field.bodiless.reserved {} KiB", largest.get() >> 10);
     assert!(largest <= ByteSize::kib(64), "{largest} behind {name}");
 }
@@ -218,34 +224,96 @@ fn a_body_that_was_replaced_outside_is_not_taken_for_none() {
     }
 }
 
-/// A body whose error is a boxed one did not compile in a task: see `ResponseError`. And
-/// tower-http#554, #679: layers that need an empty body, which is the default, did not compile
-/// outside the layer; see `stacks`.
+/// Sends as many requests as there are, at once, and returns the answers.
+async fn ask<S>(stack: S, requests: Vec<Request<Body>>) -> Vec<StatusCode>
+where
+    S: Service<Request<Body>, Response = Response<Body>, Future: Send> + Clone + Send + 'static,
+    S::Error: std::fmt::Debug,
+{
+    let calls = requests.into_iter().map(|request| stack.clone().oneshot(request));
+    let answers = futures_util::future::join_all(calls).await;
+    answers.into_iter().map(|answer| answer.expect("answered").status()).collect()
+}
+
+fn small(count: usize) -> Vec<Request<Body>> {
+    let request = |_| Request::post("/").body(Body::from("small")).expect("a valid head");
+    (0..count).map(request).collect()
+}
+
+fn reader(layer: &MemoryLayer<ContentLength>) -> Router {
+    let handler = async |body: Bytes| body.len().to_string();
+    Router::new().route("/", post(handler)).layer(layer.clone())
+}
+
 #[test]
-fn a_boxed_body_with_a_boxed_error_is_served_in_a_task() {
-    type Answer = BoxBody<Bytes, BoxError>;
+fn each_request_is_admitted_once_behind_queues_and_limits() {
     let bed = Bed::new();
-    let handler = |_| async {
-        let body = Full::new(Bytes::from("boxed")).map_err(|never| match never {});
-        Ok::<Response<Answer>, Infallible>(Response::new(body.boxed()))
-    };
-    let service = TowerToHyperService::new(bed.memory.layer().layer(service_fn(handler)));
-    let text = run(async {
-        let (client, server) = tokio::io::duplex(1 << 16);
-        let server = tokio::spawn(async move {
-            let http = hyper::server::conn::http1::Builder::new();
-            http.serve_connection(TokioIo::new(server), service).await
-        });
-        let (mut client, connection) =
-            hyper::client::conn::http1::handshake(TokioIo::new(client)).await.expect("connected");
-        let connection = tokio::spawn(connection);
-        let request = Request::get("/").body(Body::empty()).expect("a valid head");
-        let answer = client.send_request(request).await.expect("answered");
-        let text = answer.into_body().collect().await.expect("whole").to_bytes();
-        drop(client);
-        connection.await.expect("no panic").expect("closed");
-        server.await.expect("no panic").expect("served");
-        text
+    let app = || reader(&bed.memory.layer());
+    let answers = run(async {
+        let mut answers = ask(app(), small(16)).await;
+        answers.extend(ask(ServiceBuilder::new().buffer(4).service(app()), small(16)).await);
+        let limited = ServiceBuilder::new().load_shed().concurrency_limit(16).service(app());
+        answers.extend(ask(limited, small(16)).await);
+        answers
     });
-    assert_eq!(text, "boxed");
+    assert_eq!(answers, [StatusCode::OK; 48]);
+    let stats = bed.stats();
+    assert_eq!((stats.held(), stats.admitted_total), (0, 48));
+}
+
+#[test]
+fn one_layer_serves_in_runtimes_of_each_kind() {
+    let bed = Bed::new();
+    let app = reader(&bed.memory.layer());
+    let threads = || {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build();
+        runtime.expect("a runtime")
+    };
+    let runtimes = [threads(), threads()];
+    let tasks = runtimes.each_ref().map(|runtime| runtime.spawn(ask(app.clone(), small(16))));
+    let local = tokio::task::LocalSet::new();
+    let mut answers = run(local.run_until(async {
+        tokio::task::spawn_local(ask(app.clone(), small(16))).await.expect("no panic")
+    }));
+    for (runtime, task) in runtimes.iter().zip(tasks) {
+        answers.extend(runtime.block_on(task).expect("no panic"));
+    }
+    assert_eq!(answers, [StatusCode::OK; 48]);
+    assert_eq!((bed.stats().held(), bed.stats().admitted_total), (0, 48));
+}
+
+#[test]
+fn bombs_that_are_unpacked_inside_the_layer_are_refused_and_harm_nobody() {
+    let bed = Bed::new();
+    let json = async |axum::Json(value): axum::Json<serde_json::Value>| value.to_string();
+    let app = reader(&bed.memory.layer()).route("/json", post(json));
+    let app = app.layer(RequestDecompressionLayer::new()).layer(bed.memory.layer());
+    let mut gzip = GzEncoder::new(Vec::new(), Compression::best());
+    for _ in 0..64 {
+        gzip.write_all(&vec![0; 1 << 20]).expect("into memory");
+    }
+    let gzip = gzip.finish().expect("into memory");
+    assert!(gzip.len() < 1 << 17);
+    let bomb = Request::post("/").header(CONTENT_ENCODING, "gzip");
+    let bomb = bomb.header(CONTENT_LENGTH, gzip.len()).body(Body::from(gzip));
+    let nested = Request::post("/json").header(CONTENT_TYPE, "application/json");
+    let nested = nested.body(Body::from("[".repeat(1 << 20)));
+    let bombs = vec![bomb.expect("a valid head"), nested.expect("a valid head")];
+    let answers = run(ask(app.clone(), bombs));
+    assert_eq!(answers, [StatusCode::PAYLOAD_TOO_LARGE, StatusCode::BAD_REQUEST]);
+    assert_eq!(run(ask(app, small(1))), [StatusCode::OK]);
+    assert_eq!(bed.stats().held(), 0);
+}
+
+#[test]
+fn a_nested_route_has_its_whole_pattern_as_its_name() {
+    let bed = Bed::new();
+    let users = Router::new().route("/users/{id}", any(async || "ebb"));
+    let app = Router::new().nest("/api", users).layer(bed.memory.layer());
+    let request = |path: &str| Request::get(path).body(Body::empty()).expect("a valid head");
+    let answers = run(ask(app, vec![request("/api/users/7"), request("/api/users/8")]));
+    assert_eq!(answers, [StatusCode::OK; 2]);
+    let routes = bed.memory.usage_by_route();
+    let names: Vec<_> = routes.iter().map(|usage| (usage.method, &*usage.route)).collect();
+    assert_eq!(names, [("GET", "/api/users/{id}")]);
 }

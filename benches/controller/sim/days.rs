@@ -34,6 +34,9 @@ pub(crate) struct Month {
     pub(crate) k_drift: f64,
     pub(crate) allowance_drift: f64,
     pub(crate) physical_drift: f64,
+    /// The part by which the mean learned reservation differs from the first half of those nights
+    /// to the second.
+    pub(crate) claim_drift: f64,
     pub(crate) faults: Vec<String>,
 }
 
@@ -68,6 +71,7 @@ pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
         k_drift: spread(|look| look.k),
         allowance_drift: spread(|look| look.allowance),
         physical_drift: spread(|look| look.physical),
+        claim_drift: halves_apart(nights.get(1..).unwrap_or_default()),
         seen,
         faults: Vec::new(),
     };
@@ -99,12 +103,25 @@ impl Month {
         claim(self.physical_drift <= 16.5, {
             format!("what is held drifts by {} MiB", self.physical_drift)
         });
+        claim(self.claim_drift <= 0.1, {
+            format!("the learned reservation drifts by {}", self.claim_drift)
+        });
         claim(self.jobs_per_hour <= JOBS_PER_HOUR, {
             format!("{} jobs an hour", self.jobs_per_hour)
         });
         claim(seen.wasted == 0, format!("{} were shed that had room", seen.wasted));
         self.faults = faults;
     }
+}
+
+/// The part by which the mean reservation of the second half differs from that of the first.
+fn halves_apart(nights: &[Look]) -> f64 {
+    let (first, second) = nights.split_at(nights.len() / 2);
+    let mean = |of: &[Look]| {
+        let sum: f64 = of.iter().map(|look| look.claim).sum();
+        sum / f64::from(u32::try_from(of.len()).unwrap_or(u32::MAX))
+    };
+    if first.is_empty() { 0.0 } else { (mean(second) / mean(first) - 1.0).abs() }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "jobs of a month are far below 2^52")]

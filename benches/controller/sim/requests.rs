@@ -178,12 +178,17 @@ impl World {
         }
     }
 
+    /// What is known of requests with this estimate.
+    pub(super) fn need_of(&self, estimate: ByteSize) -> Compared {
+        self.needs.of(Kind { route: 1, is_declared: true }, estimate, false)
+    }
+
     /// Admits a request with this estimate, measured or not.
     fn admit(&self, estimate: ByteSize) -> Result<(Permit, Option<Terms>), Rejected> {
         if !self.scenario.measured {
             return Ok((self.door.try_admit(Cost::host(estimate))?, None));
         }
-        let need = self.needs.of(Kind { route: 1, is_declared: true }, estimate, false);
+        let need = self.need_of(estimate);
         let ledger = self.door.ledger(Budget::Host);
         let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {

@@ -69,6 +69,8 @@ pub(crate) struct Look {
     pub(crate) reserved: f64,
     pub(crate) physical: f64,
     pub(crate) required: f64,
+    /// The reservation of a request of 1 MiB, as its route has taught.
+    pub(crate) claim: f64,
 }
 
 /// All of it.
@@ -196,6 +198,7 @@ impl Seen {
         k: f64,
         allowance: ByteSize,
         reserved: ByteSize,
+        claim: ByteSize,
         plant: &Plant,
     ) {
         self.looks.push(Look {
@@ -205,6 +208,7 @@ impl Seen {
             reserved: reserved.as_f64() / MIB,
             physical: plant.physical(),
             required: plant.required(),
+            claim: claim.as_f64() / MIB,
         });
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
-use lowtide_admission::learning::Needs;
+use lowtide_admission::learning::{Needs, Room};
 use lowtide_admission::{
     Admission, Budget, Cost, Job, Ladder, Level, LimitAdvice, Maintenance, MaintenanceActions,
     Managed, Recovered, Resources, Sample, Sensor, Settings, Trigger, Worker,
@@ -25,7 +25,7 @@ use super::chance::Chance;
 use super::events::{Event, Events};
 use super::plant::{Plant, bytes};
 use super::requests::Requests;
-use super::scenario::{RESOURCE, Scenario};
+use super::scenario::{Kind, RESOURCE, Scenario};
 use super::seen::Seen;
 
 /// A purge takes 0.1 ms for each MiB; it gives back in steps of 2 ms.
@@ -250,9 +250,13 @@ impl World {
         let ledger = self.admission.ledger(Budget::Host);
         let (k, allowance) = (ledger.correction_factor(), ledger.allowance_bytes());
         let reserved = ledger.requests();
+        let claim = match self.scenario.kind {
+            Kind::Days => self.need_of(bytes(1.0)).claim(Room::UNLIMITED),
+            _ => ByteSize::ZERO,
+        };
         let state = &mut *lock(&self.state);
         let second = state.now.since_origin().as_secs_f64();
-        state.seen.look(second, k, allowance, reserved, &state.plant);
+        state.seen.look(second, k, allowance, reserved, claim, &state.plant);
         let every = self.scenario.look_every();
         state.events.post(state.now + every, Event::Look);
     }

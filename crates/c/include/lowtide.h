@@ -406,6 +406,32 @@ lowtide_status lowtide_record_use(lowtide_allocator allocator,
 lowtide_status lowtide_end_stream(lowtide_allocator allocator, int device, lowtide_stream stream);
 
 /**
+ * Tells that a stream begins (`is_capturing` 1) or ends (0) the capture of a CUDA graph; call it
+ * before `cudaStreamBeginCapture` and after `cudaStreamEndCapture`. Opens the device.
+ *
+ * A graph keeps addresses. The memory of blocks that are allocated or freed on the stream
+ * meanwhile is held when they are freed, so that a launch uses no memory of others, until
+ * `lowtide_release_captured`. It counts in `live_bytes`. Keep other blocks of the graph until it
+ * is destroyed. Without this call memory freed during a capture is reused.
+ */
+lowtide_status lowtide_set_capturing(lowtide_allocator allocator,
+                                     int device,
+                                     lowtide_stream stream,
+                                     int is_capturing);
+
+/**
+ * Frees the memory that graphs of a device have captured, or of all for `LOWTIDE_ALL_DEVICES`. It
+ * is reused after all work of the device. Stores its bytes in `*released`, which is optional.
+ *
+ * # Safety
+ * No graph that was captured on a stream of the device is launched any more; launches in progress
+ * may go on. `released` is NULL or may be written.
+ */
+lowtide_status lowtide_release_captured(lowtide_allocator allocator,
+                                        int device,
+                                        uint64_t *released);
+
+/**
  * Finds the live block that contains an address, on any device, and fills in `*out`.
  *
  * # Safety

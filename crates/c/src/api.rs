@@ -227,6 +227,56 @@ pub unsafe extern "C" fn lowtide_end_stream(
     guard(|| blocks::end_stream(allocator, device, self::stream(stream)))
 }
 
+/// Tells that a stream begins (`is_capturing` 1) or ends (0) the capture of a CUDA graph; call it
+/// before `cudaStreamBeginCapture` and after `cudaStreamEndCapture`. Opens the device.
+///
+/// A graph keeps addresses. The memory of blocks that are allocated or freed on the stream
+/// meanwhile is held when they are freed, so that a launch uses no memory of others, until
+/// `lowtide_release_captured`. It counts in `live_bytes`. Keep other blocks of the graph until it
+/// is destroyed. Without this call memory freed during a capture is reused.
+#[unsafe(no_mangle)]
+pub extern "C" fn lowtide_set_capturing(
+    allocator: Allocator,
+    device: c_int,
+    stream: StreamPointer,
+    is_capturing: c_int,
+) -> Status {
+    guard(|| blocks::set_capturing(allocator, device, self::stream(stream), is_capturing != 0))
+}
+
+/// Frees the memory that graphs of a device have captured, or of all for `LOWTIDE_ALL_DEVICES`. It
+/// is reused after all work of the device. Stores its bytes in `*released`, which is optional.
+///
+/// # Safety
+/// No graph that was captured on a stream of the device is launched any more; launches in progress
+/// may go on. `released` is NULL or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowtide_release_captured(
+    allocator: Allocator,
+    device: c_int,
+    released: *mut u64,
+) -> Status {
+    guard(|| {
+        // SAFETY: the contract of this function.
+        unsafe { write_bytes(released, ByteSize::ZERO) };
+        let done = blocks::release_captured(allocator, device)?;
+        // SAFETY: as above.
+        unsafe { write_bytes(released, done) };
+        Ok(())
+    })
+}
+
+/// Stores bytes at an address that may be NULL.
+///
+/// # Safety
+/// The address is NULL or may be written.
+unsafe fn write_bytes(out: *mut u64, bytes: ByteSize) {
+    if !out.is_null() {
+        // SAFETY: the contract of this function.
+        unsafe { out.write_unaligned(bytes.get()) };
+    }
+}
+
 /// Finds the live block that contains an address, on any device, and fills in `*out`.
 ///
 /// # Safety
@@ -273,15 +323,11 @@ pub unsafe extern "C" fn lowtide_shrink(
     released: *mut u64,
 ) -> Status {
     guard(|| {
-        if !released.is_null() {
-            // SAFETY: may be written, by the contract of this function.
-            unsafe { released.write_unaligned(0) };
-        }
+        // SAFETY: the contract of this function.
+        unsafe { write_bytes(released, ByteSize::ZERO) };
         let done = blocks::shrink(allocator, device, ByteSize::new(keep_bytes))?;
-        if !released.is_null() {
-            // SAFETY: as above.
-            unsafe { released.write_unaligned(done.get()) };
-        }
+        // SAFETY: as above.
+        unsafe { write_bytes(released, done) };
         Ok(())
     })
 }

@@ -3,10 +3,10 @@
 //! It takes checked values and Rust types; `api`, `torch` and `onnxruntime` convert those of C.
 //!
 //! Invariant: a block is freed on the device that it was allocated on, and no other block with it.
-#![expect(unsafe_code, reason = "only the caller knows that a stream exists")]
+#![expect(unsafe_code, reason = "only the caller knows that a stream or a graph exists")]
 
 use lowtide_gpu::{ByteSize, DeviceArena, DeviceError, RawBlock, Region};
-use lowtide_gpu_driver::DeviceAddress;
+use lowtide_gpu_driver::{DeviceAddress, StreamHandle};
 
 use crate::api::LOWTIDE_ALL_DEVICES as ALL_DEVICES;
 use crate::failure::{Failure, Outcome, failed_total};
@@ -78,6 +78,29 @@ pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()
         unsafe { device.arena.end_stream(stream) }?;
     }
     Ok(())
+}
+
+/// Records that a stream captures a graph from now on, or no more; opens the device.
+pub(crate) fn set_capturing(
+    handle: u64,
+    device: i32,
+    stream: Stream,
+    captures: bool,
+) -> Outcome<()> {
+    let device = registry::device(handle, device)?;
+    let named = stream.handle().filter(|&stream| stream != StreamHandle::LEGACY);
+    let stream = named.ok_or_else(|| invalid("stream", 0, "one that can capture"))?;
+    Ok(device.arena.set_capturing(stream, captures)?)
+}
+
+/// Frees what graphs of the named devices have captured; returns its bytes.
+pub(crate) fn release_captured(handle: u64, device: i32) -> Outcome<ByteSize> {
+    let mut released = ByteSize::ZERO;
+    for arena in named(handle, device)? {
+        // SAFETY: the caller of the C function vouches for the graphs.
+        released = released.saturating_add(unsafe { arena.release_captured() }?);
+    }
+    Ok(released)
 }
 
 /// Returns the block that contains an address, and its device.

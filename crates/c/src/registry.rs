@@ -42,13 +42,10 @@ impl Stream {
     /// Any stream: a use that only a wait for the whole device proves complete.
     pub(crate) const ANY: Self = Self(u64::MAX);
 
-    /// The handles of CUDA with a meaning of their own: 0 and 1 are the legacy default stream, 2 is
-    /// another stream in each thread, which an arena cannot tell apart.
     pub(crate) const fn of(handle: u64) -> Self {
-        match handle {
-            0 | 1 => Self(StreamHandle::LEGACY.get()),
-            2 => Self::ANY,
-            handle => Self(handle),
+        match StreamHandle::of_cuda(handle) {
+            Some(stream) => Self(stream.get()),
+            None => Self::ANY,
         }
     }
 

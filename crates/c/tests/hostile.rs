@@ -13,8 +13,9 @@ use lowtide_c::{
     Allocator, Block, LOWTIDE_ALL_DEVICES, LOWTIDE_BACKEND_HOST, Options, Statistics, Status,
     lowtide_alloc, lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free,
     lowtide_get_statistics, lowtide_last_error, lowtide_open, lowtide_record_use,
-    lowtide_set_limit, lowtide_shrink, lowtide_torch_alloc, lowtide_torch_free,
-    lowtide_torch_memory_fraction, lowtide_torch_record_stream,
+    lowtide_release_captured, lowtide_set_capturing, lowtide_set_limit, lowtide_shrink,
+    lowtide_torch_alloc, lowtide_torch_free, lowtide_torch_memory_fraction,
+    lowtide_torch_record_stream,
 };
 use lowtide_fake_cuda::{Fake, Guard, Options as FakeOptions};
 use test_fork::test;
@@ -332,8 +333,16 @@ struct Cuda {
     fill: Fill,
     read: Read,
     synchronize: Synchronize,
+    begin: Begin,
+    end: End,
+    instantiate: Instantiate,
+    launch: Launch,
 }
 
+type Begin = extern "C" fn(*mut c_void, c_uint) -> c_int;
+type End = extern "C" fn(*mut c_void, *mut *mut c_void) -> c_int;
+type Instantiate = extern "C" fn(*mut *mut c_void, *mut c_void, c_ulonglong) -> c_int;
+type Launch = extern "C" fn(*mut c_void, *mut c_void) -> c_int;
 type Create = extern "C" fn(*mut *mut c_void, c_uint) -> c_int;
 type Destroy = extern "C" fn(*mut c_void) -> c_int;
 type Fill = extern "C" fn(c_ulonglong, u8, usize, *mut c_void) -> c_int;
@@ -371,6 +380,10 @@ impl Cuda {
             fill: function!(library, c"cuMemsetD8Async", Fill),
             read: function!(library, c"cuMemcpyDtoH_v2", Read),
             synchronize: function!(library, c"cuCtxSynchronize", Synchronize),
+            begin: function!(library, c"cuStreamBeginCapture_v2", Begin),
+            end: function!(library, c"cuStreamEndCapture", End),
+            instantiate: function!(library, c"cuGraphInstantiateWithFlags", Instantiate),
+            launch: function!(library, c"cuGraphLaunch", Launch),
         }
     }
 
@@ -444,6 +457,54 @@ fn a_stream_that_is_destroyed_fails_no_tensor_of_another_stream() {
     }
     println!("figure field.stream.null {nulls} tensors");
     assert_eq!(nulls, 0);
+}
+
+/// cubecl#1612: the launch of a graph wrote to tensors that had got the memory of its temporaries.
+#[test]
+fn a_graph_that_is_launched_again_writes_to_no_later_tensor() {
+    const SIZE: usize = 16 << 20;
+    let cuda = Cuda::start(0);
+    let stream = cuda.stream();
+    let kept = tensor(SIZE, stream);
+    let allocator = {
+        let mut allocator = 0;
+        // SAFETY: a place for the handle.
+        assert_eq!(unsafe { lowtide_c::lowtide_get_default(&raw mut allocator) }, Status::Ok);
+        allocator
+    };
+    let set = |stream, is_capturing| lowtide_set_capturing(allocator, 0, stream, is_capturing);
+    assert_eq!(set(ptr::null_mut(), 1), Status::InvalidArgument, "{}", text());
+    assert_eq!([set(stream, 1), set(stream, 1)], [Status::Ok; 2], "{}", text());
+    assert_eq!((cuda.begin)(stream, 2), 0);
+    let within = tensor(SIZE, stream);
+    cuda.fill(within, 1, SIZE, stream);
+    drop_tensor(within, SIZE, stream);
+    let after = tensor(SIZE, stream);
+    cuda.fill(after, 1, SIZE, stream);
+    let mut graph = ptr::null_mut();
+    assert_eq!((cuda.end)(stream, &raw mut graph), 0);
+    assert_eq!(set(stream, 0), Status::Ok);
+    drop_tensor(after, SIZE, stream);
+    let mut executable = ptr::null_mut();
+    assert_eq!((cuda.instantiate)(&raw mut executable, graph, 0), 0);
+    let others = [tensor(SIZE, stream), tensor(2 * SIZE, stream)];
+    others.iter().for_each(|&other| cuda.fill(other, 7, SIZE, stream));
+    assert_eq!((cuda.launch)(executable, stream), 0);
+    assert_eq!((cuda.synchronize)(), 0);
+    for other in others {
+        let mut byte = 0;
+        assert_eq!((cuda.read)(&raw mut byte, other.addr() as u64, 1), 0);
+        assert_eq!(byte, 7);
+    }
+    assert_eq!(lowtide_close(allocator), Status::LiveBlocks);
+    let mut released = 0;
+    // SAFETY: a place for the bytes; the graph is not launched any more.
+    let status = unsafe { lowtide_release_captured(allocator, 0, &raw mut released) };
+    assert_eq!((status, released), (Status::Ok, 2 * SIZE as u64));
+    drop_tensor(others[0], SIZE, stream);
+    drop_tensor(others[1], 2 * SIZE, stream);
+    drop_tensor(kept, SIZE, stream);
+    assert_eq!(lowtide_close(allocator), Status::Ok, "{}", text());
 }
 
 /// pytorch#58466, vllm#13131: there was no limit, and no error.

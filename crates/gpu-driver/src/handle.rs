@@ -24,6 +24,18 @@ impl StreamHandle {
         Self(number)
     }
 
+    /// Returns the stream that a handle from other code stands for: the legacy default stream for 0
+    /// and 1. Returns `None` for 2, which is another stream in each thread.
+    #[inline]
+    #[must_use]
+    pub const fn of_cuda(handle: u64) -> Option<Self> {
+        match handle {
+            0 | 1 => Some(Self::LEGACY),
+            2 => None,
+            handle => Some(Self(handle)),
+        }
+    }
+
     /// Returns the number of the stream.
     #[must_use]
     pub const fn get(self) -> u64 {

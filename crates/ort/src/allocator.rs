@@ -1,12 +1,14 @@
-//! The CPU allocator that ONNX Runtime calls: a table of C functions over a [`RunArena`].
+//! The allocators that ONNX Runtime calls: a table of C functions over a [`RunArena`] for the CPU,
+//! and over an arena in CUDA memory (`cuda`).
 //!
 //! ONNX Runtime calls it from any thread, frees by address without a size, and may free a tensor
 //! long after its session, so a registered allocator is never dropped. It does not check what it
-//! gets: 1.32 crashes in a kernel if a run gets null. So a block beyond the limit of the arena is
-//! from the heap, and null means that the system has no memory.
+//! gets: 1.32 crashes in a kernel if a run gets null. So on the CPU a block beyond the limit of the
+//! arena is from the heap, and null means that the system has no memory.
 //!
-//! `Reserve` is for weights and takes them from the heap, as every allocation on a thread that
-//! loads. The CPU has no streams: `AllocOnStream` is `Alloc`, and a freed block is free at once.
+//! `Reserve` is for weights, which on the CPU are from the heap, as every allocation on a thread
+//! that loads. The CPU has no streams: `AllocOnStream` is `Alloc`, and a freed block is free at
+//! once.
 //!
 //! The table has the version of the oldest library that is accepted. ONNX Runtime reads no field
 //! that is newer than the version, and expects none. `Shrink`, which is newer, is never called by
@@ -23,19 +25,41 @@ use std::ptr::{self, NonNull};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lowtide::ByteSize;
+use lowtide::device::driver::StreamHandle;
 use ort::environment::Environment;
+use ort::memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType};
 use ort::{AsPointer as _, sys};
 
-use super::blocks::{self, Block, RunArena};
+use super::blocks::{self, Block, Found, RunArena};
+#[cfg(feature = "cuda")]
+use super::cuda::{self, CudaArena};
 
-/// The allocator that ONNX Runtime uses for the CPU, in the place of its own arena.
+/// An allocator that ONNX Runtime uses in the place of its own arena: that of the CPU, or of a CUDA
+/// device.
 #[repr(C)]
 pub struct OrtAllocator {
     /// First, so that a pointer to it is a pointer to the allocator.
     table: sys::OrtAllocator,
-    info: *mut sys::OrtMemoryInfo,
-    arena: RunArena,
+    /// `None` for one that no library knows.
+    info: Option<MemoryInfo<'static>>,
+    source: Source,
     books: Mutex<Blocks>,
+}
+
+/// Where an allocator has its memory.
+#[derive(Debug)]
+pub(crate) enum Source {
+    Cpu(RunArena),
+    #[cfg(feature = "cuda")]
+    Cuda(CudaArena),
+}
+
+/// What ONNX Runtime wants a block for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A run, with its next work on this stream; `None` for any stream.
+    Run(Option<StreamHandle>),
+    Weight,
 }
 
 /// The live blocks by address, and the figures.
@@ -67,22 +91,11 @@ pub struct OrtAllocatorStats {
     pub shrinks: u64,
 }
 
-// SAFETY: the table and the memory info are never written after the registration, and the info is
-// only read by ONNX Runtime; the other fields are `Sync`.
-unsafe impl Sync for OrtAllocator {}
-// SAFETY: no field belongs to a thread.
-unsafe impl Send for OrtAllocator {}
-
 impl OrtAllocator {
     /// Registers an allocator with the environment. It lives until the process ends.
-    pub(crate) fn register(env: &Environment, arena: RunArena) -> ort::Result<&'static Self> {
-        let mut info = ptr::null_mut();
-        let create = ort::api().CreateCpuMemoryInfo;
-        // ONNX Runtime refuses a registered allocator of the type `OrtArenaAllocator`.
-        let kind = sys::OrtAllocatorType::OrtDeviceAllocator;
-        // SAFETY: `info` is written. It is never released, as the allocator is not.
-        check(unsafe { create(kind, sys::OrtMemType::OrtMemTypeDefault, &raw mut info) })?;
-        let allocator: &'static Self = Box::leak(Box::new(Self::new(info, arena)));
+    pub(crate) fn register(env: &Environment, source: Source) -> ort::Result<&'static Self> {
+        let info = source.memory_info()?;
+        let allocator: &'static Self = Box::leak(Box::new(Self::new(Some(info), source)));
         let register = ort::api().RegisterAllocator;
         let table = ptr::from_ref(allocator).cast_mut().cast::<sys::OrtAllocator>();
         // SAFETY: the environment and the table live until the process ends. ONNX Runtime never
@@ -91,7 +104,7 @@ impl OrtAllocator {
         Ok(allocator)
     }
 
-    fn new(info: *mut sys::OrtMemoryInfo, arena: RunArena) -> Self {
+    fn new(info: Option<MemoryInfo<'static>>, source: Source) -> Self {
         // SAFETY: a value of plain fields; the functions that must be there follow.
         let mut table = unsafe { sys::OrtAllocator::default() };
         table.Alloc = Some(alloc);
@@ -100,7 +113,13 @@ impl OrtAllocator {
         table.Reserve = Some(reserve);
         table.GetStats = Some(stats);
         table.AllocOnStream = Some(alloc_on_stream);
-        Self { table, info, arena, books: Mutex::default() }
+        Self { table, info, source, books: Mutex::default() }
+    }
+
+    /// Creates one that no library knows.
+    #[cfg(test)]
+    pub(crate) fn unregistered(source: Source) -> &'static Self {
+        Box::leak(Box::new(Self::new(None, source)))
     }
 
     /// Returns its figures.
@@ -109,25 +128,27 @@ impl OrtAllocator {
         self.books().stats
     }
 
-    /// Releases the idle memory of runs now. It is released anyway when it has been idle for the
-    /// decay time of the arena.
+    /// Releases the idle memory of runs now, on a CUDA device after a wait for its work. It is
+    /// released anyway when it has been idle for the decay time of the arena.
     pub fn shrink(&self) {
         self.books().stats.shrinks += 1;
-        self.arena.shrink();
+        match &self.source {
+            Source::Cpu(arena) => arena.shrink(),
+            #[cfg(feature = "cuda")]
+            Source::Cuda(arena) => arena.shrink(),
+        }
     }
 
     fn books(&self) -> MutexGuard<'_, Blocks> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn obtain(&self, size: usize, is_weight: bool) -> *mut c_void {
+    pub(crate) fn obtain(&self, size: usize, purpose: Purpose) -> *mut c_void {
         if size == 0 {
             return ptr::null_mut(); // as ONNX Runtime's own arena
         }
-        let of_run = !is_weight && !blocks::is_loading();
-        let in_arena = if of_run { self.arena.alloc(size) } else { None };
-        let overflows = of_run && in_arena.is_none();
-        let found = in_arena.or_else(|| blocks::in_heap(size));
+        let (found, overflows) = self.source.alloc(size, purpose);
+        let is_weight = purpose == Purpose::Weight;
         let mut books = self.books();
         let stats = &mut books.stats;
         stats.overflows += u64::from(overflows);
@@ -144,7 +165,7 @@ impl OrtAllocator {
         start.as_ptr().cast()
     }
 
-    fn release(&self, start: NonNull<u8>) {
+    pub(crate) fn release(&self, start: NonNull<u8>) {
         let mut books = self.books();
         let Some(block) = books.live.remove(&start.addr().get()) else {
             debug_assert!(false, "ONNX Runtime frees {start:?}, which is not live");
@@ -159,17 +180,55 @@ impl OrtAllocator {
     }
 }
 
+impl Source {
+    /// Returns the description under which ONNX Runtime looks an allocator up.
+    pub(crate) fn memory_info(&self) -> ort::Result<MemoryInfo<'static>> {
+        let (device, number) = match self {
+            Self::Cpu(_) => (AllocationDevice::CPU, 0),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(arena) => (AllocationDevice::CUDA, arena.device()),
+        };
+        // An allocator of the type `Arena` cannot be registered.
+        MemoryInfo::new(device, number, AllocatorType::Device, MemoryType::Default)
+    }
+
+    /// Allocates a block. Also returns `true` if it is not from the arena of runs, in which it
+    /// belongs.
+    fn alloc(&self, size: usize, purpose: Purpose) -> (Option<Found>, bool) {
+        match self {
+            Self::Cpu(arena) => {
+                let of_run = purpose != Purpose::Weight && !blocks::is_loading();
+                let in_arena = if of_run { arena.alloc(size) } else { None };
+                let overflows = of_run && in_arena.is_none();
+                (in_arena.or_else(|| blocks::in_heap(size)), overflows)
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(arena) => (arena.alloc(size, purpose), false),
+        }
+    }
+
+    /// Returns the stream on which a block is used first, where that makes a difference.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "the CPU has none"))]
+    fn stream(&self, stream: *mut sys::OrtSyncStream) -> Option<StreamHandle> {
+        match self {
+            Self::Cpu(_) => None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => cuda::handle(stream),
+        }
+    }
+}
+
 impl fmt::Debug for OrtAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stats = self.stats();
         f.debug_struct("OrtAllocator")
-            .field("arena", &self.arena)
+            .field("source", &self.source)
             .field("stats", &stats)
             .finish_non_exhaustive()
     }
 }
 
-fn check(status: sys::OrtStatusPtr) -> ort::Result<()> {
+pub(crate) fn check(status: sys::OrtStatusPtr) -> ort::Result<()> {
     // SAFETY: a status that ONNX Runtime returned, and which is taken once.
     unsafe { ort::Error::result_from_status(status) }
 }
@@ -190,23 +249,23 @@ fn guarded(act: impl FnOnce() -> *mut c_void) -> *mut c_void {
 unsafe extern "system" fn alloc(this: *mut sys::OrtAllocator, size: usize) -> *mut c_void {
     // SAFETY: ONNX Runtime passes the table that was registered.
     let allocator = unsafe { of(this) };
-    guarded(|| allocator.obtain(size, false))
+    guarded(|| allocator.obtain(size, Purpose::Run(None)))
 }
 
 unsafe extern "system" fn alloc_on_stream(
     this: *mut sys::OrtAllocator,
     size: usize,
-    _stream: *mut sys::OrtSyncStream,
+    stream: *mut sys::OrtSyncStream,
 ) -> *mut c_void {
     // SAFETY: as above.
     let allocator = unsafe { of(this) };
-    guarded(|| allocator.obtain(size, false))
+    guarded(|| allocator.obtain(size, Purpose::Run(allocator.source.stream(stream))))
 }
 
 unsafe extern "system" fn reserve(this: *const sys::OrtAllocator, size: usize) -> *mut c_void {
     // SAFETY: as above.
     let allocator = unsafe { of(this) };
-    guarded(|| allocator.obtain(size, true))
+    guarded(|| allocator.obtain(size, Purpose::Weight))
 }
 
 unsafe extern "system" fn free(this: *mut sys::OrtAllocator, start: *mut c_void) {
@@ -222,7 +281,7 @@ unsafe extern "system" fn free(this: *mut sys::OrtAllocator, start: *mut c_void)
 
 unsafe extern "system" fn memory_info(this: *const sys::OrtAllocator) -> *const sys::OrtMemoryInfo {
     // SAFETY: as above.
-    unsafe { of(this) }.info
+    unsafe { of(this) }.info.as_ref().map_or(ptr::null(), MemoryInfo::ptr)
 }
 
 unsafe extern "system" fn stats(
@@ -274,9 +333,10 @@ mod tests {
     use lowtide::{Memory, config::DeviceChoice};
     use test_fork::test;
 
-    /// One that no library has registered.
+    const RUN: Purpose = Purpose::Run(None);
+
     fn allocator(arena: RunArena) -> &'static OrtAllocator {
-        Box::leak(Box::new(OrtAllocator::new(ptr::null_mut(), arena)))
+        OrtAllocator::unregistered(Source::Cpu(arena))
     }
 
     fn heap_arena() -> RunArena {
@@ -320,8 +380,10 @@ mod tests {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
         let device = memory.open_arena("runs").unwrap();
         let allocator = allocator(device.clone().into());
-        let held =
-            [allocator.obtain(1 << 20, true), blocks::load(|| allocator.obtain(1 << 20, false))];
+        let held = [
+            allocator.obtain(1 << 20, Purpose::Weight),
+            blocks::load(|| allocator.obtain(1 << 20, RUN)),
+        ];
         assert!(device.glance().committed.is_zero());
         assert_eq!(allocator.stats().in_use, ByteSize::mib(2));
         held.iter().for_each(|block| allocator.release(NonNull::new(block.cast()).unwrap()));
@@ -334,7 +396,7 @@ mod tests {
         let device = memory.open_arena("runs").unwrap();
         device.set_limit(ByteSize::mib(2));
         let allocator = allocator(device.clone().into());
-        let blocks = [allocator.obtain(1 << 20, false), allocator.obtain(4 << 20, false)];
+        let blocks = [allocator.obtain(1 << 20, RUN), allocator.obtain(4 << 20, RUN)];
         let stats = allocator.stats();
         assert_eq!((stats.overflows, stats.failures), (1, 0));
         assert!(device.glance().committed <= ByteSize::mib(2));
@@ -352,6 +414,23 @@ mod tests {
         let huge = unsafe { alloc(this, usize::MAX / 2) };
         assert!(none.is_null() && huge.is_null());
         assert_eq!(allocator.stats().failures, 1);
+    }
+
+    #[test]
+    fn an_address_that_is_not_of_a_live_block_is_not_freed() {
+        let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
+        let arena = memory.open_arena("runs").unwrap();
+        let allocator = allocator(arena.clone().into());
+        let this = table(allocator);
+        let block = allocator.obtain(1_000, RUN);
+        let live = arena.glance().live;
+        for strange in [this.cast(), block.wrapping_byte_add(256)] {
+            // SAFETY: the table of an allocator that is never dropped. Nothing uses the address.
+            unsafe { free(this, strange) }; // with debug assertions it panics within
+        }
+        assert_eq!((allocator.stats().in_use.get(), arena.glance().live), (1_000, live));
+        allocator.release(NonNull::new(block.cast()).unwrap());
+        assert!(arena.glance().live.is_zero());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::ptr::{self, NonNull};
 
 use lowtide::ByteSize;
 use lowtide::device::driver::DeviceAddress;
-use lowtide::device::{DeviceArena, Lease, RawBlock, Region};
+use lowtide::device::{DeviceArena, DeviceError, Lease, RawBlock, Region};
 use lowtide::heap::HostArena;
 use lowtide::memory::ArenaUse;
 
@@ -40,41 +40,28 @@ enum Source {
     Heap(HostArena),
 }
 
+/// A block and its address.
+pub(crate) type Found = (NonNull<u8>, Block);
+
 impl RunArena {
     /// Allocates a block. Returns `None` if the arena has no memory left.
-    pub(crate) fn alloc(&self, size: usize) -> Option<(NonNull<u8>, Block)> {
-        match &self.source {
+    pub(crate) fn alloc(&self, size: usize) -> Option<Found> {
+        let (arena, block) = match &self.source {
             Source::Device(arena) => {
                 let block = arena.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
-                self.leased(arena.clone(), &block.ok()?, size)
+                (arena.clone(), block.ok()?)
             }
             Source::Slot(used) => {
-                let found = used.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
-                let (arena, block) = found.ok()?;
-                self.leased(arena, &block, size)
+                used.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic).ok()?
             }
             Source::Heap(arena) => {
                 // Without lowtide's global allocator there is no such scope.
-                arena.scope_uncached(|| in_heap(size)).unwrap_or_else(|_| in_heap(size))
+                return arena.scope_uncached(|| in_heap(size)).unwrap_or_else(|_| in_heap(size));
             }
-        }
-    }
-
-    /// Adds the lease that a block holds. Returns `None`, with the block freed, if there is none.
-    fn leased(
-        &self,
-        arena: DeviceArena,
-        block: &RawBlock,
-        size: usize,
-    ) -> Option<(NonNull<u8>, Block)> {
-        let address = usize::try_from(block.at.get()).ok();
-        let start = address.and_then(|at| NonNull::new(ptr::with_exposed_provenance_mut(at)));
-        let (Some(start), Ok(lease)) = (start, arena.enter()) else {
-            let _ = arena.free(block.at);
-            return None;
         };
+        let (start, block) = leased(arena, &block, size).ok()??;
         self.huge.request(start.addr().get(), size);
-        Some((start, Block::Device(arena, lease, size)))
+        Some((start, block))
     }
 
     /// Releases idle memory now.
@@ -141,6 +128,18 @@ pub(crate) enum Block {
     Device(DeviceArena, Lease, usize),
 }
 
+/// Adds the lease that a block holds. Frees the block if there is none. No block is at null.
+pub(crate) fn leased(
+    arena: DeviceArena,
+    block: &RawBlock,
+    size: usize,
+) -> Result<Option<Found>, DeviceError> {
+    let lease = arena.enter().inspect_err(|_| drop(arena.free(block.at)))?;
+    let address = usize::try_from(block.at.get()).unwrap_or_default();
+    let start = NonNull::new(ptr::with_exposed_provenance_mut(address));
+    Ok(start.map(|start| (start, Block::Device(arena, lease, size))))
+}
+
 impl Block {
     pub(crate) const fn size(&self) -> usize {
         match self {
@@ -152,7 +151,7 @@ impl Block {
     /// Frees the block.
     ///
     /// # Safety
-    /// This `Block` was returned with `start`, and the memory is not used any more.
+    /// This `Block` was returned with `start`, and no work that is queued later uses the memory.
     pub(crate) unsafe fn free(self, start: NonNull<u8>) {
         match self {
             // SAFETY: allocated with this layout by the global allocator; the caller's promise.

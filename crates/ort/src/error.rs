@@ -52,6 +52,21 @@ pub enum OrtError {
     /// The arena for the memory of runs is on a GPU.
     #[error("the arena is in device memory: expected one in host memory")]
     DeviceMemory,
+    /// The arena for a CUDA device is in host memory.
+    #[error("the arena {arena:?} is in host memory: expected one in CUDA memory")]
+    HostMemory {
+        /// The name of the arena.
+        arena: String,
+    },
+    /// The device has an allocator: of an earlier call, or of a provider library.
+    #[error(
+        "CUDA device {device} has an allocator in ONNX Runtime: expected one arena for each \
+         device, registered before a provider library"
+    )]
+    Registered {
+        /// The number of the device.
+        device: i32,
+    },
     /// ONNX Runtime reports an error at the start.
     #[error("cannot {act}: {cause}")]
     Runtime {

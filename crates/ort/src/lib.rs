@@ -22,7 +22,8 @@
 //! [`Runtime::open`] opens the library, sets it up for the profile of the `Memory`, and observes
 //! that the settings have an effect. The memory of runs comes from an arena that returns it about
 //! two seconds after the last run ([`OrtAllocator`]). Weights come from the heap; with the feature
-//! `interpose` each session has a heap arena of its own, which is measured exactly.
+//! `interpose` each session has a heap arena of its own, which is measured exactly. With `cuda` an
+//! arena in CUDA memory serves the CUDA provider (`Runtime::register_cuda`).
 //!
 //! The crate is built and tested without ONNX Runtime, which is opened at run time. The `ort` that
 //! it uses is re-exported, so that versions agree.
@@ -34,6 +35,8 @@ extern crate lowtide_core;
 
 mod allocator;
 mod blocks;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod error;
 mod huge;
 mod library;

@@ -28,7 +28,7 @@ const ANSWER: f32 = 262_145.0;
 /// Looks for a condition, 20 ms apart.
 const LOOKS_MAX: u32 = 500;
 
-fn library() -> Option<PathBuf> {
+pub(crate) fn library() -> Option<PathBuf> {
     let path = option_env!("ORT_DYLIB_PATH");
     if path.is_none() {
         println!("skipped: ORT_DYLIB_PATH named no ONNX Runtime");
@@ -53,14 +53,14 @@ fn in_file(folder: &Path, bytes: &[u8]) -> PathBuf {
 }
 
 /// Writes the small model to a folder, which is removed when its handle is dropped.
-fn small_model() -> (TempDir, PathBuf) {
+pub(crate) fn small_model() -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = in_file(folder.path(), &model::encoded());
     (folder, path)
 }
 
 /// Runs the small model on so many rows of ones, and checks the answer.
-fn run(session: &mut Session, rows: usize) -> Result<(), BoxError> {
+pub(crate) fn run(session: &mut Session, rows: usize) -> Result<(), BoxError> {
     let input = vec![1.0_f32; rows * WIDTH];
     let input = TensorRef::from_array_view(([rows, WIDTH], &*input))?;
     let outputs = session.run(ort::inputs![input])?;
@@ -69,7 +69,7 @@ fn run(session: &mut Session, rows: usize) -> Result<(), BoxError> {
     if is_right { Ok(()) } else { Err("a wrong answer".into()) }
 }
 
-fn wait_until(what: &str, holds: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, holds: impl Fn() -> bool) {
     for _ in 0..LOOKS_MAX {
         if holds() {
             return;

@@ -14,12 +14,14 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::admission::ManagedBuilder;
 use lowtide::decay::DecayTime;
+#[cfg(feature = "cuda")]
+use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
 use lowtide::memory::{ArenaError, Memory, MemoryError};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 
-use super::allocator::OrtAllocator;
+use super::allocator::{OrtAllocator, Source};
 use super::blocks::RunArena;
 use super::error::{OrtError, failed};
 use super::library;
@@ -96,7 +98,7 @@ impl Runtime {
         let builder = builder.with_name("lowtide").with_telemetry(false);
         let environment = builder.build().map_err(failed("create the environment"))?;
         *opened = Some(environment.clone());
-        let register = OrtAllocator::register(&environment, arena);
+        let register = OrtAllocator::register(&environment, Source::Cpu(arena));
         let allocator = register.map_err(failed("register the allocator"))?;
         let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
         let settings = SessionSettings::of(memory.config().profile.value, cpus);
@@ -181,13 +183,36 @@ impl Runtime {
         builder.cost(cost).unload(move |loaded| session::unload(&of_unload, loaded))
     }
 
+    /// Registers an arena in CUDA memory as the allocator of its device, for sessions with the CUDA
+    /// provider ([`Runtime::session_with`]) that load from now on. Its blocks are aligned to 256
+    /// bytes. It stays registered until the process ends.
+    ///
+    /// Memory that was allocated for a stream is reused in the order of the stream, and released
+    /// when it has been idle for the decay time of the arena, by the worker of its `Memory`: ONNX
+    /// Runtime never asks for that. Other memory becomes idle after a wait for the device, which an
+    /// unload, [`OrtAllocator::shrink`] and an allocation that needs it make.
+    ///
+    /// If the arena has no memory, the allocation returns null and the cause is logged. ONNX
+    /// Runtime does not check the address, and kernels that use it fail; the context is lost then.
+    /// Limit requests by admission. Sessions cannot use CUDA graphs, which keep addresses.
+    ///
+    /// An allocation takes a lock, and calls the driver if memory is to be committed.
+    ///
+    /// # Errors
+    /// [`OrtError::HostMemory`]; [`OrtError::Registered`] if the device has an allocator, of an
+    /// earlier call or of a provider library; [`OrtError::Runtime`].
+    #[cfg(feature = "cuda")]
+    pub fn register_cuda(&self, arena: DeviceArena) -> Result<&'static OrtAllocator, OrtError> {
+        super::cuda::register(&self.shared.environment, arena)
+    }
+
     /// Returns the version of ONNX Runtime, such as `1.32.0`.
     #[must_use]
     pub fn version(&self) -> &str {
         &self.shared.version
     }
 
-    /// Returns the allocator that all sessions use.
+    /// Returns the allocator that all sessions use for the CPU.
     #[must_use]
     pub fn allocator(&self) -> &'static OrtAllocator {
         self.shared.allocator

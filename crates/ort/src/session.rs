@@ -144,6 +144,8 @@ pub(crate) fn unload(name: &str, loaded: LoadedSession) {
             "session not released: a value of a run is still held"
         );
     }
+    #[cfg(feature = "cuda")]
+    super::cuda::wait_for_freed();
 }
 
 /// Checks that a file can be opened, for an error that names it. A folder can be opened too.

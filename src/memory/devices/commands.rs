@@ -1,9 +1,7 @@
 //! Admin commands on arenas, which the worker executes.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use crate::bytes::ByteSize;
 use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::memory::admin_tasks::{AdminCommand, AdminError};
 use crate::memory::shared::Shared;
@@ -24,11 +22,7 @@ impl Shared {
     }
 
     /// Executes a command on an arena. Returns the outcome, or the cause of its failure.
-    pub(in crate::memory) fn run_on_arena(
-        &self,
-        command: &AdminCommand,
-        picture: &mut Option<Arc<str>>,
-    ) -> Result<String, String> {
+    pub(in crate::memory) fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
         let arena = self.arena_named(&command.subject()).map_err(|error| error.to_string())?;
         let said = |error: DeviceError| error.to_string();
         match command {
@@ -43,16 +37,11 @@ impl Shared {
                 let slept = arena.sleep(options).map_err(said)?;
                 Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
             }
-            AdminCommand::Wake { .. } => {
+            // The only other one: a wake.
+            _ => {
                 // No waiting for memory: only this worker would release it.
                 let woken = arena.wake_at_once().map_err(said)?;
                 Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
-            }
-            _ => {
-                let svg = arena.map().to_svg();
-                let size = ByteSize::of(svg.len());
-                *picture = Some(svg.into());
-                Ok(format!("picture of {size}"))
             }
         }
     }

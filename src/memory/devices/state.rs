@@ -20,7 +20,7 @@ use super::shrinks_asked::ShrinksAsked;
 
 /// The names of all admin commands.
 pub(in crate::memory) const COMMANDS: &[&str] =
-    &["purge", "trim", "sleep", "wake", "unload", "snapshot", "fit"];
+    &["purge", "trim", "sleep", "wake", "unload", "fit"];
 
 /// The drivers that the application has opened; without one, the configured devices are.
 pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;

@@ -1,7 +1,6 @@
-//! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`,
-//! `fit`, and `GET /memory/picture`, the picture drawn by a snapshot. In a build without the
-//! feature `device` only `purge`, `unload` and `fit`. `GET /memory/profile` answers with a heap
-//! profile (`profile`).
+//! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload` and `fit`; in
+//! a build without the feature `device` only `purge`, `unload` and `fit`. `GET /memory/profile`
+//! answers with a heap profile (`profile`).
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
 //! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
@@ -18,7 +17,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::header::{ALLOW, CONTENT_SECURITY_POLICY, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{ALLOW, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::json;
 
@@ -30,7 +29,6 @@ use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
 use super::asked::{Query, QueryError};
-use super::endpoints::Endpoints;
 use super::rejection::problem;
 
 pub(super) use profile::PROFILE;
@@ -46,11 +44,6 @@ const COMMANDS: (u32, Duration) = (10, Duration::from_secs(1));
 /// The burst of logged rejections, and the time until another one is logged, so that clients cannot
 /// fill the log.
 const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
-
-const PICTURE: &str = "/memory/picture";
-const SVG: &str = "image/svg+xml";
-/// The content security policy of a picture: it may only use its own styles.
-const PICTURE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; sandbox";
 
 /// Settings of the admin commands.
 ///
@@ -127,24 +120,16 @@ impl Admin {
     ) -> Option<Response<String>> {
         let path = request.uri().path();
         let command = path.strip_prefix("/memory/")?;
-        let command = AdminCommand::NAMES.iter().copied().find(|name| *name == command);
-        let (method, allowed) = match command {
-            Some(_) => (Method::POST, "POST"),
-            None if path == PICTURE && Endpoints::ADMIN_PATHS.contains(&PICTURE) => {
-                (Method::GET, "GET")
-            }
-            None => return None,
-        };
-        if *request.method() != method {
-            return Some(wrong_method(request.method(), allowed));
+        let command = AdminCommand::NAMES.iter().copied().find(|name| *name == command)?;
+        if *request.method() != Method::POST {
+            return Some(wrong_method(request.method(), "POST"));
         }
         if let Some(refusal) = self.refused(request, path) {
             return Some(refusal);
         }
-        Some(match (memory, command) {
-            (None, _) => ended("memory is not managed in this process"),
-            (Some(memory), Some(command)) => self.ask(request, memory, command),
-            (Some(memory), None) => picture(request, memory),
+        Some(match memory {
+            None => ended("memory is not managed in this process"),
+            Some(memory) => self.ask(request, memory, command),
         })
     }
 
@@ -250,7 +235,6 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
         }
         "sleep" => AdminCommand::Sleep { arena: arena(query)? },
         "wake" => AdminCommand::Wake { arena: arena(query)? },
-        "snapshot" => AdminCommand::Snapshot { arena: arena(query)? },
         "unload" => {
             let query = Query::read(query, &["resource"], "resource")?;
             AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
@@ -288,32 +272,6 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
         Some(other) => return Err(wrong("page_cache", other, "count or ignore")),
     };
     Ok(AdminCommand::Fit { limit, within, counts_page_cache })
-}
-
-fn picture<B>(request: &Request<B>, memory: &Memory) -> Response<String> {
-    let read =
-        Query::read(request.uri().query(), &["admin_task"], "admin_task").and_then(|query| {
-            let text = query.need("admin_task")?;
-            text.parse().map_err(|_| QueryError::Value {
-                name: "admin_task",
-                value: text.to_owned(),
-                expected: "the number of an admin task".to_owned(),
-            })
-        });
-    let id = match read {
-        Ok(id) => id,
-        Err(error) => return wrong_query(&error),
-    };
-    let Some(svg) = memory.admin_task_picture(id) else {
-        let detail =
-            format!("no picture of admin task {id}: expected the number of the last snapshot");
-        let title = "picture not found";
-        return problem(StatusCode::NOT_FOUND, title, "unknown", &detail, Duration::ZERO);
-    };
-    let mut response = answer(StatusCode::OK, SVG, svg.to_string());
-    let policy = HeaderValue::from_static(PICTURE_POLICY);
-    response.headers_mut().insert(CONTENT_SECURITY_POLICY, policy);
-    response
 }
 
 fn wrong_query(error: &QueryError) -> Response<String> {

@@ -360,7 +360,6 @@
         [0, "trim", "arena", item.arena.name, "Trim"],
         [1, ...(item.arena.state === "asleep" ? ["wake", "arena", item.arena.name, "Wake"]
           : ["sleep", "arena", item.arena.name, "Sleep"])],
-        [2, "snapshot", "arena", item.arena.name, "Snapshot"],
       ]);
       const regions = item.map ? item.map.regions.filter((region) => region.cells.length) : [];
       keep(article.querySelector(".maps"), regions, (region) => region.region, (region) =>
@@ -546,13 +545,6 @@
       button.removeAttribute("aria-disabled");
     }
   };
-  const picture = async (id) => {
-    const answer = await fetch(here(`/picture?admin_task=${id}`), { headers: headers(), cache: "no-store" });
-    if (!answer.ok) { say((await answer.json()).detail, true); return; }
-    const link = make("a", { href: URL.createObjectURL(await answer.blob()), download: `arena-${id}.svg` });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-  };
   const asked = new Map();
   const admin_tasks = (told) => {
     hears = told.admin_tasks;
@@ -580,14 +572,6 @@
       ["Subject", (row) => row.subject || "all"],
       ["State", (row) => row.state],
       ["Outcome", (row) => row.outcome || row.progress, "wide"],
-      ["", (row, cell) => {
-        const shows = row.command === "snapshot" && row.state === "done";
-        if (shows && !cell.firstChild) {
-          const button = make("button", { type: "button" }, "Save", make("span", { class: "unseen" }, ` the picture of ${row.subject}`));
-          button.addEventListener("click", () => picture(row.id));
-          cell.append(button);
-        }
-      }],
     ], [...hears.list].reverse(), (row) => row.id, "No admin tasks yet.");
   };
 

@@ -59,6 +59,10 @@ impl Options {
     pub const UNKNOWN_KERNELS: u32 = 32;
     /// A new stream has the handle of the stream that was destroyed last, as in CUDA.
     pub const REUSED_STREAMS: u32 = 128;
+    /// No device can access memory of another.
+    pub const NO_PEERS: u32 = 256;
+    /// No virtual memory for network cards: attribute 110 is 0.
+    pub const NO_RDMA: u32 = 512;
 }
 
 impl Default for Options {

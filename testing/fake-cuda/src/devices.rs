@@ -81,6 +81,7 @@ fn attribute(options: &Options, attribute: c_int) -> Answer<c_int> {
         75 => 9,           // compute capability
         102 if options.flags & Options::CLAIMS_VIRTUAL_MEMORY != 0 => 1,
         102 => has(Options::NO_VIRTUAL_MEMORY),
+        110 => has(Options::NO_RDMA),
         115 => has(Options::NO_POOLS),
         ..=0 => return Err(INVALID_VALUE),
         _ => 0,
@@ -142,6 +143,12 @@ export! {
         let state = state();
         state.ordinal(device)?;
         value.put(attribute(&state.options, which)?)
+    }
+
+    fn cuDeviceCanAccessPeer(can: Out<c_int>, device: c_int, of: c_int) {
+        let state = state();
+        let is_other = state.ordinal(device)? != state.ordinal(of)?;
+        can.put(c_int::from(is_other && state.options.flags & Options::NO_PEERS == 0))
     }
 
     fn cuDevicePrimaryCtxRetain(context: Out<u64>, device: c_int) {

@@ -14,7 +14,7 @@ macro_rules! missing {
 
 missing! {
     cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4 cuCtxDestroy_v2
-    cuDeviceCanAccessPeer cuCtxEnablePeerAccess cuCtxDisablePeerAccess
+    cuCtxEnablePeerAccess cuCtxDisablePeerAccess
     cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyBatchAsync cuMemcpyBatchAsync_v2
     cuMemPrefetchAsync cuMemAdvise
     cuMemExportToShareableHandle cuMemImportFromShareableHandle

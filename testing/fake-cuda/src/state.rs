@@ -7,7 +7,7 @@
 //! Invariant: a device has a context iff `retains > 0`; each lifetime has a new simulation.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
@@ -41,6 +41,10 @@ pub(crate) struct Device {
     /// The numbers of streams that have a reused handle.
     pub(crate) reused_streams: BTreeMap<u64, u64>,
     pub(crate) modules: BTreeMap<u64, ()>,
+    /// Granules, by address, with the other devices that access them.
+    pub(crate) peers: BTreeMap<u64, Vec<usize>>,
+    /// Handles of memory for network cards.
+    pub(crate) rdma: BTreeSet<u64>,
     /// The memory that graphs use, its peak, and the memory that is cached for them.
     pub(crate) graph_memory: [u64; 3],
     thread_streams: BTreeMap<String, u64>,
@@ -160,6 +164,8 @@ impl State {
             spare_streams: Vec::new(),
             reused_streams: BTreeMap::new(),
             modules: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            rdma: BTreeSet::new(),
             graph_memory: [0; 3],
             thread_streams: BTreeMap::new(),
         });

@@ -9,6 +9,7 @@
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
 use crate::call::{Answer, INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED};
+use crate::control::Options;
 use crate::ffi::{In, Out, Untyped, export};
 use crate::handle::Kind;
 use crate::state::{Seat, of_address, state};
@@ -58,10 +59,17 @@ impl Properties {
         if self.kind != 1 {
             return Err(INVALID_VALUE); // CU_MEM_ALLOCATION_TYPE_PINNED
         }
-        if self.handle_types != 0 || self.flags[0] != 0 || self.flags[1] != 0 {
-            return Err(NOT_SUPPORTED); // export, compression, RDMA
+        if self.handle_types != 0 || self.flags[0] != 0 {
+            return Err(NOT_SUPPORTED); // export, compression
+        }
+        if self.is_rdma() && state().options.flags & Options::NO_RDMA != 0 {
+            return Err(NOT_SUPPORTED);
         }
         self.location.seat()
+    }
+
+    const fn is_rdma(&self) -> bool {
+        self.flags[1] != 0
     }
 }
 
@@ -72,6 +80,21 @@ fn device_of(at: u64) -> Answer<Seat> {
 
 fn handle(bits: u64) -> Answer<(Seat, u64)> {
     state().find(bits, Kind::Physical, INVALID_VALUE)
+}
+
+/// Opens mapped granules to another device, or closes them.
+fn open_to_peer((seat, peer): (&Seat, usize), (at, size): (u64, usize), is_open: bool) -> Answer {
+    let granule = usize::try_from(seat.sim.raw().granularity()?).unwrap_or(usize::MAX);
+    let mut state = state();
+    if state.options.flags & Options::NO_PEERS != 0 {
+        return Err(INVALID_DEVICE);
+    }
+    for granule in (at..at.saturating_add(size as u64)).step_by(granule) {
+        let peers = state.devices[seat.device].peers.entry(granule).or_default();
+        peers.retain(|&known| known != peer);
+        peers.extend(is_open.then_some(peer));
+    }
+    Ok(())
 }
 
 export! {
@@ -108,9 +131,23 @@ export! {
         if to.is_absent() || flags != 0 {
             return Err(INVALID_VALUE);
         }
-        let seat = properties.get()?.seat()?;
+        let properties = properties.get()?;
+        let seat = properties.seat()?;
         let number = seat.sim.raw().create(size as u64)?;
+        if properties.is_rdma() {
+            state().devices[seat.device].rdma.insert(number);
+        }
         to.put(seat.handle(Kind::Physical, number))
+    }
+
+    fn cuMemGetAllocationPropertiesFromHandle(to: Out<Properties>, bits: u64) {
+        let (seat, number) = handle(bits)?;
+        let state = state();
+        let id = state.visible.iter().flatten().position(|&device| device == seat.device);
+        let location = Location { kind: 1, id: id.and_then(|id| id.try_into().ok()).unwrap_or(-1) };
+        let is_rdma = state.devices[seat.device].rdma.contains(&number);
+        let flags = [0, u8::from(is_rdma), 0, 0, 0, 0, 0, 0];
+        to.put(Properties { kind: 1, handle_types: 0, location, windows: 0, flags })
     }
 
     fn cuMemRelease(bits: u64) {
@@ -139,32 +176,46 @@ export! {
     }
 
     fn cuMemUnmap(at: u64, size: usize) {
-        device_of(at)?.sim.raw().unmap(at, size as u64)
+        let seat = device_of(at)?;
+        seat.sim.raw().unmap(at, size as u64)?;
+        let peers = &mut state().devices[seat.device].peers;
+        peers.retain(|&granule, _| !(at..at.saturating_add(size as u64)).contains(&granule));
+        Ok(())
     }
 
     fn cuMemSetAccess(at: u64, size: usize, access: In<Access>, count: usize) {
         let seat = device_of(at)?;
-        if count != 1 {
-            // Of one device only: peers are not offered.
-            return Err(if count == 0 { INVALID_VALUE } else { NOT_SUPPORTED });
+        if count == 0 {
+            return Err(INVALID_VALUE);
         }
-        let access = access.get()?;
-        if access.location.seat()?.device != seat.device {
-            return Err(NOT_SUPPORTED);
+        for nth in 0..count {
+            let access = access.element(nth)?;
+            let device = access.location.seat()?.device;
+            let is_open = match access.flags {
+                0 => false,
+                3 => true,
+                1 => return Err(NOT_SUPPORTED),
+                _ => return Err(INVALID_VALUE),
+            };
+            if device == seat.device {
+                seat.sim.raw().set_access(at, size as u64, is_open)?;
+            } else {
+                open_to_peer((&seat, device), (at, size), is_open)?;
+            }
         }
-        match access.flags {
-            0 => seat.sim.raw().set_access(at, size as u64, false),
-            3 => seat.sim.raw().set_access(at, size as u64, true),
-            1 => Err(NOT_SUPPORTED),
-            _ => Err(INVALID_VALUE),
-        }
+        Ok(())
     }
 
     fn cuMemGetAccess(flags: Out<c_ulonglong>, location: In<Location>, at: u64) {
         let seat = device_of(at)?;
-        if location.get()?.seat()?.device != seat.device {
-            return flags.put(0);
-        }
-        flags.put(if seat.sim.raw().is_open(at) { 3 } else { 0 })
+        let device = location.get()?.seat()?.device;
+        let is_open = if device == seat.device {
+            seat.sim.raw().is_open(at)
+        } else {
+            let granule = at - at % seat.sim.raw().granularity()?;
+            let peers = &state().devices[seat.device].peers;
+            peers.get(&granule).is_some_and(|peers| peers.contains(&device))
+        };
+        flags.put(if is_open { 3 } else { 0 })
     }
 }

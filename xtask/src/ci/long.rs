@@ -24,7 +24,7 @@ pub(super) fn mutants(length: Length) -> Outcome {
 /// Scenarios by seed, and some days.
 pub(super) fn controller(length: Length) -> Outcome {
     let words = match length {
-        Length::Full => "--seeds 3000 --days 30 --compare 3",
+        Length::Full => "--seeds 3000 --days 90 --compare 3",
         Length::Sample => "--seeds 100 --days 1 --compare 0",
     };
     let ran = bench("controller", words).run();
@@ -70,9 +70,13 @@ pub(super) fn fleet(_: Length) -> Outcome {
     Ok(Run::new(".ci/grpc").run()?)
 }
 
-/// The cases from public reports, and what the benches `time` and `replay` count.
-pub(super) fn field(_: Length) -> Outcome {
-    Ok(field::run(&[])?)
+/// The cases from public reports, and what the benches `time` and `replay` count; in full, two
+/// hours of load in their place.
+pub(super) fn field(length: Length) -> Outcome {
+    match length {
+        Length::Full => Ok(bench("dashboards", "--soak 2h").run()?),
+        Length::Sample => Ok(field::run(&[])?),
+    }
 }
 
 /// Figures that do not depend on the machine's speed, against their goals and the documents.

@@ -124,7 +124,7 @@ const JOBS: &[Job] = &[
     long("controller", "the controller in virtual time", &[], long::controller),
     long("overload", "overload in a real memory cgroup", &[], long::overload),
     job("fleet", "load reports, read by Envoy and gRPC", &["python"], long::fleet),
-    job("field", "cases from public reports", &[], long::field),
+    long("field", "cases from public reports, and a soak", &[], long::field),
     job("counted", "figures that do not depend on the machine's speed", COUNTED, long::counted),
     job("rules", "the Prometheus rules, by promtool", &["promtool"], system::rules),
     job("deployment", "unit, manifests, Compose file, Prometheus", LIVE, system::deployment),

@@ -1,4 +1,5 @@
-//! Cases from public reports: each row of a table names a test, which must pass.
+//! Cases from public reports: each row of a table names a test, which must pass. By request alone,
+//! benches that look for what drifts with time.
 //!
 //! The tests are run one by one, so that what a test prints is known to be its own. Several tests
 //! may print the same figure: the worst value counts.
@@ -9,7 +10,7 @@ use std::fs;
 use serde_json::Value;
 
 use super::questions::passed_tests;
-use super::{Figure, at_least, choose, count, figure, print};
+use super::{Figure, at_least, choose, count, figure, print, printed};
 use crate::ci::is_set;
 use crate::packages::{Package, packages};
 use crate::run::{Run, cargo};
@@ -23,10 +24,23 @@ const FELL: &str = "fell";
 /// The number of rows whose test did not pass.
 const ROWS_WRONG: &str = "rows_wrong";
 
-/// The goals. Tests print all figures but the first two, with these units.
+/// Figures that take more than half a minute each, which are measured by request alone: the bench
+/// and its arguments, and the name under which it prints the figure.
+const LONG: &[(&str, &str, &str)] = &[
+    ("soak.drift", "dashboards -- --soak 20m", "soak.drift"),
+    (
+        "virtual_days",
+        "controller -- --seeds 0 --compare 0 --advice 0 --days 90",
+        "controller.days.held",
+    ),
+];
+
+/// The goals. Tests print all figures but the first four, with these units.
 const GOALS: &[Figure] = &[
     goal(FELL, "figures", 0.0),
     goal(ROWS_WRONG, "rows", 0.0),
+    goal("soak.drift", "series", 0.0),
+    at_least("virtual_days", f64::NAN, "days", 90.0),
     at_least("unreleasable.served", f64::NAN, "requests", 40.0),
     goal("limits.wrong", "trees", 0.0),
     goal("overcommit.mappings", "mappings", 500.0),
@@ -103,16 +117,22 @@ pub(crate) fn check(tree: &Tree, faults: &Faults) {
     }
 }
 
-/// Measures these figures, or all.
+/// Measures these figures, or all but the long ones.
 pub(crate) fn run(only: &[String]) -> Result<(), String> {
     let names: Vec<_> = GOALS.iter().map(|goal| goal.name).collect();
-    let chosen = choose("field", &names, only)?;
+    let mut chosen = choose("field", &names, only)?;
+    let is_long = |name: &&str| LONG.iter().any(|(long, ..)| long == name);
+    chosen.retain(|name| !only.is_empty() || !is_long(name));
     let mut failed = Vec::new();
     let mut values = BTreeMap::new();
     if chosen.contains(&FELL) {
         values.insert(FELL, fell()?);
     }
-    if chosen.iter().any(|name| *name != FELL) {
+    for (name, bench, theirs) in LONG.iter().filter(|(name, ..)| chosen.contains(name)) {
+        let (text, _) = cargo(&format!("bench --locked --bench {bench}")).shown()?;
+        values.insert(name, printed(&text, theirs)?);
+    }
+    if chosen.iter().any(|name| *name != FELL && !is_long(name)) {
         run_rows(&mut values, &mut failed)?;
     }
     for goal in GOALS.iter().filter(|goal| chosen.contains(&goal.name)) {

@@ -23,6 +23,8 @@ pub(super) const ATTRIBUTE_HOST_NODE: i32 = 134;
 /// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`
 pub(super) const ATTRIBUTE_VIRTUAL_MEMORY: i32 = 102;
 
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED`. Since CUDA 11.0.
+pub(super) const ATTRIBUTE_RDMA: i32 = 110;
 /// `CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY`
 pub(super) const ATTRIBUTE_MANAGED: i32 = 83;
 /// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`
@@ -100,14 +102,16 @@ pub(super) struct AllocationProperties {
     handle_kinds: i32,
     location: Location,
     windows: usize,
-    /// Compression, direct access by other devices, usage and reserved fields: all zero.
+    /// Compression (0), direct access by network cards, usage and reserved fields (0).
     flags: [u8; 8],
 }
 
 impl AllocationProperties {
-    pub(super) const fn on(device: i32) -> Self {
+    /// Returns the properties for a device; with `rdma`, of memory for network cards too.
+    pub(super) const fn on(device: i32, rdma: bool) -> Self {
         let location = Location { kind: LOCATION_DEVICE, id: device };
-        Self { kind: ALLOCATION_PINNED, handle_kinds: 0, location, windows: 0, flags: [0; 8] }
+        let flags = [0, rdma as u8, 0, 0, 0, 0, 0, 0];
+        Self { kind: ALLOCATION_PINNED, handle_kinds: 0, location, windows: 0, flags }
     }
 }
 

@@ -167,6 +167,19 @@ impl Calls {
         Ok(value)
     }
 
+    /// Returns `true` if a device can access memory of another one.
+    ///
+    /// # Errors
+    /// The driver's; `Unsupported` if it lacks the function.
+    pub(super) fn can_access_peer(&self, device: i32, of: i32) -> Answer<bool> {
+        let (mut can, call) = (0, "cuDeviceCanAccessPeer");
+        let peers = self.table.peers.map_err(|_| DriverError::Unsupported { what: call })?;
+        // SAFETY: it writes one int.
+        let code = unsafe { (peers.can_access)(&raw mut can, device, of) };
+        self.plain(call, code)?;
+        Ok(can != 0)
+    }
+
     pub(super) fn device_memory(&self, device: i32) -> Answer<ByteSize> {
         let mut bytes = 0;
         // SAFETY: it writes one size.

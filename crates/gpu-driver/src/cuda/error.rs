@@ -68,6 +68,23 @@ pub enum CudaError {
         /// The smallest unit that the pool allocates.
         unit: ByteSize,
     },
+    /// A device of [`CudaOptions::peers`](super::CudaOptions::peers) cannot access the memory.
+    #[error(
+        "CUDA device {peer} cannot access memory of CUDA device {device}: expected a peer of it"
+    )]
+    NoPeerAccess {
+        /// The ordinal of the device with the memory.
+        device: u32,
+        /// The ordinal of the other device.
+        peer: u32,
+    },
+    /// Network cards cannot access virtual memory of the device
+    /// ([`CudaOptions::rdma`](super::CudaOptions::rdma)).
+    #[error("CUDA device {device} does not support GPUDirect RDMA with virtual memory")]
+    NoRdma {
+        /// The device's ordinal.
+        device: u32,
+    },
     /// A driver call failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
@@ -104,6 +121,16 @@ pub enum BackendFailure {
     /// Managed memory is available with the plain backend only.
     #[error("managed memory needs the backend cuda_plain")]
     NotManaged,
+    /// There are fewer addresses than the device's memory needs, and another backend may do
+    /// without.
+    #[error("cannot reserve {needed} of addresses for each of two regions")]
+    Addresses {
+        /// The addresses of a region: the device's memory and an eighth.
+        needed: ByteSize,
+    },
+    /// Peer access and RDMA are available with virtual memory only.
+    #[error("peer access and RDMA need the backend cuda_virtual_memory")]
+    NotShared,
     /// A call of the trial failed.
     #[error(transparent)]
     Driver(#[from] DriverError),

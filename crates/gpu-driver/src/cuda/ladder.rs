@@ -7,20 +7,20 @@
 //!
 //! Invariant: `climb = Ok => a round trip through that memory returned the data written`.
 
-use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_VIRTUAL_MEMORY};
+use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_RDMA, ATTRIBUTE_VIRTUAL_MEMORY};
 use super::calls::{Answer, Calls};
 use super::context::Seat;
 use super::device::CudaDevice;
 use super::error::{BackendFailure, CudaError, Skipped};
 use super::mapping::Mapping;
 use super::memory::Memory;
-use super::open::{CudaOptions, MemoryKind};
+use super::open::{CudaOptions, DeviceChoice, MemoryKind, choose};
 use super::pool::Pool;
 use super::pooling::{Pieces, Pooling};
 use super::segments::{Segments, Source, UNIT, UNIT_MIN};
 use super::table::Missing;
 use super::vmm::VirtualMemory;
-use crate::Backend;
+use crate::{Backend, DriverError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
@@ -82,11 +82,17 @@ pub(super) fn climb(
 ) -> Result<Found, CudaError> {
     let device = ground.device.ordinal;
     let (mut place, mut skipped) = (Place::Bare(calls), Vec::new());
-    for backend in wanted(options).map_err(|cause| no_rung(options, device, cause))? {
+    let wanted = wanted(options).map_err(|cause| no_rung(options, device, cause))?;
+    // With a choice of backends virtual memory needs as many addresses as the device has memory.
+    let addresses = Some(ground.device.memory).filter(|_| wanted.len() > 1);
+    let mut queue: Vec<_> = wanted.into_iter().map(|backend| (backend, addresses)).collect();
+    let mut nth = 0;
+    while let Some(&(backend, addresses)) = queue.get(nth) {
+        nth += 1;
         let cause = match offered(place.calls(), backend, ground, options) {
             Ok(way) => {
                 let seat = place.seat(ground.number)?;
-                match take(&seat, way) {
+                match take(&seat, way, addresses) {
                     Ok(memory) => return Ok(Found { seat, memory, skipped }),
                     Err(cause) => {
                         place = Place::Seated(seat);
@@ -97,6 +103,9 @@ pub(super) fn climb(
             Err(Refusal::Backend(cause)) => cause,
             Err(Refusal::Asked(error)) => return Err(error),
         };
+        if matches!(cause, BackendFailure::Addresses { .. }) {
+            queue.push((backend, None)); // better than none
+        }
         let is_lost = matches!(&cause, BackendFailure::Driver(error) if error.is_context_lost());
         skipped.push(Skipped { backend, cause });
         if is_lost {
@@ -135,8 +144,13 @@ impl Place {
 
 /// Returns the backends to try, in order.
 fn wanted(options: CudaOptions) -> Result<Vec<Backend>, BackendFailure> {
+    let is_shared = options.rdma || !options.peers.is_empty();
     match (options.backend, options.memory) {
         (Some(Backend::Host), _) => Err(BackendFailure::NotCuda),
+        (None | Some(Backend::CudaVirtualMemory), MemoryKind::Device) if is_shared => {
+            Ok(vec![Backend::CudaVirtualMemory])
+        }
+        _ if is_shared => Err(BackendFailure::NotShared),
         (None | Some(Backend::CudaPlain), MemoryKind::Managed) => Ok(vec![Backend::CudaPlain]),
         (Some(_), MemoryKind::Managed) => Err(BackendFailure::NotManaged),
         (Some(backend), MemoryKind::Device) => Ok(vec![backend]),
@@ -168,7 +182,11 @@ fn offered(
         Backend::CudaVirtualMemory => {
             let of_virtual = calls.table.virtual_memory?;
             has(ATTRIBUTE_VIRTUAL_MEMORY)?;
-            let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), ground.number);
+            if options.rdma && calls.device_attribute(ATTRIBUTE_RDMA, ground.number)? == 0 {
+                return Err(Refusal::Asked(CudaError::NoRdma { device: ground.device.ordinal }));
+            }
+            let shared = (&*accessing(calls, ground, options)?, options.rdma);
+            let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), shared);
             let granularity = mapping.granularity(calls)?;
             let unit = unit_of(options.handle, granularity, granularity)?;
             Ok(Way::Virtual(VirtualMemory::new(mapping, unit)))
@@ -203,6 +221,21 @@ fn offered(
     }
 }
 
+/// Returns the handles of the device and of the peers that are to access its memory.
+fn accessing(calls: &Calls, ground: &Ground, options: CudaOptions) -> Result<Vec<i32>, Refusal> {
+    let device = ground.device.ordinal;
+    let mut accessing = vec![ground.number];
+    for peer in options.peers.ordinals().filter(|&peer| peer != device) {
+        let choice = DeviceChoice::Ordinal(peer);
+        let number = calls.device(choose(calls, choice).map_err(Refusal::Asked)?.ordinal)?;
+        if !calls.can_access_peer(number, ground.number)? {
+            return Err(Refusal::Asked(CudaError::NoPeerAccess { device, peer }));
+        }
+        accessing.push(number);
+    }
+    Ok(accessing)
+}
+
 /// Returns the unit in which memory is allocated.
 fn unit_of(
     asked: Option<ByteSize>,
@@ -216,10 +249,14 @@ fn unit_of(
     Ok(requested)
 }
 
-/// Opens a backend and tries it once.
-fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
+/// Opens a backend and tries it once; virtual memory only if each region of an arena can have this
+/// many addresses.
+fn take(seat: &Seat, way: Way, addresses: Option<ByteSize>) -> Result<Memory, BackendFailure> {
     match way {
-        Way::Virtual(memory) => tried(seat, Memory::Virtual(memory)),
+        Way::Virtual(memory) => {
+            addresses.map_or(Ok(()), |of_region| check_addresses(seat, &memory, of_region))?;
+            tried(seat, Memory::Virtual(memory))
+        }
         Way::Plain(segments) => tried(seat, Memory::Segments(segments)),
         Way::Pool(pooling, limit, unit) => {
             let with = |pool: Answer<Pool>| {
@@ -241,6 +278,28 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
             Ok(memory)
         }
     }
+}
+
+/// Reserves addresses for both regions of an arena, with what a region has beyond its blocks, and
+/// releases them.
+fn check_addresses(
+    seat: &Seat,
+    memory: &VirtualMemory,
+    of_region: ByteSize,
+) -> Result<(), BackendFailure> {
+    let size = of_region.saturating_add(ByteSize::new(of_region.get() / 8));
+    let size = size.next_multiple_of(memory.unit()).unwrap_or(size);
+    seat.call(|calls| {
+        let reserved = [(); 2].map(|()| memory.reserve(calls, size));
+        for &at in reserved.iter().flatten() {
+            memory.unreserve(calls, at, size)?;
+        }
+        Ok(reserved.into_iter().collect::<Answer<Vec<_>>>().map(drop))
+    })?
+    .map_err(|error: DriverError| match error {
+        error if error.is_out_of_memory() => BackendFailure::Addresses { needed: size },
+        error => error.into(),
+    })
 }
 
 /// Returns a private pool that passed a trial.

@@ -14,16 +14,24 @@ use super::table::{Retain, Virtual};
 use lowtide_core::bytes::ByteSize;
 
 /// The calls of virtual memory, on one device.
-#[derive(Clone, Copy)]
 pub(super) struct Mapping {
     calls: Virtual,
     retain: Option<Retain>,
-    device: i32,
+    properties: AllocationProperties,
+    /// The device, then its peers.
+    access: Vec<Access>,
 }
 
 impl Mapping {
-    pub(super) const fn new(calls: Virtual, retain: Option<Retain>, device: i32) -> Self {
-        Self { calls, retain, device }
+    /// Creates the calls for memory of the first of these devices, which all of them access.
+    pub(super) fn new(
+        calls: Virtual,
+        retain: Option<Retain>,
+        (devices, rdma): (&[i32], bool),
+    ) -> Self {
+        let access = devices.iter().map(|&device| Access::by(device)).collect();
+        let device = devices.first().copied().unwrap_or_default();
+        Self { calls, retain, properties: AllocationProperties::on(device, rdma), access }
     }
 
     /// Returns `true` if the handle of an address can be queried.
@@ -33,10 +41,9 @@ impl Mapping {
 
     /// Returns the smallest unit of memory that can be mapped.
     pub(super) fn granularity(&self, count: &Calls) -> Answer<ByteSize> {
-        let (mut unit, of) = (0, AllocationProperties::on(self.device));
+        let (mut unit, of) = (0, &raw const self.properties);
         // SAFETY: it reads one structure of that shape and writes one size.
-        let code =
-            unsafe { (self.calls.granularity)(&raw mut unit, &raw const of, GRANULARITY_MINIMUM) };
+        let code = unsafe { (self.calls.granularity)(&raw mut unit, of, GRANULARITY_MINIMUM) };
         count.done("cuMemGetAllocationGranularity", code, ByteSize::ZERO)?;
         Ok(ByteSize::of(unit))
     }
@@ -58,9 +65,9 @@ impl Mapping {
 
     /// Allocates memory of the device without an address. Returns its handle.
     pub(super) fn create(&self, count: &Calls, bytes: usize) -> Answer<u64> {
-        let (mut handle, of) = (0, AllocationProperties::on(self.device));
+        let (mut handle, of) = (0, &raw const self.properties);
         // SAFETY: it reads one structure of that shape and writes one handle.
-        let code = unsafe { (self.calls.create)(&raw mut handle, bytes, &raw const of, 0) };
+        let code = unsafe { (self.calls.create)(&raw mut handle, bytes, of, 0) };
         count.done("cuMemCreate", code, ByteSize::of(bytes))?;
         Ok(handle)
     }
@@ -86,11 +93,11 @@ impl Mapping {
         count.done("cuMemUnmap", code, ByteSize::of(bytes))
     }
 
-    /// Lets the device read and write a range of whole mappings.
+    /// Lets the device and its peers read and write a range of whole mappings.
     pub(super) fn set_access(&self, count: &Calls, at: u64, bytes: usize) -> Answer {
-        let access = Access::by(self.device);
-        // SAFETY: it reads one structure of that shape, as the last argument says.
-        let code = unsafe { (self.calls.set_access)(at, bytes, &raw const access, 1) };
+        let access = &self.access;
+        // SAFETY: it reads as many structures of that shape as the last argument says.
+        let code = unsafe { (self.calls.set_access)(at, bytes, access.as_ptr(), access.len()) };
         count.done("cuMemSetAccess", code, ByteSize::of(bytes))
     }
 

@@ -35,7 +35,7 @@ pub use driver::CudaDriver;
 pub use error::{BackendFailure, CudaError, Skipped};
 pub use governor::{GovernorError, GovernorOptions, GovernorReport, PoolGovernor};
 pub use nvml::{DeviceUsage, Nvml, NvmlError, ProcessUsage};
-pub use open::{CudaOptions, DeviceChoice, MemoryKind};
+pub use open::{CudaOptions, DeviceChoice, DeviceSet, MemoryKind};
 pub use probe::{Probe, probe};
 
 pub use super::{DeviceUuid, UuidError};

@@ -38,13 +38,43 @@ pub enum MemoryKind {
     Managed,
 }
 
+/// A set of devices by their ordinals, among those visible to this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceSet(u128);
+
+impl DeviceSet {
+    /// Creates the set of these ordinals.
+    ///
+    /// # Panics
+    /// If an ordinal is above 127.
+    #[must_use]
+    pub const fn of(ordinals: &[u32]) -> Self {
+        let (mut set, mut at) = (0, 0);
+        while at < ordinals.len() {
+            assert!(ordinals[at] < u128::BITS, "an ordinal above 127");
+            set |= 1 << ordinals[at];
+            at += 1;
+        }
+        Self(set)
+    }
+
+    pub(super) const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Returns the ordinals in ascending order.
+    pub(super) fn ordinals(self) -> impl Iterator<Item = u32> {
+        (0..u128::BITS).filter(move |ordinal| self.0 & (1 << ordinal) != 0)
+    }
+}
+
 /// Options for opening a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaOptions {
     /// The device. Default: the first visible one.
     pub device: DeviceChoice,
     /// The memory backend. Default: `None`, the first that works of virtual memory, pool and plain
-    /// memory.
+    /// memory. Virtual memory is skipped if there are fewer addresses than the memory needs.
     pub backend: Option<Backend>,
     /// The kind of plain memory. Default: device memory. With managed memory no other backend is
     /// tried.
@@ -59,6 +89,14 @@ pub struct CudaOptions {
     /// refuses a private pool and its default pool is used; an arena's limit applies in any case.
     /// Default: `None`, no limit.
     pub pool_limit: Option<ByteSize>,
+    /// Other devices that read and write the memory (`cuMemSetAccess`), for as long as it is
+    /// committed. `cudaDeviceEnablePeerAccess` has no effect on virtual memory, and no other
+    /// backend is tried. Each commit takes longer, by the number of devices. Default: none.
+    pub peers: DeviceSet,
+    /// `true` if network cards may access the memory directly (`gpuDirectRDMACapable`). No other
+    /// backend than virtual memory is tried. Default: `false`, because some systems refuse such
+    /// memory (WSL 2).
+    pub rdma: bool,
 }
 
 impl Default for CudaOptions {
@@ -69,6 +107,8 @@ impl Default for CudaOptions {
             memory: MemoryKind::Device,
             handle: None,
             pool_limit: None,
+            peers: DeviceSet::default(),
+            rdma: false,
         }
     }
 }

@@ -123,6 +123,13 @@ group! {
 }
 
 group! {
+    /// Access to memory of other devices: since CUDA 4.
+    Peers {
+        can_access = "cuDeviceCanAccessPeer"(*mut i32, i32, i32);
+    }
+}
+
+group! {
     /// The owner of an address: since CUDA 4.
     Pointer {
         attribute = "cuPointerGetAttribute"(*mut c_void, i32, u64);
@@ -189,6 +196,7 @@ pub(super) struct Table {
     pub(super) share: Result<Share, Missing>,
     pub(super) virtual_memory: Result<Virtual, Missing>,
     pub(super) retain: Result<Retain, Missing>,
+    pub(super) peers: Result<Peers, Missing>,
     pub(super) pointer: Result<Pointer, Missing>,
     pub(super) pools: Result<Pools, Missing>,
     pub(super) current_pool: Result<CurrentPool, Missing>,
@@ -205,6 +213,7 @@ impl Table {
             share: Share::find(find),
             virtual_memory: Virtual::find(find),
             retain: Retain::find(find),
+            peers: Peers::find(find),
             pointer: Pointer::find(find),
             pools: Pools::find(find),
             current_pool: CurrentPool::find(find),

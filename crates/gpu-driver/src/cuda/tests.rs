@@ -36,6 +36,8 @@ const POOL: CudaOptions = CudaOptions {
     memory: MemoryKind::Device,
     handle: Some(UNIT),
     pool_limit: None,
+    peers: super::DeviceSet::of(&[]),
+    rdma: false,
 };
 const PLAIN: CudaOptions = CudaOptions { backend: Some(Backend::CudaPlain), ..POOL };
 const MANAGED: CudaOptions = CudaOptions { backend: None, memory: MemoryKind::Managed, ..POOL };

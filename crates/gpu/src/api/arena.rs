@@ -169,7 +169,7 @@ impl DeviceArena {
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
+        let origin = Origin { lane: lane.number, ..Origin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
         if let (Some(wanted), Some(shard)) = (wanted, lane.shard())
@@ -192,7 +192,7 @@ impl DeviceArena {
     ) -> Result<Buffer<T>, DeviceError> {
         let shard = lane.and_then(|lane| lane.shard()).unwrap_or_else(|| self.shards.here());
         let shard = Arc::clone(shard);
-        let taker = lane.and_then(|lane| lane.key());
+        let taker = lane.and_then(|lane| lane.key);
         let block = match wanted {
             Some(wanted) => Some(self.inner.alloc_block(region, wanted, taker)?),
             None => None,

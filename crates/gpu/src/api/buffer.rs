@@ -153,8 +153,11 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc`](crate::DeviceArena::alloc); [`DeviceError::Driver`] if
-    /// the copy fails; [`DeviceError::ContentsLost`]. The buffer is unchanged.
+    /// the copy fails; [`DeviceError::ContentsLost`]; [`DeviceError::Unsupported`] if a view of the
+    /// buffer was given to a stream that captured a graph. The buffer is unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+        #[cfg(feature = "cuda")]
+        self.check_uncaptured()?;
         let inner = self.inner();
         let region = self.region();
         let (bytes, align) = inner.layout::<T>(len, region, Origin::BUFFER)?;
@@ -218,7 +221,7 @@ impl<T: Pod> Buffer<T> {
         let known = lane.known();
         // Buffers without a lane already wait for all device work.
         let lanes = &self.owned.lanes;
-        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.is_beside(known)) {
+        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.stream() == known.stream()) {
             self.add_lane(lane);
         }
         Ok(())
@@ -295,6 +298,17 @@ impl<T: Pod> Buffer<T> {
     #[cfg(feature = "cuda")]
     pub(crate) fn view(&self) -> &ViewSlot {
         &self.owned.view
+    }
+
+    /// Fails if a graph may have captured the buffer: its memory must stay as it is.
+    #[cfg(feature = "cuda")]
+    fn check_uncaptured(&mut self) -> Result<(), DeviceError> {
+        let BlockHandle { lanes, view, .. } = &mut **self.owned;
+        if !view.is_captured(|| lanes.is_any_capturing()) {
+            return Ok(());
+        }
+        let (what, backend) = ("resizing a captured buffer", self.inner().driver.backend());
+        Err(DeviceError::Unsupported { what, backend })
     }
 
     #[cfg(feature = "cuda")]

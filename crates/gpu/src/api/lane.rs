@@ -155,16 +155,19 @@ impl Lane {
     /// While a stream captures a graph, memory that would need a wait harmful to the capture is
     /// skipped, and memory is committed instead, within the limit.
     ///
-    /// A graph keeps the addresses that it captured, and the arena does not know of the graph: the
-    /// memory of a buffer that is dropped, during the capture or later, is reused as usual, and a
-    /// launch then reads and writes the next buffer there. The launch is a safe function of cudarc,
-    /// which checks neither. Keep each buffer that a graph uses until the graph is destroyed, also
-    /// the temporary ones, and launch it under a lease.
+    /// A graph keeps the addresses that it captured. A buffer with a view (`Buffer::cuda`) that is
+    /// dropped while its stream captures, or after it was viewed in a capture, is held: its memory
+    /// is not reused before the unsafe [`DeviceArena::release_captured`], so that launches of the
+    /// graph use no memory of others. Not seen are buffers of which a view was taken before the
+    /// capture and that are dropped after it without cudarc's event tracking, captures on streams
+    /// that neither the lane nor [`Buffer::record_use`] names, and work that was given an address
+    /// ([`Buffer::address`]): keep these buffers until the graph is destroyed. Launch a graph under
+    /// a lease.
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        match (self.known.key(), self.known.number()) {
+        match (self.known.key, self.known.number) {
             (None, None) => self.arena.alloc(len, region),
             _ => self.arena.alloc_on(&self.known, len, region),
         }
@@ -194,11 +197,9 @@ impl Lane {
         if let Some(shard) = self.known.shard() {
             shard.give_up();
         }
-        let ended = self
-            .known
-            .key()
-            .map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
-        if let Some(lane) = self.known.number() {
+        let ended =
+            self.known.key.map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
+        if let Some(lane) = self.known.number {
             inner.push_event(|| ArenaEvent::RunEnded { lane, done: ended.is_ok() });
         }
         Ok(ended?)

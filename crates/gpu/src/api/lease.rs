@@ -112,7 +112,7 @@ impl Lease {
     /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
         lane.check_of(&self.arena)?;
-        if self.lanes.iter().all(|known| known.key() != lane.known().key()) {
+        if self.lanes.iter().all(|known| known.key != lane.known().key) {
             self.lanes.push(Arc::clone(lane.known()));
         }
         Ok(())
@@ -128,7 +128,7 @@ impl Drop for Lease {
                 if self.is_for_all() {
                     state.sleep.note_used(StreamKey::CONTEXT);
                 }
-                for stream in self.lanes.iter().filter_map(|lane| lane.key()) {
+                for stream in self.lanes.iter().filter_map(|lane| lane.key) {
                     state.sleep.note_used(stream);
                 }
             }

@@ -28,7 +28,7 @@ impl DeviceArena {
     /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
     /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
     /// let map = arena.map();
-    /// assert!(map.to_svg().starts_with("<svg"));
+    /// assert_eq!(map.segments[1].blocks.len(), 1);
     /// assert_eq!(map.events.len(), 2); // committed, handed out
     /// # drop(activations);
     /// # Ok::<(), lowtide_gpu::DeviceError>(())

@@ -171,6 +171,46 @@ impl DeviceArena {
         Ok(())
     }
 
+    /// Records that a stream captures a graph from now on, or no more. The memory of raw blocks
+    /// that are allocated or freed on the stream meanwhile is held when they are freed, until
+    /// [`DeviceArena::release_captured`]: a launch of the graph uses it.
+    ///
+    /// For programs that give raw blocks to captured work: an arena does not ask the driver at each
+    /// free of a raw block, which would double the cost of a pair.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn set_capturing(
+        &self,
+        stream: StreamHandle,
+        is_capturing: bool,
+    ) -> Result<(), DeviceError> {
+        self.inner().run_here(|state| {
+            let all = &mut state.streams.capturing;
+            all.retain(|&known| known != stream);
+            all.extend(is_capturing.then_some(stream));
+        })
+    }
+
+    /// Frees the memory that graphs may have captured
+    /// ([`ArenaSnapshot::captured`](crate::ArenaSnapshot::captured)), and returns the bytes of its
+    /// blocks. It is reused after all work of the device. Makes no driver call. Before this the
+    /// arena cannot be closed, and dropping it leaks the memory.
+    ///
+    /// # Safety
+    /// No graph that captured work on this memory is launched any more, nor is a capture of such
+    /// work in progress: the graphs are destroyed, or never launched again. Launches in progress
+    /// may go on.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub unsafe fn release_captured(&self) -> Result<ByteSize, DeviceError> {
+        let inner = self.inner();
+        let bytes = inner.run_here(|state| state.release_captured(&*inner.clock))?;
+        inner.flush_events();
+        Ok(bytes)
+    }
+
     /// Returns a stream without a lane as a user; `None` if the driver's work needs no order.
     ///
     /// # Safety

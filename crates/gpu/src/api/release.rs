@@ -238,7 +238,7 @@ impl ArenaInner {
         let is_pending = state.pending() > 0 && state.streams.is_provable();
         if sleeps_empty(state) {
             Moment::ORIGIN
-        } else if is_pending || state.untrimmed || state.outstanding.imported.is_waiting() {
+        } else if is_pending || state.untrimmed || state.outstanding.imported.waiting() > 0 {
             due.min(again)
         } else {
             due

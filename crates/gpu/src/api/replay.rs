@@ -429,7 +429,7 @@ fn take(arena: &DeviceArena, asked: Asked, lane: Option<&Lane>) -> Result<Held, 
         BlockKind::Reserve => arena.reserve::<u8>(len, region)?,
         BlockKind::Buffer => {
             let lane = lane.map(Lane::known);
-            let origin = Origin { lane: lane.and_then(|lane| lane.number()), ..Origin::BUFFER };
+            let origin = Origin { lane: lane.and_then(|lane| lane.number), ..Origin::BUFFER };
             arena.inner().layout::<u8>(len, region, origin)?;
             let wanted = AllocRequest::new(bytes, align).map(|wanted| wanted.by(origin));
             arena.alloc_as::<u8>(wanted, lane, len, region)?

@@ -24,10 +24,9 @@ use crate::api::interop::Imported;
 use crate::api::lane::Lane;
 use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
-use crate::exec::lane::Keeps;
-use crate::exec::view::no_stream;
+use crate::exec::lane::{Keeps, LaneInner};
+use crate::exec::view::{Order, no_stream};
 use crate::types::error::DeviceError;
-use lowtide_core::sync::atomic::Ordering;
 
 impl DeviceArena {
     /// Returns the arena's device ordinal, for `CudaContext::new`; `None` on other drivers.
@@ -80,13 +79,6 @@ impl DeviceArena {
         // SAFETY: a stream of the driver's context, checked above, which the lane keeps.
         unsafe { self.lane_with(StreamHandle::new(handle), Keeps::Cuda(Arc::clone(stream))) }
     }
-
-    /// Returns the number of CUDA errors that freed buffers left with cudarc. Each is removed from
-    /// cudarc's context, so that no later call returns it. The buffers were freed.
-    #[must_use]
-    pub fn parked_errors(&self) -> u64 {
-        self.inner().parked.load(Ordering::Relaxed)
-    }
 }
 
 impl Lane {
@@ -102,11 +94,11 @@ impl<T: Pod> Buffer<T> {
     /// stream of the device may use it while the lease is held; cudarc orders them if it tracks
     /// events. Therefore a sleep waits for all work of the device, whatever the lane of the lease.
     ///
-    /// The first view creates the two events that cudarc uses for that; later views make no call.
-    /// If the block is cached, its next buffer of this type and length needs no events either.
-    /// Dropping a buffer that was viewed makes two calls more than one that was not, and a query of
-    /// the current context. The slice is only borrowed: its owner would free the arena's memory on
-    /// drop.
+    /// The first view creates the two events that cudarc uses for that; later views make no call,
+    /// or, without event tracking, ask if the lane's stream captures a graph. If the block is
+    /// cached, its next buffer of this type and length needs no events either. Dropping a buffer
+    /// that was viewed makes three calls more than one that was not: that question, and two waits.
+    /// The slice is only borrowed: its owner would free the arena's memory on drop.
     ///
     /// ```compile_fail,E0507
     /// use cudarc::driver::CudaSlice;
@@ -172,8 +164,17 @@ impl<T: Pod> Imported<T> {
     }
 
     /// Discards the slice at the end of the value, after which all work of the device is waited
-    /// for. Does nothing in a forked child.
-    pub(crate) fn let_view_go(&mut self) {
-        let _ = self.view.discard(&self.inner);
+    /// for. Does nothing in a forked child. Returns `true` if a graph may have captured the memory.
+    pub(crate) fn let_view_go(&mut self) -> bool {
+        let lane = self.lane.as_deref();
+        let ask = || lane.is_some_and(LaneInner::is_capturing);
+        if self.inner.check_here().is_err() || !self.view.is_captured(ask) {
+            return self.view.discard(&self.inner) == Order::Captured;
+        }
+        let shard = lane.and_then(LaneInner::shard);
+        if let (Some(kept), Some(shard)) = (self.view.take(), shard) {
+            shard.leave_view(kept);
+        }
+        true
     }
 }

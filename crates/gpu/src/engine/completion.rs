@@ -169,6 +169,7 @@ async fn is_capturing(port: &Port<'_>, key: StreamKey) -> Option<Result<bool, Dr
 /// What the stream used is then waited for with all other work. Returns `true` if so.
 fn note_call(state: &mut ArenaState, key: StreamKey, error: Option<&DriverError>) -> bool {
     state.streams.returned(key);
+    let is_of_capture = |error: &DriverError| error.code().is_some_and(is_of_capture);
     let is_of_stream = |error: &&DriverError| !error.is_context_lost() && !is_of_capture(error);
     error.filter(is_of_stream).is_some() && state.streams.lose(key)
 }

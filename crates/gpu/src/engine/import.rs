@@ -38,8 +38,11 @@ pub(crate) fn import(
 }
 
 /// Records that an imported value was dropped: its memory is released when all work of this moment
-/// is complete.
-pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress) {
+/// is complete; if a graph may have captured it, after that of the moment when the graph is gone.
+pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress, is_captured: bool) {
+    if is_captured {
+        return state.outstanding.captured.imports.push(at);
+    }
     let after = state.uses(&[]);
     state.outstanding.imported.let_go(at.get(), after);
 }

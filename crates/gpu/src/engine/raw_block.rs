@@ -33,9 +33,20 @@ pub(crate) async fn alloc(
     wait_until_still(port, region, placed.id).await;
     port.with(|state| {
         let placed = state.region(region).refreshed(placed);
-        state.raw.insert(region, placed, user);
+        insert(state, region, placed, user);
         Ok(placed)
     })
+}
+
+/// Records an allocated block as raw.
+pub(crate) fn insert(
+    state: &mut ArenaState,
+    region: Region,
+    placed: Placement,
+    (user, is_guest): (Option<StreamKey>, bool),
+) {
+    let is_captured = state.streams.captures(user.as_slice());
+    state.raw.insert(region, placed, (user, is_guest), is_captured);
 }
 
 /// Returns the stream of the user of a raw block that is about to be allocated. Until it is freed,
@@ -170,9 +181,13 @@ pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> (ByteSize, Lef
     (bytes, left)
 }
 
-/// Frees a raw block whose address has already been forgotten.
+/// Frees a raw block whose address has already been forgotten; holds it if a graph may have
+/// captured it.
 fn release(state: &mut ArenaState, raw: &RawUse, is_reset: bool, clock: &dyn Clock) {
     raw.users.with(|streams, after| {
+        if raw.is_captured || state.streams.captures(streams) {
+            return state.hold_block(raw.region, raw.placed);
+        }
         let cause = if is_reset { FreeCause::Reset } else { FreeCause::Owner(after) };
         state.release_after(raw.region, raw.placed, (streams, cause), clock);
     });

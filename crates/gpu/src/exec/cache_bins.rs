@@ -60,7 +60,7 @@ impl Key {
 }
 
 /// Blocks in a list through their handles, the last added first.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct BlockList {
     last: Option<Box<BlockHandle>>,
     len: u32,
@@ -115,7 +115,6 @@ impl Drop for BlockList {
 }
 
 /// The blocks of one size.
-#[derive(Debug)]
 struct Class {
     key: Key,
     uses: UseCount,
@@ -129,7 +128,7 @@ impl Class {
 }
 
 /// The blocks in the cache of one shard.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct ThreadCache {
     /// Empty until the first request, then `SETS x WAYS`.
     classes: Vec<Class>,

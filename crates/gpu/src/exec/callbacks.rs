@@ -17,7 +17,6 @@
 
 use lowtide_core::log;
 use std::cell::Cell;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::engine::port::Called;
@@ -175,11 +174,5 @@ impl Callbacks {
         let state = lock(&self.state);
         let nth = state.entries.partition_point(|entry| entry.number <= after);
         state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
-    }
-}
-
-impl fmt::Debug for Callbacks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Callbacks").finish_non_exhaustive()
     }
 }

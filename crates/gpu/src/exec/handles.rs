@@ -151,9 +151,3 @@ impl Drop for OwnedStream {
         }
     }
 }
-
-impl fmt::Debug for OwnedStream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OwnedStream").field("handle", &self.handle).finish_non_exhaustive()
-    }
-}

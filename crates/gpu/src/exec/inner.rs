@@ -387,9 +387,9 @@ impl ArenaInner {
             return self.release(region, placed);
         };
         match lanes.only() {
-            Some(lane) => self.release_by(region, placed, lane.key().as_slice()),
+            Some(lane) => self.release_by(region, placed, lane.key.as_slice()),
             None => {
-                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
+                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
                 self.release_by(region, placed, &streams);
             }
         }
@@ -629,6 +629,12 @@ impl Drop for ArenaInner {
         }
         log!(info, arena = self.name, "arena dropped");
         let _ = self.run(query_events); // queries without waiting
+        // A graph may still be launched, and use these.
+        let is_captured = self.executor.get_mut().is_some_and(|state| {
+            let captured = std::mem::take(&mut state.outstanding.captured);
+            captured.imports.iter().for_each(|&at| state.outstanding.imported.forget(at.get()));
+            !captured.blocks.is_empty()
+        });
         let (count, bytes) = self.run(end_imports);
         if count > 0 {
             log!(warn, arena = self.name, count, %bytes, "imported memory not released");
@@ -638,7 +644,8 @@ impl Drop for ArenaInner {
         // The uses of raw blocks are unknown.
         let is_raw_used =
             state.capabilities.asynchronous && !state.raw.is_empty() && !state.sleep.is_quiet;
-        let is_used = state.pending() > 0 || state.sleep.may_be_copied() || is_raw_used;
+        let is_used =
+            state.pending() > 0 || state.sleep.may_be_copied() || is_raw_used || is_captured;
         if is_used {
             let bytes = ByteSize::new(state.backed());
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");

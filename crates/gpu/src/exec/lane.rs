@@ -14,6 +14,8 @@ use crate::engine::completion::{end_stream, leave_stream};
 use crate::exec::handles::{LiveStream, OwnedStream};
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
+#[cfg(feature = "cuda")]
+use crate::exec::view::is_capturing;
 use crate::state::event::{ArenaEvent, LaneNumber};
 use crate::state::raw::RawUser;
 use crate::state::region_index::BlockName;
@@ -26,12 +28,12 @@ pub(crate) struct LaneInner {
     inner: Arc<ArenaInner>,
     stream: StreamHandle,
     /// The stream's key; `None` if the driver's work needs no order.
-    key: Option<StreamKey>,
+    pub(crate) key: Option<StreamKey>,
     /// The shard for blocks that only this lane used; `None` if the driver's work needs no order.
     shard: Option<Arc<CacheShard>>,
     /// The lane's number; `None` if the driver's work needs no order and nothing observes the
     /// arena.
-    number: Option<LaneNumber>,
+    pub(crate) number: Option<LaneNumber>,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
     keeps: Keeps,
 }
@@ -81,6 +83,12 @@ impl Lanes {
         self.first.iter().chain(self.others.iter().flat_map(|others| &others.0))
     }
 
+    /// Returns `true` if the stream of a lane captures a graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_any_capturing(&self) -> bool {
+        self.iter().any(|lane| lane.is_capturing())
+    }
+
     #[inline]
     pub(crate) const fn is_empty(&self) -> bool {
         self.first.is_none()
@@ -88,7 +96,6 @@ impl Lanes {
 }
 
 /// The owner of a lane's stream.
-#[derive(Debug)]
 pub(crate) enum Keeps {
     /// The caller of the unsafe constructor.
     Others,
@@ -100,7 +107,6 @@ pub(crate) enum Keeps {
 }
 
 /// A stream of an arena's driver that exists as long as this value.
-#[derive(Debug)]
 pub(crate) struct OwnStream {
     inner: Arc<ArenaInner>,
     handle: StreamHandle,
@@ -156,16 +162,8 @@ impl LaneInner {
         self.stream
     }
 
-    pub(crate) const fn key(&self) -> Option<StreamKey> {
-        self.key
-    }
-
     pub(crate) const fn shard(&self) -> Option<&Arc<CacheShard>> {
         self.shard.as_ref()
-    }
-
-    pub(crate) const fn number(&self) -> Option<LaneNumber> {
-        self.number
     }
 
     /// Returns this lane as a user of raw blocks.
@@ -186,9 +184,11 @@ impl LaneInner {
         if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
     }
 
-    /// Returns `true` if both lanes use the same stream.
-    pub(crate) fn is_beside(&self, other: &Self) -> bool {
-        self.stream == other.stream
+    /// Returns `true` if the lane's stream captures a graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_capturing(&self) -> bool {
+        let ask = || self.live().is_capturing() == Ok(true);
+        self.cuda().map_or_else(ask, |stream| is_capturing(stream))
     }
 }
 

@@ -8,7 +8,6 @@
 //! Invariant: every observer sees every event once, in the order of the sequence numbers.
 
 use std::any::Any;
-use std::fmt;
 
 use crate::state::event::{EventQueue, SequencedEvent};
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
@@ -96,12 +95,6 @@ impl Batch<'_> {
             observer.observe(events);
         }
         events.clear();
-    }
-}
-
-impl fmt::Debug for Observers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Observers").field("count", &self.all.len()).finish_non_exhaustive()
     }
 }
 

@@ -72,7 +72,7 @@ impl ArenaInner {
             let begun = alloc::begin(state, &*self.clock, target);
             self.caches.note_live(state.live(), state.limit.get());
             if let Begun::Done(placed) = begun {
-                state.raw.insert(region, placed, (taker, is_guest));
+                raw_block::insert(state, region, placed, (taker, is_guest));
                 return ControlFlow::Break(Ok(placed));
             }
             ControlFlow::Continue((target, begun))

@@ -26,7 +26,6 @@
 #![expect(unsafe_code, reason = "a block that holds its shard is put into that shard")]
 
 use std::cell::Cell;
-use std::fmt;
 #[cfg(feature = "cuda")]
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -38,7 +37,7 @@ use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
-use crate::exec::view::{self, EndedViews, ViewSlot};
+use crate::exec::view::{self, EndedViews, Kept, Order, ViewSlot};
 use crate::state::arena::ArenaState;
 use crate::state::cached::Swept;
 use crate::state::region::{Placement, Region};
@@ -52,7 +51,6 @@ const HOMES_MAX: usize = 64;
 
 /// A block and its shard, owned by a buffer or by a cache. Allocated on the heap, so that it is
 /// passed on as a pointer.
-#[derive(Debug)]
 pub(crate) struct BlockHandle {
     pub(crate) shard: Arc<CacheShard>,
     pub(crate) region: Region,
@@ -113,7 +111,7 @@ impl BlockHandle {
         }
         let fits = self.fits();
         #[cfg(feature = "cuda")]
-        let fits = self.end_view(fits);
+        let Some(fits) = self.end_view(fits) else { return self.hold() };
         if !fits {
             return self.free();
         }
@@ -122,7 +120,9 @@ impl BlockHandle {
         if let Err(mut left) = self.give() {
             lane.into_iter().for_each(|lane| left.lanes.add(lane));
             #[cfg(feature = "cuda")]
-            left.end_view(false);
+            if left.end_view(false).is_none() {
+                return left.hold();
+            }
             left.free();
         }
     }
@@ -140,18 +140,35 @@ impl BlockHandle {
 
     /// Ends the use of the block's view, which stays with the block if that is cached. If its
     /// stream could not wait for others, all work of the device comes before the memory's next use.
-    /// Returns `true` if the block may be cached.
+    /// Returns `true` if the block may be cached; `None` if a graph may have captured it: then the
+    /// view is left to the lane, whose stream may capture now.
     #[cfg(feature = "cuda")]
     #[inline]
-    fn end_view(&mut self, stays: bool) -> bool {
+    fn end_view(&mut self, stays: bool) -> Option<bool> {
+        if self.view.is_captured(|| self.lanes.is_any_capturing()) {
+            return None;
+        }
         // A cold block is not cached, and its view would be discarded after all.
         let stays = stays && (!self.view.is_used() || self.is_hot());
         let inner = &self.shard.inner;
-        let is_ordered = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
-        if !is_ordered {
-            self.lanes = Lanes::default();
+        let order = if stays { self.view.settle(inner) } else { self.view.discard(inner) };
+        match order {
+            Order::After => Some(stays),
+            Order::Unknown => {
+                self.lanes = Lanes::default();
+                Some(false)
+            }
+            Order::Captured => None,
         }
-        stays && is_ordered
+    }
+
+    /// Holds the memory of a block that a graph may have captured.
+    #[cfg(feature = "cuda")]
+    #[cold]
+    fn hold(&self) {
+        if let Some(placed) = self.block {
+            self.shard.inner.run_now(|state| state.hold_block(self.region, placed));
+        }
     }
 
     #[cfg(feature = "cuda")]
@@ -204,8 +221,7 @@ impl Drop for BlockHandle {
             let _ = ManuallyDrop::new(kept); // its context belongs to the parent
             return;
         }
-        let kept = lock(&self.shard.views).add(kept);
-        view::discard(&self.shard.inner, kept);
+        self.shard.leave_view(kept);
     }
 }
 
@@ -237,6 +253,13 @@ impl CacheShard {
         }
     }
 
+    /// Leaves a view to the lane; discards it if the lane has ended.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn leave_view(&self, kept: Box<dyn Kept>) {
+        let kept = lock(&self.views).add(kept);
+        view::discard(&self.inner, kept);
+    }
+
     /// Discards the views of blocks that left the cache; if the lane is `over`, also later ones.
     #[cfg(feature = "cuda")]
     pub(crate) fn discard_views(&self, over: bool) {
@@ -265,7 +288,7 @@ impl CacheShard {
     fn is_of(&self, lanes: &Lanes) -> bool {
         match self.stream {
             None => lanes.is_empty(),
-            Some(stream) => lanes.only().is_some_and(|lane| lane.key() == Some(stream)),
+            Some(stream) => lanes.only().is_some_and(|lane| lane.key == Some(stream)),
         }
     }
 
@@ -360,7 +383,6 @@ impl CacheShard {
 }
 
 /// All shards of an arena. The arena's handles hold them.
-#[derive(Debug)]
 pub(crate) struct CacheShards(Box<[Arc<CacheShard>]>);
 
 impl CacheShards {
@@ -386,12 +408,6 @@ impl Drop for CacheShards {
         if let Some(shard) = self.0.first() {
             shard.inner.retire_caches();
         }
-    }
-}
-
-impl fmt::Debug for CacheShard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CacheShard").field("cached", &self.cached()).finish_non_exhaustive()
     }
 }
 

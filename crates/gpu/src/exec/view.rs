@@ -5,23 +5,29 @@
 //! slice stays for the next buffer of that type, length and place, without a call.
 //!
 //! A block that leaves a cache leaves its slice to the lane: the lane discards it with the next
-//! slice that it makes, or at its end. A cache may be emptied with locks held or in the background,
-//! and discarding a slice makes calls on the lane's stream.
+//! slice that it makes outside a capture, or at its end. A cache may be emptied with locks held or
+//! in the background, and discarding a slice makes calls on the lane's stream.
 //!
-//! Invariant: a slice has the address and the length of its buffer while any reference to it is
-//! alive.
+//! A graph keeps the address of a slice that it captured. Captures and launches are safe functions
+//! of cudarc, so the slot asks: a lane's stream that captures when the buffer ends has captured it.
+//! After the capture its events say so, which no stream may wait for. Without events each view
+//! asks.
+//!
+//! Invariants: a slice has the address and the length of its buffer while any reference to it is
+//! alive; no stream that captures is made to wait.
 #![expect(unsafe_code, reason = "a slice of cudarc's is made of the arena's memory")]
 
 use std::any::Any;
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 
 use bytemuck::Pod;
 use cudarc::driver::result::ctx::{get_current, set_current};
-use cudarc::driver::result::stream::wait_event;
+use cudarc::driver::result::stream::{self, wait_event};
 use cudarc::driver::sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+use cudarc::driver::sys::CUresult::{CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE};
+use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
 use cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr as _, DevicePtrMut as _, DriverError, SyncOnDrop,
 };
@@ -29,7 +35,7 @@ use lowtide_core::log;
 
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
-use crate::types::error::DeviceError;
+use crate::types::error::{DeviceError, is_of_capture};
 use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::{Mutex, caught, lock};
 
@@ -44,11 +50,27 @@ struct Slot {
     is_used: bool,
     /// `true` if the stream could not wait for the events that others recorded on a dropped slice.
     loose: bool,
+    /// `true` if a view was given to a stream that captured a graph.
+    captured: bool,
+}
+
+/// The order of a slice's stream after the streams that used the slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// The stream comes after all work that cudarc ordered.
+    After,
+    /// The work is to be waited for otherwise.
+    Unknown,
+    /// A graph has captured the work, and may repeat it at any time.
+    Captured,
 }
 
 /// A slice of elements of some type.
 pub(crate) trait Kept: Any + Send + Sync {
     fn stream(&self) -> &Arc<CudaStream>;
+
+    /// Makes the stream wait for the events of the slice, if their handles are known.
+    fn wait(&self) -> Option<Result<(), DriverError>>;
 
     /// Makes the stream wait for the events of the slice. The stream's context is current.
     fn settle(&mut self) -> Result<(), DriverError>;
@@ -71,17 +93,20 @@ impl<T: Pod> Kept for KeptSlice<T> {
         self.slice.stream()
     }
 
+    fn wait(&self) -> Option<Result<(), DriverError>> {
+        let mut events = self.events?.into_iter().filter(|&event| event != 0);
+        Some(events.try_for_each(|event| {
+            let (stream, event) = (self.slice.stream(), with_exposed_provenance_mut(event));
+            // SAFETY: a stream and an event of one context, which the slice keeps.
+            unsafe { wait_event(stream.cu_stream(), event, CU_EVENT_WAIT_DEFAULT) }
+        }))
+    }
+
     fn settle(&mut self) -> Result<(), DriverError> {
         let stream = Arc::clone(self.slice.stream());
-        let Some(events) = self.events else {
-            return apart(&stream, || self.events = Some(events_of(&mut self.slice, &stream)));
-        };
-        for event in events.into_iter().filter(|&event| event != 0) {
-            let event = with_exposed_provenance_mut(event);
-            // SAFETY: a stream and an event of one context, which the slice keeps.
-            unsafe { wait_event(stream.cu_stream(), event, CU_EVENT_WAIT_DEFAULT) }?;
-        }
-        Ok(())
+        self.wait().unwrap_or_else(|| {
+            apart(&stream, || self.events = Some(events_of(&mut self.slice, &stream)))
+        })
     }
 
     fn let_go(mut self: Box<Self>) -> Result<(), DriverError> {
@@ -133,7 +158,9 @@ impl ViewSlot {
             // No reference to a replaced slice exists: it would be under a lease, and no buffer
             // moves or is resized while a lease is held.
             let kept = slot.kept.take();
-            slot.loose |= !discard(inner, kept);
+            let order = discard(inner, kept);
+            slot.loose |= order == Order::Unknown;
+            slot.captured |= order == Order::Captured;
             if slot.loose {
                 inner.complete_all()?;
                 slot.loose = false;
@@ -145,7 +172,10 @@ impl ViewSlot {
         }
         slot.is_used = true;
         let Some(kept) = slot.slice::<T>() else { return Err(no_stream(inner)) };
-        Ok(&raw const *kept.slice)
+        let (slice, stream) = (&raw const *kept.slice, kept.stream());
+        let has_events = stream.context().is_managing_stream_synchronization();
+        slot.captured = slot.captured || (!has_events && is_capturing(stream));
+        Ok(slice)
     }
 
     pub(crate) fn kept_mut<T: Pod>(&mut self) -> Option<&mut CudaSlice<T>> {
@@ -154,25 +184,29 @@ impl ViewSlot {
     }
 
     /// Makes the slice's stream wait for the streams that used the slice, and keeps the slice.
-    /// Discards the slice if that fails. Returns `true` if the stream comes after all work that
-    /// cudarc ordered.
-    pub(crate) fn settle(&mut self, inner: &ArenaInner) -> bool {
+    /// Discards the slice if that fails.
+    pub(crate) fn settle(&mut self, inner: &ArenaInner) -> Order {
         let slot = self.slot_mut();
         if slot.loose {
             return self.discard(inner);
         }
-        let Some(kept) = slot.kept.as_deref_mut().filter(|_| slot.is_used) else { return true };
+        let Some(kept) = slot.kept.as_deref_mut().filter(|_| slot.is_used) else {
+            return Order::After;
+        };
         let stream = Arc::clone(kept.stream());
-        if !stream.context().is_managing_stream_synchronization() {
-            return true;
-        }
-        let outcome = keeping_current(&stream, || kept.settle());
-        if outcome != Ok(Ok(())) {
-            note_parked(inner, &outcome);
-            return self.discard(inner);
-        }
         slot.is_used = false;
-        true
+        if !stream.context().is_managing_stream_synchronization() {
+            return Order::After;
+        }
+        // A wait needs no current context, unless the driver says so: a query less.
+        let outcome = match kept.wait() {
+            Some(outcome) if !needs_context(outcome) => Ok(outcome),
+            _ => keeping_current(&stream, || kept.settle()),
+        };
+        match order(inner, &outcome) {
+            Order::Unknown => self.discard(inner),
+            order => order,
+        }
     }
 
     /// Returns `true` if other streams may have used the slice.
@@ -181,10 +215,18 @@ impl ViewSlot {
         slot.is_used || slot.loose
     }
 
-    /// Discards the slice. Returns `true` if its stream comes after all work that cudarc ordered.
-    pub(crate) fn discard(&mut self, inner: &ArenaInner) -> bool {
+    /// Returns `true` if a graph may have captured a use of the slice, as far as no event shows it.
+    /// Asks if a lane captures only if the slice was used.
+    pub(crate) fn is_captured(&mut self, ask: impl FnOnce() -> bool) -> bool {
+        let slot = self.slot_mut();
+        slot.captured || (slot.is_used && ask())
+    }
+
+    /// Discards the slice.
+    pub(crate) fn discard(&mut self, inner: &ArenaInner) -> Order {
         let slot = std::mem::take(self.slot_mut());
-        discard(inner, slot.kept) && !slot.loose
+        let order = discard(inner, slot.kept);
+        if slot.loose && order == Order::After { Order::Unknown } else { order }
     }
 
     /// Takes the slice out.
@@ -201,12 +243,6 @@ impl Slot {
     fn slice<T: Pod>(&self) -> Option<&KeptSlice<T>> {
         let kept: &dyn Any = self.kept.as_deref()?;
         kept.downcast_ref()
-    }
-}
-
-impl fmt::Debug for ViewSlot {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ViewSlot").finish_non_exhaustive()
     }
 }
 
@@ -228,9 +264,13 @@ impl EndedViews {
         None
     }
 
-    /// Takes out all slices.
+    /// Takes out all slices; none while their stream captures, unless the lane has ended.
     pub(crate) fn take(&mut self, is_over: bool) -> Vec<Box<dyn Kept>> {
         self.is_over |= is_over;
+        let kept = self.slices.first().filter(|_| !is_over);
+        if kept.is_some_and(|kept| is_capturing(kept.stream())) {
+            return Vec::new();
+        }
         std::mem::take(&mut self.slices)
     }
 }
@@ -252,27 +292,43 @@ fn make<T: Pod>(
     Ok(KeptSlice { slice: ManuallyDrop::new(slice), at, events: None })
 }
 
-/// Discards a slice. Returns `true` if its stream comes after all work that cudarc ordered.
-pub(crate) fn discard(inner: &ArenaInner, kept: Option<Box<dyn Kept>>) -> bool {
-    let Some(kept) = kept else { return true };
+/// Discards a slice.
+pub(crate) fn discard(inner: &ArenaInner, kept: Option<Box<dyn Kept>>) -> Order {
+    let Some(kept) = kept else { return Order::After };
     if inner.check_here().is_err() {
         let _ = ManuallyDrop::new(kept); // its context belongs to the parent
-        return true;
+        return Order::After;
     }
     // cudarc unwraps nothing here. If it did, nothing would unwind out of a drop.
     let stream = Arc::clone(kept.stream());
-    let outcome = keeping_current(&stream, || kept.let_go());
-    if let Ok(Ok(())) = outcome {
-        return true;
-    }
-    note_parked(inner, &outcome);
-    false
+    order(inner, &keeping_current(&stream, || kept.let_go()))
 }
 
-/// Counts an error that a view left with cudarc.
-fn note_parked(inner: &ArenaInner, outcome: &Result<Result<(), DriverError>, String>) {
-    inner.parked.fetch_add(1, Ordering::Relaxed);
-    log!(warn, arena = inner.name, ?outcome, "buffer view free failed");
+/// Returns the order after an attempt to wait. Counts an error that a view left with cudarc.
+fn order(inner: &ArenaInner, outcome: &Result<Result<(), DriverError>, String>) -> Order {
+    match outcome {
+        Ok(Ok(())) => Order::After,
+        Ok(Err(DriverError(code))) if is_of_capture(*code as i64) => Order::Captured,
+        _ => {
+            inner.parked.fetch_add(1, Ordering::Relaxed);
+            log!(warn, arena = inner.name, ?outcome, "buffer view free failed");
+            Order::Unknown
+        }
+    }
+}
+
+/// Returns `true` if a call failed because of the thread's current context.
+fn needs_context(outcome: Result<(), DriverError>) -> bool {
+    let codes = [CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE];
+    outcome.is_err_and(|DriverError(code)| codes.contains(&code))
+}
+
+/// Returns `true` if a stream captures a graph. One call, which needs no context. The graph of an
+/// invalidated capture cannot be launched, nor can one of a stream that gives no answer.
+pub(crate) fn is_capturing(stream: &CudaStream) -> bool {
+    // SAFETY: cudarc's stream, which it keeps.
+    let status = unsafe { stream::is_capturing(stream.cu_stream()) };
+    status == Ok(CU_STREAM_CAPTURE_STATUS_ACTIVE)
 }
 
 pub(crate) fn no_stream(inner: &ArenaInner) -> DeviceError {

@@ -17,7 +17,7 @@ use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::granules::Leave;
 use crate::state::growth::Steps;
 use crate::state::moves::{DeferredRelease, MoveState};
-use crate::state::outstanding::Outstanding;
+use crate::state::outstanding::{Captured, Outstanding};
 use crate::state::pending::{Claim, Uses};
 use crate::state::raw::RawBlocks;
 use crate::state::region::{
@@ -57,7 +57,6 @@ pub(crate) struct CommitOptions {
 }
 
 /// The state of an arena.
-#[derive(Debug)]
 pub(crate) struct ArenaState {
     /// The arena's name, for errors.
     pub(crate) name: String,
@@ -484,6 +483,26 @@ impl ArenaState {
         }
     }
 
+    /// Holds a block that its owner has freed and that a graph may have captured: it stays live at
+    /// its address.
+    pub(crate) fn hold_block(&mut self, region: Region, placed: Placement) {
+        self.region_mut(region).pins.pin(placed.id);
+        self.outstanding.captured.bytes += placed.span.size;
+        self.outstanding.captured.blocks.push((region, placed));
+    }
+
+    /// Frees what graphs may have captured, after all work of the device. Returns the bytes of the
+    /// blocks.
+    pub(crate) fn release_captured(&mut self, clock: &dyn Clock) -> ByteSize {
+        let Captured { blocks, imports, bytes } = std::mem::take(&mut self.outstanding.captured);
+        blocks.into_iter().for_each(|(region, placed)| self.release(region, placed, clock));
+        for at in imports {
+            let after = self.uses(&[]);
+            self.outstanding.imported.let_go(at.get(), after);
+        }
+        ByteSize::new(bytes)
+    }
+
     /// Marks the next run of idle granules as leaving, at most this many, but at least one handle;
     /// with ages, only expired ones. No handle has more than `handle_max` granules. The stable
     /// region comes first, because its idle memory is the least likely to be requested again.
@@ -626,7 +645,7 @@ impl ArenaState {
         let of = |region| self.region(region).snapshot(region, caches, is_asleep);
         let regions = Region::ALL.map(of);
         let totals = &self.totals;
-        let Outstanding { exported, imported } = &self.outstanding;
+        let Outstanding { exported, imported, captured } = &self.outstanding;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
             cached: size(caches.cached()),
@@ -641,6 +660,7 @@ impl ArenaState {
             limit: self.limit,
             exported: size(exported.bytes),
             exported_count: exported.count,
+            captured: size(captured.bytes),
             imported: size(imported.bytes),
             imported_count: imported.count(),
             leases: self.leases,
@@ -680,7 +700,7 @@ impl ArenaState {
 
     /// Returns `true` if freed or imported memory waits for the end of work.
     pub(crate) fn is_awaiting(&self) -> bool {
-        self.pending() > 0 || self.outstanding.imported.is_waiting()
+        self.pending() > 0 || self.outstanding.imported.waiting() > 0
     }
 
     /// Returns the bytes that were freed and that the device may still use.

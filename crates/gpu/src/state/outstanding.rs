@@ -1,5 +1,5 @@
-//! Exports, and imported memory that is held or waits for its release. Pure accounting under the
-//! arena's lock.
+//! Exports, imported memory that is held or waits for its release, and memory that was freed but
+//! that a graph may have captured. Pure accounting under the arena's lock.
 //!
 //! A value holds its imported range. After the value is dropped, the range waits for the end of its
 //! uses. Then its release function is taken out, once, to be called without a lock. This module
@@ -9,21 +9,34 @@
 //! `waiting = ranges without a holder`.
 
 use std::collections::BTreeMap;
-use std::fmt;
+use std::mem::ManuallyDrop;
 
 use crate::driver::DeviceAddress;
 use crate::state::pending::Uses;
+use crate::state::region::Placement;
 use crate::state::streams::Use;
+use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
 pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 
-/// The exports and imports of an arena.
-#[derive(Debug, Default)]
+/// The exports and imports of an arena, and what graphs may have captured.
+#[derive(Default)]
 pub(crate) struct Outstanding {
     pub(crate) exported: Exports,
     pub(crate) imported: Imports,
+    pub(crate) captured: Captured,
+}
+
+/// Memory whose owner has freed it, and which graphs may use.
+#[derive(Debug, Default)]
+pub(crate) struct Captured {
+    pub(crate) blocks: Vec<(Region, Placement)>,
+    /// Imported memory.
+    pub(crate) imports: Vec<DeviceAddress>,
+    /// Bytes of the blocks.
+    pub(crate) bytes: u64,
 }
 
 /// The number and the bytes of exports.
@@ -34,34 +47,12 @@ pub(crate) struct Exports {
     pub(crate) bytes: u64,
 }
 
-impl Exports {
-    pub(crate) const fn begin(&mut self, bytes: u64) {
-        self.count += 1;
-        self.bytes += bytes;
-    }
-
-    pub(crate) const fn end(&mut self, bytes: u64) {
-        debug_assert!(self.count > 0 && self.bytes >= bytes, "an export ends once");
-        self.count = self.count.saturating_sub(1);
-        self.bytes = self.bytes.saturating_sub(bytes);
-    }
-}
-
 /// An imported range.
 struct ImportedRange {
     size: u64,
     release: Release,
     /// The uses that must complete before the release, once the value is dropped.
     after: Option<Uses>,
-}
-
-impl fmt::Debug for ImportedRange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ImportedRange")
-            .field("size", &self.size)
-            .field("after", &self.after)
-            .finish_non_exhaustive()
-    }
 }
 
 /// A range whose release function is to be called.
@@ -72,7 +63,7 @@ pub(crate) struct Due {
 }
 
 /// Imported memory that is not released yet.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Imports {
     entries: BTreeMap<u64, ImportedRange>,
     pub(crate) bytes: u64,
@@ -88,11 +79,6 @@ impl Imports {
     /// Returns the number of ranges that are held.
     pub(crate) fn held(&self) -> u64 {
         self.count() - self.waiting
-    }
-
-    /// Returns `true` if a range waits for its release.
-    pub(crate) const fn is_waiting(&self) -> bool {
-        self.waiting > 0
     }
 
     /// Returns the approximate bytes of this metadata.
@@ -135,6 +121,11 @@ impl Imports {
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
         self.remove(at)
+    }
+
+    /// Forgets a range, and its release function without a call or a drop.
+    pub(crate) fn forget(&mut self, at: u64) {
+        let _ = self.remove(at).map(ManuallyDrop::new);
     }
 
     /// Takes out the first range, regardless of its uses.
@@ -204,11 +195,11 @@ mod tests {
         let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
         adoptions.let_go(200, Uses::of([of]));
         adoptions.let_go(200, Uses::NONE);
-        assert!(adoptions.is_waiting() && adoptions.held() == 1);
+        assert!(adoptions.waiting() > 0 && adoptions.held() == 1);
         assert!(adoptions.take(|of| of.epoch < 3).is_none());
         let due = adoptions.take(|of| of.epoch <= 3).expect("done");
         assert_eq!((due.at, due.size), (DeviceAddress::new(200), ByteSize::new(10)));
-        assert!(adoptions.take(|_| true).is_none() && !adoptions.is_waiting());
+        assert!(adoptions.take(|_| true).is_none() && !adoptions.waiting() > 0);
         assert_eq!(adoptions.take_any().map(|due| due.size), Some(ByteSize::new(50)));
         assert_eq!((adoptions.count(), adoptions.bytes), (0, 0));
         adoptions.validate();

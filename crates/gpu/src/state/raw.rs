@@ -110,6 +110,8 @@ pub(crate) struct RawUse {
     pub(crate) users: Users,
     /// `true` if the block counts as a guest of its streams, which no lane vouches for.
     pub(crate) is_guest: bool,
+    /// `true` if the block was allocated while its stream captured a graph.
+    pub(crate) is_captured: bool,
 }
 
 impl RawUse {
@@ -161,8 +163,9 @@ impl RawBlocks {
         region: Region,
         placed: Placement,
         (user, is_guest): (Option<StreamKey>, bool),
+        is_captured: bool,
     ) {
-        let raw = RawUse { region, placed, users: Users::of(user), is_guest };
+        let raw = RawUse { region, placed, users: Users::of(user), is_guest, is_captured };
         let before = self.blocks.insert(placed.at, raw);
         debug_assert!(before.is_none(), "two live blocks begin at one address");
     }

@@ -116,6 +116,8 @@ pub(crate) struct Streams {
     known: BTreeMap<StreamKey, Stream>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
+    /// The streams of which the program said that they capture a graph.
+    pub(crate) capturing: Vec<StreamHandle>,
     /// The number of operations that hold each event, by the event's number.
     holders: Vec<u32>,
     /// Events that are not recorded.
@@ -136,6 +138,7 @@ impl Streams {
             known,
             by_handle: BTreeMap::new(),
             last,
+            capturing: Vec::new(),
             holders: Vec::new(),
             spare: Vec::new(),
             crowd: CROWD_MIN,
@@ -187,6 +190,14 @@ impl Streams {
     /// Returns `true` if neither a lane nor a guest uses the stream.
     pub(crate) fn is_unused(&self, key: StreamKey) -> bool {
         self.known.get(&key).is_some_and(Stream::is_unused)
+    }
+
+    /// Returns `true` if one of these streams captures a graph; without streams, if any does.
+    #[inline]
+    pub(crate) fn captures(&self, streams: &[StreamKey]) -> bool {
+        let is_one = |handle| self.capturing.contains(&handle);
+        let captures = |&key: &StreamKey| self.handle(key).is_some_and(is_one);
+        !self.capturing.is_empty() && (streams.is_empty() || streams.iter().any(captures))
     }
 
     /// Forgets the handle of a stream that neither a lane nor a guest uses. The driver may reuse

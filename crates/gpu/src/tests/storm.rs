@@ -212,7 +212,7 @@ impl Worker<'_> {
                 1 => DecayTime::Never,
                 _ => DecayTime::Within(Duration::from_millis(1 + self.chance.below(20_000))),
             }),
-            2 => assert!(self.arena.map().to_svg().starts_with("<svg")),
+            2 => self.arena.map().validate(),
             3 if self.chance.below(4) == 0 => {
                 let closed = self.arena.close();
                 assert!(self.judge(closed).is_none(), "closed with a live block");

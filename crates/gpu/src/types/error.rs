@@ -416,9 +416,9 @@ pub(crate) fn is_captures(error: &DriverError) -> bool {
     error.code() == Some(i64::from(CAPTURES))
 }
 
-/// Returns `true` for an error that a capture causes: the driver's codes 900 to 908.
-pub(crate) fn is_of_capture(error: &DriverError) -> bool {
-    error.code().is_some_and(|code| (900..=908).contains(&code))
+/// Returns `true` for the driver's codes of errors that a capture causes: 900 to 908.
+pub(crate) fn is_of_capture(code: i64) -> bool {
+    (900..=908).contains(&code)
 }
 
 /// Returns `true` if a wait was not made because of a capture, or because there may be one.

@@ -62,6 +62,9 @@ pub struct ArenaSnapshot {
     pub exported: ByteSize,
     /// The number of exported blocks.
     pub exported_count: u64,
+    /// Bytes of freed blocks that a graph may have captured: they stay live until
+    /// [`DeviceArena::release_captured`](crate::DeviceArena::release_captured).
+    pub captured: ByteSize,
     /// Bytes of imported memory ([`DeviceArena::import`](crate::DeviceArena::import)) that is not
     /// released yet. Not part of other figures: the arena does not commit it.
     pub imported: ByteSize,
@@ -118,6 +121,7 @@ pub struct ArenaSnapshot {
     /// The number of release functions that panicked.
     pub release_panics_total: u64,
     /// The number of CUDA errors that views of freed buffers left with cudarc; zero without CUDA.
+    /// Each is removed from cudarc's context, so that no later call returns it.
     pub parked_errors_total: u64,
     /// The number of trims and purges.
     pub trims_total: u64,
@@ -197,6 +201,7 @@ impl ArenaSnapshot {
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
         assert!(self.exported <= self.live, "exported <= live");
+        assert!(self.captured <= self.live, "captured <= live");
     }
 }
 

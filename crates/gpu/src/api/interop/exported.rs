@@ -115,7 +115,10 @@ impl<T: Pod> Buffer<T> {
         let inner = Arc::clone(self.inner());
         self.note_foreign();
         let bytes = self.block_bytes();
-        inner.run_now(|state| state.outstanding.exported.begin(bytes));
+        inner.run_now(|state| {
+            state.outstanding.exported.count += 1;
+            state.outstanding.exported.bytes += bytes;
+        });
         Ok((Loan { inner, bytes }, pin, at))
     }
 }
@@ -179,7 +182,8 @@ impl Drop for Loan {
     /// child.
     fn drop(&mut self) {
         let _ = self.inner.run_here(|state| {
-            state.outstanding.exported.end(self.bytes);
+            state.outstanding.exported.count -= 1;
+            state.outstanding.exported.bytes -= self.bytes;
             state.sleep.note_unused(self.inner.clock.now());
             if state.capabilities.asynchronous {
                 state.sleep.note_used(StreamKey::CONTEXT);

@@ -238,8 +238,10 @@ impl<T: Pod> Drop for Imported<T> {
     /// the streams that used the view, as a buffer does. Does nothing in a forked child.
     fn drop(&mut self) {
         #[cfg(feature = "cuda")]
-        self.let_view_go();
-        let _ = self.inner.run_here(|state| import::let_go(state, self.at));
+        let is_captured = self.let_view_go();
+        #[cfg(not(feature = "cuda"))]
+        let is_captured = false;
+        let _ = self.inner.run_here(|state| import::let_go(state, self.at, is_captured));
     }
 }
 

@@ -1,4 +1,4 @@
-//! A map of an arena, and its output formats: an SVG file, PyTorch's `memory_viz` format.
+//! A map of an arena, and its output in PyTorch's `memory_viz` format.
 //!
 //! Plain values and text: no driver, no lock, no clock. A map has the blocks and granules at one
 //! instant, and the last events before it; [`DeviceArena::map`](crate::DeviceArena::map) takes it.
@@ -8,7 +8,6 @@
 
 #[cfg(feature = "memory-viz")]
 mod memory_viz;
-mod svg;
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests;
 
@@ -157,16 +156,6 @@ impl MapEvent {
 }
 
 impl ArenaMap {
-    /// Returns an SVG picture of the address space: live, pending, free, idle, active, bare. It
-    /// shows sizes, and a tooltip with the size of each block.
-    ///
-    /// At most 4 MiB for any map, usually under 100 KiB: spans narrower than two pixels are shaded,
-    /// and long bare ranges become a line.
-    #[must_use]
-    pub fn to_svg(&self) -> String {
-        svg::draw(self)
-    }
-
     /// Writes the map as a snapshot for PyTorch's `memory_viz` (the page of that name, or
     /// `_memory_viz.py`): a pickle. Needs the feature `memory-viz`, off by default.
     ///
@@ -193,16 +182,6 @@ impl ArenaMap {
 }
 
 impl SegmentMap {
-    /// Returns the bytes of granules in a state.
-    fn backed(&self, state: GranuleState) -> ByteSize {
-        self.granules.iter().filter(|run| run.state == state).map(|run| run.size).sum()
-    }
-
-    /// Returns the bytes of blocks in a state.
-    fn taken(&self, state: BlockState) -> ByteSize {
-        self.blocks.iter().filter(|block| block.state == state).map(|block| block.size).sum()
-    }
-
     /// Returns the start and the end of each maximal range with committed memory.
     fn stretches(&self) -> Vec<(u64, u64)> {
         let mut stretches: Vec<(u64, u64)> = Vec::new();

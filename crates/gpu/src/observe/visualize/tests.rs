@@ -1,4 +1,4 @@
-//! Tests of maps and pictures: with maps made by hand, and with maps of an arena.
+//! Tests of maps: with maps made by hand, and with maps of an arena.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,48 +9,6 @@ use lowtide_core::clock::{Clock, ManualClock};
 use lowtide_cuda_sim::trial::FaultInjectingDriver;
 
 const MIB: u64 = 1 << 20;
-
-/// Returns a segment of 64 GiB: granules of 2 MiB at these offsets in MiB, and blocks in bytes.
-fn segment(granules: &[(u64, u64, GranuleState)], blocks: &[(u64, u64, BlockState)]) -> SegmentMap {
-    let run = |&(offset, size, state): &(u64, u64, GranuleState)| GranuleRun {
-        offset: ByteSize::mib(offset),
-        size: ByteSize::mib(size),
-        state,
-    };
-    let block = |&(offset, size, state): &(u64, u64, BlockState)| BlockSpan {
-        offset: ByteSize::new(offset),
-        size: ByteSize::new(size),
-        requested: ByteSize::new(size - 56),
-        state,
-    };
-    SegmentMap {
-        region: "dynamic".to_owned(),
-        base: 1 << 40,
-        size: ByteSize::gib(64),
-        granules: granules.iter().map(run).collect(),
-        blocks: blocks.iter().map(block).collect(),
-    }
-}
-
-fn map(name: &str, segments: Vec<SegmentMap>) -> ArenaMap {
-    let granularity = ByteSize::mib(2);
-    let since_epoch = Duration::from_secs(1_700_000_000);
-    let name = name.to_owned();
-    ArenaMap { name, granularity, segments, since_epoch, ..ArenaMap::default() }
-}
-
-fn sample() -> ArenaMap {
-    use BlockState::{Live, Pending};
-    use GranuleState::{Active, Idle};
-    let granules = [(0, 6, Active), (6, 4, Idle), (40_000, 4, Active)];
-    let blocks = [
-        (0, MIB, Live),
-        (MIB + 256, 3 * MIB, Pending),
-        (5 * MIB, 256, Live),
-        (40_001 * MIB, 512, Live),
-    ];
-    map("embedder", vec![segment(&granules, &blocks)])
-}
 
 /// Opens an arena that keeps its last events. Returns it with its clock.
 fn arena(history: usize, limit: ByteSize) -> (DeviceArena, ManualClock) {
@@ -64,6 +22,16 @@ fn arena(history: usize, limit: ByteSize) -> (DeviceArena, ManualClock) {
 
 fn bytes(arena: &DeviceArena, size: u64) -> Buffer<u8> {
     arena.alloc(usize::try_from(size).expect("a length"), Region::Dynamic).expect("room")
+}
+
+/// Returns the bytes of granules in a state.
+fn backed(segment: &SegmentMap, state: GranuleState) -> ByteSize {
+    segment.granules.iter().filter(|run| run.state == state).map(|run| run.size).sum()
+}
+
+/// Returns the bytes of blocks in a state.
+fn taken(segment: &SegmentMap, state: BlockState) -> ByteSize {
+    segment.blocks.iter().filter(|block| block.state == state).map(|block| block.size).sum()
 }
 
 #[test]
@@ -80,9 +48,9 @@ fn a_map_and_a_snapshot_of_one_arena_agree() {
     map.validate();
     for (segment, region) in map.segments.iter().zip(&snapshot.regions) {
         assert_eq!(segment.region, region.region.name());
-        assert_eq!(segment.taken(BlockState::Live), region.live);
-        assert_eq!(segment.backed(GranuleState::Active), region.active);
-        assert_eq!(segment.backed(GranuleState::Idle), region.idle);
+        assert_eq!(taken(segment, BlockState::Live), region.live);
+        assert_eq!(backed(segment, GranuleState::Active), region.active);
+        assert_eq!(backed(segment, GranuleState::Idle), region.idle);
         assert_eq!(segment.size, region.reserved);
     }
     assert_eq!(map.segments[1].blocks.len(), buffers.len());
@@ -107,8 +75,8 @@ fn a_block_whose_memory_is_on_its_way_is_free_and_its_granules_are_active() {
         map.validate();
         let segment = &map.segments[1];
         assert_eq!((segment.blocks.len(), map.events.len()), (1, 2));
-        assert_eq!(segment.backed(GranuleState::Active), snapshot.active);
-        assert_eq!(segment.backed(GranuleState::Idle), ByteSize::ZERO);
+        assert_eq!(backed(segment, GranuleState::Active), snapshot.active);
+        assert_eq!(backed(segment, GranuleState::Idle), ByteSize::ZERO);
         other.join().expect("room");
     });
     drop(kept);
@@ -184,109 +152,6 @@ fn arena_committed(events: &[MapEvent]) -> ByteSize {
     committed.checked_sub(given).expect("given back after it was committed")
 }
 
-/// Returns every start tag with its attributes; fails if the text is not well formed.
-fn elements(svg: &str) -> Vec<&str> {
-    let mut open = Vec::new();
-    let mut found = Vec::new();
-    let mut rest = svg;
-    while let Some(start) = rest.find('<') {
-        let outside = &rest[..start];
-        assert!(!outside.contains('>'), "a bare `>` in {outside:?}");
-        for (at, _) in outside.match_indices('&') {
-            let entity = outside[at + 1..].split(';').next().expect("some");
-            assert!(["amp", "lt", "gt", "quot", "#39"].contains(&entity), "&{entity}");
-        }
-        let end = start + rest[start..].find('>').expect("a tag ends");
-        let tag = &rest[start + 1..end];
-        assert!(!tag.contains('<'), "{tag}");
-        let name = tag.trim_start_matches('/').split([' ', '/']).next().expect("some");
-        if tag.starts_with('/') {
-            assert_eq!(open.pop(), Some(name), "{tag}");
-        } else {
-            assert_eq!(tag.matches('"').count() % 2, 0, "{tag}");
-            found.push(tag);
-            if !tag.ends_with('/') {
-                open.push(name);
-            }
-        }
-        rest = &rest[end + 1..];
-    }
-    assert!(open.is_empty() && rest.trim().is_empty(), "{open:?} {rest:?}");
-    found
-}
-
-#[test]
-fn the_picture_shows_every_kind_of_span_and_a_legend() {
-    let map = sample();
-    map.validate();
-    let svg = map.to_svg();
-    let elements = elements(&svg);
-    for class in ["live", "pending", "hole", "idle", "active", "resting", "bare"] {
-        let drawn = elements.iter().filter(|tag| tag.contains(&format!("class=\"{class}\"")));
-        let least = if class == "bare" { 4 } else { 2 };
-        assert!(drawn.count() >= least, "{class}: in the legend and in a row\n{svg}");
-    }
-    for text in
-        ["embedder", "live block", "14.0 MiB committed of 64.0 GiB", "end -24.9 GiB", "bare"]
-    {
-        assert!(svg.contains(text), "{text}\n{svg}");
-    }
-    assert!(
-        svg.contains("<title>live: 1.0 MiB, requested 1023.9 KiB, at +0B (0x10000000000)</title>")
-    );
-}
-
-#[test]
-fn a_picture_of_nothing_is_a_picture() {
-    elements(&map("", Vec::new()).to_svg());
-    let svg = map("bare", vec![segment(&[], &[])]).to_svg();
-    elements(&svg);
-    assert!(svg.contains("64.0 GiB bare"), "{svg}");
-}
-
-#[test]
-fn names_from_outside_are_escaped_and_cut() {
-    let svg = map("<a href=\"x\">&\u{1}\u{ffff}'</a>", Vec::new()).to_svg();
-    elements(&svg);
-    assert!(svg.contains("&lt;a href=&quot;x&quot;&gt;&amp;\u{fffd}\u{fffd}&#39;&lt;/a&gt;"));
-    let svg = map(&"é".repeat(1000), Vec::new()).to_svg();
-    assert!(svg.contains(&format!("{}…<", "é".repeat(48))) && svg.len() < 4096);
-}
-
-#[test]
-fn the_size_of_a_picture_is_bounded_whatever_the_map() {
-    let mut segments = Vec::new();
-    for shift in [8, 12, 16, 21, 25, 8, 8, 8, 8, 8, 8] {
-        let step = 1_u64 << shift;
-        let (mut blocks, mut granules) = (Vec::new(), Vec::new());
-        for nth in 0..20_000 {
-            let state = if nth % 3 == 0 { BlockState::Pending } else { BlockState::Live };
-            blocks.push((nth * 3 * step, step + nth % 2 * step, state));
-            if nth % 7 != 0 && nth < 2_000 {
-                let state = if nth % 2 == 0 { GranuleState::Idle } else { GranuleState::Active };
-                granules.push((nth * 6, 2 + nth % 2 * 2, state));
-            }
-        }
-        segments.push(segment(&granules, &blocks));
-    }
-    // Such blocks have no memory. A picture draws its input as it is.
-    let svg = map("crowded", segments).to_svg();
-    let drawn = elements(&svg).len();
-    assert!(svg.len() < 4 << 20, "{} bytes", svg.len());
-    assert!(drawn < 40_000, "{drawn} elements");
-    assert!(svg.contains("3 more segments are not shown"));
-}
-
-#[test]
-fn what_lies_far_apart_is_drawn_on_a_scale_that_shows_both() {
-    let granules = [(0, 2, GranuleState::Idle), (65_534, 2, GranuleState::Idle)];
-    let svg = map("far", vec![segment(&granules, &[])]).to_svg();
-    assert!(svg.contains("A row shows 16.0 MiB of addresses"), "two rows of the least size\n{svg}");
-    let everywhere: Vec<_> = (0..64).map(|nth| (nth * 1024, 2, GranuleState::Idle)).collect();
-    let svg = map("everywhere", vec![segment(&everywhere, &[])]).to_svg();
-    assert!(svg.contains("A row shows 4.0 GiB of addresses"), "{svg}");
-}
-
 #[cfg(feature = "memory-viz")]
 mod memory_viz {
     use std::collections::BTreeMap;
@@ -294,6 +159,51 @@ mod memory_viz {
     use serde_pickle::{DeOptions, HashableValue, Value};
 
     use super::*;
+
+    /// Returns a segment of 64 GiB: granules of 2 MiB at these offsets in MiB, and blocks in bytes.
+    fn segment(
+        granules: &[(u64, u64, GranuleState)],
+        blocks: &[(u64, u64, BlockState)],
+    ) -> SegmentMap {
+        let run = |&(offset, size, state): &(u64, u64, GranuleState)| GranuleRun {
+            offset: ByteSize::mib(offset),
+            size: ByteSize::mib(size),
+            state,
+        };
+        let block = |&(offset, size, state): &(u64, u64, BlockState)| BlockSpan {
+            offset: ByteSize::new(offset),
+            size: ByteSize::new(size),
+            requested: ByteSize::new(size - 56),
+            state,
+        };
+        SegmentMap {
+            region: "dynamic".to_owned(),
+            base: 1 << 40,
+            size: ByteSize::gib(64),
+            granules: granules.iter().map(run).collect(),
+            blocks: blocks.iter().map(block).collect(),
+        }
+    }
+
+    fn map(name: &str, segments: Vec<SegmentMap>) -> ArenaMap {
+        let granularity = ByteSize::mib(2);
+        let since_epoch = Duration::from_secs(1_700_000_000);
+        let name = name.to_owned();
+        ArenaMap { name, granularity, segments, since_epoch, ..ArenaMap::default() }
+    }
+
+    fn sample() -> ArenaMap {
+        use BlockState::{Live, Pending};
+        use GranuleState::{Active, Idle};
+        let granules = [(0, 6, Active), (6, 4, Idle), (40_000, 4, Active)];
+        let blocks = [
+            (0, MIB, Live),
+            (MIB + 256, 3 * MIB, Pending),
+            (5 * MIB, 256, Live),
+            (40_001 * MIB, 512, Live),
+        ];
+        map("embedder", vec![segment(&granules, &blocks)])
+    }
 
     /// The opcodes of pickle protocol 3 that `MemoryViz.js` reads, each with the length of its
     /// argument: a number of bytes, or one to four bytes that hold that number.
@@ -457,14 +367,14 @@ mod memory_viz {
 
     #[test]
     fn numbers_stay_below_what_the_viewers_read_and_time_is_the_wall_clocks() {
-        let mut map = sample();
-        map.device = 2;
-        map.taken = Moment::after_origin(Duration::from_secs(10));
+        let mut all = sample();
+        all.device = 2;
+        all.taken = Moment::after_origin(Duration::from_secs(10));
         let at = Moment::after_origin(Duration::from_secs(7));
         let most = ByteSize::MAX;
-        map.events.push(MapEvent::Alloc { at, address: u64::MAX, size: most });
-        map.events.push(MapEvent::OutOfMemory { at, requested: most, headroom: most });
-        let snapshot = pickled(&map);
+        all.events.push(MapEvent::Alloc { at, address: u64::MAX, size: most });
+        all.events.push(MapEvent::OutOfMemory { at, requested: most, headroom: most });
+        let snapshot = pickled(&all);
         let traces = list(field(&snapshot, "device_traces"));
         assert_eq!(traces.len(), 3, "the device's own is the third");
         let [block, event] = [0, 1].map(|nth| &list(&traces[2])[nth]);
@@ -473,7 +383,7 @@ mod memory_viz {
             assert_eq!(number(event, name), i64::MAX.cast_unsigned(), "{name}");
             assert_eq!(number(event, "time_us"), 1_699_999_997_000_000);
         }
-        pickled(&super::map("nothing", Vec::new()));
+        pickled(&map("nothing", Vec::new()));
     }
 
     #[test]

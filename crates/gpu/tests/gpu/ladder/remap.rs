@@ -301,3 +301,19 @@ fn only_whole_handles_are_remapped() {
     assert_eq!((sim.leaks().handles, sim.leaks().committed), (1, ByteSize::mib(4)));
     sim.decommit(on(8), whole, whole).expect("there it is");
 }
+
+/// A handle that cannot be divided keeps its idle granules from other blocks: allocations near the
+/// limit failed although there was room.
+#[test]
+fn without_remaps_each_handle_is_one_granule() {
+    for remap in [true, false] {
+        let sim = device(|options| options.remap = remap);
+        let arena = on_device(&sim, config(ByteSize::gib(1)));
+        let large = mib(&arena, 512).expect("room");
+        let (handles, granules) = (sim.calls(Call::Create), 512 / (GRANULE.get() >> 20));
+        assert_eq!(handles == granules, !remap, "{handles}");
+        drop(large);
+        arena.close().expect("nothing is live");
+        sim.assert_no_faults();
+    }
+}

@@ -179,7 +179,7 @@ fn nothing_else_wakes_it() {
     let done = arena.compact(CompactOptions::new(Region::Dynamic), |_| {}).expect("no error");
     assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
     arena.set_limit(ByteSize::mib(64));
-    let _ = (arena.map().to_svg(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
+    let _ = (arena.map(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
     assert_eq!((arena.state(), bed.sim.calls_total()), (SleepState::Asleep, calls));
     bed.assert_marked(&kept, 1);
     for (nth, block) in (0..).zip(&scattered) {

@@ -29,6 +29,47 @@ fn assert_refused(answer: Result<impl Sized, DeviceError>) {
     }
 }
 
+/// Reported in cubecl#1612: later blocks had the memory of a graph's temporaries.
+#[test]
+fn raw_blocks_of_a_capture_are_held_until_they_are_released() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
+    let lane = lane(&arena, &sim);
+    let block = || lane.alloc_raw(ByteSize::mib(2), ByteSize::new(1), DYNAMIC).expect("room");
+    let set = |captures| arena.set_capturing(lane.stream(), captures).expect("this process");
+    let (before, stays) = (block(), block());
+    set(true);
+    let (within, after, unknown) = (block(), block(), block());
+    // SAFETY: as above.
+    unsafe { arena.free_on(before.at, lane.stream()) }.expect("live");
+    lane.free(within.at).expect("live");
+    assert!(matches!(
+        arena.free(within.at),
+        Err(DeviceError::InteriorAddress { .. } | DeviceError::NotLive { .. })
+    ));
+    arena.record_unknown_use(unknown.at).expect("live");
+    arena.free(unknown.at).expect("live");
+    set(false);
+    assert_eq!(arena.snapshot().captured, ByteSize::mib(6));
+    lane.free(after.at).expect("live");
+    lane.free(stays.at).expect("live");
+    assert_eq!(arena.snapshot().captured, ByteSize::mib(8), "allocated in the capture");
+    let fresh: Vec<_> = (0..4).map(|_| block()).collect();
+    for held in [before, within, after, unknown] {
+        assert!(fresh.iter().all(|block| block.at != held.at));
+    }
+    assert_eq!(arena.reset(), Ok(ByteSize::mib(8)), "the captured blocks stay");
+    assert_eq!(arena.snapshot().live, ByteSize::mib(8));
+    // SAFETY: no graph was made.
+    assert_eq!(unsafe { arena.release_captured() }, Ok(ByteSize::mib(8)));
+    // SAFETY: as above.
+    assert_eq!(unsafe { arena.release_captured() }, Ok(ByteSize::ZERO));
+    sim.run_all();
+    assert_eq!(arena.snapshot().live, ByteSize::ZERO);
+    arena.validate();
+    drop(lane);
+    arena.close().expect("nothing is live");
+}
+
 /// A purge asked an event that had been recorded in the capture, then and ever after: 907.
 #[test]
 fn an_event_that_a_capture_would_take_is_recorded_after_it() {

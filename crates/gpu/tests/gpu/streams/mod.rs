@@ -13,6 +13,7 @@ mod ends;
 mod events;
 mod fronts;
 mod onnxruntime;
+mod patterns;
 mod raw;
 
 use std::sync::Arc;

@@ -6,18 +6,19 @@
 
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
-use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DevicePtr as _};
 use lowtide::ByteSize;
-use lowtide::clock::Moment;
+use lowtide::clock::{Clock as _, Moment};
 use lowtide::decay::DecayTime;
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
-use lowtide_gpu::driver::{Driver as _, DriverError, HostMemory, StreamHandle};
-use lowtide_gpu::{DeviceError, Region, SleepOptions};
+use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StreamHandle};
+use lowtide_gpu::{DeviceError, Lane, Region, SleepOptions};
 
 use super::open::WAYS;
 use super::support::{Bed, LAZY, UNIT, check, end, life, start, write};
@@ -195,6 +196,180 @@ fn a_thread_keeps_its_capture_mode_through_all_calls_and_those_that_fail() {
         exchange(GLOBAL);
         fake.assert_clean();
     }
+}
+
+/// When a temporary of a graph is dropped, and when its view was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Dropped {
+    Within,
+    WithinViewedBefore,
+    After,
+}
+
+/// Captures the clearing of a temporary. Returns the graph, and the temporary's address.
+fn graph_of(bed: &Bed, lane: &Lane, dropped: Dropped) -> (CudaGraph, DeviceAddress) {
+    let mut temporary = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
+    let lease = lane.enter().expect("awake");
+    let at = temporary.address(&lease).expect("ours").expect("not empty");
+    if dropped == Dropped::WithinViewedBefore {
+        let mut view = temporary.cuda_mut(&lease).expect("a view");
+        bed.one.begin_capture(RELAXED).expect("begun");
+        bed.one.memset_zeros(&mut view).expect("captured");
+    } else {
+        bed.one.begin_capture(RELAXED).expect("begun");
+        bed.one.memset_zeros(&mut temporary.cuda_mut(&lease).expect("a view")).expect("captured");
+    }
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let mut temporary = Some(temporary);
+    if dropped != Dropped::After {
+        temporary = None;
+    }
+    let graph = bed.one.end_capture(flags).expect("not spoiled").expect("a graph");
+    drop(temporary);
+    (graph, at)
+}
+
+/// Reported in cubecl #1612: the launch cleared the next buffer in the temporary's place.
+#[test]
+fn a_graph_that_is_launched_again_writes_to_no_later_buffer() {
+    use Dropped::{After, Within, WithinViewedBefore};
+    for (tracked, dropped) in [false, true]
+        .into_iter()
+        .flat_map(|of| [Within, WithinViewedBefore, After].map(|at| (of, at)))
+    {
+        let (fake, bed, arena, lane) = start();
+        if !tracked {
+            // SAFETY: one stream uses the slices.
+            unsafe { bed.context.disable_event_tracking() };
+        }
+        let (graph, at) = graph_of(&bed, &lane, dropped);
+        let what = format!("tracked {tracked}, {dropped:?}");
+        assert_eq!(arena.snapshot().captured, ByteSize::of(2 * UNIT), "{what}");
+        // All that the limit leaves, so that a free place would be taken.
+        let all = std::iter::from_fn(|| lane.alloc::<u8>(2 * UNIT, Region::Dynamic).ok());
+        let mut others: Vec<_> = all.collect();
+        for other in &mut others {
+            write(&bed.one, other, 7).expect("queued");
+        }
+        graph.launch().expect("queued");
+        others.iter().for_each(|other| check(&bed.one, other, 7));
+        drop(others);
+        assert_eq!(arena.reset(), Ok(ByteSize::ZERO));
+        assert!(arena.close().is_err_and(|error| matches!(error, DeviceError::LiveBlocks { .. })));
+        drop(graph);
+        // SAFETY: the only graph is destroyed.
+        assert_eq!(unsafe { arena.release_captured() }, Ok(ByteSize::of(2 * UNIT)));
+        assert_eq!(arena.snapshot().captured, ByteSize::ZERO);
+        arena.purge().expect("waits");
+        let again = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
+        let lease = lane.enter().expect("awake");
+        assert_eq!(again.address(&lease), Ok(Some(at)), "{what}");
+        drop((again, lease));
+        end((fake, bed, arena, lane));
+    }
+}
+
+/// What is neither viewed in a capture nor freed in one is reused as always.
+#[test]
+fn buffers_beside_a_capture_are_reused() {
+    let (fake, bed, arena, lane) = start();
+    bed.one.begin_capture(RELAXED).expect("begun");
+    drop(lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room"));
+    let other = arena.cuda_lane(&bed.two).expect("a lane");
+    let mut buffer = other.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
+    write(&bed.two, &mut buffer, 1).expect("queued");
+    drop(buffer);
+    assert_eq!(arena.snapshot().captured, ByteSize::ZERO);
+    assert!(is_sound(&bed.one));
+    drop(other);
+    end((fake, bed, arena, lane));
+}
+
+/// A slice whose events were recorded before a capture spoiled it when its buffer was dropped: 905.
+#[test]
+fn a_buffer_that_is_dropped_in_a_capture_does_not_spoil_it() {
+    let (fake, bed, arena, lane) = start();
+    for _ in 0..8 {
+        let mut buffer = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
+        write(&bed.one, &mut buffer, 1).expect("queued");
+        bed.one.begin_capture(RELAXED).expect("begun");
+        drop(buffer);
+        let fresh = lane.alloc::<u8>(UNIT, Region::Dynamic).expect("room");
+        let _ = fresh.cuda(&lane.enter().expect("awake")).expect("a view");
+        assert!(is_sound(&bed.one));
+        drop(fresh);
+        // SAFETY: no graph was made.
+        unsafe { arena.release_captured() }.expect("this process");
+    }
+    end((fake, bed, arena, lane));
+}
+
+/// Reported in pytorch#190308 and #180395: captures that an error invalidated, or that were given
+/// up, kept memory for ever.
+#[test]
+fn captures_that_are_given_up_leave_no_memory_behind() {
+    for is_invalidated in [true, false] {
+        let (fake, bed, arena, lane) = start();
+        for _ in 0..20 {
+            let stream = foreign(&bed.context);
+            let capturing = arena.cuda_lane(&stream).expect("a lane");
+            let before = capturing.alloc::<u8>(8 * UNIT, Region::Dynamic).expect("room");
+            stream.begin_capture(GLOBAL).expect("begun");
+            let within = capturing.alloc::<u8>(8 * UNIT, Region::Dynamic).expect("room");
+            drop((before, within));
+            if is_invalidated {
+                bed.context.synchronize().expect_err("a capture");
+                assert!(!is_sound(&stream));
+            }
+            drop((capturing, stream));
+            bed.clock.advance(Duration::from_secs(1));
+            arena.decay(bed.clock.now()).expect("looked");
+        }
+        arena.wait_for_pending().expect("waited");
+        arena.purge().expect("nothing is live");
+        assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
+        drop(lane.alloc::<u8>(24 * UNIT, Region::Dynamic).expect("the whole limit"));
+        drop(lane);
+        arena.close().expect("nothing is live");
+        drop((arena, bed));
+        assert_eq!(fake.faults().contains("CaptureSpoiled"), is_invalidated);
+        assert!(fake.leaks().is_empty());
+    }
+}
+
+/// The release function freed the memory of a graph.
+#[test]
+fn imported_memory_that_a_graph_captured_is_released_after_the_graph() {
+    let (fake, bed, arena, lane) = start();
+    let slice = bed.one.clone_htod(&[1_u8; 512]).expect("memory");
+    let (at, calls) = (slice.device_ptr(&bed.one).0, Arc::new(AtomicUsize::new(0)));
+    let (counted, release) = (Arc::clone(&calls), move |_, _| drop(slice));
+    let release = move |at, size| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        release(at, size);
+    };
+    // SAFETY: the slice exists, used by no other code, until the release drops it.
+    let imported = unsafe { lane.import::<u8>(DeviceAddress::new(at), 512, release) };
+    let mut imported = imported.expect("imported");
+    bed.one.begin_capture(RELAXED).expect("begun");
+    {
+        let lease = lane.enter().expect("awake");
+        bed.one.memset_zeros(&mut imported.cuda_mut(&lease).expect("a view")).expect("captured");
+    }
+    drop(imported);
+    let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let graph = bed.one.end_capture(flags).expect("not spoiled").expect("a graph");
+    for _ in 0..2 {
+        graph.launch().expect("queued");
+        arena.purge().expect("waits");
+        assert_eq!(calls.load(Ordering::Relaxed), 0);
+    }
+    drop(graph);
+    // SAFETY: the only graph is destroyed.
+    unsafe { arena.release_captured() }.expect("this process");
+    arena.purge().expect("waits");
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
+    end((fake, bed, arena, lane));
 }
 
 /// The worker of a `Memory` is such a thread.

@@ -113,7 +113,7 @@ fn buffers_end_in_threads_that_never_used_the_device() {
         bed.two.synchronize().expect("done");
         check(&bed.one, &next, value);
     }
-    assert_eq!(arena.parked_errors(), 0);
+    assert_eq!(arena.snapshot().parked_errors_total, 0);
     drop(lane);
     arena.close().expect("closed");
     drop((arena, bed));

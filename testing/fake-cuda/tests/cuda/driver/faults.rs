@@ -234,7 +234,7 @@ fn what_is_live_when_the_context_is_lost_is_dropped_in_silence() {
         let DeviceError::Driver(cause) = &error else { panic!("{error}") };
         assert!(cause.is_context_lost(), "{error}");
         drop(blocks);
-        assert!(arena.parked_errors() > 0, "the view's waits failed");
+        assert!(arena.snapshot().parked_errors_total > 0, "the view's waits failed");
         drop((lane, arena, bed));
         assert_eq!(fake.retains(0), 0);
     }

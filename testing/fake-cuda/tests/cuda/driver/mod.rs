@@ -14,6 +14,7 @@ mod faults;
 mod governor;
 mod nvml;
 mod open;
+mod peers;
 mod pinned;
 mod pinned_schedule;
 mod scarce;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::driver::cuda::{
-    BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, MemoryKind,
-    Probe, Skipped,
+    BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceSet, DeviceUuid,
+    MemoryKind, Probe, Skipped,
 };
 use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
 use lowtide_gpu::{Region, SleepOptions};
@@ -91,7 +91,8 @@ pub(crate) const WAYS: [(CudaOptions, &[&CStr]); 4] = [
 const fn way(backend: Option<Backend>, memory: MemoryKind) -> CudaOptions {
     let device = DeviceChoice::Ordinal(0);
     let handle = Some(ByteSize::kib(64));
-    CudaOptions { device, backend, memory, handle, pool_limit: None }
+    let (pool_limit, peers, rdma) = (None, DeviceSet::of(&[]), false);
+    CudaOptions { device, backend, memory, handle, pool_limit, peers, rdma }
 }
 
 /// Functions that older drivers lack.
@@ -347,6 +348,35 @@ fn another_way_to_memory_than_there_is_is_refused() {
         assert_eq!(driver.skipped(), []);
     }
     drop(CudaDriver::open(way(Some(Backend::CudaPlain), MemoryKind::Managed)).expect("the same"));
+    fake.assert_clean();
+}
+
+#[test]
+fn a_device_that_cannot_share_its_memory_as_asked_is_named() {
+    let (device, peer) = (0, 1);
+    let peers = CudaOptions { peers: DeviceSet::of(&[peer]), ..CudaOptions::default() };
+    let rdma = CudaOptions { rdma: true, ..CudaOptions::default() };
+    let fake = Fake::start(Options { flags: Options::NO_PEERS | Options::NO_RDMA, ..LAZY });
+    let error = refused(&fake, peers);
+    assert_eq!(error, CudaError::NoPeerAccess { device, peer });
+    assert!(error.to_string().contains("device 1 cannot access memory of CUDA device 0"));
+    assert_eq!(refused(&fake, rdma), CudaError::NoRdma { device });
+    drop(fake);
+    let fake = Fake::start(LAZY);
+    let far = CudaOptions { peers: DeviceSet::of(&[0, 127]), ..peers };
+    assert_eq!(refused(&fake, far), CudaError::NoSuchDevice { ordinal: 127, count: 2 });
+    for asked in [peers, rdma] {
+        for backend in [Backend::CudaPool, Backend::CudaPlain] {
+            let error = refused(&fake, CudaOptions { backend: Some(backend), ..asked });
+            let cause = BackendFailure::NotShared;
+            assert_eq!(error, CudaError::NoSuchBackend { backend, device, cause });
+        }
+        fake.fail(c"cuMemSetAccess", 1, 999); // WSL 2 refuses memory for network cards here
+        let error = refused(&fake, asked);
+        assert!(matches!(&error, CudaError::NoBackend { skipped, .. } if skipped.len() == 1));
+    }
+    let alone = CudaOptions { peers: DeviceSet::of(&[device]), ..CudaOptions::default() };
+    drop(CudaDriver::open(alone).expect("the device itself"));
     fake.assert_clean();
 }
 

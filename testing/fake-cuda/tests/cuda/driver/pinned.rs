@@ -291,6 +291,10 @@ fn no_copy_of_a_pinned_buffer_is_captured() {
     check(&bed.one, &to, 9);
     drop((from, to, pool));
     drop(lane);
+    // It was viewed in a capture.
+    // SAFETY: neither graph is launched any more.
+    let released = unsafe { arena.release_captured() }.expect("this process");
+    assert_eq!(released, ByteSize::kib(4));
     arena.close().expect("closed");
     drop((arena, bed));
     assert!(fake.faults().contains("CaptureSpoiled") && fake.leaks().is_empty());

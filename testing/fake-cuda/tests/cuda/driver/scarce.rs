@@ -6,8 +6,8 @@ use std::sync::Arc;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide_fake_cuda::{Fake, Options};
-use lowtide_gpu::driver::Driver as _;
-use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::driver::cuda::{BackendFailure, CudaDriver, CudaOptions};
+use lowtide_gpu::driver::{Backend, Driver as _};
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 const MIB: usize = 1 << 20;
@@ -51,14 +51,47 @@ fn a_device_is_usable_with_little_more_addresses_than_memory() {
     }
 }
 
-/// With fewer addresses than that, both regions get the same, and some are left for others.
+/// Reported in llama.cpp#29142 and #27918: with 48 GiB of addresses 17 of 24 GiB were usable.
+#[test]
+fn a_device_is_usable_with_fewer_addresses_than_memory() {
+    for (space, flags) in [(48, 0), (32, 0), (16, 0), (4, 0), (16, Options::NO_POOLS)] {
+        let (capacity, address_space) = (24 << 30, space << 30);
+        let few = Options { flags, capacity, address_space, devices: 1, ..Options::default() };
+        let fake = Fake::start(few);
+        let driver = driver();
+        let [skipped, ..] = driver.skipped() else { panic!("{space}: {}", driver.backend()) };
+        let needed = ByteSize::gib(27);
+        assert_eq!(skipped.cause, BackendFailure::Addresses { needed }, "{space}");
+        let arena = open(&driver, ArenaConfig::new("model")).expect("an arena");
+        for region in [Region::Stable, Region::Dynamic] {
+            let gib = usable(&arena, region);
+            // Memory of any backend has addresses.
+            let fits = usize::try_from(space.min(24)).expect("few") - 1;
+            assert!(gib >= fits, "{space}, {flags}, {region:?}: {gib} GiB");
+            if region == Region::Dynamic && (space, flags) == (32, 0) {
+                println!("figure field.device.usable_few_gib {gib} GiB");
+            }
+            arena.wait_for_pending().expect("waited");
+            arena.purge().expect("nothing is live");
+        }
+        drop((arena, driver));
+        fake.assert_clean();
+    }
+}
+
+/// If no other backend works, or this one is asked for, both regions get the same, and some
+/// addresses are left for others.
 #[test]
 fn addresses_are_shared_out_however_few_there_are() {
-    for space in [48, 32, 16, 4] {
+    for (space, is_asked) in [(48, true), (32, true), (16, true), (4, true), (16, false)] {
         let (capacity, address_space) = (24 << 30, space << 30);
         let fake =
             Fake::start(Options { capacity, address_space, devices: 1, ..Options::default() });
-        let driver = driver();
+        let backend = is_asked.then_some(Backend::CudaVirtualMemory);
+        let has = |name: &str| is_asked || !["cuMemPoolCreate", "cuMemAlloc_v2"].contains(&name);
+        let options = CudaOptions { backend, ..CudaOptions::default() };
+        let driver = Arc::new(CudaDriver::open_with(options, &has).expect("a device"));
+        assert_eq!(driver.backend(), Backend::CudaVirtualMemory);
         let arena = open(&driver, ArenaConfig::new("model")).expect("an arena");
         let reserved = arena.snapshot().regions.map(|region| region.reserved);
         assert_eq!(reserved[0], reserved[1], "{space}");

@@ -192,7 +192,7 @@ fn without_an_event_there_is_no_view_and_the_next_one_is_had() {
         assert!(matches!(error, DeviceError::View { .. }), "{error}");
         let _ = buffer.cuda(&lease).expect("a view");
         drop((lease, buffer));
-        assert_eq!(arena.parked_errors(), 0);
+        assert_eq!(arena.snapshot().parked_errors_total, 0);
         end((fake, bed, arena, lane));
     }
 }
@@ -245,7 +245,7 @@ fn an_error_that_a_freed_view_leaves_is_counted_and_nobody_elses() {
         write(&bed.two, &mut buffer, 1).expect("queued");
         fake.fail(c"cuStreamWaitEvent", nth, 999);
         drop(buffer);
-        assert_eq!(arena.parked_errors(), 1);
+        assert_eq!(arena.snapshot().parked_errors_total, 1);
         let number = bed.one.clone_htod(&[1_u8]).expect("nobody else's error comes out");
         drop(number);
         end((fake, bed, arena, lane));
@@ -308,7 +308,7 @@ fn an_error_that_others_parked_stays_theirs() {
         cudarc::driver::DriverError(cudarc::driver::sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE);
     bed.context.record_err::<()>(Err(theirs));
     drop(buffer);
-    assert_eq!(arena.parked_errors(), 0);
+    assert_eq!(arena.snapshot().parked_errors_total, 0);
     assert_eq!(bed.context.check_err(), Err(theirs));
     end((fake, bed, arena, lane));
 }
@@ -356,7 +356,7 @@ fn a_warm_request_with_a_view_creates_no_event_and_adds_three_calls_to_cudarcs()
     let mut buffer = alloc(&lane, 2 * UNIT);
     write(&bed.one, &mut buffer, 1).expect("queued");
     drop(buffer);
-    assert_eq!(fake.calls_total() - before, cudarcs + 3, "a query of the context, two waits");
+    assert_eq!(fake.calls_total() - before, cudarcs + 3, "a query of the capture, two waits");
     drop(alloc(&lane, 2 * UNIT));
     assert_eq!(fake.calls_total() - before, cudarcs + 3, "none without a view");
     assert_eq!(fake.calls(c"cuEventCreate"), created);

@@ -1,0 +1,197 @@
+//! Days of a device arena in virtual time: committed memory, driver calls and tables.
+//!
+//! Requests follow the simulation's load of a day. Each allocates blocks of random sizes on a lane,
+//! and one in four keeps a block for minutes or hours, as a cache of a conversation does. The model
+//! is replaced each morning, and the arena sleeps when it is idle. The requests repeat after ten
+//! days, so that two such periods differ only by the arena's state.
+//!
+//! Invariant: the clock never passes the time of a due decay or sleep.
+#![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lowtide::{BoxError, ByteSize};
+use lowtide_cuda_sim::{DriverCosts, Pattern, SimDriver, SimOptions};
+use lowtide_gpu::clock::{Clock as _, ManualClock, Moment};
+use lowtide_gpu::driver::{Driver as _, StreamHandle};
+use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, Lane, Region, SleepConfig, SleepState};
+
+use crate::sim::chance::Chance;
+use crate::sim::load::{DAY, Load};
+
+/// The load: requests a second at its peak.
+const LOAD: Load = Load::Days { high: 0.5, day: DAY };
+/// Days until the same requests come again.
+pub(crate) const PERIOD: usize = 10;
+const MINUTES: u32 = 24 * 60;
+/// The minute at which the model is replaced.
+const MORNING: u32 = 5 * 60;
+/// MiB of the blocks of the model, in an order that changes from day to day.
+const MODEL: [u64; 5] = [3, 7, 16, 33, 64];
+/// Sizes of other blocks, in MiB.
+const SIZES: (f64, f64) = (0.001, 64.0);
+/// The time for which a block is left behind, in seconds.
+const LEFT_FOR: (f64, f64) = (60.0, 7200.0);
+const SLEEPS_AFTER: Duration = Duration::from_secs(1800);
+
+/// A day.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Day {
+    /// Committed and live memory, summed over its seconds without sleep.
+    committed: f64,
+    live: f64,
+    /// Calls of the driver.
+    calls: f64,
+    /// The peaks of the arena's metadata in bytes, and of live driver objects.
+    tables: f64,
+    objects: f64,
+}
+
+/// A value of a day.
+type Of = fn(&Day) -> f64;
+
+impl Day {
+    /// The values that must not drift, with their names.
+    pub(crate) const SERIES: [(&str, Of); 4] = [
+        ("committed_per_live", |day| day.committed / day.live),
+        ("driver_calls", |day| day.calls),
+        ("table_bytes", |day| day.tables),
+        ("driver_objects", |day| day.objects),
+    ];
+}
+
+struct World {
+    sim: Arc<SimDriver>,
+    clock: ManualClock,
+    arena: DeviceArena,
+    lane: Lane,
+    stream: StreamHandle,
+    seed: u64,
+    chance: Chance,
+    model: Vec<Buffer<u8>>,
+    left: Vec<(Moment, Buffer<u8>)>,
+    day: Day,
+}
+
+/// Runs so many days, and closes the arena.
+pub(crate) fn run(seed: u64, days: usize) -> Result<Vec<Day>, BoxError> {
+    let mut world = World::new(seed)?;
+    let days = (0..days).map(|day| world.day(day)).collect::<Result<_, _>>()?;
+    let World { sim, arena, lane, stream, model, left, .. } = world;
+    drop((model, left, lane));
+    arena.close()?;
+    drop(arena);
+    sim.stream_destroy(stream)?;
+    sim.run_all();
+    if sim.faults_total() > 0 || !sim.leaks().is_empty() {
+        return Err(format!("{:?}, {:?}", sim.faults(), sim.leaks()).into());
+    }
+    Ok(days)
+}
+
+impl World {
+    fn new(seed: u64) -> Result<Self, BoxError> {
+        let options = SimOptions { costs: DriverCosts::zero(), ..SimOptions::default() };
+        let sim = Arc::new(SimDriver::new(options));
+        let clock = sim.clock();
+        let sleep = SleepConfig { idle_after: Some(SLEEPS_AFTER), ..SleepConfig::default() };
+        let config = ArenaConfig { sleep, ..ArenaConfig::new("days") };
+        let arena = DeviceArena::open(Arc::clone(&sim) as _, Arc::new(clock.clone()), config)?;
+        let stream = sim.stream_create()?;
+        // SAFETY: the stream is destroyed after the lane.
+        let lane = unsafe { arena.lane(stream) }?;
+        let (chance, day) = (Chance::new(seed), Day::default());
+        let (model, left) = (Vec::new(), Vec::new());
+        Ok(Self { sim, clock, arena, lane, stream, seed, chance, model, left, day })
+    }
+
+    fn day(&mut self, nth: usize) -> Result<Day, BoxError> {
+        let calls = self.sim.calls_total();
+        self.day = Day::default();
+        self.chance = Chance::new(self.seed ^ (nth % PERIOD) as u64);
+        for minute in 0..MINUTES {
+            if minute == MORNING {
+                let mut sizes = MODEL;
+                sizes.rotate_left(nth % MODEL.len());
+                self.model.clear();
+                for size in sizes {
+                    self.model.push(self.block(ByteSize::mib(size), Region::Stable)?);
+                }
+            }
+            let mut expected = 60.0 * LOAD.at(60.0 * f64::from(minute));
+            let mut requests = 0;
+            while self.chance.happens(expected) {
+                (expected, requests) = (expected - 1.0, requests + 1);
+            }
+            let apart = Duration::from_secs(60) / (requests + 1);
+            for _ in 0..requests {
+                self.pass(apart)?;
+                self.request()?;
+            }
+            self.pass(Duration::from_secs(60) - apart * requests)?;
+            self.look();
+        }
+        self.day.calls = exact(self.sim.calls_total() - calls);
+        Ok(self.day)
+    }
+
+    fn block(&self, size: ByteSize, region: Region) -> Result<Buffer<u8>, BoxError> {
+        Ok(self.lane.alloc(usize::try_from(size.get())?, region)?)
+    }
+
+    fn request(&mut self) -> Result<(), BoxError> {
+        let lease = self.lane.enter()?;
+        let mut blocks = Vec::new();
+        for _ in 0..self.chance.pick(&[2, 4, 8]) {
+            let size = ByteSize::mib(1).scaled(self.chance.around(SIZES.0, SIZES.1));
+            let block = self.block(size, Region::Dynamic)?;
+            if let Some(at) = block.address(&lease)? {
+                self.sim.fill(self.stream, at, ByteSize::new(64), Pattern::new(1))?;
+            }
+            blocks.push(block);
+        }
+        drop(lease);
+        if self.chance.happens(0.25) {
+            let time = Duration::from_secs_f64(self.chance.around(LEFT_FOR.0, LEFT_FOR.1));
+            self.left.extend(blocks.pop().map(|block| (self.clock.now() + time, block)));
+        }
+        drop(blocks);
+        self.sim.run_all();
+        Ok(())
+    }
+
+    /// Advances the clock, with each decay and sleep that is due.
+    fn pass(&mut self, time: Duration) -> Result<(), BoxError> {
+        let end = self.clock.now() + time;
+        loop {
+            let now = self.clock.now();
+            let due = self.arena.next_decay().min(self.arena.next_sleep()).clamp(now, end);
+            let glance = self.arena.glance();
+            if self.arena.state() == SleepState::Awake {
+                let seconds = (due - now).as_secs_f64();
+                self.day.committed += glance.committed.as_f64() * seconds;
+                self.day.live += glance.live.as_f64() * seconds;
+            }
+            self.clock.advance(due - now);
+            if due == end {
+                self.left.retain(|(until, _)| *until > end);
+                return Ok(());
+            }
+            self.arena.decay(due)?;
+            self.arena.sleep_if_idle(due)?;
+        }
+    }
+
+    fn look(&mut self) {
+        let leaks = self.sim.leaks();
+        let objects = leaks.reservations + leaks.handles + leaks.events + leaks.host_stores;
+        self.day.objects = self.day.objects.max(exact(objects as u64));
+        self.day.tables = self.day.tables.max(self.arena.snapshot().metadata.as_f64());
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts of one run are far below 2^52")]
+fn exact(number: u64) -> f64 {
+    number as f64
+}

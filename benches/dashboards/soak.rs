@@ -1,0 +1,227 @@
+//! The soak: repeats the load of the dashboards for hours, and judges whether the proxy grows.
+//!
+//! Once per round, at the end of the longest pause, it counts the proxy's resident memory,
+//! descriptors, mappings, threads, learned keys and metrics series. A series drifts if it rises
+//! after the first ten minutes: significantly by Kendall's test (one-sided, .001), and by more than
+//! its tolerance by Sen's slope.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+use std::{fs, io};
+
+use hyper::body::Bytes;
+use lowtide::BoxError;
+use serde_json::Value;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+
+use crate::load;
+use crate::process::{self, ANSWERED, Proxy, get, post, poster};
+
+/// The time before counts are judged: caches and pools fill in it.
+const WARM_UP: Duration = Duration::from_secs(600);
+/// Requests with a path of their own in a round.
+const STRANGERS: usize = 200;
+/// The time in a round during which more clients send requests than those of the load.
+const GUESTS: Duration = Duration::from_secs(44);
+/// The number of phases up to the end of the longest pause.
+const BUSY_PHASES: usize = 8;
+/// The value of Kendall's statistic above which a series rises: the standard normal deviate that is
+/// exceeded with a probability of a thousandth.
+const RISES_FROM: f64 = 3.09;
+
+/// The counts, and the tolerance of each.
+const SERIES: [(&str, f64); 6] = [
+    ("resident_mib", 2.0),
+    ("descriptors", 0.5),
+    ("mappings", 2.0),
+    ("threads", 0.5),
+    ("learned_keys", 0.5),
+    ("metrics_series", 0.5),
+];
+
+/// Runs the soak, and returns the number of series that drift.
+pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
+    let least = 2 * WARM_UP;
+    if lasts < least {
+        let (lasts, least) = (humantime::format_duration(lasts), humantime::format_duration(least));
+        return Err(format!("a soak of {lasts}: expected at least {least}").into());
+    }
+    let program = crate::proxy::program()?;
+    let target = process::free_port()?;
+    let mut proxy = Proxy::start(&program, target, None)?;
+    proxy.ready().await?;
+    let (start, mut counts) = (Instant::now(), Vec::new());
+    while start.elapsed() < lasts {
+        let guests = tokio::spawn(guests(target, counts.len()));
+        let (busy, rest) = load::PHASES.split_at(BUSY_PHASES);
+        load::run(&[target], busy).await?;
+        guests.await?;
+        proxy.lives()?;
+        let counted = count(&proxy, target).await?;
+        println!("{:>6.0} s {}", start.elapsed().as_secs_f64(), line(&counted));
+        counts.push((start.elapsed(), counted));
+        load::run(&[target], rest).await?;
+    }
+    let judged = counts.iter().filter(|(at, _)| *at > WARM_UP).map(|(_, counted)| *counted);
+    let judged: Vec<_> = judged.collect();
+    let mut drifting = 0;
+    println!("\n{} rounds, {} of them judged", counts.len(), judged.len());
+    for (nth, (name, tolerance)) in SERIES.into_iter().enumerate() {
+        let values: Vec<_> =
+            judged.iter().filter_map(|counted| counted.get(nth).copied()).collect();
+        let (rises, grows) = (kendall(&values), sen(&values));
+        let drifts = rises > RISES_FROM && grows > tolerance;
+        drifting += usize::from(drifts);
+        let word = if drifts { "DRIFTS" } else { "holds" };
+        let ends = [values.first(), values.last()].map(|end| end.copied().unwrap_or(f64::NAN));
+        println!("{name:>15} {word:>6}: {ends:.1?}, {grows:+.2} in all, Kendall's z {rises:+.1}");
+    }
+    println!("figure soak.requests {} requests", ANSWERED.load(Relaxed));
+    println!("figure soak.judged_rounds {} rounds", judged.len());
+    println!("figure soak.drift {drifting} series");
+    Ok(drifting)
+}
+
+/// Counts what the proxy holds now.
+async fn count(proxy: &Proxy, target: SocketAddr) -> Result<[f64; SERIES.len()], BoxError> {
+    let home = format!("/proc/{}", proxy.id());
+    let status = fs::read_to_string(format!("{home}/status"))?;
+    let of = |key: &str| -> Option<f64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    let descriptors = fs::read_dir(format!("{home}/fd"))?.count();
+    let mappings = fs::read_to_string(format!("{home}/maps"))?.lines().count();
+    let told: Value =
+        serde_json::from_str(&get(&format!("http://{target}/memory?with=routes")).await?)?;
+    let keys = told["routes"].as_array().map_or(0, Vec::len);
+    let metrics = proxy.metrics().await?;
+    let series = metrics.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).count();
+    Ok([
+        of("VmRSS:").ok_or("no VmRSS")? / 1024.0,
+        number(descriptors),
+        number(mappings),
+        of("Threads:").ok_or("no Threads")?,
+        number(keys),
+        number(series),
+    ])
+}
+
+fn line(counted: &[f64; SERIES.len()]) -> String {
+    let mut line = String::new();
+    for ((name, _), value) in SERIES.iter().zip(counted) {
+        let _ = write!(line, " {name} {value:.1}");
+    }
+    line
+}
+
+/// Sends requests that the load lacks: small ones, uploads of megabytes, large JSON, event streams
+/// of seconds, unknown paths, slow bodies, and clients that leave early.
+async fn guests(target: SocketAddr, round: usize) {
+    let (start, end) = (Instant::now(), Instant::now() + GUESTS);
+    let (client, of) = (poster(), |path: &str| format!("http://{target}{path}"));
+    let mut guests = JoinSet::new();
+    for _ in 0..4 {
+        let small = Bytes::from_static(&[b'a'; 200]);
+        guests.spawn(load::ask(client.clone(), of("/echo"), "text/plain", small, end));
+    }
+    let upload = Bytes::from(vec![b'a'; 4 << 20]);
+    guests.spawn(load::ask(client.clone(), of("/echo"), "application/octet-stream", upload, end));
+    let (url, text) = (of("/embed"), format!("\"{}\"", load::text(16 << 10)));
+    let large = format!("{{\"texts\": [{}]}}", vec![text; 64].join(","));
+    let strangers = client.clone();
+    guests.spawn(async move {
+        // After the arena has slept.
+        sleep_until(start + GUESTS / 2).await;
+        load::ask(client, url, "application/json", large.into(), end).await;
+    });
+    guests.spawn(async move {
+        for nth in 0..STRANGERS {
+            let url = format!("http://{target}/{round}-{nth}/stranger");
+            let body = Bytes::from(vec![b'a'; 40 * nth]);
+            let _ = timeout_at(end, post(&strangers, &url, "text/plain", body)).await;
+            sleep(Duration::from_millis(100)).await;
+        }
+    });
+    for _ in 0..3 {
+        guests.spawn(again(end, move || stream(target, "/echo", &[b'e'; 300], 24, true)));
+        guests.spawn(again(end, move || stream(target, "/words", &[b'a'; 4 << 10], 32, true)));
+        guests.spawn(again(end, move || stream(target, "/echo", &[b'a'; 16 << 10], 3, false)));
+    }
+    guests.join_all().await;
+}
+
+/// Repeats an action until the end.
+async fn again<F: Future<Output = io::Result<()>>>(end: Instant, act: impl Fn() -> F) {
+    while Instant::now() < end {
+        let _ = timeout_at(end, act()).await;
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Sends a body in parts, one each quarter of a second, and reads the response meanwhile; that of
+/// `/echo` is a stream of events. A client that does not stay disconnects before the body ends.
+async fn stream(
+    target: SocketAddr,
+    path: &str,
+    part: &[u8],
+    parts: usize,
+    stays: bool,
+) -> io::Result<()> {
+    let (mut answer, mut body) = TcpStream::connect(target).await?.into_split();
+    let head = "connection: close\r\ntransfer-encoding: chunked\r\n";
+    let head = format!("POST {path} HTTP/1.1\r\nhost: {target}\r\n{head}\r\n");
+    body.write_all(head.as_bytes()).await?;
+    let send = async {
+        for _ in 0..parts {
+            body.write_all(format!("{:x}\r\n", part.len()).as_bytes()).await?;
+            body.write_all(part).await?;
+            body.write_all(b"\r\n").await?;
+            sleep(Duration::from_millis(250)).await;
+        }
+        if stays { body.write_all(b"0\r\n\r\n").await } else { Err(io::ErrorKind::Other.into()) }
+    };
+    let read = async { answer.read_to_end(&mut Vec::new()).await };
+    tokio::try_join!(send, read)?;
+    ANSWERED.fetch_add(1, Relaxed);
+    Ok(())
+}
+
+/// Returns all pairs of values, the earlier one first, and their distance.
+fn pairs(values: &[f64]) -> impl Iterator<Item = (f64, f64, usize)> {
+    values.iter().enumerate().flat_map(move |(at, early)| {
+        let later = values.iter().enumerate().skip(at + 1);
+        later.map(move |(to, late)| (*early, *late, to - at))
+    })
+}
+
+/// Returns the statistic of Kendall's test for a trend, in standard deviations. It is not corrected
+/// for ties, which make it smaller.
+fn kendall(values: &[f64]) -> f64 {
+    let signs = pairs(values).map(|(early, late, _)| match late.total_cmp(&early) {
+        std::cmp::Ordering::Less => -1.0,
+        std::cmp::Ordering::Equal => 0.0,
+        std::cmp::Ordering::Greater => 1.0,
+    });
+    let (sum, of) = (signs.sum::<f64>(), number(values.len()));
+    sum / (of * (of - 1.0) * (2.0 * of + 5.0) / 18.0).sqrt().max(1.0)
+}
+
+/// Returns the growth over all values by Sen's slope, the median of the slopes of all pairs.
+fn sen(values: &[f64]) -> f64 {
+    let slopes = pairs(values).map(|(early, late, over)| (late - early) / number(over));
+    let mut slopes: Vec<_> = slopes.collect();
+    slopes.sort_unstable_by(f64::total_cmp);
+    let median = slopes.get(slopes.len() / 2).copied().unwrap_or(0.0);
+    median * number(values.len().saturating_sub(1))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts of one run are far below 2^52")]
+fn number(count: usize) -> f64 {
+    count as f64
+}
