@@ -53,8 +53,8 @@ pub(super) struct SensorState {
     /// The last count of the C library's heap, and the earliest time of the next one.
     libc: LibcHeap,
     next_libc: Moment,
-    /// `true` once a purge could not release memory: it stays resident if later ones can.
-    keeps_unused: bool,
+    /// The most bytes that a purge could not release: they stay resident if later ones can.
+    unreleased_max: ByteSize,
 }
 
 /// A refresh of jemalloc's statistics, and measurements of the same moment.
@@ -140,8 +140,11 @@ impl MemorySensor {
     /// Moves unused memory that the kernel does not take back out of the sample's physical bytes.
     fn leave_out_unreleased(&mut self, sample: &mut Sample, now: Moment) {
         let fails = heap::release_failure().is_some();
-        self.seen.keeps_unused |= fails;
-        if !self.seen.keeps_unused {
+        // With each refresh, since it may read a file.
+        if fails && self.seen.refresh.as_ref().is_none_or(|last| last.at == now) {
+            self.seen.unreleased_max = self.seen.unreleased_max.max(heap::unreleased_max());
+        }
+        if self.seen.unreleased_max.is_zero() {
             return;
         }
         let held = self.libc(now).held;
@@ -160,6 +163,7 @@ impl MemorySensor {
         }
         let other = sample.untracked_anonymous.saturating_sub(held);
         let unreleased = heap.unused_of(other.saturating_add(active)).min(sample.physical);
+        let unreleased = unreleased.min(self.seen.unreleased_max);
         sample.unreleased = unreleased;
         sample.physical = sample.physical.saturating_sub(unreleased);
         sample.untracked_anonymous = sample.untracked_anonymous.saturating_sub(unreleased);

@@ -93,6 +93,30 @@ fn a_fragmented_heap_has_few_mappings_without_overcommit() {
     });
 }
 
+/// The hooks of arena 0 were taken for jemalloc's own.
+#[test]
+fn hooks_of_the_application_stay() {
+    use tikv_jemalloc_ctl::raw;
+    /// `extent_hooks_t`: nine functions.
+    type Table = [usize; 9];
+    const HOOKS: &[u8] = b"arena.0.extent_hooks\0";
+    without_overcommit("memory_mappings::hooks_of_the_application_stay", || {
+        // SAFETY: the control has a pointer to a table.
+        let own: *const Table = unsafe { raw::read(HOOKS) }.expect("a table");
+        // SAFETY: jemalloc's table, which is constant.
+        let table: *const Table = Box::leak(Box::new(unsafe { *own }));
+        // SAFETY: a table of the same functions, which stays.
+        unsafe { raw::write(HOOKS, table) }.expect("jemalloc takes it");
+        let _memory = Memory::start().expect("starts");
+        // SAFETY: as above.
+        let found: *const Table = unsafe { raw::read(HOOKS) }.expect("a table");
+        assert_eq!(found, table);
+        // SAFETY: as above.
+        let other: *const Table = unsafe { raw::read(b"arena.1.extent_hooks\0") }.expect("one");
+        assert!(other != own && other != table, "another arena has other hooks");
+    });
+}
+
 #[test]
 fn a_number_of_mappings_near_the_maximum_is_a_warning_that_names_the_sysctl() {
     let name = "memory_mappings::\

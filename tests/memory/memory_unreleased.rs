@@ -59,6 +59,11 @@ fn refuse_madvise() -> bool {
     set == 0
 }
 
+fn tick(memory: &Memory) {
+    let seen = memory.admission().last_tick();
+    until("a tick", || memory.admission().last_tick() != seen);
+}
+
 /// Takes a burst, and counts the requests that are served after it.
 fn serves_after_a_burst(
     before: impl FnOnce() -> bool,
@@ -74,10 +79,7 @@ fn serves_after_a_burst(
     }
     drop(burst);
     let report = memory.purge().expect("not forked").heap.expect("jemalloc purges");
-    let tick = || {
-        let seen = memory.admission().last_tick();
-        until("a tick", || memory.admission().last_tick() != seen);
-    };
+    let tick = || tick(&memory);
     // The level falls step by step.
     (0..600).take_while(|_| memory.level() > Level::None).for_each(|_| tick());
     let serve = |nth| {
@@ -133,5 +135,48 @@ fn requests_are_served_where_a_filter_refuses_to_release_memory() {
         let cause = serves_after_a_burst(|| true, refuse_madvise);
         let refused = ReleaseFailure::Refused(libc::EPERM);
         assert!(cause.is_none_or(|cause| cause == refused), "{cause:?}");
+    });
+}
+
+/// All unbacked addresses counted as unused memory once some memory was locked, and memory of
+/// others was left out of what counts against the limit.
+#[test]
+fn no_more_than_what_is_locked_is_left_out() {
+    const LOCKED: ByteSize = ByteSize::mib(32);
+    const UNUSED: ByteSize = ByteSize::mib(256);
+    const OTHERS: ByteSize = ByteSize::mib(256);
+    BALANCED.run(|| {
+        let memory = Memory::builder().memory_limit(LIMIT).start().expect("starts");
+        let bytes = |size: ByteSize| vec![1_u8; usize::try_from(size.get()).expect("64 bits")];
+        let unused = bytes(UNUSED);
+        // Below 8 MiB: larger ones are released when they are freed.
+        let locked: Vec<_> = (0..8).map(|_| bytes(LOCKED.scaled(0.125))).collect();
+        for block in &locked {
+            // SAFETY: changes no memory.
+            if unsafe { libc::mlock(block.as_ptr().cast(), block.len()) } != 0 {
+                println!("skipped: mlock: {}", io::Error::last_os_error());
+                return;
+            }
+        }
+        drop(locked);
+        let report = memory.purge().expect("not forked").heap.expect("jemalloc purges");
+        assert_eq!(
+            report.unreleased.map(|of| of.cause),
+            Some(ReleaseFailure::Locked),
+            "{report:?}"
+        );
+        until("it is left out", || !memory.snapshot().unreleased.is_zero());
+        drop(unused);
+        memory.purge().expect("not forked").heap.expect("jemalloc purges");
+        let length = usize::try_from(OTHERS.get()).expect("64 bits");
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE);
+        let flags = flags | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+        // SAFETY: a new mapping, which nothing else uses.
+        let others = unsafe { libc::mmap(std::ptr::null_mut(), length, prot, flags, -1, 0) };
+        assert_ne!(others, libc::MAP_FAILED);
+        (0..2).for_each(|_| tick(&memory));
+        let snapshot = memory.snapshot();
+        assert!(snapshot.physical >= OTHERS.scaled(0.9), "{snapshot:?}");
+        assert!(snapshot.unreleased <= LOCKED.scaled(1.1), "{snapshot:?}");
     });
 }

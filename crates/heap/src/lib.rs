@@ -84,7 +84,7 @@ pub use purge::{
     Outcome, Part, PurgeReport, Unreleased, decay_tick, flush_thread_cache, purge, purge_now,
 };
 pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
-pub use release::{ReleaseFailure, check_release, release_failure};
+pub use release::{ReleaseFailure, check_release, release_failure, unreleased_max};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.

@@ -54,6 +54,30 @@ pub(super) fn cpus() -> u64 {
     u64::try_from(count).unwrap_or(1).max(1)
 }
 
+/// Returns the bytes that the process has locked. Does not allocate.
+#[cfg(target_os = "linux")]
+pub(super) fn locked() -> ByteSize {
+    with_text("/proc/self/status", |text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("VmLck:"))?;
+        line.trim().strip_suffix(" kB")?.trim().parse().ok().map(ByteSize::kib)
+    })
+    .unwrap_or(ByteSize::ZERO)
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(super) const fn locked() -> ByteSize {
+    ByteSize::ZERO
+}
+
+/// Parses the first 4 KiB of a file.
+#[cfg(target_os = "linux")]
+pub(super) fn with_text<T>(path: &str, parse: impl FnOnce(&str) -> Option<T>) -> Option<T> {
+    let mut text = [0_u8; 4096];
+    let mut file = std::fs::File::open(path).ok()?;
+    let length = std::io::Read::read(&mut file, &mut text).ok()?;
+    std::str::from_utf8(text.get(..length)?).ok().and_then(parse)
+}
+
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod platform {
     use std::ffi::{CStr, c_int, c_void};

@@ -77,8 +77,8 @@ pub fn limit_mappings() -> Result<Option<ByteSize>, HostError> {
     let hooks = match HOOKS.get() {
         Some(hooks) => hooks,
         None => {
-            let replaced = ctl::ARENA_HOOKS.read_in(0)?;
-            // SAFETY: jemalloc's pointer to the table in use, which stays.
+            let replaced = jemallocs_table()?;
+            // SAFETY: jemalloc's own table, which is constant.
             let table = unsafe { *replaced };
             let own = extent_hooks_t { decommit: table.decommit.map(|_| decommit as _), ..table };
             HOOKS.get_or_init(|| Hooks { own, replaced, least: least_length() })
@@ -96,6 +96,16 @@ pub fn limit_mappings() -> Result<Option<ByteSize>, HostError> {
     }
     drop(kept);
     Ok(Some(ByteSize::of(hooks.least)))
+}
+
+/// Returns jemalloc's own table, which a new arena has. The application may have replaced that of
+/// others.
+fn jemallocs_table() -> Result<*mut extent_hooks_t, HostError> {
+    let fresh = ctl::ARENAS_CREATE.read()?;
+    let table = ctl::ARENA_HOOKS.read_in(fresh);
+    // SAFETY: no block is in this arena, and no thread uses it.
+    unsafe { ctl::ARENA_DESTROY.perform_in(fresh) }?;
+    table
 }
 
 fn least_length() -> usize {

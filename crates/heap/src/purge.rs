@@ -67,8 +67,8 @@ impl Part {
 #[non_exhaustive]
 pub struct Unreleased {
     /// Bytes of unused pages that stay resident: at most
-    /// [`HeapSnapshot::unused_of`](super::HeapSnapshot::unused_of). jemalloc reuses them before it
-    /// maps new ones.
+    /// [`HeapSnapshot::unused_of`](super::HeapSnapshot::unused_of) and
+    /// [`unreleased_max`](super::unreleased_max). jemalloc reuses them before it maps new ones.
     pub bytes: ByteSize,
     /// The cause.
     pub cause: ReleaseFailure,
@@ -202,10 +202,12 @@ fn unreleased(
     stays: ByteSize,
     resident: ByteSize,
 ) -> Result<Option<Unreleased>, HostError> {
-    let is_locked = || stays > inexactness() && locked() >= stays;
+    let inexact = inexactness();
+    let is_locked = || stays > inexact && libc_heap::locked().saturating_add(inexact) >= stays;
     let failure = failure.or_else(|| is_locked().then(release::note_locked).flatten());
     let Some(cause) = failure else { return Ok(None) };
     let bytes = HeapProbe::here()?.snapshot()?.unused_of(resident).max(stays);
+    let bytes = bytes.min(release::unreleased_max());
     Ok(Some(Unreleased { bytes, cause }))
 }
 
@@ -240,37 +242,13 @@ fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>
 /// the kernel does not report it. Does not allocate.
 #[cfg(target_os = "linux")]
 fn anonymous_resident() -> ByteSize {
-    let pages = with_text("/proc/self/statm", anonymous_pages);
+    let pages = libc_heap::with_text("/proc/self/statm", anonymous_pages);
     pages.and_then(|pages| libc_heap::kernel_page().checked_mul(pages)).unwrap_or(ByteSize::ZERO)
 }
 
 #[cfg(not(target_os = "linux"))]
 const fn anonymous_resident() -> ByteSize {
     ByteSize::ZERO
-}
-
-/// Returns the bytes that the process has locked. Does not allocate.
-#[cfg(target_os = "linux")]
-fn locked() -> ByteSize {
-    with_text("/proc/self/status", |text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("VmLck:"))?;
-        line.trim().strip_suffix(" kB")?.trim().parse().ok().map(ByteSize::kib)
-    })
-    .unwrap_or(ByteSize::ZERO)
-}
-
-#[cfg(not(target_os = "linux"))]
-const fn locked() -> ByteSize {
-    ByteSize::ZERO
-}
-
-/// Parses the first 4 KiB of a file.
-#[cfg(target_os = "linux")]
-fn with_text<T>(path: &str, parse: impl FnOnce(&str) -> Option<T>) -> Option<T> {
-    let mut text = [0_u8; 4096];
-    let mut file = std::fs::File::open(path).ok()?;
-    let length = std::io::Read::read(&mut file, &mut text).ok()?;
-    std::str::from_utf8(text.get(..length)?).ok().and_then(parse)
 }
 
 /// Resident less shared pages, from the text of `/proc/<pid>/statm` (`proc_pid_statm(5)`:

@@ -8,6 +8,10 @@ use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use lowtide_core::bytes::ByteSize;
+
+use super::libc_heap::locked;
+
 /// The reason that the kernel does not take unused memory back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
@@ -49,6 +53,18 @@ pub fn release_failure() -> Option<ReleaseFailure> {
         LOCKED => Some(ReleaseFailure::Locked),
         IGNORED => Some(ReleaseFailure::Ignored),
         code => Some(ReleaseFailure::Refused(code)),
+    }
+}
+
+/// Returns the most bytes of unused memory that can stay resident for the reason of the last
+/// [`check_release`]: zero if there is none, and what the process has locked if that is the reason.
+/// Reads a file of the kernel in that case; allocates nothing.
+#[must_use]
+pub fn unreleased_max() -> ByteSize {
+    match release_failure() {
+        None => ByteSize::ZERO,
+        Some(ReleaseFailure::Locked) => locked(),
+        Some(ReleaseFailure::Refused(_) | ReleaseFailure::Ignored) => ByteSize::MAX,
     }
 }
 
