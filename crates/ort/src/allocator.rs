@@ -42,13 +42,13 @@ pub struct OrtAllocator {
     table: sys::OrtAllocator,
     /// `None` for one that no library knows.
     info: Option<MemoryInfo<'static>>,
-    source: Source,
+    source: MemorySource,
     books: Mutex<Blocks>,
 }
 
 /// Where an allocator has its memory.
 #[derive(Debug)]
-pub(crate) enum Source {
+pub(crate) enum MemorySource {
     Cpu(RunArena),
     #[cfg(feature = "cuda")]
     Cuda(CudaArena),
@@ -93,7 +93,7 @@ pub struct OrtAllocatorStats {
 
 impl OrtAllocator {
     /// Registers an allocator with the environment. It lives until the process ends.
-    pub(crate) fn register(env: &Environment, source: Source) -> ort::Result<&'static Self> {
+    pub(crate) fn register(env: &Environment, source: MemorySource) -> ort::Result<&'static Self> {
         let info = source.memory_info()?;
         let allocator: &'static Self = Box::leak(Box::new(Self::new(Some(info), source)));
         let register = ort::api().RegisterAllocator;
@@ -104,7 +104,7 @@ impl OrtAllocator {
         Ok(allocator)
     }
 
-    fn new(info: Option<MemoryInfo<'static>>, source: Source) -> Self {
+    fn new(info: Option<MemoryInfo<'static>>, source: MemorySource) -> Self {
         // SAFETY: a value of plain fields; the functions that must be there follow.
         let mut table = unsafe { sys::OrtAllocator::default() };
         table.Alloc = Some(alloc);
@@ -118,7 +118,7 @@ impl OrtAllocator {
 
     /// Creates one that no library knows.
     #[cfg(test)]
-    pub(crate) fn unregistered(source: Source) -> &'static Self {
+    pub(crate) fn unregistered(source: MemorySource) -> &'static Self {
         Box::leak(Box::new(Self::new(None, source)))
     }
 
@@ -133,9 +133,9 @@ impl OrtAllocator {
     pub fn shrink(&self) {
         self.books().stats.shrinks += 1;
         match &self.source {
-            Source::Cpu(arena) => arena.shrink(),
+            MemorySource::Cpu(arena) => arena.shrink(),
             #[cfg(feature = "cuda")]
-            Source::Cuda(arena) => arena.shrink(),
+            MemorySource::Cuda(arena) => arena.shrink(),
         }
     }
 
@@ -180,7 +180,7 @@ impl OrtAllocator {
     }
 }
 
-impl Source {
+impl MemorySource {
     /// Returns the description under which ONNX Runtime looks an allocator up.
     pub(crate) fn memory_info(&self) -> ort::Result<MemoryInfo<'static>> {
         let (device, number) = match self {
@@ -336,7 +336,7 @@ mod tests {
     const RUN: Purpose = Purpose::Run(None);
 
     fn allocator(arena: RunArena) -> &'static OrtAllocator {
-        OrtAllocator::unregistered(Source::Cpu(arena))
+        OrtAllocator::unregistered(MemorySource::Cpu(arena))
     }
 
     fn heap_arena() -> RunArena {

@@ -24,7 +24,7 @@ use lowtide::device::{DeviceArena, DeviceError, Region};
 use ort::environment::Environment;
 use ort::{AsPointer as _, sys};
 
-use super::allocator::{OrtAllocator, Purpose, Source, check};
+use super::allocator::{MemorySource, OrtAllocator, Purpose, check};
 use super::blocks::{self, Found};
 use super::error::{OrtError, failed};
 
@@ -51,7 +51,7 @@ pub(crate) fn register(
     env: &Environment,
     arena: DeviceArena,
 ) -> Result<&'static OrtAllocator, OrtError> {
-    let source = Source::Cuda(CudaArena::new(arena.clone())?);
+    let source = MemorySource::Cuda(CudaArena::new(arena.clone())?);
     let mut arenas = ARENAS.lock().unwrap_or_else(PoisonError::into_inner);
     check_free(env, &source)?;
     let allocator = OrtAllocator::register(env, source);
@@ -61,7 +61,7 @@ pub(crate) fn register(
 }
 
 /// Fails if the device of this arena has an allocator.
-fn check_free(env: &Environment, source: &Source) -> Result<(), OrtError> {
+fn check_free(env: &Environment, source: &MemorySource) -> Result<(), OrtError> {
     let cannot = failed("look up the allocator of a CUDA device");
     let info = source.memory_info().map_err(&cannot)?;
     let mut found = ptr::null_mut();
@@ -175,7 +175,7 @@ mod tests {
     }
 
     fn allocator(arena: &DeviceArena) -> &'static OrtAllocator {
-        OrtAllocator::unregistered(Source::Cuda(CudaArena::new(arena.clone()).unwrap()))
+        OrtAllocator::unregistered(MemorySource::Cuda(CudaArena::new(arena.clone()).unwrap()))
     }
 
     fn of_stream(stream: &CudaStream) -> Purpose {

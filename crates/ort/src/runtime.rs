@@ -21,7 +21,7 @@ use lowtide::memory::{ArenaError, Memory, MemoryError};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 
-use super::allocator::{OrtAllocator, Source};
+use super::allocator::{MemorySource, OrtAllocator};
 use super::blocks::RunArena;
 use super::error::{OrtError, failed};
 use super::library;
@@ -98,7 +98,7 @@ impl Runtime {
         let builder = builder.with_name("lowtide").with_telemetry(false);
         let environment = builder.build().map_err(failed("create the environment"))?;
         *opened = Some(environment.clone());
-        let register = OrtAllocator::register(&environment, Source::Cpu(arena));
+        let register = OrtAllocator::register(&environment, MemorySource::Cpu(arena));
         let allocator = register.map_err(failed("register the allocator"))?;
         let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
         let settings = SessionSettings::of(memory.config().profile.value, cpus);
