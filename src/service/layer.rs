@@ -519,7 +519,8 @@ impl<E: Estimate> MemoryLayer<E> {
         let resumes = can_resume.then_some(Resumes { priority, tenant: number, within });
         let tenant = tenant.cloned();
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
-        let terms = Terms { cap, lesson, share, slot, is_measured, resumes, reports };
+        let is_exempt = priority == Priority::Exempt;
+        let terms = Terms { cap, lesson, share, slot, is_measured, is_exempt, resumes, reports };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
         Ok(SharedPermit::new(permit, origin, terms, limits))
@@ -530,7 +531,7 @@ impl<E: Estimate> MemoryLayer<E> {
     fn has_admitted(&self, head: &Parts) -> bool {
         static WARNED: AtomicBool = AtomicBool::new(false);
         let Some(permit) = head.extensions.get::<SharedPermit>() else { return false };
-        let has_admitted = permit.is_of(&self.settings.admission);
+        let has_admitted = permit.is_admitted_by(&self.settings.admission);
         if has_admitted && !WARNED.swap(true, Ordering::Relaxed) {
             let path = head.uri.path();
             log!(warn, target: "lowtide", path, "memory layer inside another one is ignored");

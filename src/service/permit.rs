@@ -95,6 +95,7 @@ struct Admitted {
     is_measured: bool,
     /// `true` if it has a slot of its route's slow start.
     is_trial: bool,
+    is_exempt: bool,
     origin: Origin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
     /// nothing cancels it.
@@ -155,6 +156,7 @@ pub(super) struct Terms {
     pub(super) slot: Option<Box<Trial>>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
+    pub(super) is_exempt: bool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
     pub(super) resumes: Option<Resumes>,
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
@@ -206,6 +208,7 @@ impl SharedPermit {
         Self(Arc::new(Account::new(Admitted {
             is_measured,
             is_trial: terms.slot.is_some(),
+            is_exempt: terms.is_exempt,
             origin,
             cap: terms.cap,
             claim: AtomicU64::new(claim.get()),
@@ -298,9 +301,9 @@ impl SharedPermit {
         self.0.owner().is_measured
     }
 
-    /// Returns `true` if its bytes are reserved in this admission.
-    pub(super) fn is_of(&self, admission: &Admission) -> bool {
-        self.held().permit.is_of(admission)
+    /// Returns `true` if this admission has reserved its bytes, unless it is exempt.
+    pub(super) fn is_admitted_by(&self, admission: &Admission) -> bool {
+        !self.0.owner().is_exempt && self.held().permit.is_of(admission)
     }
 
     /// Returns `true` if this thread runs for this request.

@@ -133,6 +133,25 @@ fn a_request_that_passes_two_layers_is_admitted_once() {
     assert_eq!((stats.held(), stats.admitted_total), (0, u64::from(sent)), "one for each");
 }
 
+/// Where the outer layer exempts a route, the inner one passed its requests too, and no layer
+/// reserved anything.
+#[test]
+fn a_request_that_the_outer_layer_exempts_is_admitted_by_the_inner_one() {
+    let bed = Bed::new();
+    let handler =
+        async |Extension(permit): Extension<SharedPermit>| permit.reserved().get().to_string();
+    let outer = bed.memory.layer().exempt(|head| head.uri.path() == "/");
+    let app = Router::new().route("/", post(handler)).layer(bed.memory.layer()).layer(outer);
+    let request = Request::post("/").header(CONTENT_LENGTH, 1 << 20);
+    let request = request.body(Body::from(vec![1; 1 << 20])).expect("a valid head");
+    let answer = run(async {
+        let answer = app.oneshot(request).await.expect("infallible");
+        answer.into_body().collect().await.expect("whole").to_bytes()
+    });
+    let reserved: u64 = std::str::from_utf8(&answer).expect("text").parse().expect("a number");
+    assert!(reserved >= 1 << 20, "{reserved}");
+}
+
 /// The stacks with each layer of tower-http that touches requests, outside the memory layer. They
 /// answer with the bytes that a request has reserved when its handler begins.
 fn stacks(layer: &MemoryLayer<ContentLength>) -> Vec<(&'static str, Router)> {

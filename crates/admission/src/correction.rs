@@ -212,6 +212,8 @@ pub struct Correction {
     pub(super) correction_factor: f64,
     /// The memory held while nothing is reserved.
     base: ByteSize,
+    /// The least base so far; the maximum until one is learned.
+    base_min: ByteSize,
     /// The memory beyond the base, the loaded resources and the requests. It does not grow while a
     /// resource is loading: growth is attributed to that resource.
     extra: ByteSize,
@@ -253,6 +255,7 @@ impl Correction {
             correction_factor: start,
             start,
             base: ByteSize::ZERO,
+            base_min: ByteSize::MAX,
             extra: ByteSize::ZERO,
             quiet: true,
             unmeasured: UNMEASURED,
@@ -288,6 +291,13 @@ impl Correction {
     #[must_use]
     pub const fn base(&self) -> ByteSize {
         self.base
+    }
+
+    /// Returns the least memory held while nothing was reserved, so far. What is held beyond it may
+    /// be released: memory that a resource has freed to the C library, a cache.
+    #[must_use]
+    pub const fn base_min(&self) -> ByteSize {
+        if self.base_min.get() == ByteSize::MAX.get() { self.base } else { self.base_min }
     }
 
     /// Updates the state with a sample and returns the bytes that may be reserved.
@@ -336,6 +346,9 @@ impl Correction {
             held
         };
         let may_grow = quiet && self.quiet && !books.is_loading();
+        if may_grow {
+            self.base_min = self.base_min.min(held);
+        }
         self.base = if may_grow { held } else { self.base.min(held) };
         self.quiet = quiet;
     }
@@ -664,6 +677,13 @@ pub(super) mod tests {
         // Held is less than the base while busy: the base was too high.
         let _ = correction.update(requests(30), sample(90, 0));
         assert_eq!(correction.base(), ByteSize::mib(90));
+        for _ in 0..2 {
+            let _ = correction.update(requests(0), sample(500, 0));
+        }
+        assert_eq!(
+            (correction.base(), correction.base_min()),
+            (ByteSize::mib(500), ByteSize::mib(100))
+        );
     }
 
     #[test]

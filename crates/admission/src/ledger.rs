@@ -748,7 +748,7 @@ impl Ledger {
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         let loadable = match measured.ceiling {
             ByteSize::MAX => ByteSize::MAX,
-            ceiling => ceiling.saturating_sub(correction.base()),
+            ceiling => ceiling.saturating_sub(correction.base_min()),
         };
         self.loadable.store(loadable.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
@@ -1037,6 +1037,20 @@ mod tests {
         assert_eq!(correction.base(), ByteSize::mib(100));
         ledger.release_standing(loading);
         ledger.release_standing(idle);
+    }
+
+    /// Memory that an unloaded resource had freed to the C library, and that a purge would release,
+    /// made the next load one that can never fit.
+    #[test]
+    fn what_is_held_for_a_while_does_not_make_a_load_impossible() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        for held in [100, 100, 300, 300] {
+            ledger.correct(&mut correction, sample(held, 0));
+        }
+        assert_eq!(correction.base(), ByteSize::mib(300));
+        let ceiling = ledger.ceiling();
+        assert_eq!(ledger.loadable(), ceiling.saturating_sub(ByteSize::mib(100)));
     }
 
     #[test]

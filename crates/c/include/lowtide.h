@@ -459,7 +459,9 @@ lowtide_status lowtide_shrink(lowtide_allocator allocator,
 
 /**
  * Sets the most bytes that a device may have committed; `UINT64_MAX` for no limit. Opens the
- * device. Memory above a lowered limit stays until it is freed or released.
+ * device. Memory above a lowered limit stays until it is freed or released. The addresses of a
+ * device follow from its limit when it is opened, so a limit that is raised to more than three
+ * times that, and more than 4 GiB, may be out of reach.
  */
 lowtide_status lowtide_set_limit(lowtide_allocator allocator, int device, uint64_t limit_bytes);
 

@@ -333,7 +333,9 @@ pub unsafe extern "C" fn lowtide_shrink(
 }
 
 /// Sets the most bytes that a device may have committed; `UINT64_MAX` for no limit. Opens the
-/// device. Memory above a lowered limit stays until it is freed or released.
+/// device. Memory above a lowered limit stays until it is freed or released. The addresses of a
+/// device follow from its limit when it is opened, so a limit that is raised to more than three
+/// times that, and more than 4 GiB, may be out of reach.
 #[unsafe(no_mangle)]
 pub extern "C" fn lowtide_set_limit(
     allocator: Allocator,

@@ -156,11 +156,12 @@ impl Signals {
     pub fn look(&self) -> bool {
         let has_other_limits = self.look_outside();
         let before = self.files();
-        let is_whole = !before.missing.iter().any(SignalError::is_passing);
+        let passing = |of: &CgroupFiles| of.missing.iter().filter(|it| it.is_passing()).count();
+        let is_whole = passing(&before) == 0;
         let open = |lines: &[u8]| {
             let is_same = *lines == *before.lines;
             let opened = (!is_same || !is_whole).then(|| CgroupFiles::open(&self.root, lines))?;
-            (!is_same || opened.missing.len() < before.missing.len()).then_some(opened)
+            (!is_same || passing(&opened) < passing(&before)).then_some(opened)
         };
         let opened = self.groups.as_ref().and_then(|file| file.read(open)).flatten();
         let has_opened = opened.is_some();

@@ -144,8 +144,12 @@ pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey, is_lost: bool
     port.with(|state| state.forget_stream(stream));
 }
 
-/// Returns `true` if a stream captures a graph.
+/// Returns `true` if a stream captures a graph: one that the program names, or one of those that
+/// the arena knows.
 pub(crate) async fn is_any_capturing(port: &Port<'_>) -> Result<bool, DriverError> {
+    if port.with(|state| !state.streams.capturing.is_empty()) {
+        return Ok(true);
+    }
     let mut last = None;
     while let Some(stream) = port.with(|state| state.streams.next_alive(last)) {
         if is_capturing(port, stream).await.transpose()? == Some(true) {

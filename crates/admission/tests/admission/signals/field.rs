@@ -394,6 +394,25 @@ fn what_could_not_be_read_is_tried_again() {
     assert!(!signals.missing().iter().any(|error| matches!(error, SignalError::Unreadable { .. })));
 }
 
+/// What had become absent meanwhile hid that the limit could be read again.
+#[test]
+fn what_could_not_be_read_is_found_where_something_else_is_gone() {
+    let tree = v2("/app", &[("app", limited(256))]);
+    tree.write("sys/fs/cgroup/app/memory.pressure", "some avg10=0.00 avg60=0.00 total=0\n");
+    let tree = unreadable(tree, "app/memory.max");
+    let signals = tree.open();
+    let passing = |error: &SignalError| matches!(error, SignalError::Unreadable { .. });
+    assert_eq!(signals.missing().iter().filter(|error| passing(error)).count(), 1);
+    let all = signals.missing().len();
+    let app = tree.root().join("sys/fs/cgroup/app");
+    fs::remove_dir(app.join("memory.max")).expect("a folder");
+    fs::remove_file(app.join("memory.pressure")).expect("a file");
+    tree.write("sys/fs/cgroup/app/memory.max", "268435456\n");
+    assert!(signals.look());
+    assert_eq!(mib(signals.sample().limit.bytes), 256);
+    assert_eq!(signals.missing().len(), all, "no PSI");
+}
+
 /// Report: openjdk/jdk#21808 (N). The own cgroup under a mount of the host's namespace is the one
 /// whose `cgroup.procs` has this process.
 #[test]

@@ -147,6 +147,24 @@ fn nobody_waits_for_the_device_while_a_stream_captures() {
     arena.validate();
 }
 
+/// Only the streams of lanes and of live blocks were asked: 900, and the capture spoiled.
+#[test]
+fn nobody_waits_for_the_device_in_a_capture_that_the_program_names() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(16));
+    let foreign = sim.stream_create().expect("a stream");
+    drop(arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room"));
+    arena.set_capturing(foreign, true).expect("this process");
+    sim.begin_capture(foreign).expect("captures");
+    let waits = sim.calls(Call::Synchronize);
+    arena.purge().expect("what nobody uses");
+    assert_eq!(sim.calls(Call::Synchronize), waits);
+    let graph = sim.end_capture(foreign).expect("not spoiled");
+    sim.graph_destroy(graph).expect("done");
+    arena.set_capturing(foreign, false).expect("this process");
+    assert_eq!(arena.purge(), Ok(ByteSize::mib(8)));
+    assert_sound(&sim, &[]);
+}
+
 /// A lane that is dropped while its stream captures has no event; what it freed is waited for with
 /// all other work, after the capture.
 #[test]
