@@ -346,10 +346,10 @@ impl Correction {
             held
         };
         let may_grow = quiet && self.quiet && !books.is_loading();
-        if may_grow {
-            self.base_min = self.base_min.min(held);
-        }
         self.base = if may_grow { held } else { self.base.min(held) };
+        if may_grow || self.base_min != ByteSize::MAX {
+            self.base_min = self.base_min.min(self.base);
+        }
         self.quiet = quiet;
     }
 
@@ -682,7 +682,7 @@ pub(super) mod tests {
         }
         assert_eq!(
             (correction.base(), correction.base_min()),
-            (ByteSize::mib(500), ByteSize::mib(100))
+            (ByteSize::mib(500), ByteSize::mib(90))
         );
     }
 

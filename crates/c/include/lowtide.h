@@ -412,7 +412,8 @@ lowtide_status lowtide_end_stream(lowtide_allocator allocator, int device, lowti
  * A graph keeps addresses. The memory of blocks that are allocated or freed on the stream
  * meanwhile is held when they are freed, so that a launch uses no memory of others, until
  * `lowtide_release_captured`. It counts in `live_bytes`. Keep other blocks of the graph until it
- * is destroyed. Without this call memory freed during a capture is reused.
+ * is destroyed. Without this call memory freed during a capture is reused. Until the end is told,
+ * no call waits for the whole device, and memory that needs such a wait is not available.
  */
 lowtide_status lowtide_set_capturing(lowtide_allocator allocator,
                                      int device,

@@ -173,7 +173,9 @@ impl DeviceArena {
 
     /// Records that a stream captures a graph from now on, or no more. The memory of raw blocks
     /// that are allocated or freed on the stream meanwhile is held when they are freed, until
-    /// [`DeviceArena::release_captured`]: a launch of the graph uses it.
+    /// [`DeviceArena::release_captured`]: a launch of the graph uses it. Until the end is recorded,
+    /// no call of the arena waits for the whole device, and memory that needs such a wait is not
+    /// available.
     ///
     /// For programs that give raw blocks to captured work: an arena does not ask the driver at each
     /// free of a raw block, which would double the cost of a pair.
