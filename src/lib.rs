@@ -172,8 +172,3 @@ struct OperatingPage;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/RECORDING.md")]
 struct RecordingPage;
-
-/// The code of the page that follows an allocation, compiled.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/LIFE_OF_AN_ALLOCATION.md")]
-struct LifePage;
