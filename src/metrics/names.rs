@@ -191,8 +191,7 @@ table! {
         ["device", "arena"]
         "Times that a thread had to wait for a lock of an arena.";
     DEVICE_LOCK_WAIT: Detail Gauge "lowtide_device_lock_wait_seconds" Seconds ["device", "arena"]
-        "Total time that threads have waited for an arena's lock. A gauge, because counters \
-         of the metrics facade are integers; rate() works all the same.";
+        "Total time that threads have waited for an arena's lock.";
     DEVICE_EXPORTED: Detail Gauge "lowtide_device_exported_bytes" Bytes ["device", "arena"]
         "Bytes of blocks exported to other code (DLPack, raw pointers). The arena does not sleep \
          while any are exported.";
@@ -253,8 +252,8 @@ table! {
         "Memory that counts against the limit: the cgroup's usage without page cache, or the \
          process's anonymous and shared memory.";
     PRESSURE_PHYSICAL_PEAK: Basic Gauge "lowtide_pressure_physical_peak_bytes" Bytes []
-        "Largest lowtide_pressure_physical_bytes of the last 30 to 60 s, as sampled by \
-         the control loop, every 10 to 250 ms: a scrape does not miss a short peak.";
+        "Largest lowtide_pressure_physical_bytes of the last 30 to 60 s, so that a scrape does not \
+         miss a short peak.";
     PRESSURE_PART: Basic Gauge "lowtide_pressure_part_bytes" Bytes ["part"]
         "Parts of the limit of host memory: live blocks of the heap by owner (requests, resources, \
          heap for the rest), fragmentation (of the heap, thread caches and metadata included), \
@@ -280,22 +279,18 @@ table! {
          kind (some, full); absent if the kernel does not report it.";
     PRESSURE_STALL_TOTAL: Detail Gauge "lowtide_pressure_stall_seconds" Seconds ["kind"]
         "Total time that tasks of the cgroup have waited for memory (PSI total), by kind (some, \
-         full). A gauge, because counters of the metrics facade are integers; rate() works all \
-         the same.";
+         full).";
     SATURATION: Basic Gauge "lowtide_saturation_ratio" Count []
         "How near the service is to rejecting requests for lack of memory, 0 to 1, for \
-         autoscalers: the part of the room for requests that is taken, and 1 while requests wait \
-         or are rejected. A mean over about 15 s.";
+         autoscalers. A mean over about 15 s.";
     ADMISSION_RESERVED: Basic Gauge "lowtide_admission_reserved_bytes" Bytes ["budget"]
         "Bytes reserved by admitted requests and loaded resources, as estimated.";
     ADMISSION_CEILING: Basic Gauge "lowtide_admission_ceiling_bytes" Bytes ["budget"]
         "Bytes that requests, resources and other memory may fill together: LOWTIDE_CEILING times \
-         the memory limit; without that setting it rises from .80 to at most .93 of it; absent \
-         without a limit.";
+         the memory limit, or else .80 to .93 of it; absent without a limit.";
     ADMISSION_CEILING_PART: Detail Gauge "lowtide_admission_ceiling_part_bytes" Bytes ["part"]
         "What determines the host's ceiling (start, earned, reserve_fixed, reserve_unlearned, \
-         reserve_growth): the earned part, but at most the limit less the largest reserve, and at \
-         least the start; absent without a limit.";
+         reserve_growth): earned, at most the limit less the largest reserve, at least start.";
     ADMISSION_ALLOWANCE: Basic Gauge "lowtide_admission_allowance_bytes" Bytes ["budget"]
         "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
          the memory that no request owns and the correction factor; absent without a limit.";
@@ -320,26 +315,23 @@ table! {
         "Reservations suspended because their requests waited for their clients while others \
          waited for room.";
     ADMISSION_OLDEST: Basic Gauge "lowtide_admission_oldest_permit_seconds" Seconds []
-        "Time since the oldest running request was admitted, among those that have waited for \
-         something and have a time limit, or are measured and have reserved 64 KiB or more; 0 \
-         without one.";
+        "Time since the oldest running request was admitted, among those that have waited and have \
+         a time limit, or are measured and have reserved 64 KiB; 0 without one.";
     ADMISSION_WAIT_TIME: Detail Gauge "lowtide_admission_wait_seconds" Seconds []
         "Total time that requests have waited for room, whether they were admitted or not; without \
-         those that still wait. A gauge, because counters of the metrics facade are integers; \
-         rate() works all the same.";
+         those that still wait.";
     CONNECTIONS: Detail Gauge "lowtide_connections" Count []
         "Open connections of servers that bound them.";
     CONNECTIONS_CLOSED: Detail Counter "lowtide_connections_closed_total" Count ["reason"]
-        "Connections that were closed, by reason: refused (when they were accepted, for lack of \
-         places), displaced (for another one, after the longest time without progress), stalled \
-         (their clients took nothing of a response while memory was short), overdue (their \
-         clients took nothing of a response whose time limit had passed).";
+        "Connections that were closed, by reason: refused (no place was free), displaced (for \
+         another one), stalled (the client read nothing while memory was short), overdue (it read \
+         nothing of a response whose time limit had passed).";
     ADMISSION_OUTLIVED: Detail Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
          or leaked. Includes headers of responses, which the server frees soon after.";
     ADMISSION_ROUTE_LIVE: Basic Gauge "lowtide_admission_route_live_bytes" Bytes ["method", "route"]
-        "Bytes that running requests of the route hold, as measured: each request from 64 KiB on, \
-         and to 64 KiB. Exempt requests are not counted.";
+        "Bytes that running requests of the route hold, as measured, in steps of 64 KiB for each \
+         request. Exempt requests are not counted.";
     ADMISSION_ROUTE_REQUESTS: Basic Counter "lowtide_admission_route_requests_total" Count
         ["method", "route"]
         "Measured requests of the route that have ended, also those that failed.";
@@ -352,16 +344,15 @@ table! {
         "Sum of the bytes that each ended request of the route had reserved. Divided by \
          lowtide_admission_route_peak_bytes_total, it is the margin of reservations.";
     ADMISSION_TENANT_LIVE: Detail Gauge "lowtide_admission_tenant_live_bytes" Bytes ["tenant"]
-        "Bytes that running requests of the tenant hold, as measured: each request from 64 KiB on, \
-         and to 64 KiB. Exempt requests are not counted; absent if the service names no tenants.";
+        "Bytes that running requests of the tenant hold, as measured, in steps of 64 KiB for each \
+         request. Exempt requests are not counted; absent if the service names no tenants.";
     ADMISSION_TENANT_PEAK: Detail Gauge "lowtide_admission_tenant_live_peak_bytes" Bytes ["tenant"]
         "Largest number of bytes that running requests of the tenant held together since the \
          start.";
     ADMISSION_REQUESTS: Detail Counter "lowtide_admission_requests_total" Count
         ["budget", "size_class", "outcome"]
         "Requests by outcome (admitted, or rejected because they did not fit) and by size class \
-         (its upper bound, or larger). Exempt requests are not counted; a class appears with its \
-         first request.";
+         (its upper bound, or larger). Exempt requests are not counted.";
     ADMISSION_BYTES: Detail Counter "lowtide_admission_bytes_total" Bytes
         ["budget", "size_class", "outcome"]
         "Estimated bytes of the requests counted by lowtide_admission_requests_total.";
@@ -460,15 +451,18 @@ const OPENTELEMETRY: &[(&str, &str)] = &[
 #[must_use]
 pub fn markdown() -> String {
     use std::fmt::Write as _;
-    let mut text = String::from(
-        "| name | tier | type | labels | meaning | OpenTelemetry |\n|---|---|---|---|---|---|\n",
-    );
+    let mut text = String::from("| name | tier | meaning |\n|---|---|---|\n");
     for metric in TABLE {
-        let labels = metric.labels.join(", ");
-        let (name, tier, kind) = (metric.name, metric.tier.name(), metric.kind.name());
-        let help = metric.help;
-        let other = OPENTELEMETRY.iter().find(|(ours, _)| *ours == name).map_or("", |(_, o)| o);
-        let _ = writeln!(text, "| `{name}` | {tier} | {kind} | {labels} | {help} | {other} |");
+        let (name, tier, help) = (metric.name, metric.tier.name(), metric.help);
+        let labels = match metric.labels {
+            [] => String::new(),
+            labels => format!("{{{}}}", labels.join(",")),
+        };
+        let _ = write!(text, "| `{name}{labels}` | {tier} | {help}");
+        if let Some((_, other)) = OPENTELEMETRY.iter().find(|(ours, _)| *ours == name) {
+            let _ = write!(text, " OpenTelemetry: {other}.");
+        }
+        text.push_str(" |\n");
     }
     text
 }
