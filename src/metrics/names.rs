@@ -447,24 +447,26 @@ const OPENTELEMETRY: &[(&str, &str)] = &[
     (BUILD_INFO.name, "service.version (resource attribute)"),
 ];
 
-/// Returns the table in Markdown, as in docs/METRICS.md.
+/// Returns the lists in Markdown, as in docs/METRICS.md.
 #[must_use]
 pub fn markdown() -> String {
-    use std::fmt::Write as _;
-    let mut text = String::from("| name | tier | meaning |\n|---|---|---|\n");
-    for metric in TABLE {
-        let (name, tier, help) = (metric.name, metric.tier.name(), metric.help);
-        let labels = match metric.labels {
-            [] => String::new(),
-            labels => format!("{{{}}}", labels.join(",")),
-        };
-        let _ = write!(text, "| `{name}{labels}` | {tier} | {help}");
-        if let Some((_, other)) = OPENTELEMETRY.iter().find(|(ours, _)| *ours == name) {
-            let _ = write!(text, " OpenTelemetry: {other}.");
-        }
-        text.push_str(" |\n");
-    }
-    text
+    let list = |tier| TABLE.iter().filter(move |metric| metric.tier == tier).map(line);
+    let (basic, detail) = (list(MetricsTier::Basic), list(MetricsTier::Detail));
+    let heading = |text: &str| std::iter::once(format!("## {text}\n\n"));
+    let basic = heading("Published by default").chain(basic);
+    let detail = heading("Published with `LOWTIDE_METRICS=detail`").chain(detail);
+    basic.chain(["\n".to_owned()]).chain(detail).collect()
+}
+
+/// Returns the line of a metric: its name with its labels, its meaning, and its counterpart.
+fn line(metric: &Metric) -> String {
+    let labels = match metric.labels {
+        [] => String::new(),
+        labels => format!("{{{}}}", labels.join(",")),
+    };
+    let other = OPENTELEMETRY.iter().find(|(name, _)| *name == metric.name);
+    let other = other.map_or_else(String::new, |(_, other)| format!(" OpenTelemetry: {other}."));
+    format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
 }
 
 #[cfg(test)]
