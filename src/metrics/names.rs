@@ -91,17 +91,16 @@ table! {
     HEAP_THREAD_CACHES: Detail Gauge "lowtide_heap_thread_cache_bytes" Bytes []
         "Bytes of free blocks in jemalloc's thread caches.";
     HEAP_ARENA_LIVE: Detail Gauge "lowtide_heap_arena_live_bytes" Bytes ["heap_arena"]
-        "Bytes of live blocks in a dedicated heap arena. The arena of a resource has the \
-         resource's name; the first 64 names of a process are published.";
+        "Bytes of live blocks in a dedicated heap arena, as that of a resource; the first 64 names \
+         of a process are published.";
     HEAP_ARENA_RETAINED: Detail Gauge "lowtide_heap_arena_retained_bytes" Bytes ["heap_arena"]
-        "Physical bytes that a dedicated heap arena keeps in addition to live bytes: active \
-         plus dirty plus muzzy, minus live.";
+        "Physical bytes that a dedicated heap arena keeps in addition to live bytes.";
     HEAP_PURGES: Detail Counter "lowtide_heap_purges_total" Count ["trigger"]
         "Heap purges by lowtide, by trigger (pressure, manual, unload, load, growth, idle, \
          periodic).";
     HEAP_PURGED: Detail Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
-        "Physical bytes released by heap purges of lowtide, by heap: jemalloc (its dirty pages), \
-         muzzy (jemalloc's muzzy pages), libc (the heap of the C library).";
+        "Physical bytes released by heap purges, by heap: jemalloc (its dirty pages), muzzy (its \
+         muzzy pages), libc (the heap of the C library).";
     HEAP_PURGE_SECONDS: Detail Histogram "lowtide_heap_purge_duration_seconds" Seconds ["heap"]
         "Duration of a heap purge, by heap (jemalloc with its muzzy pages, libc).";
     DEVICE_LIVE: Basic Gauge "lowtide_device_live_bytes" Bytes ["device", "arena"]
@@ -117,8 +116,8 @@ table! {
     DEVICE_COMMITTED: Basic Gauge "lowtide_device_committed_bytes" Bytes ["device", "arena"]
         "Physical bytes that an arena has allocated from its driver.";
     DEVICE_RETAINED: Basic Gauge "lowtide_device_retained_bytes" Bytes ["device", "arena"]
-        "Physical bytes that an arena keeps in addition to live bytes: committed minus those live \
-         bytes that are in device memory (live minus asleep).";
+        "Physical bytes that an arena keeps in addition to live bytes: committed minus live bytes \
+         that are awake.";
     DEVICE_HOLES: Detail Gauge "lowtide_device_hole_bytes" Bytes ["device", "arena"]
         "Free bytes inside an arena's active granules (fragmentation).";
     DEVICE_LARGEST_FREE: Detail Gauge "lowtide_device_largest_free_bytes" Bytes ["device", "arena"]
@@ -137,7 +136,7 @@ table! {
     DEVICE_LIMIT: Detail Gauge "lowtide_device_limit_bytes" Bytes ["device", "arena"]
         "Limit of an arena's committed bytes; absent if there is no limit.";
     DEVICE_LEASES: Detail Gauge "lowtide_device_leases" Count ["device", "arena"]
-        "Number of leases of an arena that are held now.";
+        "Leases of an arena that are held now.";
     DEVICE_STATE: Basic Gauge "lowtide_device_state" Count ["device", "arena"]
         "State of an arena: 0 awake, 1 draining, 2 asleep, 3 waking.";
     DEVICE_ARENA_INFO: Detail Gauge "lowtide_device_arena_info" Count ["device", "arena", "backend"]
@@ -179,8 +178,8 @@ table! {
         "Bytes of device blocks moved by compaction.";
     DEVICE_RELEASED: Detail Counter "lowtide_device_released_bytes_total" Bytes
         ["device", "arena", "cause"]
-        "Bytes of device memory released on request rather than by decay, by cause (trim, which \
-         includes purges, or shrink).";
+        "Bytes of device memory released on request, by cause (trim, which includes purges, or \
+         shrink).";
     DEVICE_SHORTAGE_CALLBACKS: Detail Counter "lowtide_device_shortage_callbacks_total" Count
         ["device", "arena"]
         "Calls of shortage callbacks, which release memory when device memory is short.";
@@ -205,18 +204,16 @@ table! {
         ["device", "arena"]
         "CUDA errors that cudarc stored when it used views of buffers that were already freed.";
     DEVICE_LOST: Basic Gauge "lowtide_device_lost" Count ["device"]
-        "1 once the device is lost: until the process restarts every driver call for it fails, and \
-         it admits nothing; else 0.";
+        "1 once the device is lost, until the process restarts; else 0.";
     DEVICE_BUDGET_RESERVED: Detail Gauge "lowtide_device_budget_reserved_bytes" Bytes ["device"]
         "Bytes of the device's memory that requests, and on the first device loaded resources, \
          have reserved; absent if its memory is the host's.";
     DEVICE_BUDGET_CEILING: Detail Gauge "lowtide_device_budget_ceiling_bytes" Bytes ["device"]
-        "Bytes of the device that requests, resources and other memory of arenas may fill \
-         together: LOWTIDE_CEILING times LOWTIDE_DEVICE_LIMIT; absent without a limit; 0 once the \
-         device is lost.";
+        "LOWTIDE_CEILING times LOWTIDE_DEVICE_LIMIT; absent without a limit; 0 once the device is \
+         lost.";
     DEVICE_BUDGET_ALLOWANCE: Detail Gauge "lowtide_device_budget_allowance_bytes" Bytes ["device"]
-        "Sum of reserved bytes of the device up to which requests are admitted now; absent without \
-         a limit; 0 once the device is lost.";
+        "Reserved bytes of the device up to which requests are admitted now; absent without a \
+         limit; 0 once the device is lost.";
     DEVICE_ROLLBACK_FAILURES: Basic Counter "lowtide_device_rollback_failures_total" Count
         ["device"]
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
@@ -226,15 +223,13 @@ table! {
     DEVICE_FREE: Basic Gauge "lowtide_device_free_bytes" Bytes ["device"]
         "Free memory of the device, all processes considered.";
     DEVICE_CONTEXT_OVERHEAD: Detail Gauge "lowtide_device_context_overhead_bytes" Bytes ["device"]
-        "Device memory in use right after the CUDA context was created: an upper bound of the \
-         context's overhead, because it includes other processes at that moment.";
+        "Device memory in use right after the CUDA context was created, other processes included.";
     DEVICE_UNMANAGED: Basic Gauge "lowtide_device_unmanaged_bytes" Bytes ["device"]
-        "Used device memory outside lowtide's arenas and the context overhead: other processes, \
-         and other allocators in this process (cudarc, ONNX Runtime).";
+        "Used device memory outside lowtide's arenas and the context overhead: other processes and \
+         allocators.";
     DEVICE_WATERMARK_RELEASED: Detail Counter "lowtide_device_watermark_released_bytes_total" Bytes
         ["device"]
-        "Idle bytes that arenas released because free device memory fell below the watermark \
-         (LOWTIDE_DEVICE_WATERMARK).";
+        "Idle bytes that arenas released because free device memory fell below the watermark.";
     PRESSURE_LEVEL: Basic Gauge "lowtide_pressure_level" Count []
         "Pressure level of host memory: 0 none, 1 elevated, 2 high, 3 critical.";
     PRESSURE_LIMIT: Basic Gauge "lowtide_pressure_limit_bytes" Bytes []
@@ -292,8 +287,7 @@ table! {
         "What determines the host's ceiling (start, earned, reserve_fixed, reserve_unlearned, \
          reserve_growth): earned, at most the limit less the largest reserve, at least start.";
     ADMISSION_ALLOWANCE: Basic Gauge "lowtide_admission_allowance_bytes" Bytes ["budget"]
-        "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
-         the memory that no request owns and the correction factor; absent without a limit.";
+        "Reserved bytes up to which requests are admitted now; absent without a limit.";
     ADMISSION_CORRECTION_FACTOR: Basic Gauge "lowtide_admission_correction_factor_ratio" Count
         ["budget"]
         "Measured memory per byte that requests hold, or have reserved if they are not measured, \
@@ -301,19 +295,17 @@ table! {
     ADMISSION_ADMITTED: Basic Counter "lowtide_admission_admitted_total" Count []
         "Requests admitted.";
     ADMISSION_HELD: Basic Gauge "lowtide_admission_permits" Count []
-        "Number of permits held now.";
+        "Permits held now.";
     ADMISSION_REJECTED: Basic Counter "lowtide_admission_rejected_total" Count ["reason"]
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start, device_lost, outgrown, slow_client, held_too_long). The last three had been \
          admitted, and were ended while they ran.";
     ADMISSION_WAITING: Basic Gauge "lowtide_admission_waiting" Count []
-        "Requests that wait for room now: before their bodies are read, or, if they were \
-         suspended, before the end of their bodies.";
+        "Requests that wait for room now, suspended ones included.";
     ADMISSION_WAITED: Detail Counter "lowtide_admission_waited_total" Count []
         "Requests admitted or resumed after they had waited for room.";
     ADMISSION_SUSPENDED: Detail Counter "lowtide_admission_suspended_total" Count []
-        "Reservations suspended because their requests waited for their clients while others \
-         waited for room.";
+        "Reservations suspended while their requests waited for their clients.";
     ADMISSION_OLDEST: Basic Gauge "lowtide_admission_oldest_permit_seconds" Seconds []
         "Time since the oldest running request was admitted, among those that have waited and have \
          a time limit, or are measured and have reserved 64 KiB; 0 without one.";
@@ -328,7 +320,7 @@ table! {
          nothing of a response whose time limit had passed).";
     ADMISSION_OUTLIVED: Detail Counter "lowtide_admission_outlived_bytes_total" Bytes []
         "Bytes that measured requests still held when they ended: in caches, in tasks that go on, \
-         or leaked. Includes headers of responses, which the server frees soon after.";
+         or leaked.";
     ADMISSION_ROUTE_LIVE: Basic Gauge "lowtide_admission_route_live_bytes" Bytes ["method", "route"]
         "Bytes that running requests of the route hold, as measured, in steps of 64 KiB for each \
          request. Exempt requests are not counted.";
@@ -358,17 +350,16 @@ table! {
         "Estimated bytes of the requests counted by lowtide_admission_requests_total.";
     ADMISSION_RESERVED_HEADROOM: Detail Gauge "lowtide_admission_reserved_headroom_bytes" Bytes
         ["budget"]
-        "Free allowance that a request below high priority must find, even if it is smaller than \
-         this, while a class of larger requests gets less than its share; else 0.";
+        "Free allowance that a request below high priority must find while larger requests get \
+         less than their share; else 0.";
     RESOURCE_LOADED: Basic Gauge "lowtide_resource_loaded" Count ["resource"]
         "1 if the resource is loaded, else 0.";
     RESOURCE_GUARDS: Detail Gauge "lowtide_resource_guards" Count ["resource"]
-        "Number of guards of the resource that are held now. It is not unloaded while any \
-         are.";
+        "Guards of the resource that are held now. It is not unloaded while any are.";
     RESOURCE_LOADING: Detail Gauge "lowtide_resource_loading" Count ["resource"]
         "1 while the resource is being loaded, else 0.";
     RESOURCE_WAITING: Detail Gauge "lowtide_resource_waiting" Count ["resource"]
-        "Number of callers waiting for the resource.";
+        "Callers waiting for the resource.";
     RESOURCE_COST: Detail Gauge "lowtide_resource_cost_bytes" Bytes ["resource", "budget"]
         "Bytes that the next load of the resource reserves, by budget.";
     RESOURCE_LAST_USED: Detail Gauge "lowtide_resource_last_used_timestamp_seconds" Seconds
@@ -408,7 +399,7 @@ table! {
     SAMPLER_LATENESS: Detail Gauge "lowtide_sampler_lateness_seconds" Seconds []
         "Largest delay of a tick of the control loop since the last publication.";
     DIAGNOSTICS: Basic Gauge "lowtide_diagnostics" Count []
-        "Number of warnings found at start or later. /memory lists them under diagnostics.";
+        "Warnings found at start or later. /memory lists them under diagnostics.";
     BUILD_INFO: Basic Gauge "lowtide_build_info" Count ["version", "profile", "service_version"]
         "Always 1; the labels name the version of lowtide, the profile, and the version of the \
          service (LOWTIDE_SERVICE_VERSION), or unknown.";
@@ -421,9 +412,9 @@ table! {
     PROCESS_VIRTUAL: Detail Gauge "process_virtual_memory_bytes" Bytes []
         "Address space of the process.";
     PROCESS_THREADS: Detail Gauge "process_threads" Count []
-        "Number of threads of the process.";
+        "Threads of the process.";
     PROCESS_OPEN_FDS: Detail Gauge "process_open_fds" Count []
-        "Number of open file descriptors of the process.";
+        "Open file descriptors of the process.";
     PROCESS_MAX_FDS: Detail Gauge "process_max_fds" Count []
         "Limit of open file descriptors of the process; absent if there is none.";
 }
