@@ -2,7 +2,7 @@
 //!
 //! It is one program to copy to that machine, which needs the driver and no toolkit. It identifies
 //! the device, runs the contract that an arena keeps over every driver, measures part by part, and
-//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures.
+//! ends with a table of goals, which `docs/BENCHMARKS_APPENDIX.md` lists.
 //!
 //! It has not run on a GPU yet: its logic was tested with a fake driver library, which says nothing
 //! about time.

@@ -4,7 +4,7 @@
 //! It measures, in this order: calls and host microseconds per call (median, 99th percentile),
 //! device microseconds between the events of another stream while the calls run, if a call waits
 //! for a running kernel, growth with 10,000 and 50,000 handles, and the memory that a context uses
-//! on device and host. `docs/BENCHMARKS_APPENDIX.md` explains the tables. It calls the driver
+//! on device and host. `tables.rs` says what each table shows. It calls the driver
 //! directly, without lowtide's driver or cudarc.
 //!
 //! No new repetition begins after a table's time. A table that fails is a part that failed, with
