@@ -803,15 +803,15 @@ fn report(memory: &Memory, background_threads: u32) {
     }
 }
 
-/// Logs why the last run ended, once.
+/// Logs why the previous run ended, once.
 fn report_last_exit(last: &LastExit) {
     let LastExit { summary, pid, version, .. } = last;
     let cause = last.cause.name();
     if last.cause.is_orderly() {
-        log!(info, target: "lowtide", cause, pid, version, summary, "last run ended in order");
+        log!(info, target: "lowtide", cause, pid, version, summary, "previous run ended normally");
         return;
     }
-    log!(warn, target: "lowtide", cause, pid, version, summary, "last run did not end in order");
+    log!(warn, target: "lowtide", cause, pid, version, summary, "previous run ended abnormally");
 }
 
 impl fmt::Debug for Builder {

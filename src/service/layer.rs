@@ -239,13 +239,14 @@ impl<E: Estimate> MemoryLayer<E> {
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
     /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
-    /// error ([`Rejected::SlowClient`]), and so does one that the client takes more slowly. A
+    /// error ([`Rejected::SlowClient`]), and so does one that the client reads more slowly. A
     /// rejection that waits for its body is sent.
     ///
-    /// A response counts as taken when the connection asks for its next part, with 1 MiB more than
-    /// the rate for what is in buffers then. A client that takes nothing keeps the connection from
-    /// asking: it is closed if the server has [`Connections`](super::Connections). Over HTTP/2 it
-    /// stays open while the server works on another request or other bytes move.
+    /// A part of a response counts as read when the connection asks for the next part. Up to 1 MiB
+    /// may be in the connection's buffers in addition to the rate. If a client reads nothing, the
+    /// connection does not ask: it is closed if the server has
+    /// [`Connections`](super::Connections). Over HTTP/2 it stays open while the server works on
+    /// another request or other bytes move.
     ///
     /// The control loop checks requests every 100 ms, those with the largest reservations if more
     /// than 4,096 wait. Exempt requests have no limit, and none has one without a running

@@ -117,7 +117,7 @@ impl DeviceArena {
         inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
-            log!(info, arena, %released, %offloaded, %stayed, "arena fell asleep");
+            log!(info, arena, %released, %offloaded, %stayed, "arena asleep");
         }
         outcome
     }

@@ -326,7 +326,7 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
     call_wakers(port, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
         let committed = report.committed;
-        port.log(|arena| log!(info, arena, %committed, %restored, "arena woke up")).await;
+        port.log(|arena| log!(info, arena, %committed, %restored, "arena awake")).await;
     }
     report
 }
