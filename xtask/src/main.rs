@@ -4,6 +4,7 @@
 //! Each command is a module. A command prints what it finds, and ends with status 1 if it failed.
 
 mod ci;
+mod code;
 mod figures;
 mod mutants;
 mod packages;

@@ -1,17 +1,12 @@
 //! Figures of what a user has to learn: public types, documented items, and names with two
 //! meanings.
 
-use std::collections::BTreeMap;
 use std::fs;
 
-use syn::visit::Visit;
-use syn::{ItemEnum, ItemStruct, ItemTrait, ItemType, ItemUnion};
-
-use super::product::product;
 use super::{Figure, count, figure};
 use crate::packages::packages;
 use crate::run::cargo;
-use crate::tree::{self, Tree};
+use crate::tree;
 
 /// Headings of rustdoc's page of all items that are lists of types.
 const TYPES: [&str; 5] = ["structs", "enums", "unions", "traits", "types"];
@@ -103,69 +98,6 @@ pub(super) fn measure_arrows() -> Result<Vec<Figure>, String> {
     ])
 }
 
-/// Counts the names that two types of one package have.
-pub(super) fn measure_shared() -> Result<Vec<Figure>, String> {
-    let tree = Tree::read(&tree::root())?;
-    let mut count = 0_u32;
-    for package in tree.packages().iter().filter(|package| package.is_published) {
-        let mut types = Types::default();
-        for file in product(&tree, &package.folder)? {
-            let parsed = syn::parse_file(&file.text);
-            let parsed = parsed.map_err(|error| format!("{}: {error}", file.name))?;
-            types.file.clone_from(&file.name);
-            types.visit_file(&parsed);
-        }
-        for (name, files) in types.shared() {
-            println!("  {name}: {}", files.join(", "));
-            count += 1;
-        }
-    }
-    Ok(vec![figure("shared_type_names", count.into(), "names", Some(30.0))])
-}
-
-/// The files that define a type of each name.
-#[derive(Default)]
-struct Types {
-    file: String,
-    files: BTreeMap<String, Vec<String>>,
-}
-
-impl Types {
-    fn add(&mut self, name: &proc_macro2::Ident) {
-        self.files.entry(name.to_string()).or_default().push(self.file.clone());
-    }
-
-    /// The names that more than one type has.
-    fn shared(&self) -> Vec<(&str, Vec<&str>)> {
-        let files = self.files.iter().map(|(name, files)| {
-            (name.as_str(), files.iter().map(String::as_str).collect::<Vec<_>>())
-        });
-        files.filter(|(_, files)| files.len() > 1).collect()
-    }
-}
-
-impl<'ast> Visit<'ast> for Types {
-    fn visit_item_struct(&mut self, item: &'ast ItemStruct) {
-        self.add(&item.ident);
-    }
-
-    fn visit_item_enum(&mut self, item: &'ast ItemEnum) {
-        self.add(&item.ident);
-    }
-
-    fn visit_item_union(&mut self, item: &'ast ItemUnion) {
-        self.add(&item.ident);
-    }
-
-    fn visit_item_trait(&mut self, item: &'ast ItemTrait) {
-        self.add(&item.ident);
-    }
-
-    fn visit_item_type(&mut self, item: &'ast ItemType) {
-        self.add(&item.ident);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,17 +122,5 @@ mod tests {
         let found: Vec<_> = found.iter().map(|(kind, path)| (&**kind, &**path)).collect();
         let expected = [("structs", "device::Arena"), ("structs", "Memory"), ("functions", "f")];
         assert_eq!(found, expected);
-    }
-
-    #[test]
-    fn types_of_one_name_are_counted() {
-        let mut types = Types::default();
-        for (file, text) in
-            [("src/lib.rs", "struct A; mod x { enum A {} struct B; }"), ("src/z.rs", "struct C;")]
-        {
-            file.clone_into(&mut types.file);
-            types.visit_file(&syn::parse_file(text).expect("Rust"));
-        }
-        assert_eq!(types.shared(), [("A", vec!["src/lib.rs"; 2])]);
     }
 }

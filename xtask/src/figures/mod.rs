@@ -7,7 +7,7 @@
 
 mod alerts;
 mod api;
-pub(crate) mod arena;
+mod arena;
 mod benches;
 mod clone;
 pub(crate) mod counted;
@@ -15,8 +15,8 @@ pub(crate) mod field;
 mod fleet;
 mod footprint;
 mod gpu;
+mod house;
 mod measured;
-mod product;
 mod questions;
 mod room;
 
@@ -59,7 +59,6 @@ struct Measure {
 /// The figures of the workspace.
 const WORKSPACE: &[Measure] = &[
     Measure { names: &["public_types", "documented_items"], run: api::measure_public },
-    Measure { names: &["shared_type_names"], run: api::measure_shared },
     Measure { names: &["axum_lines", "tonic_lines", "model_lines"], run: api::measure_lines },
     Measure { names: &["arrows", "arrows_up"], run: api::measure_arrows },
     Measure { names: &["demo_cpu_minutes"], run: clone::measure_demo },
@@ -71,6 +70,21 @@ const WORKSPACE: &[Measure] = &[
     Measure { names: &["heap_build_cpu_seconds"], run: footprint::measure_heap },
     Measure { names: &["service_build_cpu_seconds"], run: footprint::measure_service },
 ];
+
+/// The figures of the source and the documents.
+const HOUSE: &[Measure] = &[Measure {
+    names: &[
+        "product_lines",
+        "product_files",
+        "all_lines",
+        "public_types",
+        "error_types",
+        "shared_names",
+        "cycle_files",
+        "doc_words",
+    ],
+    run: house::measure,
+}];
 
 /// The arguments of the command.
 #[derive(clap::Args)]
@@ -96,7 +110,8 @@ pub(crate) struct Arguments {
 /// The subjects.
 const SUBJECTS: &[(&str, &str)] = &[
     ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
-    ("arena", "how the arena is built: imports, locks, functions and instructions; some minutes"),
+    ("house", "how large the project is: lines, types, names, cycles, words; some seconds"),
+    ("arena", "the arena's paths: functions, instructions, schedules; some minutes"),
     ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
@@ -120,6 +135,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
         return Ok(());
     }
     match subject {
+        "house" => measure("house", HOUSE, &arguments.only),
         "workspace" => workspace(&arguments.only),
         "arena" => measure("arena", arena::ARENA, &arguments.only),
         "gpu" => benches::measure(gpu::BENCHES, &arguments.only),
