@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
+use super::lines;
 use crate::run::cargo;
 use crate::tree::root;
 
@@ -28,7 +29,7 @@ const SHORT: &[&str] = &[
     "bench --locked --bench time -- --counted",
     "xtask figures questions --only metrics --only panels --only alerts.leak_256mib.headroom_used \
      --only alerts.retained.minutes --only alerts.shed.seconds --only alerts.false_alarms",
-    "xtask figures workspace --only axum_lines --only arrows",
+    "xtask figures workspace --only axum_lines",
 ];
 
 /// Those that take longer.
@@ -95,15 +96,9 @@ pub(crate) fn run(with_long: bool, write: bool) -> Result<(), String> {
 
 /// Adds the figures that a program printed, but times.
 fn read(text: &str, values: &mut Values) {
-    for line in text.lines() {
-        let words: Vec<_> = line.split_whitespace().collect();
-        if let ["figure", name, value, unit, ..] = *words
-            && !["ns", "us", "ms", "s", "calls/s"].contains(&unit)
-            && let Ok(value) = value.parse()
-        {
-            values.insert(name.to_owned(), (value, unit.to_owned()));
-        }
-    }
+    let is_time = |unit: &str| ["ns", "us", "ms", "s", "calls/s"].contains(&unit);
+    let counted = lines(text).filter(|(.., unit)| !is_time(unit));
+    values.extend(counted.map(|(name, value, unit)| (name.to_owned(), (value, unit.to_owned()))));
 }
 
 /// Returns `true` if a program missed goals, and only those that the documents say are missed.

@@ -22,10 +22,10 @@ pub(crate) mod metrics_tier;
 pub(crate) mod names;
 
 use self::metrics_tier::MetricsTier;
+use crate::code;
 use crate::figures::field;
 use crate::mutants;
 use crate::tree::{self, Faults, Tree};
-use crate::{ci, code};
 
 /// Runs all checks, and prints the faults.
 pub(crate) fn run(write: bool) -> Result<(), String> {
@@ -71,6 +71,5 @@ fn check(tree: &Tree) -> Result<Vec<String>, String> {
     dashboards::check(tree, &faults);
     header::check(tree, &faults);
     field::check(tree, &faults);
-    ci::check_workflow(tree, &faults);
     Ok(faults.sorted())
 }
