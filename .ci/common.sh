@@ -30,8 +30,11 @@ apt_update() {
         skip "no apt-get"
     fi
     mkdir -p "$ci"
-    [ -e "$ci/apt-updated" ] || as_root apt-get update -qq || skip "no Debian packages"
-    touch "$ci/apt-updated"
+    # Once a day.
+    if [ -z "$(find "$ci/apt-updated" -mtime -1 2>/dev/null)" ]; then
+        as_root apt-get update -qq || skip "no Debian packages"
+        touch "$ci/apt-updated"
+    fi
 }
 
 # need PROGRAM PACKAGE...: installs Debian's packages if there is no such program.
