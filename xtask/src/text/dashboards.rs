@@ -58,8 +58,8 @@ pub(super) fn check(tree: &Tree, faults: &Faults) {
 }
 
 /// Returns the page of metrics with the lists of the code.
-pub(super) fn write(tree: &Tree) -> (&'static str, String) {
-    (METRICS, written(tree.file(METRICS).map_or("", |page| &page.text)))
+pub(super) fn write(tree: &Tree) -> (String, String) {
+    (METRICS.to_owned(), written(tree.file(METRICS).map_or("", |page| &page.text)))
 }
 
 fn written(page: &str) -> String {

@@ -50,8 +50,8 @@ pub(super) fn check(tree: &Tree, faults: &Faults) {
 }
 
 /// Returns the file and the header of the source.
-pub(super) fn write(root: &Path) -> Result<(&'static str, String), String> {
-    Ok((HEADER, generate(root)?))
+pub(super) fn write(root: &Path) -> Result<(String, String), String> {
+    Ok((HEADER.to_owned(), generate(root)?))
 }
 
 /// Returns the header of the source under a root.

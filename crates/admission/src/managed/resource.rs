@@ -137,8 +137,7 @@ pub struct ResourceStats {
     pub last_unload: Option<LastUnload>,
     /// Cleanups that panicked.
     pub unload_panics_total: u64,
-    /// The time when the last guard was released, or up to one tick of the control loop later;
-    /// `None` before.
+    /// The time when the last guard was released; `None` before.
     pub last_used: Option<Moment>,
     /// The mean time between its last uses up to now, at most 32. At least a quarter of the time
     /// since the last one. Uses that overlap count each.

@@ -9,13 +9,14 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::super::{Figure, count, figure};
-use super::{FOLDER, callgrind};
+use super::{Figure, callgrind, count, figure};
 use crate::run::{Run, cargo};
 use crate::tree;
 
 /// The last commit before the arena was rebuilt.
 const REFERENCE: &str = "ae5191a1";
+/// The folder of the arena's package.
+const FOLDER: &str = "crates/gpu/";
 const PROGRAM: &str = "examples/arena_paths.rs";
 /// Where all of it is built.
 const BUILT: &str = "target/figures/arena";
@@ -34,19 +35,13 @@ const PATHS: [(&str, &str, usize); 5] = [
 /// Counts the functions and files that one allocation of committed memory runs.
 pub(super) fn measure_warm() -> Result<Vec<Figure>, String> {
     let [functions, files] = counts("warm")?;
-    Ok(vec![
-        figure("warm.functions", functions, "functions", Some(60.0)),
-        figure("warm.files", files, "files", Some(12.0)),
-    ])
+    Ok(vec![figure("warm.functions", functions, "functions"), figure("warm.files", files, "files")])
 }
 
 /// Counts the functions and files that one drop to the state of the arena runs.
 pub(super) fn measure_drop() -> Result<Vec<Figure>, String> {
     let [functions, files] = counts("drop")?;
-    Ok(vec![
-        figure("drop.functions", functions, "functions", Some(50.0)),
-        figure("drop.files", files, "files", Some(12.0)),
-    ])
+    Ok(vec![figure("drop.functions", functions, "functions"), figure("drop.files", files, "files")])
 }
 
 /// Counts the functions and the files of this repository that a path runs in a debug build.
@@ -82,7 +77,7 @@ pub(super) fn measure_ratios() -> Result<Vec<Figure>, String> {
         };
         let (new, old) = (instructions(&new)?, instructions(&old)?);
         println!("  {path}: {new:.0} instructions, {old:.0} at {REFERENCE}");
-        Ok(figure(name, new / old, "ratio", Some(1.0)))
+        Ok(figure(name, new / old, "ratio"))
     };
     PATHS.into_iter().map(ratio).collect()
 }
