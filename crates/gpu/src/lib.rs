@@ -82,7 +82,7 @@
 //!
 //! With the feature `cuda`, `driver::cuda` has the driver for CUDA memory, and `Buffer::cuda`
 //! borrows a buffer as a cudarc slice.
-//! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
+//! Events are logged through `tracing`; `docs/OPERATING.md` explains them.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant. (These are
 //! [`ByteSize`]s, which have no operators: use [`ByteSize::saturating_add`] or [`ByteSize::get`].)
