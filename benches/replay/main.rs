@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     let own = files.is_empty();
     if own {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
-        files = OWN.iter().map(|name| folder.join(format!("{name}.trace.gz"))).collect();
+        files = OWN.iter().map(|name| folder.join(format!("{name}.jsonl.gz"))).collect();
     }
     let traces = match open(&files) {
         Ok(traces) => traces,
