@@ -15,6 +15,7 @@ use crate::tree::{self, Faults, Package, Source, Tree};
 /// layer of the longest prefix of its path that is listed. The crate root is above all of them.
 const LAYERS: &[(&str, &[&str])] = &[
     ("types", &["types"]),
+    ("record", &["record"]),
     ("index", &["index"]),
     ("state", &["state"]),
     ("engine", &["engine"]),
