@@ -2,7 +2,7 @@
 //! that stay open, log events that cannot fail the caller, and synchronisation from std or loom.
 //!
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
-//! dependency on this one. [`buckets`], [`mod@file`], [`fork`], [`rate`], [`sync`] and [`log!`] are
+//! dependency on this one. [`buckets`], [`mod@file`], [`fork`], [`kernel`], [`rate`], [`sync`] and [`log!`] are
 //! for the lowtide packages only and may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -17,6 +17,7 @@ pub mod clock;
 pub mod decay;
 pub mod file;
 pub mod fork;
+pub mod kernel;
 pub mod rate;
 pub mod sync;
 

@@ -12,6 +12,7 @@ use std::fmt;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
+use lowtide_core::kernel::page_size;
 
 use super::conf::{background_threads_supported, decay_from_ms};
 use super::error::HostError;
@@ -55,7 +56,7 @@ pub struct EffectiveConf {
     pub thread_cache_max: ByteSize,
     /// jemalloc's page size; at least the kernel's.
     pub page: ByteSize,
-    /// The kernel's page size; zero if unknown (other than Linux).
+    /// The kernel's page size; zero if unknown.
     pub kernel_page: ByteSize,
     /// The kernel's mode for huge pages: `always`, `madvise`, `never`.
     pub kernel_thp: Option<&'static str>,
@@ -127,7 +128,7 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         thread_caches: ctl::OPT_THREAD_CACHE.read()?,
         thread_cache_max: ByteSize::of(ctl::OPT_THREAD_CACHE_MAX.read()?),
         page: ByteSize::of(ctl::ARENAS_PAGE.read()?),
-        kernel_page: kernel_page(),
+        kernel_page: page_size().unwrap_or_default(),
         kernel_thp: kernel_thp(),
         one_page_groups: one_page_groups().ok(),
         thp: text(&ctl::OPT_THP)?,
@@ -176,16 +177,6 @@ fn one_page_groups() -> Result<bool, HostError> {
         }
     }
     Ok(true)
-}
-
-#[cfg(target_os = "linux")]
-fn kernel_page() -> ByteSize {
-    super::libc_heap::kernel_page()
-}
-
-#[cfg(not(target_os = "linux"))]
-const fn kernel_page() -> ByteSize {
-    ByteSize::ZERO
 }
 
 /// Returns the kernel's mode for huge pages: the word in brackets.
