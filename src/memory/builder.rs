@@ -287,9 +287,8 @@ impl Builder {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
         let claim = if self.is_detached { Claim::of_none() } else { Claim::take()? };
-        let unread = (!self.ignores_environment).then(unread_by_jemalloc).flatten();
         let stack = self.stack.unwrap_or(STACK);
-        let parts = self.assemble(config, claim, unread)?;
+        let parts = self.assemble(config, claim)?;
         let background_threads = parts.background_threads;
         let memory = launch(parts, stack)?;
         report(&memory, background_threads);
@@ -305,7 +304,7 @@ impl Builder {
     pub fn start_stepped(self) -> Result<(Memory, Steps), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
-        let parts = builder.assemble(config, Claim::of_none(), None)?;
+        let parts = builder.assemble(config, Claim::of_none())?;
         let running = Arc::new(running(&parts.shared));
         let clock = Arc::clone(&parts.shared.clock);
         let memory = Memory::of(parts.shared, running);
@@ -313,19 +312,14 @@ impl Builder {
     }
 
     /// Creates the parts and connects them. Releases the claim if that fails.
-    fn assemble(
-        self,
-        config: Config,
-        claim: Arc<Claim>,
-        unread: Option<String>,
-    ) -> Result<Parts, StartError> {
+    fn assemble(self, config: Config, claim: Arc<Claim>) -> Result<Parts, StartError> {
         let names = if self.ignores_environment { Vec::new() } else { env::of_devices() };
         let mut diagnostics = Vec::from_iter(variables_of_devices(&names, HAS_DEVICES));
         let devices = Devices::open(&config, self.drivers, &mut diagnostics)?;
         let (signals, heap) = if self.is_detached {
             (settle_limit(&config, Signals::none(), &mut diagnostics), SettledHeap::default())
         } else {
-            settle_host(&config, self.signals, unread, &mut diagnostics)
+            settle_host(&config, self.signals, self.ignores_environment, &mut diagnostics)
         };
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
@@ -485,21 +479,15 @@ fn variables_of_devices(names: &[&str], has_devices: bool) -> Option<Diagnostic>
     is_fault.then(|| Diagnostic::warning("configuration", text))
 }
 
-/// Returns the settings in jemalloc's variable that this build does not read.
-fn unread_by_jemalloc() -> Option<String> {
-    let found = heap::effective().ok();
-    found.and_then(|found| env::of_others(found.unread_variable()))
-}
-
 /// Opens the signals, and applies the settings of the heap.
 fn settle_host(
     config: &Config,
     given: Option<Signals>,
-    unread: Option<String>,
+    ignores_environment: bool,
     diagnostics: &mut Vec<Diagnostic>,
 ) -> (Signals, SettledHeap) {
     let signals = open_signals(config, given, diagnostics);
-    let heap = settle_heap(config, &signals, unread, diagnostics);
+    let heap = settle_heap(config, &signals, ignores_environment, diagnostics);
     (signals, heap)
 }
 

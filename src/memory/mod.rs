@@ -30,7 +30,6 @@ mod error;
 mod events;
 mod fit;
 mod flight;
-mod found;
 mod hands;
 mod heap;
 mod history;
