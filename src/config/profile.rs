@@ -53,6 +53,17 @@ impl Profile {
         }
     }
 
+    /// The time for which a device arena keeps unused granules: a shorter pause costs no driver
+    /// call. An estimate, not measured on a GPU.
+    #[cfg(feature = "device")]
+    pub(super) const fn device_decay(self) -> DecayTime {
+        match self {
+            Self::LowMemory => DecayTime::from_millis(1_000),
+            Self::Balanced => DecayTime::from_millis(5_000),
+            Self::Throughput => DecayTime::from_millis(30_000),
+        }
+    }
+
     /// The time for which jemalloc keeps dirty pages. One second costs nothing measurable against
     /// ten and returns memory ten times as fast; zero would cost 5 to 8 times the CPU and is never
     /// used.
@@ -74,7 +85,7 @@ impl Profile {
     }
 
     /// The quiet time after which the heap is purged; `None` if quiet does not trigger a purge.
-    pub(super) const fn purge_when_idle_for(self) -> Option<Duration> {
+    pub(crate) const fn purge_when_idle_for(self) -> Option<Duration> {
         match self {
             Self::LowMemory => Some(Duration::from_secs(1)),
             Self::Balanced => Some(Duration::from_secs(2)),
@@ -132,6 +143,7 @@ impl FromStr for Profile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Config, Settings};
 
     #[test]
     fn the_documented_table_is_what_the_code_says() {
@@ -170,7 +182,9 @@ mod tests {
             let row = format!("{name} | {values} |\n");
             assert!(include_str!("profile.rs").contains(&row), "the table has no {row}");
         }
-        assert!((super::super::Config::CEILING - 0.80).abs() < f64::EPSILON);
-        assert_eq!(super::super::Config::METRICS_INTERVAL, Duration::from_secs(1));
+        let nothing = Settings::default();
+        let config = Config::resolve(&nothing, &nothing).expect("valid");
+        assert!((config.ceiling.value - 0.80).abs() < f64::EPSILON);
+        assert_eq!(config.metrics_interval.value, Duration::from_secs(1));
     }
 }

@@ -12,7 +12,12 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env};
+#[cfg(feature = "device")]
+use crate::config::DeviceBackend;
+use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env, setters};
+use crate::decay::DecayTime;
+#[cfg(feature = "device")]
+use crate::device::Contents;
 use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
@@ -69,62 +74,15 @@ pub struct Builder {
     pub(super) drivers: GivenDrivers,
 }
 
-macro_rules! setting {
-    ($($(#[$doc:meta])* $name:ident: $kind:ty;)*) => {
-        $($(#[$doc])*
-        #[must_use]
-        pub fn $name(mut self, value: $kind) -> Self {
-            self.code.$name = Some(value);
-            self
-        })*
-    };
-}
-
 impl Builder {
-    setting! {
-        /// Sets the profile, which gives the defaults of other settings. Default: balanced.
-        profile: Profile;
-        /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
-        /// configured limit can lower that, but not raise it.
-        memory_limit: ByteSize;
-        /// Sets the share of the limit up to which requests are admitted, in (0, 1]. By default it
-        /// starts at 0.80 and rises to at most 0.93 while the measured growth allows it; a share
-        /// that is set stays.
-        ceiling: f64;
-        /// Sets the bytes that a request is assumed to need per estimated byte until that is
-        /// measured, in [1, 5]. Default: 2, which is safe for estimates of half the true size. Set
-        /// 1 if estimates are known to be exact; then nothing that fits is rejected in the first
-        /// seconds.
-        correction_factor: f64;
-        /// Sets the time for which jemalloc keeps dirty pages. Default: 1 s, 1 s or 10 s, by
-        /// profile.
-        heap_decay: crate::decay::DecayTime;
-        /// Sets the maximum number of jemalloc's background threads, 0 for none. Default: 1, 2 or
-        /// 4, by profile.
-        background_threads: u32;
-        /// Sets the time between heap purges of a busy service. With `None` neither time nor growth
-        /// starts a purge; pressure, idleness, loads and unloads still do. Default: 10 s, 30 s or
-        /// `None`, by profile.
-        purge_interval: Option<Duration>;
-        /// Sets the idle time after which resources without their own setting are unloaded;
-        /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
-        idle_unload: Duration;
-        /// Sets the longest time that a request waits for room behind a layer of
-        /// `Memory::layer` without its own setting; zero to reject immediately. Default: 2 s.
-        max_wait: Duration;
-        /// Sets the time between publications of metrics. Default: 1 s.
-        metrics_interval: Duration;
-        /// Sets which metrics are published. Default: [`MetricsTier::Basic`], those that alerts and
-        /// the main dashboards need.
-        metrics: MetricsTier;
-        /// Sets whether the standard `process_*` metrics are published. Default: `true`. Set
-        /// `false` if the application publishes them itself, for example through the crate
-        /// `metrics-process`.
-        process_metrics: bool;
-        /// Sets the policy for memory that no request owns and that leaves no room for requests,
-        /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
-        /// that restarts the process.
-        exhaustion_policy: ExhaustionPolicy;
+    setters!();
+
+    /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
+    /// configured limit can lower that, but not raise it.
+    #[must_use]
+    pub fn memory_limit(mut self, limit: ByteSize) -> Self {
+        self.code.memory_limit = Some(Some(limit));
+        self
     }
 
     /// Sets the version of the service, 1 to 64 bytes without control characters: the label
@@ -136,7 +94,7 @@ impl Builder {
     /// ```
     #[must_use]
     pub fn service_version(mut self, version: impl Into<String>) -> Self {
-        self.code.service_version = Some(version.into());
+        self.code.service_version = Some(Some(version.into()));
         self
     }
 
@@ -201,7 +159,7 @@ impl Builder {
     #[must_use]
     pub fn detached(mut self) -> Self {
         (self.is_detached, self.ignores_environment) = (true, true);
-        self.code.memory_limit.get_or_insert(DETACHED_LIMIT);
+        self.code.memory_limit.get_or_insert(Some(DETACHED_LIMIT));
         self.code.correction_factor.get_or_insert(1.0);
         self
     }
@@ -738,9 +696,9 @@ fn settings(config: &Config, has_devices: bool) -> admission::Settings {
             _ => config.ceiling.value,
         },
         correction_factor: config.correction_factor.value,
-        quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
+        quiet: config.profile.value.purge_when_idle_for().unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,
-        purge_growth: config.purge_growth,
+        purge_growth: config.purge_growth(),
         publish_interval: Some(published),
         jitter: JITTER,
         exhaustion_policy: config.exhaustion_policy.value,

@@ -56,7 +56,7 @@ impl Devices {
         let are_given = !given.is_empty();
         let drivers = driver::open_drivers(config, given, diagnostics)?;
         driver::check(&drivers)?;
-        let watermark = config.device.watermark.value;
+        let watermark = config.device_watermark.value;
         let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
         Ok(Self {
             list: (0..).zip(drivers).map(device).collect(),
@@ -105,7 +105,7 @@ impl Devices {
 
     /// Returns what the control thread reads of the arenas.
     pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
-        ArenasSensor::new(self.arenas.clone(), &self.list, config.device.limit.value)
+        ArenasSensor::new(self.arenas.clone(), &self.list, config.device_limit.value)
     }
 
     /// Adds the budgets of further devices to the control loop.
@@ -134,29 +134,27 @@ pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> Option<St
         let backend = |device: &Arc<Device>| format!("driver:{}", device.driver.backend());
         devices.list.iter().map(backend).collect()
     } else {
-        let further = config.device.further.value.iter();
-        let all = std::iter::once(&config.device.choice.value).chain(further);
-        all.map(ToString::to_string).collect()
+        config.devices.value.iter().map(ToString::to_string).collect()
     };
     Some(all.join(","))
 }
 
 /// Returns the limit of device memory, which cannot rise while a `Memory` runs.
 pub(in crate::memory) const fn limit(config: &Config) -> ByteSize {
-    config.device.limit.value
+    config.device_limit.value
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DeviceChoice, DeviceSettings, Settings};
+    use crate::config::{DeviceChoice, Settings};
     use crate::device::HostDriver;
 
     /// The bug: the log named the configured device, which drivers that are given replace.
     #[test]
     fn the_log_names_the_drivers_that_were_given_instead_of_the_configured_device() {
-        let choice_of = |it| DeviceSettings { choice: Some(it), ..DeviceSettings::default() };
-        let code = Settings { device: choice_of(DeviceChoice::Host), ..Settings::default() };
+        let devices = Some(vec![DeviceChoice::Host]);
+        let code = Settings { devices, ..Settings::default() };
         let config = Config::resolve(&code, &Settings::default()).expect("valid");
         let open = |given| Devices::open(&config, given, &mut Vec::new()).expect("opens");
         let host = || Arc::new(HostDriver::new()) as Arc<dyn Driver>;

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::config::arena::ArenaOptionsError;
+use crate::config::ConfigError;
 use crate::memory::devices::error::ArenaError;
 use crate::memory::error::MemoryError;
 
@@ -22,7 +22,7 @@ fn gpus(devices: usize) -> String {
 pub enum ScopeError {
     /// Invalid options.
     #[error(transparent)]
-    Options(#[from] ArenaOptionsError),
+    Options(#[from] ConfigError),
     /// The arena could not be opened.
     #[error(transparent)]
     Arena(#[from] ArenaError),

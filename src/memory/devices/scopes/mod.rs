@@ -201,7 +201,7 @@ impl Shared {
             return Err(ScopeError::TooManySlots { max: SLOTS_MAX });
         }
         let device_limit = match slot.kind {
-            SlotKind::Device => self.config.device.limit.value,
+            SlotKind::Device => self.config.device_limit.value,
             SlotKind::Pinned => ByteSize::MAX,
         };
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
