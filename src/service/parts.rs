@@ -1,7 +1,7 @@
 //! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
 //! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, the processes on each device, the last run, the advice on limits, and the trend of live
-//! memory.
+//! process, the processes on each device, the last run, the advice on limits, the trend of live memory,
+//! and the settings.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -43,10 +43,11 @@ pub(super) enum Part {
     LastExit,
     LimitAdvice,
     Leaks,
+    Settings,
 }
 
 impl Part {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Map,
         Self::MetricsHistory,
         Self::Events,
@@ -61,6 +62,7 @@ impl Part {
         Self::LastExit,
         Self::LimitAdvice,
         Self::Leaks,
+        Self::Settings,
     ];
 
     const fn name(self) -> &'static str {
@@ -79,6 +81,7 @@ impl Part {
             Self::LastExit => "last_exit",
             Self::LimitAdvice => "limit_advice",
             Self::Leaks => "leaks",
+            Self::Settings => "settings",
         }
     }
 
@@ -152,6 +155,12 @@ impl Part {
             Self::LastExit => last_exit(memory.last_exit()),
             Self::LimitAdvice => limit_advice(memory, limit),
             Self::Leaks => leaks(&memory.leaks()),
+            Self::Settings => memory
+                .config()
+                .settings()
+                .into_iter()
+                .map(|(name, setting)| (name, json!(setting)))
+                .collect::<Value>(),
         };
         to.insert(self.name().to_owned(), value);
     }
