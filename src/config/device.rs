@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::settings::Config;
-use super::value::{Bounds, Spelled, part};
+use super::value::{Bounds, Spelled, part, spelled};
 use crate::device::driver::DeviceUuid;
 use crate::device::{Contents, SleepConfig, SleepOptions};
 
@@ -38,22 +38,12 @@ impl Config {
     }
 }
 
-impl Spelled for DeviceBackend {
-    fn spelled(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Spelled for Contents {
-    fn spelled(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Spelled for Vec<DeviceChoice> {
-    fn spelled(&self) -> String {
-        self.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
-    }
+spelled! {
+    DeviceBackend: |backend| backend.to_string();
+    Contents: |contents| contents.to_string();
+    Vec<DeviceChoice>: |devices| {
+        devices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    };
 }
 
 /// The device on which arenas allocate.
@@ -144,37 +134,22 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// The way in which CUDA memory is allocated.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DeviceBackend {
-    /// The first that works of virtual memory, a private pool, and plain allocations.
-    #[default]
-    Auto,
-    /// CUDA virtual memory management (`cuMemCreate`, `cuMemMap`).
-    VirtualMemory,
-    /// A private stream-ordered memory pool.
-    Pool,
-    /// Plain allocations (`cuMemAlloc`).
-    Plain,
-    /// Managed memory, which the driver migrates between device and host.
-    Managed,
-}
-
-impl DeviceBackend {
-    const ALL: [(Self, &'static str); 5] = [
-        (Self::Auto, "auto"),
-        (Self::VirtualMemory, "virtual-memory"),
-        (Self::Pool, "pool"),
-        (Self::Plain, "plain"),
-        (Self::Managed, "managed"),
-    ];
-}
-
-impl fmt::Display for DeviceBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::ALL.iter().find(|(backend, _)| backend == self);
-        f.write_str(name.map_or("", |(_, name)| name))
+lowtide_core::named_enum! {
+    /// The way in which CUDA memory is allocated.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum DeviceBackend {
+        /// The first that works of virtual memory, a private pool, and plain allocations.
+        #[default]
+        Auto = "auto",
+        /// CUDA virtual memory management (`cuMemCreate`, `cuMemMap`).
+        VirtualMemory = "virtual-memory",
+        /// A private stream-ordered memory pool.
+        Pool = "pool",
+        /// Plain allocations (`cuMemAlloc`).
+        Plain = "plain",
+        /// Managed memory, which the driver migrates between device and host.
+        Managed = "managed",
     }
 }
 
@@ -182,8 +157,7 @@ impl FromStr for DeviceBackend {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let named = Self::ALL.into_iter().find(|(_, name)| *name == text);
-        let backend = named.map(|(backend, _)| backend);
+        let backend = Self::ALL.into_iter().find(|backend| backend.name() == text);
         backend.ok_or("auto, virtual-memory, pool, plain or managed")
     }
 }
@@ -217,8 +191,8 @@ mod tests {
             let expected = read(text).expect_err(text);
             assert!(expected.contains("cuda:1 (a number)"), "{text}: {expected}");
         }
-        for (backend, name) in DeviceBackend::ALL {
-            assert_eq!((name.parse(), backend.to_string()), (Ok(backend), name.to_owned()));
+        for backend in DeviceBackend::ALL {
+            assert_eq!(backend.name().parse(), Ok(backend));
         }
         assert!("cuda_pool".parse::<DeviceBackend>().is_err());
     }

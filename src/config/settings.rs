@@ -8,7 +8,6 @@
 //!
 //! Invariant: for every setting, `effective = environment, else code, else profile or default`.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -39,29 +38,19 @@ pub struct Variable {
 /// Parses a text into the settings, or returns the description of the accepted values.
 type Put = fn(&mut Settings, &str) -> Result<(), String>;
 
-/// The source of a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum Source {
-    /// A `LOWTIDE_*` variable.
-    Environment,
-    /// The program, through the builder.
-    Code,
-    /// The profile.
-    Profile,
-    /// The default, which is the same under every profile.
-    Default,
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Environment => "environment",
-            Self::Code => "code",
-            Self::Profile => "profile",
-            Self::Default => "default",
-        })
+lowtide_core::named_enum! {
+    /// The source of a value.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Source {
+        /// A `LOWTIDE_*` variable.
+        Environment = "environment",
+        /// The program, through the builder.
+        Code = "code",
+        /// The profile.
+        Profile = "profile",
+        /// The default, which is the same under every profile.
+        Default = "default",
     }
 }
 

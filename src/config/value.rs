@@ -171,6 +171,7 @@ macro_rules! spelled {
         })*
     };
 }
+pub(super) use spelled;
 
 spelled! {
     Profile: |profile| profile.to_string();

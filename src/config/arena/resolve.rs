@@ -16,31 +16,21 @@ use crate::bytes::ByteSize;
 use crate::config::error::ConfigError;
 use crate::device::{ArenaConfig, Growth};
 
-/// The source of a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum ArenaSource {
-    /// ONNX Runtime's default.
-    Default,
-    /// The options of a session.
-    Session,
-    /// The options of the shared arena.
-    Shared,
-    /// A replacement at run time.
-    Replacement,
-    /// lowtide's own limit on device memory (`LOWTIDE_DEVICE_LIMIT`, `Builder::device_limit`).
-    DeviceLimit,
-}
-
-impl fmt::Display for ArenaSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Default => "default",
-            Self::Session => "session",
-            Self::Shared => "shared",
-            Self::Replacement => "replacement",
-            Self::DeviceLimit => "device limit",
-        })
+lowtide_core::named_enum! {
+    /// The source of a value.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[non_exhaustive]
+    pub enum ArenaSource {
+        /// ONNX Runtime's default.
+        Default = "default",
+        /// The options of a session.
+        Session = "session",
+        /// The options of the shared arena.
+        Shared = "shared",
+        /// A replacement at run time.
+        Replacement = "replacement",
+        /// lowtide's own limit on device memory (`LOWTIDE_DEVICE_LIMIT`, `Builder::device_limit`).
+        DeviceLimit = "device limit",
     }
 }
 
@@ -71,31 +61,21 @@ impl fmt::Display for Effective {
     }
 }
 
-/// The reason that a value is not in force.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Reason {
-    /// A session's options count only if there is no shared arena.
-    SharedArena,
-    /// The arena was already open. Only a replacement changes its options.
-    ArenaIsOpen,
-    /// A replacement at run time set the key.
-    Replaced,
-    /// lowtide's own limit on device memory is lower.
-    DeviceLimit,
-    /// The device has less free memory.
-    DeviceFull,
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::SharedArena => "there is a shared arena",
-            Self::ArenaIsOpen => "the arena is already open",
-            Self::Replaced => "a replacement sets the key",
-            Self::DeviceLimit => "the device limit is lower",
-            Self::DeviceFull => "the device has less free memory",
-        })
+lowtide_core::named_enum! {
+    /// The reason that a value is not in force.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Reason {
+        /// A session's options count only if there is no shared arena.
+        SharedArena = "there is a shared arena",
+        /// The arena was already open. Only a replacement changes its options.
+        ArenaIsOpen = "the arena is already open",
+        /// A replacement at run time set the key.
+        Replaced = "a replacement sets the key",
+        /// lowtide's own limit on device memory is lower.
+        DeviceLimit = "the device limit is lower",
+        /// The device has less free memory.
+        DeviceFull = "the device has less free memory",
     }
 }
 
