@@ -172,11 +172,6 @@ impl Faults {
         }
     }
 
-    /// Adds all of these.
-    pub(crate) fn extend(&self, more: impl IntoIterator<Item = String>) {
-        self.0.borrow_mut().extend(more);
-    }
-
     /// Returns the faults in order, each once.
     pub(crate) fn sorted(self) -> Vec<String> {
         let mut all = self.0.into_inner();

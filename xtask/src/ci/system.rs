@@ -6,8 +6,7 @@ use std::{env, fs};
 use super::build::target;
 use super::{Length, Outcome, Stop, skip};
 use crate::run::{FOLDER, Run, cargo, has};
-use crate::text::deploying::autoscaling::queries;
-use crate::tree::{Faults, Tree, root};
+use crate::tree::{Tree, root};
 
 /// Boots a kernel in a small virtual machine.
 pub(super) fn limits(_: Length) -> Outcome {
@@ -50,8 +49,7 @@ fn validate_manifests() -> Outcome {
     Ok(Run::new(&validate).words("--strict -k").arg(KUBERNETES).words(&files).run()?)
 }
 
-/// The unit as systemd reads it, the manifests, the Compose file, the configuration of Prometheus,
-/// and the queries of autoscalers.
+/// The unit as systemd reads it, the manifests, the Compose file, the configuration of Prometheus.
 pub(super) fn deployment(_: Length) -> Outcome {
     let root = root();
     let folder = root.join(FOLDER).join("deploy");
@@ -102,18 +100,7 @@ pub(super) fn deployment(_: Length) -> Outcome {
     copy("deploy/prometheus.yml", "prometheus.yml", |text| text)?;
     copy("dashboards/lowtide.rules.yml", "lowtide.rules.yml", |text| text)?;
     let config = folder.join("prometheus.yml");
-    Run::new("promtool").words("check config").arg(config).run()?;
-    let tree = Tree::read(&root)?;
-    let text = |name: &str| tree.text(name, &Faults::default()).to_owned();
-    let queries = queries(&text("deploy/keda.yaml"), &text("deploy/prometheus-adapter.yaml"));
-    let rule = |(nth, query): (usize, &String)| {
-        format!("      - record: autoscaling:query:{nth}\n        expr: {query}\n")
-    };
-    let rules: String = queries.iter().enumerate().map(rule).collect();
-    let file = folder.join("autoscaling.rules.yml");
-    fs::write(&file, format!("groups:\n  - name: autoscaling\n    rules:\n{rules}"))
-        .map_err(|error| format!("{}: {error}", file.display()))?;
-    Ok(Run::new("promtool").words("check rules").arg(file).run()?)
+    Ok(Run::new("promtool").words("check config").arg(config).run()?)
 }
 
 /// Every query of the dashboards, asked of a Prometheus that scrapes the proxy under load.

@@ -1,10 +1,10 @@
 //! The Rust code of a package without its tests.
 
+use proc_macro2::{TokenStream, TokenTree};
 use syn::spanned::Spanned as _;
 use syn::visit::{self, Visit};
-use syn::{File, ItemMod};
+use syn::{Attribute, File, ItemMod, Meta};
 
-use crate::text;
 use crate::tree::{Source, Tree};
 
 /// Returns the files under `src` of a package, without files that are built for tests alone. Inline
@@ -51,6 +51,27 @@ fn without_tests(source: &Source, parsed: &File) -> (String, Vec<String>) {
     (text.join("\n"), files)
 }
 
+/// Returns `true` if the item is built for tests alone.
+fn is_test(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| match &attribute.meta {
+        Meta::List(list) if list.path.is_ident("cfg") => requires_test(list.tokens.clone()),
+        Meta::Path(path) => path.is_ident("test"),
+        _ => false,
+    })
+}
+
+fn requires_test(condition: TokenStream) -> bool {
+    let mut negated = false;
+    condition.into_iter().any(|token| match token {
+        TokenTree::Ident(name) => {
+            negated = name == "not";
+            name == "test"
+        }
+        TokenTree::Group(group) => !std::mem::take(&mut negated) && requires_test(group.stream()),
+        _ => false,
+    })
+}
+
 /// The modules for tests in a file.
 #[derive(Default)]
 struct Tests {
@@ -61,7 +82,7 @@ struct Tests {
 
 impl<'ast> Visit<'ast> for Tests {
     fn visit_item_mod(&mut self, item: &'ast ItemMod) {
-        if !text::code::is_test(&item.attrs) {
+        if !is_test(&item.attrs) {
             return visit::visit_item_mod(self, item);
         }
         let span = item.span();

@@ -1,17 +1,14 @@
 //! `cargo xtask text`: the checks over text. They need no build of the crate.
 //!
-//! `tidy` looks at the source itself, `documents` at the pages, `dashboards` at dashboards, rules
-//! and the runbook, `deploying` at the files for Docker, Compose, Kubernetes and systemd, `header`
-//! at the C header. Values are read from the source by `code`; the table of metrics is compiled as
-//! it is.
+//! `tidy` looks at the source itself, `dashboards` at the names in dashboards, rules and deployment
+//! files, `links` at those between documents, `header` at the C header. The table of metrics is
+//! compiled as it is.
 //!
 //! Invariant: every fault is printed, with its place.
 
-pub(crate) mod code;
 mod dashboards;
-pub(crate) mod deploying;
-mod documents;
 mod header;
+mod links;
 #[path = "../../../src/metrics/tier.rs"]
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]
 pub(crate) mod metrics_tier;
@@ -21,9 +18,6 @@ pub(crate) mod metrics_tier;
 pub(crate) mod names;
 pub(crate) mod tidy;
 
-use yaml_rust2::YamlLoader;
-
-use self::code::Code;
 use self::metrics_tier::MetricsTier;
 use crate::ci;
 use crate::figures::arena::{check_cycles, check_layers};
@@ -34,12 +28,14 @@ use crate::tree::{self, Faults, Tree};
 /// Runs all checks, and prints the faults.
 pub(crate) fn run(write: bool) -> Result<(), String> {
     let root = tree::root();
+    let mut tree = Tree::read(&root)?;
     if write {
-        let name = dashboards::write(&root).map_err(|error| format!("cannot write: {error}"))?;
-        println!("wrote {name}");
-        println!("wrote {}", header::write(&root)?);
+        for (name, text) in [dashboards::write(&tree), header::write(&root)?] {
+            std::fs::write(root.join(name), text).map_err(|error| format!("{name}: {error}"))?;
+            println!("wrote {name}");
+        }
+        tree = Tree::read(&root)?;
     }
-    let tree = Tree::read(&root)?;
     let faults = check(&tree);
     for fault in &faults {
         println!("{fault}");
@@ -50,30 +46,16 @@ pub(crate) fn run(write: bool) -> Result<(), String> {
 
 fn check(tree: &Tree) -> Vec<String> {
     let faults = Faults::default();
-    let code = Code::new(tree, &faults);
     let library = tree.library().len();
     faults.expect(library > 10, || format!("{library} files of the library: expected more"));
-    let is_yaml = |name: &str| name.ends_with(".yml") || name.ends_with(".yaml");
-    for file in tree.files.iter().filter(|file| is_yaml(&file.name)) {
-        if let Err(error) = YamlLoader::load_from_str(&file.text) {
-            faults.say(format!("{}: {error}", file.name));
-        }
-    }
     tidy::check(tree, &faults);
     check_layers(tree, &faults);
     check_cycles(tree, &faults);
     mutants::check(tree, &faults);
-    documents::check(tree, &code, &faults);
+    links::check(tree, &faults);
     dashboards::check(tree, &faults);
-    deploying::check(tree, &code, &faults);
     header::check(tree, &faults);
     field::check(tree, &faults);
     ci::check_workflow(tree, &faults);
     faults.sorted()
-}
-
-/// The names of the `LOWTIDE_*` variables.
-fn variables(code: &Code<'_>) -> Vec<String> {
-    let all = code.constant("config::env::VARIABLES").list();
-    all.iter().map(|variable| variable.field("name").text()).collect()
 }
