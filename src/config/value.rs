@@ -171,6 +171,7 @@ macro_rules! spelled {
         })*
     };
 }
+#[cfg(feature = "device")]
 pub(super) use spelled;
 
 spelled! {

@@ -111,7 +111,10 @@ impl Breakdown {
         let mut live = heap.live;
         rest.take_from(&mut live, PartKind::Requests, None, requests);
         let mut foreign = Vec::new();
+        #[cfg(feature = "device")]
         let arenas = snapshot.devices.on_host();
+        #[cfg(not(feature = "device"))]
+        let arenas = Vec::<(String, ByteSize)>::new();
         let committed: ByteSize = arenas.iter().map(|(_, committed)| *committed).sum();
         let loaded = snapshot.resources.iter().filter(|resource| resource.loaded);
         for resource in loaded.take(NAMED_MAX) {
@@ -142,6 +145,7 @@ impl Breakdown {
         }
         let others = arenas.iter().skip(NAMED_MAX).map(|(_, committed)| *committed).sum();
         rest.take(PartKind::Arena, None, others);
+        #[cfg(feature = "device")]
         rest.take(PartKind::Offloaded, None, snapshot.devices.offloaded());
         for (name, bytes) in foreign {
             rest.take(PartKind::Resource, Some(name), bytes);

@@ -22,13 +22,14 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal,
-    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Reclaim, Resources,
+    Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
 use super::admin_tasks::AdminTasks;
 use super::claim::{Claim, THREADS};
+#[cfg(feature = "device")]
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
@@ -71,6 +72,7 @@ pub struct Builder {
     recall_hook: Option<Hook>,
     stack: Option<ByteSize>,
     signals: Option<Signals>,
+    #[cfg(feature = "device")]
     pub(super) drivers: GivenDrivers,
 }
 
@@ -269,40 +271,60 @@ impl Builder {
         Ok((memory, Steps { maintenance: parts.maintenance, worker: parts.worker, clock }))
     }
 
-    /// Creates the parts and connects them. Releases the claim if that fails.
-    fn assemble(self, config: Config, claim: Arc<Claim>) -> Result<Parts, StartError> {
+    fn unused_variables(&self) -> Vec<Diagnostic> {
         let names = if self.ignores_environment { Vec::new() } else { env::of_devices() };
-        let mut diagnostics = Vec::from_iter(variables_of_devices(&names, HAS_DEVICES));
-        let devices = Devices::open(&config, self.drivers, &mut diagnostics)?;
-        let (signals, heap) = if self.is_detached {
-            (settle_limit(&config, Signals::none(), &mut diagnostics), SettledHeap::default())
-        } else {
-            settle_host(&config, self.signals, self.ignores_environment, &mut diagnostics)
-        };
+        Vec::from_iter(variables_of_devices(&names, HAS_DEVICES))
+    }
+
+    /// Opens the signals, and applies the settings of the heap, unless it is detached.
+    fn settle_host(
+        &mut self,
+        config: &Config,
+        diagnostics: &mut Vec<Diagnostic>,
+    ) -> (Arc<Signals>, SettledHeap) {
+        if self.is_detached {
+            let signals = settle_limit(config, Signals::none(), diagnostics);
+            return (Arc::new(signals), SettledHeap::default());
+        }
+        let signals = open_signals(config, self.signals.take(), diagnostics);
+        let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
+        (Arc::new(signals), heap)
+    }
+
+    /// Creates the parts and connects them. Releases the claim if that fails.
+    fn assemble(mut self, config: Config, claim: Arc<Claim>) -> Result<Parts, StartError> {
+        let mut diagnostics = self.unused_variables();
+        #[cfg(feature = "device")]
+        let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
+        let (signals, heap) = self.settle_host(&config, &mut diagnostics);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
-        let path = config.flight_recorder.value.as_deref();
-        let (flight, recording) = Flight::open(path, &signals, &mut diagnostics);
+        let (flight, recording) = Flight::open(&config, &signals, &mut diagnostics);
         let profiles =
             (!self.is_detached).then(|| profiles::prepare(&config, &mut diagnostics)).flatten();
-        let signals = Arc::new(signals);
         let (admission, resources) = (Admission::new(), Resources::new());
-        devices.settle_budgets(&admission, &mut diagnostics);
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
             signals: SignalTracker::new(Arc::clone(&signals)),
             heap: heap.probe,
+            #[cfg(feature = "device")]
             arenas: devices.sensor(&config),
             seen: SensorState::default(),
             captures: Captures::of(profiles.as_ref(), &config),
         };
-        let joined = Arc::default();
-        let ladder = ladder(&joined, &resources, !devices.has_own_memory());
-        let settings = settings(&config, devices.any_own_memory());
-        let settings = admission::Settings { heap_decay_interval: heap.decay_interval, ..settings };
+        let joined: Arc<Mutex<Option<Arc<Shared>>>> = Arc::default();
+        #[cfg(feature = "device")]
+        let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        #[cfg(not(feature = "device"))]
+        let (steps, has_devices) = (Vec::new(), false);
+        #[cfg(not(feature = "device"))]
+        admission.unify();
+        let ladder = ladder(steps, &resources);
+        let settings = settings(&config, has_devices, heap.decay_interval);
         let (admits, registry) = (admission.clone(), resources.clone());
         let mut maintenance =
             Maintenance::new(settings, Box::new(sensor), admits, registry, ladder)?;
+        #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
         let shared = Arc::new(Shared {
             config,
@@ -313,6 +335,7 @@ impl Builder {
             resources,
             state: maintenance.state(),
             queue: maintenance.queue(),
+            #[cfg(feature = "device")]
             devices,
             heap: heap.probe,
             signals,
@@ -332,9 +355,9 @@ impl Builder {
             #[cfg(feature = "tokio")]
             ending: super::ending::Ending::default(),
         });
+        *lock(&joined) = Some(Arc::clone(&shared));
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
-        *lock(&joined) = Some(Arc::clone(&shared));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request finds a measured allowance.
@@ -435,18 +458,6 @@ fn variables_of_devices(names: &[&str], has_devices: bool) -> Option<Diagnostic>
     );
     let is_fault = !has_devices && !names.is_empty();
     is_fault.then(|| Diagnostic::warning("configuration", text))
-}
-
-/// Opens the signals, and applies the settings of the heap.
-fn settle_host(
-    config: &Config,
-    given: Option<Signals>,
-    ignores_environment: bool,
-    diagnostics: &mut Vec<Diagnostic>,
-) -> (Signals, SettledHeap) {
-    let signals = open_signals(config, given, diagnostics);
-    let heap = settle_heap(config, &signals, ignores_environment, diagnostics);
-    (signals, heap)
 }
 
 /// Opens the signals with the configured limit, and adds a diagnostic if some are missing.
@@ -686,7 +697,11 @@ const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// started together are out of step after some ten ticks.
 const JITTER: f64 = 0.1;
 
-fn settings(config: &Config, has_devices: bool) -> admission::Settings {
+fn settings(
+    config: &Config,
+    has_devices: bool,
+    heap_decay_interval: Option<Duration>,
+) -> admission::Settings {
     let published = config.metrics_interval.value;
     let defaults = admission::Settings::default();
     admission::Settings {
@@ -702,20 +717,15 @@ fn settings(config: &Config, has_devices: bool) -> admission::Settings {
         publish_interval: Some(published),
         jitter: JITTER,
         exhaustion_policy: config.exhaustion_policy.value,
+        heap_decay_interval,
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
 }
 
 /// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn ladder(
-    joined: &Arc<Mutex<Option<Arc<Shared>>>>,
-    resources: &Resources,
-    is_host: bool,
-) -> Ladder {
-    let relieves = if is_host { Budget::Host } else { Budget::Device };
-    let of_resources = [Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget));
-    let steps = devices::reclaim_steps(joined, relieves).into_iter().chain(of_resources).collect();
+fn ladder(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Ladder {
+    steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
     // At most four steps, fewer than the limit.
     Ladder::new(steps).unwrap_or_default()
 }
@@ -729,13 +739,17 @@ fn report(memory: &Memory, background_threads: u32) {
     let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     let at_start = heap::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
+    #[cfg(feature = "device")]
+    let device = Some(devices::choice(&memory.0.shared.devices, config));
+    #[cfg(not(feature = "device"))]
+    let device = None::<&str>;
     log!(
         info,
         target: "lowtide",
         profile = %config.profile.value,
         limit,
         bounds,
-        device = devices::choice(&memory.0.shared.devices, config).map(tracing::field::display),
+        device = device.map(tracing::field::display),
         heap_decay = %config.heap_decay.value,
         background_threads,
         cpus = cpus.whole(),

@@ -22,7 +22,7 @@ mod admin_worker;
 mod breakdown;
 mod builder;
 mod claim;
-#[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
+#[cfg(feature = "device")]
 mod devices;
 #[cfg(feature = "tokio")]
 mod ending;

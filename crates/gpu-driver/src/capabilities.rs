@@ -2,7 +2,6 @@
 //!
 //! Invariant: each name is a valid metric label.
 
-
 use lowtide_core::bytes::ByteSize;
 
 lowtide_core::named_enum! {

@@ -7,15 +7,20 @@ use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Ask, Budget, Reclaim, Recovered};
 
-/// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
-/// connected.
-pub(in crate::memory) fn reclaim_steps(
-    joined: &Arc<Mutex<Option<Arc<Shared>>>>,
-    relieves: Budget,
-) -> Vec<Arc<dyn Reclaim>> {
-    let shared = || Arc::clone(joined);
-    let stores = Arc::new(IdleStores { shared: shared() });
-    vec![stores, Arc::new(IdleMemory { shared: shared(), relieves })]
+use super::state::Devices;
+
+impl Devices {
+    /// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
+    /// connected.
+    pub(super) fn reclaim_steps(
+        &self,
+        joined: &Arc<Mutex<Option<Arc<Shared>>>>,
+    ) -> Vec<Arc<dyn Reclaim>> {
+        let shared = || Arc::clone(joined);
+        let relieves = if self.has_own_memory() { Budget::Device } else { Budget::Host };
+        let stores = Arc::new(IdleStores { shared: shared() });
+        vec![stores, Arc::new(IdleMemory { shared: shared(), relieves })]
+    }
 }
 
 /// The host memory that arenas keep for their next sleep.

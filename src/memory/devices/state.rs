@@ -4,11 +4,12 @@
 
 use std::sync::Arc;
 
-use crate::bytes::ByteSize;
 use crate::config::Config;
 use crate::device::driver::Driver;
 use crate::memory::error::{Diagnostic, StartError};
-use lowtide_admission::{Admission, Maintenance};
+use crate::memory::shared::Shared;
+use crate::sync::Mutex;
+use lowtide_admission::{Admission, Maintenance, Reclaim};
 
 use super::arenas::Arenas;
 use super::device::{Counted, Device};
@@ -17,10 +18,6 @@ use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::ArenasSensor;
 use super::shrinks_asked::ShrinksAsked;
-
-/// The names of all admin commands.
-pub(in crate::memory) const COMMANDS: &[&str] =
-    &["purge", "trim", "sleep", "wake", "unload", "fit"];
 
 /// The drivers that the application has opened; without one, the configured devices are.
 pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
@@ -72,12 +69,14 @@ impl Devices {
         })
     }
 
-    /// Makes admission use one budget if the memory of arenas is in the host's.
+    /// Makes admission use one budget if the memory of arenas is in the host's. Returns the reclaim
+    /// steps of arenas, and `true` if some device has memory of its own.
     pub(in crate::memory) fn settle_budgets(
         &self,
         admission: &Admission,
+        joined: &Arc<Mutex<Option<Arc<Shared>>>>,
         diagnostics: &mut Vec<Diagnostic>,
-    ) {
+    ) -> (Vec<Arc<dyn Reclaim>>, bool) {
         if !self.has_own_memory() {
             admission.unify();
         }
@@ -86,15 +85,16 @@ impl Devices {
                         against the host's memory limit, and there is no device budget";
             diagnostics.push(Diagnostic::info("device", text.to_owned()));
         }
+        (self.reclaim_steps(joined), self.any_own_memory())
     }
 
     /// Returns `true` if the arenas of the default device have another budget than the host.
-    pub(in crate::memory) fn has_own_memory(&self) -> bool {
+    pub(super) fn has_own_memory(&self) -> bool {
         self.list.first().is_some_and(|device| device.counted == Counted::OnDevice)
     }
 
     /// Returns `true` if some device has memory of its own.
-    pub(in crate::memory) fn any_own_memory(&self) -> bool {
+    fn any_own_memory(&self) -> bool {
         self.list.iter().any(|device| device.counted == Counted::OnDevice)
     }
 
@@ -129,19 +129,14 @@ impl Devices {
 }
 
 /// Returns the chosen devices, or the backends of the drivers that were given instead, for the log.
-pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> Option<String> {
+pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> String {
     let all: Vec<_> = if devices.are_given {
         let backend = |device: &Arc<Device>| format!("driver:{}", device.driver.backend());
         devices.list.iter().map(backend).collect()
     } else {
         config.devices.value.iter().map(ToString::to_string).collect()
     };
-    Some(all.join(","))
-}
-
-/// Returns the limit of device memory, which cannot rise while a `Memory` runs.
-pub(in crate::memory) const fn limit(config: &Config) -> ByteSize {
-    config.device_limit.value
+    all.join(",")
 }
 
 #[cfg(test)]
@@ -158,7 +153,7 @@ mod tests {
         let config = Config::resolve(&code, &Settings::default()).expect("valid");
         let open = |given| Devices::open(&config, given, &mut Vec::new()).expect("opens");
         let host = || Arc::new(HostDriver::new()) as Arc<dyn Driver>;
-        let chosen = |given| choice(&open(given), &config).unwrap_or_default();
+        let chosen = |given| choice(&open(given), &config);
         assert_eq!(chosen(vec![host(), host()]), "driver:host,driver:host");
         assert_eq!(chosen(Vec::new()), "host");
     }
