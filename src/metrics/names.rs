@@ -7,16 +7,26 @@ use metrics::Unit;
 
 use super::MetricsTier;
 
-lowtide_core::named_enum! {
-    /// The type of a metric, in Prometheus' terms.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum Kind {
-        /// A value that rises and falls.
-        Gauge = "gauge",
-        /// A total that only rises while the process runs.
-        Counter = "counter",
-        /// Observations in buckets.
-        Histogram = "histogram",
+/// The type of a metric, in Prometheus' terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A value that rises and falls.
+    Gauge,
+    /// A total that only rises while the process runs.
+    Counter,
+    /// Observations in buckets.
+    Histogram,
+}
+
+impl Kind {
+    /// Returns the word in a `# TYPE` line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gauge => "gauge",
+            Self::Counter => "counter",
+            Self::Histogram => "histogram",
+        }
     }
 }
 
