@@ -23,15 +23,16 @@ lowtide_core::named_enum! {
     /// | heap purge after sustained growth of | 16 MiB, 5 % | 64 MiB, 10 % | never |
     /// | idle resources unloaded after | 60s | 300s | 900s |
     ///
-    /// The ceiling (0.80 of the limit) and the metrics interval (1 s) are the same under every profile
-    /// ([`Config`](super::Config)).
+    /// The ceiling (0.80 of the limit) and the metrics interval (1 s) are the same under every
+    /// profile ([`Config`](super::Config)).
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     #[non_exhaustive]
     pub enum Profile {
         /// The smallest idle footprint: short decay, early unload. Costs some CPU after each burst.
         LowMemory = "low-memory",
-        /// Returns unused memory within seconds. In the benchmark that cost 20 to 34 % more CPU than
-        /// jemalloc's defaults over a burst of 5 s, and nothing measurable over 20 s of traffic.
+        /// Returns unused memory within seconds. In the benchmark that cost 20 to 34 % more CPU
+        /// than jemalloc's defaults over a burst of 5 s, and nothing measurable over 20 s of
+        /// traffic.
         #[default]
         Balanced = "balanced",
         /// Keeps memory for the next burst. Releases it late, or immediately under pressure.

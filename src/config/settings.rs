@@ -227,8 +227,8 @@ settings! {
     [cfg(feature = "device")]
     /// Sets the way in which CUDA memory is allocated. Default: the first that works.
     device_backend as device_backend: DeviceBackend = fixed(DeviceBackend::Auto),
-        "LOWTIDE_DEVICE_BACKEND": "auto, virtual-memory, pool, plain or managed: how CUDA memory is \
-        allocated",
+        "LOWTIDE_DEVICE_BACKEND": "auto, virtual-memory, pool, plain or managed: how CUDA memory \
+        is allocated",
         str::parse, any;
     [cfg(feature = "device")]
     /// Sets the limit of device memory for each arena, and of the budget of each device.

@@ -197,7 +197,8 @@ spelled! {
         DecayTime::Never => "never".to_owned(),
     };
     ExhaustionPolicy: |policy| match policy {
-        ExhaustionPolicy::ServeOne { grace: time } | ExhaustionPolicy::Exit { min_uptime: time } => {
+        ExhaustionPolicy::ServeOne { grace: time }
+        | ExhaustionPolicy::Exit { min_uptime: time } => {
             format!("{}:{}", policy.name(), time.spelled())
         }
         _ => policy.name().to_owned(),

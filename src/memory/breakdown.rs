@@ -22,15 +22,16 @@ lowtide_core::named_enum! {
         Requests = "requests",
         /// A loaded resource: its heap arena, and memory outside the heap as measured at its load.
         Resource = "resource",
-        /// Live heap blocks that belong to neither: caches and state of the application, connections,
-        /// leaks.
+        /// Live heap blocks that belong to neither: caches and state of the application,
+        /// connections, leaks.
         HeapLive = "heap_live",
         /// Freed blocks in jemalloc's thread caches.
         ThreadCaches = "thread_caches",
-        /// Free parts of heap pages that contain live or cached blocks. A purge does not release them.
+        /// Free parts of heap pages that contain live or cached blocks. A purge does not release
+        /// them.
         Fragmentation = "fragmentation",
-        /// Free heap pages, dirty and muzzy, which a purge releases, and those that the kernel does not
-        /// take back.
+        /// Free heap pages, dirty and muzzy, which a purge releases, and those that the kernel does
+        /// not take back.
         FreePages = "free_pages",
         /// jemalloc's metadata.
         HeapMetadata = "heap_metadata",

@@ -1,7 +1,7 @@
-//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, the processes on each device, the last run, the advice on limits, the trend of live memory,
-//! and the settings.
+//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest and
+//! oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
+//! process, the processes on each device, the last run, the advice on limits, the trend of live
+//! memory, and the settings.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 

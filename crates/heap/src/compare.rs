@@ -5,52 +5,12 @@
 //!
 //! Invariant: a setting that is as requested is in no difference.
 
-use std::borrow::Cow;
-use std::fmt;
-
 use super::asked::{HeapConf, last, settings};
 use super::conf::decay_to_ms;
 use super::effective::EffectiveConf;
-use super::knobs::{KNOBS, Knob, ONE_PAGE, knob};
+use super::knobs::{Difference, KNOBS, Knob, ONE_PAGE, knob};
 use super::mallctl;
 use super::profile::HeapProfile;
-
-/// A setting that differs from the requested value.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Difference {
-    /// jemalloc's name of the setting; `page` for the page size, `transparent_hugepage` for the
-    /// kernel's mode.
-    pub setting: Cow<'static, str>,
-    /// The requested value.
-    pub requested: String,
-    /// The value in effect; `none` if jemalloc has no such setting.
-    pub effective: String,
-}
-
-impl Difference {
-    pub(super) fn new(
-        setting: impl Into<Cow<'static, str>>,
-        requested: impl Into<String>,
-        effective: impl Into<String>,
-    ) -> Self {
-        let (requested, effective) = (requested.into(), effective.into());
-        Self { setting: setting.into(), requested, effective }
-    }
-
-    /// Returns `true` if only a restart of the process can change it.
-    #[must_use]
-    pub fn is_fixed_at_start(&self) -> bool {
-        knob(&self.setting).is_none_or(|knob| !knob.moves)
-    }
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { setting, requested, effective } = self;
-        write!(f, "{setting}: requested {requested}, effective {effective}")
-    }
-}
 
 impl EffectiveConf {
     /// Returns the name of the environment variable that this jemalloc reads at start.

@@ -14,8 +14,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
-use super::compare::Difference;
 use super::error::HostError;
+use super::knobs::Difference;
 use super::mallctl::{self as ctl, Key};
 use super::{arenas, mappings};
 

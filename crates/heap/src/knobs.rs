@@ -1,4 +1,5 @@
-//! jemalloc's settings that this crate supports: one table, and their string format.
+//! jemalloc's settings that this crate supports: one table, their string format, and what differs
+//! from a request.
 //!
 //! Pure: no calls to jemalloc. The table serves the macro [`jemalloc_conf!`](crate::jemalloc_conf),
 //! which checks and writes a string at compile time, and the comparison of requested and effective
@@ -9,7 +10,9 @@
 //!
 //! Invariant: jemalloc accepts every setting that the macro accepts.
 
+use std::borrow::Cow;
 use std::ffi::CStr;
+use std::fmt;
 
 use super::profile::HeapProfile;
 
@@ -382,6 +385,43 @@ const fn same(one: &[u8], other: &[u8]) -> bool {
         at += 1;
     }
     one.len() == other.len()
+}
+
+/// A setting that differs from the requested value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Difference {
+    /// jemalloc's name of the setting; `page` for the page size, `transparent_hugepage` for the
+    /// kernel's mode.
+    pub setting: Cow<'static, str>,
+    /// The requested value.
+    pub requested: String,
+    /// The value in effect; `none` if jemalloc has no such setting.
+    pub effective: String,
+}
+
+impl Difference {
+    pub(super) fn new(
+        setting: impl Into<Cow<'static, str>>,
+        requested: impl Into<String>,
+        effective: impl Into<String>,
+    ) -> Self {
+        let (requested, effective) = (requested.into(), effective.into());
+        Self { setting: setting.into(), requested, effective }
+    }
+
+    /// Returns `true` if only a restart of the process can change it.
+    #[must_use]
+    pub fn is_fixed_at_start(&self) -> bool {
+        knob(&self.setting).is_none_or(|knob| !knob.moves)
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting, requested, effective } = self;
+        write!(f, "{setting}: requested {requested}, effective {effective}")
+    }
 }
 
 #[cfg(test)]

@@ -64,10 +64,10 @@ pub use arenas::{
 pub use asked::HeapConf;
 pub use binding::ArenaBinding;
 pub use classes::{HeapSizeClass, ThreadTotals, thread_totals};
-pub use compare::Difference;
 pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
 pub use effective::{EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
+pub use knobs::Difference;
 pub use libc_heap::{LibcHeap, libc_heap};
 #[cfg(any(test, feature = "profiling"))]
 pub use loaded::ProfileMapping;

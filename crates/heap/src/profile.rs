@@ -24,9 +24,9 @@ lowtide_core::named_enum! {
     pub enum HeapProfile {
         /// The least memory at rest: 2 arenas, no huge pages.
         LowMemory = "low_memory",
-        /// Memory is released one second after the traffic ends: 4 arenas. In the benchmark it costs 20
-        /// to 34 % more CPU than jemalloc's defaults over a burst of 5 s, and no measurable amount over
-        /// 20 s of traffic.
+        /// Memory is released one second after the traffic ends: 4 arenas. In the benchmark it
+        /// costs 20 to 34 % more CPU than jemalloc's defaults over a burst of 5 s, and no
+        /// measurable amount over 20 s of traffic.
         Balanced = "balanced",
         /// Memory is released ten seconds after the traffic ends; jemalloc's own arena count.
         Throughput = "throughput",

@@ -18,8 +18,7 @@ use lowtide_admission::Recovered;
 use super::arenas::Listed;
 use super::device::Counted;
 use super::device::Device;
-use super::error::ArenaError;
-use super::selector::{DeviceSelectError, DeviceSelector};
+use super::selector::{ArenaError, DeviceSelectError, DeviceSelector};
 
 impl Memory {
     /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The

@@ -7,9 +7,7 @@ use std::sync::Arc;
 use crate::config::Config;
 use crate::device::driver::Driver;
 use crate::memory::error::{Diagnostic, StartError};
-use crate::memory::shared::Shared;
-use crate::sync::Mutex;
-use lowtide_admission::{Admission, Maintenance, Reclaim};
+use lowtide_admission::{Admission, Maintenance};
 
 use super::arenas::Arenas;
 use super::device::{Counted, Device};
@@ -69,32 +67,13 @@ impl Devices {
         })
     }
 
-    /// Makes admission use one budget if the memory of arenas is in the host's. Returns the reclaim
-    /// steps of arenas, and `true` if some device has memory of its own.
-    pub(in crate::memory) fn settle_budgets(
-        &self,
-        admission: &Admission,
-        joined: &Arc<Mutex<Option<Arc<Shared>>>>,
-        diagnostics: &mut Vec<Diagnostic>,
-    ) -> (Vec<Arc<dyn Reclaim>>, bool) {
-        if !self.has_own_memory() {
-            admission.unify();
-        }
-        if self.list.iter().any(|device| device.counted == Counted::BesideKernel) {
-            let text = "the device has no memory of its own: memory committed by arenas counts \
-                        against the host's memory limit, and there is no device budget";
-            diagnostics.push(Diagnostic::info("device", text.to_owned()));
-        }
-        (self.reclaim_steps(joined), self.any_own_memory())
-    }
-
     /// Returns `true` if the arenas of the default device have another budget than the host.
     pub(super) fn has_own_memory(&self) -> bool {
         self.list.first().is_some_and(|device| device.counted == Counted::OnDevice)
     }
 
     /// Returns `true` if some device has memory of its own.
-    fn any_own_memory(&self) -> bool {
+    pub(super) fn any_own_memory(&self) -> bool {
         self.list.iter().any(|device| device.counted == Counted::OnDevice)
     }
 

@@ -41,8 +41,8 @@ lowtide_core::named_enum! {
         Dropped = "dropped",
         /// The last handle was dropped by a panic.
         Panicked = "panicked",
-        /// It was killed for memory: by the kernel's count of kills, or because its memory was at the
-        /// limit or was about to reach it.
+        /// It was killed for memory: by the kernel's count of kills, or because its memory was at
+        /// the limit or was about to reach it.
         OutOfMemory = "out_of_memory",
         /// It was killed after it had been asked to end: it took longer than its supervisor waits.
         KilledWhileEnding = "killed_while_ending",

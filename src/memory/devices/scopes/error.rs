@@ -3,7 +3,7 @@
 use thiserror::Error;
 
 use crate::config::ConfigError;
-use crate::memory::devices::error::ArenaError;
+use crate::memory::devices::selector::ArenaError;
 use crate::memory::error::MemoryError;
 
 use super::slot::Slot;

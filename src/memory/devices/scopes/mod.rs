@@ -33,8 +33,7 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 
 use super::device::Device;
-use super::error::ArenaError;
-use super::selector::DeviceSelector;
+use super::selector::{ArenaError, DeviceSelector};
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;

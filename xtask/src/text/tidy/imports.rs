@@ -41,7 +41,7 @@ pub(super) const LAYERS: &[Layers] = &[
         folder: "crates/core/",
         floors: &[
             &["buckets", "bytes", "clock", "file", "fork", "sync"],
-            &["decay", "log", "rate"],
+            &["decay", "kernel", "log", "named", "rate"],
         ],
         walls: &[],
     },
