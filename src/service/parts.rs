@@ -1,7 +1,7 @@
-//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, the processes on each device, the last run, the advice on limits, and the trend of live
-//! memory.
+//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest and
+//! oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
+//! process, the processes on each device, the last run, the advice on limits, the trend of live
+//! memory, and the settings.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
@@ -26,62 +26,29 @@ const ROWS_MAX: usize = 16;
 /// The maximum length of a path, in characters.
 const PATH_MAX: usize = 256;
 
-/// An optional part, by its name in the query and in the JSON.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
-    Map,
-    MetricsHistory,
-    Events,
-    AdminTasks,
-    LargestRequests,
-    Permits,
-    Routes,
-    Tenants,
-    SizeClasses,
-    Mappings,
-    DeviceProcesses,
-    LastExit,
-    LimitAdvice,
-    Leaks,
+lowtide_core::named_enum! {
+    /// An optional part, by its name in the query and in the JSON.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(super) enum Part {
+        Map = "map",
+        MetricsHistory = "history",
+        Events = "events",
+        AdminTasks = "admin_tasks",
+        LargestRequests = "largest_requests",
+        Permits = "permits",
+        Routes = "routes",
+        Tenants = "tenants",
+        SizeClasses = "size_classes",
+        Mappings = "mappings",
+        DeviceProcesses = "device_processes",
+        LastExit = "last_exit",
+        LimitAdvice = "limit_advice",
+        Leaks = "leaks",
+        Settings = "settings",
+    }
 }
 
 impl Part {
-    const ALL: [Self; 14] = [
-        Self::Map,
-        Self::MetricsHistory,
-        Self::Events,
-        Self::AdminTasks,
-        Self::LargestRequests,
-        Self::Permits,
-        Self::Routes,
-        Self::Tenants,
-        Self::SizeClasses,
-        Self::Mappings,
-        Self::DeviceProcesses,
-        Self::LastExit,
-        Self::LimitAdvice,
-        Self::Leaks,
-    ];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Map => "map",
-            Self::MetricsHistory => "history",
-            Self::Events => "events",
-            Self::AdminTasks => "admin_tasks",
-            Self::LargestRequests => "largest_requests",
-            Self::Permits => "permits",
-            Self::Routes => "routes",
-            Self::Tenants => "tenants",
-            Self::SizeClasses => "size_classes",
-            Self::Mappings => "mappings",
-            Self::DeviceProcesses => "device_processes",
-            Self::LastExit => "last_exit",
-            Self::LimitAdvice => "limit_advice",
-            Self::Leaks => "leaks",
-        }
-    }
-
     /// Parses names separated by commas.
     pub(super) fn read(text: &str) -> Result<Vec<Self>, QueryError> {
         let part = |name: &str| {
@@ -152,6 +119,12 @@ impl Part {
             Self::LastExit => last_exit(memory.last_exit()),
             Self::LimitAdvice => limit_advice(memory, limit),
             Self::Leaks => leaks(&memory.leaks()),
+            Self::Settings => memory
+                .config()
+                .settings()
+                .into_iter()
+                .map(|(name, setting)| (name, json!(setting)))
+                .collect::<Value>(),
         };
         to.insert(self.name().to_owned(), value);
     }

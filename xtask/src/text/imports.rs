@@ -15,7 +15,10 @@ const LAYERS: &[(&str, &[&[&str]])] = &[
     ("", &[&["admission", "heap"], &["metrics"], &["config"], &["memory"], &["service"]]),
     (
         "crates/core/",
-        &[&["buckets", "bytes", "clock", "file", "fork", "sync"], &["decay", "log", "rate"]],
+        &[
+            &["buckets", "bytes", "clock", "file", "fork", "sync"],
+            &["decay", "kernel", "log", "named", "rate"],
+        ],
     ),
     ("crates/admission/", &[&["pressure"], &["signal"]]),
     (
