@@ -28,7 +28,9 @@ lowtide_core::named_enum! {
 impl CloseReason {
     /// Counts a connection.
     pub(crate) fn count(self) {
-        CLOSED[self as usize].fetch_add(1, Ordering::Relaxed);
+        if let Some(total) = CLOSED.get(self as usize) {
+            total.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
