@@ -27,17 +27,18 @@ const CELLS_MAX: usize = 2048;
 const BLOCKS_EACH_SECOND: u64 = 100_000;
 
 /// Adds backend and state of each arena to the answer of `/readyz`.
-pub(super) fn add_states(snapshot: &MemorySnapshot, body: &mut Value) {
+pub(super) fn with_states(snapshot: &MemorySnapshot, mut body: Value) -> Value {
     let each = |of: fn(&ArenaSnapshot) -> &'static str| -> Value {
         let arenas = snapshot.devices.arenas.iter();
         arenas.map(|arena| (arena.name.clone(), json!(of(arena)))).collect()
     };
     body["device"] = each(|arena| arena.backend.name());
     body["arenas"] = each(|arena| arena.state.name());
+    body
 }
 
 /// Adds the figures of arenas and device to those of `/memory`.
-pub(super) fn add_figures(snapshot: &MemorySnapshot, document: &mut Value) {
+pub(super) fn with_figures(snapshot: &MemorySnapshot, mut document: Value) -> Value {
     let devices = &snapshot.devices;
     let mut arenas = devices.placed().map(arena);
     document["device"] = json!({
@@ -49,6 +50,7 @@ pub(super) fn add_figures(snapshot: &MemorySnapshot, document: &mut Value) {
         "arenas": arenas.by_ref().take(devices.arenas.len()).collect::<Vec<_>>(),
         "draining": arenas.collect::<Vec<_>>(),
     });
+    document
 }
 
 fn memory(device: &DeviceSnapshot) -> Value {

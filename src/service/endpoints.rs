@@ -241,7 +241,7 @@ impl Endpoints {
             };
             (resource.name.to_string(), json!(state))
         });
-        let mut body = json!({
+        let body = json!({
             "ready": ready,
             "managed": true,
             "ending": ending,
@@ -251,7 +251,7 @@ impl Endpoints {
             "diagnostics": diagnostics(&snapshot),
         });
         #[cfg(feature = "device")]
-        devices::add_states(&snapshot, &mut body);
+        let body = devices::with_states(&snapshot, body);
         answer(status(ready), JSON, pretty(&body))
     }
 
@@ -321,7 +321,7 @@ const SCHEMA: u32 = 1;
 fn document(memory: &Memory) -> Value {
     let snapshot = &memory.snapshot();
     let (verdict, breakdown) = memory.explain(snapshot);
-    let mut document = json!({
+    let document = json!({
         "schema": SCHEMA,
         "managed": true,
         "verdict": verdict.summary,
@@ -350,7 +350,7 @@ fn document(memory: &Memory) -> Value {
         "diagnostics": diagnostics(snapshot),
     });
     #[cfg(feature = "device")]
-    devices::add_figures(snapshot, &mut document);
+    let document = devices::with_figures(snapshot, document);
     document
 }
 
