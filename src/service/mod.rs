@@ -15,7 +15,7 @@ mod axum;
 mod base64;
 mod body;
 mod connections;
-#[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
+#[cfg(feature = "device")]
 mod devices;
 mod drain;
 mod endpoints;

@@ -407,7 +407,7 @@ impl<'a> Blocks<'a> {
 
     /// Routes that pages name are answered.
     fn check_routes(&self, code: &Code<'_>) {
-        let paths = code.constant("devices::ADMIN_PATHS");
+        let paths = code.constant("Endpoints::ADMIN_PATHS");
         let verbs: Vec<_> = paths.list().iter().map(Found::text).collect();
         for page in self.pages {
             let is_part = |c: char| c.is_ascii_alphabetic() || c == '/';
