@@ -28,7 +28,7 @@ use super::answer::{JSON, answer, budget, figures, guard, limit, pretty, seconds
 use super::asked::{Format, Query, QueryError};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
-use super::page;
+use super::page::page;
 use super::parts::{self, Asked, Part};
 use super::rejection::problem;
 
@@ -271,7 +271,7 @@ impl Endpoints {
         let parts = parts::read(query.get("with").unwrap_or_default())?;
         let limit = query.get("limit").map(|text| parts::read_limit(text, &parts)).transpose()?;
         Ok(match format {
-            Format::Html => page::answer(),
+            Format::Html => page(),
             Format::Json => self.memory(&parts, limit),
         })
     }
