@@ -10,7 +10,6 @@
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
 use std::fmt;
-use std::time::Duration;
 
 use http::header::VARY;
 use http::{HeaderValue, Request, Response, StatusCode};
@@ -181,8 +180,7 @@ impl Endpoints {
             refusal
         } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|error| {
-                let (status, none) = (StatusCode::BAD_REQUEST, Duration::ZERO);
-                problem(status, "invalid query", "query", &error.to_string(), none)
+                problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
             })
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
@@ -263,10 +261,7 @@ impl Endpoints {
             None => Format::preferred(request.headers()),
             Some("json") => Format::Json,
             Some("html") => Format::Html,
-            Some(other) => {
-                let (value, expected) = (other.to_owned(), "json or html".to_owned());
-                return Err(QueryError::Value { name: "format", value, expected });
-            }
+            Some(other) => return Err(QueryError::value("format", other, "json or html")),
         };
         let parts = parts::read(query.get("with").unwrap_or_default())?;
         let limit = query.get("limit").map(|text| parts::read_limit(text, &parts)).transpose()?;

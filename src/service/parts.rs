@@ -76,10 +76,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
         let known = PARTS.iter().find(|(known, _)| *known == name);
         let part = known.ok_or_else(|| {
             let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
-            {
-                let (value, expected) = (name.to_owned(), names.join(", "));
-                QueryError::Value { name: "with", value, expected }
-            }
+            QueryError::value("with", name, names.join(", "))
         })?;
         if parts.iter().any(|(other, _)| *other == name) {
             return Err(QueryError::Twice { name: part.0 });
@@ -100,8 +97,7 @@ pub(super) fn read_limit(text: &str, parts: &[&Part]) -> Result<ByteSize, QueryE
             Err(error) => ParseByteSizeError::expected(&error),
         }
     };
-    let (value, expected) = (text.to_owned(), expected.to_owned());
-    Err(QueryError::Value { name: "limit", value, expected })
+    Err(QueryError::value("limit", text, expected))
 }
 
 /// Returns the admin tasks; null if admin commands are disabled.
