@@ -19,7 +19,7 @@ use thiserror::Error;
 pub(crate) use self::json::Line;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
+use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::log;
 use lowtide_core::sync::atomic::{AtomicUsize, Ordering};
@@ -218,16 +218,18 @@ impl Recorder {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 
-    /// Adds a line for an event.
+    /// Adds a line for an event that takes effect now.
     #[cold]
+    #[inline(never)]
     pub(crate) fn write(
         &self,
-        at: Moment,
+        clock: &dyn Clock,
         name: &'static str,
         fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
     ) {
+        let now = clock.now();
         let mut lines = lock(&self.inner.lines);
-        lines.write(at, name, fields);
+        lines.write(now, name, fields);
         self.inner.waiting.store(lines.waiting(), Ordering::Relaxed);
     }
 

@@ -10,7 +10,6 @@ use super::port::Port;
 use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
-use crate::state::event::Origin;
 use crate::state::failure::AllocFailure;
 use crate::state::region::Placement;
 use crate::types::region::Region;
@@ -99,7 +98,7 @@ pub(crate) async fn copy_to(
         } else {
             state.release(region, new, port.clock);
             state.events.push(port.clock, "alloc_failed", |line| {
-                let line = line.text("kind", Origin::RESIZE.kind).text("region", region.name());
+                let line = line.text("kind", "resize").text("region", region.name());
                 line.number("bytes", new.requested).text("why", "driver")
             });
         }

@@ -17,20 +17,29 @@ use lowtide_core::decay::DecayTime;
 /// The number of a lane of an arena, from 1.
 pub(crate) type LaneNumber = NonZeroU64;
 
-/// The source of a request for a block.
+/// The kind of a request for a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    Buffer,
+    Raw,
+    Reserve,
+    /// The new block of a resize.
+    Resize,
+}
+
+/// The source of a request for a block. Small, because each request carries it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Origin {
-    /// The kind of the request, as recordings name it.
-    pub(crate) kind: &'static str,
+    pub(crate) kind: Kind,
     /// The lane that the request is for.
     pub(crate) lane: Option<LaneNumber>,
 }
 
 impl Origin {
-    pub(crate) const BUFFER: Self = Self { kind: "buffer", lane: None };
-    pub(crate) const RAW: Self = Self { kind: "raw", lane: None };
-    pub(crate) const RESERVE: Self = Self { kind: "reserve", lane: None };
-    pub(crate) const RESIZE: Self = Self { kind: "resize", lane: None };
+    pub(crate) const BUFFER: Self = Self { kind: Kind::Buffer, lane: None };
+    pub(crate) const RAW: Self = Self { kind: Kind::Raw, lane: None };
+    pub(crate) const RESERVE: Self = Self { kind: Kind::Reserve, lane: None };
+    pub(crate) const RESIZE: Self = Self { kind: Kind::Resize, lane: None };
 }
 
 /// The recorder of an arena's events, if it has one.
@@ -47,7 +56,7 @@ impl Events {
         fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
     ) {
         if let Some(recorder) = &self.0 {
-            recorder.write(clock.now(), name, fields);
+            recorder.write(clock, name, fields);
         }
     }
 }
@@ -59,6 +68,12 @@ pub(crate) fn requested<'a, 'b>(
     request: AllocRequest,
 ) -> &'a mut Line<'b> {
     let Origin { kind, lane } = request.origin;
+    let kind = match kind {
+        Kind::Buffer => "buffer",
+        Kind::Raw => "raw",
+        Kind::Reserve => "reserve",
+        Kind::Resize => "resize",
+    };
     line.text("kind", kind)
         .text("region", region.name())
         .number("bytes", request.requested)
