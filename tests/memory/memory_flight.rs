@@ -183,7 +183,7 @@ fn a_run_that_ended_in_order_is_told_by_the_next_one_in_json_and_in_one_log_line
     let last = memory.last_exit().expect("there was a run");
     assert_eq!((last.cause, last.pid), (ExitCause::Shutdown, service.0.id()), "{}", last.summary);
     let text = String::from_utf8(log.lock().expect("no panic").clone()).expect("UTF-8");
-    let lines: Vec<_> = text.lines().filter(|line| line.contains("last run")).collect();
+    let lines: Vec<_> = text.lines().filter(|line| line.contains("previous run ended")).collect();
     let [line] = lines.as_slice() else { panic!("{text}") };
     assert!(line.contains("INFO") && line.contains("shut down in order"), "{line}");
 
