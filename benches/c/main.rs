@@ -9,8 +9,9 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
-#[path = "../callgrind.rs"]
-mod callgrind;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 
 use std::ffi::{CString, c_int, c_void};
 use std::hint::black_box;
@@ -24,10 +25,10 @@ use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{ArenaConfig, ByteSize, DeviceArena, HostDriver, Region};
 
-use crate::callgrind::callgrind;
+use crate::common::callgrind;
 
 /// Pairs of the shorter run.
-const PAIRS: usize = 50_000;
+const PAIRS: u32 = 50_000;
 /// The size of a block: small, so that nothing is committed.
 const SIZE: usize = 4096;
 const STREAM: usize = 100;
@@ -43,11 +44,8 @@ struct Cli {
     /// Be the process whose instructions are counted.
     #[arg(long, hide = true)]
     be: Option<Kind>,
-    #[arg(long, hide = true, default_value_t = PAIRS)]
+    #[arg(long, hide = true, default_value_t = 0)]
     pairs: usize,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 /// A kind of pair.
@@ -60,25 +58,14 @@ enum Kind {
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
-        println!("c: a bench under valgrind, not a test: run `cargo bench --bench c`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let done = match cli.be {
-        Some(Kind::Rust) => rust(cli.pairs).map(|()| true),
-        Some(kind) => c(kind, cli.pairs).map(|()| true),
-        None => measure(cli.python.as_ref()),
-    };
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(why) => {
-            println!("failed: {why}");
-            ExitCode::FAILURE
+    common::main(|cli: Cli| {
+        match cli.be {
+            Some(Kind::Rust) => rust(cli.pairs)?,
+            Some(kind) => c(kind, cli.pairs)?,
+            None => return Ok(measure(cli.python.as_ref())?),
         }
-    }
+        Ok(true)
+    })
 }
 
 /// Prints the figures; returns whether the goals hold.
@@ -116,16 +103,8 @@ fn measure(python: Option<&PathBuf>) -> Result<bool, String> {
 
 /// Returns the instructions of a pair.
 fn instructions(kind: Kind) -> Result<f64, String> {
-    let (once, thrice) = (collected(kind, PAIRS)?, collected(kind, 3 * PAIRS)?);
-    let pairs = u32::try_from(2 * PAIRS).map_err(|error| error.to_string())?;
-    Ok((thrice - once) / f64::from(pairs))
-}
-
-fn collected(kind: Kind, pairs: usize) -> Result<f64, String> {
-    let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let name = kind.to_possible_value().map(|value| value.get_name().to_owned());
-    let arguments = ["--be", &name.unwrap_or_default(), "--pairs", &pairs.to_string()];
-    callgrind::instructions(callgrind(program).args(arguments))
+    callgrind::per_step(&["--be", &name.unwrap_or_default(), "--pairs"], PAIRS)
 }
 
 /// The pairs in Rust.

@@ -7,13 +7,15 @@
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use lowtide::BoxError;
 use serde_json::Value;
+
+use crate::common::process::free_port;
 
 /// Requests to a proxy with either kind of output.
 const REQUESTS: usize = 200;
@@ -157,9 +159,4 @@ impl Proxy {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     }
-}
-
-/// An address of this machine that was free a moment ago.
-fn free_port() -> std::io::Result<SocketAddr> {
-    TcpListener::bind("127.0.0.1:0")?.local_addr()
 }

@@ -221,19 +221,6 @@ impl Seen {
         self.rejected.iter().map(|class| class.mib).sum()
     }
 
-    pub(crate) fn served_mib(&self) -> f64 {
-        self.served.iter().map(|class| class.mib).sum()
-    }
-
-    /// Returns the part of its proportional share of the bytes served that each class got.
-    pub(crate) fn shares(&self) -> [f64; 3] {
-        let (offered, served) = (self.offered_mib(), self.served_mib());
-        let part = |of: f64, whole: f64| if whole > 0.0 { of / whole } else { 0.0 };
-        std::array::from_fn(|at| {
-            part(part(self.served[at].mib, served), part(self.offered[at].mib, offered))
-        })
-    }
-
     /// Changes of level a second between two seconds.
     pub(crate) fn changes_per_second(&self, from: f64, to: f64) -> f64 {
         let within = self.levels.iter().filter(|(at, _)| (from..to).contains(at)).count();

@@ -24,8 +24,8 @@ pub(super) fn mutants(length: Length) -> Outcome {
 /// Scenarios by seed, and some days.
 pub(super) fn controller(length: Length) -> Outcome {
     let words = match length {
-        Length::Full => "--seeds 3000 --days 90 --compare 3",
-        Length::Sample => "--seeds 100 --days 1 --compare 0",
+        Length::Full => "--seeds 3000 --days 90",
+        Length::Sample => "--seeds 100 --days 1",
     };
     let ran = bench("controller", words).run();
     Ok(ran.map_err(|error| format!("{error}: the seed is printed above"))?)

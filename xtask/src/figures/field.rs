@@ -30,7 +30,7 @@ const LONG: &[(&str, &str, &str)] = &[
     ("soak.drift", "dashboards -- --soak 20m", "soak.drift"),
     (
         "virtual_days",
-        "controller -- --seeds 0 --compare 0 --advice 0 --days 90",
+        "controller -- --seeds 0 --advice 0 --days 90",
         "controller.days.held",
     ),
 ];

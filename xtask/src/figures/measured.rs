@@ -19,7 +19,7 @@ pub(super) const BENCHES: &[Bench] = &[
         figures: &[("measured.tick_us", Some("tick.median_us"))],
     },
     Bench {
-        arguments: "bench --locked --bench controller -- --compare 0",
+        arguments: "bench --locked --bench controller",
         figures: &[("measured.simulator.failed", Some("controller.failed"))],
     },
     Bench {

@@ -47,7 +47,7 @@ const BENCHES: &[Bench] = &[
         ],
     },
     Bench {
-        arguments: "bench --locked --bench controller -- --seeds 0 --days 0 --compare 0",
+        arguments: "bench --locked --bench controller -- --seeds 0 --days 0",
         figures: &[
             ("questions.advice.smallest.predicted_percent", None),
             ("questions.advice.smallest.real_percent", None),
