@@ -9,8 +9,7 @@ use bytes::Bytes;
 use http::Request;
 use http_body_util::Full;
 use lowtide::BoxError;
-use serde_json::{Value, json};
-use yaml_rust2::{Yaml, YamlLoader};
+use serde_json::Value;
 
 use crate::common::http::{Http, client, get};
 use crate::common::process::free_port;
@@ -18,7 +17,6 @@ use crate::envoy;
 use crate::hold::HOLD_HEADER;
 
 const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");
-const CLUSTER: &str = "/static_resources/clusters/0";
 const REPORT_HEADER: &str = "endpoint-load-metrics";
 /// The longest time until Envoy's health checks have found all services.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
@@ -47,17 +45,17 @@ impl Policy {
     }
 
     /// Returns the extension of Envoy; `None` for that of `deploy/envoy`.
-    fn extension(self) -> Option<Value> {
+    fn extension(self) -> Option<String> {
         let (name, kind) = match self {
             Self::Orca => return None,
             Self::RoundRobin => ("round_robin", "round_robin.v3.RoundRobin"),
             Self::LeastRequest => ("least_request", "least_request.v3.LeastRequest"),
         };
-        let kind = format!("type.googleapis.com/envoy.extensions.load_balancing_policies.{kind}");
-        Some(json!({
-            "name": format!("envoy.load_balancing_policies.{name}"),
-            "typed_config": { "@type": kind },
-        }))
+        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
+        Some(format!(
+            "{{ name: envoy.load_balancing_policies.{name}, typed_config: {{ \"@type\": \
+             {package}.{kind} }} }}\n"
+        ))
     }
 }
 
@@ -91,7 +89,7 @@ impl Balancer {
         let (front, admin) = (free_port()?, free_port()?);
         let configuration = configuration(policy, is_quick, [front, admin], services)?;
         let balancer = Self {
-            envoy: envoy::start(program, &configuration.to_string(), front)?,
+            envoy: envoy::start(program, &configuration, front)?,
             front,
             admin,
             services: services.to_vec(),
@@ -182,56 +180,33 @@ fn configuration(
     is_quick: bool,
     [front, admin]: [SocketAddr; 2],
     services: &[SocketAddr],
-) -> Result<Value, BoxError> {
-    let documents = YamlLoader::load_from_str(CONFIGURATION)?;
-    let mut all = to_json(documents.first().ok_or("envoy.yaml is empty")?)?;
-    let address = |at: SocketAddr| {
-        let (ip, port) = (at.ip().to_string(), at.port());
-        json!({ "socket_address": { "address": ip, "port_value": port } })
+) -> Result<String, String> {
+    let mut text = CONFIGURATION.to_owned();
+    // Replaces from the begin of one text up to another.
+    let mut set = |from: &str, to: &str, by: &str| {
+        let start = text.find(from).ok_or_else(|| format!("envoy.yaml has no {from:?}"))?;
+        let end = text[start..].find(to).ok_or_else(|| format!("envoy.yaml has no {to:?}"))?;
+        text.replace_range(start..start + end, by);
+        Ok::<_, String>(())
     };
-    set(&mut all, "/admin/address", address(admin))?;
-    set(&mut all, "/static_resources/listeners/0/address", address(front))?;
+    set("port_value: 9901", " }", &format!("port_value: {}", admin.port()))?;
+    set("port_value: 10000", " }", &format!("port_value: {}", front.port()))?;
+    set("type: STRICT_DNS", "\n", "type: STATIC")?;
     let endpoints = services.iter().map(|at| {
-        let health = json!({ "port_value": at.port() });
-        json!({ "endpoint": { "address": address(*at), "health_check_config": health } })
+        let (ip, port) = (at.ip(), at.port());
+        format!(
+            "- endpoint: {{ address: {{ socket_address: {{ address: {ip}, port_value: {port} }} }} \
+             , health_check_config: {{ port_value: {port} }} }}"
+        )
     });
-    let endpoints = endpoints.collect();
-    set(&mut all, &format!("{CLUSTER}/load_assignment/endpoints/0/lb_endpoints"), endpoints)?;
-    set(&mut all, &format!("{CLUSTER}/type"), json!("STATIC"))?;
-    let place = format!("{CLUSTER}/load_balancing_policy/policies/0/typed_extension_config");
+    let endpoints = endpoints.collect::<Vec<_>>().join("\n        ");
+    set("- endpoint: {", "\n", &endpoints)?;
+    set("retry_policy:", "# Envoy keeps a copy", "\n                ")?;
     if let Some(extension) = policy.extension() {
-        set(&mut all, &place, extension)?;
+        let typed = format!("typed_extension_config: {extension}");
+        set("typed_extension_config:", "    health_checks:", &typed)?;
     } else if is_quick {
-        set(&mut all, &format!("{place}/typed_config/blackout_period"), json!("2s"))?;
+        set("blackout_period: 10s", "\n", "blackout_period: 2s")?;
     }
-    let route = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config\
-                 /route_config/virtual_hosts/0/routes/0/route/retry_policy";
-    set(&mut all, route, Value::Null)?;
-    Ok(all)
-}
-
-/// Replaces a value that the configuration has.
-fn set(all: &mut Value, path: &str, value: Value) -> Result<(), String> {
-    let place = all.pointer_mut(path).ok_or_else(|| format!("envoy.yaml has no {path}"))?;
-    *place = value;
-    Ok(())
-}
-
-fn to_json(yaml: &Yaml) -> Result<Value, BoxError> {
-    Ok(match yaml {
-        Yaml::Real(text) => Value::from(text.parse::<f64>()?),
-        Yaml::Integer(number) => Value::from(*number),
-        Yaml::String(text) => Value::from(text.as_str()),
-        Yaml::Boolean(is_so) => Value::from(*is_so),
-        Yaml::Array(all) => Value::Array(all.iter().map(to_json).collect::<Result<_, _>>()?),
-        Yaml::Hash(all) => {
-            let pair = |(key, value): (&Yaml, &Yaml)| {
-                let key = key.as_str().ok_or("a key of envoy.yaml is no text")?;
-                Ok::<_, BoxError>((key.to_owned(), to_json(value)?))
-            };
-            Value::Object(all.iter().map(pair).collect::<Result<_, _>>()?)
-        }
-        Yaml::Null => Value::Null,
-        Yaml::Alias(_) | Yaml::BadValue => return Err(format!("envoy.yaml: {yaml:?}").into()),
-    })
+    Ok(text)
 }

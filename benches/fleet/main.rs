@@ -4,9 +4,9 @@
 //! Envoy has the configuration of `deploy/envoy`, with the addresses of this machine and the policy
 //! that is measured. The load is open-loop and memory-bound: each request holds its memory for
 //! seconds. Together the services can hold it, but the small one cannot hold a third of it. Each
-//! policy meets the same requests, in pairs of runs that alternate. What is offered in the first 20 s
-//! does not count: until Envoy's blackout period is over, all services have the same
-//! weight, and lowtide learns the needs of requests.
+//! policy meets the same requests, in pairs of runs that alternate. What is offered in the first 20
+//! s does not count: until Envoy's blackout period is over, all services have the same weight, and
+//! lowtide learns the needs of requests.
 //!
 //! Exit codes: 0 done; 1 a service was killed, a run failed, or (`--ci`) ORCA left too many
 //! requests unserved.

@@ -1,6 +1,6 @@
 //! One cell: a service in a fresh cgroup, load on it from another process, and what became of both.
 //!
-//! The service's death is an outcome, not a fault. Both processes end with the cell, and the cgroup.
+//! The service's death is an outcome, not a fault. Both processes and the cgroup end with the cell.
 
 use std::io::Read as _;
 use std::net::SocketAddr;

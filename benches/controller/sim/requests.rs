@@ -216,7 +216,6 @@ impl World {
         let part = (request.truth - request.held) / f64::from(request.parts_left);
         let beyond = bytes(request.held + part).saturating_sub(permit.cost().host);
         if self.scenario.grows && !beyond.is_zero() && permit.grow(beyond).is_err() {
-            state.seen.given_up += 1;
             if let Some(request) = state.requests.leave(seat, serial) {
                 state.plant.free(now, request.held);
             }
@@ -263,7 +262,6 @@ impl World {
                 }
             }
             Some(Err(_)) | None => {
-                state.seen.unserved += 1;
                 if let Some(request) = state.requests.leave(seat, serial) {
                     state.plant.free(state.now, request.held);
                 }

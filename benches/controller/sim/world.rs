@@ -275,7 +275,6 @@ impl World {
         seen.end.live = state.plant.live();
         seen.end.dirty = state.plant.dirty();
         seen.end.base = state.plant.base();
-        seen.peak = state.plant.peak();
         seen.killed = state.plant.killed().map(|at| at.since_origin().as_secs_f64());
         seen
     }
@@ -318,7 +317,7 @@ impl World {
             left -= PURGE_STEP_MIB;
         }
         let state = &mut *lock(&self.state);
-        state.seen.purge_ends(trigger, state.now, given);
+        state.seen.purge_ends(trigger, state.now);
         Recovered::of(bytes(given))
     }
 }
