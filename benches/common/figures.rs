@@ -65,6 +65,11 @@ impl Figures {
         goals.iter().for_each(|(name, most)| self.set_goal(name, Goal::AtMost(*most)));
     }
 
+    /// Forgets figures of these names.
+    pub(crate) fn forget(&mut self, goals: &[(&str, f64)]) {
+        self.0.retain(|one| goals.iter().all(|(name, _)| *name != one.name));
+    }
+
     fn set_goal(&mut self, name: &str, goal: Goal) {
         let of_name = self.0.iter_mut().filter(|one| one.name == name);
         of_name.for_each(|figure| figure.goal = Some(goal));
