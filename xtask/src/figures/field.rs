@@ -28,11 +28,7 @@ const ROWS_WRONG: &str = "rows_wrong";
 /// and its arguments, and the name under which it prints the figure.
 const LONG: &[(&str, &str, &str)] = &[
     ("soak.drift", "dashboards -- --soak 20m", "soak.drift"),
-    (
-        "virtual_days",
-        "controller -- --seeds 0 --advice 0 --days 90",
-        "controller.days.held",
-    ),
+    ("virtual_days", "controller -- --seeds 0 --advice 0 --days 90", "controller.days.held"),
 ];
 
 /// The goals. Tests print all figures but the first four, with these units.

@@ -13,9 +13,9 @@ use lowtide_admission::{Settings, Thresholds};
 
 use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
+use sim::days;
 use sim::load::{Load, MIXES};
 use sim::scenario::{Kind, Late, Scenario};
-use sim::days;
 
 /// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
 /// more.
