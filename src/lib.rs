@@ -113,7 +113,6 @@
 //! | `serde` | snapshots, history and events implement `serde::Serialize`; part of `service` |
 //! | `device` | `device`: arenas, compaction, pinned memory, plans; the host driver |
 //! | `cuda` | arenas in CUDA memory, without a toolkit; **not run on a GPU yet**; with `device` |
-//! | `memory-viz` | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz`; with `device` |
 //! | `disable_initial_exec_tls` | jemalloc in a library that is loaded at run time |
 //! | `interpose` | C and C++ libraries use jemalloc too; for engines in C++ |
 //! | `allocator-api2` | `heap::HostArena` as an `allocator-api2` allocator |
@@ -172,8 +171,3 @@ struct OperatingPage;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/RECORDING.md")]
 struct RecordingPage;
-
-/// The code of the page that follows an allocation, compiled.
-#[cfg(doctest)]
-#[doc = include_str!("../docs/LIFE_OF_AN_ALLOCATION.md")]
-struct LifePage;

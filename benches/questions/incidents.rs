@@ -243,7 +243,7 @@ async fn asleep() -> Result<Answer, BoxError> {
     let memory = builder.without_environment().start()?;
     let arena = memory.open_arena("embedder")?;
     arena.sleep(SleepOptions::default())?;
-    let line = log.find(&["arena fell asleep", "embedder"]).ok_or("not logged")?;
+    let line = log.find(&["arena asleep", "embedder"]).ok_or("not logged")?;
     Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
 }
 

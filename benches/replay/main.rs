@@ -33,12 +33,9 @@ const OWN: [&str; 5] =
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What recorded allocations of model code need of the device")]
 struct Cli {
-    /// Traces to replay in place of the project's own: text, or text compressed with gzip.
+    /// Recordings to replay in place of the project's own traces: JSON lines, plain or compressed
+    /// with gzip.
     files: Vec<PathBuf>,
-    /// Writes a map of each trace into this folder as well, NAME.pickle for PyTorch's
-    /// `memory_viz`, of the first instant at which most was committed.
-    #[arg(long, value_name = "FOLDER")]
-    pictures: Option<PathBuf>,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
@@ -50,11 +47,11 @@ fn main() -> ExitCode {
         println!("replay: a bench of seconds, not a test: run `cargo bench --bench replay`");
         return ExitCode::SUCCESS;
     }
-    let Cli { mut files, pictures, .. } = Cli::parse();
+    let Cli { mut files, .. } = Cli::parse();
     let own = files.is_empty();
     if own {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
-        files = OWN.iter().map(|name| folder.join(format!("{name}.trace.gz"))).collect();
+        files = OWN.iter().map(|name| folder.join(format!("{name}.jsonl.gz"))).collect();
     }
     let traces = match open(&files) {
         Ok(traces) => traces,
@@ -65,11 +62,6 @@ fn main() -> ExitCode {
     };
     let mut rows = Vec::new();
     for trace in traces {
-        let drawn = pictures.as_ref().map_or(Ok(()), |folder| ours::draw(&trace, folder));
-        if let Err(error) = drawn {
-            eprintln!("replay: {}: {error}", trace.name);
-            return ExitCode::FAILURE;
-        }
         match ours::measure(&trace) {
             Ok(ours) => rows.push(Row { peers: rivals::needs(&trace), ours, trace }),
             Err(error) => {

@@ -7,13 +7,10 @@
 //!
 //! Invariant: `live_peak <= committed_peak` for every replay.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use lowtide::{BoxError, ByteSize};
+use lowtide::ByteSize;
 use lowtide_gpu::clock::{Clock, ManualClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
@@ -23,11 +20,6 @@ use crate::trace::{Event, Trace};
 
 /// The number of times that a replay is timed.
 const TIMED: usize = 5;
-
-/// Events that a picture's arena keeps.
-const HISTORY: usize = 20_000;
-/// The distance of events on a picture's time line: traces have no times.
-const EVENT_APART: Duration = Duration::from_micros(10);
 
 /// The result of a replay.
 #[derive(Clone, Copy, Debug)]
@@ -93,27 +85,6 @@ fn replay(trace: &Trace, decay: DecayTime) -> Result<Replay, DeviceError> {
     })
 }
 
-/// Writes a map of the first instant at which most was committed: as `measure` with memory given
-/// back at once.
-pub(crate) fn draw(trace: &Trace, folder: &Path) -> Result<(), BoxError> {
-    let committed_peak = replay(trace, DecayTime::AtOnce)?.committed_peak;
-    let mut player = Player::with_history(trace, ByteSize::MAX, DecayTime::AtOnce, HISTORY)?;
-    for &event in &trace.events {
-        player.clock.advance(EVENT_APART);
-        player.play(event)?;
-        if player.arena.glance().committed.get() == committed_peak {
-            break;
-        }
-        player.give_back()?;
-    }
-    let map = player.arena.map();
-    std::fs::create_dir_all(folder)?;
-    let pickle = File::create(folder.join(format!("{}.pickle", trace.name)))?;
-    let mut pickle = BufWriter::new(pickle);
-    map.write_memory_viz(&mut pickle)?;
-    Ok(pickle.flush()?)
-}
-
 fn smallest_limit(trace: &Trace) -> Result<Option<u64>, DeviceError> {
     let default = ArenaConfig::new("").decay;
     let granule = Player::new(trace, ByteSize::MAX, default)?.arena.capabilities().granularity;
@@ -148,17 +119,8 @@ struct Player {
 
 impl Player {
     fn new(trace: &Trace, limit: ByteSize, decay: DecayTime) -> Result<Self, DeviceError> {
-        Self::with_history(trace, limit, decay, 0)
-    }
-
-    fn with_history(
-        trace: &Trace,
-        limit: ByteSize,
-        decay: DecayTime,
-        history: usize,
-    ) -> Result<Self, DeviceError> {
         let clock = Arc::new(ManualClock::new());
-        let config = ArenaConfig { limit, decay, history, ..ArenaConfig::new(&trace.name) };
+        let config = ArenaConfig { limit, decay, ..ArenaConfig::new(&trace.name) };
         let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
         let buffers = (0..trace.blocks).map(|_| None).collect();
         Ok(Self { arena, clock, decay, buffers })

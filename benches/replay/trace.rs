@@ -1,10 +1,10 @@
 //! A recorded run: which blocks were allocated and freed, in order.
 //!
-//! Text, a line each: `a ID BYTES` allocates, `f ID` frees, `# TEXT` marks what begins there. The
-//! file may be compressed with gzip. It reads files and replays nothing.
+//! It reads the recordings of an arena (`docs/RECORDING.md`), and files with the same lines of
+//! `alloc`, `free` and `mark`; other events are skipped. The file may be compressed with gzip. It
+//! reads files and replays nothing.
 //!
-//! Invariants: every id is allocated once and freed once, later; at the end nothing is live; no
-//! more than `EVENTS_MAX` events and `TEXT_MAX` bytes of text are read.
+//! Invariants: every block is allocated once and freed once, later; at the end nothing is live.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,18 +12,13 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use flate2::read::MultiGzDecoder;
+use serde::Deserialize;
 use thiserror::Error;
 
 /// The first bytes of a file that gzip wrote.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
-/// The most events of one trace.
-const EVENTS_MAX: usize = 1 << 26;
-/// The most bytes of one trace's text.
-const TEXT_MAX: u64 = 1 << 31;
 /// The most bytes that a block may have: what no device has.
 const BLOCK_MAX: u64 = 1 << 48;
-/// The longest line that an error quotes, in characters.
-const QUOTE_MAX: usize = 40;
 
 /// An event of a block; blocks are numbered from 0 in the order of their allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +28,7 @@ pub(crate) enum Event {
 }
 
 /// A whole trace.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Trace {
     /// Its file's name without `.gz` and one more extension, blanks as dashes.
     pub(crate) name: String,
@@ -58,6 +53,30 @@ pub(crate) enum TraceError {
     Line { path: PathBuf, line: usize, what: String },
 }
 
+/// A line of a recording.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum Line {
+    Alloc {
+        address: u64,
+        bytes: u64,
+    },
+    Free {
+        address: u64,
+    },
+    Resize {
+        address: u64,
+        bytes: u64,
+    },
+    Move {
+        address: u64,
+        to: u64,
+    },
+    Mark,
+    #[serde(other)]
+    Other,
+}
+
 impl Trace {
     /// Reads a file, plain or compressed.
     pub(crate) fn open(path: &Path) -> Result<Self, TraceError> {
@@ -66,130 +85,90 @@ impl Trace {
         let gzip = file.fill_buf().map_err(failed)?.starts_with(&GZIP);
         let text: Box<dyn Read> =
             if gzip { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
-        let name = name_of(path);
-        Self::read(name, BufReader::new(text.take(TEXT_MAX))).map_err(|fault| match fault {
-            Fault::Read(error) => failed(error),
-            Fault::Line(line, what) => TraceError::Line { path: path.to_owned(), line, what },
-        })
-    }
-
-    fn read(name: String, text: impl BufRead) -> Result<Self, Fault> {
         let mut reader = Reader::default();
         let mut lines = 0;
-        for line in text.lines() {
+        let wrong = |line, what| TraceError::Line { path: path.to_owned(), line, what };
+        for line in BufReader::new(text).lines() {
             lines += 1;
-            reader.line(&line.map_err(Fault::Read)?).map_err(|what| Fault::Line(lines, what))?;
+            let line = serde_json::from_str(&line.map_err(failed)?)
+                .map_err(|error| wrong(lines, error.to_string()))?;
+            reader.line(line).map_err(|what| wrong(lines, what))?;
         }
-        if let Some((id, _)) = reader.live.first_key_value() {
-            let what = format!("the trace ends here, and {id} is live: expected `f {id}` before");
-            return Err(Fault::Line(lines, what));
+        let trace = reader.end(path);
+        if trace.events.is_empty() {
+            return Err(wrong(lines, "the file ends here: expected the event `alloc`".to_owned()));
         }
-        if reader.events.is_empty() {
-            return Err(Fault::Line(
-                lines,
-                "the trace ends here: expected `a ID BYTES`".to_owned(),
-            ));
-        }
-        Ok(Self {
-            name,
-            events: reader.events,
-            blocks: reader.sizes.len(),
-            live_peak: reader.live_peak,
-            blocks_peak: reader.blocks_peak,
-            marks: reader.marks,
-        })
+        Ok(trace)
     }
-}
-
-fn name_of(path: &Path) -> String {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let name = name.strip_suffix(".gz").unwrap_or(&name);
-    let name = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
-    name.split_whitespace().collect::<Vec<_>>().join("-")
-}
-
-/// A fault in a text.
-#[derive(Debug)]
-enum Fault {
-    Read(std::io::Error),
-    Line(usize, String),
 }
 
 /// A trace so far.
 #[derive(Debug, Default)]
 struct Reader {
-    events: Vec<Event>,
-    /// Size of each block.
-    sizes: Vec<u64>,
-    /// The block that each id ever was.
-    ids: BTreeMap<u64, usize>,
-    /// Those that are live.
-    live: BTreeMap<u64, usize>,
+    trace: Trace,
+    /// The number and the size of each live block, by its address.
+    live: BTreeMap<u64, (usize, u64)>,
     live_bytes: u64,
-    live_peak: u64,
-    blocks_peak: usize,
-    marks: Vec<usize>,
 }
 
 impl Reader {
     /// Takes one line, or says what is wrong with it.
-    fn line(&mut self, line: &str) -> Result<(), String> {
-        if line.starts_with('#') {
-            // One for each place is enough, however many lines there are.
-            if self.marks.last() != Some(&self.events.len()) {
-                self.marks.push(self.events.len());
+    fn line(&mut self, line: Line) -> Result<(), String> {
+        match line {
+            Line::Alloc { address, bytes } => self.alloc(address, bytes),
+            Line::Free { address } => self.free(address),
+            Line::Resize { address, bytes } => {
+                self.free(address)?;
+                self.alloc(address, bytes)
             }
-            return Ok(());
-        }
-        if line.trim().is_empty() {
-            return Ok(());
-        }
-        if self.events.len() >= EVENTS_MAX {
-            return Err(format!("more than {EVENTS_MAX} events"));
-        }
-        let words: Vec<_> = line.split_ascii_whitespace().collect();
-        let event = match *words {
-            ["a", id, bytes] => self.alloc(number(id)?, number(bytes)?)?,
-            ["f", id] => self.free(number(id)?)?,
-            _ => {
-                let quoted: String = line.chars().take(QUOTE_MAX).collect();
-                return Err(format!("expected `a ID BYTES`, `f ID` or `# TEXT`, found {quoted:?}"));
+            Line::Move { address, to } => {
+                let block = self.take(address)?;
+                self.live.insert(to, block);
+                Ok(())
             }
-        };
-        self.events.push(event);
-        Ok(())
+            Line::Mark => {
+                self.trace.marks.push(self.trace.events.len());
+                Ok(())
+            }
+            Line::Other => Ok(()),
+        }
     }
 
-    fn alloc(&mut self, id: u64, bytes: u64) -> Result<Event, String> {
+    fn alloc(&mut self, address: u64, bytes: u64) -> Result<(), String> {
         if bytes == 0 || bytes > BLOCK_MAX {
             return Err(format!("expected from 1 to {BLOCK_MAX} bytes, found {bytes}"));
         }
-        let block = self.sizes.len();
-        if self.ids.insert(id, block).is_some() {
-            return Err(format!("expected a new id, found {id}, which was allocated before"));
+        let block = self.trace.blocks;
+        if self.live.insert(address, (block, bytes)).is_some() {
+            return Err(format!("expected a free address, found {address}, where a block is live"));
         }
-        self.live.insert(id, block);
-        self.sizes.push(bytes);
-        // At most 2^26 blocks of 2^48 bytes would not fit; the peak is then of no device either.
-        self.live_bytes = self.live_bytes.checked_add(bytes).ok_or("more than 2^64 bytes live")?;
-        self.live_peak = self.live_peak.max(self.live_bytes);
-        self.blocks_peak = self.blocks_peak.max(self.live.len());
-        Ok(Event::Alloc { block, bytes })
+        self.trace.blocks += 1;
+        self.live_bytes += bytes;
+        self.trace.live_peak = self.trace.live_peak.max(self.live_bytes);
+        self.trace.blocks_peak = self.trace.blocks_peak.max(self.live.len());
+        self.trace.events.push(Event::Alloc { block, bytes });
+        Ok(())
     }
 
-    fn free(&mut self, id: u64) -> Result<Event, String> {
-        let Some(block) = self.live.remove(&id) else {
-            let why = if self.ids.contains_key(&id) { "freed before" } else { "never allocated" };
-            return Err(format!("expected the id of a live block, found {id}, which was {why}"));
-        };
-        self.live_bytes -= self.sizes[block];
-        Ok(Event::Free { block })
+    fn free(&mut self, address: u64) -> Result<(), String> {
+        let (block, bytes) = self.take(address)?;
+        self.live_bytes -= bytes;
+        self.trace.events.push(Event::Free { block });
+        Ok(())
     }
-}
 
-fn number(word: &str) -> Result<u64, String> {
-    word.parse().map_err(|_| {
-        let quoted: String = word.chars().take(QUOTE_MAX).collect();
-        format!("expected a number, found {quoted:?}")
-    })
+    fn take(&mut self, address: u64) -> Result<(usize, u64), String> {
+        let block = self.live.remove(&address);
+        block.ok_or_else(|| format!("expected the address of a live block, found {address}"))
+    }
+
+    /// Frees what is live where the recording was cut short.
+    fn end(self, path: &Path) -> Trace {
+        let Self { mut trace, live, .. } = self;
+        trace.events.extend(live.into_values().map(|(block, _)| Event::Free { block }));
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let name = name.strip_suffix(".gz").unwrap_or(&name);
+        let name = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+        Trace { name: name.split_whitespace().collect::<Vec<_>>().join("-"), ..trace }
+    }
 }

@@ -91,7 +91,7 @@ fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     let mut traces = Vec::new();
     for name in TRACES.iter().take(few) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
-        traces.push(Trace::open(&folder.join(format!("{name}.trace.gz")))?);
+        traces.push(Trace::open(&folder.join(format!("{name}.jsonl.gz")))?);
     }
     pauses::measure(&traces, seeds, figures)?;
     silence::measure(figures)?;

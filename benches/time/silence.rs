@@ -48,7 +48,7 @@ fn silence(profile: Profile) -> Result<[f64; 2], BoxError> {
         .background_threads(0)
         .start()?;
     let arena = memory.open_arena("burst")?;
-    let DecayTime::Within(decay) = memory.config().device.decay.value else {
+    let DecayTime::Within(decay) = memory.config().device_decay.value else {
         return Err("the profile's decay time is no time".into());
     };
     burst(&arena)?;

@@ -1,6 +1,4 @@
-//! The report: the table, the bounds that must hold, and the figures.
-
-use std::fmt::Write as _;
+//! The report: the table, and the bounds that must hold.
 
 use lowtide::ByteSize;
 
@@ -23,25 +21,10 @@ jemalloc alone is enough if the limit holds all requests that clients can send a
 once; a concurrency limit is enough if all requests need about the same memory.";
 
 /// The table's heading.
-pub(crate) fn heading() -> String {
-    format!(
-        "{:<20}{:>8} |{:^14}|{:^21}|{:^14}\n{:<20}{:>8} |{:>7}{:>6} |{:>7}{:>6}{:>7} |{:>6}{:>7}",
-        "",
-        "",
-        "5 MiB",
-        "2 KiB",
-        "RSS, MiB",
-        "setup",
-        "killed",
-        "served",
-        "503",
-        "served",
-        "503",
-        "p99 s",
-        "peak",
-        "+10 s",
-    )
-}
+pub(crate) const HEADING: &str = concat!(
+    "                             |    5 MiB     |        2 KiB        |   RSS, MiB\n",
+    "setup                 killed | served   503 | served   503  p99 s |  peak  +10 s",
+);
 
 /// The row of a setup.
 pub(crate) fn row(setup: Setup, outcome: &Outcome) -> String {
@@ -49,15 +32,16 @@ pub(crate) fn row(setup: Setup, outcome: &Outcome) -> String {
     let or_none = |number: Option<String>| number.unwrap_or_else(|| "-".to_owned());
     let killed = outcome.killed_after.map(|after| format!("{after:.1} s"));
     let killed = killed.unwrap_or_else(|| "no".to_owned());
-    let p99 = or_none(small.p99_seconds().map(|p99| format!("{p99:.2}")));
+    let p99 = (small.ok > 0).then(|| format!("{:.2}", small.quantile(0.99) / 1e3));
     let after = or_none(outcome.after.map(|after| format!("{:.0}", mib(after))));
     format!(
-        "{:<20}{killed:>8} |{:>7}{:>6} |{:>7}{:>6}{p99:>7} |{:>6.0}{after:>7}",
+        "{:<20}{killed:>8} |{:>7}{:>6} |{:>7}{:>6}{:>7} |{:>6.0}{after:>7}",
         setup.title(),
-        big.served,
-        big.rejected,
-        small.served,
-        small.rejected,
+        big.ok,
+        big.shed,
+        small.ok,
+        small.shed,
+        or_none(p99),
         mib(outcome.peak),
     )
 }
@@ -69,10 +53,10 @@ pub(crate) fn bounds(outcomes: &[(Setup, Outcome)]) -> Vec<(bool, String)> {
         return vec![(false, "all setups have run".to_owned())];
     };
     let (theirs, ours) = (&limited.load, &lowtide.load);
-    let failed = ours.big.failed + ours.small.failed;
-    let ratio = |ours: u32, theirs: u32| f64::from(ours) / f64::from(theirs.max(1));
-    let small = ratio(ours.small.served, theirs.small.served);
-    let big = ratio(ours.big.served, theirs.big.served);
+    let failed = [&ours.big, &ours.small].map(|tally| tally.other.values().sum::<u64>());
+    let failed = failed.iter().sum::<u64>();
+    let small = ratio(ours.small.ok, theirs.small.ok);
+    let big = ratio(ours.big.ok, theirs.big.ok);
     let after = lowtide.after.unwrap_or(ByteSize::MAX);
     let end = if lowtide.killed_after.is_some() { "was" } else { "was not" };
     vec![
@@ -95,25 +79,9 @@ pub(crate) fn bounds(outcomes: &[(Setup, Outcome)]) -> Vec<(bool, String)> {
     ]
 }
 
-/// The results of a setup as lines `figure NAME VALUE UNIT`.
-pub(crate) fn figures(setup: Setup, outcome: &Outcome) -> String {
-    let mut text = String::new();
-    let mut figure = |name: &str, value: f64, unit: &str| {
-        let _ = writeln!(text, "figure comparison.{}.{name} {value:.3} {unit}", setup.name());
-    };
-    figure("killed", f64::from(u8::from(outcome.killed_after.is_some())), "runs");
-    for (size, tally) in [("big", &outcome.load.big), ("small", &outcome.load.small)] {
-        figure(&format!("{size}_served"), f64::from(tally.served), "requests");
-        figure(&format!("{size}_rejected"), f64::from(tally.rejected), "requests");
-    }
-    if let Some(p99) = outcome.load.small.p99_seconds() {
-        figure("small_p99", p99, "s");
-    }
-    figure("peak_rss", mib(outcome.peak), "MiB");
-    if let Some(after) = outcome.after {
-        figure("rss_after", mib(after), "MiB");
-    }
-    text
+#[expect(clippy::cast_precision_loss, reason = "requests are few")]
+fn ratio(ours: u64, theirs: u64) -> f64 {
+    ours as f64 / theirs.max(1) as f64
 }
 
 fn mib(size: ByteSize) -> f64 {

@@ -26,7 +26,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, AdminToken, Endpoints, LoadReportFormat, MinDataRate, Peer};
+use lowtide::service::{Admin, Endpoints, LoadReportFormat, MinDataRate, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -46,7 +46,7 @@ pub(crate) const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
 const RATE_MIN: ByteSize = ByteSize::kib(16);
 
 /// The options of the proxy.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Options {
     /// The address to listen on; port 0 for any port.
     pub(crate) listen: SocketAddr,
@@ -67,31 +67,8 @@ pub(crate) struct Options {
     pub(crate) limits: Limits,
     /// The format of load reports; `None` for none.
     pub(crate) load_reports: Option<LoadReportFormat>,
-    /// Whose verbs are heard.
-    pub(crate) hears: Hears,
-}
-
-/// Whose verbs are heard.
-#[derive(Clone, Debug, Default)]
-pub(crate) enum Hears {
-    /// Admin commands are disabled.
-    #[default]
-    Nobody,
-    /// Commands from this machine are accepted.
-    Loopback,
-    /// Commands with the token are accepted.
-    Token(AdminToken),
-}
-
-impl Hears {
-    fn admin(self) -> Option<Admin> {
-        let clock = Arc::new(lowtide::clock::SystemClock::new());
-        match self {
-            Self::Nobody => None,
-            Self::Loopback => Some(Admin::loopback(clock)),
-            Self::Token(token) => Some(Admin::with_token(clock, token)),
-        }
-    }
+    /// The admin commands that are accepted; `None` for none.
+    pub(crate) admin: Option<Admin>,
 }
 
 impl Default for Options {
@@ -106,7 +83,7 @@ impl Default for Options {
             idle_unload: None,
             limits: Limits::default(),
             load_reports: None,
-            hears: Hears::default(),
+            admin: None,
         }
     }
 }
@@ -199,7 +176,7 @@ pub(crate) async fn start(
     let mut endpoints =
         Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
     let mut own = Endpoints::PATHS.to_vec();
-    if let Some(admin) = options.hears.clone().admin() {
+    if let Some(admin) = options.admin {
         endpoints = endpoints.with_admin(admin);
         own.extend(Endpoints::ADMIN_PATHS);
     }

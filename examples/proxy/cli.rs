@@ -11,6 +11,7 @@ use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::{Request, StatusCode, Uri};
@@ -21,9 +22,10 @@ use http_body_util::{BodyExt as _, Empty};
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
+use lowtide::clock::SystemClock;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
-use lowtide::service::{AdminToken, LoadReportFormat};
+use lowtide::service::{Admin, AdminToken, LoadReportFormat};
 use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -255,10 +257,10 @@ fn wake(runtime: &Handle) {
 }
 
 async fn run(cli: Cli) -> Result<(), BoxError> {
-    let hears = match &cli.admin_token_file {
-        Some(file) => app::Hears::Token(token_in(file)?),
-        None if cli.admin => app::Hears::Loopback,
-        None => app::Hears::Nobody,
+    let clock = Arc::new(SystemClock::new());
+    let admin = match &cli.admin_token_file {
+        Some(file) => Some(Admin::with_token(clock, token_in(file)?)),
+        None => cli.admin.then(|| Admin::loopback(clock)),
     };
     let workers = Handle::current();
     let memory = Memory::builder()
@@ -279,7 +281,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
             connections: cli.connections,
         },
         load_reports: cli.load_reports.format(),
-        hears,
+        admin,
     };
     // Installed before it listens: a client that sees it listening may send a signal.
     let terminated = memory.terminated()?;

@@ -5,24 +5,21 @@
 //! texts that share n-grams are close, others nearly orthogonal. It learns nothing and knows no
 //! language; its memory behaves like that of a model that does.
 //!
-//! Weights are in the arena's stable region, activations in the dynamic one: on the host in one
-//! buffer per text, at offsets that were planned when the model was loaded. If the host cannot
+//! Weights are in the arena's stable region, activations in the dynamic one. If the host cannot
 //! access the arena's memory, the device computes. Invariant: the embedding of a text depends only
 //! on the text, the seed and the shape, except for the rounding of sums.
 
-#[cfg_attr(feature = "cuda", path = "model_cuda.rs")]
-#[cfg_attr(not(feature = "cuda"), path = "model_no_cuda.rs")]
+#[cfg(feature = "cuda")]
+#[path = "model_cuda.rs"]
 mod cuda;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use cuda::Cuda;
 use lowtide::admission::{Acquire, Managed};
 use lowtide::clock::SystemClock;
 #[cfg(feature = "cuda")]
 use lowtide::cudarc::driver::DriverError;
-use lowtide::device::plan::{BufferId, Graph, Plan, PlanError, Planner};
 use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Lease, Region};
 use lowtide::{BoxError, ByteSize, Memory};
 use thiserror::Error;
@@ -36,7 +33,7 @@ pub(crate) const WIDTH: usize = 256;
 pub(crate) const NGRAMS_MAX: usize = 8192;
 
 /// Device bytes that the activations of one request take at most: the rows of one text and their
-/// sum, in whose place the plan has their projection.
+/// sum.
 pub(crate) const DEVICE_COST: ByteSize = ByteSize::new(((NGRAMS_MAX + 1) * WIDTH * 4) as u64);
 
 /// The name of the arena and of the resource.
@@ -124,20 +121,10 @@ pub(crate) enum ModelError {
     /// An error of the arena.
     #[error(transparent)]
     Arena(#[from] DeviceError),
-    /// An error of the planner of activations.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
     /// An error of cudarc, or of the driver under it.
     #[cfg(feature = "cuda")]
     #[error("CUDA: {0}")]
     Cuda(#[from] DriverError),
-    /// The host cannot access the arena's memory, and this build computes on the host only.
-    #[cfg(not(feature = "cuda"))]
-    #[error("arena {arena:?} is in device memory: expected a build with the feature `cuda`")]
-    NoCuda {
-        /// The arena.
-        arena: String,
-    },
 }
 
 impl ModelError {
@@ -157,42 +144,8 @@ pub(crate) struct Model {
     projection: Buffer<f32>,
     rows: usize,
     /// The device computation, if the host cannot access the memory.
-    cuda: Option<Cuda>,
-    /// The layout of activations, for texts of 1, 2, 4 ... [`NGRAMS_MAX`] n-grams.
-    activations: Vec<Activations>,
-}
-
-/// The activations of a text with so many n-grams: rows of the table, their sum, its projection.
-#[derive(Debug)]
-struct Activations {
-    plan: Plan,
-    gathered: BufferId,
-    pooled: BufferId,
-    projected: BufferId,
-}
-
-impl Activations {
-    fn planned(ngrams: usize) -> Result<Self, PlanError> {
-        let bytes = |rows: usize| ByteSize::of(rows * WIDTH * size_of::<f32>());
-        let mut graph = Graph::new();
-        let table = graph.external("table", ByteSize::ZERO);
-        let projection = graph.external("projection", ByteSize::ZERO);
-        let gathered = graph.node("gathered", bytes(ngrams), &[table], false);
-        let pooled = graph.node("pooled", bytes(1), &[gathered], false);
-        let projected = graph.node("projected", bytes(1), &[pooled, projection], false);
-        graph.keep(projected);
-        let (problem, ids) = graph.problem(align_of::<f32>() as u64)?;
-        let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
-        let [gathered, pooled, projected] = [gathered, pooled, projected].map(|v| ids[v.index()]);
-        Ok(Self { plan, gathered, pooled, projected })
-    }
-
-    /// Returns the range of an activation's numbers.
-    fn range(&self, id: BufferId, numbers: usize) -> std::ops::Range<usize> {
-        let start = ByteSize::new(self.plan.offset(id)).as_usize().unwrap_or(usize::MAX);
-        let start = start / size_of::<f32>();
-        start..start.saturating_add(numbers)
-    }
+    #[cfg(feature = "cuda")]
+    cuda: Option<cuda::Cuda>,
 }
 
 impl Model {
@@ -209,23 +162,34 @@ impl Model {
     ) -> Result<Self, ModelError> {
         let rows = usize::try_from(table.get() / ROW_BYTES).unwrap_or(usize::MAX).max(1);
         let lease = arena.enter()?;
-        let on_host = arena.capabilities().host_access;
-        let cuda = if on_host { None } else { Some(Cuda::open(arena)?) };
-        let room = |len| match &cuda {
-            None => Ok(arena.alloc(len, Region::Stable)?),
-            Some(cuda) => cuda.alloc(len),
+        #[cfg(feature = "cuda")]
+        let cuda =
+            (!arena.capabilities().host_access).then(|| cuda::Cuda::open(arena)).transpose()?;
+        let room = |len| {
+            #[cfg(feature = "cuda")]
+            if let Some(cuda) = &cuda {
+                return cuda.alloc(len);
+            }
+            Ok::<_, ModelError>(arena.alloc(len, Region::Stable)?)
         };
         let (table, projection) = (room(rows.saturating_mul(WIDTH))?, room(WIDTH * WIDTH)?);
-        let lengths = (0..=NGRAMS_MAX.ilog2()).map(|bits| Activations::planned(1 << bits));
-        let activations = lengths.collect::<Result<_, _>>()?;
-        let mut model = Self { arena: arena.clone(), table, projection, rows, cuda, activations };
+        let mut model = Self {
+            arena: arena.clone(),
+            table,
+            projection,
+            rows,
+            #[cfg(feature = "cuda")]
+            cuda,
+        };
         let mut chance = Chance(seed);
         for weights in [&mut model.table, &mut model.projection] {
             let next = || between_minus_one_and_one(&mut chance);
-            match &model.cuda {
-                None => weights.slice_mut(&lease)?.fill_with(next),
-                Some(cuda) => cuda.fill(weights, &lease, next)?,
+            #[cfg(feature = "cuda")]
+            if let Some(cuda) = &model.cuda {
+                cuda.fill(weights, &lease, next)?;
+                continue;
             }
+            weights.slice_mut(&lease)?.fill_with(next);
         }
         Ok(model)
     }
@@ -239,41 +203,33 @@ impl Model {
 
     fn embed_one(&self, text: &str, lease: &Lease) -> Result<Vec<f32>, ModelError> {
         let rows = ngram_rows(text, self.rows);
-        match &self.cuda {
-            None => Ok(self.on_host(&rows, lease)?),
-            Some(cuda) => {
-                let rows: Vec<u32> = rows.iter().filter_map(|&row| row.try_into().ok()).collect();
-                cuda.embed(&self.table, &self.projection, &rows, lease)
-            }
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = &self.cuda {
+            let rows: Vec<u32> = rows.iter().filter_map(|&row| row.try_into().ok()).collect();
+            return cuda.embed(&self.table, &self.projection, &rows, lease);
         }
+        Ok(self.on_host(&rows, lease)?)
     }
 
     /// The projection of the sum of these rows of the table.
     fn on_host(&self, rows: &[usize], lease: &Lease) -> Result<Vec<f32>, DeviceError> {
-        let bits = rows.len().max(1).next_power_of_two().ilog2() as usize;
-        let at = &self.activations[bits];
-        let numbers = at.plan.peak().as_usize().unwrap_or(usize::MAX) / size_of::<f32>();
-        let mut memory = self.arena.alloc::<f32>(numbers, Region::Dynamic)?;
-        let memory = memory.slice_mut(lease)?;
-        let ranges = [at.range(at.gathered, rows.len() * WIDTH), at.range(at.pooled, WIDTH)];
-        let [gathered, pooled] = memory.get_disjoint_mut(ranges).expect("both live at once");
+        let room = |len| self.arena.alloc::<f32>(len, Region::Dynamic);
+        let (mut gathered, mut pooled) = (room(rows.len().max(1) * WIDTH)?, room(WIDTH)?);
+        let (gathered, pooled) = (gathered.slice_mut(lease)?, pooled.slice_mut(lease)?);
         let table = self.table.slice(lease)?;
         for (place, row) in gathered.chunks_exact_mut(WIDTH).zip(rows) {
             place.copy_from_slice(&table[row * WIDTH..(row + 1) * WIDTH]);
         }
         pooled.fill(0.0);
-        for row in gathered.chunks_exact(WIDTH) {
+        for row in gathered.chunks_exact(WIDTH).take(rows.len()) {
             for (sum, value) in pooled.iter_mut().zip(row) {
                 *sum += value;
             }
         }
-        let ranges = [at.range(at.pooled, WIDTH), at.range(at.projected, WIDTH)];
-        let [pooled, projected] = memory.get_disjoint_mut(ranges).expect("both live at once");
-        let projection = self.projection.slice(lease)?;
-        for (value, row) in projected.iter_mut().zip(projection.chunks_exact(WIDTH)) {
-            *value = row.iter().zip(&*pooled).map(|(weight, value)| weight * value).sum();
-        }
-        Ok(projected.to_vec())
+        let rows = self.projection.slice(lease)?.chunks_exact(WIDTH);
+        let product =
+            |row: &[f32]| row.iter().zip(&*pooled).map(|(weight, sum)| weight * sum).sum::<f32>();
+        Ok(rows.map(product).collect())
     }
 }
 

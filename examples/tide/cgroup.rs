@@ -1,7 +1,7 @@
-//! A private memory cgroup, so that the kernel's count is that of one process.
+//! A private memory cgroup for a child process.
 //!
 //! It works if the process may create folders in its cgroup (root, or a delegated cgroup), for
-//! cgroup v1 and v2. Otherwise it returns the cause, and the run measures its own pages instead.
+//! cgroup v1 and v2. Otherwise it returns the cause.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -51,33 +51,6 @@ impl Drop for Group {
     fn drop(&mut self) {
         // Best effort: a folder that stays behind is empty and harmless.
         let _ = fs::remove_dir(&self.folder);
-    }
-}
-
-/// A cgroup that this process moved into; on drop it moves back and removes the folder.
-#[derive(Debug)]
-pub(crate) struct OwnCgroup {
-    group: Group,
-}
-
-impl OwnCgroup {
-    /// Creates a memory cgroup below the present one and moves this process into it, with a limit
-    /// if one is given.
-    pub(crate) fn enter(limit_bytes: Option<u64>) -> Result<Self, String> {
-        let pid = std::process::id().to_string();
-        let group = Group::make(&format!("lowtide-{pid}"), limit_bytes)?;
-        fs::write(group.entrance(), pid)
-            .map_err(|error| format!("cannot enter the cgroup: {error}"))?;
-        Ok(Self { group })
-    }
-}
-
-impl Drop for OwnCgroup {
-    fn drop(&mut self) {
-        // The group itself goes after this.
-        if let Some(home) = self.group.folder.parent() {
-            let _ = fs::write(home.join("cgroup.procs"), std::process::id().to_string());
-        }
     }
 }
 

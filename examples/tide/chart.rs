@@ -9,7 +9,7 @@ use std::path::Path;
 
 use plotters::prelude::*;
 
-use crate::run::Glimpse;
+use crate::run::Sample;
 
 /// Pixels of the whole.
 const SIZE: (u32, u32) = (1000, 520);
@@ -18,12 +18,12 @@ const RETAINED: RGBColor = RGBColor(0xf0, 0xa0, 0x30);
 const INK: RGBColor = RGBColor(0x33, 0x33, 0x33);
 
 /// The figures of a panel: live and retained bytes of a sample.
-type Amounts = fn(&Glimpse) -> (u64, u64);
+type Amounts = fn(&Sample) -> (u64, u64);
 
 /// Draws both runs into the file.
-pub(crate) fn draw(file: &Path, managed: &[Glimpse], twin: &[Glimpse]) -> Result<(), String> {
-    let heap: Amounts = |glimpse| (glimpse.water.heap_live, glimpse.water.heap_retained());
-    let device: Amounts = |glimpse| (glimpse.water.device_live, glimpse.water.device_retained());
+pub(crate) fn draw(file: &Path, managed: &[Sample], twin: &[Sample]) -> Result<(), String> {
+    let heap: Amounts = |sample| (sample.water.heap_live, sample.water.heap_retained());
+    let device: Amounts = |sample| (sample.water.device_live, sample.water.device_retained());
     let fault = |error: &dyn Display| format!("{}: {error}", file.display());
 
     let whole = SVGBackend::new(file, SIZE).into_drawing_area();
@@ -61,7 +61,7 @@ fn field(
     area: &Area<'_>,
     title: &str,
     (seconds, top): (f64, f64),
-    run: &[Glimpse],
+    run: &[Sample],
     amounts: Amounts,
 ) -> Result<(), Fault> {
     let mut chart = ChartBuilder::on(area)
@@ -89,7 +89,7 @@ fn field(
     Ok(())
 }
 
-fn both<'a>(managed: &'a [Glimpse], twin: &'a [Glimpse]) -> impl Iterator<Item = &'a Glimpse> {
+fn both<'a>(managed: &'a [Sample], twin: &'a [Sample]) -> impl Iterator<Item = &'a Sample> {
     managed.iter().chain(twin)
 }
 

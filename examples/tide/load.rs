@@ -8,8 +8,6 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -22,10 +20,16 @@ use hyper::{Method, Request, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use lowtide::BoxError;
 
 use crate::chance::Chance;
 
-type Body = BoxBody<Bytes, Infallible>;
+/// The wait of a client after a rejection or a failure.
+const RETRY: Duration = Duration::from_millis(100);
+/// An answer that takes longer counts as failed.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) type Body = BoxBody<Bytes, Infallible>;
 
 /// Text to send.
 #[derive(Clone, Debug)]
@@ -145,58 +149,36 @@ impl Tally {
     }
 }
 
-/// Answers as they come, while the tallies are not yet in.
-#[derive(Debug, Default)]
-pub(crate) struct Answered {
-    ok: AtomicU64,
-    shed: AtomicU64,
-    all: AtomicU64,
+/// Runs a burst against the proxy.
+pub(crate) async fn run(to: SocketAddr, corpus: &Corpus, burst: Burst) -> Tally {
+    let (end, corpus) = (Instant::now() + burst.lasts, corpus.clone());
+    let request = move |turn, chance: &mut Chance| {
+        if burst.embed_every.is_some_and(|every| turn % every == 0) {
+            embed_request(to, &corpus, chance)
+        } else {
+            words_request(to, &corpus, burst.text_bytes, chance)
+        }
+    };
+    send(burst.connections, burst.seed, move || Instant::now() < end, request).await
 }
 
-impl Answered {
-    /// Answers so far: 2xx, 503 with Retry-After, others.
-    pub(crate) fn so_far(&self) -> [u64; 3] {
-        let [ok, shed, all] =
-            [&self.ok, &self.shed, &self.all].map(|count| count.load(Ordering::Relaxed));
-        [ok, shed, all.saturating_sub(ok + shed)]
-    }
-
-    fn add(&self, ok: u64, shed: u64) {
-        // The sum first, so that it is never less than its parts.
-        self.all.fetch_add(1, Ordering::Relaxed);
-        self.ok.fetch_add(ok, Ordering::Relaxed);
-        self.shed.fetch_add(shed, Ordering::Relaxed);
-    }
-}
-
-/// Runs a burst against the proxy; `answered` counts answers as they come.
-pub(crate) async fn run(
-    to: SocketAddr,
-    corpus: &Corpus,
-    burst: Burst,
-    answered: Arc<Answered>,
+/// Sends requests from so many connections while it goes on; `request` makes one for a turn.
+pub(crate) async fn send(
+    connections: usize,
+    seed: u64,
+    goes_on: impl Fn() -> bool + Clone + Send + 'static,
+    request: impl Fn(usize, &mut Chance) -> Request<Body> + Clone + Send + 'static,
 ) -> Tally {
     let client: Client<HttpConnector, Body> = Client::builder(TokioExecutor::new()).build_http();
-    let end = Instant::now() + burst.lasts;
-    let connections: Vec<_> = (0..burst.connections)
+    let connections: Vec<_> = (0..connections)
         .map(|number| {
-            let (client, corpus, answered) = (client.clone(), corpus.clone(), answered.clone());
+            let (client, goes_on, request) = (client.clone(), goes_on.clone(), request.clone());
             tokio::spawn(async move {
                 let mut tally = Tally::default();
-                let mut chance = Chance(burst.seed ^ ((number as u64) << 32));
-                for turn in number.. {
-                    if Instant::now() >= end {
-                        break;
-                    }
-                    let embed = burst.embed_every.is_some_and(|every| turn % every == 0);
-                    let request = if embed {
-                        embed_request(to, &corpus, &mut chance)
-                    } else {
-                        words_request(to, &corpus, burst.text_bytes, &mut chance)
-                    };
-                    let (ok, shed) = (tally.ok, tally.shed);
-                    one(&client, request, &mut tally).await;
-                    answered.add(tally.ok - ok, tally.shed - shed);
+                let mut chance = Chance(seed ^ ((number as u64) << 32));
+                let mut turns = number..;
+                while let (true, Some(turn)) = (goes_on(), turns.next()) {
+                    one(&client, request(turn, &mut chance), &mut tally).await;
                 }
                 tally
             })
@@ -214,34 +196,32 @@ pub(crate) async fn run(
 
 async fn one(client: &Client<HttpConnector, Body>, request: Request<Body>, tally: &mut Tally) {
     let start = Instant::now();
-    let what = match client.request(request).await {
-        Ok(answer) => {
-            let status = answer.status();
-            let retry_after = answer.headers().contains_key(RETRY_AFTER);
-            let mut body = answer.into_body();
-            let mut whole = true;
-            while let Some(frame) = body.frame().await {
-                whole &= frame.is_ok();
-            }
-            match status {
-                _ if !whole => "cut off".to_owned(),
-                status if status.is_success() => {
-                    tally.ok += 1;
-                    tally.millis.push(start.elapsed().as_secs_f64() * 1e3);
-                    return;
-                }
-                StatusCode::SERVICE_UNAVAILABLE if retry_after => {
-                    tally.shed += 1;
-                    // As a polite client would, though sooner than asked to.
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                    return;
-                }
-                status => status.to_string(),
-            }
+    let answer = async {
+        let answer = client.request(request).await?;
+        let (status, retry_after) = (answer.status(), answer.headers().contains_key(RETRY_AFTER));
+        let mut body = answer.into_body();
+        while let Some(frame) = body.frame().await {
+            frame?;
         }
-        Err(error) => error.to_string(),
+        Ok::<_, BoxError>((status, retry_after))
     };
-    *tally.other.entry(what).or_default() += 1;
+    let what = match tokio::time::timeout(PATIENCE, answer).await {
+        Ok(Ok((status, _))) if status.is_success() => {
+            tally.ok += 1;
+            tally.millis.push(start.elapsed().as_secs_f64() * 1e3);
+            return;
+        }
+        Ok(Ok((StatusCode::SERVICE_UNAVAILABLE, true))) => None,
+        Ok(Ok((status, _))) => Some(status.to_string()),
+        Ok(Err(error)) => Some(error.to_string()),
+        Err(_) => Some(format!("no answer within {PATIENCE:?}")),
+    };
+    match what {
+        Some(what) => *tally.other.entry(what).or_default() += 1,
+        None => tally.shed += 1,
+    }
+    // As a polite client would, though sooner than asked to.
+    tokio::time::sleep(RETRY).await;
 }
 
 fn words_request(
@@ -268,7 +248,7 @@ fn embed_request(to: SocketAddr, corpus: &Corpus, chance: &mut Chance) -> Reques
     request(to, "/embed", "application/json", length, Full::from(body).boxed())
 }
 
-fn request(
+pub(crate) fn request(
     to: SocketAddr,
     path: &str,
     kind: &'static str,

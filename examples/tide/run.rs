@@ -7,21 +7,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use lowtide::admission::{Resource as _, Signal, Signals};
+use lowtide::admission::{RejectReason, Resource as _, Signals};
 use lowtide::heap::HeapProbe;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 
+use crate::Cli;
 use crate::app::{self, Running};
-use crate::cgroup::OwnCgroup;
-use crate::door::Door;
-use crate::load::{self, Answered, Burst, Corpus, Tally};
+use crate::load::{self, Burst, Corpus, Tally};
 use crate::model::Settings;
 
 const WARM_UP: Duration = Duration::from_secs(4);
 const QUIET: Duration = Duration::from_secs(4);
 const BURST: Duration = Duration::from_secs(6);
-const HALF_BURST: Duration = Duration::from_secs(4);
 /// Idle time of the model: after the last figure of the quiet stage.
 const IDLE_UNLOAD: Duration = Duration::from_secs(15);
 /// The unload is waited for until this long after the model was last used.
@@ -32,7 +30,7 @@ const AFTER_UNLOAD: Duration = Duration::from_secs(3);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Which run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Kind {
     /// lowtide manages the memory, under the limit.
     Managed,
@@ -43,40 +41,23 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Returns the title in the live picture.
-    pub(crate) fn title(self) -> &'static str {
+    /// Returns the name as an argument.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Managed => "managed",
+            Self::Defaults => "defaults",
+            Self::Half => "half",
+        }
+    }
+
+    /// Returns the title in what is shown.
+    pub(crate) const fn title(self) -> &'static str {
         match self {
             Self::Managed => "lowtide",
             Self::Defaults => "jemalloc's defaults",
             Self::Half => "lowtide at half the limit",
         }
     }
-
-    /// About how long it takes.
-    pub(crate) fn lasts(self) -> Duration {
-        match self {
-            Self::Managed => WARM_UP + QUIET + BURST + IDLE_UNLOAD + AFTER_UNLOAD,
-            Self::Defaults => WARM_UP + QUIET + BURST + Duration::from_secs(10),
-            Self::Half => HALF_BURST,
-        }
-    }
-}
-
-/// The parameters of a run.
-#[derive(Clone, Debug)]
-pub(crate) struct Plan {
-    /// Which run.
-    pub(crate) kind: Kind,
-    /// The limit of the managed run.
-    pub(crate) limit: ByteSize,
-    /// Connections at once.
-    pub(crate) connections: usize,
-    /// Bytes of text in a request.
-    pub(crate) text_bytes: usize,
-    /// Size of the model's weights.
-    pub(crate) weights: ByteSize,
-    /// Seed of load and weights.
-    pub(crate) seed: u64,
 }
 
 /// Memory at one instant, in bytes.
@@ -84,15 +65,13 @@ pub(crate) struct Plan {
 pub(crate) struct Water {
     /// The process's resident set.
     pub(crate) rss: u64,
-    /// Anonymous and shared memory, as the kernel charges it.
+    /// Anonymous and shared memory of the process.
     pub(crate) charged: u64,
     /// The heap: resident and live.
     pub(crate) resident: u64,
-    /// Live bytes of the heap.
     pub(crate) heap_live: u64,
-    /// Live bytes of the device.
+    /// The device: live and committed.
     pub(crate) device_live: u64,
-    /// Committed bytes of the device.
     pub(crate) device_committed: u64,
 }
 
@@ -115,10 +94,16 @@ pub(crate) struct Row {
     pub(crate) stage: String,
     /// Memory at its end; in a burst, at the heap's peak.
     pub(crate) water: Water,
-    /// Answers 2xx, 503 with Retry-After, and others.
-    pub(crate) answers: Option<[u64; 3]>,
-    /// Median and 99th percentile of the latency, in milliseconds.
-    pub(crate) latency: Option<[f64; 2]>,
+    /// The answers of a burst.
+    pub(crate) answers: Option<Answers>,
+}
+
+/// The answers of a burst: 2xx, 503 with Retry-After, and others; and their latency in ms.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Answers {
+    pub(crate) counts: [u64; 3],
+    pub(crate) p50: f64,
+    pub(crate) p99: f64,
 }
 
 /// The results of a run.
@@ -128,24 +113,23 @@ pub(crate) struct Outcome {
     pub(crate) rows: Vec<Row>,
     /// Responses other than 2xx and 503 with Retry-After, by kind.
     pub(crate) other: Vec<(String, u64)>,
-    /// Whose memory `charged` is: the run's own cgroup, or the process's pages and why.
-    pub(crate) charged_from: String,
+    /// Requests that admission rejected, by reason.
+    pub(crate) rejected: Vec<(String, u64)>,
     /// The device's granule, in bytes.
     pub(crate) granule: u64,
-    /// The requests that admission rejected.
-    pub(crate) door: Door,
 }
 
 impl Outcome {
-    /// The row of this stage.
-    pub(crate) fn row(&self, stage: &str) -> Option<&Row> {
-        self.rows.iter().find(|row| row.stage == stage)
+    /// Returns the memory of this stage.
+    pub(crate) fn water(&self, stage: &str) -> Result<Water, String> {
+        let row = self.rows.iter().find(|row| row.stage == stage);
+        row.map(|row| row.water).ok_or_else(|| format!("a run lacks the stage {stage:?}"))
     }
 
     /// All answers of the run: 2xx, 503 with Retry-After, others.
     pub(crate) fn answers(&self) -> [u64; 3] {
         let each = self.rows.iter().filter_map(|row| row.answers);
-        each.fold([0; 3], |[a, b, c], [x, y, z]| [a + x, b + y, c + z])
+        each.fold([0; 3], |[a, b, c], Answers { counts: [x, y, z], .. }| [a + x, b + y, c + z])
     }
 }
 
@@ -167,155 +151,109 @@ pub(crate) mod stage {
     pub(crate) const UNLOADED: &str = "idle, model unloaded";
 }
 
-/// Something to be shown while a run goes on.
+/// Memory while a run goes on, ten times a second.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Glimpse {
-    /// The current activity, and its progress.
-    pub(crate) doing: String,
+pub(crate) struct Sample {
+    /// The stage that ends next.
+    pub(crate) stage: String,
     /// Seconds since the start of the run.
     pub(crate) seconds: f64,
     /// Memory now.
     pub(crate) water: Water,
-    /// Answers so far: 2xx, 503 with Retry-After, others.
-    pub(crate) answered: [u64; 3],
     /// The pressure level, where anyone measures it.
     pub(crate) level: String,
 }
 
-/// The current activity, for the picture; table rows are named by the measurement at its end.
-#[derive(Clone, Copy, Debug)]
-struct Doing {
-    what: &'static str,
-    /// The text shown after the planned time, if it continues.
-    then: Option<&'static str>,
-    since: Instant,
-    lasts: Duration,
+/// A line of a run in a process of its own.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Line {
+    Sample(Sample),
+    Outcome(Outcome),
 }
 
-impl Doing {
-    fn now(what: &'static str, lasts: Duration) -> Self {
-        Self { what, then: None, since: Instant::now(), lasts }
-    }
-
-    fn text(&self) -> String {
-        let (past, all) = (self.since.elapsed(), self.lasts.as_secs());
-        match past.as_secs() {
-            _ if all == 0 => self.what.to_owned(),
-            past if past < all => format!("{}, {past} of {all} s", self.what),
-            _ => match self.then {
-                Some(then) => format!("{}, {then}", self.what),
-                None => format!("{}, {all} of {all} s", self.what),
-            },
-        }
-    }
+pub(crate) fn print(line: &Line) -> Result<(), BoxError> {
+    println!("{}", serde_json::to_string(line)?);
+    Ok(())
 }
 
-/// Runs the plan; `show` is called ten times a second.
-pub(crate) async fn run(
-    plan: &Plan,
-    corpus: &Corpus,
-    mut show: impl FnMut(&Glimpse) + Send + 'static,
-) -> Result<Outcome, BoxError> {
-    let own = OwnCgroup::enter(None);
-    let memory = manage(plan)?;
+/// Makes a run, and prints samples of it.
+pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcome, BoxError> {
+    let limit = match kind {
+        Kind::Defaults => None,
+        Kind::Managed => Some(cli.limit),
+        Kind::Half => Some(ByteSize::new(cli.limit.get() / 2)),
+    };
+    let memory = limit.map(|limit| Memory::builder().memory_limit(limit).start()).transpose()?;
     let options = app::Options {
-        model: Settings { weights: plan.weights, seed: plan.seed },
+        model: Settings { weights: cli.weights, seed: cli.seed },
         idle_unload: Some(IDLE_UNLOAD),
         ..app::Options::default()
     };
     let running = app::start(options, memory.clone(), String::new).await?;
     let mut gauge = Gauge {
+        cli,
+        corpus,
         heap: HeapProbe::new()?,
         signals: Signals::open(),
-        running,
         memory: memory.clone(),
-        alone: own.is_ok(),
         start: Instant::now(),
-        answered: Arc::default(),
         outcome: Outcome {
-            charged_from: match &own {
-                Ok(_) => "the run's own memory cgroup".to_owned(),
-                Err(cause) => format!("the process's own pages ({cause})"),
-            },
+            granule: running.model.arena.capabilities().granularity.get(),
             ..Outcome::default()
         },
+        running,
     };
-    gauge.outcome.granule = gauge.running.model.arena.capabilities().granularity.get();
-    match plan.kind {
-        Kind::Half => {
-            gauge.burst(stage::WARM_UP, plan, corpus, HALF_BURST, false, &mut show).await?;
+    if kind == Kind::Half {
+        gauge.burst(stage::WARM_UP, WARM_UP, false).await?;
+    } else {
+        gauge.quiet(stage::START, Duration::from_millis(500)).await?;
+        gauge.burst(stage::WARM_UP, WARM_UP, false).await?;
+        gauge.quiet(stage::WARM, QUIET).await?;
+        gauge.burst(stage::BURST, BURST, true).await?;
+        let unused_since = Instant::now();
+        gauge.quiet(stage::QUIET_1, Duration::from_secs(1)).await?;
+        gauge.quiet(stage::QUIET_10, Duration::from_secs(9)).await?;
+        if kind == Kind::Managed {
+            while gauge.running.model.resource.stats().loaded
+                && unused_since.elapsed() < UNLOAD_PATIENCE
+            {
+                gauge.wait(stage::UNLOADED, LOOK_EVERY, &AtomicBool::new(false)).await?;
+            }
+            gauge.quiet(stage::UNLOADED, AFTER_UNLOAD).await?;
         }
-        Kind::Managed | Kind::Defaults => tide(&mut gauge, plan, corpus, &mut show).await?,
     }
-    gauge.look_at_door();
-    let Gauge { running, outcome, .. } = gauge;
+    let Gauge { running, mut outcome, .. } = gauge;
     running.stop(Duration::from_secs(2)).await;
     if let Some(memory) = memory {
-        let ended = move || memory.shutdown(Duration::from_secs(2));
-        let _ = tokio::task::spawn_blocking(ended).await?;
+        let counts = RejectReason::ALL.into_iter().zip(memory.admission().stats().rejected);
+        let counts = counts.filter(|(_, count)| *count > 0);
+        outcome.rejected = counts.map(|(why, count)| (why.name().to_owned(), count)).collect();
+        memory.shutdown_async(Duration::from_secs(2)).await;
     }
     Ok(outcome)
 }
 
-/// Starts what manages the memory in this kind of run.
-fn manage(plan: &Plan) -> Result<Option<Memory>, BoxError> {
-    let limit = match plan.kind {
-        Kind::Defaults => return Ok(None),
-        Kind::Managed => plan.limit,
-        Kind::Half => ByteSize::new(plan.limit.get() / 2),
-    };
-    Ok(Some(Memory::builder().memory_limit(limit).start()?))
-}
-
-async fn tide(
-    gauge: &mut Gauge,
-    plan: &Plan,
-    corpus: &Corpus,
-    show: &mut (impl FnMut(&Glimpse) + Send),
-) -> Result<(), BoxError> {
-    let quiet = |lasts| Doing::now("quiet", lasts);
-    let start = Duration::from_millis(500);
-    gauge.quiet(stage::START, Doing::now("start", start), start, show).await?;
-    gauge.burst(stage::WARM_UP, plan, corpus, WARM_UP, false, show).await?;
-    gauge.quiet(stage::WARM, quiet(QUIET), QUIET, show).await?;
-    gauge.burst(stage::BURST, plan, corpus, BURST, true, show).await?;
-    let doing = quiet(Duration::from_secs(10));
-    gauge.quiet(stage::QUIET_1, doing, Duration::from_secs(1), show).await?;
-    gauge.quiet(stage::QUIET_10, doing, Duration::from_secs(9), show).await?;
-    if plan.kind == Kind::Managed {
-        let what = "idle until the unload";
-        let doing = Doing { what, then: Some("due"), since: doing.since, lasts: IDLE_UNLOAD };
-        let patience = Instant::now() + UNLOAD_PATIENCE;
-        while gauge.running.model.resource.stats().loaded && Instant::now() < patience {
-            gauge.wait(doing, LOOK_EVERY, &AtomicBool::new(false), show).await?;
-        }
-        let doing = Doing::now(stage::UNLOADED, AFTER_UNLOAD);
-        gauge.quiet(stage::UNLOADED, doing, AFTER_UNLOAD, show).await?;
-    }
-    Ok(())
-}
-
-struct Gauge {
+struct Gauge<'a> {
+    cli: &'a Cli,
+    corpus: &'a Corpus,
     heap: HeapProbe,
     signals: Signals,
     running: Running,
     memory: Option<Memory>,
-    /// `true` if the process is alone in its cgroup.
-    alone: bool,
     start: Instant,
-    answered: Arc<Answered>,
     outcome: Outcome,
 }
 
-impl Gauge {
+impl Gauge<'_> {
     fn water(&self) -> Result<Water, BoxError> {
         let heap = self.heap.snapshot()?;
         let device = self.running.model.arena.snapshot();
-        let signal = self.signals.sample();
-        let rss = signal.rss.unwrap_or_default();
+        let rss = self.signals.sample().rss.unwrap_or_default();
+        let pages = self.signals.resident();
+        let charged = pages.map_or(rss, |pages| pages.anon.saturating_add(pages.shmem));
         Ok(Water {
             rss: rss.get(),
-            charged: self.charged(signal).unwrap_or(rss).get(),
+            charged: charged.get(),
             resident: heap.resident.get(),
             heap_live: heap.live.get(),
             device_live: device.live.get(),
@@ -323,28 +261,12 @@ impl Gauge {
         })
     }
 
-    /// Returns the charge of its own cgroup, or without one the process's own pages.
-    fn charged(&self, signal: Signal) -> Option<ByteSize> {
-        if self.alone {
-            return signal.charged;
-        }
-        let pages = self.signals.resident()?;
-        Some(pages.anon.saturating_add(pages.shmem))
-    }
-
-    fn look_at_door(&mut self) {
-        if let Some(memory) = &self.memory {
-            self.outcome.door.look(memory, self.start.elapsed().as_secs_f64());
-        }
-    }
-
-    /// Waits, showing what happens, until `done` or the time is up; gives the highest water.
+    /// Waits, printing samples, until `done` or the time is up; gives the highest water.
     async fn wait(
-        &mut self,
-        doing: Doing,
+        &self,
+        stage: &str,
         time: Duration,
         done: &AtomicBool,
-        show: &mut impl FnMut(&Glimpse),
     ) -> Result<Water, BoxError> {
         let end = Instant::now() + time;
         let mut peak = Water::default();
@@ -354,76 +276,56 @@ impl Gauge {
             if water.heap_live >= peak.heap_live {
                 peak = water;
             }
-            self.look_at_door();
             let level = self.memory.as_ref().map(|memory| memory.level().to_string());
-            show(&Glimpse {
-                doing: doing.text(),
+            print(&Line::Sample(Sample {
+                stage: stage.to_owned(),
                 seconds: self.start.elapsed().as_secs_f64(),
                 water,
-                answered: self.answered.so_far(),
                 level: level.unwrap_or_else(|| "not sampled".to_owned()),
-            });
+            }))?;
         }
         Ok(peak)
     }
 
-    async fn quiet(
-        &mut self,
-        stage: &str,
-        doing: Doing,
-        time: Duration,
-        show: &mut impl FnMut(&Glimpse),
-    ) -> Result<(), BoxError> {
-        self.wait(doing, time, &AtomicBool::new(false), show).await?;
+    async fn quiet(&mut self, stage: &str, time: Duration) -> Result<(), BoxError> {
+        self.wait(stage, time, &AtomicBool::new(false)).await?;
         let water = self.water()?;
-        self.outcome.rows.push(Row {
-            stage: stage.to_owned(),
-            water,
-            answers: None,
-            latency: None,
-        });
+        self.outcome.rows.push(Row { stage: stage.to_owned(), water, answers: None });
         Ok(())
     }
 
     async fn burst(
         &mut self,
-        stage: &'static str,
-        plan: &Plan,
-        corpus: &Corpus,
+        stage: &str,
         lasts: Duration,
         with_model: bool,
-        show: &mut impl FnMut(&Glimpse),
     ) -> Result<(), BoxError> {
         let burst = Burst {
             lasts,
-            connections: plan.connections,
-            text_bytes: plan.text_bytes,
+            connections: self.cli.connections.max(1),
+            text_bytes: self.cli.text.as_usize().unwrap_or(usize::MAX).max(1),
             embed_every: with_model.then_some(8),
-            seed: plan.seed,
+            seed: self.cli.seed,
         };
         let done = Arc::new(AtomicBool::new(false));
         let load = {
-            let (corpus, done) = (corpus.clone(), Arc::clone(&done));
-            let (to, answered) = (self.running.address, Arc::clone(&self.answered));
+            let (corpus, done, to) = (self.corpus.clone(), Arc::clone(&done), self.running.address);
             tokio::spawn(async move {
-                let tally = load::run(to, &corpus, burst, answered).await;
+                let tally = load::run(to, &corpus, burst).await;
                 done.store(true, Ordering::Release);
                 tally
             })
         };
-        let doing = Doing { then: Some("until all have finished"), ..Doing::now(stage, lasts) };
-        let peak = self.wait(doing, lasts * 4, &done, show).await?;
+        let water = self.wait(stage, lasts * 4, &done).await?;
         // Requests under way are read to their end, unless that does not come.
         let tally: Tally = tokio::time::timeout(lasts, load)
             .await
             .map_err(|_| format!("{stage}: requests did not end within {:?}", lasts * 5))??;
-        self.outcome.other.extend(tally.other.clone());
-        self.outcome.rows.push(Row {
-            stage: stage.to_owned(),
-            water: peak,
-            answers: Some([tally.ok, tally.shed, tally.other.values().sum()]),
-            latency: Some([tally.quantile(0.5), tally.quantile(0.99)]),
-        });
+        let counts = [tally.ok, tally.shed, tally.other.values().sum()];
+        let (p50, p99) = (tally.quantile(0.5), tally.quantile(0.99));
+        self.outcome.other.extend(tally.other);
+        let answers = Some(Answers { counts, p50, p99 });
+        self.outcome.rows.push(Row { stage: stage.to_owned(), water, answers });
         Ok(())
     }
 }

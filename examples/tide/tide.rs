@@ -1,20 +1,19 @@
 //! The tide: shows in one command how a real service's memory rises under load and falls again.
 //!
-//! It starts the proxy in this process, drives HTTP load with real text through it, and displays
-//! the memory of heap and device meanwhile; then it does the same in a child process with
-//! jemalloc's defaults, and runs a short burst at half of the limit. It ends with a table and the
-//! bounds that must hold, and fails if one does not. It takes at most 90 seconds.
+//! It starts the proxy, drives HTTP load with real text through it, and prints the memory of heap
+//! and device meanwhile; then it does the same with jemalloc's defaults, and runs a short burst at
+//! half of the limit. Each run is a process of its own, which nothing of another has warmed. It
+//! ends with a table and the bounds that must hold, and fails if one does not. It takes at most 90
+//! seconds.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
-mod cgroup;
 #[path = "../proxy/chance.rs"]
 mod chance;
 mod chart;
-mod door;
 #[path = "../proxy/embed.rs"]
 mod embed;
 #[path = "../proxy/forward.rs"]
@@ -22,7 +21,6 @@ mod forward;
 mod load;
 #[path = "../proxy/model.rs"]
 mod model;
-mod picture;
 mod report;
 mod run;
 #[path = "../proxy/upstream.rs"]
@@ -31,18 +29,18 @@ mod upstream;
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
 use crate::load::Corpus;
-use crate::picture::{Picture, Scene};
-use crate::run::{Glimpse, Kind, Outcome, Plan};
+use crate::run::{Kind, Line, Outcome, Sample};
 
 #[global_allocator]
 static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
+
+/// Samples for each line that is printed: a line every two seconds.
+const SAMPLES_PER_LINE: usize = 20;
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Watch a service's memory rise under load and go back down")]
@@ -73,27 +71,6 @@ struct Cli {
     only: Option<Kind>,
 }
 
-impl Cli {
-    fn plan(&self, kind: Kind) -> Plan {
-        Plan {
-            kind,
-            limit: self.limit,
-            connections: self.connections.max(1),
-            text_bytes: self.text.as_usize().unwrap_or(usize::MAX).max(1),
-            weights: self.weights,
-            seed: self.seed,
-        }
-    }
-
-    fn inputs(&self) -> Vec<PathBuf> {
-        if !self.input.is_empty() {
-            return self.input.clone();
-        }
-        let home = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
-        ["README.md", "docs", "src", "examples"].map(|part| home.join(part)).into()
-    }
-}
-
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.only {
@@ -116,135 +93,83 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
         "a proxy under load: {} connections, {} of text each, a model of {},\nlimit {}\n",
         cli.connections, cli.text, cli.weights, cli.limit
     );
-    let (managed, its_course) = {
-        let course = Course::default();
-        let mut show = shower(Kind::Managed, course.clone());
-        (execute(cli, Kind::Managed, move |glimpse| show(glimpse))?, course.taken())
-    };
-    let (twin, twin_course) = spawn(cli, Kind::Defaults)?;
-    let (half, _) = spawn(cli, Kind::Half)?;
+    let (managed, samples) = spawn(Kind::Managed)?;
+    let (twin, twin_samples) = spawn(Kind::Defaults)?;
+    let (half, _) = spawn(Kind::Half)?;
     if let Some(file) = &cli.chart {
-        chart::draw(file, &its_course, &twin_course)?;
+        chart::draw(file, &samples, &twin_samples)?;
     }
     println!("\n{}", report::table(&managed, &twin));
-    let bounds = report::bounds(&managed, &twin, &half);
+    let bounds = report::bounds(&managed, &twin, &half)?;
     println!("must hold");
     for bound in &bounds {
         let word = if bound.holds { "ok    " } else { "FAILED" };
         println!("  {word}  {}:\n          {}", bound.what, bound.measured);
-        for line in bound.why.iter().filter(|_| !bound.holds) {
-            println!("          {line}");
-        }
     }
     Ok(bounds.iter().all(|bound| bound.holds))
 }
 
-/// One run in this process.
-fn execute(
-    cli: &Cli,
-    kind: Kind,
-    show: impl FnMut(&Glimpse) + Send + 'static,
-) -> Result<Outcome, BoxError> {
-    let corpus = Corpus::read(&cli.inputs())?;
-    let plan = cli.plan(kind);
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
-        tokio::select! {
-            outcome = run::run(&plan, &corpus, show) => outcome,
-            // An end in order: the run's cgroup is left and removed.
-            _ = tokio::signal::ctrl_c() => Err("interrupted".into()),
-        }
-    })
-}
-
 /// One run in this process, for a parent that reads lines of JSON.
 fn child(cli: &Cli, kind: Kind) -> Result<(), BoxError> {
-    let print = |name: &str, value: serde_json::Result<String>| {
-        if let Ok(value) = value {
-            println!("{name} {value}");
-        }
-    };
-    let outcome =
-        execute(cli, kind, move |glimpse| print("glimpse", serde_json::to_string(glimpse)))?;
-    print("outcome", serde_json::to_string(&outcome));
-    Ok(())
+    let home = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let own = || ["README.md", "docs", "src", "examples"].map(|part| home.join(part)).to_vec();
+    let inputs = if cli.input.is_empty() { own() } else { cli.input.clone() };
+    let corpus = Corpus::read(&inputs)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let outcome = runtime.block_on(run::run(cli, kind, &corpus))?;
+    run::print(&Line::Outcome(outcome))
 }
 
-/// One run in a process of its own, which nothing of this one has warmed.
-fn spawn(cli: &Cli, kind: Kind) -> Result<(Outcome, Vec<Glimpse>), BoxError> {
-    let plan = cli.plan(kind);
-    let name = match kind {
-        Kind::Managed => "managed",
-        Kind::Defaults => "defaults",
-        Kind::Half => "half",
-    };
+/// One run in a process of its own, with the same arguments.
+fn spawn(kind: Kind) -> Result<(Outcome, Vec<Sample>), BoxError> {
     let mut command = Command::new(std::env::current_exe()?);
-    command
-        .args(["--only", name, "--limit", &plan.limit.exact(), "--text", &cli.text.exact()])
-        .args(["--connections", &plan.connections.to_string()])
-        .args(["--weights", &plan.weights.exact(), "--seed", &plan.seed.to_string()])
-        .stdout(Stdio::piped());
-    for input in &cli.input {
-        command.arg("--input").arg(input);
-    }
-    let mut child = command.spawn()?;
-    let course = Course::default();
-    let outcome = follow(&mut child, shower(kind, course.clone()));
+    command.args(std::env::args_os().skip(1)).args(["--only", kind.name()]);
+    let mut child = command.stdout(Stdio::piped()).spawn()?;
+    let mut samples = Vec::new();
+    let outcome = follow(kind, &mut child, &mut samples);
     if outcome.is_err() {
         // It would run on for a while, and its output is no longer read.
         let _ = child.kill();
     }
     let status = child.wait()?;
-    let outcome =
-        outcome?.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()))?;
-    Ok((outcome, course.taken()))
+    let missing = || format!("the run with {} ended with {status}", kind.title());
+    Ok((outcome?.ok_or_else(missing)?, samples))
 }
 
-/// Shows what a run in a child says, and gives what came of it.
-fn follow(child: &mut Child, mut show: impl FnMut(&Glimpse)) -> Result<Option<Outcome>, BoxError> {
+/// Prints and keeps the samples of a run in a child, and returns its outcome.
+fn follow(
+    kind: Kind,
+    child: &mut Child,
+    samples: &mut Vec<Sample>,
+) -> Result<Option<Outcome>, BoxError> {
     let mut outcome = None;
     for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {
-        let line = line?;
-        if let Some(glimpse) = line.strip_prefix("glimpse ") {
-            show(&serde_json::from_str(glimpse)?);
-        } else if let Some(found) = line.strip_prefix("outcome ") {
-            outcome = Some(serde_json::from_str(found)?);
+        match serde_json::from_str(&line?)? {
+            Line::Sample(sample) => {
+                if samples.len().is_multiple_of(SAMPLES_PER_LINE) {
+                    show(kind, &sample);
+                }
+                samples.push(sample);
+            }
+            Line::Outcome(found) => outcome = Some(found),
         }
     }
     Ok(outcome)
 }
 
-/// The glimpses of a run in their order: ten a second.
-#[derive(Clone, Default)]
-struct Course(Arc<Mutex<Vec<Glimpse>>>);
-
-impl Course {
-    fn add(&self, glimpse: &Glimpse) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(glimpse.clone());
-    }
-
-    fn taken(&self) -> Vec<Glimpse> {
-        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-/// Shows the glimpses of a run, and keeps them.
-fn shower(kind: Kind, course: Course) -> impl FnMut(&Glimpse) + Send + 'static {
-    let mut picture = Picture::new();
-    move |glimpse| {
-        course.add(glimpse);
-        let water = &glimpse.water;
-        let title = format!("{}: {}", kind.title(), glimpse.doing);
-        let [ok, shed, other] = glimpse.answered;
-        let other = if other > 0 { format!("  others {other}") } else { String::new() };
-        picture.show(&Scene {
-            title: &title,
-            progress: glimpse.seconds / kind.lasts().as_secs_f64(),
-            elapsed: Duration::from_secs_f64(glimpse.seconds),
-            heap: (ByteSize::new(water.heap_live), ByteSize::new(water.heap_retained())),
-            device: (ByteSize::new(water.device_live), ByteSize::new(water.device_retained())),
-            rss: ByteSize::new(water.rss),
-            note: format!("2xx {ok}  503 {shed}{other}  pressure {}", glimpse.level),
-        });
-    }
+fn show(kind: Kind, sample: &Sample) {
+    let water = &sample.water;
+    let size = |bytes| ByteSize::new(bytes).to_string();
+    println!(
+        "{:5.1} s  {:<42} heap live {:>10} retained {:>10}  device live {:>10} retained {:>10}  \
+         rss {:>10}  pressure {}",
+        sample.seconds,
+        format!("{}: {}", kind.title(), sample.stage),
+        size(water.heap_live),
+        size(water.heap_retained()),
+        size(water.device_live),
+        size(water.device_retained()),
+        size(water.rss),
+        sample.level,
+    );
 }

@@ -11,15 +11,11 @@
 //! fault.
 
 use std::ffi::OsString;
-use std::time::Duration;
 
-use super::device::variables as device;
 use super::error::{ConfigError, Fault};
-use super::parse::{
-    correction_factor, decay_time, exhaustion_policy, on_or_off, path_or_off, positive, put, ratio,
-    time, time_or_never, time_or_zero, version, whole,
-};
 use super::settings::Settings;
+
+pub use super::settings::{VARIABLES, Variable};
 
 /// The prefix of the variables' names.
 pub const PREFIX: &str = "LOWTIDE_";
@@ -27,224 +23,13 @@ pub const PREFIX: &str = "LOWTIDE_";
 /// The first variable of device arenas, and the beginning of the others.
 const DEVICE: &str = "LOWTIDE_DEVICE";
 
-/// Parses a text into the settings, or returns the description of the accepted values.
-type Put = fn(&mut Settings, &str) -> Result<(), String>;
-
-/// An environment variable.
-#[derive(Clone, Copy, Debug)]
-pub struct Variable {
-    /// The full name.
-    pub name: &'static str,
-    /// Its accepted values and meaning, in one line.
-    pub help: &'static str,
-    put: Put,
-}
-
-/// Every variable that this crate reads. An empty value counts as unset. Those that begin with
-/// `LOWTIDE_DEVICE` need the feature `device`.
-///
-/// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: the defaults of the other settings
-/// * `LOWTIDE_MEMORY_LIMIT`: limit of host memory, e.g. 512m (binary units, as in Docker) or
-///   1.5GiB; unset: the limit of the cgroup or the machine
-/// * `LOWTIDE_CEILING`: share of the limit up to which requests are admitted: 0.8 or 80%; above 0,
-///   at most 1; unset: 0.8, rising to 0.93 while measured growth allows it
-/// * `LOWTIDE_CORRECTION_FACTOR`: memory that a request is assumed to need per estimated byte until
-///   that is measured: 1 if estimates are exact, at most 5
-/// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID),
-///   cuda:all, a list such as cuda:0,cuda:1 (the default device first), host or none: where device
-///   arenas allocate
-/// * `LOWTIDE_DEVICE_BACKEND`: auto, virtual-memory, pool, plain or managed: how CUDA memory is
-///   allocated
-/// * `LOWTIDE_DEVICE_LIMIT`: limit of device memory for each arena and for the budget of each
-///   device, e.g. 8g; unset: no limit
-/// * `LOWTIDE_DEVICE_WATERMARK`: share of the device's memory to keep free for its other users:
-///   0.05, 5%, or 0 for none
-/// * `LOWTIDE_DEVICE_DECAY`: time after which idle device memory is released: a time such as 5s, 0
-///   or never
-/// * `LOWTIDE_DEVICE_SLEEP_AFTER`: time without a lease after which a device arena goes to sleep: a
-///   time such as 10m, or never
-/// * `LOWTIDE_DEVICE_MIN_AWAKE`: minimum time that a device arena stays awake after it was opened
-///   or woken: a time such as 1m, or 0
-/// * `LOWTIDE_DEVICE_SLEEP_STABLE`: keep (in host memory), discard or stay (in device memory):
-///   contents of stable regions in a sleep
-/// * `LOWTIDE_DEVICE_SLEEP_DYNAMIC`: keep (in host memory), discard or stay (in device memory):
-///   contents of dynamic regions in a sleep
-/// * `LOWTIDE_HEAP_DECAY`: time for which jemalloc keeps dirty pages: a time such as 1s, 0 or never
-/// * `LOWTIDE_BACKGROUND_THREADS`: maximum number of jemalloc's background threads; 0 for none
-/// * `LOWTIDE_PURGE_INTERVAL`: time between purges of the heap of a busy service: a time such as
-///   30s, or never
-/// * `LOWTIDE_IDLE_UNLOAD`: idle time after which a resource without its own setting is unloaded: a
-///   time such as 5m, or never
-/// * `LOWTIDE_MAX_WAIT`: longest time that a request waits for room behind a layer without its own
-///   setting: a time such as 2s, or 0
-/// * `LOWTIDE_METRICS_INTERVAL`: time between publications of metrics, e.g. 1s
-/// * `LOWTIDE_METRICS`: basic or detail: the metrics that are published
-/// * `LOWTIDE_PROCESS_METRICS`: on or off: whether the process_* metrics are published; off if the
-///   application does
-/// * `LOWTIDE_SERVICE_VERSION`: version of the service, a label of its metrics: 1 to 64 bytes
-///   without control characters
-/// * `LOWTIDE_EXHAUSTION_POLICY`: report, serve-one or exit: what follows if memory that no request
-///   owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a minimum
-///   uptime
-/// * `LOWTIDE_FLIGHT_RECORDER`: absolute path of a file of 512 KiB that keeps the last five minutes
-///   for the next start, or off
-/// * `LOWTIDE_HEAP_PROFILE_DIR`: absolute path of a folder for heap profiles, written as memory
-///   grows if the heap profiler is active, or off
-pub const VARIABLES: &[Variable] = &[
-    Variable {
-        name: "LOWTIDE_PROFILE",
-        help: "low-memory, balanced or throughput: the defaults of the other settings",
-        put: |settings, text| put(&mut settings.profile, text.parse()),
-    },
-    Variable {
-        name: "LOWTIDE_MEMORY_LIMIT",
-        help: "limit of host memory, e.g. 512m (binary units, as in Docker) or 1.5GiB; unset: the \
-               limit of the cgroup or the machine",
-        put: |settings, text| put(&mut settings.memory_limit, positive(text)),
-    },
-    Variable {
-        name: "LOWTIDE_CEILING",
-        help: "share of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most \
-               1; unset: 0.8, rising to 0.93 while measured growth allows it",
-        put: |settings, text| put(&mut settings.ceiling, ratio(text)),
-    },
-    Variable {
-        name: "LOWTIDE_CORRECTION_FACTOR",
-        help: "memory that a request is assumed to need per estimated byte until that is measured: \
-               1 if estimates are exact, at most 5",
-        put: |settings, text| put(&mut settings.correction_factor, correction_factor(text)),
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE",
-        help: "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), cuda:all, a \
-               list such as cuda:0,cuda:1 (the default device first), host or none: where device \
-               arenas allocate",
-        put: device::choice,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_BACKEND",
-        help: "auto, virtual-memory, pool, plain or managed: how CUDA memory is allocated",
-        put: device::backend,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_LIMIT",
-        help: "limit of device memory for each arena and for the budget of each device, e.g. 8g; \
-               unset: no limit",
-        put: device::limit,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_WATERMARK",
-        help: "share of the device's memory to keep free for its other users: 0.05, 5%, or 0 for \
-               none",
-        put: device::watermark,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_DECAY",
-        help: "time after which idle device memory is released: a time such as 5s, 0 or never",
-        put: device::decay,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_SLEEP_AFTER",
-        help: "time without a lease after which a device arena goes to sleep: a time such as 10m, \
-               or never",
-        put: device::sleep_after,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_MIN_AWAKE",
-        help: "minimum time that a device arena stays awake after it was opened or woken: a time \
-               such as 1m, or 0",
-        put: device::min_awake,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_SLEEP_STABLE",
-        help: "keep (in host memory), discard or stay (in device memory): contents of stable \
-               regions in a sleep",
-        put: device::sleep_stable,
-    },
-    Variable {
-        name: "LOWTIDE_DEVICE_SLEEP_DYNAMIC",
-        help: "keep (in host memory), discard or stay (in device memory): contents of dynamic \
-               regions in a sleep",
-        put: device::sleep_dynamic,
-    },
-    Variable {
-        name: "LOWTIDE_HEAP_DECAY",
-        help: "time for which jemalloc keeps dirty pages: a time such as 1s, 0 or never",
-        put: |settings, text| put(&mut settings.heap_decay, decay_time(text)),
-    },
-    Variable {
-        name: "LOWTIDE_BACKGROUND_THREADS",
-        help: "maximum number of jemalloc's background threads; 0 for none",
-        put: |settings, text| put(&mut settings.background_threads, whole(text)),
-    },
-    Variable {
-        name: "LOWTIDE_PURGE_INTERVAL",
-        help: "time between purges of the heap of a busy service: a time such as 30s, or never",
-        put: |settings, text| put(&mut settings.purge_interval, time_or_never(text)),
-    },
-    Variable {
-        name: "LOWTIDE_IDLE_UNLOAD",
-        help: "idle time after which a resource without its own setting is unloaded: a time such \
-               as 5m, or never",
-        put: |settings, text| {
-            let time = time_or_never(text).map(|time| time.unwrap_or(Duration::MAX));
-            put(&mut settings.idle_unload, time)
-        },
-    },
-    Variable {
-        name: "LOWTIDE_MAX_WAIT",
-        help: "longest time that a request waits for room behind a layer without its own setting: \
-               a time such as 2s, or 0",
-        put: |settings, text| put(&mut settings.max_wait, time_or_zero(text)),
-    },
-    Variable {
-        name: "LOWTIDE_METRICS_INTERVAL",
-        help: "time between publications of metrics, e.g. 1s",
-        put: |settings, text| put(&mut settings.metrics_interval, time(text)),
-    },
-    Variable {
-        name: "LOWTIDE_METRICS",
-        help: "basic or detail: the metrics that are published",
-        put: |settings, text| put(&mut settings.metrics, text.parse()),
-    },
-    Variable {
-        name: "LOWTIDE_PROCESS_METRICS",
-        help: "on or off: whether the process_* metrics are published; off if the application does",
-        put: |settings, text| put(&mut settings.process_metrics, on_or_off(text)),
-    },
-    Variable {
-        name: "LOWTIDE_SERVICE_VERSION",
-        help: "version of the service, a label of its metrics: 1 to 64 bytes without control \
-               characters",
-        put: |settings, text| put(&mut settings.service_version, version(text)),
-    },
-    Variable {
-        name: "LOWTIDE_EXHAUSTION_POLICY",
-        help: "report, serve-one or exit: what follows if memory that no request owns leaves no \
-               room for requests; serve-one:5m with a grace period, exit:1m with a minimum uptime",
-        put: |settings, text| put(&mut settings.exhaustion_policy, exhaustion_policy(text)),
-    },
-    Variable {
-        name: "LOWTIDE_FLIGHT_RECORDER",
-        help: "absolute path of a file of 512 KiB that keeps the last five minutes for the next \
-               start, or off",
-        put: |settings, text| put(&mut settings.flight_recorder, path_or_off(text)),
-    },
-    Variable {
-        name: "LOWTIDE_HEAP_PROFILE_DIR",
-        help: "absolute path of a folder for heap profiles, written as memory grows if the heap \
-               profiler is active, or off",
-        put: |settings, text| put(&mut settings.heap_profile_dir, path_or_off(text)),
-    },
-];
-
 /// Reads the environment of the process.
 ///
 /// # Errors
 /// [`ConfigError`] with every unknown variable and every invalid value, each with the accepted
 /// values.
 #[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
-pub fn read() -> Result<Settings, ConfigError> {
+pub(crate) fn read() -> Result<Settings, ConfigError> {
     settings(std::env::vars_os())
 }
 
@@ -267,7 +52,7 @@ pub(crate) fn of_others(name: &str) -> Option<String> {
 ///
 /// # Errors
 /// The same as for [`read`].
-pub fn settings(
+pub(crate) fn settings(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
 ) -> Result<Settings, ConfigError> {
     let mut settings = Settings::default();
@@ -289,11 +74,7 @@ pub fn settings(
             None => Err("UTF-8 text".to_owned()),
         };
         if let Err(expected) = put {
-            faults.push(Fault::BadValue {
-                name: name.to_owned(),
-                value: value.to_string_lossy().into_owned(),
-                expected,
-            });
+            faults.push(Fault::bad(name, &value.to_string_lossy(), expected));
         }
     }
     if faults.is_empty() {
@@ -320,9 +101,11 @@ fn is_service_link(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::bytes::ByteSize;
-    use crate::config::{DeviceBackend, DeviceChoice, DeviceSettings, Profile};
+    use crate::config::{DeviceBackend, DeviceChoice, Profile};
     use crate::decay::DecayTime;
     use crate::device::Contents;
     use crate::metrics::MetricsTier;
@@ -364,21 +147,18 @@ mod tests {
         ]);
         let expected = Settings {
             profile: Some(Profile::LowMemory),
-            memory_limit: Some(ByteSize::mib(512)),
+            memory_limit: Some(Some(ByteSize::mib(512))),
             ceiling: Some(0.75),
             correction_factor: Some(1.5),
-            device: DeviceSettings {
-                choice: Some(DeviceChoice::Host),
-                further: Some(vec![]),
-                backend: Some(DeviceBackend::Pool),
-                limit: Some(ByteSize::gib(1)),
-                watermark: Some(0.1),
-                decay: Some(DecayTime::Never),
-                sleep_after: Some(Some(Duration::from_secs(600))),
-                min_awake: Some(Duration::from_secs(60)),
-                sleep_stable: Some(Contents::Stay),
-                sleep_dynamic: Some(Contents::Discard),
-            },
+            devices: Some(vec![DeviceChoice::Host]),
+            device_backend: Some(DeviceBackend::Pool),
+            device_limit: Some(ByteSize::gib(1)),
+            device_watermark: Some(0.1),
+            device_decay: Some(DecayTime::Never),
+            device_sleep_after: Some(Some(Duration::from_secs(600))),
+            device_min_awake: Some(Duration::from_secs(60)),
+            device_sleep_stable: Some(Contents::Stay),
+            device_sleep_dynamic: Some(Contents::Discard),
             heap_decay: Some(DecayTime::from_millis(500)),
             background_threads: Some(3),
             purge_interval: Some(None),
@@ -387,7 +167,7 @@ mod tests {
             metrics_interval: Some(Duration::from_secs(2)),
             metrics: Some(MetricsTier::Detail),
             process_metrics: Some(false),
-            service_version: Some("2.4.1".to_owned()),
+            service_version: Some(Some("2.4.1".to_owned())),
             exhaustion_policy: Some(ExhaustionPolicy::Exit {
                 min_uptime: Duration::from_secs(600),
             }),
@@ -422,7 +202,7 @@ mod tests {
         }
         for (text, share) in [("0", Some(0.0)), ("5%", Some(0.05)), ("0.5", Some(0.5))] {
             let found = given(&[("LOWTIDE_DEVICE_WATERMARK", text)]);
-            assert_eq!(found.map(|settings| settings.device.watermark), Ok(share), "{text}");
+            assert_eq!(found.map(|settings| settings.device_watermark), Ok(share), "{text}");
         }
         for text in ["1", "100%", "-1%", "4g"] {
             assert!(given(&[("LOWTIDE_DEVICE_WATERMARK", text)]).is_err(), "{text}");
@@ -488,10 +268,10 @@ mod tests {
     #[test]
     fn an_arena_may_never_sleep_and_stay_awake_for_no_time_but_not_sleep_after_none() {
         let never = given(&[("LOWTIDE_DEVICE_SLEEP_AFTER", "never")]);
-        assert_eq!(never.map(|settings| settings.device.sleep_after), Ok(Some(None)));
+        assert_eq!(never.map(|settings| settings.device_sleep_after), Ok(Some(None)));
         for text in ["0", "0s"] {
             let none = given(&[("LOWTIDE_DEVICE_MIN_AWAKE", text)]);
-            let none = none.map(|settings| settings.device.min_awake);
+            let none = none.map(|settings| settings.device_min_awake);
             assert_eq!(none, Ok(Some(Duration::ZERO)), "{text}");
         }
         for (name, value, expected) in [
@@ -541,17 +321,6 @@ mod tests {
         // What a `main` prints that returns it.
         assert_eq!(format!("{error:?}"), text);
         assert_eq!(format!("{error:#?}"), text);
-    }
-
-    #[test]
-    fn the_documentation_lists_every_variable_with_its_help() {
-        let source = include_str!("env.rs").replace("\n///   ", " ");
-        for Variable { name, help, .. } in VARIABLES {
-            let row = format!("/// * `{name}`: {help}\n");
-            assert!(source.contains(&row), "the documentation has no {row}");
-        }
-        let rows = source.lines().filter(|line| line.starts_with("/// * `"));
-        assert_eq!(rows.count(), VARIABLES.len());
     }
 
     #[test]

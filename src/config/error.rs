@@ -44,12 +44,26 @@ pub enum Fault {
         /// The accepted values.
         expected: String,
     },
+    /// A key that is not read in its place.
+    #[error("{name} has no effect in these options: expected {expected}")]
+    UnknownKey {
+        /// The key as spelled.
+        name: String,
+        /// The keys that are read there.
+        expected: String,
+    },
     /// An unknown `LOWTIDE_*` variable.
     #[error("unknown variable {name}: {}", meant(name))]
     UnknownVariable {
         /// The variable.
         name: String,
     },
+}
+
+impl Fault {
+    pub(super) fn bad(name: &str, value: &str, expected: impl Into<String>) -> Self {
+        Self::BadValue { name: name.to_owned(), value: value.to_owned(), expected: expected.into() }
+    }
 }
 
 /// The most similar known variable, or all of them.

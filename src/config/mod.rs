@@ -1,8 +1,8 @@
 //! Settings and the configuration that they resolve to.
 //!
-//! [`Settings`] holds the values that were set in code or in the environment: each is validated,
-//! and each may be unset. [`Config`] holds a value for every setting, with its [`Source`].
-//! `env` is the only reader of environment variables in the crate.
+//! `settings` has the table: `Settings` holds the values that were set in code or in the
+//! environment, and [`Config`] a value for every setting, with its [`Source`]. `env` is the only
+//! reader of environment variables in the crate.
 //!
 //! Settings of device arenas, and ONNX Runtime's arena options, exist only with the feature
 //! `device`. Without it their variables are known, and without effect.
@@ -13,24 +13,22 @@
 
 #[cfg(feature = "device")]
 pub mod arena;
-#[cfg_attr(not(feature = "device"), path = "no_device.rs")]
+#[cfg(feature = "device")]
 mod device;
 #[doc(hidden)]
 pub mod env;
 mod error;
 mod onnxruntime;
-mod parse;
 mod profile;
-mod resolve;
-mod resolved;
 mod settings;
+mod value;
 
 #[cfg(feature = "device")]
-pub use device::{DeviceBackend, DeviceChoice, DeviceConfig, DeviceSettings};
+pub use device::{DeviceBackend, DeviceChoice};
 pub use error::{ConfigError, Fault};
 pub use lowtide_admission::ExhaustionPolicy;
 pub use onnxruntime::{OrtPlace, OrtSetting};
 pub use profile::Profile;
-pub use resolve::Config;
-pub use resolved::{Resolved, Source};
-pub use settings::Settings;
+pub(crate) use settings::Settings;
+pub use settings::{Config, Resolved, Source};
+pub(crate) use settings::{setter, setters};

@@ -57,7 +57,7 @@ impl Profile {
     /// blocks for a second and returns them to the system when idle. glibc maps and unmaps each
     /// large block, which costs many page faults and a larger peak than with the arena. Under glibc
     /// `balanced` therefore leaves the arena on, and it keeps its memory between bursts;
-    /// `low-memory` turns the arena off. `docs/BENCHMARKS_APPENDIX.md` has the figures.
+    /// `low-memory` turns the arena off. `docs/BENCHMARKING.md` has the figures.
     ///
     /// Initializers (the weights) are to be allocated outside the arena, which would keep its
     /// largest step for them. ONNX Runtime counts the cores of the machine instead of the quota,

@@ -3,7 +3,6 @@
 //! A profile is data. Its values that jemalloc reads at start-up (arena count, page classes) are
 //! exported by `global_allocator!`; the values here can change at run time.
 
-use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -11,45 +10,45 @@ use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use lowtide_admission::PurgeGrowth;
 
-/// A named set of defaults.
-///
-/// | setting | low-memory | balanced | throughput |
-/// |---|---|---|---|
-/// | heap decay | 1s | 1s | 10s |
-/// | device decay | 1s | 5s | 30s |
-/// | jemalloc background threads | 1 | 2 | 4 |
-/// | heap purge after a quiet time of | 1s | 2s | never |
-/// | heap purge interval of a busy service | 10s | 30s | never |
-/// | heap purge after sustained growth of | 16 MiB, 5 % | 64 MiB, 10 % | never |
-/// | idle resources unloaded after | 60s | 300s | 900s |
-///
-/// The ceiling (0.80 of the limit) and the metrics interval (1 s) are the same under every profile
-/// ([`Config`](super::Config)).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "kebab-case"))]
-#[non_exhaustive]
-pub enum Profile {
-    /// The smallest idle footprint: short decay, early unload. Costs some CPU after each burst.
-    LowMemory,
-    /// Returns unused memory within seconds. In the benchmark that cost 20 to 34 % more CPU than
-    /// jemalloc's defaults over a burst of 5 s, and nothing measurable over 20 s of traffic.
-    #[default]
-    Balanced,
-    /// Keeps memory for the next burst. Releases it late, or immediately under pressure.
-    Throughput,
+lowtide_core::named_enum! {
+    /// A named set of defaults.
+    ///
+    /// | setting | low-memory | balanced | throughput |
+    /// |---|---|---|---|
+    /// | heap decay | 1s | 1s | 10s |
+    /// | device decay | 1s | 5s | 30s |
+    /// | jemalloc background threads | 1 | 2 | 4 |
+    /// | heap purge after a quiet time of | 1s | 2s | never |
+    /// | heap purge interval of a busy service | 10s | 30s | never |
+    /// | heap purge after sustained growth of | 16 MiB, 5 % | 64 MiB, 10 % | never |
+    /// | idle resources unloaded after | 60s | 300s | 900s |
+    ///
+    /// The ceiling (0.80 of the limit) and the metrics interval (1 s) are the same under every
+    /// profile ([`Config`](super::Config)).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Profile {
+        /// The smallest idle footprint: short decay, early unload. Costs some CPU after each burst.
+        LowMemory = "low-memory",
+        /// Returns unused memory within seconds. In the benchmark that cost 20 to 34 % more CPU
+        /// than jemalloc's defaults over a burst of 5 s, and nothing measurable over 20 s of
+        /// traffic.
+        #[default]
+        Balanced = "balanced",
+        /// Keeps memory for the next burst. Releases it late, or immediately under pressure.
+        Throughput = "throughput",
+    }
 }
 
 impl Profile {
-    /// All profiles, in order of the memory that they keep.
-    pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
-
-    /// Returns the name used in configuration.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
+    /// The time for which a device arena keeps unused granules: a shorter pause costs no driver
+    /// call. An estimate, not measured on a GPU.
+    #[cfg(feature = "device")]
+    pub(super) const fn device_decay(self) -> DecayTime {
         match self {
-            Self::LowMemory => "low-memory",
-            Self::Balanced => "balanced",
-            Self::Throughput => "throughput",
+            Self::LowMemory => DecayTime::from_millis(1_000),
+            Self::Balanced => DecayTime::from_millis(5_000),
+            Self::Throughput => DecayTime::from_millis(30_000),
         }
     }
 
@@ -74,7 +73,7 @@ impl Profile {
     }
 
     /// The quiet time after which the heap is purged; `None` if quiet does not trigger a purge.
-    pub(super) const fn purge_when_idle_for(self) -> Option<Duration> {
+    pub(crate) const fn purge_when_idle_for(self) -> Option<Duration> {
         match self {
             Self::LowMemory => Some(Duration::from_secs(1)),
             Self::Balanced => Some(Duration::from_secs(2)),
@@ -112,12 +111,6 @@ impl Profile {
     }
 }
 
-impl fmt::Display for Profile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 impl FromStr for Profile {
     type Err = &'static str;
 
@@ -132,6 +125,7 @@ impl FromStr for Profile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::{Config, Settings};
 
     #[test]
     fn the_documented_table_is_what_the_code_says() {
@@ -170,7 +164,9 @@ mod tests {
             let row = format!("{name} | {values} |\n");
             assert!(include_str!("profile.rs").contains(&row), "the table has no {row}");
         }
-        assert!((super::super::Config::CEILING - 0.80).abs() < f64::EPSILON);
-        assert_eq!(super::super::Config::METRICS_INTERVAL, Duration::from_secs(1));
+        let nothing = Settings::default();
+        let config = Config::resolve(&nothing, &nothing).expect("valid");
+        assert!((config.ceiling.value - 0.80).abs() < f64::EPSILON);
+        assert_eq!(config.metrics_interval.value, Duration::from_secs(1));
     }
 }

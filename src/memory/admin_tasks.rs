@@ -15,7 +15,6 @@ use thiserror::Error;
 use crate::bytes::ByteSize;
 use crate::sync::{Mutex, lock};
 
-use super::devices::COMMANDS;
 use super::error::MemoryError;
 
 /// The maximum number of waiting tasks; the worker runs them one at a time.
@@ -79,7 +78,11 @@ pub enum AdminCommand {
 impl AdminCommand {
     /// The names of all commands of this build: without the feature `device`, `purge`, `unload` and
     /// `fit`. Commands on an arena find none then.
-    pub const NAMES: &[&str] = COMMANDS;
+    pub const NAMES: &[&str] = if cfg!(feature = "device") {
+        &["purge", "trim", "sleep", "wake", "unload", "fit"]
+    } else {
+        &["purge", "unload", "fit"]
+    };
 
     /// The usual time for a fit: 30 s, an estimate of the longest time of most requests.
     pub const FIT_WITHIN: Duration = Duration::from_secs(30);
@@ -173,6 +176,14 @@ pub enum AdminError {
     /// This is a forked child.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+}
+
+#[cfg(not(feature = "device"))]
+impl AdminError {
+    /// The command is on an arena, of which this build has none.
+    pub(super) fn no_arena(command: &AdminCommand) -> Self {
+        Self::UnknownArena { name: command.subject().into_owned(), known: Vec::new() }
+    }
 }
 
 /// Lists some names, of which there may be a thousand.

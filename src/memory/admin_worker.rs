@@ -44,7 +44,10 @@ impl Memory {
         match &command {
             AdminCommand::Purge | AdminCommand::Fit { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
+            #[cfg(feature = "device")]
             on_arena => shared.check_arena(&on_arena.subject())?,
+            #[cfg(not(feature = "device"))]
+            on_arena => return Err(AdminError::no_arena(on_arena)),
         }
         let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::AdminTask);
@@ -127,7 +130,10 @@ impl Shared {
                 let terms = limit.map(|limit| FitTerms { limit, within, counts_page_cache });
                 self.begin_fit(id, command, terms)
             }
+            #[cfg(feature = "device")]
             on_arena => self.run_on_arena(on_arena).map(Some),
+            #[cfg(not(feature = "device"))]
+            on_arena => Err(AdminError::no_arena(on_arena).to_string()),
         }
     }
 

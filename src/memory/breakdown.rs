@@ -13,53 +13,38 @@ use lowtide_heap::{ARENA_NAME_MAX, HeapSnapshot};
 
 use super::snapshot::MemorySnapshot;
 
-/// The kind of a holder of host memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum PartKind {
-    /// Heap blocks and frames of running requests, as measured.
-    Requests,
-    /// A loaded resource: its heap arena, and memory outside the heap as measured at its load.
-    Resource,
-    /// Live heap blocks that belong to neither: caches and state of the application, connections,
-    /// leaks.
-    HeapLive,
-    /// Freed blocks in jemalloc's thread caches.
-    ThreadCaches,
-    /// Free parts of heap pages that contain live or cached blocks. A purge does not release them.
-    Fragmentation,
-    /// Free heap pages, dirty and muzzy, which a purge releases, and those that the kernel does not
-    /// take back.
-    FreePages,
-    /// jemalloc's metadata.
-    HeapMetadata,
-    /// A device arena in host memory, or a pinned pool: its committed memory.
-    Arena,
-    /// Contents of sleeping arenas in host memory, and memory kept for the next sleep.
-    Offloaded,
-    /// Everything else: heaps of C code, stacks, and other processes of the cgroup.
-    Untracked,
+lowtide_core::named_enum! {
+    /// The kind of a holder of host memory.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum PartKind {
+        /// Heap blocks and frames of running requests, as measured.
+        Requests = "requests",
+        /// A loaded resource: its heap arena, and memory outside the heap as measured at its load.
+        Resource = "resource",
+        /// Live heap blocks that belong to neither: caches and state of the application,
+        /// connections, leaks.
+        HeapLive = "heap_live",
+        /// Freed blocks in jemalloc's thread caches.
+        ThreadCaches = "thread_caches",
+        /// Free parts of heap pages that contain live or cached blocks. A purge does not release
+        /// them.
+        Fragmentation = "fragmentation",
+        /// Free heap pages, dirty and muzzy, which a purge releases, and those that the kernel does
+        /// not take back.
+        FreePages = "free_pages",
+        /// jemalloc's metadata.
+        HeapMetadata = "heap_metadata",
+        /// A device arena in host memory, or a pinned pool: its committed memory.
+        Arena = "arena",
+        /// Contents of sleeping arenas in host memory, and memory kept for the next sleep.
+        Offloaded = "offloaded",
+        /// Everything else: heaps of C code, stacks, and other processes of the cgroup.
+        Untracked = "untracked",
+    }
 }
 
 impl PartKind {
-    /// Returns the name in JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Requests => "requests",
-            Self::Resource => "resource",
-            Self::HeapLive => "heap_live",
-            Self::ThreadCaches => "thread_caches",
-            Self::Fragmentation => "fragmentation",
-            Self::FreePages => "free_pages",
-            Self::HeapMetadata => "heap_metadata",
-            Self::Arena => "arena",
-            Self::Offloaded => "offloaded",
-            Self::Untracked => "untracked",
-        }
-    }
-
     const fn description(self) -> &'static str {
         match self {
             Self::Requests => "running requests",
@@ -127,7 +112,10 @@ impl Breakdown {
         let mut live = heap.live;
         rest.take_from(&mut live, PartKind::Requests, None, requests);
         let mut foreign = Vec::new();
+        #[cfg(feature = "device")]
         let arenas = snapshot.devices.on_host();
+        #[cfg(not(feature = "device"))]
+        let arenas = Vec::<(String, ByteSize)>::new();
         let committed: ByteSize = arenas.iter().map(|(_, committed)| *committed).sum();
         let loaded = snapshot.resources.iter().filter(|resource| resource.loaded);
         for resource in loaded.take(NAMED_MAX) {
@@ -158,6 +146,7 @@ impl Breakdown {
         }
         let others = arenas.iter().skip(NAMED_MAX).map(|(_, committed)| *committed).sum();
         rest.take(PartKind::Arena, None, others);
+        #[cfg(feature = "device")]
         rest.take(PartKind::Offloaded, None, snapshot.devices.offloaded());
         for (name, bytes) in foreign {
             rest.take(PartKind::Resource, Some(name), bytes);

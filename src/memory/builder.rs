@@ -12,18 +12,24 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env};
+#[cfg(feature = "device")]
+use crate::config::DeviceBackend;
+use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env, setters};
+use crate::decay::DecayTime;
+#[cfg(feature = "device")]
+use crate::device::Contents;
 use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal,
-    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Reclaim, Resources,
+    Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
 use super::admin_tasks::AdminTasks;
 use super::claim::{Claim, THREADS};
+#[cfg(feature = "device")]
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
@@ -66,65 +72,19 @@ pub struct Builder {
     recall_hook: Option<Hook>,
     stack: Option<ByteSize>,
     signals: Option<Signals>,
+    #[cfg(feature = "device")]
     pub(super) drivers: GivenDrivers,
 }
 
-macro_rules! setting {
-    ($($(#[$doc:meta])* $name:ident: $kind:ty;)*) => {
-        $($(#[$doc])*
-        #[must_use]
-        pub fn $name(mut self, value: $kind) -> Self {
-            self.code.$name = Some(value);
-            self
-        })*
-    };
-}
-
 impl Builder {
-    setting! {
-        /// Sets the profile, which gives the defaults of other settings. Default: balanced.
-        profile: Profile;
-        /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
-        /// configured limit can lower that, but not raise it.
-        memory_limit: ByteSize;
-        /// Sets the share of the limit up to which requests are admitted, in (0, 1]. By default it
-        /// starts at 0.80 and rises to at most 0.93 while the measured growth allows it; a share
-        /// that is set stays.
-        ceiling: f64;
-        /// Sets the bytes that a request is assumed to need per estimated byte until that is
-        /// measured, in [1, 5]. Default: 2, which is safe for estimates of half the true size. Set
-        /// 1 if estimates are known to be exact; then nothing that fits is rejected in the first
-        /// seconds.
-        correction_factor: f64;
-        /// Sets the time for which jemalloc keeps dirty pages. Default: 1 s, 1 s or 10 s, by
-        /// profile.
-        heap_decay: crate::decay::DecayTime;
-        /// Sets the maximum number of jemalloc's background threads, 0 for none. Default: 1, 2 or
-        /// 4, by profile.
-        background_threads: u32;
-        /// Sets the time between heap purges of a busy service. With `None` neither time nor growth
-        /// starts a purge; pressure, idleness, loads and unloads still do. Default: 10 s, 30 s or
-        /// `None`, by profile.
-        purge_interval: Option<Duration>;
-        /// Sets the idle time after which resources without their own setting are unloaded;
-        /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
-        idle_unload: Duration;
-        /// Sets the longest time that a request waits for room behind a layer of
-        /// `Memory::layer` without its own setting; zero to reject immediately. Default: 2 s.
-        max_wait: Duration;
-        /// Sets the time between publications of metrics. Default: 1 s.
-        metrics_interval: Duration;
-        /// Sets which metrics are published. Default: [`MetricsTier::Basic`], those that alerts and
-        /// the main dashboards need.
-        metrics: MetricsTier;
-        /// Sets whether the standard `process_*` metrics are published. Default: `true`. Set
-        /// `false` if the application publishes them itself, for example through the crate
-        /// `metrics-process`.
-        process_metrics: bool;
-        /// Sets the policy for memory that no request owns and that leaves no room for requests,
-        /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
-        /// that restarts the process.
-        exhaustion_policy: ExhaustionPolicy;
+    setters!();
+
+    /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
+    /// configured limit can lower that, but not raise it.
+    #[must_use]
+    pub fn memory_limit(mut self, limit: ByteSize) -> Self {
+        self.code.memory_limit = Some(Some(limit));
+        self
     }
 
     /// Sets the version of the service, 1 to 64 bytes without control characters: the label
@@ -136,7 +96,7 @@ impl Builder {
     /// ```
     #[must_use]
     pub fn service_version(mut self, version: impl Into<String>) -> Self {
-        self.code.service_version = Some(version.into());
+        self.code.service_version = Some(Some(version.into()));
         self
     }
 
@@ -201,7 +161,7 @@ impl Builder {
     #[must_use]
     pub fn detached(mut self) -> Self {
         (self.is_detached, self.ignores_environment) = (true, true);
-        self.code.memory_limit.get_or_insert(DETACHED_LIMIT);
+        self.code.memory_limit.get_or_insert(Some(DETACHED_LIMIT));
         self.code.correction_factor.get_or_insert(1.0);
         self
     }
@@ -287,9 +247,8 @@ impl Builder {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
         let claim = if self.is_detached { Claim::of_none() } else { Claim::take()? };
-        let unread = (!self.ignores_environment).then(unread_by_jemalloc).flatten();
         let stack = self.stack.unwrap_or(STACK);
-        let parts = self.assemble(config, claim, unread)?;
+        let parts = self.assemble(config, claim)?;
         let background_threads = parts.background_threads;
         let memory = launch(parts, stack)?;
         report(&memory, background_threads);
@@ -305,52 +264,67 @@ impl Builder {
     pub fn start_stepped(self) -> Result<(Memory, Steps), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
-        let parts = builder.assemble(config, Claim::of_none(), None)?;
+        let parts = builder.assemble(config, Claim::of_none())?;
         let running = Arc::new(running(&parts.shared));
         let clock = Arc::clone(&parts.shared.clock);
         let memory = Memory::of(parts.shared, running);
         Ok((memory, Steps { maintenance: parts.maintenance, worker: parts.worker, clock }))
     }
 
-    /// Creates the parts and connects them. Releases the claim if that fails.
-    fn assemble(
-        self,
-        config: Config,
-        claim: Arc<Claim>,
-        unread: Option<String>,
-    ) -> Result<Parts, StartError> {
+    fn unused_variables(&self) -> Vec<Diagnostic> {
         let names = if self.ignores_environment { Vec::new() } else { env::of_devices() };
-        let mut diagnostics = Vec::from_iter(variables_of_devices(&names, HAS_DEVICES));
-        let devices = Devices::open(&config, self.drivers, &mut diagnostics)?;
-        let (signals, heap) = if self.is_detached {
-            (settle_limit(&config, Signals::none(), &mut diagnostics), SettledHeap::default())
-        } else {
-            settle_host(&config, self.signals, unread, &mut diagnostics)
-        };
+        Vec::from_iter(variables_of_devices(&names, HAS_DEVICES))
+    }
+
+    /// Opens the signals, and applies the settings of the heap, unless it is detached.
+    fn settle_host(
+        &mut self,
+        config: &Config,
+        diagnostics: &mut Vec<Diagnostic>,
+    ) -> (Arc<Signals>, SettledHeap) {
+        if self.is_detached {
+            let signals = settle_limit(config, Signals::none(), diagnostics);
+            return (Arc::new(signals), SettledHeap::default());
+        }
+        let signals = open_signals(config, self.signals.take(), diagnostics);
+        let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
+        (Arc::new(signals), heap)
+    }
+
+    /// Creates the parts and connects them. Releases the claim if that fails.
+    fn assemble(mut self, config: Config, claim: Arc<Claim>) -> Result<Parts, StartError> {
+        let mut diagnostics = self.unused_variables();
+        #[cfg(feature = "device")]
+        let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
+        let (signals, heap) = self.settle_host(&config, &mut diagnostics);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut diagnostics)?;
-        let path = config.flight_recorder.value.as_deref();
-        let (flight, recording) = Flight::open(path, &signals, &mut diagnostics);
+        let (flight, recording) = Flight::open(&config, &signals, &mut diagnostics);
         let profiles =
             (!self.is_detached).then(|| profiles::prepare(&config, &mut diagnostics)).flatten();
-        let signals = Arc::new(signals);
         let (admission, resources) = (Admission::new(), Resources::new());
-        devices.settle_budgets(&admission, &mut diagnostics);
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
             signals: SignalTracker::new(Arc::clone(&signals)),
             heap: heap.probe,
+            #[cfg(feature = "device")]
             arenas: devices.sensor(&config),
             seen: SensorState::default(),
             captures: Captures::of(profiles.as_ref(), &config),
         };
-        let joined = Arc::default();
-        let ladder = ladder(&joined, &resources, !devices.has_own_memory());
-        let settings = settings(&config, devices.any_own_memory());
-        let settings = admission::Settings { heap_decay_interval: heap.decay_interval, ..settings };
+        let joined: Arc<Mutex<Option<Arc<Shared>>>> = Arc::default();
+        #[cfg(feature = "device")]
+        let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        #[cfg(not(feature = "device"))]
+        let (steps, has_devices) = (Vec::new(), false);
+        #[cfg(not(feature = "device"))]
+        admission.unify();
+        let ladder = ladder(steps, &resources);
+        let settings = settings(&config, has_devices, heap.decay_interval);
         let (admits, registry) = (admission.clone(), resources.clone());
         let mut maintenance =
             Maintenance::new(settings, Box::new(sensor), admits, registry, ladder)?;
+        #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
         let shared = Arc::new(Shared {
             config,
@@ -361,6 +335,7 @@ impl Builder {
             resources,
             state: maintenance.state(),
             queue: maintenance.queue(),
+            #[cfg(feature = "device")]
             devices,
             heap: heap.probe,
             signals,
@@ -380,9 +355,9 @@ impl Builder {
             #[cfg(feature = "tokio")]
             ending: super::ending::Ending::default(),
         });
+        *lock(&joined) = Some(Arc::clone(&shared));
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
-        *lock(&joined) = Some(Arc::clone(&shared));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request finds a measured allowance.
@@ -483,24 +458,6 @@ fn variables_of_devices(names: &[&str], has_devices: bool) -> Option<Diagnostic>
     );
     let is_fault = !has_devices && !names.is_empty();
     is_fault.then(|| Diagnostic::warning("configuration", text))
-}
-
-/// Returns the settings in jemalloc's variable that this build does not read.
-fn unread_by_jemalloc() -> Option<String> {
-    let found = heap::effective().ok();
-    found.and_then(|found| env::of_others(found.unread_variable()))
-}
-
-/// Opens the signals, and applies the settings of the heap.
-fn settle_host(
-    config: &Config,
-    given: Option<Signals>,
-    unread: Option<String>,
-    diagnostics: &mut Vec<Diagnostic>,
-) -> (Signals, SettledHeap) {
-    let signals = open_signals(config, given, diagnostics);
-    let heap = settle_heap(config, &signals, unread, diagnostics);
-    (signals, heap)
 }
 
 /// Opens the signals with the configured limit, and adds a diagnostic if some are missing.
@@ -740,7 +697,11 @@ const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// started together are out of step after some ten ticks.
 const JITTER: f64 = 0.1;
 
-fn settings(config: &Config, has_devices: bool) -> admission::Settings {
+fn settings(
+    config: &Config,
+    has_devices: bool,
+    heap_decay_interval: Option<Duration>,
+) -> admission::Settings {
     let published = config.metrics_interval.value;
     let defaults = admission::Settings::default();
     admission::Settings {
@@ -750,26 +711,21 @@ fn settings(config: &Config, has_devices: bool) -> admission::Settings {
             _ => config.ceiling.value,
         },
         correction_factor: config.correction_factor.value,
-        quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
+        quiet: config.profile.value.purge_when_idle_for().unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,
-        purge_growth: config.purge_growth,
+        purge_growth: config.purge_growth(),
         publish_interval: Some(published),
         jitter: JITTER,
         exhaustion_policy: config.exhaustion_policy.value,
+        heap_decay_interval,
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
 }
 
 /// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn ladder(
-    joined: &Arc<Mutex<Option<Arc<Shared>>>>,
-    resources: &Resources,
-    is_host: bool,
-) -> Ladder {
-    let relieves = if is_host { Budget::Host } else { Budget::Device };
-    let of_resources = [Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget));
-    let steps = devices::reclaim_steps(joined, relieves).into_iter().chain(of_resources).collect();
+fn ladder(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Ladder {
+    steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
     // At most four steps, fewer than the limit.
     Ladder::new(steps).unwrap_or_default()
 }
@@ -783,13 +739,17 @@ fn report(memory: &Memory, background_threads: u32) {
     let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     let at_start = heap::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
+    #[cfg(feature = "device")]
+    let device = Some(devices::choice(&memory.0.shared.devices, config));
+    #[cfg(not(feature = "device"))]
+    let device = None::<&str>;
     log!(
         info,
         target: "lowtide",
         profile = %config.profile.value,
         limit,
         bounds,
-        device = devices::choice(&memory.0.shared.devices, config).map(tracing::field::display),
+        device = device.map(tracing::field::display),
         heap_decay = %config.heap_decay.value,
         background_threads,
         cpus = cpus.whole(),
@@ -803,15 +763,15 @@ fn report(memory: &Memory, background_threads: u32) {
     }
 }
 
-/// Logs why the last run ended, once.
+/// Logs why the previous run ended, once.
 fn report_last_exit(last: &LastExit) {
     let LastExit { summary, pid, version, .. } = last;
     let cause = last.cause.name();
     if last.cause.is_orderly() {
-        log!(info, target: "lowtide", cause, pid, version, summary, "last run ended in order");
+        log!(info, target: "lowtide", cause, pid, version, summary, "previous run ended normally");
         return;
     }
-    log!(warn, target: "lowtide", cause, pid, version, summary, "last run did not end in order");
+    log!(warn, target: "lowtide", cause, pid, version, summary, "previous run ended abnormally");
 }
 
 impl fmt::Debug for Builder {

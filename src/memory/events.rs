@@ -157,6 +157,7 @@ struct Seen {
     /// The directory of the memory cgroup.
     cgroup: Option<PathBuf>,
     /// Sleeps, wakes and failed wakes, by name.
+    #[cfg(feature = "device")]
     arenas: BTreeMap<String, [u64; 3]>,
     resources: BTreeMap<String, ResourceCounts>,
     /// The calls of each reclaimer, and the bytes that they reported.
@@ -330,6 +331,7 @@ impl Seen {
             entered,
             limit: snapshot.signal.limit.bytes,
             cgroup: snapshot.cgroup.clone(),
+            #[cfg(feature = "device")]
             arenas: snapshot.devices.sleeps(),
             resources: snapshot.resources.iter().map(resource).collect(),
             reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
@@ -346,6 +348,7 @@ impl Seen {
             entered: [0; Level::ALL.len()],
             limit: first.limit,
             cgroup: first.cgroup.clone(),
+            #[cfg(feature = "device")]
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
             reclaimers: BTreeMap::new(),
@@ -397,6 +400,7 @@ impl Seen {
             let text = format!("limit {}, was {}", shown(self.limit), shown(before.limit));
             fixed("limit", "host", text);
         }
+        #[cfg(feature = "device")]
         for (name, counts) in &self.arenas {
             let was = before.arenas.get(name).unwrap_or(&[0; 3]);
             let said = [("sleep", "fell asleep"), ("wake", "woke"), ("wake", "wake failed")];

@@ -18,6 +18,7 @@ use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::breakdown::Breakdown;
 use super::builder::is_usual;
+#[cfg(feature = "device")]
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
@@ -48,6 +49,7 @@ pub(super) struct MaintenanceExecutor {
     recall_hook: Option<Hook>,
     /// The names of dedicated heap arenas that were published.
     heap_arenas: Vec<String>,
+    #[cfg(feature = "device")]
     devices: Series,
     /// The OOM kills in the own cgroup that have been logged.
     kills_logged: u64,
@@ -73,6 +75,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         Recovered::of(self.shared.purge(trigger).released())
     }
 
+    #[cfg(feature = "device")]
     fn decay_device(&mut self, now: Moment) {
         self.shared.decay_devices(now);
     }
@@ -83,6 +86,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         }
     }
 
+    #[cfg(feature = "device")]
     fn sleep_device(&mut self, now: Moment) -> bool {
         self.shared.sleep_next(now)
     }
@@ -96,6 +100,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         self.shared.tend_fit(now);
     }
 
+    #[cfg(feature = "device")]
     fn sample_device(&mut self, now: Moment) {
         self.shared.sample_devices(now);
     }
@@ -116,6 +121,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         if upkeep {
             self.hook_at = now + HOOK_EVERY;
         }
+        #[cfg(feature = "device")]
         self.shared.maintain_devices(now);
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
@@ -184,6 +190,7 @@ impl MaintenanceExecutor {
             mappings_at: Moment::ORIGIN,
             recall_hook: recall,
             heap_arenas: Vec::new(),
+            #[cfg(feature = "device")]
             devices: Series::default(),
             kills_logged: 0,
             missing: shared.signals.missing(),
@@ -200,6 +207,7 @@ impl MaintenanceExecutor {
         let version = self.shared.config.service_version.value.as_deref();
         to.build_info(snapshot.profile.name(), version);
         self.publish_host(to, snapshot, now);
+        #[cfg(feature = "device")]
         self.devices.publish(to, &self.shared, snapshot);
         self.publish_kernel(to, snapshot);
         self.publish_requests(to, snapshot);

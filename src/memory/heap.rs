@@ -1,18 +1,23 @@
-//! Applies the heap's settings at start, and adds diagnostics for those that cannot be applied.
+//! Applies the heap's settings at start, and adds a diagnostic with the requested and the effective
+//! value for each that differs.
 //!
 //! It also determines once whether jemalloc's threads or lowtide drive the heap's decay.
 //!
-//! Invariant: `decay_interval` is set if and only if jemalloc runs no background threads.
+//! Invariant: a process that was started with the requested settings has no such diagnostic;
+//! `decay_interval` is set if and only if jemalloc runs no background threads.
 
 use std::time::Duration;
 
-use crate::config::{Config, Resolved, Source};
+use crate::bytes::ByteSize;
+use crate::config::{Config, Profile, Resolved, Source, env};
 use crate::decay::DecayTime;
 use lowtide_admission::{Cpus, LimitSource, Signals};
-use lowtide_heap::{self as heap, HeapProbe, HeapSettings};
+use lowtide_heap::{
+    self as heap, Applied, Difference, EffectiveConf, HeapConf, HeapProbe, HeapProfile,
+    HeapSettings,
+};
 
 use super::error::Diagnostic;
-use super::found::{at_start_otherwise, keeps_addresses, moved};
 
 /// The heap after the start. Without values for a detached `Memory`, which leaves it as it is.
 #[derive(Default)]
@@ -52,11 +57,11 @@ fn decay_interval(decay: DecayTime) -> Option<Duration> {
     }
 }
 
-/// Applies the heap's settings, and adds a diagnostic for each that was not applied.
+/// Applies the heap's settings, and adds a diagnostic for each that differs.
 pub(super) fn settle_heap(
     config: &Config,
     signals: &Signals,
-    unread: Option<String>,
+    ignores_environment: bool,
     diagnostics: &mut Vec<Diagnostic>,
 ) -> SettledHeap {
     let mut diagnostic = |text| diagnostics.push(Diagnostic::warning("heap", text));
@@ -76,30 +81,18 @@ pub(super) fn settle_heap(
         background_threads: threads > 0,
         max_background_threads: (threads > 0).then_some(threads),
     };
-    let mut background_threads = 0;
-    let at_start = heap::effective().ok().filter(|found| found.is_global);
-    match heap::apply(&settings) {
-        Ok(applied) => {
-            if applied.background_threads {
-                background_threads = applied.max_background_threads;
-            }
-            applied.differences.iter().for_each(|difference| diagnostic(difference.to_string()));
-            let found = at_start.as_ref();
-            found
-                .into_iter()
-                .flat_map(|it| moved(it, &settings, &applied))
-                .for_each(&mut diagnostic);
-        }
-        Err(error) => diagnostic(error.to_string()),
-    }
-    if let Some(found) = at_start.map(|found| found.with_unread(unread)) {
-        at_start_otherwise(config, &found).into_iter().for_each(&mut diagnostic);
+    let applied = heap::apply(&settings).map_err(|error| diagnostic(error.to_string())).ok();
+    if let Some(found) = heap::effective().ok().filter(|found| found.is_global) {
+        let unread = (!ignores_environment).then(|| env::of_others(found.unread_variable()));
+        let differences = differences(&found, applied.as_ref(), unread.flatten());
+        differences.iter().map(Difference::to_string).for_each(&mut diagnostic);
+        profile_in_part(config, &found).into_iter().for_each(&mut diagnostic);
         let limit = signals.sample().limit;
         if limit.source == LimitSource::AddressSpace && found.retain {
             diagnostic(keeps_addresses(limit.bytes, &found));
         }
     }
-    if let Ok(Some(least)) = heap::limit_mappings() {
+    if let Some(least) = applied.as_ref().and_then(|applied| applied.mapping_min) {
         diagnostic(format!(
             "the kernel does not overcommit (vm.overcommit_memory is 2 or cannot be read), so \
              unused ranges of the heap from {least} on take a mapping each, of at most {} for the \
@@ -113,11 +106,81 @@ pub(super) fn settle_heap(
     {
         diagnostic(Diagnostic::unreleased(cause).text);
     }
+    let background_threads = applied
+        .filter(|applied| applied.background_threads)
+        .map_or(0, |applied| applied.max_background_threads);
     SettledHeap {
         probe: HeapProbe::new().map_err(|error| diagnostic(error.to_string())).ok(),
         decay_interval: decay_interval(config.heap_decay.value).filter(|_| background_threads == 0),
         background_threads,
     }
+}
+
+/// Returns the settings that are not in effect: those that lowtide applied, those that jemalloc
+/// read at start, and those in the variable that this build of jemalloc does not read.
+fn differences(
+    found: &EffectiveConf,
+    applied: Option<&Applied>,
+    unread: Option<String>,
+) -> Vec<Difference> {
+    let mut differences = applied.map_or_else(Vec::new, |applied| applied.differences.clone());
+    let mut now = found.clone();
+    if let Some(applied) = applied {
+        (now.dirty_decay, now.muzzy_decay) = (applied.dirty_decay, applied.muzzy_decay);
+        now.background_threads = applied.background_threads;
+        now.max_background_threads = applied.max_background_threads;
+    }
+    // lowtide may change what the binary requests, but not what is requested of the process.
+    let variables = [found.conf_of_symlink.clone(), found.conf_of_variable.clone(), unread];
+    let at_start = found.not_in_effect(&found.requested()).into_iter();
+    let changed = variables.into_iter().flatten().map(HeapConf::new);
+    let changed = changed.flat_map(|conf| now.not_in_effect(&conf));
+    for difference in at_start.chain(changed).chain(found.of_platform()) {
+        if !differences.contains(&difference) {
+            differences.push(difference);
+        }
+    }
+    differences
+}
+
+/// Returns a text if settings of an explicit profile cannot be changed any more, or if no settings
+/// were requested. Without an explicit profile the binary may contain another profile on purpose.
+fn profile_in_part(config: &Config, found: &EffectiveConf) -> Option<String> {
+    let profile = match config.profile.value {
+        Profile::LowMemory => HeapProfile::LowMemory,
+        Profile::Balanced => HeapProfile::Balanced,
+        Profile::Throughput => HeapProfile::Throughput,
+    };
+    let asked = found.requested_by(profile);
+    let (variable, conf) = (found.variable(), found.variable_for(&asked));
+    let mut fixed = found.differences_from(asked);
+    fixed.retain(Difference::is_fixed_at_start);
+    if config.profile.source != Source::Default && !fixed.is_empty() {
+        let list = fixed.iter().map(Difference::to_string).collect::<Vec<_>>().join(", ");
+        return Some(format!(
+            "profile {} is only partly in force ({list}); start the process with {variable}={conf}",
+            config.profile.value
+        ));
+    }
+    found.requested().text().is_empty().then(|| {
+        format!(
+            "this binary exports no settings, so jemalloc uses its defaults for those that are \
+             fixed before `main`; make `lowtide::global_allocator!({profile});` its allocator, or \
+             start the process with {variable}={conf}"
+        )
+    })
+}
+
+/// Returns a warning that jemalloc keeps addresses, of which the process may have few. They are not
+/// available for blocks of other sizes, and an allocation that finds no address aborts a Rust
+/// program.
+fn keeps_addresses(limit: ByteSize, found: &EffectiveConf) -> String {
+    format!(
+        "the address space is limited (ulimit -v or -d), so the limit is {limit} now, and falls as \
+         jemalloc keeps addresses for reuse; add retain:false to {}, or limit the process's memory \
+         with a cgroup instead of ulimit",
+        found.variable()
+    )
 }
 
 #[cfg(test)]

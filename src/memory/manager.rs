@@ -428,6 +428,7 @@ impl Memory {
         }
         shared.admission.close();
         shared.end_fit_at_shutdown();
+        #[cfg(feature = "device")]
         shared.devices.close();
         let end = shared.clock.now() + deadline;
         let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };
@@ -439,8 +440,9 @@ impl Memory {
         shared.flight.end(if report.exhausted { RunEnd::Exhausted } else { RunEnd::ShutDown });
         self.0.running.threads.end();
         self.0.running.threads.join(&*shared.clock, end, &mut report);
+        report.requests = shared.admission.stats().held();
+        #[cfg(feature = "device")]
         shared.end_devices(&mut report);
-        report.requests = shared.admission.stats().held() + shared.devices.held();
         report
     }
 }

@@ -22,7 +22,7 @@ mod admin_worker;
 mod breakdown;
 mod builder;
 mod claim;
-#[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
+#[cfg(feature = "device")]
 mod devices;
 #[cfg(feature = "tokio")]
 mod ending;
@@ -30,7 +30,6 @@ mod error;
 mod events;
 mod fit;
 mod flight;
-mod found;
 mod hands;
 mod heap;
 mod history;

@@ -21,7 +21,6 @@ use lowtide_admission::{Budget, Cost, LimitSource, LoadError, LoadScope, Trigger
 use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
-use super::devices::ResourceArena;
 use super::error::Diagnostic;
 use super::loads::{LoadCounts, Loading};
 use super::shared::Shared;
@@ -29,13 +28,22 @@ use super::shared::Shared;
 /// Growth below this around a load is not attributed to the load.
 const CHANGE_MIN: ByteSize = ByteSize::mib(4);
 
+/// The device memory of a resource.
+pub(super) trait DeviceMemory: Send + Sync {
+    fn committed(&self) -> ByteSize;
+    fn active(&self) -> ByteSize;
+    /// Releases the idle memory. Returns the decrease of the committed bytes from `before`.
+    fn purge_from(&self, before: ByteSize) -> ByteSize;
+    fn counts_as_host(&self) -> bool;
+}
+
 pub(super) struct OwnArena {
     name: String,
     arena: Mutex<Option<HostArena>>,
     /// The growth of the process around the last load, if it was measured.
     grown: Mutex<Option<ByteSize>>,
-    /// An arena that contains only the resource's memory.
-    device: ResourceArena,
+    /// A device arena that contains only the resource's memory.
+    device: Option<Box<dyn DeviceMemory>>,
     /// Weak, because the registry holds the resource.
     shared: Weak<Shared>,
 }
@@ -45,7 +53,7 @@ impl OwnArena {
     pub(super) fn of(
         name: &str,
         shared: &Arc<Shared>,
-        device: ResourceArena,
+        device: Option<Box<dyn DeviceMemory>>,
     ) -> Arc<dyn LoadScope> {
         let name = prefix(name, ARENA_NAME_MAX).to_owned();
         let (arena, grown) = (Mutex::new(None), Mutex::new(None));
@@ -166,8 +174,10 @@ fn held(shared: &Shared) -> i64 {
     let is_cgroup = matches!(source, LimitSource::Cgroup | LimitSource::High);
     let charged = signal.charged.filter(|_| is_cgroup);
     let held = charged.or(signal.anonymous).unwrap_or_default();
-    let in_arenas = shared.committed_in_process();
-    held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
+    let held = held.get().cast_signed();
+    #[cfg(feature = "device")]
+    let held = held.saturating_sub(shared.committed_in_process().get().cast_signed());
+    held
 }
 
 fn heap_resident(shared: &Shared) -> ByteSize {
@@ -208,17 +218,17 @@ impl LoadScope for OwnArena {
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
-        let before = self.device.committed();
+        let before = self.device.as_ref().map(|device| (device, device.committed()));
         let host = self.unload_from_heap(unload).max(self.take_grown());
         unload(); // where it has not run
-        let device = before.map(|before| self.device.purge_from(before));
+        let device = before.map(|(device, before)| device.purge_from(before));
         self.cost(host, device)
     }
 
     fn held(&self) -> Option<Cost> {
         let grown = *self.grown.lock().unwrap_or_else(PoisonError::into_inner);
         let host = self.arena_active().max(grown);
-        self.cost(host, self.device.active())
+        self.cost(host, self.device.as_ref().map(|device| device.active()))
     }
 }
 
@@ -266,7 +276,7 @@ impl OwnArena {
     fn cost(&self, host: Option<ByteSize>, device: Option<ByteSize>) -> Option<Cost> {
         host.or(device)?;
         let (host, device) = (host.unwrap_or_default(), device.unwrap_or_default());
-        Some(if self.device.counts_as_host() {
+        Some(if self.device.as_ref().is_none_or(|device| device.counts_as_host()) {
             Cost::host(host).and_host(device)
         } else {
             Cost::host(host).and_device(device)

@@ -14,10 +14,9 @@ use lowtide_admission::{
     LevelWatch, Managed, ManagedBuilder, Reclaimable, Reclaimer, Resource as _,
 };
 
-use super::devices::ResourceArena;
 use super::error::MemoryError;
 use super::manager::Memory;
-use super::own_arena::OwnArena;
+use super::own_arena::{DeviceMemory, OwnArena};
 
 impl Memory {
     /// Returns a builder for a resource that is loaded on first use, with the configured idle time.
@@ -52,13 +51,13 @@ impl Memory {
         name: &str,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
-        self.enclosed(name, ResourceArena::default(), load)
+        self.enclosed(name, None, load)
     }
 
     pub(super) fn enclosed<T: Send + Sync + 'static>(
         &self,
         name: &str,
-        device: ResourceArena,
+        device: Option<Box<dyn DeviceMemory>>,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
         let shared = &self.0.shared;

@@ -22,9 +22,10 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use lowtide_admission::{DeviceFigures, Sample, Sensor, Signal, SignalTracker};
+use lowtide_admission::{Sample, Sensor, Signal, SignalTracker};
 use lowtide_heap::{self as heap, HeapProbe, HeapSnapshot, LibcHeap};
 
+#[cfg(feature = "device")]
 use super::devices::ArenasSensor;
 use super::profiles::Captures;
 
@@ -39,6 +40,7 @@ pub(super) struct MemorySensor {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) signals: SignalTracker,
     pub(super) heap: Option<HeapProbe>,
+    #[cfg(feature = "device")]
     pub(super) arenas: ArenasSensor,
     pub(super) seen: SensorState,
     /// Asks for heap profiles when memory grows; `None` if none are wanted.
@@ -186,6 +188,7 @@ impl Sensor for MemorySensor {
             // By the current active pages: stale ones would show a burst as growth.
             sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
         }
+        #[cfg(feature = "device")]
         self.arenas.add_to(&mut sample);
         self.leave_out_unreleased(&mut sample, now);
         if let Some(captures) = &mut self.captures {
@@ -195,7 +198,8 @@ impl Sensor for MemorySensor {
         sample
     }
 
-    fn further_device(&self, nth: usize) -> DeviceFigures {
+    #[cfg(feature = "device")]
+    fn further_device(&self, nth: usize) -> lowtide_admission::DeviceFigures {
         self.arenas.further_device(nth)
     }
 

@@ -16,8 +16,8 @@ use crate::fork::Birth;
 use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, Cost, JobQueue, Mappings, PressureState, Resource, ResourceStats, Resources,
-    Signals, Trigger,
+    Admission, Budget, JobQueue, Mappings, PressureState, Resource, ResourceStats, Resources,
+    Signal, Signals, Trigger,
 };
 use lowtide_heap::{
     self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport, Unreleased,
@@ -26,7 +26,8 @@ use lowtide_heap::{
 use super::admin_tasks::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
 use super::claim::Claim;
-use super::devices::{self, Devices};
+#[cfg(feature = "device")]
+use super::devices::Devices;
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::{Events, Text};
 use super::fit::FitInForce;
@@ -53,6 +54,7 @@ pub(super) struct Shared {
     pub(super) resources: Resources,
     pub(super) state: Arc<PressureState>,
     pub(super) queue: Arc<JobQueue>,
+    #[cfg(feature = "device")]
     pub(super) devices: Devices,
     pub(super) heap: Option<HeapProbe>,
     pub(super) signals: Arc<Signals>,
@@ -161,8 +163,11 @@ impl Shared {
     pub(super) fn purge(&self, trigger: Trigger) -> Purged {
         let start = self.clock.now();
         let heap = self.purge_heap();
-        let decays = trigger.leaves_decaying();
-        let device = if decays { ByteSize::ZERO } else { self.purge_devices() };
+        let device = match trigger.leaves_decaying() {
+            #[cfg(feature = "device")]
+            false => self.purge_devices(),
+            _ => ByteSize::ZERO,
+        };
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         let purged = Purged { heap, device, took };
@@ -179,6 +184,17 @@ impl Shared {
             "memory purged"
         );
         purged
+    }
+
+    /// Returns the memory that counts against the limit, with that of arenas which the kernel does
+    /// not count.
+    pub(super) fn physical(&self, signal: &Signal) -> ByteSize {
+        match signal.physical {
+            #[cfg(feature = "device")]
+            physical => physical.saturating_add(self.committed_beside_kernel()),
+            #[cfg(not(feature = "device"))]
+            physical => physical,
+        }
     }
 
     /// Returns a writer of the metrics that are published.
@@ -209,10 +225,13 @@ impl Shared {
     pub(super) fn check_fits(&self, resource: &ResourceStats) -> Result<(), MemoryError> {
         let given = self.config.memory_limit.value.unwrap_or(ByteSize::MAX);
         let host = self.signals.machine().map_or(given, |machine| given.min(machine));
-        let Cost { host: on_host, device } = self.admission.by_budget(resource.cost);
-        for (budget, cost, limit) in
-            [(Budget::Host, on_host, host), (Budget::Device, device, devices::limit(&self.config))]
-        {
+        let cost = self.admission.by_budget(resource.cost);
+        let limits = [
+            (Budget::Host, cost.host, host),
+            #[cfg(feature = "device")]
+            (Budget::Device, cost.device, self.config.device_limit.value),
+        ];
+        for (budget, cost, limit) in limits {
             let ceiling = match limit {
                 ByteSize::MAX => limit,
                 _ => limit.scaled(self.config.ceiling.value),
@@ -338,6 +357,7 @@ impl Shared {
             profile: self.config.profile.value,
             heap,
             heap_arenas,
+            #[cfg(feature = "device")]
             devices: self.devices_snapshot(),
             signal,
             cpus: self.signals.cpus(),
@@ -347,8 +367,11 @@ impl Shared {
             psi: self.signals.psi(),
             cgroup: self.signals.cgroup(),
             bounds: self.signals.bounds(),
-            physical: signal.physical.saturating_add(self.committed_beside_kernel()),
+            physical: self.physical(&signal),
+            #[cfg(feature = "device")]
             unified: self.devices.is_unified(),
+            #[cfg(not(feature = "device"))]
+            unified: true,
             purgeable: self.state.purgeable(),
             unreleased: self.state.unreleased(),
             exhausted: self.state.is_exhausted(),

@@ -58,7 +58,9 @@ impl fmt::Display for Shutdown {
             return f.write_str("nothing outstanding");
         }
         let plural = if self.requests == 1 { "" } else { "s" };
-        write!(f, "{} request{plural}{}", self.requests, self.devices())?;
+        write!(f, "{} request{plural}", self.requests)?;
+        #[cfg(feature = "device")]
+        write!(f, ", {} of device memory live", self.device_live)?;
         for resource in &self.resources {
             write!(f, "; {resource}")?;
         }

@@ -12,6 +12,7 @@ use lowtide_admission::{
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
+#[cfg(feature = "device")]
 use super::devices::DevicesSnapshot;
 use super::error::Diagnostic;
 use super::history::HistorySample;
@@ -34,10 +35,6 @@ pub struct MemorySnapshot {
     /// The device arenas, and the memory of the device.
     #[cfg(feature = "device")]
     pub devices: DevicesSnapshot,
-    /// Nothing, in a build without device arenas.
-    #[cfg(not(feature = "device"))]
-    #[cfg_attr(feature = "serde", serde(skip))]
-    pub(super) devices: DevicesSnapshot,
     /// The kernel's signals, read now.
     pub signal: Signal,
     /// The CPUs that this process can keep busy, as of the start.
@@ -110,15 +107,16 @@ impl MemorySnapshot {
     /// Returns the figures that the history keeps.
     pub(super) fn history_sample(&self) -> HistorySample {
         let heap = self.heap.as_ref();
-        let mut sample = HistorySample {
+        HistorySample {
             at: self.since_epoch,
             physical: self.physical,
             heap_live: heap.map_or(ByteSize::ZERO, |heap| heap.live),
             heap_retained: heap.map_or(ByteSize::ZERO, |heap| heap.retained()),
-            ..HistorySample::default()
-        };
-        self.devices.add_to(&mut sample);
-        sample
+            #[cfg(feature = "device")]
+            device_live: self.devices.live(),
+            #[cfg(feature = "device")]
+            device_retained: self.devices.retained(),
+        }
     }
 
     /// Returns a moment on the wall clock, since the Unix epoch.

@@ -89,6 +89,7 @@ impl Verdict {
             leak(breakdown, trend),
             retained(snapshot, breakdown),
             untracked(snapshot, breakdown),
+            #[cfg(feature = "device")]
             lost_device(snapshot),
             eviction(snapshot, events),
         ];
@@ -320,6 +321,7 @@ fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
     Some(Finding { about: "untracked", is_problem, text })
 }
 
+#[cfg(feature = "device")]
 fn lost_device(snapshot: &MemorySnapshot) -> Option<Finding> {
     let (name, error) = snapshot.devices.first_lost()?;
     problem("device", format!("Device {name} is lost until the process restarts: {error}."))

@@ -7,43 +7,30 @@ use super::record::MetricsWriter;
 /// The open connections.
 pub(crate) static OPEN: AtomicU64 = AtomicU64::new(0);
 /// The connections that were closed, in the order of [`CloseReason::ALL`].
-static CLOSED: [AtomicU64; 4] = [const { AtomicU64::new(0) }; 4];
+static CLOSED: [AtomicU64; CloseReason::ALL.len()] =
+    [const { AtomicU64::new(0) }; CloseReason::ALL.len()];
 
-/// Why a connection is closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CloseReason {
-    /// It got no place.
-    Refused,
-    /// It had made no progress for longest, and another needed its place.
-    Displaced,
-    /// Its client took nothing of a response while memory was short.
-    Stalled,
-    /// Its client took nothing of a response whose time limit had passed.
-    Overdue,
+lowtide_core::named_enum! {
+    /// Why a connection is closed.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum CloseReason {
+        /// It got no place.
+        Refused = "refused",
+        /// It had made no progress for longest, and another needed its place.
+        Displaced = "displaced",
+        /// Its client took nothing of a response while memory was short.
+        Stalled = "stalled",
+        /// Its client took nothing of a response whose time limit had passed.
+        Overdue = "overdue",
+    }
 }
 
 impl CloseReason {
-    const ALL: [Self; 4] = [Self::Refused, Self::Displaced, Self::Stalled, Self::Overdue];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Refused => "refused",
-            Self::Displaced => "displaced",
-            Self::Stalled => "stalled",
-            Self::Overdue => "overdue",
-        }
-    }
-
     /// Counts a connection.
     pub(crate) fn count(self) {
-        let [refused, displaced, stalled, overdue] = &CLOSED;
-        let total = match self {
-            Self::Refused => refused,
-            Self::Displaced => displaced,
-            Self::Stalled => stalled,
-            Self::Overdue => overdue,
-        };
-        total.fetch_add(1, Ordering::Relaxed);
+        if let Some(total) = CLOSED.get(self as usize) {
+            total.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 

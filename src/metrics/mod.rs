@@ -12,7 +12,9 @@
 #[cfg(feature = "service")]
 pub(crate) mod connections;
 #[doc(hidden)]
+#[macro_use]
 pub mod names;
+pub(crate) mod figures;
 pub(crate) mod process;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;

@@ -32,29 +32,22 @@ pub(crate) struct ProcessStats {
     pub(crate) max_fds: Option<u64>,
 }
 
-/// The fields of `/proc/self/stat` that are used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stat {
-    cpu: Duration,
-    /// Since the machine started.
-    start: Duration,
-    threads: u64,
-    address_space: ByteSize,
-}
-
-impl Stat {
-    /// Parses the text. The program's name, in parentheses, may contain any character.
-    fn parse(text: &str) -> Option<Self> {
+impl ProcessStats {
+    /// Parses `/proc/self/stat`; `boot` is the start of the machine, since the Unix epoch. The
+    /// program's name, in parentheses, may contain any character.
+    fn parse(text: &str, boot: Option<Duration>) -> Option<Self> {
         // Behind the name comes field 3.
         let fields: Vec<_> = text.rsplit_once(')')?.1.split_ascii_whitespace().collect();
         let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
         let time =
             |ticks: u64| Duration::from_millis(ticks.saturating_mul(1000 / TICKS_PER_SECOND));
+        let since_boot = time(field(22)?);
         Some(Self {
-            cpu: time(field(14)?.saturating_add(field(15)?)),
-            start: time(field(22)?),
-            threads: field(20)?,
-            address_space: ByteSize::new(field(23)?),
+            cpu: Some(time(field(14)?.saturating_add(field(15)?))),
+            start: boot.map(|boot| boot + since_boot),
+            threads: Some(field(20)?),
+            address_space: Some(ByteSize::new(field(23)?)),
+            ..Self::default()
         })
     }
 }
@@ -86,14 +79,8 @@ impl ProcessReader {
         if self.boot.is_none() {
             self.boot = text("stat").and_then(|text| boot_time(&text));
         }
-        let stat = text("self/stat").and_then(|text| Stat::parse(&text));
-        let mut stats = ProcessStats {
-            cpu: stat.map(|stat| stat.cpu),
-            start: stat.zip(self.boot).map(|(stat, boot)| boot + stat.start),
-            address_space: stat.map(|stat| stat.address_space),
-            threads: stat.map(|stat| stat.threads),
-            ..ProcessStats::default()
-        };
+        let stats = text("self/stat").and_then(|text| ProcessStats::parse(&text, self.boot));
+        let mut stats = stats.unwrap_or_default();
         if has_detail {
             // Less the descriptor through which the folder is read.
             let open = fs::read_dir(proc.join("self/fd")).ok().map(Iterator::count);
@@ -111,15 +98,18 @@ mod tests {
     #[test]
     fn a_name_with_spaces_and_parentheses_does_not_shift_the_fields() {
         let text = "42 (a ) b) S 1 42 42 0 -1 4194304 900 0 0 0 150 75 0 0 20 0 9 0 2000 4096 10 1";
-        let expected = Stat {
-            cpu: Duration::from_millis(2250),
-            start: Duration::from_secs(20),
-            threads: 9,
-            address_space: ByteSize::new(4096),
+        let boot = Duration::from_secs(1_700_000_000);
+        let expected = ProcessStats {
+            cpu: Some(Duration::from_millis(2250)),
+            start: Some(boot + Duration::from_secs(20)),
+            threads: Some(9),
+            address_space: Some(ByteSize::new(4096)),
+            ..ProcessStats::default()
         };
-        assert_eq!(Stat::parse(text), Some(expected));
+        assert_eq!(ProcessStats::parse(text, Some(boot)), Some(expected));
+        assert_eq!(ProcessStats::parse(text, None), Some(ProcessStats { start: None, ..expected }));
         for text in ["", "42 (a", "42 (a) S 1", "42 (a) S 1 42 42 0 -1 4194304 900 0 0 0 x 75"] {
-            assert_eq!(Stat::parse(text), None, "{text:?}");
+            assert_eq!(ProcessStats::parse(text, Some(boot)), None, "{text:?}");
         }
     }
 

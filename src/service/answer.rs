@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS};
 use http::{Response, StatusCode};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
 use crate::memory::BudgetSnapshot;
+use crate::metrics::figures::Figure;
+use crate::metrics::names::Metric;
 
 pub(super) const JSON: &str = "application/json";
 
@@ -38,6 +40,36 @@ pub(super) fn budget(budget: &BudgetSnapshot) -> Value {
     })
 }
 
+/// Returns the figures of a section of the table of metrics, under the names of the metrics without
+/// the prefix and without `_total`, and then others.
+pub(super) fn figures(
+    prefix: &str,
+    read: impl FnOnce(&mut dyn FnMut(Metric, Figure)),
+    others: Value,
+) -> Value {
+    let mut all = Map::new();
+    read(&mut |metric, figure| {
+        let name = metric.name.strip_prefix(prefix).unwrap_or(metric.name);
+        all.insert(name.strip_suffix("_total").unwrap_or(name).to_owned(), value(figure));
+    });
+    if let Value::Object(others) = others {
+        all.extend(others);
+    }
+    Value::Object(all)
+}
+
+fn value(figure: Figure) -> Value {
+    match figure {
+        Figure::Absent => Value::Null,
+        Figure::Count(count) => count.into(),
+        Figure::Real(real) => real.into(),
+        Figure::Flag(flag) => flag.into(),
+        Figure::Each(all) => {
+            all.into_iter().map(|(label, figure)| (label.to_owned(), value(figure))).collect()
+        }
+    }
+}
+
 /// Rounds to milliseconds.
 pub(super) fn seconds(at: Duration) -> f64 {
     (at.as_secs_f64() * 1e3).round() / 1e3
@@ -52,10 +84,18 @@ pub(super) fn pretty(value: &Value) -> String {
     format!("{value:#}\n")
 }
 
+/// Creates an answer of this type.
 pub(super) fn answer(status: StatusCode, kind: &'static str, body: String) -> Response<String> {
     let mut response = Response::new(body);
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
+    guard(response)
+}
+
+/// Adds the headers of every answer: it is not kept, and its type is not guessed.
+pub(super) fn guard<T>(mut answer: Response<T>) -> Response<T> {
+    answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    let nosniff = HeaderValue::from_static("nosniff");
+    answer.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+    answer
 }

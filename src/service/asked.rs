@@ -32,6 +32,13 @@ pub(super) enum QueryError {
     Encoding,
 }
 
+impl QueryError {
+    /// Creates the error of an invalid value.
+    pub(super) fn value(name: &'static str, value: &str, expected: impl Into<String>) -> Self {
+        Self::Value { name, value: value.to_owned(), expected: expected.into() }
+    }
+}
+
 /// The values of the query parameters, each of which is known and given at most once.
 #[derive(Debug, Default)]
 pub(super) struct Query(Vec<(&'static str, String)>);

@@ -45,7 +45,8 @@ impl Endpoints {
     /// admin commands. Those need the client's address: serve the routes with
     /// `into_make_service_with_connect_info::<SocketAddr>()`.
     pub fn into_routes<S: Clone + Send + Sync + 'static>(self) -> Router<S> {
-        let admin = self.has_admin().then_some(Self::ADMIN_PATHS).into_iter().flatten().copied();
+        let admin =
+            self.admin.is_some().then_some(Self::ADMIN_PATHS).into_iter().flatten().copied();
         let endpoints = Arc::new(self);
         Self::PATHS.into_iter().chain(admin).fold(Router::new(), |router, path| {
             let endpoints = Arc::clone(&endpoints);

@@ -347,7 +347,9 @@ struct ResponseFrame {
 }
 
 impl ResponseFrame {
-    /// Hands a frame to the connection, after so many plain ones.
+    /// Replaces the data of a frame by one that holds the permit until it is sent, if it is large
+    /// or the response already had `PLAIN_FRAMES` others, which `plain` counts. Otherwise releases
+    /// its bytes at once.
     fn send(data: &mut Bytes, permit: &SharedPermit, plain: &mut u8) {
         let length = ByteSize::of(data.len());
         if length >= FOLLOWED_MIN || *plain >= PLAIN_FRAMES {

@@ -1,7 +1,5 @@
 //! The parts of the endpoints about device arenas: states, figures, history, maps, commands.
 //!
-//! Without the feature `device` the same items in `no_devices.rs` add nothing.
-//!
 //! Invariant: the cells of all maps are at most [`CELLS_MAX`], but four for each arena.
 
 use std::time::Duration;
@@ -11,23 +9,13 @@ use serde_json::{Value, json};
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
-use crate::memory::{DeviceSnapshot, DeviceStatus, HistorySample, Memory, MemorySnapshot};
+use crate::memory::{DeviceSnapshot, DeviceStatus, Memory, MemorySnapshot};
+use crate::metrics::figures as read;
 use crate::sync::{Mutex, lock};
 
 #[cfg(feature = "cuda")]
 use super::answer::seconds;
-use super::answer::{budget, limit};
-
-/// The paths of the admin commands.
-pub(super) const ADMIN_PATHS: &[&str] = &[
-    "/memory/purge",
-    "/memory/trim",
-    "/memory/sleep",
-    "/memory/wake",
-    "/memory/unload",
-    "/memory/fit",
-    "/memory/profile",
-];
+use super::answer::{budget, figures};
 
 /// The maximum number of cells of all arenas: as many as a wide screen shows; each is at most some
 /// 60 bytes.
@@ -39,17 +27,18 @@ const CELLS_MAX: usize = 2048;
 const BLOCKS_EACH_SECOND: u64 = 100_000;
 
 /// Adds backend and state of each arena to the answer of `/readyz`.
-pub(super) fn add_states(snapshot: &MemorySnapshot, body: &mut Value) {
+pub(super) fn with_states(snapshot: &MemorySnapshot, mut body: Value) -> Value {
     let each = |of: fn(&ArenaSnapshot) -> &'static str| -> Value {
         let arenas = snapshot.devices.arenas.iter();
         arenas.map(|arena| (arena.name.clone(), json!(of(arena)))).collect()
     };
     body["device"] = each(|arena| arena.backend.name());
     body["arenas"] = each(|arena| arena.state.name());
+    body
 }
 
 /// Adds the figures of arenas and device to those of `/memory`.
-pub(super) fn add_figures(snapshot: &MemorySnapshot, document: &mut Value) {
+pub(super) fn with_figures(snapshot: &MemorySnapshot, mut document: Value) -> Value {
     let devices = &snapshot.devices;
     let mut arenas = devices.placed().map(arena);
     document["device"] = json!({
@@ -61,6 +50,7 @@ pub(super) fn add_figures(snapshot: &MemorySnapshot, document: &mut Value) {
         "arenas": arenas.by_ref().take(devices.arenas.len()).collect::<Vec<_>>(),
         "draining": arenas.collect::<Vec<_>>(),
     });
+    document
 }
 
 fn memory(device: &DeviceSnapshot) -> Value {
@@ -88,60 +78,24 @@ fn device(device: &DeviceStatus) -> Value {
 }
 
 fn arena((device, arena): (&DeviceStatus, &ArenaSnapshot)) -> Value {
-    json!({
+    let others = json!({
         "name": arena.name,
         "device": device.name,
         "backend": arena.backend.name(),
         "state": arena.state.name(),
-        "live_bytes": arena.live.get(),
-        "asleep_bytes": arena.asleep.get(),
-        "offloaded_bytes": arena.offloaded.get(),
-        "live_peak_bytes": arena.live_peak.get(),
-        "cached_bytes": arena.cached.get(),
-        "requested_bytes": arena.requested.get(),
         "active_bytes": arena.active.get(),
-        "idle_bytes": arena.idle.get(),
-        "committed_bytes": arena.committed.get(),
-        "committed_peak_bytes": arena.committed_peak.get(),
-        "retained_bytes": arena.retained().get(),
-        "hole_bytes": arena.holes.get(),
-        "largest_free_bytes": arena.largest_free.get(),
         "reserved_bytes": arena.reserved.get(),
-        "metadata_bytes": arena.metadata.get(),
-        "limit_bytes": limit(arena.limit),
-        "exported_bytes": arena.exported.get(),
-        "imported_bytes": arena.imported.get(),
-        "leases": arena.leases,
-        "sleeps": arena.sleeps_total,
-        "wakes": arena.wakes_total,
-        "wake_failures": arena.wake_failures_total,
-        "allocs": arena.allocs_total,
         "thread_cache_allocs": arena.thread_cache_allocs_total,
-        "failures": arena
-            .alloc_failures_total
-            .by_reason()
-            .map(|(reason, total)| (reason.to_owned(), json!(total)))
-            .into_iter()
-            .collect::<serde_json::Map<_, _>>(),
+        "failures": arena.alloc_failures_total,
         "trimmed_bytes": arena.trimmed_bytes_total,
         "shrunk_bytes": arena.shrunk_bytes_total,
-        "lock_contended": arena.lock_contended_total,
-        "lock_wait_seconds": arena.lock_wait_total.as_secs_f64(),
-    })
+    });
+    figures("lowtide_device_", |each| read::arena(arena, each), others)
 }
 
-/// Adds the columns of arenas to the history.
-pub(super) fn add_history(points: &[HistorySample], columns: &mut Value) {
-    let bytes = |of: fn(&HistorySample) -> ByteSize| -> Value {
-        points.iter().map(|point| of(point).get()).collect()
-    };
-    columns["device_live_bytes"] = bytes(|point| point.device_live);
-    columns["device_retained_bytes"] = bytes(|point| point.device_retained);
-}
-
-/// Returns the processes on each device; `None` in a build without CUDA.
+/// Returns the processes on each device.
 #[cfg(feature = "cuda")]
-pub(super) fn processes(memory: &Memory) -> Option<Value> {
+pub(super) fn processes(memory: &Memory) -> Value {
     let bytes = |size: Option<ByteSize>| size.map(ByteSize::get);
     let process = |process: &crate::device::driver::cuda::ProcessUsage| {
         json!({
@@ -168,12 +122,7 @@ pub(super) fn processes(memory: &Memory) -> Option<Value> {
             "omitted": of.omitted,
         })
     });
-    Some(devices.collect())
-}
-
-#[cfg(not(feature = "cuda"))]
-pub(super) const fn processes(_: &Memory) -> Option<Value> {
-    None
+    devices.collect()
 }
 
 /// The last maps. Requests in between get the same maps, so the number of clients does not increase
@@ -191,11 +140,11 @@ struct Kept {
 
 impl Maps {
     /// Returns the maps of all arenas.
-    pub(super) fn of(&self, memory: &Memory) -> Option<Value> {
+    pub(super) fn of(&self, memory: &Memory) -> Value {
         let (now, names) = (memory.now(), memory.arena_names());
         let mut kept = lock(&self.0);
         if let Some(kept) = kept.as_ref().filter(|kept| now < kept.until && kept.names == names) {
-            return Some(kept.maps.clone());
+            return kept.maps.clone();
         }
         let occupancy = memory.occupancy(CELLS_MAX);
         let maps: Value = occupancy.iter().map(map).collect();
@@ -203,7 +152,7 @@ impl Maps {
         // A client that waits as advised gets new maps.
         let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
         *kept = Some(Kept { names, until, maps: maps.clone() });
-        Some(maps)
+        maps
     }
 }
 

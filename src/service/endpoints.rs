@@ -10,28 +10,25 @@
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
 use std::fmt;
-use std::time::Duration;
 
-use http::header::{CACHE_CONTROL, VARY, X_CONTENT_TYPE_OPTIONS};
+use http::header::VARY;
 use http::{HeaderValue, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::memory::{self, Breakdown, Finding, Memory, MemorySnapshot};
-use crate::metrics::record::{BUDGETS, part};
+use crate::memory::{Breakdown, Memory, MemorySnapshot};
+use crate::metrics::figures as read;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use lowtide_admission::{
-    Cost, EventCounts, Level, LimitBound, ReclaimerStats, RejectReason, ResourceStats, Stall,
-    UnloadReason,
-};
-use lowtide_heap::HostArenaStats;
+use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
+use lowtide_heap::HeapSnapshot;
 
 use super::admin::{Admin, PROFILE, host_refusal};
-use super::answer::{JSON, answer, budget, limit, pretty, seconds};
+use super::answer::{JSON, answer, budget, figures, guard, limit, pretty, seconds};
 use super::asked::{Format, Query, QueryError};
+#[cfg(feature = "device")]
 use super::devices::{self, Maps};
-use super::page;
-use super::parts::Part;
+use super::page::page;
+use super::parts::{self, Asked, Part};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -54,9 +51,10 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
-    admin: Option<Admin>,
+    pub(super) admin: Option<Admin>,
     hosts: Vec<String>,
     is_ending: AtomicBool,
+    #[cfg(feature = "device")]
     maps: Maps,
 }
 
@@ -65,7 +63,18 @@ impl Endpoints {
     pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
 
     /// The additional paths with [`Endpoints::with_admin`].
-    pub const ADMIN_PATHS: &[&str] = devices::ADMIN_PATHS;
+    pub const ADMIN_PATHS: &[&str] = &[
+        "/memory/purge",
+        #[cfg(feature = "device")]
+        "/memory/trim",
+        #[cfg(feature = "device")]
+        "/memory/sleep",
+        #[cfg(feature = "device")]
+        "/memory/wake",
+        "/memory/unload",
+        "/memory/fit",
+        "/memory/profile",
+    ];
 
     /// Creates the endpoints of this memory. With `None` they report that memory is not managed.
     #[must_use]
@@ -76,6 +85,7 @@ impl Endpoints {
             admin: None,
             hosts: Vec::new(),
             is_ending: AtomicBool::new(false),
+            #[cfg(feature = "device")]
             maps: Maps::default(),
         }
     }
@@ -123,11 +133,6 @@ impl Endpoints {
         self
     }
 
-    #[cfg(feature = "axum")]
-    pub(super) const fn has_admin(&self) -> bool {
-        self.admin.is_some()
-    }
-
     /// Makes `/readyz` answer 503 from now on, like [`Memory::set_ending`]; also without a
     /// `Memory`.
     pub fn set_ending(&self) {
@@ -142,9 +147,9 @@ impl Endpoints {
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
     /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`),
-    /// `last_exit` ([`Memory::last_exit`]), `limit_advice`, `leaks`, separated by commas.
-    /// `?with=limit_advice&limit=256Mi` adds what a limit of 256 MiB would have done. An invalid
-    /// query is 400.
+    /// `last_exit` ([`Memory::last_exit`]), `limit_advice`, `leaks`, `settings` (each value in
+    /// force with its source), separated by commas. `?with=limit_advice&limit=256Mi` adds what a
+    /// limit of 256 MiB would have done. An invalid query is 400.
     ///
     /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped, which is no
     /// text. It needs [`Endpoints::with_admin`] and an active heap profiler
@@ -167,7 +172,7 @@ impl Endpoints {
     pub fn answer_request<B>(&self, request: &Request<B>) -> Option<Response<Vec<u8>>> {
         let path = request.uri().path();
         if path == PROFILE {
-            return Some(guarded(self.admin.as_ref()?.profile(request)));
+            return Some(guard(self.admin.as_ref()?.profile(request)));
         }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
         let refusal = shows_figures.then(|| host_refusal(request, &self.hosts)).flatten();
@@ -175,14 +180,13 @@ impl Endpoints {
             refusal
         } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|error| {
-                let (status, none) = (StatusCode::BAD_REQUEST, Duration::ZERO);
-                problem(status, "invalid query", "query", &error.to_string(), none)
+                problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
             })
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
         };
-        Some(guarded(answer.map(String::into_bytes)))
+        Some(guard(answer.map(String::into_bytes)))
     }
 
     /// Returns the answer for this path, without checks of host, query or headers; `None` if the
@@ -237,7 +241,7 @@ impl Endpoints {
             };
             (resource.name.to_string(), json!(state))
         });
-        let mut body = json!({
+        let body = json!({
             "ready": ready,
             "managed": true,
             "ending": ending,
@@ -246,7 +250,8 @@ impl Endpoints {
             "resources": resources.collect::<serde_json::Map<_, _>>(),
             "diagnostics": diagnostics(&snapshot),
         });
-        devices::add_states(&snapshot, &mut body);
+        #[cfg(feature = "device")]
+        let body = devices::with_states(&snapshot, body);
         answer(status(ready), JSON, pretty(&body))
     }
 
@@ -256,30 +261,33 @@ impl Endpoints {
             None => Format::preferred(request.headers()),
             Some("json") => Format::Json,
             Some("html") => Format::Html,
-            Some(other) => {
-                let (value, expected) = (other.to_owned(), "json or html".to_owned());
-                return Err(QueryError::Value { name: "format", value, expected });
-            }
+            Some(other) => return Err(QueryError::value("format", other, "json or html")),
         };
-        let parts = Part::read(query.get("with").unwrap_or_default())?;
-        let limit = query.get("limit").map(|text| Part::read_limit(text, &parts)).transpose()?;
+        let parts = parts::read(query.get("with").unwrap_or_default())?;
+        let limit = query.get("limit").map(|text| parts::read_limit(text, &parts)).transpose()?;
         Ok(match format {
-            Format::Html => page::answer(),
+            Format::Html => page(),
             Format::Json => self.memory(&parts, limit),
         })
     }
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
-    fn memory(&self, parts: &[Part], limit: Option<ByteSize>) -> Response<String> {
+    fn memory(&self, parts: &[&Part], limit: Option<ByteSize>) -> Response<String> {
         let mut body = self
             .memory
             .as_ref()
             .map_or_else(|| json!({ "schema": SCHEMA, "managed": false }), document);
         let body = match (&self.memory, &mut body) {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
-                let needs_token = self.admin.as_ref().map(Admin::needs_token);
-                for part in parts {
-                    part.add(memory, &self.maps, needs_token, limit, members);
+                let asked = Asked {
+                    memory,
+                    #[cfg(feature = "device")]
+                    maps: &self.maps,
+                    needs_token: self.admin.as_ref().map(Admin::needs_token),
+                    limit,
+                };
+                for (name, part) in parts {
+                    members.extend(part(&asked).map(|value| ((*name).to_owned(), value)));
                 }
                 format!("{body}\n")
             }
@@ -289,14 +297,6 @@ impl Endpoints {
         answer.headers_mut().insert(VARY, HeaderValue::from_static("Accept"));
         answer
     }
-}
-
-/// Adds the headers of every answer: it is not kept, and its type is not guessed.
-fn guarded<T>(mut answer: Response<T>) -> Response<T> {
-    answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    let nosniff = HeaderValue::from_static("nosniff");
-    answer.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
-    answer
 }
 
 /// A function that renders the metrics of the recorder that `Builder::prometheus` installed.
@@ -321,11 +321,11 @@ const SCHEMA: u32 = 1;
 fn document(memory: &Memory) -> Value {
     let snapshot = &memory.snapshot();
     let (verdict, breakdown) = memory.explain(snapshot);
-    let mut document = json!({
+    let document = json!({
         "schema": SCHEMA,
         "managed": true,
         "verdict": verdict.summary,
-        "findings": verdict.findings.iter().map(finding).collect::<Vec<_>>(),
+        "findings": verdict.findings,
         "process": {
             "pid": std::process::id(),
             "started_at_seconds": seconds(memory.started_at()),
@@ -335,32 +335,12 @@ fn document(memory: &Memory) -> Value {
         "saturation": snapshot.saturation,
         "at_seconds": seconds(snapshot.since_epoch),
         "host": host(snapshot, &breakdown),
-        "heap": snapshot.heap.map(|heap| json!({
-            "live_bytes": heap.live.get(),
-            "active_bytes": heap.active.get(),
-            "resident_bytes": heap.resident.get(),
-            "retained_bytes": heap.retained().get(),
-            "dirty_bytes": heap.dirty.get(),
-            "muzzy_bytes": heap.muzzy.get(),
-            "metadata_bytes": heap.metadata.get(),
-            "mapped_bytes": heap.mapped.get(),
-            "unbacked_bytes": heap.unbacked.get(),
-            "thread_cache_bytes": heap.thread_caches.get(),
-            "arenas": snapshot.heap_arenas.iter().map(heap_arena).collect::<Vec<_>>(),
-        })),
-        "requests": {
-            "admitted": snapshot.admission.admitted_total,
-            "held": snapshot.admission.held(),
-            "waiting": snapshot.admission.waiting,
-            "waited": snapshot.admission.waited_total,
-            "suspended": snapshot.admission.suspended_total,
-            "oldest_permit_seconds": seconds(snapshot.admission.oldest_permit),
-            "outlived_bytes": snapshot.admission.outlived_bytes_total,
-            "rejected": RejectReason::ALL
-                .map(|why| (why.name().to_owned(), json!(snapshot.admission.rejected_total(why))))
-                .into_iter()
-                .collect::<serde_json::Map<_, _>>(),
-        },
+        "heap": snapshot.heap.as_ref().map(|heap| heap_figures(heap, snapshot)),
+        "requests": figures(
+            "lowtide_admission_",
+            |each| read::admission(&snapshot.admission, each),
+            json!({ "held": snapshot.admission.held() }),
+        ),
         "resources": snapshot
             .resources
             .iter()
@@ -369,7 +349,8 @@ fn document(memory: &Memory) -> Value {
         "reclaimers": snapshot.reclaimers.iter().map(reclaimer).collect::<Vec<_>>(),
         "diagnostics": diagnostics(snapshot),
     });
-    devices::add_figures(snapshot, &mut document);
+    #[cfg(feature = "device")]
+    let document = devices::with_figures(snapshot, document);
     document
 }
 
@@ -378,7 +359,7 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
         "rss_bytes": snapshot.signal.rss.map(ByteSize::get),
         "other_bytes": snapshot.other().map(ByteSize::get),
         "physical_bytes": snapshot.physical.get(),
-        "parts": breakdown.parts.iter().map(part_of_memory).collect::<Vec<_>>(),
+        "parts": breakdown.parts,
         "headroom_bytes": breakdown.headroom.map(ByteSize::get),
         "purgeable_bytes": snapshot.purgeable.get(),
         "unreleased_bytes": snapshot.unreleased.get(),
@@ -387,10 +368,7 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
         "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
         "usage_bytes": snapshot.signal.usage.map(ByteSize::get),
         "oom_kills": snapshot.oom_kills,
-        "events": snapshot.events.map(|events| json!({
-            "own": counts(events.own),
-            "above": counts(events.above),
-        })),
+        "events": snapshot.events,
         "psi": snapshot.psi.map(|psi| json!({
             "some": stall(psi.some),
             "full": stall(psi.full),
@@ -415,73 +393,44 @@ fn bound(bound: &LimitBound) -> Value {
     })
 }
 
-fn finding(finding: &Finding) -> Value {
-    json!({ "about": finding.about, "is_problem": finding.is_problem, "text": finding.text })
-}
-
-fn part_of_memory(part: &memory::MemoryPart) -> Value {
-    json!({ "kind": part.kind.name(), "name": part.name, "bytes": part.bytes.get() })
-}
-
-/// Returns counts under the kernel's names; null if not reported.
-fn counts(counts: EventCounts) -> Value {
-    counts.by_name().map(|(name, count)| (name.to_owned(), json!(count))).into_iter().collect()
-}
-
 fn stall(stall: Stall) -> Value {
     json!({ "avg10": stall.avg10, "total_seconds": stall.total.as_secs_f64() })
 }
 
-fn heap_arena((name, arena): &(String, HostArenaStats)) -> Value {
-    json!({
-        "name": name,
-        "live_bytes": arena.live.get(),
-        "retained_bytes": arena.retained().get(),
-    })
+fn heap_figures(heap: &HeapSnapshot, snapshot: &MemorySnapshot) -> Value {
+    let arenas = snapshot.heap_arenas.iter().map(|(name, arena)| {
+        let name = json!({ "name": name });
+        figures("lowtide_heap_arena_", |each| read::heap_arena(arena, each), name)
+    });
+    let others = json!({
+        "mapped_bytes": heap.mapped.get(),
+        "arenas": arenas.collect::<Value>(),
+    });
+    figures("lowtide_heap_", |each| read::heap(heap, each), others)
 }
 
 fn resource(stats: &ResourceStats, snapshot: &MemorySnapshot) -> Value {
     let last_used = stats.last_used.map(|at| snapshot.on_wall(at));
     let unload_in = stats.due.map(|due| due - snapshot.now);
-    json!({
+    let others = json!({
         "name": &*stats.name,
-        "loaded": stats.loaded,
         "loading": stats.loading || stats.waiting > 0,
-        "guards": stats.guards,
-        "waiting": stats.waiting,
         "loads": stats.loads_ok_total,
         "failed_loads": stats.loads_failed_total,
         "refused_loads": stats.loads_refused_total,
-        "unloads": UnloadReason::ALL
-            .map(|reason| (reason.name().to_owned(), json!(stats.unloads.total(reason))))
-            .into_iter()
-            .collect::<serde_json::Map<_, _>>(),
-        "cost_bytes": cost(stats.cost),
-        "measured_bytes": stats.measured.map(cost),
-        "recovered_bytes": cost(stats.recovered_total),
         "last_used_seconds": last_used.map(|at| at.as_secs_f64()),
         "unload_in_seconds": unload_in.map(seconds),
-        "last_load_seconds": stats.load_time.as_secs_f64(),
-    })
+    });
+    figures("lowtide_resource_", |each| read::resource(stats, each), others)
 }
 
 fn reclaimer(stats: &ReclaimerStats) -> Value {
-    json!({
+    let others = json!({
         "name": &*stats.name,
         "registered": stats.registered,
         "releasable_bytes": stats.releasable.get(),
-        "calls": stats.calls_total,
-        "released_bytes": stats.released_total.get(),
-        "run_seconds": stats.time_total.as_secs_f64(),
-        "panics": stats.panics_total,
-    })
-}
-
-fn cost(of: Cost) -> Value {
-    BUDGETS
-        .iter()
-        .map(|&budget| (budget.name().to_owned(), json!(part(of, budget).get())))
-        .collect()
+    });
+    figures("lowtide_reclaimer_", |each| read::reclaimer(stats, each), others)
 }
 
 fn diagnostics(snapshot: &MemorySnapshot) -> Vec<String> {

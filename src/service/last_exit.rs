@@ -11,9 +11,8 @@ use crate::memory::{FlightEvent, FlightResource, FlightSample, LastExit};
 use super::answer::{limit, seconds};
 use super::parts::request;
 
-/// Returns the recording; null without one.
-pub(super) fn last_exit(last: Option<&LastExit>) -> Value {
-    let Some(last) = last else { return Value::Null };
+/// Returns the recording.
+pub(super) fn last_exit(last: &LastExit) -> Value {
     json!({
         "cause": last.cause.name(),
         "orderly": last.cause.is_orderly(),

@@ -50,6 +50,7 @@ use lowtide_admission::{
 };
 use lowtide_heap::is_measured;
 
+use super::admin::is_secret;
 use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
 use super::drain::Drain;
@@ -62,9 +63,12 @@ use super::load_report::{
 use super::origin::{Origin, RouteLabel, Tenant};
 use super::pace::{MinDataRate, RegisteredPace};
 use super::permit::{Resumes, SharedPermit, Terms};
-use super::rejection::{Reject, negotiated};
+use super::rejection::negotiated;
 use super::scoped::Scoped;
 use super::time_limits::TimeLimits;
+
+/// Returns the answer to the rejected request with this head.
+type Reject = dyn Fn(&Rejected, &Parts) -> Response<String> + Send + Sync;
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -91,7 +95,7 @@ struct LayerSettings {
     admission: Admission,
     exempt: Option<Exempt>,
     exempt_paths: ExemptPaths,
-    reject: Arc<dyn Reject>,
+    reject: Arc<Reject>,
     needs: Arc<Needs>,
     /// Clients choose the paths, and so the keys of `needs`.
     hasher: RandomState,
@@ -190,9 +194,10 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// [`SharedPermit::cancelled`] notifies the handler; its documentation lists what cannot be
     /// interrupted. If the handler goes on, the layer drops it and answers as for
-    /// [`Rejected::Outgrown`]. The head that [`Reject`] gets then has the method, the version and
-    /// the route of the request. Of its headers, it has the content type on HTTP/2 and no other.
-    /// Exempt requests, and those that are not measured, are never cancelled.
+    /// [`Rejected::Outgrown`]. The head that the function of
+    /// [`with_rejection`](Self::with_rejection) gets then has the method, the version and the route
+    /// of the request. Of its headers, it has the content type on HTTP/2 and no other. Exempt
+    /// requests, and those that are not measured, are never cancelled.
     ///
     /// # Panics
     /// Panics if the multiple is below 1 or not a number.
@@ -239,13 +244,14 @@ impl<E: Estimate> MemoryLayer<E> {
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
     /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
-    /// error ([`Rejected::SlowClient`]), and so does one that the client takes more slowly. A
+    /// error ([`Rejected::SlowClient`]), and so does one that the client reads more slowly. A
     /// rejection that waits for its body is sent.
     ///
-    /// A response counts as taken when the connection asks for its next part, with 1 MiB more than
-    /// the rate for what is in buffers then. A client that takes nothing keeps the connection from
-    /// asking: it is closed if the server has [`Connections`](super::Connections). Over HTTP/2 it
-    /// stays open while the server works on another request or other bytes move.
+    /// A part of a response counts as read when the connection asks for the next part. Up to 1 MiB
+    /// may be in the connection's buffers in addition to the rate. If a client reads nothing, the
+    /// connection does not ask: it is closed if the server has
+    /// [`Connections`](super::Connections). Over HTTP/2 it stays open while the server works on
+    /// another request or other bytes move.
     ///
     /// The control loop checks requests every 100 ms, those with the largest reservations if more
     /// than 4,096 wait. Exempt requests have no limit, and none has one without a running
@@ -355,8 +361,28 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Sets the answer to rejected requests. By default gRPC clients get `RESOURCE_EXHAUSTED` with
     /// `grpc-retry-pushback-ms` (-1: a retry cannot succeed), or `UNAVAILABLE` during shutdown, and
     /// all others [`rejection`](super::rejection()).
+    ///
+    /// ```
+    /// use http::request::Parts;
+    /// use http::{Response, StatusCode};
+    /// use lowtide::ByteSize;
+    /// use lowtide::admission::{Admission, Rejected};
+    /// use lowtide::service::{ContentLength, MemoryLayer};
+    ///
+    /// let plain = |rejected: &Rejected, _: &Parts| {
+    ///     let mut response = Response::new(format!("{}\n", rejected.reason().name()));
+    ///     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+    ///     response
+    /// };
+    /// let admission = Admission::with_limit(ByteSize::gib(1));
+    /// let _layer = MemoryLayer::new(admission, ContentLength::new(ByteSize::mib(1)))
+    ///     .with_rejection(plain);
+    /// ```
     #[must_use]
-    pub fn with_rejection(mut self, reject: impl Reject) -> Self {
+    pub fn with_rejection(
+        mut self,
+        reject: impl Fn(&Rejected, &Parts) -> Response<String> + Send + Sync + 'static,
+    ) -> Self {
         self.settings().reject = Arc::new(reject);
         self
     }
@@ -413,20 +439,14 @@ impl<E: Estimate> MemoryLayer<E> {
         assert!(length >= SECRET_MIN, "secret of {length} bytes: expected {SECRET_MIN} or more");
         let secret = secret.clone();
         self.exempt(move |head| {
-            let same = |value: &HeaderValue| alike(value.as_bytes(), secret.as_bytes());
-            head.headers.get(&name).is_some_and(same)
+            let given = head.headers.get(&name);
+            given.is_some_and(|given| is_secret(secret.as_bytes(), given.as_bytes()))
         })
     }
 }
 
 /// The minimum length of a secret, in bytes: that of a UUID.
 const SECRET_MIN: usize = 16;
-
-/// Compares both in constant time.
-fn alike(one: &[u8], other: &[u8]) -> bool {
-    let differing = one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other));
-    one.len() == other.len() && differing == 0
-}
 
 impl<E> Clone for MemoryLayer<E> {
     fn clone(&self) -> Self {
@@ -591,7 +611,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let rejected = self.settings.admission.reject(rejected);
         let path = head.uri.path();
         log!(debug, target: "lowtide", %rejected, path, "request rejected");
-        self.settings.reject.reject(&rejected, head)
+        (self.settings.reject)(&rejected, head)
     }
 }
 
@@ -669,7 +689,7 @@ impl LayerSettings {
     ) -> Option<Response<String>> {
         if !matches!(rejected, Rejected::Outgrown { .. }) {
             self.report(permit, rejected);
-            return Some(self.reject.reject(rejected, &permit.head()));
+            return Some((self.reject)(rejected, &permit.head()));
         }
         let now = self.clock.now();
         let Some(since) = *cancelled_at else {
@@ -678,7 +698,7 @@ impl LayerSettings {
             return None;
         };
         let is_over = now - since >= GRACE || permit.has_grown_since(rejected);
-        is_over.then(|| self.reject.reject(rejected, &permit.head()))
+        is_over.then(|| (self.reject)(rejected, &permit.head()))
     }
 
     /// Logs that a request was cancelled, and adds an event.

@@ -15,7 +15,7 @@ mod axum;
 mod base64;
 mod body;
 mod connections;
-#[cfg_attr(not(feature = "device"), path = "no_devices.rs")]
+#[cfg(feature = "device")]
 mod devices;
 mod drain;
 mod endpoints;
@@ -54,5 +54,5 @@ pub use load_report::{
 pub use origin::Tenant;
 pub use pace::MinDataRate;
 pub use permit::SharedPermit;
-pub use rejection::{Reject, rejection, unavailable};
+pub use rejection::{rejection, unavailable};
 pub use scoped::{Scoped, scope, scope_blocking};

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::{Admission, LargeRequest, Rejected};
 
 /// The part of a response that the buffers between the server and a slow client hold. An estimate:
@@ -135,12 +135,19 @@ impl Pace {
         Self { rate, most, state: Mutex::new(state) }
     }
 
-    /// Ends the wait for the client, of which so many bytes have arrived.
-    pub(super) fn received(&self, bytes: usize, now: Moment) {
+    /// Ends the wait for the client, and adds the time of so many bytes to the credit.
+    fn earn(&self, bytes: usize, now: Moment) -> MutexGuard<'_, PaceState> {
         let mut state = lock(&self.state);
         state.settle(now, self.most);
         let earned = self.rate.time_of(ByteSize::of(bytes));
-        state.credit = state.credit.saturating_add(earned).min(self.most);
+        state.credit = state.credit.saturating_add(earned);
+        state
+    }
+
+    /// Ends the wait for the client, of which so many bytes have arrived.
+    pub(super) fn received(&self, bytes: usize, now: Moment) {
+        let mut state = self.earn(bytes, now);
+        state.credit = state.credit.min(self.most);
         state.woken_at = None;
     }
 
@@ -167,11 +174,7 @@ impl Pace {
 
     /// Waits until the client has taken so many bytes, which the connection has.
     pub(super) fn send(&self, bytes: usize, now: Moment) {
-        let mut state = lock(&self.state);
-        state.settle(now, self.most);
-        let earned = self.rate.time_of(ByteSize::of(bytes));
-        state.credit = state.credit.saturating_add(earned);
-        state.since = Some(now);
+        self.earn(bytes, now).since = Some(now);
     }
 
     /// Spends the time since the last tick. Returns `true` if it was waited for without credit.

@@ -1,11 +1,11 @@
-//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest
-//! and oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
-//! process, the processes on each device, the last run, the advice on limits, and the trend of live
-//! memory.
+//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks, the largest and
+//! oldest requests, the memory of routes and tenants, size classes of the heap, mappings of the
+//! process, the processes on each device, the last run, the advice on limits, the trend of live
+//! memory, and the settings.
 //!
 //! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::bytes::{ByteSize, ParseByteSizeError};
 use crate::heap::Profiler;
@@ -18,7 +18,10 @@ use lowtide_heap::HeapSizeClass;
 
 use super::answer::{self, seconds};
 use super::asked::QueryError;
-use super::devices::{self, Maps};
+#[cfg(feature = "cuda")]
+use super::devices;
+#[cfg(feature = "device")]
+use super::devices::Maps;
 use super::last_exit::last_exit;
 
 /// The maximum number of size classes, and of mapped files.
@@ -26,135 +29,91 @@ const ROWS_MAX: usize = 16;
 /// The maximum length of a path, in characters.
 const PATH_MAX: usize = 256;
 
-/// An optional part, by its name in the query and in the JSON.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
-    Map,
-    MetricsHistory,
-    Events,
-    AdminTasks,
-    LargestRequests,
-    Permits,
-    Routes,
-    Tenants,
-    SizeClasses,
-    Mappings,
-    DeviceProcesses,
-    LastExit,
-    LimitAdvice,
-    Leaks,
+/// An optional part: its name in the query and in the JSON, and its value, `None` if this build has
+/// none.
+pub(super) type Part = (&'static str, fn(&Asked<'_>) -> Option<Value>);
+
+/// The subject of a query.
+pub(super) struct Asked<'a> {
+    pub(super) memory: &'a Memory,
+    #[cfg(feature = "device")]
+    pub(super) maps: &'a Maps,
+    /// `None` if admin commands are disabled.
+    pub(super) needs_token: Option<bool>,
+    /// The limit for which advice is asked.
+    pub(super) limit: Option<ByteSize>,
 }
 
-impl Part {
-    const ALL: [Self; 14] = [
-        Self::Map,
-        Self::MetricsHistory,
-        Self::Events,
-        Self::AdminTasks,
-        Self::LargestRequests,
-        Self::Permits,
-        Self::Routes,
-        Self::Tenants,
-        Self::SizeClasses,
-        Self::Mappings,
-        Self::DeviceProcesses,
-        Self::LastExit,
-        Self::LimitAdvice,
-        Self::Leaks,
-    ];
+const LIMIT_ADVICE: &str = "limit_advice";
 
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Map => "map",
-            Self::MetricsHistory => "history",
-            Self::Events => "events",
-            Self::AdminTasks => "admin_tasks",
-            Self::LargestRequests => "largest_requests",
-            Self::Permits => "permits",
-            Self::Routes => "routes",
-            Self::Tenants => "tenants",
-            Self::SizeClasses => "size_classes",
-            Self::Mappings => "mappings",
-            Self::DeviceProcesses => "device_processes",
-            Self::LastExit => "last_exit",
-            Self::LimitAdvice => "limit_advice",
-            Self::Leaks => "leaks",
+const PARTS: &[Part] = &[
+    #[cfg(feature = "device")]
+    ("map", |asked| Some(asked.maps.of(asked.memory))),
+    #[cfg(not(feature = "device"))]
+    ("map", |_| None),
+    ("history", |asked| Some(history(&asked.memory.history()))),
+    ("events", |asked| Some(asked.memory.events().iter().map(event).collect())),
+    ("admin_tasks", |asked| Some(admin_tasks(asked))),
+    ("largest_requests", |asked| Some(requests(&asked.memory.largest_requests()))),
+    ("permits", |asked| Some(requests(&asked.memory.oldest_requests()))),
+    ("routes", |asked| Some(asked.memory.usage_by_route().iter().map(route).collect())),
+    ("tenants", |asked| Some(asked.memory.usage_by_tenant().iter().map(tenant).collect())),
+    ("size_classes", |asked| Some(size_classes(asked.memory))),
+    ("mappings", |asked| Some(json!(asked.memory.mappings().as_ref().map(mappings)))),
+    #[cfg(feature = "cuda")]
+    ("device_processes", |asked| Some(devices::processes(asked.memory))),
+    #[cfg(not(feature = "cuda"))]
+    ("device_processes", |_| None),
+    ("last_exit", |asked| Some(json!(asked.memory.last_exit().map(last_exit)))),
+    (LIMIT_ADVICE, |asked| Some(limit_advice(asked.memory, asked.limit))),
+    ("leaks", |asked| Some(leaks(&asked.memory.leaks()))),
+    ("settings", |asked| {
+        let settings = asked.memory.config().settings().into_iter();
+        Some(settings.map(|(name, setting)| (name, json!(setting))).collect())
+    }),
+];
+
+/// Parses names of parts, separated by commas.
+pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
+    let mut parts: Vec<&Part> = Vec::new();
+    for name in text.split(',').filter(|name| !name.is_empty()) {
+        let known = PARTS.iter().find(|(known, _)| *known == name);
+        let part = known.ok_or_else(|| {
+            let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
+            QueryError::value("with", name, names.join(", "))
+        })?;
+        if parts.iter().any(|(other, _)| *other == name) {
+            return Err(QueryError::Twice { name: part.0 });
         }
+        parts.push(part);
     }
+    Ok(parts)
+}
 
-    /// Parses names separated by commas.
-    pub(super) fn read(text: &str) -> Result<Vec<Self>, QueryError> {
-        let part = |name: &str| {
-            let known = Self::ALL.into_iter().find(|part| part.name() == name);
-            known.ok_or_else(|| QueryError::Value {
-                name: "with",
-                value: name.to_owned(),
-                expected: Self::ALL.map(Self::name).join(", "),
-            })
-        };
-        let mut parts = Vec::new();
-        for name in text.split(',').filter(|name| !name.is_empty()) {
-            let part = part(name)?;
-            if parts.contains(&part) {
-                return Err(QueryError::Twice { name: part.name() });
-            }
-            parts.push(part);
+/// Parses the limit for which advice is asked, of a query with these parts.
+pub(super) fn read_limit(text: &str, parts: &[&Part]) -> Result<ByteSize, QueryError> {
+    let expected = if parts.iter().all(|(name, _)| *name != LIMIT_ADVICE) {
+        "with=limit_advice in the same query"
+    } else {
+        match text.parse() {
+            Ok(ByteSize::ZERO) => "an amount of memory above zero",
+            Ok(limit) => return Ok(limit),
+            Err(error) => ParseByteSizeError::expected(&error),
         }
-        Ok(parts)
-    }
+    };
+    Err(QueryError::value("limit", text, expected))
+}
 
-    /// Parses the limit for which advice is asked, of a query with these parts.
-    pub(super) fn read_limit(text: &str, parts: &[Self]) -> Result<ByteSize, QueryError> {
-        let expected = if !parts.contains(&Self::LimitAdvice) {
-            "with=limit_advice in the same query"
-        } else {
-            match text.parse() {
-                Ok(ByteSize::ZERO) => "an amount of memory above zero",
-                Ok(limit) => return Ok(limit),
-                Err(error) => ParseByteSizeError::expected(&error),
-            }
-        };
-        let (value, expected) = (text.to_owned(), expected.to_owned());
-        Err(QueryError::Value { name: "limit", value, expected })
-    }
+/// Returns the admin tasks; null if admin commands are disabled.
+fn admin_tasks(asked: &Asked<'_>) -> Value {
+    json!(asked.needs_token.map(|needs_token| json!({
+        "needs_token": needs_token,
+        "list": asked.memory.admin_tasks().iter().map(admin_task).collect::<Value>(),
+    })))
+}
 
-    /// Adds the part to the document. `needs_token` is for admin tasks: `None` if they are
-    /// disabled. `limit` is for the advice on limits.
-    pub(super) fn add(
-        self,
-        memory: &Memory,
-        maps: &Maps,
-        needs_token: Option<bool>,
-        limit: Option<ByteSize>,
-        to: &mut Map<String, Value>,
-    ) {
-        let value = match self {
-            Self::Map => match maps.of(memory) {
-                Some(maps) => maps,
-                None => return, // a build without device arenas
-            },
-            Self::MetricsHistory => history(&memory.history()),
-            Self::Events => memory.events().iter().map(event).collect(),
-            Self::AdminTasks => needs_token.map_or(Value::Null, |needs_token| {
-                let list: Value = memory.admin_tasks().iter().map(admin_task).collect();
-                json!({ "needs_token": needs_token, "list": list })
-            }),
-            Self::LargestRequests => memory.largest_requests().iter().map(request).collect(),
-            Self::Permits => memory.oldest_requests().iter().map(request).collect(),
-            Self::Routes => memory.usage_by_route().iter().map(route).collect(),
-            Self::Tenants => memory.usage_by_tenant().iter().map(tenant).collect(),
-            Self::SizeClasses => size_classes(memory),
-            Self::Mappings => memory.mappings().as_ref().map_or(Value::Null, mappings),
-            Self::DeviceProcesses => match devices::processes(memory) {
-                Some(processes) => processes,
-                None => return, // a build without CUDA
-            },
-            Self::LastExit => last_exit(memory.last_exit()),
-            Self::LimitAdvice => limit_advice(memory, limit),
-            Self::Leaks => leaks(&memory.leaks()),
-        };
-        to.insert(self.name().to_owned(), value);
-    }
+fn requests(requests: &[RequestMemory]) -> Value {
+    requests.iter().map(request).collect()
 }
 
 /// Returns the heap's size classes with the most free space in their pages, at most 16; empty if
@@ -204,13 +163,19 @@ fn history(points: &[HistorySample]) -> Value {
     let bytes = |of: fn(&HistorySample) -> ByteSize| -> Vec<u64> {
         points.iter().map(|point| of(point).get()).collect()
     };
-    let mut columns = json!({
+    let columns = json!({
         "at_seconds": points.iter().map(|point| seconds(point.at)).collect::<Vec<_>>(),
         "physical_bytes": bytes(|point| point.physical),
         "heap_live_bytes": bytes(|point| point.heap_live),
         "heap_retained_bytes": bytes(|point| point.heap_retained),
     });
-    devices::add_history(points, &mut columns);
+    #[cfg(feature = "device")]
+    let columns = {
+        let mut columns = columns;
+        columns["device_live_bytes"] = bytes(|point| point.device_live).into();
+        columns["device_retained_bytes"] = bytes(|point| point.device_retained).into();
+        columns
+    };
     columns
 }
 

@@ -24,38 +24,6 @@ const NO_MEMORY: &str = "not enough memory";
 const TIMEOUT: &str = "request timeout";
 const DEVICE_LOST: &str = "device lost";
 
-/// Creates the answer to a rejected request. Implemented for closures.
-///
-/// ```
-/// use http::request::Parts;
-/// use http::{Response, StatusCode};
-/// use lowtide::ByteSize;
-/// use lowtide::admission::{Admission, Rejected};
-/// use lowtide::service::{ContentLength, MemoryLayer};
-///
-/// let plain = |rejected: &Rejected, _: &Parts| {
-///     let mut response = Response::new(format!("{}\n", rejected.reason().name()));
-///     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
-///     response
-/// };
-/// let admission = Admission::with_limit(ByteSize::gib(1));
-/// let _layer = MemoryLayer::new(admission, ContentLength::new(ByteSize::mib(1)))
-///     .with_rejection(plain);
-/// ```
-pub trait Reject: Send + Sync + 'static {
-    /// Returns the answer to the request with this head.
-    fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String>;
-}
-
-impl<F> Reject for F
-where
-    F: Fn(&Rejected, &Parts) -> Response<String> + Send + Sync + 'static,
-{
-    fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String> {
-        self(rejected, head)
-    }
-}
-
 /// Returns the answer to a rejected request with this head, in the client's protocol. It is the
 /// default of a layer.
 ///
@@ -143,20 +111,19 @@ fn percent_encoded(text: &str) -> String {
 /// device is lost. For a resource that is not available, see [`unavailable`].
 #[must_use]
 pub fn rejection(rejected: &Rejected) -> Response<String> {
-    let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);
+    let unavailable = StatusCode::SERVICE_UNAVAILABLE;
     let (status, title, retry_after) = match rejected {
         // No retry succeeds here, but another instance may have a working device.
-        Rejected::DeviceLost { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, DEVICE_LOST, Duration::ZERO)
-        }
+        Rejected::DeviceLost { .. } => (unavailable, DEVICE_LOST, None),
         Rejected::TooLarge { .. } | Rejected::Outgrown { retry_after: None, .. } => {
-            (StatusCode::PAYLOAD_TOO_LARGE, NO_MEMORY, retry_after)
+            (StatusCode::PAYLOAD_TOO_LARGE, NO_MEMORY, None)
         }
-        Rejected::SlowClient { .. } => (StatusCode::REQUEST_TIMEOUT, TIMEOUT, Duration::ZERO),
-        Rejected::HeldTooLong { .. } => (StatusCode::SERVICE_UNAVAILABLE, TIMEOUT, Duration::ZERO),
-        _ => (StatusCode::SERVICE_UNAVAILABLE, NO_MEMORY, retry_after),
+        Rejected::SlowClient { .. } => (StatusCode::REQUEST_TIMEOUT, TIMEOUT, None),
+        Rejected::HeldTooLong { .. } => (unavailable, TIMEOUT, None),
+        _ => (unavailable, NO_MEMORY, Some(rejected.retry_after().unwrap_or(MIN_WAIT))),
     };
-    problem(status, title, rejected.reason().name(), &detail(rejected), retry_after)
+    let answer = problem(status, title, rejected.reason().name(), &detail(rejected));
+    with_retry_after(answer, retry_after)
 }
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
@@ -181,23 +148,21 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// ```
 #[must_use]
 pub fn unavailable(error: &AcquireError) -> Response<String> {
-    let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
-    let retry_after = error.retry_after().map_or(Duration::ZERO, |time| time.max(MIN_WAIT));
     let detail = match error {
         AcquireError::Rejected { rejected, .. } => detail(rejected),
         other => other.to_string().into(),
     };
-    problem(status, title, error.reason(), &detail, retry_after)
+    let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
+    let answer = problem(status, title, error.reason(), &detail);
+    with_retry_after(answer, error.retry_after().map(|time| time.max(MIN_WAIT)))
 }
 
-/// Creates an answer as problem+json (RFC 9457). Retry-After is set only with 503 and a time above
-/// zero.
+/// Creates an answer as problem+json (RFC 9457).
 pub(super) fn problem(
     status: StatusCode,
     title: &str,
     reason: &str,
     detail: &str,
-    retry_after: Duration,
 ) -> Response<String> {
     let body = serde_json::json!({
         "title": title,
@@ -207,14 +172,22 @@ pub(super) fn problem(
     });
     let mut response = Response::new(format!("{body}\n"));
     *response.status_mut() = status;
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-    if status == StatusCode::SERVICE_UNAVAILABLE && !retry_after.is_zero() {
-        let time = retry_after.min(RETRY_MAX);
-        let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
-        headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
-    }
+    let kind = HeaderValue::from_static("application/problem+json");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
     response
+}
+
+/// Adds Retry-After, in whole seconds, if a time above zero is given.
+pub(super) fn with_retry_after(
+    mut answer: Response<String>,
+    time: Option<Duration>,
+) -> Response<String> {
+    if let Some(time) = time.filter(|time| !time.is_zero()) {
+        let time = time.min(RETRY_MAX);
+        let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
+        answer.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    answer
 }
 
 #[cfg(test)]
@@ -234,7 +207,7 @@ mod tests {
     /// The bug: a wait without end was an overflow, which is a panic with debug assertions.
     #[test]
     fn a_wait_without_end_is_announced_as_a_day() {
-        let answer = problem(StatusCode::SERVICE_UNAVAILABLE, "", "", "", Duration::MAX);
+        let answer = with_retry_after(Response::new(String::new()), Some(Duration::MAX));
         assert_eq!(answer.headers()[RETRY_AFTER], "86400");
     }
 

@@ -87,20 +87,16 @@ fn each_example_ends_by_itself_and_shows_what_it_says() {
 }
 
 #[test]
-fn a_file_is_planned_beside_the_plans_of_others_and_drawn() {
+fn a_file_is_planned_beside_the_plans_of_others() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str| folder.path().join(name).display().to_string();
-    let (svg, wrong) = (file("plan.svg"), file("wrong.csv"));
+    let wrong = file("wrong.csv");
     let data = "crates/planner/tests/data/planning/input.12.csv";
-    let (code, text) = run("plan", &[data, "--budget", "1s", "--svg", &svg]);
+    let (code, text) = run("plan", &[data, "--budget", "1s"]);
     assert_eq!(code, Some(0), "{text}");
-    for part in ["live at once", "ggml", "tflite", "proved", "figure plan.input.12.proven 1"] {
+    for part in ["live at once", "ggml", "tflite", "proved: no plan needs less"] {
         assert!(text.contains(part), "{part:?} is not in:\n{text}");
     }
-    let drawn = fs::read_to_string(&svg).expect("a picture");
-    assert!(drawn.starts_with("<svg") && drawn.ends_with("</svg>\n"), "{drawn}");
-    assert_eq!(drawn.matches("</title></rect>").count(), 5, "a rectangle for each buffer");
-    assert!(drawn.contains(">peak</text>") && drawn.contains(">bound</text>"));
     let (code, text) = run("plan", &[data, "--segment-bytes", "4", "--capacity", "1"]);
     assert_eq!(code, Some(1), "it needs more than that:\n{text}");
     assert!(text.contains("segments"), "{text}");

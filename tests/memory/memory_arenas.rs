@@ -7,10 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use lowtide::config::DeviceChoice;
-use lowtide::config::arena::{
-    ArenaKey, ArenaOptions, ArenaSource, ArenaValue, OptionFault, Reason,
-};
+use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource, ArenaValue, Reason};
+use lowtide::config::{DeviceChoice, Fault};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Backend;
 use lowtide::device::{Buffer, DeviceError, PinnedConfig, PinnedKind, Region};
@@ -157,7 +155,7 @@ fn cudas_pool_is_an_error_and_opens_no_second_pool_beside_a_shared_arena() {
     let pool = options(&[("arena.use_cuda_mempool", "1")]);
     let unsupported = |error: ScopeError| match error {
         ScopeError::Options(error) => {
-            assert!(matches!(&error.faults[..], [OptionFault::Unsupported { .. }]), "{error}");
+            assert!(matches!(&error.faults[..], [Fault::BadValue { .. }]), "{error}");
         }
         error => panic!("{error}"),
     };

@@ -602,7 +602,7 @@ fn two_resources_of_one_name_were_registered() {
 fn automatic_device_memory_in_host_memory_is_said() {
     NONE.run(|| {
         let memory = Memory::builder().start().expect("starts");
-        assert_eq!(memory.config().device.choice.source, Source::Default);
+        assert_eq!(memory.config().devices.source, Source::Default);
         let arena = memory.open_arena("one").expect("opens");
         assert_eq!(arena.backend().name(), "host");
         let diagnostics = about(&memory, "device");

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use lowtide::clock::{ManualClock, Moment};
 use lowtide::config::arena::{ArenaOptions, RunOptions};
-use lowtide::config::{Config, DeviceChoice, Profile, env};
+use lowtide::config::{DeviceChoice, Profile, env};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
     AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, ScopeError,
@@ -212,27 +212,6 @@ fn sleeps(arena: &DeviceArena) -> String {
 
 /// Each setting as `name=value (source)`, and what it did.
 fn describe(memory: &Memory) -> String {
-    let Config {
-        profile,
-        memory_limit,
-        ceiling,
-        correction_factor,
-        device,
-        heap_decay,
-        background_threads,
-        purge_interval,
-        idle_unload,
-        max_wait,
-        metrics_interval,
-        metrics,
-        process_metrics,
-        service_version,
-        exhaustion_policy,
-        flight_recorder,
-        heap_profile_dir,
-        ..
-    } = memory.config();
-    let limit = memory_limit.value.map_or_else(|| "none".to_owned(), ByteSize::exact);
     let held = memory.snapshot().signal.limit;
     let arena = memory.open_arena("one");
     let sleeps = arena.as_ref().map_or_else(|_| "nowhere".to_owned(), sleeps);
@@ -241,39 +220,16 @@ fn describe(memory: &Memory) -> String {
     let decay: isize = unsafe { raw::read(b"arenas.dirty_decay_ms\0") }.expect("a control");
     let threads = max_background_threads::read().expect("a control");
     let runs = background_thread::read().expect("a control");
-    [
-        format!("profile={} ({})", profile.value, profile.source),
-        format!("memory_limit={limit} ({})", memory_limit.source),
+    let settings = memory.config().settings();
+    let settings = settings.iter().map(|(name, it)| format!("{name}={} ({})", it.value, it.source));
+    let effects = [
         format!("held={} ({})", held.bytes.exact(), held.source.name()),
-        format!("ceiling={} ({})", ceiling.value, ceiling.source),
-        format!("multiplier={} ({})", correction_factor.value, correction_factor.source),
         format!("K={}", memory.snapshot().host.correction_factor),
-        format!("device={} ({})", device.choice.value, device.choice.source),
-        format!("device_rung={} ({})", device.backend.value, device.backend.source),
-        format!("device_limit={} ({})", device.limit.value.exact(), device.limit.source),
         format!("arena={arena}"),
-        format!("watermark={} ({})", device.watermark.value, device.watermark.source),
-        format!("device_decay={:?} ({})", device.decay.value, device.decay.source),
-        format!("sleep_after={:?} ({})", device.sleep_after.value, device.sleep_after.source),
-        format!("residency={:?} ({})", device.min_awake.value, device.min_awake.source),
-        format!("stable={} ({})", device.sleep_stable.value, device.sleep_stable.source),
-        format!("dynamic={} ({})", device.sleep_dynamic.value, device.sleep_dynamic.source),
         format!("sleeps={sleeps}"),
-        format!("heap_decay={:?} ({})", heap_decay.value, heap_decay.source),
         format!("jemalloc={decay} ms, at most {threads} threads, on: {runs}"),
-        format!("background_threads={} ({})", background_threads.value, background_threads.source),
-        format!("purge_interval={:?} ({})", purge_interval.value, purge_interval.source),
-        format!("idle_unload={:?} ({})", idle_unload.value, idle_unload.source),
-        format!("max_wait={:?} ({})", max_wait.value, max_wait.source),
-        format!("metrics_interval={:?} ({})", metrics_interval.value, metrics_interval.source),
-        format!("metrics={} ({})", metrics.value, metrics.source),
-        format!("process_metrics={} ({})", process_metrics.value, process_metrics.source),
-        format!("service_version={:?} ({})", service_version.value, service_version.source),
-        format!("exhaustion={:?} ({})", exhaustion_policy.value, exhaustion_policy.source),
-        format!("flight_recorder={:?} ({})", flight_recorder.value, flight_recorder.source),
-        format!("profiles={:?} ({})", heap_profile_dir.value, heap_profile_dir.source),
-    ]
-    .join("; ")
+    ];
+    settings.chain(effects).collect::<Vec<_>>().join("; ")
 }
 
 /// Runs this program again with these variables alone, and gives what it said: first without, then
@@ -322,41 +278,42 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_HEAP_PROFILE_DIR", "/profiles"),
     ]);
     for part in [
-        "started: profile=low-memory (environment)",
-        "memory_limit=96MiB (environment)",
+        "started: LOWTIDE_PROFILE=low-memory (environment)",
+        "MEMORY_LIMIT=96MiB (environment)",
         "held=96MiB (override)",
-        "ceiling=0.25 (environment)",
-        "multiplier=1.25 (environment)",
+        "CEILING=0.25 (environment)",
+        "CORRECTION_FACTOR=1.25 (environment)",
         "K=1.25;",
-        "device=host (environment)",
-        "device_rung=plain (environment)",
-        "device_limit=6MiB (environment)",
+        "LOWTIDE_DEVICE=host (environment)",
+        "DEVICE_BACKEND=plain (environment)",
+        "DEVICE_LIMIT=6MiB (environment)",
         "arena=6MiB",
-        "watermark=0.2 (environment)",
-        "device_decay=Within(1.5s) (environment)",
-        "sleep_after=Some(600s) (environment)",
-        "residency=20s (environment)",
-        "stable=stay (environment)",
-        "dynamic=discard (environment)",
+        "DEVICE_WATERMARK=0.2 (environment)",
+        "DEVICE_DECAY=1s 500ms (environment)",
+        "DEVICE_SLEEP_AFTER=10m (environment)",
+        "DEVICE_MIN_AWAKE=20s (environment)",
+        "SLEEP_STABLE=stay (environment)",
+        "SLEEP_DYNAMIC=discard (environment)",
         "sleeps=in its time",
-        "heap_decay=Within(2s) (environment)",
+        "HEAP_DECAY=2s (environment)",
         "jemalloc=2000 ms, at most 1 threads, on: true",
-        "background_threads=1 (environment)",
-        "purge_interval=None (environment)",
-        "idle_unload=90s (environment)",
-        "max_wait=3s (environment)",
-        "metrics_interval=250ms (environment)",
-        "metrics=detail (environment)",
-        "process_metrics=false (environment)",
-        "service_version=Some(\"2.4.1\") (environment)",
-        "exhaustion=Exit { min_uptime: 600s } (environment)",
-        "flight_recorder=Some(\"/nonexistent/recording\") (environment)",
-        "profiles=Some(\"/profiles\") (environment)",
+        "BACKGROUND_THREADS=1 (environment)",
+        "PURGE_INTERVAL=never (environment)",
+        "IDLE_UNLOAD=1m 30s (environment)",
+        "MAX_WAIT=3s (environment)",
+        "METRICS_INTERVAL=250ms (environment)",
+        "METRICS=detail (environment)",
+        "PROCESS_METRICS=off (environment)",
+        "SERVICE_VERSION=2.4.1 (environment)",
+        "EXHAUSTION_POLICY=exit:10m (environment)",
+        "FLIGHT_RECORDER=/nonexistent/recording (environment)",
+        "HEAP_PROFILE_DIR=/profiles (environment)",
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
-    assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
+    assert!(bare.contains("BACKGROUND_THREADS=0 (environment)"), "{bare}");
+    assert!(bare.ends_with(" threads, on: false"), "{bare}");
     assert_eq!(env::VARIABLES.len(), 25, "a variable was added that this test does not name");
 }
 
@@ -364,18 +321,18 @@ fn each_variable_reaches_what_it_sets() {
 fn the_environment_wins_over_code_and_code_over_the_profile() {
     let (bare, with_code) = with_variables(&[("LOWTIDE_CEILING", "0.25")]);
     for part in [
-        "profile=throughput (code)",
-        "ceiling=0.25 (environment)",
-        "idle_unload=7s (code)",
-        "heap_decay=Within(10s) (profile)",
-        "device=host (code)",
+        "PROFILE=throughput (code)",
+        "CEILING=0.25 (environment)",
+        "IDLE_UNLOAD=7s (code)",
+        "HEAP_DECAY=10s (profile)",
+        "LOWTIDE_DEVICE=host (code)",
     ] {
         assert!(with_code.contains(part), "{part:?} is missing in {with_code}");
     }
-    for part in ["sleep_after=None (default)", "stable=keep (default)", "sleeps=never"] {
+    for part in ["SLEEP_AFTER=never (default)", "SLEEP_STABLE=keep (default)", "sleeps=never"] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
-    for part in ["profile=balanced (default)", "idle_unload=300s (profile)", "0.25 (environment)"] {
+    for part in ["PROFILE=balanced (default)", "IDLE_UNLOAD=5m (profile)", "0.25 (environment)"] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
 }
@@ -419,8 +376,8 @@ fn what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() {
         ("LOWTIDE_PORT_8080_TCP_ADDR", "10.0.0.7"),
         ("LOWTIDE_CEILING", "0.5"),
     ]);
-    assert!(bare.starts_with("started: profile=balanced (default)"), "{bare}");
-    assert!(bare.contains("ceiling=0.5 (environment)"), "{bare}");
+    assert!(bare.starts_with("started: LOWTIDE_PROFILE=balanced (default)"), "{bare}");
+    assert!(bare.contains("CEILING=0.5 (environment)"), "{bare}");
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use lowtide::config::DeviceChoice;
-use lowtide::config::arena::{ArenaOptions, RunOptions, SHRINK_OPTION, SelectorError, Targets};
+use lowtide::config::arena::{ArenaOptions, RunOptions, SHRINK_OPTION, Targets};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::memory::{ShrinkError, ShrinkOutcome, Slot};
@@ -135,6 +135,8 @@ fn pinned_pools_belong_to_the_host() {
 #[test]
 fn selector_errors_are_values() {
     let error: ShrinkError = "cpu".parse::<Targets>().unwrap_err().into();
-    let entry = "cpu".to_owned();
-    assert_eq!(error, ShrinkError::Selector(SelectorError::NoId { entry }));
+    let text = "selector=\"cpu\": expected targets such as cpu:0;gpu:0: \"cpu\" is not with the \
+                number of a device";
+    assert_eq!(error.to_string(), text);
+    assert!(matches!(error, ShrinkError::Selector(_)));
 }

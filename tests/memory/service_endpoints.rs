@@ -522,7 +522,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     ] {
         assert_eq!(device[key], json!(size.get()), "{key}");
     }
-    assert_eq!(device["leases"], 1);
+    check_arena(device);
     assert_eq!(told["device"]["budget"]["ceiling_bytes"], Value::Null, "no limit");
     assert_eq!((&told["requests"]["admitted"], &told["requests"]["held"]), (&json!(1), &json!(1)));
     let shed = json!({
@@ -535,6 +535,9 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!((&resource["name"], &resource["loaded"]), (&json!("model"), &json!(false)));
     assert_eq!((&resource["loads"], &resource["failed_loads"]), (&json!(1), &json!(0)));
     assert_eq!(resource["refused_loads"], 0);
+    assert_eq!(resource["cost_bytes"], json!({ "host": 0, "device": 0 }));
+    assert_eq!(resource["guards"], 0);
+    assert_eq!(keys(&resource["measured_bytes"]), BTreeSet::from(["device", "host"]));
     assert_eq!(resource["unloads"][UnloadReason::Manual.name()], 1);
     assert_eq!(resource["last_used_seconds"].as_f64(), Some(1_000.0), "on the wall clock");
     drop((buffer, lease, permit, table));
@@ -545,6 +548,18 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
 fn check_process(told: &Value) {
     assert_eq!((&told["schema"], &told["process"]["pid"]), (&json!(1), &json!(std::process::id())));
     assert!(told["process"]["started_at_seconds"].as_f64().is_some_and(|at| at >= 1_000.0));
+}
+
+fn check_arena(arena: &Value) {
+    let counts = "sleeps wakes wake_failures allocs thread_cache_allocs failures trimmed_bytes \
+                  shrunk_bytes lock_contended lock_wait_seconds asleep_bytes offloaded_bytes \
+                  live_peak_bytes cached_bytes requested_bytes active_bytes idle_bytes \
+                  committed_peak_bytes hole_bytes largest_free_bytes metadata_bytes \
+                  exported_bytes imported_bytes state";
+    for key in counts.split_whitespace() {
+        assert!(!arena[key].is_null(), "{key}");
+    }
+    assert_eq!(arena["leases"], 1);
 }
 
 fn check_host(host: &Value) {

@@ -20,8 +20,8 @@ const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
 const ANY_PART: &str = "expected map, history, events, admin_tasks, largest_requests, permits, \
                         routes, tenants, size_classes, mappings, device_processes, last_exit, \
-                        limit_advice, leaks";
-const PARTS: [&str; 13] = [
+                        limit_advice, leaks, settings";
+const PARTS: [&str; 14] = [
     "map",
     "history",
     "events",
@@ -35,6 +35,7 @@ const PARTS: [&str; 13] = [
     "last_exit",
     "limit_advice",
     "leaks",
+    "settings",
 ];
 const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
@@ -127,11 +128,17 @@ fn the_page_runs_nothing_but_its_own_script_and_asks_nobody_else() {
     for unsafe_word in ["unsafe", "http:", "https:", "*", "blob:"] {
         assert!(!policy.contains(unsafe_word), "{unsafe_word}: {policy}");
     }
-    for kind in ["script-src", "style-src"] {
-        let rule = rules.iter().find(|rule| rule.starts_with(kind)).expect("a rule");
-        assert!(rule.split_whitespace().skip(1).all(|source| source.starts_with("'sha256-")));
-    }
     let body = page.body();
+    let nonce = body.split("<script nonce=\"").nth(1).and_then(|rest| rest.split('"').next());
+    let nonce = nonce.expect("the script has one");
+    assert_eq!(nonce.len(), 32, "128 bits: {nonce}");
+    assert_eq!(body.matches("<script").count(), 1);
+    assert!(body.contains(&format!("<style nonce=\"{nonce}\">")), "{nonce}");
+    for kind in ["script-src", "style-src"] {
+        assert!(rules.contains(&format!("{kind} 'nonce-{nonce}'").as_str()), "{policy}");
+    }
+    let again = ask(&endpoints, "/memory", Some(BROWSER));
+    assert!(!again.body().contains(nonce), "each answer has its own");
     assert!(body.len() <= 150 << 10, "{} bytes", body.len());
     assert!(!body.contains("{{"), "each part is in its place");
     for outside in ["src=\"", "@import", "url(", " style=\"", " onclick"] {
@@ -174,6 +181,18 @@ fn the_advice_on_limits_has_the_recorded_hours_and_the_effect_of_the_limit_that_
     assert!(at["sentence"].as_str().expect("a sentence").contains("1.5 MiB"), "{at}");
     assert_eq!(told("with=limit_advice")["at"], Value::Null);
     assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn every_setting_is_told_with_its_source() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = start(&clock, &tree);
+    let settings = &told(&Endpoints::new(Some(memory)), "/memory?with=settings")["settings"];
+    let ceiling = serde_json::json!({ "value": "0.8", "source": "default" });
+    assert_eq!(settings["LOWTIDE_CEILING"], ceiling, "{settings}");
+    let device = serde_json::json!({ "value": "host", "source": "code" });
+    assert_eq!(settings["LOWTIDE_DEVICE"], device, "{settings}");
+    assert_eq!(settings.as_object().map(|all| all.len()), Some(25));
 }
 
 #[test]

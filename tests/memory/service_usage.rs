@@ -289,7 +289,7 @@ fn hostile_names_stay_text_in_metrics_json_and_page() {
     let page = endpoints.answer_request(&page).expect("one of its paths");
     let page = page.map(|body| String::from_utf8(body).expect("UTF-8"));
     assert!(!page.body().contains("alert(1)"));
-    let script = page.body().split("<script>").nth(1).expect("one script");
+    let script = page.body().split("<script").nth(1).expect("one script");
     for unsafe_word in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {
         assert!(!script.contains(unsafe_word), "{unsafe_word}");
     }

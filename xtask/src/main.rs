@@ -1,12 +1,11 @@
-//! The commands of this repository: checks over text, the inner loop, the jobs of the continuous
-//! integration, and the figures.
+//! The commands of this repository: checks over text, the inner loop, planted faults, and figures.
+//! `.ci/run` has the jobs of the continuous integration.
 //!
 //! Each command is a module. A command prints what it finds, and ends with status 1 if it failed.
 
-mod ci;
+mod code;
 mod figures;
 mod mutants;
-mod packages;
 mod quick;
 mod run;
 mod text;
@@ -38,10 +37,6 @@ enum Command {
         #[arg(long, default_value = "main")]
         base: String,
     },
-    /// Runs the jobs of the continuous integration, and reports every failure at the end.
-    Ci(ci::Arguments),
-    /// Runs the long jobs in full: hours.
-    Soak(ci::Arguments),
     /// Puts faults into copies of the arena's source, each of which a test must find.
     Mutants(mutants::Arguments),
     /// Measures a subject, and prints lines `figure NAME VALUE UNIT`.
@@ -52,8 +47,6 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Text { write } => text::run(write),
         Command::Quick { base } => quick::run(&base),
-        Command::Ci(arguments) => ci::ci(&arguments),
-        Command::Soak(arguments) => ci::soak(&arguments),
         Command::Mutants(arguments) => mutants::run(&arguments),
         Command::Figures(arguments) => figures::run(&arguments),
     };

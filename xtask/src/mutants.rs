@@ -10,10 +10,9 @@
 //! builds, and its test fails.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use crate::ci::executables;
-use crate::run::{Run, cargo};
+use crate::run::{Run, cargo, executables};
 use crate::tree::{self, Faults, Tree};
 
 /// The folder of the sources that are changed.
@@ -34,7 +33,7 @@ struct Mutant {
     replacement: &'static str,
     /// A test of `crates/gpu/tests/gpu` that must fail.
     test: &'static str,
-    /// `true` if `cargo xtask ci` tries it too.
+    /// `true` if `.ci/run --full` tries it too.
     is_sample: bool,
 }
 
@@ -208,6 +207,9 @@ pub(crate) struct Arguments {
     /// Names of mutants; all, if there is none.
     #[arg(value_name = "NAME")]
     names: Vec<String>,
+    /// Only the sample that `.ci/run --full` tries.
+    #[arg(long)]
+    sample: bool,
     /// Lists the mutants and tries none.
     #[arg(long)]
     list: bool,
@@ -226,15 +228,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
         found.ok_or_else(|| format!("unknown mutant {name:?}: see --list"))
     };
     let mutants: Vec<_> = match arguments.names.as_slice() {
-        [] => MUTANTS.iter().collect(),
+        [] => MUTANTS.iter().filter(|one| one.is_sample || !arguments.sample).collect(),
         names => names.iter().map(named).collect::<Result<_, _>>()?,
     };
-    try_all(&mutants)
-}
-
-/// Tries all of them, or a sample.
-pub(crate) fn run_some(is_full: bool) -> Result<(), String> {
-    let mutants: Vec<_> = MUTANTS.iter().filter(|one| is_full || one.is_sample).collect();
     try_all(&mutants)
 }
 
@@ -242,7 +238,7 @@ fn try_all(mutants: &[&Mutant]) -> Result<(), String> {
     let tree = Tree::read(&tree::root())?;
     let places = mutants.iter().map(|mutant| Ok((*mutant, place_of(mutant, &tree)?)));
     let places = places.collect::<Result<Vec<_>, String>>()?;
-    let copy = Copy::new(&tree)?;
+    let copy = Copy::new()?;
     let tests: Vec<_> = mutants.iter().map(|mutant| mutant.test).collect();
     if let Some(written) = copy.build()?.failure(&tests)? {
         return Err(format!("the tests fail without a mutant:\n{written}"));
@@ -294,36 +290,19 @@ struct Copy {
 }
 
 impl Copy {
-    /// Brings the copy up to date. Files that are the same stay as they are, and so does what was
-    /// built of them.
-    fn new(tree: &Tree) -> Result<Self, String> {
+    /// Makes a copy in which each file has its time, so that what was built of it stays.
+    fn new() -> Result<Self, String> {
         let folder = tree::root().join("target/mutants");
         let copy = Self { root: folder.join("source"), build: folder.join("build") };
-        fs::create_dir_all(&copy.root).map_err(|error| error.to_string())?;
-        let before = Tree::read(&copy.root)?;
-        let is_gone =
-            |name: &str| tree.file(name).is_none() && !tree.binaries.iter().any(|it| it == name);
-        let names = before.files.iter().map(|file| &file.name).chain(&before.binaries);
-        for name in names.filter(|name| is_gone(name)) {
-            fs::remove_file(copy.root.join(name)).map_err(|error| format!("{name}: {error}"))?;
-        }
-        for file in &tree.files {
-            if before.file(&file.name).is_none_or(|old| old.text != file.text) {
-                copy.write(&file.name, &file.text)?;
-            }
-        }
-        for name in &tree.binaries {
-            let (from, to) = (tree::root().join(name), copy.root.join(name));
-            make_folder_of(&to)?;
-            fs::copy(&from, &to).map_err(|error| format!("{name}: {error}"))?;
-        }
-        Ok(copy)
+        let script = "rm -rf target/mutants/source && mkdir -p target/mutants/source && \
+                      git ls-files -z --cached --others --exclude-standard | \
+                      tar --create --null --files-from - --ignore-failed-read | \
+                      tar --extract --directory target/mutants/source";
+        Run::new("sh").arg("-c").arg(script).run().map(|()| copy)
     }
 
     fn write(&self, name: &str, text: &str) -> Result<(), String> {
-        let path = self.root.join(name);
-        make_folder_of(&path)?;
-        fs::write(&path, text).map_err(|error| format!("{name}: {error}"))
+        fs::write(self.root.join(name), text).map_err(|error| format!("{name}: {error}"))
     }
 
     /// Builds the test program of the arena.
@@ -336,11 +315,6 @@ impl Copy {
         let path = executables(&built).pop().ok_or("the tests of the arena have no program")?;
         Ok(Program { path, copy: self })
     }
-}
-
-fn make_folder_of(path: &Path) -> Result<(), String> {
-    let folder = path.parent().unwrap_or(path);
-    fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))
 }
 
 /// The test program of a copy.

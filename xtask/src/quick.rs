@@ -1,29 +1,26 @@
 //! `cargo xtask quick`: the inner loop. Format, the checks over text, and clippy and tests of what
-//! changed since the branch left `main`, the working tree included.
+//! changed since the branch left `main`, the working tree included; all else is type-checked.
 //!
-//! Packages that depend on a changed one are only type-checked. The root package's integration
-//! tests run if they changed themselves; `cargo test` runs all of them. Examples in documentation
-//! are left to `cargo test` too.
+//! Of the root package, whose tests take long, the library's tests run, and the test binaries that
+//! changed. Examples in documentation are left to `cargo test`.
 //!
 //! Invariant: every step runs, and every failure is reported at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::packages::{Package, dependents, packages};
 use crate::run::{Run, cargo, children_cpu_seconds};
 use crate::text;
+use crate::tree::{self, Tree};
 
 /// Runs the steps.
 pub(crate) fn run(base: &str) -> Result<(), String> {
     let before = children_cpu_seconds()?;
     let changed = changed_files(base)?;
-    let all = packages()?;
-    let plan = Plan::new(&all, &changed);
-    println!("{} files changed, in: {}", changed.len(), plan.changed().join(", "));
+    let tree = Tree::read(&tree::root())?;
     let mut failed = Vec::new();
     failed.extend(cargo("fmt --all --check").run().err());
     failed.extend(text::run(false).err());
-    for command in plan.commands(&all) {
+    for command in commands(&tree, &changed) {
         failed.extend(cargo(&command).run().err());
     }
     println!("quick: {:.0} CPU seconds", children_cpu_seconds()? - before);
@@ -41,151 +38,62 @@ fn changed_files(base: &str) -> Result<Vec<String>, String> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-/// The changes in a package.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Changes {
-    /// Its library or manifest.
-    library: bool,
-    /// Test targets.
-    tests: BTreeSet<String>,
-    /// Examples or benches.
-    others: bool,
-}
-
-/// The packages with changed files.
-#[derive(Debug)]
-struct Plan(BTreeMap<String, Changes>);
-
-impl Plan {
-    fn new(all: &[Package], changed: &[String]) -> Self {
-        let mut plan = BTreeMap::<String, Changes>::new();
-        for file in changed {
-            let holds = |package: &&Package| file.starts_with(&package.folder);
-            let package = all.iter().filter(holds).max_by_key(|package| package.folder.len());
-            let Some(package) = package else { continue };
-            let inside: Vec<_> = file[package.folder.len()..].split('/').collect();
-            let mut changes = Changes::default();
-            match inside.as_slice() {
-                ["src", ..] | ["build.rs" | "Cargo.toml"] => changes.library = true,
-                ["tests", name, ..] => {
-                    // A folder of data or of helpers is no target.
-                    let is_target = name.ends_with(".rs") || inside.len() > 2;
-                    if is_target && !["data", "support"].contains(name) {
-                        changes.tests.insert(name.trim_end_matches(".rs").to_owned());
-                    }
-                }
-                [.., file] if file.ends_with(".rs") => changes.others = true,
-                _ => continue,
-            }
-            let known = plan.entry(package.name.clone()).or_default();
-            known.library |= changes.library;
-            known.others |= changes.others;
-            known.tests.append(&mut changes.tests);
-        }
-        Self(plan)
-    }
-
-    fn changed(&self) -> Vec<&str> {
-        self.0.keys().map(String::as_str).collect()
-    }
-
-    /// The arguments of Cargo, command by command.
-    fn commands(&self, all: &[Package]) -> Vec<String> {
-        let mut commands = Vec::new();
-        let of = |names: &mut dyn Iterator<Item = &String>| {
-            names.map(|name| format!("-p {name}")).collect::<Vec<_>>().join(" ")
+/// The commands of Cargo for these files.
+fn commands(tree: &Tree, changed: &[String]) -> Vec<String> {
+    let packages = tree.packages();
+    // The targets that changed in each package.
+    let mut targets = BTreeMap::<_, BTreeSet<String>>::new();
+    for file in changed.iter().filter(|file| file.ends_with(".rs") || file.ends_with("Cargo.toml"))
+    {
+        let holds = |package: &&tree::Package| file.starts_with(&package.folder);
+        let package = packages.iter().filter(holds).max_by_key(|package| package.folder.len());
+        let Some(package) = package else { continue };
+        let inside: Vec<_> = file[package.folder.len()..].split('/').collect();
+        let target = match inside.as_slice() {
+            _ if !package.folder.is_empty() => "--lib --bins --tests".to_owned(),
+            ["tests", name, ..] => format!("--test {}", name.trim_end_matches(".rs")),
+            ["examples", ..] => "--examples".to_owned(),
+            _ => "--lib".to_owned(),
         };
-        if self.0.is_empty() {
-            return commands;
-        }
-        let is_root = |name: &str| all.iter().any(|one| one.name == name && one.folder.is_empty());
-        for (name, changes) in &self.0 {
-            let mut targets = String::new();
-            if !is_root(name) {
-                targets += " --all-targets";
-            } else if changes.library || !changes.tests.is_empty() {
-                targets += " --lib";
-            }
-            if is_root(name) && changes.others {
-                targets += " --examples";
-            }
-            if is_root(name) {
-                changes.tests.iter().for_each(|test| targets += &format!(" --test {test}"));
-            }
-            commands.push(format!("clippy --locked -p {name}{targets} -- -D warnings"));
-            // Benches are linted and not run: as tests they would measure.
-            let tests = targets.replace(" --all-targets", " --lib --bins --tests");
-            let tests = tests.replace(" --examples", "");
-            if !tests.is_empty() {
-                commands.push(format!("test --locked -p {name}{tests}"));
-            }
-        }
-        let libraries = self.0.iter().filter(|(_, changes)| changes.library);
-        let libraries: BTreeSet<_> = libraries.map(|(name, _)| name.clone()).collect();
-        let mut others = dependents(all, &libraries);
-        others.retain(|name| !self.0.contains_key(name));
-        if !others.is_empty() {
-            commands.push(format!("check --locked {}", of(&mut others.iter())));
-        }
-        commands
+        targets.entry(package.crate_name.replace('_', "-")).or_default().insert(target);
     }
+    let mut commands = Vec::new();
+    for (name, targets) in &targets {
+        let targets: Vec<_> = targets.iter().map(String::as_str).collect();
+        let targets = targets.join(" ");
+        commands.push(format!("clippy --locked -p {name} {targets} -- -D warnings"));
+        commands.push(format!("test --locked -p {name} {targets}"));
+    }
+    commands.extend((!targets.is_empty()).then(|| "check --locked --all-targets".to_owned()));
+    commands
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn package(name: &str, folder: &str, on: &[&str]) -> Package {
-        Package {
-            name: name.to_owned(),
-            folder: folder.to_owned(),
-            is_published: true,
-            is_default: true,
-            features: Vec::new(),
-            documented: Vec::new(),
-            version: String::new(),
-            rust_version: String::new(),
-            dependencies: on.iter().map(ToString::to_string).collect(),
-            needs: Vec::new(),
-        }
-    }
-
-    fn commands(changed: &[&str]) -> Vec<String> {
-        let all = [
-            package("lowtide", "", &["lowtide-gpu"]),
-            package("lowtide-gpu", "crates/gpu/", &[]),
-            package("lowtide-benches", "benches/", &["lowtide"]),
-        ];
-        let changed: Vec<_> = changed.iter().map(ToString::to_string).collect();
-        Plan::new(&all, &changed).commands(&all)
-    }
+    use crate::tree::Source;
 
     #[test]
-    fn an_edit_in_a_package_tests_it_and_checks_those_that_depend_on_it() {
+    fn what_changed_is_linted_and_tested_and_the_rest_is_checked() {
+        let manifest = |folder: &str, name: &str| Source {
+            name: format!("{folder}Cargo.toml"),
+            text: format!("[package]\nname = \"{name}\"\n"),
+        };
+        let files = vec![manifest("", "lowtide"), manifest("crates/gpu/", "lowtide-gpu")];
+        let tree = Tree { files, binaries: Vec::new() };
+        let of = |changed: &[&str]| {
+            commands(&tree, &changed.iter().map(ToString::to_string).collect::<Vec<_>>())
+        };
         assert_eq!(
-            commands(&["crates/gpu/src/arena.rs", "docs/STYLE.md"]),
-            [
-                "clippy --locked -p lowtide-gpu --all-targets -- -D warnings",
-                "test --locked -p lowtide-gpu --lib --bins --tests",
-                "check --locked -p lowtide -p lowtide-benches",
-            ]
-        );
-    }
-
-    #[test]
-    fn an_edit_in_the_root_tests_its_library_and_the_tests_that_changed() {
-        assert_eq!(
-            commands(&["src/lib.rs", "tests/proxy/main.rs"]),
+            of(&["crates/gpu/src/arena.rs", "docs/STYLE.md", "src/lib.rs", "tests/proxy/main.rs"]),
             [
                 "clippy --locked -p lowtide --lib --test proxy -- -D warnings",
                 "test --locked -p lowtide --lib --test proxy",
-                "check --locked -p lowtide-benches",
+                "clippy --locked -p lowtide-gpu --lib --bins --tests -- -D warnings",
+                "test --locked -p lowtide-gpu --lib --bins --tests",
+                "check --locked --all-targets",
             ]
         );
-        assert_eq!(
-            commands(&["examples/tide.rs"]),
-            ["clippy --locked -p lowtide --examples -- -D warnings"]
-        );
-        assert_eq!(commands(&["README.md", "docs/STYLE.md"]), [""; 0]);
+        assert_eq!(of(&["README.md", "docs/STYLE.md"]), [""; 0]);
     }
 }

@@ -6,21 +6,9 @@ use std::ffi::OsStr;
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
 use std::{env, fs};
 
 use crate::tree;
-
-/// The folder in which tools are unpacked and reports are kept.
-pub(crate) const FOLDER: &str = "target/ci";
-
-/// The environment variables that are set for every command.
-static FOR_COMMANDS: Mutex<Vec<(&str, &str)>> = Mutex::new(Vec::new());
-
-/// Sets a variable of every command from now on.
-pub(crate) fn set_for_commands(name: &'static str, value: &'static str) {
-    FOR_COMMANDS.lock().unwrap_or_else(PoisonError::into_inner).push((name, value));
-}
 
 /// A command in the root of the repository.
 pub(crate) struct Run {
@@ -43,18 +31,10 @@ pub(crate) fn cargo(arguments: &str) -> Run {
     run
 }
 
-/// Returns `true` if there is a program of this name.
-pub(crate) fn has(program: &str) -> bool {
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&path).any(|folder| folder.join(program).is_file())
-}
-
 impl Run {
     pub(crate) fn new(program: impl AsRef<OsStr>) -> Self {
         let mut command = Command::new(program);
         command.current_dir(tree::root());
-        let set = FOR_COMMANDS.lock().unwrap_or_else(PoisonError::into_inner);
-        command.envs(set.iter().copied());
         Self { command }
     }
 
@@ -93,21 +73,12 @@ impl Run {
         words.join(" ")
     }
 
-    /// Runs the command and returns its status.
-    pub(crate) fn status(mut self) -> Result<i32, String> {
+    /// Runs the command; a status other than 0 is an error.
+    pub(crate) fn run(mut self) -> Result<(), String> {
         let line = self.line();
         println!("$ {line}");
         let status = self.command.status().map_err(|error| format!("{line}: {error}"))?;
-        Ok(status.code().unwrap_or(-1))
-    }
-
-    /// Runs the command; a status other than 0 is an error.
-    pub(crate) fn run(self) -> Result<(), String> {
-        let line = self.line();
-        match self.status()? {
-            0 => Ok(()),
-            status => Err(format!("{line}: status {status}")),
-        }
+        if status.success() { Ok(()) } else { Err(format!("{line}: {status}")) }
     }
 
     /// Runs the command and returns what it writes to standard output.
@@ -142,25 +113,20 @@ impl Run {
     ///
     /// For a program that is expected to fail: in the output of a job, its words would be taken for
     /// a failure of the job.
-    pub(crate) fn failure(self) -> Result<Option<String>, String> {
-        let (written, has_succeeded) = self.captured()?;
-        Ok((!has_succeeded).then_some(written))
-    }
-
-    /// Runs the command and returns all that it wrote, with whether it succeeded.
-    pub(crate) fn captured(mut self) -> Result<(String, bool), String> {
+    pub(crate) fn failure(mut self) -> Result<Option<String>, String> {
         let line = self.line();
         println!("$ {line}");
         let output = self.command.output().map_err(|error| format!("{line}: {error}"))?;
         let written = [output.stdout, output.stderr].concat();
-        Ok((String::from_utf8_lossy(&written).into_owned(), output.status.success()))
+        Ok((!output.status.success()).then(|| String::from_utf8_lossy(&written).into_owned()))
     }
+}
 
-    /// Returns `true` if the command succeeds; prints nothing.
-    pub(crate) fn succeeds(mut self) -> bool {
-        let quiet = self.command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        quiet.status().is_ok_and(|status| status.success())
-    }
+/// Returns the programs in Cargo's messages.
+pub(crate) fn executables(messages: &str) -> Vec<String> {
+    let message = |line: &str| serde_json::from_str::<serde_json::Value>(line).ok();
+    let program = |message: serde_json::Value| Some(message["executable"].as_str()?.to_owned());
+    messages.lines().filter_map(message).filter_map(program).collect()
 }
 
 /// Returns the CPU seconds of the processes that this one has waited for, and of theirs.

@@ -8,8 +8,6 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-use crate::text::tidy::tokens::{self, Token};
-
 /// Returns the repository's root: the folder above this package.
 pub(crate) fn root() -> PathBuf {
     // Cargo sets the variable for `cargo run`, also in a clone that another copy has built.
@@ -32,27 +30,6 @@ impl Source {
 
     pub(crate) fn is_under(&self, folder: &str) -> bool {
         self.name.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'))
-    }
-
-    /// Returns the code: all tokens but comments.
-    pub(crate) fn code(&self) -> Vec<Token<'_>> {
-        tokens::code(&tokens::tokens(&self.text))
-    }
-
-    /// Returns the text of a line, counted from 1; empty if there is no such line.
-    pub(crate) fn line(&self, line: usize) -> &str {
-        line.checked_sub(1).and_then(|at| self.text.lines().nth(at)).unwrap_or_default()
-    }
-
-    /// Returns the text of a comment after `mark`, on this line or alone on the line above.
-    pub(crate) fn remark(&self, line: usize, mark: &str) -> Option<&str> {
-        let above = self.line(line.saturating_sub(1));
-        let above = above.trim_start().starts_with("//").then_some(above);
-        [Some(self.line(line)), above]
-            .into_iter()
-            .flatten()
-            .find_map(|text| text.split_once(mark))
-            .map(|(_, after)| after.trim_start_matches(':').trim())
     }
 }
 
@@ -170,11 +147,6 @@ impl Faults {
         if !holds {
             self.say(what());
         }
-    }
-
-    /// Adds all of these.
-    pub(crate) fn extend(&self, more: impl IntoIterator<Item = String>) {
-        self.0.borrow_mut().extend(more);
     }
 
     /// Returns the faults in order, each once.

@@ -2,33 +2,16 @@
 //!
 //! Values only: ledgers, the queue and permits use them.
 
-use std::fmt;
-
 use lowtide_core::bytes::ByteSize;
 
-/// The memory that an account covers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Budget {
-    /// Host memory.
-    Host,
-    /// Device memory.
-    Device,
-}
-
-impl Budget {
-    /// Returns the name in lower case.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::Device => "device",
-        }
-    }
-}
-
-impl fmt::Display for Budget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+lowtide_core::named_enum! {
+    /// The memory that an account covers.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Budget {
+        /// Host memory.
+        Host = "host",
+        /// Device memory.
+        Device = "device",
     }
 }
 

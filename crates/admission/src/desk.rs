@@ -341,12 +341,6 @@ impl Desk {
         }
     }
 
-    /// Returns the number of the control loop's last tick; `None` if none runs.
-    #[inline]
-    pub(super) fn tick(&self) -> Option<u64> {
-        self.queue.is_timed().then(|| self.ticks.load(Ordering::Relaxed))
-    }
-
     #[inline]
     fn wake_waiting(&self, others: usize) {
         if !self.queue.is_empty() {

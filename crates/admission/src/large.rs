@@ -156,32 +156,20 @@ impl RequestMemory {
     }
 }
 
-/// The phase of a running request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum RequestPhase {
-    /// Its handler waits for more of its body.
-    Receiving,
-    /// Its reservation is suspended: it waits for the rest of its body, and then for room.
-    Suspended,
-    /// Its handler works: its body has arrived, or it does not read it now.
-    #[default]
-    Working,
-    /// Its handler has answered.
-    Answered,
-}
-
-impl RequestPhase {
-    /// Returns the name as in JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Receiving => "receiving",
-            Self::Suspended => "suspended",
-            Self::Working => "working",
-            Self::Answered => "answered",
-        }
+lowtide_core::named_enum! {
+    /// The phase of a running request.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum RequestPhase {
+        /// Its handler waits for more of its body.
+        Receiving = "receiving",
+        /// Its reservation is suspended: it waits for the rest of its body, and then for room.
+        Suspended = "suspended",
+        /// Its handler works: its body has arrived, or it does not read it now.
+        #[default]
+        Working = "working",
+        /// Its handler has answered.
+        Answered = "answered",
     }
 }
 

@@ -36,7 +36,8 @@ use super::tally::ClassStats;
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;
 const HOUR: Duration = Duration::from_secs(3600);
-/// The longest time for which one sample counts. A loop that stood still knows nothing of the rest.
+/// The longest time for which one sample counts: nothing is known of the time in which the control
+/// loop is blocked.
 const STEP_MAX: Duration = Duration::from_secs(1);
 /// Memory that no request owns counts after it has stayed this long: the memory of a request that
 /// has ended is released a little later than its reservation.
@@ -474,7 +475,7 @@ pub struct LimitAdvice {
     pub hours: Vec<LimitHour>,
     /// The limit in force; [`ByteSize::MAX`] if none is known.
     pub limit: ByteSize,
-    /// The recorded time, without times for which the control loop stood still.
+    /// The recorded time, without times in which the control loop was blocked.
     pub observed: Duration,
     /// The requests of that time, admitted or rejected for lack of host memory. Exempt ones are not
     /// counted, nor those that a limit of this size can never admit.

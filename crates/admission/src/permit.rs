@@ -278,8 +278,8 @@ impl Permit {
         std::ptr::eq(self.desk, admission.desk())
     }
 
-    /// Returns the time of the control loop's last tick, by its clock: the time of now, without
-    /// reading a clock.
+    /// Returns the time of the control loop's last tick, which is at most one period old. No clock
+    /// is read.
     #[doc(hidden)]
     #[inline]
     pub fn last_tick(&self) -> Moment {

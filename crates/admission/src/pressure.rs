@@ -11,7 +11,6 @@
 //! `falls <= elapsed / dwell + 1` and `rises <= falls + 3`, so that level changes are bounded for
 //! any usage.
 
-use std::fmt;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -29,26 +28,24 @@ const STEP_MAX: Duration = Duration::from_millis(20);
 /// The weight of the newest growth in its average. A guess: two samples make three quarters of it.
 const GROWTH_WEIGHT: f64 = 0.5;
 
-/// A pressure level: how close memory use is to the limit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[repr(u8)]
-pub enum Level {
-    /// Far from the limit.
-    #[default]
-    None = 0,
-    /// Heap and arenas are purged.
-    Elevated = 1,
-    /// Idle resources are unloaded; requests of low priority are rejected.
-    High = 2,
-    /// Requests of normal priority are rejected as well.
-    Critical = 3,
+lowtide_core::named_enum! {
+    /// A pressure level: how close memory use is to the limit.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[repr(u8)]
+    pub enum Level {
+        /// Far from the limit.
+        #[default]
+        None = "none",
+        /// Heap and arenas are purged.
+        Elevated = "elevated",
+        /// Idle resources are unloaded; requests of low priority are rejected.
+        High = "high",
+        /// Requests of normal priority are rejected as well.
+        Critical = "critical",
+    }
 }
 
 impl Level {
-    /// All levels, from the lowest.
-    pub const ALL: [Self; 4] = [Self::None, Self::Elevated, Self::High, Self::Critical];
-
     /// Returns the number for metrics: 0 none, 1 elevated, 2 high, 3 critical.
     #[must_use]
     pub const fn as_u8(self) -> u8 {
@@ -66,29 +63,12 @@ impl Level {
         }
     }
 
-    /// Returns the name in lower case.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Elevated => "elevated",
-            Self::High => "high",
-            Self::Critical => "critical",
-        }
-    }
-
     const fn one_up(self) -> Self {
         Self::from_u8(self.as_u8() + 1)
     }
 
     const fn one_down(self) -> Self {
         Self::from_u8(self.as_u8().saturating_sub(1))
-    }
-}
-
-impl fmt::Display for Level {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

@@ -186,47 +186,35 @@ impl Rejected {
     }
 }
 
-/// The reason of a rejection, for counting.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum RejectReason {
-    /// The cost can never fit.
-    TooLarge,
-    /// The cost did not fit at that time.
-    Full,
-    /// The pressure level rejected the priority.
-    Pressure,
-    /// Admission was closed.
-    ShuttingDown,
-    /// Memory that no request owned left no room for requests.
-    Exhausted,
-    /// The memory need of the route was not measured yet.
-    SlowStart,
-    /// The device was lost.
-    DeviceLost,
-    /// The request was cancelled while it ran because it held more than its claim.
-    Outgrown,
-    /// The request was ended because its client sent or took data too slowly.
-    SlowClient,
-    /// The request was ended because it held its permit for too long.
-    HeldTooLong,
+lowtide_core::named_enum! {
+    /// The reason of a rejection, for counting.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[non_exhaustive]
+    pub enum RejectReason {
+        /// The cost can never fit.
+        TooLarge = "too_large",
+        /// The cost did not fit at that time.
+        Full = "full",
+        /// The pressure level rejected the priority.
+        Pressure = "pressure",
+        /// Admission was closed.
+        ShuttingDown = "shutting_down",
+        /// Memory that no request owned left no room for requests.
+        Exhausted = "exhausted",
+        /// The memory need of the route was not measured yet.
+        SlowStart = "slow_start",
+        /// The device was lost.
+        DeviceLost = "device_lost",
+        /// The request was cancelled while it ran because it held more than its claim.
+        Outgrown = "outgrown",
+        /// The request was ended because its client sent or took data too slowly.
+        SlowClient = "slow_client",
+        /// The request was ended because it held its permit for too long.
+        HeldTooLong = "held_too_long",
+    }
 }
 
 impl RejectReason {
-    /// All reasons.
-    pub const ALL: [Self; 10] = [
-        Self::TooLarge,
-        Self::Full,
-        Self::Pressure,
-        Self::ShuttingDown,
-        Self::Exhausted,
-        Self::SlowStart,
-        Self::DeviceLost,
-        Self::Outgrown,
-        Self::SlowClient,
-        Self::HeldTooLong,
-    ];
-
     /// Returns `true` if the service sheds load with it: another instance may serve the request
     /// now. It does not if the request or its client is the reason.
     pub(crate) const fn is_shed(self) -> bool {
@@ -239,23 +227,6 @@ impl RejectReason {
             | Self::DeviceLost
             | Self::Outgrown => true,
             Self::TooLarge | Self::SlowClient | Self::HeldTooLong => false,
-        }
-    }
-
-    /// Returns the label in metrics.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::TooLarge => "too_large",
-            Self::Full => "full",
-            Self::Pressure => "pressure",
-            Self::ShuttingDown => "shutting_down",
-            Self::Exhausted => "exhausted",
-            Self::SlowStart => "slow_start",
-            Self::DeviceLost => "device_lost",
-            Self::Outgrown => "outgrown",
-            Self::SlowClient => "slow_client",
-            Self::HeldTooLong => "held_too_long",
         }
     }
 }

@@ -12,7 +12,7 @@
 //!
 //! Files: `api` (functions for any program), `torch`, `onnxruntime`; `options` (structs and their
 //! versions), `blocks` (the acts), `registry` (handles, devices, streams), `decay` (the thread),
-//! `failure` (codes and texts). `cargo xtask header` writes the header from them.
+//! `failure` (codes and texts). `cargo xtask text --write` writes the header from them.
 //!
 //! Invariant: a value that C passes is checked before it is used; only that a pointer and a stream
 //! are what they are said to be is left to the caller.

@@ -2,13 +2,15 @@
 //! that stay open, log events that cannot fail the caller, and synchronisation from std or loom.
 //!
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
-//! dependency on this one. [`buckets`], [`mod@file`], [`fork`], [`rate`], [`sync`] and [`log!`] are
-//! for the lowtide packages only and may change in any release.
+//! dependency on this one. [`buckets`], [`mod@file`], [`fork`], [`kernel`], [`rate`], [`sync`],
+//! [`log!`] and [`named_enum!`] are for the lowtide packages only and may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-// First, so that its macro is known to all below.
+// First, so that their macros are known to all below.
 #[macro_use]
 mod log;
+#[macro_use]
+mod named;
 
 #[doc(hidden)]
 pub mod buckets;
@@ -17,6 +19,7 @@ pub mod clock;
 pub mod decay;
 pub mod file;
 pub mod fork;
+pub mod kernel;
 pub mod rate;
 pub mod sync;
 

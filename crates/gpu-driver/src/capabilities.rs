@@ -2,34 +2,17 @@
 //!
 //! Invariant: each name is a valid metric label.
 
-use std::fmt;
-
 use lowtide_core::bytes::ByteSize;
 
-/// A kind of host memory, used for transfers to and from a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum HostMemory {
-    /// Page-locked memory: its pages are never swapped, and a device copies from them directly.
-    PageLocked,
-    /// Ordinary memory: the kernel may swap it, and a device copies from it through a staging
-    /// buffer of the driver.
-    Pageable,
-}
-
-impl HostMemory {
-    /// Returns the name used by metrics and endpoints.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::PageLocked => "page_locked",
-            Self::Pageable => "pageable",
-        }
-    }
-}
-
-impl fmt::Display for HostMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+lowtide_core::named_enum! {
+    /// A kind of host memory, used for transfers to and from a device.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum HostMemory {
+        /// Page-locked memory: its pages are never swapped, and a device copies from them directly.
+        PageLocked = "page_locked",
+        /// Ordinary memory: the kernel may swap it, and a device copies from it through a staging
+        /// buffer of the driver.
+        Pageable = "pageable",
     }
 }
 
@@ -80,43 +63,23 @@ impl Capabilities {
     }
 }
 
-/// The way in which a driver allocates device memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-pub enum Backend {
-    /// CUDA's virtual memory calls: reserve, create, map.
-    CudaVirtualMemory,
-    /// A CUDA stream-ordered pool owned by this crate.
-    CudaPool,
-    /// Plain CUDA allocations.
-    CudaPlain,
-    /// Private anonymous memory of this process.
-    Host,
-    /// Host memory for copies to and from a device: a pool of page-locked memory.
-    PinnedHost,
-    /// A driver from outside this workspace.
-    #[default]
-    Custom,
-}
-
-impl Backend {
-    /// Returns the name used by metrics and endpoints.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::CudaVirtualMemory => "cuda_virtual_memory",
-            Self::CudaPool => "cuda_pool",
-            Self::CudaPlain => "cuda_plain",
-            Self::Host => "host",
-            Self::PinnedHost => "pinned_host",
-            Self::Custom => "custom",
-        }
-    }
-}
-
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+lowtide_core::named_enum! {
+    /// The way in which a driver allocates device memory.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub enum Backend {
+        /// CUDA's virtual memory calls: reserve, create, map.
+        CudaVirtualMemory = "cuda_virtual_memory",
+        /// A CUDA stream-ordered pool owned by this crate.
+        CudaPool = "cuda_pool",
+        /// Plain CUDA allocations.
+        CudaPlain = "cuda_plain",
+        /// Private anonymous memory of this process.
+        Host = "host",
+        /// Host memory for copies to and from a device: a pool of page-locked memory.
+        PinnedHost = "pinned_host",
+        /// A driver from outside this workspace.
+        #[default]
+        Custom = "custom",
     }
 }
 

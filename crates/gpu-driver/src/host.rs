@@ -25,6 +25,7 @@ use super::{
     HostMemory, StreamHandle,
 };
 use lowtide_core::bytes::ByteSize;
+pub use lowtide_core::kernel::physical_memory;
 
 /// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
 /// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
@@ -217,16 +218,6 @@ unsafe impl Driver for HostDriver {
         let address = usize::try_from(at.get()).ok()?;
         NonNull::new(ptr::with_exposed_provenance_mut(address))
     }
-}
-
-/// Returns the physical memory of the host, or `None` if the system does not say.
-#[must_use]
-pub fn physical_memory() -> Option<ByteSize> {
-    // SAFETY: it reads a figure of the system.
-    let [pages, page] =
-        [libc::_SC_PHYS_PAGES, libc::_SC_PAGESIZE].map(|name| unsafe { libc::sysconf(name) });
-    let bytes = u64::try_from(pages).ok()?.checked_mul(u64::try_from(page).ok()?)?;
-    (bytes > 0).then(|| ByteSize::new(bytes))
 }
 
 /// A range of whole granules in this process's address space.

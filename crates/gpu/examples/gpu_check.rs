@@ -2,7 +2,7 @@
 //!
 //! It is one program to copy to that machine, which needs the driver and no toolkit. It identifies
 //! the device, runs the contract that an arena keeps over every driver, measures part by part, and
-//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures.
+//! ends with a table of goals, which `docs/BENCHMARKS_APPENDIX.md` lists.
 //!
 //! It has not run on a GPU yet: its logic was tested with a fake driver library, which says nothing
 //! about time.
@@ -16,7 +16,6 @@
 //!
 //! Invariant: a missed goal is printed and changes no exit code.
 
-use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, ExitCode};
@@ -63,25 +62,6 @@ use report::Report;
 use rig::Rig;
 
 type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
-
-/// Returns the function that measures a part with an arena, if it has one.
-const fn measure(part: Part) -> Option<Measure> {
-    Some(match part {
-        Part::Device | Part::Contract | Part::Calls | Part::Provoke => return None,
-        Part::Processes => processes::processes,
-        Part::Pair => pairs::pair,
-        Part::Lanes => pairs::lanes,
-        Part::Cuarena => cuarena::cuarena,
-        Part::Decay => decay::decay,
-        Part::SleepKeep => sleep::keep,
-        Part::SleepDiscard => sleep::discard,
-        Part::Fragmentation => holes::fragmentation,
-        Part::Remap => holes::remap,
-        Part::Compact => holes::compact,
-        Part::Governor => governor::governor,
-        Part::Torture => torture::torture,
-    })
-}
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -141,43 +121,50 @@ pub(crate) fn child(args: &Args, part: Part, report: &mut Report<'_>) -> u8 {
     report.exit_code()
 }
 
-/// Runs a part in this process.
+/// Runs a part in this process; if it fails or panics, the report contains the error.
 fn run(args: &Args, part: Part, report: &mut Report<'_>) {
-    guarded(report, part.name(), |report| match (part, measure(part)) {
-        (Part::Contract, _) => contract(args, report),
-        (Part::Calls, _) => calls::calls(args, report),
-        (Part::Provoke, _) => calls::provoke(args, report),
-        (_, Some(measure)) => {
-            let rig = Rig::open(args)?;
-            if report.plant == Some(Plant::Lose) {
-                torture::lose_context(&rig)?;
-            }
-            measure(&rig, report)
-        }
-        (_, None) => identified(args, report),
-    });
+    if let Some(cause) = failure(|| run_part(args, part, report)) {
+        report.fail(part.name(), cause);
+    }
 }
 
-/// Runs a part; if it fails or panics, the report contains the error.
-fn guarded(
-    report: &mut Report<'_>,
-    name: &'static str,
-    act: impl FnOnce(&mut Report<'_>) -> Outcome,
-) {
-    // A report is lines and lists: nothing of it is half done when a part panics.
-    let outcome = catch_unwind(AssertUnwindSafe(|| act(report)));
-    let cause = match outcome {
-        Ok(Ok(())) => return,
-        Ok(Err(fault)) => fault.to_string(),
-        Err(panic) => panicked(&*panic),
+fn run_part(args: &Args, part: Part, report: &mut Report<'_>) -> Outcome {
+    let measure: Measure = match part {
+        Part::Device => return identified(args, report),
+        Part::Contract => return contract(args, report),
+        Part::Calls => return calls::calls(args, report),
+        Part::Provoke => return calls::provoke(args, report),
+        Part::Processes => processes::processes,
+        Part::Pair => pairs::pair,
+        Part::Lanes => pairs::lanes,
+        Part::Cuarena => cuarena::cuarena,
+        Part::Decay => decay::decay,
+        Part::SleepKeep => sleep::keep,
+        Part::SleepDiscard => sleep::discard,
+        Part::Fragmentation => holes::fragmentation,
+        Part::Remap => holes::remap,
+        Part::Compact => holes::compact,
+        Part::Governor => governor::governor,
+        Part::Torture => torture::torture,
     };
-    report.fail(name, cause);
+    let rig = Rig::open(args)?;
+    if report.plant == Some(Plant::Lose) {
+        torture::lose_context(&rig)?;
+    }
+    measure(&rig, report)
 }
 
-fn panicked(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    format!("panicked: {}", text.unwrap_or("no message"))
+/// Returns the error of what fails or panics.
+fn failure(act: impl FnOnce() -> Outcome) -> Option<String> {
+    // A report is lines and lists: nothing of it is half done when a part panics.
+    match catch_unwind(AssertUnwindSafe(act)) {
+        Ok(outcome) => outcome.err().map(|fault| fault.to_string()),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+            Some(format!("panicked: {}", text.unwrap_or("no message")))
+        }
+    }
 }
 
 /// Opens the device and prints its properties.
@@ -187,16 +174,17 @@ fn identified(args: &Args, report: &mut Report<'_>) -> Outcome {
         report.no_device(&found.to_string());
         return Ok(());
     }
-    report.fact("driver", found.to_string());
+    report.fact("driver", &found.to_string());
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
     let version = rig.driver.driver_version();
-    report.fact("device", device.name.clone());
-    report.fact("uuid", device.uuid.to_string());
-    report.fact("driver_version", format!("{}.{}", version / 1000, version % 1000 / 10));
-    report.fact("backend", rig.driver.backend().to_string());
-    report.fact("granularity", rig.driver.capabilities().granularity.to_string());
-    report.fact("remap", rig.driver.capabilities().remap.to_string());
+    let capabilities = rig.driver.capabilities();
+    report.fact("device", &device.name);
+    report.fact("uuid", &device.uuid.to_string());
+    report.fact("driver_version", &format!("{}.{}", version / 1000, version % 1000 / 10));
+    report.fact("backend", &rig.driver.backend().to_string());
+    report.fact("granularity", &capabilities.granularity.to_string());
+    report.fact("remap", &capabilities.remap.to_string());
     report.figure("gpu.memory.total_bytes", total.as_f64(), "bytes");
     report.figure("gpu.memory.headroom_bytes", headroom.as_f64(), "bytes");
     let taken = total.saturating_sub(headroom);
@@ -221,13 +209,7 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
             Err(fault) => return Err(fault),
         };
         for &(name, case) in CASES {
-            let outcome = catch_unwind(AssertUnwindSafe(|| case(&device)));
-            let fault = match outcome {
-                Ok(Ok(())) => None,
-                Ok(Err(fault)) => Some(fault.to_string()),
-                Err(panic) => Some(panicked(&*panic)),
-            };
-            report.case(format!("{backend}: {name}"), fault);
+            report.case(&format!("{backend}: {name}"), failure(|| case(&device)));
         }
     }
     Ok(())

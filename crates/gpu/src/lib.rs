@@ -74,7 +74,7 @@
 //!   [`DeviceArena::import`]
 //! - compaction: [`DeviceArena::compact`]
 //! - callbacks when memory is short: [`DeviceArena::on_shortage`]
-//! - recordings that can be replayed: [`record`]
+//! - a recording of the events, a line of JSON each: [`record`]
 //! - a map of the blocks: [`DeviceArena::map`]
 //! - host memory for copies: [`PinnedPool`]
 //! - offsets for buffers of known lifetimes: [`plan`]
@@ -82,7 +82,7 @@
 //!
 //! With the feature `cuda`, `driver::cuda` has the driver for CUDA memory, and `Buffer::cuda`
 //! borrows a buffer as a cudarc slice.
-//! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
+//! Events are logged through `tracing`; `docs/OPERATING.md` explains them.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant. (These are
 //! [`ByteSize`]s, which have no operators: use [`ByteSize::saturating_add`] or [`ByteSize::get`].)
@@ -94,6 +94,7 @@ mod exec;
 pub mod index;
 mod observe;
 mod pinned;
+pub mod record;
 mod state;
 mod types;
 
@@ -114,8 +115,9 @@ pub use api::release::DecayReport;
 pub use api::shortage::ShortageCallback;
 pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
+pub use map::ArenaMap;
+pub use observe::map;
 pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
-pub use observe::visualize;
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
@@ -133,24 +135,6 @@ pub use types::sleep::{
 #[doc(hidden)]
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
-pub use visualize::ArenaMap;
-
-/// Record and replay: writes the operations of an arena as lines of text, and repeats them on
-/// another arena.
-///
-/// A [`Recorder`](record::Recorder) is passed to an arena when it is opened and writes its
-/// operations in the order in which they take effect. A [`Log`](record::Log) is such a recording,
-/// read and checked; [`Log::replay`](record::Log::replay) repeats it and compares the outcomes.
-/// `docs/RECORDING.md` describes the format. A recording holds the requests and the places of
-/// blocks, never their contents.
-pub mod record {
-    pub use crate::api::replay::{Replay, Replayed};
-    pub use crate::observe::record::{
-        After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, Found, GivenUp, Header,
-        Layout, Log, LogError, LogFault, Operation, OperationHash, Place, RecordError, Recorder,
-        Resized, Sleepless, Why,
-    };
-}
 
 #[cfg(all(test, lowtide_loom))]
 mod models;

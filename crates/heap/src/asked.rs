@@ -6,10 +6,6 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use lowtide_core::decay::DecayTime;
-
-use super::conf::{HeapSettings, decay_to_ms};
-use super::knobs::{Piece, pieces};
 use super::profile::HeapProfile;
 
 /// A configuration string for jemalloc.
@@ -86,12 +82,10 @@ impl HeapConf {
     }
 }
 
-/// The settings that jemalloc would read of a string.
-fn settings(text: &str) -> impl Iterator<Item = (&str, &str)> {
-    pieces(text).filter_map(|piece| match piece {
-        Piece::Setting(name, value) => Some((name, value)),
-        Piece::Broken(_) => None,
-    })
+/// The settings of a string, as name and value; the value of a piece without one is empty.
+pub(super) fn settings(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    let pieces = text.split(',').filter(|piece| !piece.is_empty());
+    pieces.map(|piece| piece.split_once(':').unwrap_or((piece, "")))
 }
 
 /// The last value that a string gives a setting.
@@ -116,21 +110,6 @@ impl From<HeapProfile> for HeapConf {
 impl From<&Self> for HeapConf {
     fn from(conf: &Self) -> Self {
         conf.clone()
-    }
-}
-
-/// Creates the equivalent configuration at start.
-impl From<&HeapSettings> for HeapConf {
-    fn from(settings: &HeapSettings) -> Self {
-        let ms = |time: DecayTime| decay_to_ms(time).to_string();
-        let conf = Self::new("")
-            .with("background_thread", &settings.background_threads.to_string())
-            .with("dirty_decay_ms", &ms(settings.dirty_decay))
-            .with("muzzy_decay_ms", &ms(settings.muzzy_decay));
-        match settings.max_background_threads {
-            Some(most) => conf.with("max_background_threads", &most.to_string()),
-            None => conf,
-        }
     }
 }
 

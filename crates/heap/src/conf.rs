@@ -2,7 +2,7 @@
 //!
 //! jemalloc sets a decay time arena by arena (it refuses to set all at once), so the default for
 //! later arenas is written first, then every initialised arena. Each setting is read back; one that
-//! differs becomes a [`Difference`] with its cause. Settings that are fixed at start are in
+//! differs becomes a [`Difference`]. Settings that are fixed at start are in
 //! [`effective`](super::effective).
 //!
 //! An arena must not be destroyed while settings are applied: jemalloc looks it up without a lock.
@@ -11,10 +11,11 @@
 
 use std::time::Duration;
 
+use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
-use super::cause::{Cause, Difference};
 use super::error::HostError;
+use super::knobs::Difference;
 use super::mallctl::{self as ctl, Key};
 use super::{arenas, mappings};
 
@@ -54,6 +55,8 @@ pub struct Applied {
     pub background_threads: bool,
     /// The maximum number of background threads; 0 if they are unsupported.
     pub max_background_threads: u32,
+    /// The result of [`limit_mappings`](super::limit_mappings).
+    pub mapping_min: Option<ByteSize>,
     /// Settings that differ from the requested value; at most one entry each.
     pub differences: Vec<Difference>,
 }
@@ -89,7 +92,7 @@ pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
         &mut differences,
     )?;
     drop(kept);
-    mappings::limit_mappings()?;
+    let mapping_min = mappings::limit_mappings()?;
     let max_background_threads = set_max_threads(settings, &mut differences)?;
     let background_threads = set_threads(settings.background_threads, &mut differences)?;
     let arenas_set = dirty.arenas_set.min(muzzy.arenas_set);
@@ -100,6 +103,7 @@ pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
         muzzy_decay: muzzy.found,
         background_threads,
         max_background_threads,
+        mapping_min,
         differences,
     })
 }
@@ -135,22 +139,9 @@ fn set_decay(
             break;
         }
     }
-    let difference = |found, cause| Difference {
-        setting,
-        asked: decay_text(asked),
-        found: decay_text(found),
-        cause,
-    };
-    if let Some((arena, found)) = pass.changed {
-        let cause = Cause::SetElsewhere { arena: Some(arena) };
-        differences.push(difference(decay_from_ms(found), cause));
-    } else if found != asked {
-        let cause = if found == decay_from_ms(asked_ms) {
-            Cause::WholeMilliseconds { most: DECAY_MS_MAX }
-        } else {
-            Cause::SetElsewhere { arena: None }
-        };
-        differences.push(difference(found, cause));
+    let read_back = pass.changed.map_or(found, decay_from_ms);
+    if read_back != asked {
+        differences.push(Difference::new(setting, decay_text(asked), decay_text(read_back)));
     }
     Ok(DecaySet { arenas_set: pass.arenas, found })
 }
@@ -164,8 +155,8 @@ const PASSES_MAX: usize = 4;
 struct DecayPass {
     /// Arenas that exist.
     arenas: u32,
-    /// One that had another decay time, and that time in ms.
-    changed: Option<(u32, isize)>,
+    /// Another decay time that one of them had, in ms.
+    changed: Option<isize>,
 }
 
 impl DecayPass {
@@ -179,7 +170,7 @@ impl DecayPass {
             pass.arenas += 1;
             if found != asked_ms {
                 key.write_in(arena, asked_ms)?;
-                pass.changed.get_or_insert((arena, found));
+                pass.changed.get_or_insert(found);
             }
         }
         Ok(pass)
@@ -202,35 +193,25 @@ fn set_max_threads(
     let found = if supported { ctl::MAX_BACKGROUND_THREADS.read()? } else { 0 };
     let found = u32::try_from(found).unwrap_or(u32::MAX);
     if let Some(asked) = settings.max_background_threads.filter(|&asked| asked != found) {
-        let cause = match (supported, possible(asked)) {
-            (false, _) => Cause::NoBackgroundThreads,
-            (true, false) => Cause::Bounds { least: 1, most: at_start as u64 },
-            (true, true) => Cause::SetElsewhere { arena: None },
-        };
-        let (asked, found) = (asked.to_string(), found.to_string());
-        differences.push(Difference { setting: "max_background_threads", asked, found, cause });
+        let setting = "max_background_threads";
+        differences.push(Difference::new(setting, asked.to_string(), found.to_string()));
     }
     Ok(found)
 }
 
 /// Switches background threads, and returns whether they are on.
 fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, HostError> {
-    let mut cause = Cause::NoBackgroundThreads;
     let mut found = false;
     if background_threads_supported() {
-        cause = Cause::SetElsewhere { arena: None };
-        if let Err(error) = ctl::BACKGROUND_THREAD.write(asked) {
-            cause = Cause::Error(error);
-            // jemalloc marks them as on before it starts them, even if that fails.
-            if asked {
-                ctl::BACKGROUND_THREAD.write(false)?;
-            }
+        // jemalloc marks them as on before it starts them, even if that fails.
+        if ctl::BACKGROUND_THREAD.write(asked).is_err() && asked {
+            ctl::BACKGROUND_THREAD.write(false)?;
         }
         found = ctl::BACKGROUND_THREAD.read()?;
     }
     if found != asked {
         let (asked, found) = (asked.to_string(), found.to_string());
-        differences.push(Difference { setting: "background_thread", asked, found, cause });
+        differences.push(Difference::new("background_thread", asked, found));
     }
     Ok(found)
 }

@@ -3,8 +3,8 @@
 //! jemalloc reports a bad or misnamed setting at most on standard error and continues, so the
 //! requested text proves nothing. This module only reads: comparing is
 //! [`EffectiveConf::differences_from`], and changing settings at run time is
-//! [`apply`](super::apply). It reads one file of the kernel and one symbolic link, never the
-//! environment: jemalloc reports what it read there.
+//! [`apply`](super::apply). It reads one file of the kernel, never the environment: jemalloc
+//! reports what it read there.
 //!
 //! Invariant: every field is an answer of jemalloc or the kernel.
 
@@ -12,11 +12,12 @@ use std::fmt;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
+use lowtide_core::kernel::page_size;
 
 use super::conf::{background_threads_supported, decay_from_ms};
 use super::error::HostError;
 use super::mallctl::{self as ctl, Key, Text};
-use super::{allocator, arenas, compare, conf};
+use super::{allocator, conf};
 
 /// jemalloc's configuration as it took effect at start. Displayed in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,9 +43,6 @@ pub struct EffectiveConf {
     pub conf_of_variable: Option<String>,
     /// The string under the binary's second symbol, which overrides all others.
     pub conf_of_harder: Option<&'static str>,
-    /// Sources that other builds of jemalloc read and this one does not, with their content. Only
-    /// the symbolic link is checked by default; see [`with_unread`](Self::with_unread).
-    pub unread: Vec<(&'static str, String)>,
     /// The number of automatic arenas (`opt.narenas`), over which threads are spread.
     pub arenas_at_start: u32,
     /// The number of arena indices that exist now, initialised or not.
@@ -55,7 +53,7 @@ pub struct EffectiveConf {
     pub thread_cache_max: ByteSize,
     /// jemalloc's page size; at least the kernel's.
     pub page: ByteSize,
-    /// The kernel's page size; zero if unknown (other than Linux).
+    /// The kernel's page size; zero if unknown.
     pub kernel_page: ByteSize,
     /// The kernel's mode for huge pages: `always`, `madvise`, `never`.
     pub kernel_thp: Option<&'static str>,
@@ -79,8 +77,6 @@ pub struct EffectiveConf {
     pub dirty_decay: DecayTime,
     /// Muzzy decay at start.
     pub muzzy_decay: DecayTime,
-    /// The arenas that have other decay times now.
-    pub arenas_apart: Vec<ArenaDecay>,
     /// `true` if this build supports background threads.
     pub background_threads_supported: bool,
     /// `true` if they were on at start.
@@ -91,26 +87,13 @@ pub struct EffectiveConf {
     pub profiler: bool,
 }
 
-/// The decay times of one arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ArenaDecay {
-    /// The arena's index.
-    pub arena: u32,
-    /// Dirty decay.
-    pub dirty: DecayTime,
-    /// Muzzy decay.
-    pub muzzy: DecayTime,
-}
-
-/// Reads the configuration in effect. Takes 10 to 50 us: one file of the kernel, one symbolic link,
+/// Reads the configuration in effect. Takes 10 to 50 us: one file of the kernel and
 /// about 100 controls.
 ///
 /// # Errors
 /// [`HostError::Mallctl`] if jemalloc refuses a control.
 pub fn effective() -> Result<EffectiveConf, HostError> {
     let serves_c = allocator::serves_c();
-    let decay = (ctl::OPT_DIRTY_DECAY.read()?, ctl::OPT_MUZZY_DECAY.read()?);
     Ok(EffectiveConf {
         version: text(&ctl::VERSION)?,
         is_global: allocator::is_global(),
@@ -121,13 +104,12 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         conf_of_symlink: ctl::OPT_CONF_FROM_SYMLINK.copy().unwrap_or(None),
         conf_of_variable: ctl::OPT_CONF_FROM_VARIABLE.copy().unwrap_or(None),
         conf_of_harder: ctl::OPT_CONF_FROM_HARDER.read().unwrap_or(None),
-        unread: unread_symlink(serves_c).into_iter().collect(),
         arenas_at_start: ctl::OPT_ARENAS.read()?,
         arenas: ctl::ARENAS_COUNT.read()?,
         thread_caches: ctl::OPT_THREAD_CACHE.read()?,
         thread_cache_max: ByteSize::of(ctl::OPT_THREAD_CACHE_MAX.read()?),
         page: ByteSize::of(ctl::ARENAS_PAGE.read()?),
-        kernel_page: kernel_page(),
+        kernel_page: page_size().unwrap_or_default(),
         kernel_thp: kernel_thp(),
         one_page_groups: one_page_groups().ok(),
         thp: text(&ctl::OPT_THP)?,
@@ -136,9 +118,8 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         percpu_arena: text(&ctl::OPT_PERCPU_ARENA)?,
         hpa: ctl::OPT_HPA.read()?,
         retain: ctl::OPT_RETAIN.read()?,
-        dirty_decay: decay_from_ms(decay.0),
-        muzzy_decay: decay_from_ms(decay.1),
-        arenas_apart: arenas_apart(decay)?,
+        dirty_decay: decay_from_ms(ctl::OPT_DIRTY_DECAY.read()?),
+        muzzy_decay: decay_from_ms(ctl::OPT_MUZZY_DECAY.read()?),
         background_threads_supported: background_threads_supported(),
         background_threads: ctl::OPT_BACKGROUND_THREAD.read()?,
         max_background_threads: u32::try_from(ctl::OPT_MAX_BACKGROUND_THREADS.read()?)
@@ -149,21 +130,6 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
 
 fn text<const N: usize>(key: &Key<Text, N>) -> Result<&'static str, HostError> {
     Ok(key.read()?.unwrap_or("unknown"))
-}
-
-/// The arenas whose decay times are not these.
-fn arenas_apart(start: (isize, isize)) -> Result<Vec<ArenaDecay>, HostError> {
-    let _kept = arenas::keep();
-    let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
-    let apart = (0..count).filter_map(|arena| {
-        // Reading is refused only if no arena is initialised.
-        let dirty = ctl::ARENA_DIRTY_DECAY.read_in(arena).ok()?;
-        let muzzy = ctl::ARENA_MUZZY_DECAY.read_in(arena).ok()?;
-        let (dirty, muzzy, other) =
-            (decay_from_ms(dirty), decay_from_ms(muzzy), (dirty, muzzy) != start);
-        other.then_some(ArenaDecay { arena, dirty, muzzy })
-    });
-    Ok(apart.collect())
 }
 
 /// Returns `true` if every small size has the fewest pages that one block of it needs.
@@ -178,28 +144,11 @@ fn one_page_groups() -> Result<bool, HostError> {
     Ok(true)
 }
 
-#[cfg(target_os = "linux")]
-fn kernel_page() -> ByteSize {
-    super::libc_heap::kernel_page()
-}
-
-#[cfg(not(target_os = "linux"))]
-const fn kernel_page() -> ByteSize {
-    ByteSize::ZERO
-}
-
 /// Returns the kernel's mode for huge pages: the word in brackets.
 fn kernel_thp() -> Option<&'static str> {
     let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
     let modes = ["always", "madvise", "never"];
     modes.into_iter().find(|mode| text.contains(&format!("[{mode}]")))
-}
-
-/// Returns the symbolic link that this build does not follow, if there is one.
-fn unread_symlink(serves_c: bool) -> Option<(&'static str, String)> {
-    let path = compare::unread_symlink(serves_c);
-    let name = std::fs::read_link(path).ok()?;
-    Some((path, name.to_string_lossy().into_owned()))
 }
 
 impl fmt::Display for EffectiveConf {

@@ -66,28 +66,19 @@ impl fmt::Display for HostError {
 
 impl Error for HostError {}
 
-/// An operation on a control.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Act {
-    /// Look up its name.
-    Find,
-    /// Read its value.
-    Read,
-    /// Write a value.
-    Write,
-    /// Trigger its action, for a control without a value.
-    Perform,
-}
-
-impl fmt::Display for Act {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Find => "find",
-            Self::Read => "read",
-            Self::Write => "write",
-            Self::Perform => "perform",
-        })
+lowtide_core::named_enum! {
+    /// An operation on a control.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Act {
+        /// Look up its name.
+        Find = "find",
+        /// Read its value.
+        Read = "read",
+        /// Write a value.
+        Write = "write",
+        /// Trigger its action, for a control without a value.
+        Perform = "perform",
     }
 }
 

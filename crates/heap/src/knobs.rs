@@ -1,4 +1,5 @@
-//! jemalloc's settings that this crate supports: one table, and their string format.
+//! jemalloc's settings that this crate supports: one table, their string format, and what differs
+//! from a request.
 //!
 //! Pure: no calls to jemalloc. The table serves the macro [`jemalloc_conf!`](crate::jemalloc_conf),
 //! which checks and writes a string at compile time, and the comparison of requested and effective
@@ -9,7 +10,9 @@
 //!
 //! Invariant: jemalloc accepts every setting that the macro accepts.
 
+use std::borrow::Cow;
 use std::ffi::CStr;
+use std::fmt;
 
 use super::profile::HeapProfile;
 
@@ -384,108 +387,41 @@ const fn same(one: &[u8], other: &[u8]) -> bool {
     one.len() == other.len()
 }
 
-/// A piece of a configuration string, as jemalloc reads it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Piece<'a> {
-    /// A name and a value.
-    Setting(&'a str, &'a str),
-    /// From here on jemalloc stops reading: a name is incomplete, or has an invalid character.
-    Broken(&'a str),
-}
-
-/// The pieces of a string, by the rules of `conf_next` in jemalloc's `conf.c`.
-pub(super) fn pieces(text: &str) -> impl Iterator<Item = Piece<'_>> {
-    let mut rest = Some(text).filter(|text| !text.is_empty());
-    std::iter::from_fn(move || {
-        let text = rest.take()?;
-        let in_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        let end = text.find(|c| !in_name(c)).unwrap_or(text.len());
-        let Some(value) = text[end..].strip_prefix(':') else {
-            return Some(Piece::Broken(text));
-        };
-        let (value, after) = value.split_once(',').unwrap_or((value, ""));
-        rest = Some(after).filter(|after| !after.is_empty());
-        Some(Piece::Setting(&text[..end], value))
-    })
-}
-
-/// The meaning of a value to jemalloc.
+/// A setting that differs from the requested value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Meaning {
-    /// This, as jemalloc itself would write it.
-    Value(String),
-    /// The default.
-    Default,
-    /// None: it is refused, and the earlier value stays.
-    Refused,
+#[non_exhaustive]
+pub struct Difference {
+    /// jemalloc's name of the setting; `page` for the page size, `transparent_hugepage` for the
+    /// kernel's mode.
+    pub setting: Cow<'static, str>,
+    /// The requested value.
+    pub requested: String,
+    /// The value in effect; `none` if jemalloc has no such setting.
+    pub effective: String,
 }
 
-impl Knob {
-    /// Returns jemalloc's interpretation of this text.
-    pub(super) fn meaning(&self, text: &str) -> Meaning {
-        let resets = matches!(self.name, "narenas" | "slab_sizes");
-        if resets && text == "default" {
-            return Meaning::Default;
-        }
-        let number = |least: i128| number(text).filter(|number| *number >= least);
-        let word = |words: &[&'static str]| {
-            // The first that begins so, as jemalloc compares.
-            words.iter().find(|word| word.starts_with(text)).map(ToString::to_string)
-        };
-        let value = match self.name {
-            "background_thread" | "cache_oblivious" => {
-                [text].into_iter().find(|t| matches!(*t, "true" | "false"))
-            }
-            "slab_sizes" => Some(text),
-            _ => None,
-        };
-        let value = value.map(str::to_owned).or_else(|| match self.name {
-            "narenas" => number(1).map(|number| number.to_string()),
-            "tcache_max" | "max_background_threads" => number(0).map(|number| number.to_string()),
-            "dirty_decay_ms" | "muzzy_decay_ms" => number(-1).map(|number| number.to_string()),
-            "thp" => word(&["default", "always", "never", "not supported"]),
-            "metadata_thp" => word(&["disabled", "auto", "always"]),
-            _ => None,
-        });
-        value.map_or(Meaning::Refused, Meaning::Value)
+impl Difference {
+    pub(super) fn new(
+        setting: impl Into<Cow<'static, str>>,
+        requested: impl Into<String>,
+        effective: impl Into<String>,
+    ) -> Self {
+        let (requested, effective) = (requested.into(), effective.into());
+        Self { setting: setting.into(), requested, effective }
     }
 
-    /// Returns the values that jemalloc accepts, for messages.
-    pub(super) const fn expects(&self) -> &'static str {
-        match self.takes {
-            Takes::Word(_) => match self.name.as_bytes() {
-                b"background_thread" | b"cache_oblivious" => "true or false",
-                b"thp" => "default, always or never",
-                b"metadata_thp" => "disabled, auto or always",
-                _ => "default, or such as 1-16384:1",
-            },
-            Takes::Number(..) => match self.name.as_bytes() {
-                b"narenas" => "default, or a whole number from 1 to 4094",
-                b"dirty_decay_ms" | b"muzzy_decay_ms" => "whole milliseconds, 0 at once, -1 never",
-                _ => "a whole number",
-            },
-        }
+    /// Returns `true` if only a restart of the process can change it.
+    #[must_use]
+    pub fn is_fixed_at_start(&self) -> bool {
+        knob(&self.setting).is_none_or(|knob| !knob.moves)
     }
 }
 
-/// A number as C reads it: decimal, `0x` hexadecimal, `0` octal, with a sign, after white space.
-fn number(text: &str) -> Option<i128> {
-    let text = text.trim_ascii_start();
-    let (negative, digits) = match text.strip_prefix(['-', '+']) {
-        Some(digits) => (text.starts_with('-'), digits),
-        None => (false, text),
-    };
-    if !digits.starts_with(|c: char| c.is_ascii_digit()) {
-        return None;
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting, requested, effective } = self;
+        write!(f, "{setting}: requested {requested}, effective {effective}")
     }
-    let hexadecimal = digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X"));
-    let found = match (hexadecimal, digits.strip_prefix('0')) {
-        (Some(digits), _) => u64::from_str_radix(digits, 16),
-        (None, Some(digits)) if !digits.is_empty() => u64::from_str_radix(digits, 8),
-        _ => digits.parse(),
-    };
-    let found = i128::from(found.ok()?);
-    Some(if negative { -found } else { found })
 }
 
 #[cfg(test)]
@@ -514,7 +450,7 @@ mod tests {
         let all: Vec<_> = KNOBS.iter().map(|knob| (knob.name, widest(knob))).collect();
         for profile in HeapProfile::ALL {
             let text = composed(profile, &all).unwrap();
-            assert_eq!(pieces(&text).count(), KNOBS.len(), "{text}");
+            assert_eq!(text.split(',').count(), KNOBS.len(), "{text}");
         }
     }
 
@@ -581,48 +517,6 @@ mod tests {
                 Takes::Word(words) => words.iter().map(|(word, _)| (*word).to_owned()).collect(),
             };
             assert!(parts.iter().all(|part| knob.expected.contains(part)), "{}", knob.expected);
-        }
-        for knob in &KNOBS {
-            assert!(knob.default.is_none_or(|text| knob.meaning(text) != Meaning::Refused));
-        }
-    }
-
-    #[test]
-    fn strings_are_read_as_jemalloc_reads_them() {
-        let read = |text| pieces(text).collect::<Vec<_>>();
-        assert_eq!(read(""), []);
-        assert_eq!(
-            read("narenas:2,slab_sizes:1-64:1|65-128:2,"),
-            [Piece::Setting("narenas", "2"), Piece::Setting("slab_sizes", "1-64:1|65-128:2")]
-        );
-        // A space before a name ends the reading; one in a value belongs to it.
-        assert_eq!(
-            read("narenas: 2, thp:never"),
-            [Piece::Setting("narenas", " 2"), Piece::Broken(" thp:never")]
-        );
-        assert_eq!(read("narenas=2,thp:never"), [Piece::Broken("narenas=2,thp:never")]);
-        assert_eq!(read("thp:,narenas"), [Piece::Setting("thp", ""), Piece::Broken("narenas")]);
-    }
-
-    #[test]
-    fn values_mean_what_jemalloc_makes_of_them() {
-        let value = |text: &str| Meaning::Value(text.to_owned());
-        for (name, text, meaning) in [
-            ("narenas", "default", Meaning::Default),
-            ("narenas", "0x10", value("16")),
-            ("narenas", "010", value("8")),
-            ("narenas", "0", Meaning::Refused),
-            ("narenas", "two", Meaning::Refused),
-            ("narenas", " 2", value("2")),
-            ("narenas", "2 ", Meaning::Refused),
-            ("narenas", "", Meaning::Refused),
-            ("dirty_decay_ms", "-1", value("-1")),
-            ("dirty_decay_ms", "-2", Meaning::Refused),
-            ("thp", "n", value("never")),
-            ("thp", "on", Meaning::Refused),
-            ("background_thread", "TRUE", Meaning::Refused),
-        ] {
-            assert_eq!(knob(name).unwrap().meaning(text), meaning, "{name}:{text}");
         }
     }
 }

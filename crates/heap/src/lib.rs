@@ -12,7 +12,7 @@
 //!
 //! let applied = host::apply(&host::HeapProfile::Balanced.settings())?;
 //! for difference in &applied.differences {
-//!     println!("not applied: {difference}");
+//!     println!("{difference}");
 //! }
 //! let probe = HeapProbe::new()?;
 //! drop(vec![1_u8; 8 << 20]);
@@ -31,7 +31,6 @@ mod api2;
 mod arenas;
 mod asked;
 mod binding;
-mod cause;
 mod classes;
 mod compare;
 mod conf;
@@ -64,11 +63,11 @@ pub use arenas::{
 };
 pub use asked::HeapConf;
 pub use binding::ArenaBinding;
-pub use cause::{Cause, ConfSource, Difference};
 pub use classes::{HeapSizeClass, ThreadTotals, thread_totals};
 pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
-pub use effective::{ArenaDecay, EffectiveConf, effective};
+pub use effective::{EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
+pub use knobs::Difference;
 pub use libc_heap::{LibcHeap, libc_heap};
 #[cfg(any(test, feature = "profiling"))]
 pub use loaded::ProfileMapping;

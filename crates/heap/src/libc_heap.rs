@@ -8,6 +8,8 @@
 
 use super::error::Unsupported;
 use lowtide_core::bytes::ByteSize;
+#[cfg(target_os = "linux")]
+use lowtide_core::kernel::kib_of;
 
 /// glibc's heap at one instant, as `mallinfo2` reports it.
 ///
@@ -38,30 +40,10 @@ pub(super) fn trim() -> Result<bool, Unsupported> {
     platform::trim()
 }
 
-/// Returns the bytes of one page of the kernel; zero if unknown.
-#[cfg(target_os = "linux")]
-pub(super) fn kernel_page() -> ByteSize {
-    // SAFETY: `sysconf` takes any number and only reads.
-    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    ByteSize::new(u64::try_from(bytes).unwrap_or(0))
-}
-
-/// Returns the number of CPUs that are online; 1 if unknown.
-#[cfg(target_os = "linux")]
-pub(super) fn cpus() -> u64 {
-    // SAFETY: `sysconf` takes any number and only reads.
-    let count = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-    u64::try_from(count).unwrap_or(1).max(1)
-}
-
 /// Returns the bytes that the process has locked. Does not allocate.
 #[cfg(target_os = "linux")]
 pub(super) fn locked() -> ByteSize {
-    with_text("/proc/self/status", |text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("VmLck:"))?;
-        line.trim().strip_suffix(" kB")?.trim().parse().ok().map(ByteSize::kib)
-    })
-    .unwrap_or(ByteSize::ZERO)
+    with_text("/proc/self/status", |text| kib_of(text, b"VmLck:")).unwrap_or(ByteSize::ZERO)
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -71,11 +53,11 @@ pub(super) const fn locked() -> ByteSize {
 
 /// Parses the first 4 KiB of a file.
 #[cfg(target_os = "linux")]
-pub(super) fn with_text<T>(path: &str, parse: impl FnOnce(&str) -> Option<T>) -> Option<T> {
+pub(super) fn with_text<T>(path: &str, parse: impl FnOnce(&[u8]) -> Option<T>) -> Option<T> {
     let mut text = [0_u8; 4096];
     let mut file = std::fs::File::open(path).ok()?;
     let length = std::io::Read::read(&mut file, &mut text).ok()?;
-    std::str::from_utf8(text.get(..length)?).ok().and_then(parse)
+    parse(text.get(..length)?)
 }
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
@@ -231,6 +213,5 @@ mod tests {
             Ok(heap) => assert_eq!(heap.held, heap.live.saturating_add(heap.idle)),
             Err(reason) => assert_eq!(reason, Unsupported::SymbolMissing("mallinfo2")),
         }
-        assert!(kernel_page().get().is_power_of_two());
     }
 }

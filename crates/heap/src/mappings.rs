@@ -15,6 +15,7 @@ use std::fs;
 use std::sync::OnceLock;
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::kernel::physical_memory;
 use tikv_jemalloc_sys::extent_hooks_t;
 
 use super::error::HostError;
@@ -110,18 +111,8 @@ fn jemallocs_table() -> Result<*mut extent_hooks_t, HostError> {
 
 fn least_length() -> usize {
     let ranges = (mappings_max() / 8).max(1);
-    let memory = memory_total().get();
+    let memory = physical_memory().unwrap_or_default().get();
     usize::try_from(memory / ranges).unwrap_or(usize::MAX)
-}
-
-/// Returns the machine's memory.
-fn memory_total() -> ByteSize {
-    // SAFETY: `sysconf` takes any number and only reads.
-    let pages = unsafe { libc::sysconf(libc::_SC_PHYS_PAGES) };
-    // SAFETY: as above.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    let [pages, page] = [pages, page].map(|figure| u64::try_from(figure).unwrap_or(0));
-    ByteSize::new(pages.saturating_mul(page))
 }
 
 /// Releases a range as jemalloc does; returns `true`, for "not done", if it is short.

@@ -12,40 +12,28 @@
 //! Invariant: the decay times in `conf` are those in `settings`.
 
 use std::ffi::CStr;
-use std::fmt;
 use std::time::Duration;
 
 use lowtide_core::decay::DecayTime;
 
 use super::conf::HeapSettings;
 
-/// A named set of heap settings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum HeapProfile {
-    /// The least memory at rest: 2 arenas, no huge pages.
-    LowMemory,
-    /// Memory is released one second after the traffic ends: 4 arenas. In the benchmark it costs 20
-    /// to 34 % more CPU than jemalloc's defaults over a burst of 5 s, and no measurable amount over
-    /// 20 s of traffic.
-    Balanced,
-    /// Memory is released ten seconds after the traffic ends; jemalloc's own arena count.
-    Throughput,
+lowtide_core::named_enum! {
+    /// A named set of heap settings.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum HeapProfile {
+        /// The least memory at rest: 2 arenas, no huge pages.
+        LowMemory = "low_memory",
+        /// Memory is released one second after the traffic ends: 4 arenas. In the benchmark it
+        /// costs 20 to 34 % more CPU than jemalloc's defaults over a burst of 5 s, and no
+        /// measurable amount over 20 s of traffic.
+        Balanced = "balanced",
+        /// Memory is released ten seconds after the traffic ends; jemalloc's own arena count.
+        Throughput = "throughput",
+    }
 }
 
 impl HeapProfile {
-    /// All profiles.
-    pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
-
-    /// Returns the name, as in [`global_allocator!`](crate::global_allocator).
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::LowMemory => "low_memory",
-            Self::Balanced => "balanced",
-            Self::Throughput => "throughput",
-        }
-    }
-
     /// Returns the string for jemalloc's configuration symbol.
     ///
     /// 4 arenas and 2 background threads are guesses; the other values are measured.
@@ -79,12 +67,6 @@ impl HeapProfile {
             background_threads: true,
             max_background_threads: threads,
         }
-    }
-}
-
-impl fmt::Display for HeapProfile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

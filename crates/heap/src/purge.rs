@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};
+use lowtide_core::kernel::{self, Statm};
 
 use super::error::{HostError, Unsupported};
 use super::recall::request_tcache_flush;
@@ -211,17 +212,13 @@ fn unreleased(
     Ok(Some(Unreleased { bytes, cause }))
 }
 
-/// The inexactness of the kernel's figure of resident memory, which it counts by CPU in batches
-/// (`percpu_counter` in `mm/memory.c`, of 32 pages or two for each CPU).
-#[cfg(target_os = "linux")]
+/// The inexactness of the kernel's figure of resident memory.
 fn inexactness() -> ByteSize {
-    let cpus = libc_heap::cpus();
-    libc_heap::kernel_page().checked_mul(cpus * (2 * cpus).max(32)).unwrap_or(ByteSize::MAX)
+    kernel::resident_error(kernel::online_cpus().unwrap_or(1), page_size())
 }
 
-#[cfg(not(target_os = "linux"))]
-const fn inexactness() -> ByteSize {
-    ByteSize::MAX
+fn page_size() -> ByteSize {
+    kernel::page_size().unwrap_or_default()
 }
 
 /// Returns the result for glibc, trimmed by `trim`.
@@ -242,23 +239,13 @@ fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>
 /// the kernel does not report it. Does not allocate.
 #[cfg(target_os = "linux")]
 fn anonymous_resident() -> ByteSize {
-    let pages = libc_heap::with_text("/proc/self/statm", anonymous_pages);
-    pages.and_then(|pages| libc_heap::kernel_page().checked_mul(pages)).unwrap_or(ByteSize::ZERO)
+    let read = |text: &[u8]| Statm::parse(text, page_size());
+    libc_heap::with_text("/proc/self/statm", read).map_or(ByteSize::ZERO, |held| held.anon)
 }
 
 #[cfg(not(target_os = "linux"))]
 const fn anonymous_resident() -> ByteSize {
     ByteSize::ZERO
-}
-
-/// Resident less shared pages, from the text of `/proc/<pid>/statm` (`proc_pid_statm(5)`:
-/// size, resident, shared, ...).
-#[cfg(target_os = "linux")]
-fn anonymous_pages(statm: &str) -> Option<u64> {
-    let mut fields = statm.split_ascii_whitespace().skip(1).map(str::parse::<u64>);
-    let resident = fields.next()?.ok()?;
-    let shared = fields.next()?.ok()?;
-    resident.checked_sub(shared)
 }
 
 #[cfg(test)]
@@ -288,11 +275,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn statm_is_read_as_the_manual_says() {
-        assert_eq!(anonymous_pages("5000 1200 200 30 0 900 0\n"), Some(1000));
-        for broken in ["", "5000", "5000 1200", "5000 x 200", "5000 100 200"] {
-            assert_eq!(anonymous_pages(broken), None, "{broken:?}");
-        }
+    fn the_resident_memory_of_this_process_is_known() {
         assert!(anonymous_resident() > ByteSize::kib(100));
     }
 

@@ -88,13 +88,13 @@ mod platform {
     use tikv_jemalloc_sys::{MALLOCX_ALIGN, MALLOCX_TCACHE_NONE, mallocx, sdallocx};
 
     use super::{IGNORED, LOCKED, WORKS};
-    use crate::libc_heap::kernel_page;
+    use lowtide_core::kernel::page_size;
 
     /// Large enough to be no part of a slab, so that the block has pages that were unused before.
     const PAGES: usize = 8;
 
     pub(super) fn try_release() -> i32 {
-        let page = usize::try_from(kernel_page().get()).unwrap_or(0);
+        let page = usize::try_from(page_size().unwrap_or_default().get()).unwrap_or(0);
         let (size, flags) = (PAGES * page, MALLOCX_ALIGN(page.max(1)) | MALLOCX_TCACHE_NONE);
         if page == 0 {
             return WORKS;

@@ -16,7 +16,6 @@ mod embed;
 #[path = "../../proxy/forward.rs"]
 mod forward;
 #[path = "../../tide/load.rs"]
-#[allow(dead_code, reason = "the other demonstration shows answers as they come")]
 #[expect(clippy::disallowed_methods, reason = "it measures real time")]
 mod load;
 mod model;

@@ -1,13 +1,11 @@
-//! The tide of a real model: the memory of two processes over time, side by side. Both run the
+//! The tide of a real model: the memory of two processes at each stage, side by side. Both run the
 //! proxy with the same model and the same burst of requests, one with lowtide and one without.
 //!
-//! Each process records itself and prints its samples as lines of JSON; the program that the user
-//! starts reads them and draws. It checks no limits.
+//! Each process measures itself and prints the results as JSON; the program that the user starts
+//! reads them and prints a table. It checks no limits.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-use std::fmt::Write as _;
-use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
@@ -20,7 +18,7 @@ use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 
 use crate::app::{self, Options};
-use crate::load::{self, Answered, Burst, Corpus};
+use crate::load::{self, Burst, Corpus};
 use crate::model::Settings;
 
 const START: Duration = Duration::from_secs(1);
@@ -33,8 +31,6 @@ const IDLE_UNLOAD: Duration = Duration::from_secs(8);
 const UNLOADED: Duration = Duration::from_secs(6);
 /// The sampling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Characters in a full bar.
-const BAR: usize = 24;
 /// The program without lowtide, in the same folder.
 const WITHOUT: &str = "tide-onnx-glibc";
 
@@ -49,33 +45,18 @@ struct Cli {
     /// Seed of the texts.
     #[arg(long, default_value_t = 7)]
     seed: u64,
-    /// Run the service and print its samples as lines of JSON.
+    /// Run the service and print its results as JSON.
     #[arg(long, hide = true)]
     record: bool,
 }
 
-/// The stages of a run, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Stage {
-    Start,
-    Burst,
-    Idle,
-    Unloaded,
-}
-
-/// Memory at one instant.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Sample {
-    stage: Stage,
-    /// Since the start of the run.
-    seconds: f64,
-    /// Anonymous and shared memory of the process, in bytes.
-    memory: u64,
-}
-
-/// How requests were answered.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Answers {
+/// The results of a run. Memory is anonymous and shared memory of the process, in bytes.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+struct Run {
+    start: u64,
+    peak: u64,
+    idle: u64,
+    unloaded: u64,
     /// Answers with a 2xx status.
     ok: u64,
     /// Rejections (503), other statuses, and failed connections.
@@ -84,110 +65,51 @@ struct Answers {
     median: f64,
 }
 
-/// A line of a recording.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-enum Line {
-    Sample(Sample),
-    Answers(Answers),
-}
-
-/// A whole recording.
-#[derive(Clone, Debug)]
-struct Recording {
-    samples: Vec<Sample>,
-    answers: Answers,
-}
-
-impl Recording {
-    /// Returns the highest memory in this second, and its stage.
-    fn second(&self, second: u32) -> Option<(Stage, u64)> {
-        let span = f64::from(second)..f64::from(second + 1);
-        let samples = self.samples.iter().filter(|sample| span.contains(&sample.seconds));
-        samples.map(|sample| (sample.stage, sample.memory)).max_by_key(|(_, memory)| *memory)
-    }
-
-    fn peak(&self) -> u64 {
-        self.samples.iter().map(|sample| sample.memory).max().unwrap_or(0)
-    }
-
-    /// Returns the memory at the end of a stage.
-    fn at_end(&self, stage: Stage) -> u64 {
-        let last = self.samples.iter().rfind(|sample| sample.stage == stage);
-        last.map_or(0, |sample| sample.memory)
-    }
-}
-
-/// Runs both services, one after the other, and draws their memory.
+/// Runs both services, one after the other, and compares their memory.
 pub fn show() -> ExitCode {
     let cli = Cli::parse();
-    let done = if cli.record { record(&cli, true) } else { compare(&cli) };
-    exit_code(done)
+    exit_code(if cli.record { record(&cli, true) } else { compare(&cli) })
 }
 
-/// Runs the service without lowtide and prints its samples.
+/// Runs the service without lowtide and prints its results.
 pub fn record_without_lowtide() -> ExitCode {
     exit_code(record(&Cli::parse(), false))
 }
 
 fn exit_code(done: Result<(), BoxError>) -> ExitCode {
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("{}: {error}", program());
-            ExitCode::FAILURE
-        }
-    }
-}
-
-/// Returns the name of this program.
-fn program() -> String {
-    let path = std::env::current_exe().unwrap_or_default();
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    let Err(error) = done else { return ExitCode::SUCCESS };
+    eprintln!("tide-onnx: {error}");
+    ExitCode::FAILURE
 }
 
 fn compare(cli: &Cli) -> Result<(), BoxError> {
     let with = std::env::current_exe()?;
     let without = with.with_file_name(WITHOUT);
     let seconds = (START + BURST + IDLE + UNLOADED).as_secs();
-    println!(
-        "{}, {} connections; each run takes {seconds} s",
-        cli.model.model.display(),
-        cli.connections
-    );
+    let (model, connections) = (cli.model.model.display(), cli.connections);
+    println!("{model}, {connections} connections; each run takes {seconds} s");
     println!("running with lowtide");
-    let with = recorded(&with, cli)?;
-    println!("running without lowtide: glibc, and ONNX Runtime's defaults");
-    let without = recorded(&without, cli)?;
-    println!("\n{}\n{}", drawn(&with, &without), table(&with, &without));
+    let with = recorded(&with)?;
+    println!("running without lowtide: glibc, and ONNX Runtime's defaults\n");
+    print_table(with, recorded(&without)?);
     Ok(())
 }
 
-/// Runs a program that records itself, and reads what it prints.
-fn recorded(program: &Path, cli: &Cli) -> Result<Recording, BoxError> {
+/// Runs a program with the same arguments, and reads the results that it prints.
+fn recorded(program: &Path) -> Result<Run, BoxError> {
+    let name = program.display();
     let mut command = Command::new(program);
-    command.arg("--record").arg("--model").arg(&cli.model.model);
-    command.arg("--library").arg(&cli.model.library);
-    command.args(["--connections", &cli.connections.to_string()]);
-    command.args(["--seed", &cli.seed.to_string()]);
-    let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| {
-        let program = program.display();
-        format!("cannot start {program}: {error}: expected {WITHOUT} in the folder of tide-onnx")
+    command.args(std::env::args_os().skip(1)).arg("--record").stderr(Stdio::inherit());
+    let output = command.output().map_err(|error| {
+        format!("cannot start {name}: {error}: expected {WITHOUT} in the folder of tide-onnx")
     })?;
-    let output = child.stdout.take().ok_or("the program has no output")?;
-    let (mut samples, mut answers) = (Vec::new(), None);
-    for line in BufReader::new(output).lines() {
-        match serde_json::from_str(&line?)? {
-            Line::Sample(sample) => samples.push(sample),
-            Line::Answers(found) => answers = Some(found),
-        }
+    if !output.status.success() {
+        return Err(format!("{name}: {}", output.status).into());
     }
-    let status = child.wait()?;
-    let answers = answers.filter(|_| status.success());
-    let answers = answers.ok_or_else(|| format!("{}: {status}", program.display()))?;
-    Ok(Recording { samples, answers })
+    Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Runs the service in this process and prints its samples.
+/// Runs the service in this process and prints its results.
 fn record(cli: &Cli, with_lowtide: bool) -> Result<(), BoxError> {
     let home = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
     let corpus = Corpus::read(&["README.md", "docs"].map(|part| home.join(part)))?;
@@ -207,26 +129,28 @@ fn record(cli: &Cli, with_lowtide: bool) -> Result<(), BoxError> {
             embed_every: Some(1),
             seed: cli.seed,
         };
-        let recorder = Recorder { signals: Signals::open(), start: Instant::now() };
-        recorder.until(Stage::Start, START, &AtomicBool::new(false)).await?;
+        let (signals, never) = (Signals::open(), AtomicBool::new(false));
+        let (start, _) = watch(&signals, START, &never).await?;
         let ended = Arc::new(AtomicBool::new(false));
         let load = tokio::spawn({
             let (to, ended) = (running.address, Arc::clone(&ended));
             async move {
-                let tally = load::run(to, &corpus, burst, Arc::new(Answered::default())).await;
+                let tally = load::run(to, &corpus, burst).await;
                 ended.store(true, Ordering::Release);
                 tally
             }
         });
-        recorder.until(Stage::Burst, BURST * 4, &ended).await?;
+        let (_, peak) = watch(&signals, BURST * 4, &ended).await?;
         // Waits for the requests in flight, but not forever.
         let tally = tokio::time::timeout(BURST, load).await??;
-        recorder.until(Stage::Idle, IDLE, &AtomicBool::new(false)).await?;
-        recorder.until(Stage::Unloaded, UNLOADED, &AtomicBool::new(false)).await?;
+        let (idle, _) = watch(&signals, IDLE, &never).await?;
+        let (unloaded, _) = watch(&signals, UNLOADED, &never).await?;
         let other = tally.shed + tally.other.values().sum::<u64>();
-        print(Line::Answers(Answers { ok: tally.ok, other, median: tally.quantile(0.5) }))?;
+        let (ok, median) = (tally.ok, tally.quantile(0.5));
+        let run = Run { start, peak, idle, unloaded, ok, other, median };
+        println!("{}", serde_json::to_string(&run)?);
         for (what, count) in &tally.other {
-            eprintln!("{}: {count} failed requests: {what}", program());
+            eprintln!("{count} failed requests: {what}");
         }
         running.stop(Duration::from_secs(2)).await;
         if let Some(memory) = memory {
@@ -236,73 +160,36 @@ fn record(cli: &Cli, with_lowtide: bool) -> Result<(), BoxError> {
     })
 }
 
-fn print(line: Line) -> Result<(), BoxError> {
-    println!("{}", serde_json::to_string(&line)?);
-    Ok(())
-}
-
-struct Recorder {
-    signals: Signals,
-    start: Instant,
-}
-
-impl Recorder {
-    /// Prints samples of a stage until `ended` or its time is up.
-    async fn until(
-        &self,
-        stage: Stage,
-        time: Duration,
-        ended: &AtomicBool,
-    ) -> Result<(), BoxError> {
-        let end = Instant::now() + time;
-        while !ended.load(Ordering::Acquire) && Instant::now() < end {
-            tokio::time::sleep(LOOK_EVERY).await;
-            let pages = self.signals.resident().ok_or("cannot read /proc/self/status")?;
-            let memory = pages.anon.saturating_add(pages.shmem).get();
-            let seconds = self.start.elapsed().as_secs_f64();
-            print(Line::Sample(Sample { stage, seconds, memory }))?;
-        }
-        Ok(())
+/// Watches the memory until `ended` or the time is up. Returns the last amount and the highest.
+async fn watch(
+    signals: &Signals,
+    time: Duration,
+    ended: &AtomicBool,
+) -> Result<(u64, u64), BoxError> {
+    let end = Instant::now() + time;
+    let (mut last, mut peak) = (0, 0);
+    while !ended.load(Ordering::Acquire) && Instant::now() < end {
+        tokio::time::sleep(LOOK_EVERY).await;
+        let pages = signals.resident().ok_or("cannot read /proc/self/status")?;
+        last = pages.anon.saturating_add(pages.shmem).get();
+        peak = last.max(peak);
     }
+    Ok((last, peak))
 }
 
-/// Draws both recordings side by side, a line for each second.
-fn drawn(with: &Recording, without: &Recording) -> String {
-    let full = with.peak().max(without.peak()).max(1);
-    let mut text = "peak memory of the process in each second, MiB\n\n".to_owned();
-    let _ = writeln!(text, "{:>6}  {:<32}without lowtide", "", "with lowtide");
-    let rows = (0..).map(|second| (second, with.second(second), without.second(second)));
-    for (second, with, without) in rows.take_while(|(_, one, other)| one.or(*other).is_some()) {
-        let _ = write!(text, "{second:>4} s  ");
-        let [left, right] = [with, without].map(|at| at.map_or(String::new(), |at| bar(at, full)));
-        let _ = writeln!(text, "{}", format!("{left:<32}{right}").trim_end());
-    }
-    text.push_str("\n█ burst of requests  ▒ no requests\n");
-    text
-}
-
-fn bar((stage, memory): (Stage, u64), full: u64) -> String {
-    let cells = usize::try_from((memory * BAR as u64).div_ceil(full)).unwrap_or(BAR);
-    let cell = if stage == Stage::Burst { "█" } else { "▒" };
-    format!("{:>4} {}", memory >> 20, cell.repeat(cells))
-}
-
-/// Lists the memory at the end of each stage, and the answers.
-fn table(with: &Recording, without: &Recording) -> String {
-    let mut text = format!("{:<38}{:>14}{:>18}\n", "", "with lowtide", "without lowtide");
-    let mut row = |name: &str, of: &dyn Fn(&Recording) -> String| {
-        let _ = writeln!(text, "{name:<38}{:>14}{:>18}", of(with), of(without));
+/// Prints the memory at the end of each stage, and the answers.
+fn print_table(with: Run, without: Run) {
+    let row = |name: &str, of: &dyn Fn(Run) -> String| {
+        println!("{name:<38}{:>14}{:>18}", of(with), of(without));
     };
+    println!("{:<38}{:>14}{:>18}", "", "with lowtide", "without lowtide");
     let mib = |bytes: u64| ByteSize::new(bytes).to_string();
-    row("before the first request", &|run| mib(run.at_end(Stage::Start)));
-    row("peak of the burst", &|run| mib(run.peak()));
-    let idle = format!("{} s after the burst", IDLE.as_secs());
-    row(&idle, &|run| mib(run.at_end(Stage::Idle)));
+    row("before the first request", &|run| mib(run.start));
+    row("peak of the burst", &|run| mib(run.peak));
+    row(&format!("{} s after the burst", IDLE.as_secs()), &|run| mib(run.idle));
     let [unload, end] = [IDLE_UNLOAD, IDLE + UNLOADED].map(|time| time.as_secs());
-    let unloaded = format!("{end} s after it (unload after {unload} s)");
-    row(&unloaded, &|run| mib(run.at_end(Stage::Unloaded)));
-    row("successful requests", &|run| run.answers.ok.to_string());
-    row("rejected or failed requests", &|run| run.answers.other.to_string());
-    row("median time of a request", &|run| format!("{:.0} ms", run.answers.median));
-    text
+    row(&format!("{end} s after it (unload after {unload} s)"), &|run| mib(run.unloaded));
+    row("successful requests", &|run| run.ok.to_string());
+    row("rejected or failed requests", &|run| run.other.to_string());
+    row("median time of a request", &|run| format!("{:.0} ms", run.median));
 }

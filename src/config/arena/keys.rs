@@ -1,4 +1,4 @@
-//! The nine arena keys: spellings, defaults and accepted values.
+//! The nine arena keys: spellings, defaults and accepted values, in one table.
 //!
 //! The spellings, defaults and bounds are those of ONNX Runtime. If its arenas differ, they are
 //! those of its CUDA plugin, which rejects values that the older arenas ignore. Values are parsed
@@ -11,9 +11,10 @@ use std::fmt;
 use crate::bytes::ByteSize;
 
 /// ONNX Runtime stores these options in an `int`.
-const INT_MAX: u64 = i32::MAX as u64;
+const INT: (u64, u64) = (1, i32::MAX as u64);
 /// ONNX Runtime stores this option in an `int64_t`.
-const INT64_MAX: u64 = i64::MAX as u64;
+const INT64: (u64, u64) = (1, i64::MAX as u64);
+const ANY: (u64, u64) = (0, u64::MAX);
 
 /// An arena option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -71,6 +72,50 @@ pub(super) enum Dialect {
     Provider,
 }
 
+/// Names in the order of [`Dialect`], empty if it does not know the key; default; bounds in bytes.
+type Row = ([&'static str; 3], ArenaValue, (u64, u64));
+
+const fn row(key: ArenaKey) -> Row {
+    let bytes = ArenaValue::Bytes;
+    match key {
+        ArenaKey::ExtendStrategy => (
+            ["arena.extend_strategy", "arena_extend_strategy", "arena_extend_strategy"],
+            ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo),
+            ANY,
+        ),
+        ArenaKey::InitialBytes => (
+            ["arena.initial_chunk_size_bytes", "initial_chunk_size_bytes", ""],
+            bytes(ByteSize::mib(1)),
+            INT,
+        ),
+        ArenaKey::DeadBytes => (
+            ["arena.max_dead_bytes_per_chunk", "max_dead_bytes_per_chunk", ""],
+            bytes(ByteSize::mib(128)),
+            INT,
+        ),
+        ArenaKey::RegrowthBytes => (
+            ["arena.initial_growth_chunk_size_bytes", "initial_growth_chunk_size_bytes", ""],
+            bytes(ByteSize::mib(2)),
+            INT,
+        ),
+        ArenaKey::StepMaxBytes => (
+            ["arena.max_power_of_two_extend_bytes", "max_power_of_two_extend_bytes", ""],
+            bytes(ByteSize::gib(1)),
+            INT64,
+        ),
+        ArenaKey::Limit => {
+            (["arena.max_mem", "max_mem", "gpu_mem_limit"], bytes(ByteSize::MAX), ANY)
+        }
+        ArenaKey::UsePool => (["arena.use_cuda_mempool", "", ""], ArenaValue::Flag(false), ANY),
+        ArenaKey::PoolThreshold => {
+            (["arena.cuda_mempool_release_threshold", "", ""], bytes(ByteSize::ZERO), ANY)
+        }
+        ArenaKey::PoolKeep => {
+            (["arena.cuda_mempool_bytes_to_keep_on_shrink", "", ""], bytes(ByteSize::ZERO), ANY)
+        }
+    }
+}
+
 impl ArenaKey {
     /// All keys, in ONNX Runtime's order.
     pub const ALL: [Self; 9] = [
@@ -88,57 +133,13 @@ impl ArenaKey {
     /// Returns ONNX Runtime's name.
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::ExtendStrategy => "arena.extend_strategy",
-            Self::InitialBytes => "arena.initial_chunk_size_bytes",
-            Self::DeadBytes => "arena.max_dead_bytes_per_chunk",
-            Self::RegrowthBytes => "arena.initial_growth_chunk_size_bytes",
-            Self::StepMaxBytes => "arena.max_power_of_two_extend_bytes",
-            Self::Limit => "arena.max_mem",
-            Self::UsePool => "arena.use_cuda_mempool",
-            Self::PoolThreshold => "arena.cuda_mempool_release_threshold",
-            Self::PoolKeep => "arena.cuda_mempool_bytes_to_keep_on_shrink",
-        }
-    }
-
-    /// Returns the name in `OrtArenaCfg` (`CreateArenaCfgV2`), which has six of the keys.
-    #[must_use]
-    pub const fn arena_cfg_name(self) -> Option<&'static str> {
-        match self {
-            Self::ExtendStrategy => Some("arena_extend_strategy"),
-            Self::InitialBytes => Some("initial_chunk_size_bytes"),
-            Self::DeadBytes => Some("max_dead_bytes_per_chunk"),
-            Self::RegrowthBytes => Some("initial_growth_chunk_size_bytes"),
-            Self::StepMaxBytes => Some("max_power_of_two_extend_bytes"),
-            Self::Limit => Some("max_mem"),
-            Self::UsePool | Self::PoolThreshold | Self::PoolKeep => None,
-        }
-    }
-
-    /// Returns the name among the options of ONNX Runtime's own CUDA provider, which has two of the
-    /// keys.
-    #[must_use]
-    pub const fn provider_name(self) -> Option<&'static str> {
-        match self {
-            Self::ExtendStrategy => Some("arena_extend_strategy"),
-            Self::Limit => Some("gpu_mem_limit"),
-            _ => None,
-        }
+        row(self).0[0]
     }
 
     /// Returns ONNX Runtime's default.
     #[must_use]
     pub const fn default_value(self) -> ArenaValue {
-        ArenaValue::Bytes(match self {
-            Self::ExtendStrategy => return ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo),
-            Self::UsePool => return ArenaValue::Flag(false),
-            Self::InitialBytes => ByteSize::mib(1),
-            Self::DeadBytes => ByteSize::mib(128),
-            Self::RegrowthBytes => ByteSize::mib(2),
-            Self::StepMaxBytes => ByteSize::gib(1),
-            Self::Limit => ByteSize::MAX,
-            Self::PoolThreshold | Self::PoolKeep => ByteSize::ZERO,
-        })
+        row(self).1
     }
 
     /// Returns the key with this name, or `None` if the dialect does not have it.
@@ -146,12 +147,8 @@ impl ArenaKey {
         Self::ALL.into_iter().find(|key| key.name_in(dialect) == Some(name))
     }
 
-    pub(super) const fn name_in(self, dialect: Dialect) -> Option<&'static str> {
-        match dialect {
-            Dialect::Keys => Some(self.name()),
-            Dialect::ArenaCfg => self.arena_cfg_name(),
-            Dialect::Provider => self.provider_name(),
-        }
+    pub(super) fn name_in(self, dialect: Dialect) -> Option<&'static str> {
+        Some(row(self).0[dialect as usize]).filter(|name| !name.is_empty())
     }
 
     /// Parses a value; `None` if the text stands for the default.
@@ -159,63 +156,36 @@ impl ArenaKey {
     /// # Errors
     /// The accepted values.
     pub(super) fn read(self, text: &str, dialect: Dialect) -> Result<Option<ArenaValue>, String> {
-        let may_be_unsaid = !matches!(self, Self::Limit) && dialect == Dialect::ArenaCfg;
-        if may_be_unsaid && text == "-1" {
+        let is_cfg = dialect == Dialect::ArenaCfg && self != Self::Limit;
+        if is_cfg && text == "-1" {
             return Ok(None);
         }
-        let value = match self {
-            Self::ExtendStrategy => match text {
-                "0" => Some(ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo)),
-                "1" => Some(ArenaValue::Strategy(ExtendStrategy::SameAsRequested)),
-                _ if dialect == Dialect::Provider => {
-                    let named = |strategy: &ExtendStrategy| strategy.name() == text;
-                    ExtendStrategy::ALL.into_iter().find(named).map(ArenaValue::Strategy)
-                }
-                _ => None,
-            },
-            Self::UsePool => match text {
-                "0" => Some(ArenaValue::Flag(false)),
-                "1" => Some(ArenaValue::Flag(true)),
-                _ => None,
-            },
-            _ => {
-                let (least, most) = self.bounds();
+        let or_default = if is_cfg { ", or -1 for the default" } else { "" };
+        let (_, default, (least, most)) = row(self);
+        let (value, expected) = match default {
+            ArenaValue::Strategy(_) => {
+                let named = dialect == Dialect::Provider;
+                let is = |strategy: &ExtendStrategy| {
+                    text == (*strategy as u8).to_string() || named && text == strategy.name()
+                };
+                let all = [ExtendStrategy::NextPowerOfTwo, ExtendStrategy::SameAsRequested];
+                let value = all.into_iter().find(is).map(ArenaValue::Strategy);
+                (value, "0 (kNextPowerOfTwo) or 1 (kSameAsRequested)".to_owned())
+            }
+            ArenaValue::Flag(_) => {
+                let value = ["0", "1"].iter().position(|known| *known == text);
+                (value.map(|at| ArenaValue::Flag(at == 1)), "0 or 1".to_owned())
+            }
+            ArenaValue::Bytes(_) => {
                 let bytes = whole(text).filter(|bytes| (least..=most).contains(bytes));
-                bytes.map(|bytes| match (self, bytes) {
-                    (Self::Limit, 0) => ArenaValue::Bytes(ByteSize::MAX),
-                    _ => ArenaValue::Bytes(ByteSize::new(bytes)),
-                })
+                let is_none = |bytes| self == Self::Limit && bytes == 0;
+                let value = bytes.map(|it| if is_none(it) { u64::MAX } else { it });
+                let none = if self == Self::Limit { ", 0 for no limit" } else { "" };
+                let expected = format!("a whole number of bytes from {least} to {most}{none}");
+                (value.map(|bytes| ArenaValue::Bytes(ByteSize::new(bytes))), expected)
             }
         };
-        value.map(Some).ok_or_else(|| self.expected(dialect))
-    }
-
-    /// Returns the minimum and maximum number of bytes.
-    const fn bounds(self) -> (u64, u64) {
-        match self {
-            Self::InitialBytes | Self::DeadBytes | Self::RegrowthBytes => (1, INT_MAX),
-            Self::StepMaxBytes => (1, INT64_MAX),
-            _ => (0, u64::MAX),
-        }
-    }
-
-    /// Describes the accepted values, for a message with "expected".
-    fn expected(self, dialect: Dialect) -> String {
-        let unsaid = if dialect == Dialect::ArenaCfg { ", or -1 for the default" } else { "" };
-        match self {
-            Self::ExtendStrategy if dialect == Dialect::Provider => {
-                "0 or kNextPowerOfTwo, 1 or kSameAsRequested".to_owned()
-            }
-            Self::ExtendStrategy => {
-                format!("0 (next power of two) or 1 (same as requested){unsaid}")
-            }
-            Self::UsePool => "0 or 1".to_owned(),
-            Self::Limit => "a whole number of bytes below 2^64, 0 for no limit".to_owned(),
-            _ => {
-                let (least, most) = self.bounds();
-                format!("a whole number of bytes from {least} to {most}{unsaid}")
-            }
-        }
+        value.map(Some).ok_or_else(|| format!("{expected}{or_default}"))
     }
 }
 
@@ -226,8 +196,6 @@ impl fmt::Display for ArenaKey {
 }
 
 impl ExtendStrategy {
-    const ALL: [Self; 2] = [Self::NextPowerOfTwo, Self::SameAsRequested];
-
     /// Returns ONNX Runtime's name.
     #[must_use]
     pub const fn name(self) -> &'static str {

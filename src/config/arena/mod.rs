@@ -13,18 +13,15 @@
 //! Invariant: an option that was set and is not in force is an error or a [`Conflict`]; one that is
 //! in force but has no effect has its reason in [`Effective::without_effect`].
 
-mod error;
 mod keys;
 mod options;
 mod resolve;
-mod scopes;
 mod selector;
 
-pub use error::{ArenaOptionsError, OptionFault};
 pub use keys::{ArenaKey, ArenaValue, ExtendStrategy};
-pub use options::{ArenaOptions, CUARENA_MARGIN, CuArenaLimitError, Written};
+pub use options::{ArenaOptions, CUARENA_MARGIN, Written};
 pub use resolve::{ArenaResolution, ArenaSource, Conflict, Effective, Layers, Reason};
-pub use selector::{RunOptions, SHRINK_OPTION, SelectorError, Target, TargetKind, Targets};
+pub use selector::{RunOptions, SHRINK_OPTION, Target, Targets};
 
 #[cfg(test)]
 mod tests;

@@ -1,19 +1,25 @@
 //! Arena options of one place, each value valid and with its spelling.
 //!
-//! There are four vocabularies: the bare `arena.*` keys, the names of `OrtArenaCfg`, the options of
-//! ONNX Runtime's own CUDA provider, and cuArena's single limit. A limit of 0 means no limit in
-//! ONNX Runtime's vocabularies, and all free device memory less a margin in cuArena's. This module
-//! adds no defaults.
+//! There are four vocabularies: the `arena.*` keys, bare or with a scope, the names of
+//! `OrtArenaCfg`, the options of ONNX Runtime's own CUDA provider, and cuArena's single limit. A
+//! limit of 0 means no limit in ONNX Runtime's vocabularies, and all free device memory less a
+//! margin in cuArena's. This module adds no defaults.
 //!
-//! Invariant: at most one value for each key; two spellings of one key agree or are an error.
+//! Scopes are `ep_factory.<name>.arena.*` of the process and `ep.<name>.arena.*` of a session. A
+//! factory's name is verbatim, a provider's in lower case, as in ONNX Runtime. Keys of other
+//! providers and other software are ignored. A key that is meant for this arena but that ONNX
+//! Runtime would ignore (the prefix in another case, the other place's scope, no scope, the shrink
+//! of a run) is a fault.
+//!
+//! Invariant: at most one value for each key; two spellings of one key agree or are an error; every
+//! key that ends in an option of this arena is read or is a fault.
 
 use std::collections::BTreeMap;
 
-use thiserror::Error;
-
-use super::error::{ArenaOptionsError, OptionFault};
 use super::keys::{ArenaKey, ArenaValue, Dialect};
+use super::selector::SHRINK_OPTION;
 use crate::bytes::ByteSize;
+use crate::config::error::{ConfigError, Fault};
 use crate::device::driver::{Backend, Driver, DriverError};
 
 /// The memory that cuArena leaves free on the device when it takes the rest.
@@ -21,6 +27,8 @@ pub const CUARENA_MARGIN: ByteSize = ByteSize::mib(256);
 
 /// The name of cuArena's limit in errors and conflicts.
 const CUARENA_LIMIT: &str = "cuArena limit";
+
+const BARE: &str = "arena.";
 
 /// A value and its spelling.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,7 +54,7 @@ pub struct Written {
 ///
 /// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.max_mem", "1g")]);
 /// assert_eq!(error.unwrap_err().faults.len(), 2); // all faults together
-/// # Ok::<(), lowtide::config::arena::ArenaOptionsError>(())
+/// # Ok::<(), lowtide::config::ConfigError>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ArenaOptions(BTreeMap<ArenaKey, Written>);
@@ -61,15 +69,11 @@ impl ArenaOptions {
     /// Reads bare `arena.*` keys, as passed to a factory.
     ///
     /// # Errors
-    /// [`ArenaOptionsError`] with every invalid value, unknown key and contradiction.
+    /// [`ConfigError`] with every invalid value, unknown key and contradiction.
     pub fn from_keys<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
-    ) -> Result<Self, ArenaOptionsError> {
-        let mut reader = Reader::default();
-        for (key, value) in entries {
-            reader.put(key.as_ref(), key.as_ref(), value.as_ref(), Dialect::Keys);
-        }
-        reader.finish()
+    ) -> Result<Self, ConfigError> {
+        Self::read(entries, Dialect::Keys, |key| known(key, Dialect::Keys))
     }
 
     /// Reads the names of `OrtArenaCfg` (`CreateArenaCfgV2`). A value of -1 leaves an option unset,
@@ -79,12 +83,8 @@ impl ArenaOptions {
     /// The same as for [`ArenaOptions::from_keys`].
     pub fn from_arena_cfg<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
-    ) -> Result<Self, ArenaOptionsError> {
-        let mut reader = Reader::default();
-        for (key, value) in entries {
-            reader.put(key.as_ref(), key.as_ref(), value.as_ref(), Dialect::ArenaCfg);
-        }
-        reader.finish()
+    ) -> Result<Self, ConfigError> {
+        Self::read(entries, Dialect::ArenaCfg, |key| known(key, Dialect::ArenaCfg))
     }
 
     /// Reads `gpu_mem_limit` and `arena_extend_strategy` from the options of ONNX Runtime's own
@@ -94,15 +94,90 @@ impl ArenaOptions {
     /// The same as for [`ArenaOptions::from_keys`].
     pub fn from_provider_options<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
-    ) -> Result<Self, ArenaOptionsError> {
-        let mut reader = Reader::default();
-        for (key, value) in entries {
-            let key = key.as_ref();
-            if ArenaKey::named(key, Dialect::Provider).is_some() {
-                reader.put(key, key, value.as_ref(), Dialect::Provider);
+    ) -> Result<Self, ConfigError> {
+        Self::read(entries, Dialect::Provider, |key| Ok(ArenaKey::named(key, Dialect::Provider)))
+    }
+
+    /// Reads the options of the shared arena from those of the process (`OrtEnvCreationOptions`):
+    /// `ep_factory.<name>.arena.*`, with the name exactly as `GetName()` returns it.
+    ///
+    /// ```
+    /// use lowtide::config::arena::ArenaOptions;
+    ///
+    /// let entries = [("ep_factory.CudaEp.arena.max_mem", "1073741824"), ("session.intra", "4")];
+    /// assert!(!ArenaOptions::of_process("CudaEp", entries)?.is_empty());
+    /// assert!(ArenaOptions::of_process("OtherEp", entries)?.is_empty());
+    /// assert!(ArenaOptions::of_process("cudaep", entries).is_err()); // differs only in case
+    /// # Ok::<(), lowtide::config::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The same as for [`ArenaOptions::from_keys`], and keys that are meant for this arena but are
+    /// not read in this place.
+    pub fn of_process<K: AsRef<str>, V: AsRef<str>>(
+        name: &str,
+        entries: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Self, ConfigError> {
+        let (prefix, other) = (process_prefix(name), session_prefix(name));
+        Self::read(entries, Dialect::Keys, |key| in_scope(key, &prefix, &other))
+    }
+
+    /// Reads the options of a session: `ep.<name>.arena.*`, with the name in lower case.
+    ///
+    /// # Errors
+    /// The same as for [`ArenaOptions::of_process`], also for
+    /// `memory.enable_memory_arena_shrinkage`, which has no effect in a session.
+    pub fn of_session<K: AsRef<str>, V: AsRef<str>>(
+        name: &str,
+        entries: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Self, ConfigError> {
+        let (prefix, other) = (session_prefix(name), process_prefix(name));
+        Self::read(entries, Dialect::Keys, |key| match key {
+            SHRINK_OPTION => Err("it in RunOptions".to_owned()),
+            _ => in_scope(key, &prefix, &other),
+        })
+    }
+
+    /// Reads the entries for which `find` returns a key; its error is what was expected.
+    fn read<K: AsRef<str>, V: AsRef<str>>(
+        entries: impl IntoIterator<Item = (K, V)>,
+        dialect: Dialect,
+        find: impl Fn(&str) -> Result<Option<ArenaKey>, String>,
+    ) -> Result<Self, ConfigError> {
+        let (mut options, mut faults) = (Self::new(), Vec::new());
+        for (spelled, text) in entries {
+            let (spelled, text) = (spelled.as_ref(), text.as_ref());
+            let found = find(spelled);
+            let found =
+                found.map_err(|expected| Fault::UnknownKey { name: spelled.to_owned(), expected });
+            let added = found.and_then(|key| {
+                let Some(key) = key else { return Ok(()) };
+                let added = options.add(key, spelled, key.read(text, dialect));
+                added.map_err(|expected| Fault::bad(spelled, text, expected))
+            });
+            faults.extend(added.err());
+        }
+        if faults.is_empty() { Ok(options) } else { Err(ConfigError { faults }) }
+    }
+
+    fn add(
+        &mut self,
+        key: ArenaKey,
+        spelled: &str,
+        value: Result<Option<ArenaValue>, String>,
+    ) -> Result<(), String> {
+        let Some(value) = value? else { return Ok(()) };
+        match self.get(key) {
+            Some(first) if first.value != value => {
+                Err(format!("{}, as {} says", first.value, first.spelled))
+            }
+            Some(_) => Ok(()),
+            None => {
+                let spelled = spelled.to_owned();
+                self.0.insert(key, Written { value, spelled, capped_from: None });
+                Ok(())
             }
         }
-        reader.finish()
     }
 
     /// Reads cuArena's limit of a pool. 0 means all free device memory less [`CUARENA_MARGIN`]. A
@@ -110,12 +185,9 @@ impl ArenaOptions {
     /// driver cannot report the free memory, an amount is accepted unchanged.
     ///
     /// # Errors
-    /// [`CuArenaLimitError::Unknown`] for 0 if the driver cannot report the free memory,
-    /// [`CuArenaLimitError::NothingLeft`] if no more than the margin is free.
-    pub fn from_cuarena_limit(
-        limit: ByteSize,
-        driver: &dyn Driver,
-    ) -> Result<Self, CuArenaLimitError> {
+    /// [`ConfigError`] for 0 if the driver cannot report the free memory, and if no more than the
+    /// margin is free.
+    pub fn from_cuarena_limit(limit: ByteSize, driver: &dyn Driver) -> Result<Self, ConfigError> {
         Self::within(limit, driver.headroom(), driver.backend())
     }
 
@@ -124,19 +196,28 @@ impl ArenaOptions {
         limit: ByteSize,
         headroom: Result<Option<ByteSize>, DriverError>,
         backend: Backend,
-    ) -> Result<Self, CuArenaLimitError> {
+    ) -> Result<Self, ConfigError> {
+        let refused = |expected| {
+            let fault = Fault::bad(CUARENA_LIMIT, &limit.exact(), expected);
+            ConfigError { faults: vec![fault] }
+        };
         let left = match headroom {
             Ok(Some(headroom)) => match headroom.saturating_sub(CUARENA_MARGIN) {
-                ByteSize::ZERO => return Err(CuArenaLimitError::NothingLeft { headroom }),
+                ByteSize::ZERO => {
+                    return Err(refused(format!(
+                        "a device with more free memory than the {CUARENA_MARGIN} that stay free, \
+                         not {headroom}"
+                    )));
+                }
                 left => left,
             },
-            Ok(None) if limit.is_zero() => {
-                return Err(CuArenaLimitError::Unknown { backend, cause: None });
+            headroom if limit.is_zero() => {
+                let cause = headroom.err().map_or_else(String::new, |cause| format!(": {cause}"));
+                return Err(refused(format!(
+                    "an amount, because the {backend} driver cannot report free memory{cause}"
+                )));
             }
-            Err(cause) if limit.is_zero() => {
-                return Err(CuArenaLimitError::Unknown { backend, cause: Some(cause) });
-            }
-            Ok(None) | Err(_) => ByteSize::MAX,
+            _ => ByteSize::MAX,
         };
         let lowered = limit > left;
         let written = Written {
@@ -176,90 +257,47 @@ impl ArenaOptions {
     /// gives a session that requests CUDA's pool its own one.
     ///
     /// # Errors
-    /// [`OptionFault::Unsupported`] if an option is valid but not supported.
-    pub fn check_supported(&self) -> Result<(), ArenaOptionsError> {
+    /// [`ConfigError`] if an option is valid but not supported.
+    pub fn check_supported(&self) -> Result<(), ConfigError> {
         match self.get(ArenaKey::UsePool) {
             Some(Written { value: ArenaValue::Flag(true), spelled, .. }) => {
-                let fault = OptionFault::Unsupported {
-                    key: spelled.clone(),
-                    value: "1".to_owned(),
-                    what: "CUDA's memory pool",
-                    expected: "0 (the arena commits and releases memory itself)",
-                };
-                Err(ArenaOptionsError { faults: vec![fault] })
+                let expected = "0, because CUDA's memory pool is not supported: the arena commits \
+                                and releases memory itself";
+                Err(ConfigError { faults: vec![Fault::bad(spelled, "1", expected)] })
             }
             _ => Ok(()),
         }
     }
 }
 
-/// The reason that cuArena's limit is no amount.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CuArenaLimitError {
-    /// The limit is all free memory, and the driver cannot report it.
-    #[error(
-        "a limit of 0 takes all free device memory, which the {backend} driver cannot report{}; \
-         expected an amount",
-        cause.as_ref().map_or_else(String::new, |cause| format!(" ({cause})"))
-    )]
-    Unknown {
-        /// The driver.
-        backend: Backend,
-        /// The driver's error, if it failed.
-        cause: Option<DriverError>,
-    },
-    /// The device has no more free memory than the margin.
-    #[error(
-        "the device has {headroom} free: expected more than the {CUARENA_MARGIN} that stay free"
-    )]
-    NothingLeft {
-        /// The free memory.
-        headroom: ByteSize,
-    },
+fn process_prefix(name: &str) -> String {
+    format!("ep_factory.{name}.{BARE}")
 }
 
-/// Collects options and faults.
-#[derive(Debug, Default)]
-pub(super) struct Reader {
-    options: ArenaOptions,
-    pub(super) faults: Vec<OptionFault>,
+fn session_prefix(name: &str) -> String {
+    format!("ep.{}.{BARE}", name.to_ascii_lowercase())
 }
 
-impl Reader {
-    /// Reads one option: its name in the dialect, its spelling, its text.
-    pub(super) fn put(&mut self, name: &str, spelled: &str, text: &str, dialect: Dialect) {
-        let Some(key) = ArenaKey::named(name, dialect) else {
-            self.faults.push(OptionFault::unknown(spelled, dialect));
-            return;
-        };
-        let value = match key.read(text, dialect) {
-            Ok(Some(value)) => value,
-            Ok(None) => return,
-            Err(expected) => {
-                let (key, value) = (spelled.to_owned(), text.to_owned());
-                self.faults.push(OptionFault::BadValue { key, value, expected });
-                return;
-            }
-        };
-        match self.options.get(key) {
-            Some(first) if first.value != value => {
-                let (first, second) = (first.spelled.clone(), spelled.to_owned());
-                self.faults.push(OptionFault::Twice { key, first, second });
-            }
-            Some(_) => {}
-            None => {
-                let spelled = spelled.to_owned();
-                self.options.0.insert(key, Written { value, spelled, capped_from: None });
-            }
-        }
-    }
+/// Returns the key of this name, or the names that the dialect knows.
+fn known(name: &str, dialect: Dialect) -> Result<Option<ArenaKey>, String> {
+    ArenaKey::named(name, dialect).map(Some).ok_or_else(|| {
+        let known = ArenaKey::ALL.into_iter().filter_map(|key| key.name_in(dialect));
+        format!("one of {}", known.collect::<Vec<_>>().join(", "))
+    })
+}
 
-    pub(super) fn finish(self) -> Result<ArenaOptions, ArenaOptionsError> {
-        if self.faults.is_empty() {
-            Ok(self.options)
-        } else {
-            Err(ArenaOptionsError { faults: self.faults })
-        }
+/// Returns the key behind this prefix; `None` for a key of other software. `other` is the prefix
+/// of the other place.
+fn in_scope(key: &str, prefix: &str, other: &str) -> Result<Option<ArenaKey>, String> {
+    if let Some(tail) = key.strip_prefix(prefix) {
+        return known(&format!("{BARE}{tail}"), Dialect::Keys);
     }
+    let tail = [prefix, other, BARE].into_iter().find_map(|prefix| tail_in_any_case(key, prefix));
+    tail.map_or(Ok(None), |tail| Err(format!("{prefix}{tail}")))
+}
+
+/// Returns the part after the prefix, which is compared without case.
+fn tail_in_any_case<'a>(key: &'a str, prefix: &str) -> Option<&'a str> {
+    let (head, tail) = key.split_at_checked(prefix.len())?;
+    head.eq_ignore_ascii_case(prefix).then_some(tail)
 }

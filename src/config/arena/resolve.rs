@@ -10,37 +10,27 @@
 
 use std::fmt;
 
-use super::error::ArenaOptionsError;
 use super::keys::{ArenaKey, ArenaValue, ExtendStrategy};
 use super::options::{ArenaOptions, Written};
 use crate::bytes::ByteSize;
+use crate::config::error::ConfigError;
 use crate::device::{ArenaConfig, Growth};
 
-/// The source of a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum ArenaSource {
-    /// ONNX Runtime's default.
-    Default,
-    /// The options of a session.
-    Session,
-    /// The options of the shared arena.
-    Shared,
-    /// A replacement at run time.
-    Replacement,
-    /// lowtide's own limit on device memory (`LOWTIDE_DEVICE_LIMIT`, `Builder::device_limit`).
-    DeviceLimit,
-}
-
-impl fmt::Display for ArenaSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Default => "default",
-            Self::Session => "session",
-            Self::Shared => "shared",
-            Self::Replacement => "replacement",
-            Self::DeviceLimit => "device limit",
-        })
+lowtide_core::named_enum! {
+    /// The source of a value.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[non_exhaustive]
+    pub enum ArenaSource {
+        /// ONNX Runtime's default.
+        Default = "default",
+        /// The options of a session.
+        Session = "session",
+        /// The options of the shared arena.
+        Shared = "shared",
+        /// A replacement at run time.
+        Replacement = "replacement",
+        /// lowtide's own limit on device memory (`LOWTIDE_DEVICE_LIMIT`, `Builder::device_limit`).
+        DeviceLimit = "device limit",
     }
 }
 
@@ -71,31 +61,21 @@ impl fmt::Display for Effective {
     }
 }
 
-/// The reason that a value is not in force.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Reason {
-    /// A session's options count only if there is no shared arena.
-    SharedArena,
-    /// The arena was already open. Only a replacement changes its options.
-    ArenaIsOpen,
-    /// A replacement at run time set the key.
-    Replaced,
-    /// lowtide's own limit on device memory is lower.
-    DeviceLimit,
-    /// The device has less free memory.
-    DeviceFull,
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::SharedArena => "there is a shared arena",
-            Self::ArenaIsOpen => "the arena is already open",
-            Self::Replaced => "a replacement sets the key",
-            Self::DeviceLimit => "the device limit is lower",
-            Self::DeviceFull => "the device has less free memory",
-        })
+lowtide_core::named_enum! {
+    /// The reason that a value is not in force.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Reason {
+        /// A session's options count only if there is no shared arena.
+        SharedArena = "there is a shared arena",
+        /// The arena was already open. Only a replacement changes its options.
+        ArenaIsOpen = "the arena is already open",
+        /// A replacement at run time set the key.
+        Replaced = "a replacement sets the key",
+        /// lowtide's own limit on device memory is lower.
+        DeviceLimit = "the device limit is lower",
+        /// The device has less free memory.
+        DeviceFull = "the device has less free memory",
     }
 }
 
@@ -176,101 +156,71 @@ impl Layers {
     ///     "ep.cudaep.arena.max_mem=1GiB (session) is ignored because there is a shared arena: \
     ///      arena.max_mem=no limit (default) is in force"
     /// );
-    /// # Ok::<(), lowtide::config::arena::ArenaOptionsError>(())
+    /// # Ok::<(), lowtide::config::ConfigError>(())
     /// ```
     ///
     /// # Errors
-    /// [`OptionFault::Unsupported`](super::OptionFault::Unsupported) if a layer sets an option that
-    /// no arena here supports.
-    pub fn resolve(&self) -> Result<ArenaResolution, ArenaOptionsError> {
-        let session = self.session.as_ref();
+    /// [`ConfigError`] if a layer sets an option that no arena here supports.
+    pub fn resolve(&self) -> Result<ArenaResolution, ConfigError> {
         let layers = [
-            (self.replacement.as_ref(), ArenaSource::Replacement),
-            (self.shared.as_ref(), ArenaSource::Shared),
-            (session.filter(|_| self.shared.is_none()), ArenaSource::Session),
+            (ArenaSource::Replacement, self.replacement.as_ref()),
+            (ArenaSource::Shared, self.shared.as_ref()),
+            (ArenaSource::Session, self.session.as_ref()),
         ];
-        for options in [session, self.shared.as_ref(), self.replacement.as_ref()] {
-            options.map_or(Ok(()), ArenaOptions::check_supported)?;
+        for options in layers.iter().filter_map(|(_, options)| *options) {
+            options.check_supported()?;
         }
-        let mut conflicts = Vec::new();
-        let mut values: Vec<_> = ArenaKey::ALL
-            .into_iter()
-            .map(|key| {
-                let found = layers.iter().find_map(|(options, source)| {
-                    let written = options.and_then(|options| options.get(key))?;
-                    Some((written, *source))
-                });
-                found.map_or_else(|| Effective::default_of(key), |(w, s)| Effective::of(key, w, s))
-            })
-            .collect();
-        bound_limit(&mut values, self.device_limit, &mut conflicts);
-        for (options, source) in layers {
-            report_capped(options, source, &values, &mut conflicts);
-        }
-        explain(&mut values, self.pinned);
-        let mut resolution = ArenaResolution { values, conflicts: Vec::new() };
-        for (options, source, reason) in [
-            (session.filter(|_| self.shared.is_some()), ArenaSource::Session, Reason::SharedArena),
-            (session.filter(|_| self.shared.is_none()), ArenaSource::Session, Reason::Replaced),
-            (self.shared.as_ref(), ArenaSource::Shared, Reason::Replaced),
-        ] {
-            let Some(options) = options else { continue };
-            let against = resolution.conflicts_with(options, source, reason);
-            // A value lowered by the device limit already has its conflict.
-            let known = |new: &Conflict, old: &Conflict| {
-                new.key == old.key && new.wanted_by == old.wanted_by && new.wanted == old.wanted
+        let mut resolution = ArenaResolution { values: Vec::new(), conflicts: Vec::new() };
+        for key in ArenaKey::ALL {
+            let of = |(source, options): (ArenaSource, Option<&'_ ArenaOptions>)| {
+                Some((source, options?.get(key)?.clone()))
             };
-            let new = |one: &Conflict| !conflicts.iter().any(|old| known(one, old));
-            let new: Vec<_> = against.into_iter().filter(new).collect();
-            conflicts.extend(new);
+            let written: Vec<_> = layers.into_iter().filter_map(of).collect();
+            self.resolve_key(key, &written, &mut resolution);
         }
-        resolution.conflicts = conflicts;
+        explain(&mut resolution.values, self.pinned);
+        for conflict in &mut resolution.conflicts {
+            conflict.effective = resolution.values[conflict.key as usize].clone();
+        }
         Ok(resolution)
     }
-}
 
-/// Lowers the limit to lowtide's own.
-fn bound_limit(values: &mut [Effective], device_limit: ByteSize, conflicts: &mut Vec<Conflict>) {
-    for effective in values.iter_mut().filter(|value| value.key == ArenaKey::Limit) {
-        if effective.value == ArenaValue::Bytes(device_limit) || bytes(effective) < device_limit {
-            continue;
+    /// Resolves a key of what the layers say about it, the strongest first.
+    fn resolve_key(
+        &self,
+        key: ArenaKey,
+        written: &[(ArenaSource, Written)],
+        resolution: &mut ArenaResolution,
+    ) {
+        let is_out = |source| source == ArenaSource::Session && self.shared.is_some();
+        let winner = written.iter().find(|(source, _)| !is_out(*source));
+        let (source, value) = match winner {
+            Some((source, written)) => (*source, written.value),
+            None => (ArenaSource::Default, key.default_value()),
+        };
+        let spelled = winner.map(|(_, written)| written.spelled.clone());
+        let mut effective = Effective { key, value, source, spelled, without_effect: None };
+        let is_lowered = key == ArenaKey::Limit && bytes(&effective) > self.device_limit;
+        if is_lowered {
+            effective.value = ArenaValue::Bytes(self.device_limit);
+            (effective.source, effective.spelled) = (ArenaSource::DeviceLimit, None);
         }
-        let before = effective.clone();
-        effective.value = ArenaValue::Bytes(device_limit);
-        effective.source = ArenaSource::DeviceLimit;
-        effective.spelled = None;
-        if let Some(spelled) = before.spelled {
-            conflicts.push(Conflict {
-                key: before.key,
-                wanted: before.value,
-                wanted_by: before.source,
-                spelled,
-                effective: effective.clone(),
-                reason: Reason::DeviceLimit,
-            });
+        for (wanted_by, written) in written {
+            let is_winner = winner.is_some_and(|(source, _)| source == wanted_by);
+            let (wanted, reason) = match written.capped_from {
+                _ if is_winner && is_lowered => (written.value, Reason::DeviceLimit),
+                Some(amount) if is_winner => (ArenaValue::Bytes(amount), Reason::DeviceFull),
+                _ if is_out(*wanted_by) => (written.value, Reason::SharedArena),
+                _ => (written.value, Reason::Replaced),
+            };
+            if wanted != effective.value {
+                let (wanted_by, spelled) = (*wanted_by, written.spelled.clone());
+                let effective = effective.clone();
+                let conflict = Conflict { key, wanted, wanted_by, spelled, effective, reason };
+                resolution.conflicts.push(conflict);
+            }
         }
-    }
-}
-
-/// Reports the options that exceed the device's free memory.
-fn report_capped(
-    options: Option<&ArenaOptions>,
-    source: ArenaSource,
-    values: &[Effective],
-    conflicts: &mut Vec<Conflict>,
-) {
-    for (key, written) in options.iter().flat_map(|options| options.iter()) {
-        let effective = values.iter().find(|value| value.key == key && value.source == source);
-        if let (Some(amount), Some(effective)) = (written.capped_from, effective) {
-            conflicts.push(Conflict {
-                key,
-                wanted: ArenaValue::Bytes(amount),
-                wanted_by: source,
-                spelled: written.spelled.clone(),
-                effective: effective.clone(),
-                reason: Reason::DeviceFull,
-            });
-        }
+        resolution.values.push(effective);
     }
 }
 
@@ -279,19 +229,16 @@ fn explain(values: &mut [Effective], pinned: bool) {
     let same = ArenaValue::Strategy(ExtendStrategy::SameAsRequested);
     let as_requested = values.iter().any(|value| value.value == same);
     for value in values.iter_mut().filter(|value| value.source != ArenaSource::Default) {
+        let is_step = matches!(
+            value.key,
+            ArenaKey::InitialBytes | ArenaKey::RegrowthBytes | ArenaKey::StepMaxBytes
+        );
         value.without_effect = match value.key {
             ArenaKey::DeadBytes => Some("blocks are always split, which retains less memory"),
-            ArenaKey::ExtendStrategy
-            | ArenaKey::InitialBytes
-            | ArenaKey::RegrowthBytes
-            | ArenaKey::StepMaxBytes
-                if pinned =>
-            {
+            key if pinned && (is_step || key == ArenaKey::ExtendStrategy) => {
                 Some("a pinned pool chooses the size of its segments")
             }
-            ArenaKey::InitialBytes | ArenaKey::RegrowthBytes | ArenaKey::StepMaxBytes
-                if as_requested =>
-            {
+            _ if is_step && as_requested => {
                 Some("the arena grows by the size of the request, not in steps")
             }
             ArenaKey::PoolThreshold | ArenaKey::PoolKeep => Some("CUDA's memory pool is not used"),
@@ -308,24 +255,11 @@ const fn bytes(effective: &Effective) -> ByteSize {
     }
 }
 
-impl Effective {
-    fn default_of(key: ArenaKey) -> Self {
-        let (value, source) = (key.default_value(), ArenaSource::Default);
-        Self { key, value, source, spelled: None, without_effect: None }
-    }
-
-    fn of(key: ArenaKey, written: &Written, source: ArenaSource) -> Self {
-        let spelled = Some(written.spelled.clone());
-        Self { key, value: written.value, source, spelled, without_effect: None }
-    }
-}
-
 impl ArenaResolution {
     /// Returns the value in force for a key.
     #[must_use]
     pub fn get(&self, key: ArenaKey) -> &Effective {
-        let at = ArenaKey::ALL.iter().position(|known| *known == key).unwrap_or_default();
-        &self.values[at]
+        &self.values[key as usize]
     }
 
     /// Returns all values in force, in the order of [`ArenaKey::ALL`].

@@ -11,7 +11,7 @@ use crate::device::{DeviceArena, PinnedPool};
 use crate::sync::{Mutex, lock};
 
 use super::device::Device;
-use super::error::ArenaError;
+use super::selector::ArenaError;
 
 /// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;

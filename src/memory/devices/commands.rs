@@ -33,7 +33,7 @@ impl Shared {
             AdminCommand::Sleep { .. } => {
                 // No waiting for leases: the worker has other work.
                 let drain = Duration::ZERO;
-                let options = SleepOptions { drain, ..self.config.device.sleep().options };
+                let options = SleepOptions { drain, ..self.config.device_sleep().options };
                 let slept = arena.sleep(options).map_err(said)?;
                 Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
             }

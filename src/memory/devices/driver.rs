@@ -25,12 +25,13 @@ pub(super) fn open_drivers(
     if !given.is_empty() {
         return Ok(given);
     }
-    let (choice, backend) = (config.device.choice.value, config.device.backend.value);
+    let (devices, backend) = (&config.devices.value, config.device_backend.value);
+    let choice = devices.first().copied().unwrap_or_default();
     if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && backend != DeviceBackend::Auto {
         let text = format!(
             "LOWTIDE_DEVICE_BACKEND={backend} ({}) has no effect with LOWTIDE_DEVICE={choice} \
              ({}): expected a CUDA device",
-            config.device.backend.source, config.device.choice.source
+            config.device_backend.source, config.devices.source
         );
         diagnostics.push(Diagnostic::warning("device", text));
     }
@@ -46,9 +47,8 @@ pub(super) fn open_drivers(
             all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
         }
         DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
-            let further = &config.device.further.value;
-            check_count(1 + further.len())?;
-            let all = std::iter::once(choice).chain(further.iter().copied());
+            check_count(devices.len())?;
+            let all = devices.iter().copied();
             all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
         }
         DeviceChoice::Auto => {

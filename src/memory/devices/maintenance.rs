@@ -49,6 +49,7 @@ impl Shared {
 
     /// Ends the management of arenas after the threads have ended, and reports what is live.
     pub(in crate::memory) fn end_devices(&self, report: &mut Shutdown) {
+        report.requests += self.devices.held();
         self.end_empty_sleeps();
         self.release_stores();
         let arenas = self.devices.list.iter().flat_map(|device| self.arenas_on(device));
@@ -106,13 +107,6 @@ impl Shared {
         let listed = self.arenas().into_iter();
         let in_process = listed.filter(|it| it.device.driver.capabilities().host_backed);
         in_process.map(|it| it.arena.glance().committed).sum()
-    }
-}
-
-impl Shutdown {
-    /// Describes the device memory that is still held.
-    pub(in crate::memory) fn devices(&self) -> String {
-        format!(", {} of device memory live", self.device_live)
     }
 }
 

@@ -18,8 +18,7 @@ use lowtide_admission::Recovered;
 use super::arenas::Listed;
 use super::device::Counted;
 use super::device::Device;
-use super::error::ArenaError;
-use super::selector::{DeviceSelectError, DeviceSelector};
+use super::selector::{ArenaError, DeviceSelectError, DeviceSelector};
 
 impl Memory {
     /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The
@@ -99,7 +98,7 @@ impl Memory {
     ) -> Result<DeviceArena, MemoryError> {
         let shared = &self.0.shared;
         shared.check_here()?;
-        let limit = shared.config.device.limit.value;
+        let limit = shared.config.device_limit.value;
         let mut config = ArenaConfig { limit, ..shared.arena_config(name) };
         change(&mut config);
         name.clone_into(&mut config.name);
@@ -228,7 +227,7 @@ impl Shared {
         config: PinnedConfig,
     ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
         let name = config.name.clone();
-        let config = PinnedConfig { decay: self.config.device.decay.value, ..config };
+        let config = PinnedConfig { decay: self.config.device_decay.value, ..config };
         let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,

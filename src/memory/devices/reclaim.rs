@@ -3,19 +3,42 @@
 
 use std::sync::Arc;
 
+use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Ask, Budget, Reclaim, Recovered};
+use lowtide_admission::{Admission, Ask, Budget, Reclaim, Recovered};
 
-/// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
-/// connected.
-pub(in crate::memory) fn reclaim_steps(
-    joined: &Arc<Mutex<Option<Arc<Shared>>>>,
-    relieves: Budget,
-) -> Vec<Arc<dyn Reclaim>> {
-    let shared = || Arc::clone(joined);
-    let stores = Arc::new(IdleStores { shared: shared() });
-    vec![stores, Arc::new(IdleMemory { shared: shared(), relieves })]
+use super::device::Counted;
+use super::state::Devices;
+
+impl Devices {
+    /// Makes admission use one budget if the memory of arenas is in the host's. Returns the reclaim
+    /// steps of arenas, and `true` if some device has memory of its own.
+    pub(in crate::memory) fn settle_budgets(
+        &self,
+        admission: &Admission,
+        joined: &Arc<Mutex<Option<Arc<Shared>>>>,
+        diagnostics: &mut Vec<Diagnostic>,
+    ) -> (Vec<Arc<dyn Reclaim>>, bool) {
+        if !self.has_own_memory() {
+            admission.unify();
+        }
+        if self.list.iter().any(|device| device.counted == Counted::BesideKernel) {
+            let text = "the device has no memory of its own: memory committed by arenas counts \
+                        against the host's memory limit, and there is no device budget";
+            diagnostics.push(Diagnostic::info("device", text.to_owned()));
+        }
+        (self.reclaim_steps(joined), self.any_own_memory())
+    }
+
+    /// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
+    /// connected.
+    fn reclaim_steps(&self, joined: &Arc<Mutex<Option<Arc<Shared>>>>) -> Vec<Arc<dyn Reclaim>> {
+        let shared = || Arc::clone(joined);
+        let relieves = if self.has_own_memory() { Budget::Device } else { Budget::Host };
+        let stores = Arc::new(IdleStores { shared: shared() });
+        vec![stores, Arc::new(IdleMemory { shared: shared(), relieves })]
+    }
 }
 
 /// The host memory that arenas keep for their next sleep.

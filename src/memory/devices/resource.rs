@@ -5,6 +5,7 @@ use crate::BoxError;
 use crate::bytes::ByteSize;
 use crate::device::DeviceArena;
 use crate::memory::manager::Memory;
+use crate::memory::own_arena::DeviceMemory;
 use lowtide_admission::ManagedBuilder;
 
 impl Memory {
@@ -38,31 +39,26 @@ impl Memory {
         load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
         let of_load = arena.clone();
-        self.enclosed(name, ResourceArena(Some(arena.clone())), move || load(&of_load))
+        self.enclosed(name, Some(Box::new(arena.clone())), move || load(&of_load))
     }
 }
 
-/// The device arena of a resource, if it has one.
-#[derive(Default)]
-pub(in crate::memory) struct ResourceArena(Option<DeviceArena>);
-
-impl ResourceArena {
-    pub(in crate::memory) fn committed(&self) -> Option<ByteSize> {
-        self.0.as_ref().map(|arena| arena.snapshot().committed)
+impl DeviceMemory for DeviceArena {
+    fn committed(&self) -> ByteSize {
+        self.snapshot().committed
     }
 
-    pub(in crate::memory) fn active(&self) -> Option<ByteSize> {
-        self.0.as_ref().map(|arena| arena.snapshot().active)
+    fn active(&self) -> ByteSize {
+        self.snapshot().active
     }
 
-    /// Releases the idle memory. Returns the decrease of the committed bytes from `before`.
-    pub(in crate::memory) fn purge_from(&self, before: ByteSize) -> ByteSize {
+    fn purge_from(&self, before: ByteSize) -> ByteSize {
         // If the driver fails, idle memory decays later.
-        let _ = self.0.as_ref().map(DeviceArena::purge);
-        before.saturating_sub(self.committed().unwrap_or_default())
+        let _ = self.purge();
+        before.saturating_sub(self.snapshot().committed)
     }
 
-    pub(in crate::memory) fn counts_as_host(&self) -> bool {
-        self.0.as_ref().is_some_and(|arena| arena.capabilities().counts_as_host())
+    fn counts_as_host(&self) -> bool {
+        self.capabilities().counts_as_host()
     }
 }

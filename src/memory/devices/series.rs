@@ -4,7 +4,7 @@ use crate::device::driver::Backend;
 use crate::memory::MemorySnapshot;
 use crate::memory::shared::Shared;
 use crate::metrics::record::MetricsWriter;
-use crate::metrics::record::devices::{Device, DeviceBudget};
+use crate::metrics::record::{Device, DeviceBudget};
 
 use super::snapshot::{DeviceStatus, DevicesSnapshot};
 

@@ -1,60 +1,19 @@
 //! The settings of device arenas that a program makes.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::bytes::ByteSize;
-use crate::config::{DeviceBackend, DeviceChoice};
-use crate::decay::DecayTime;
-use crate::device::Contents;
+use crate::config::DeviceChoice;
 use crate::device::driver::Driver;
 use crate::memory::Builder;
 
-macro_rules! setting {
-    ($($(#[$doc:meta])* $name:ident => $field:ident: $kind:ty;)*) => {
-        $($(#[$doc])*
-        #[must_use]
-        pub fn $name(mut self, value: $kind) -> Self {
-            self.code.device.$field = Some(value);
-            self
-        })*
-    };
-}
-
 /// Device arenas.
 impl Builder {
-    setting! {
-        /// Sets the device on which arenas allocate: the default device if there are several.
-        /// [`DeviceChoice::CudaAll`] opens every visible one. Default: the best that works.
-        device => choice: DeviceChoice;
-        /// Sets the way in which CUDA memory is allocated. Default: the first that works.
-        device_backend => backend: DeviceBackend;
-        /// Sets the limit of device memory for each arena, and of the budget of each device.
-        /// Default: none. The ceiling of a budget is this times [`Builder::ceiling`]; until the
-        /// [correction factor](Builder::correction_factor) is measured, half of that can be
-        /// reserved. Devices whose memory counts in the host's budget have no budget of their own.
-        device_limit => limit: ByteSize;
-        /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
-        /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
-        /// its decay time, until one and a half times this share is free. Live memory is never
-        /// released.
-        device_watermark => watermark: f64;
-        /// Sets the time after which idle device memory is released. Default: 1 s, 5 s or 30 s, by
-        /// profile.
-        device_decay => decay: DecayTime;
-        /// Sets the time without a lease after which a device arena goes to sleep, `None` for
-        /// never. Default: never. See [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for
-        /// the requirements on the arena's users.
-        device_sleep_after => sleep_after: Option<Duration>;
-        /// Sets the minimum time that a device arena stays awake after it was opened or woken.
-        /// Default: 0.
-        device_min_awake => min_awake: Duration;
-        /// Sets the treatment of the stable region's contents when an idle arena goes to sleep.
-        /// Default: keep.
-        device_sleep_stable => sleep_stable: Contents;
-        /// Sets the treatment of the dynamic region's contents when an idle arena goes to sleep.
-        /// Default: keep.
-        device_sleep_dynamic => sleep_dynamic: Contents;
+    /// Sets the device on which arenas allocate. [`DeviceChoice::CudaAll`] opens every visible one.
+    /// Default: the best that works.
+    #[must_use]
+    pub fn device(mut self, value: DeviceChoice) -> Self {
+        self.code.devices = Some(vec![value]);
+        self
     }
 
     /// Sets a driver for device arenas that the caller has opened, for example with options that
@@ -125,9 +84,11 @@ impl Builder {
     /// ```
     #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = DeviceChoice>) -> Self {
-        let mut devices = devices.into_iter();
-        self.code.device.choice = Some(devices.next().unwrap_or(DeviceChoice::None));
-        self.code.device.further = Some(devices.collect());
+        let mut devices: Vec<_> = devices.into_iter().collect();
+        if devices.is_empty() {
+            devices.push(DeviceChoice::None);
+        }
+        self.code.devices = Some(devices);
         self
     }
 }

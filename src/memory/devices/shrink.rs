@@ -18,7 +18,8 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{RunOptions, SelectorError, Target, TargetKind, Targets};
+use crate::config::ConfigError;
+use crate::config::arena::{RunOptions, Target, Targets};
 use crate::device::DeviceError;
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
@@ -35,7 +36,7 @@ use super::shrinks_asked::known;
 pub enum ShrinkError {
     /// The selector is invalid.
     #[error(transparent)]
-    Selector(#[from] SelectorError),
+    Selector(#[from] ConfigError),
     /// There is no such device.
     #[error("unknown target {target}: expected {}", names(*devices))]
     UnknownTarget {
@@ -252,9 +253,9 @@ impl Shared {
     fn shrink(&self, targets: impl Iterator<Item = Target>) -> Shrunk {
         let one = |target: Target| {
             let start = self.clock.now();
-            let outcome = match target.kind {
-                TargetKind::Cpu => self.shrink_host(),
-                TargetKind::Gpu => self.shrink_arenas(target.id),
+            let outcome = match target {
+                Target::Cpu(_) => self.shrink_host(),
+                Target::Gpu(number) => self.shrink_arenas(number),
             };
             ShrunkTarget { target, outcome, took: self.clock.now() - start }
         };

@@ -2,14 +2,13 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::config::arena::{Target, TargetKind};
+use crate::config::arena::Target;
 
 use super::device::DEVICES_MAX;
 
 /// The targets that may exist: the host, and as many devices as a `Memory` may have.
 fn targets() -> impl Iterator<Item = Target> {
-    let gpus = (0..).take(DEVICES_MAX).map(|id| Target { kind: TargetKind::Gpu, id });
-    [Target { kind: TargetKind::Cpu, id: 0 }].into_iter().chain(gpus)
+    std::iter::once(Target::Cpu(0)).chain((0..).take(DEVICES_MAX).map(Target::Gpu))
 }
 
 /// Returns the targets that exist with this number of devices. Without a device, `gpu:0` has one

@@ -56,9 +56,9 @@ impl fmt::Debug for HostRoom {
 impl Shared {
     /// The default configuration of an arena.
     pub(in crate::memory) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
-        let mut sleep = self.config.device.sleep();
+        let mut sleep = self.config.device_sleep();
         sleep.stores_max = sleep.stores_max.min(self.stores_max());
-        let decay = self.config.device.decay.value;
+        let decay = self.config.device_decay.value;
         ArenaConfig { decay, sleep, ..ArenaConfig::new(name) }
     }
 

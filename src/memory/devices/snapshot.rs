@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use crate::bytes::ByteSize;
 use crate::device::ArenaSnapshot;
 use crate::device::driver::Backend;
-use crate::memory::history::HistorySample;
 use crate::memory::snapshot::BudgetSnapshot;
 
 /// The device arenas of a [`Memory`](crate::Memory), and its devices, at one instant.
@@ -93,11 +92,18 @@ impl DevicesSnapshot {
         self.arenas.iter().map(of).collect()
     }
 
-    /// Adds live and retained bytes to a sample of the history.
-    pub(in crate::memory) fn add_to(&self, sample: &mut HistorySample) {
-        let on_device = || self.all().filter(|arena| arena.backend != Backend::PinnedHost);
-        sample.device_live = on_device().map(|arena| arena.live.saturating_sub(arena.asleep)).sum();
-        sample.device_retained = on_device().map(ArenaSnapshot::retained).sum();
+    /// Returns the live bytes in device memory.
+    pub(in crate::memory) fn live(&self) -> ByteSize {
+        self.on_device().map(|arena| arena.live.saturating_sub(arena.asleep)).sum()
+    }
+
+    /// Returns the retained bytes of device memory.
+    pub(in crate::memory) fn retained(&self) -> ByteSize {
+        self.on_device().map(ArenaSnapshot::retained).sum()
+    }
+
+    fn on_device(&self) -> impl Iterator<Item = &ArenaSnapshot> {
+        self.all().filter(|arena| arena.backend != Backend::PinnedHost)
     }
 }
 

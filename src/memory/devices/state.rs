@@ -4,7 +4,6 @@
 
 use std::sync::Arc;
 
-use crate::bytes::ByteSize;
 use crate::config::Config;
 use crate::device::driver::Driver;
 use crate::memory::error::{Diagnostic, StartError};
@@ -17,10 +16,6 @@ use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::ArenasSensor;
 use super::shrinks_asked::ShrinksAsked;
-
-/// The names of all admin commands.
-pub(in crate::memory) const COMMANDS: &[&str] =
-    &["purge", "trim", "sleep", "wake", "unload", "fit"];
 
 /// The drivers that the application has opened; without one, the configured devices are.
 pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
@@ -56,7 +51,7 @@ impl Devices {
         let are_given = !given.is_empty();
         let drivers = driver::open_drivers(config, given, diagnostics)?;
         driver::check(&drivers)?;
-        let watermark = config.device.watermark.value;
+        let watermark = config.device_watermark.value;
         let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
         Ok(Self {
             list: (0..).zip(drivers).map(device).collect(),
@@ -72,29 +67,13 @@ impl Devices {
         })
     }
 
-    /// Makes admission use one budget if the memory of arenas is in the host's.
-    pub(in crate::memory) fn settle_budgets(
-        &self,
-        admission: &Admission,
-        diagnostics: &mut Vec<Diagnostic>,
-    ) {
-        if !self.has_own_memory() {
-            admission.unify();
-        }
-        if self.list.iter().any(|device| device.counted == Counted::BesideKernel) {
-            let text = "the device has no memory of its own: memory committed by arenas counts \
-                        against the host's memory limit, and there is no device budget";
-            diagnostics.push(Diagnostic::info("device", text.to_owned()));
-        }
-    }
-
     /// Returns `true` if the arenas of the default device have another budget than the host.
-    pub(in crate::memory) fn has_own_memory(&self) -> bool {
+    pub(super) fn has_own_memory(&self) -> bool {
         self.list.first().is_some_and(|device| device.counted == Counted::OnDevice)
     }
 
     /// Returns `true` if some device has memory of its own.
-    pub(in crate::memory) fn any_own_memory(&self) -> bool {
+    pub(super) fn any_own_memory(&self) -> bool {
         self.list.iter().any(|device| device.counted == Counted::OnDevice)
     }
 
@@ -105,7 +84,7 @@ impl Devices {
 
     /// Returns what the control thread reads of the arenas.
     pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
-        ArenasSensor::new(self.arenas.clone(), &self.list, config.device.limit.value)
+        ArenasSensor::new(self.arenas.clone(), &self.list, config.device_limit.value)
     }
 
     /// Adds the budgets of further devices to the control loop.
@@ -129,38 +108,31 @@ impl Devices {
 }
 
 /// Returns the chosen devices, or the backends of the drivers that were given instead, for the log.
-pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> Option<String> {
+pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> String {
     let all: Vec<_> = if devices.are_given {
         let backend = |device: &Arc<Device>| format!("driver:{}", device.driver.backend());
         devices.list.iter().map(backend).collect()
     } else {
-        let further = config.device.further.value.iter();
-        let all = std::iter::once(&config.device.choice.value).chain(further);
-        all.map(ToString::to_string).collect()
+        config.devices.value.iter().map(ToString::to_string).collect()
     };
-    Some(all.join(","))
-}
-
-/// Returns the limit of device memory, which cannot rise while a `Memory` runs.
-pub(in crate::memory) const fn limit(config: &Config) -> ByteSize {
-    config.device.limit.value
+    all.join(",")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DeviceChoice, DeviceSettings, Settings};
+    use crate::config::{DeviceChoice, Settings};
     use crate::device::HostDriver;
 
     /// The bug: the log named the configured device, which drivers that are given replace.
     #[test]
     fn the_log_names_the_drivers_that_were_given_instead_of_the_configured_device() {
-        let choice_of = |it| DeviceSettings { choice: Some(it), ..DeviceSettings::default() };
-        let code = Settings { device: choice_of(DeviceChoice::Host), ..Settings::default() };
+        let devices = Some(vec![DeviceChoice::Host]);
+        let code = Settings { devices, ..Settings::default() };
         let config = Config::resolve(&code, &Settings::default()).expect("valid");
         let open = |given| Devices::open(&config, given, &mut Vec::new()).expect("opens");
         let host = || Arc::new(HostDriver::new()) as Arc<dyn Driver>;
-        let chosen = |given| choice(&open(given), &config).unwrap_or_default();
+        let chosen = |given| choice(&open(given), &config);
         assert_eq!(chosen(vec![host(), host()]), "driver:host,driver:host");
         assert_eq!(chosen(Vec::new()), "host");
     }

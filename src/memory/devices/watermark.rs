@@ -77,7 +77,7 @@ impl Shared {
     /// Releases idle memory of a device if its arenas hold more of the limit than the lowest level
     /// allows.
     fn keep_below_limit(&self, device: &Device) {
-        let limit = self.config.device.limit.value;
+        let limit = self.config.device_limit.value;
         let thresholds = Thresholds::default();
         let Some(band) = thresholds.band(Level::Elevated).filter(|_| limit != ByteSize::MAX) else {
             return;

@@ -5,7 +5,7 @@
 //!
 //! Pure: no file, clock or environment.
 
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -27,61 +27,40 @@ const EXPECTED: Duration = Duration::from_millis(100);
 /// The share of the memory by which it must be expected to grow for the growth to be named.
 const GROWTH_TOLD: f64 = 0.01;
 
-/// The cause of the end of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum ExitCause {
-    /// `Memory::shutdown` was called.
-    Shutdown,
-    /// The same, because memory was exhausted and the policy is
-    /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit).
-    Exhausted,
-    /// The last handle was dropped without a shutdown.
-    Dropped,
-    /// The last handle was dropped by a panic.
-    Panicked,
-    /// It was killed for memory: by the kernel's count of kills, or because its memory was at the
-    /// limit or was about to reach it.
-    OutOfMemory,
-    /// It was killed after it had been asked to end: it took longer than its supervisor waits.
-    KilledWhileEnding,
-    /// The machine was restarted, or has stopped.
-    Rebooted,
-    /// It was killed, it crashed, or it exited without a shutdown. Nothing suggests a lack of
-    /// memory.
-    Killed,
-    /// The recording is damaged, or of another version of the format.
-    Unknown,
+lowtide_core::named_enum! {
+    /// The cause of the end of a run.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum ExitCause {
+        /// `Memory::shutdown` was called.
+        Shutdown = "shutdown",
+        /// The same, because memory was exhausted and the policy is
+        /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit).
+        Exhausted = "exhausted",
+        /// The last handle was dropped without a shutdown.
+        Dropped = "dropped",
+        /// The last handle was dropped by a panic.
+        Panicked = "panicked",
+        /// It was killed for memory: by the kernel's count of kills, or because its memory was at
+        /// the limit or was about to reach it.
+        OutOfMemory = "out_of_memory",
+        /// It was killed after it had been asked to end: it took longer than its supervisor waits.
+        KilledWhileEnding = "killed_while_ending",
+        /// The machine was restarted, or has stopped.
+        Rebooted = "rebooted",
+        /// It was killed, it crashed, or it exited without a shutdown. Nothing suggests a lack of
+        /// memory.
+        Killed = "killed",
+        /// The recording is damaged, or of another version of the format.
+        Unknown = "unknown",
+    }
 }
 
 impl ExitCause {
-    /// Returns the name as in JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Shutdown => "shutdown",
-            Self::Exhausted => "exhausted",
-            Self::Dropped => "dropped",
-            Self::Panicked => "panicked",
-            Self::OutOfMemory => "out_of_memory",
-            Self::KilledWhileEnding => "killed_while_ending",
-            Self::Rebooted => "rebooted",
-            Self::Killed => "killed",
-            Self::Unknown => "unknown",
-        }
-    }
-
     /// Returns `true` if the run ended as it should.
     #[must_use]
     pub const fn is_orderly(self) -> bool {
         matches!(self, Self::Shutdown)
-    }
-}
-
-impl fmt::Display for ExitCause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Moment};
+use crate::config::Config;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Budget, RejectReason, RequestMemory, SignalTracker, Signals};
 use lowtide_core::file::KeptFile;
@@ -69,11 +70,13 @@ impl Flight {
     /// Opens the recording at this path, and reads the last one. If it cannot be opened or
     /// allocated, nothing is recorded, and a diagnostic has the cause.
     pub(in crate::memory) fn open(
-        path: Option<&Path>,
+        config: &Config,
         signals: &Signals,
         diagnostics: &mut Vec<Diagnostic>,
     ) -> (Self, Option<FlightFile>) {
-        let Some(path) = path else { return (Self::default(), None) };
+        let Some(path) = config.flight_recorder.value.as_deref() else {
+            return (Self::default(), None);
+        };
         let mut off = |error: FlightError| {
             diagnostics.push(Diagnostic::warning(ABOUT, format!("off: {error}")));
         };
@@ -260,7 +263,7 @@ impl Recorder {
         FlightSample {
             at: shared.clock.since_epoch(),
             uptime: now - self.started,
-            physical: signal.physical.saturating_add(shared.committed_beside_kernel()),
+            physical: shared.physical(&signal),
             growth: ByteSize::ZERO,
             limit: signal.limit.bytes,
             level: shared.state.level(Budget::Host),

@@ -27,26 +27,16 @@ const STEPS: [(f64, CaptureCause); 6] = [
 /// The share below which memory counts as fallen.
 const FALLEN: f64 = 0.0625;
 
-/// The reason for which a heap profile is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::memory) enum CaptureCause {
-    /// The service has settled after its start.
-    Baseline,
-    /// Memory has grown by an eighth, a quarter or a half of the way to the limit.
-    Growth,
-    /// Memory is three quarters of the way to the limit, or nearer.
-    Limit,
-}
-
-impl CaptureCause {
-    pub(super) const ALL: [Self; 3] = [Self::Baseline, Self::Growth, Self::Limit];
-
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Baseline => "baseline",
-            Self::Growth => "growth",
-            Self::Limit => "limit",
-        }
+lowtide_core::named_enum! {
+    /// The reason for which a heap profile is written.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(in crate::memory) enum CaptureCause {
+        /// The service has settled after its start.
+        Baseline = "baseline",
+        /// Memory has grown by an eighth, a quarter or a half of the way to the limit.
+        Growth = "growth",
+        /// Memory is three quarters of the way to the limit, or nearer.
+        Limit = "limit",
     }
 }
 

@@ -13,11 +13,10 @@ mod guard;
 mod profile;
 mod token;
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::header::{ALLOW, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{ALLOW, WWW_AUTHENTICATE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::json;
 
@@ -29,9 +28,10 @@ use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
 use super::asked::{Query, QueryError};
-use super::rejection::problem;
+use super::rejection::{problem, with_retry_after};
 
 pub(super) use profile::PROFILE;
+pub(super) use token::is_secret;
 
 pub use guard::Peer;
 pub use token::{AdminToken, TokenError};
@@ -66,6 +66,7 @@ const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
 /// assert_eq!(answer.status(), StatusCode::ACCEPTED);
 /// # Ok::<(), lowtide::BoxError>(())
 /// ```
+#[derive(Debug)]
 pub struct Admin {
     token: Option<AdminToken>,
     clock: Arc<dyn Clock>,
@@ -202,19 +203,11 @@ impl Admin {
     }
 }
 
-impl fmt::Debug for Admin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Admin").field("needs_token", &self.needs_token()).finish_non_exhaustive()
-    }
-}
-
 /// Returns the answer to a request above a rate limit.
 fn too_many(wait: Duration, detail: &str) -> Response<String> {
     let (status, title) = (StatusCode::TOO_MANY_REQUESTS, "too many admin requests");
-    let mut refusal = problem(status, title, "rate", detail, Duration::ZERO);
-    let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-    refusal.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
-    refusal
+    let wait = wait.max(Duration::from_secs(1));
+    with_retry_after(problem(status, title, "rate", detail), Some(wait))
 }
 
 /// Parses the command of this name from the query.
@@ -228,8 +221,7 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
             let query = Query::read(query, &["arena", "keep"], "arena or keep")?;
             let text = query.get("keep").unwrap_or("0");
             let keep = text.parse().map_err(|error: ParseByteSizeError| {
-                let expected = error.expected().to_owned();
-                QueryError::Value { name: "keep", value: text.to_owned(), expected }
+                QueryError::value("keep", text, error.expected())
             })?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
@@ -251,38 +243,33 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
 fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
     let names = &["limit", "within", "page_cache"];
     let query = Query::read(query, names, "limit, within or page_cache")?;
-    let wrong = |name, value: &str, expected: &str| {
-        let (value, expected) = (value.to_owned(), expected.to_owned());
-        QueryError::Value { name, value, expected }
-    };
     let limit = match query.need("limit")? {
         "none" => None,
         text => Some(text.parse().map_err(|error: ParseByteSizeError| {
-            wrong("limit", text, &format!("{}, or none", error.expected()))
+            QueryError::value("limit", text, format!("{}, or none", error.expected()))
         })?),
     };
     let within = match query.get("within") {
         None => AdminCommand::FIT_WITHIN,
         Some(text) => humantime::parse_duration(text)
-            .map_err(|_| wrong("within", text, "a duration such as 30s or 2m"))?,
+            .map_err(|_| QueryError::value("within", text, "a duration such as 30s or 2m"))?,
     };
     let counts_page_cache = match query.get("page_cache") {
         None | Some("count") => true,
         Some("ignore") => false,
-        Some(other) => return Err(wrong("page_cache", other, "count or ignore")),
+        Some(other) => return Err(QueryError::value("page_cache", other, "count or ignore")),
     };
     Ok(AdminCommand::Fit { limit, within, counts_page_cache })
 }
 
 fn wrong_query(error: &QueryError) -> Response<String> {
-    let title = "invalid query";
-    problem(StatusCode::BAD_REQUEST, title, "query", &error.to_string(), Duration::ZERO)
+    problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
 }
 
 fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
-    let mut response = problem(status, "method not allowed", "method", &detail, Duration::ZERO);
+    let mut response = problem(status, "method not allowed", "method", &detail);
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     response
 }
@@ -293,12 +280,11 @@ pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<
 }
 
 fn refusal(refused: Refused) -> Response<String> {
-    let (detail, none) = (refused.to_string(), Duration::ZERO);
+    let (reason, detail) = (refused.reason(), refused.to_string());
     if refused != Refused::Token {
-        return problem(StatusCode::FORBIDDEN, "not allowed", refused.reason(), &detail, none);
+        return problem(StatusCode::FORBIDDEN, "not allowed", reason, &detail);
     }
-    let title = "token required";
-    let mut response = problem(StatusCode::UNAUTHORIZED, title, refused.reason(), &detail, none);
+    let mut response = problem(StatusCode::UNAUTHORIZED, "token required", reason, &detail);
     let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
     response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
     response
@@ -306,25 +292,25 @@ fn refusal(refused: Refused) -> Response<String> {
 
 /// Returns the reason for which a command was not accepted, as a word and as an answer.
 fn not_asked(error: &AdminError) -> (&'static str, Response<String>) {
-    let (detail, none) = (error.to_string(), Duration::ZERO);
-    match error {
+    let (status, title, reason, retry_after) = match error {
         AdminError::UnknownArena { .. } | AdminError::UnknownResource { .. } => {
-            let (status, title) = (StatusCode::NOT_FOUND, "unknown name");
-            ("unknown", problem(status, title, "unknown", &detail, none))
+            (StatusCode::NOT_FOUND, "unknown name", "unknown", None)
         }
         AdminError::FitLimit { .. } | AdminError::FitTime { .. } => {
-            let status = StatusCode::BAD_REQUEST;
-            ("query", problem(status, "invalid query", "query", &detail, none))
+            (StatusCode::BAD_REQUEST, "invalid query", "query", None)
         }
         AdminError::Full { .. } => {
-            let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
-            ("full", problem(status, title, "full", &detail, Duration::from_secs(1)))
+            let wait = Some(Duration::from_secs(1));
+            (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks", "full", wait)
         }
-        _ => ("ended", ended(&detail)),
-    }
+        _ => return ("ended", ended(&error.to_string())),
+    };
+    let answer = problem(status, title, reason, &error.to_string());
+    (reason, with_retry_after(answer, retry_after))
 }
 
 fn ended(detail: &str) -> Response<String> {
     let status = StatusCode::SERVICE_UNAVAILABLE;
-    problem(status, "not available", "ended", detail, Duration::from_secs(30))
+    let answer = problem(status, "not available", "ended", detail);
+    with_retry_after(answer, Some(Duration::from_secs(30)))
 }

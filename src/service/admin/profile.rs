@@ -56,7 +56,7 @@ impl Admin {
             }
         };
         let status = StatusCode::NOT_FOUND;
-        Some(problem(status, "no heap profiler", "profiler", detail, Duration::ZERO))
+        Some(problem(status, "no heap profiler", "profiler", detail))
     }
 
     #[cfg(not(feature = "profiling"))]
@@ -107,6 +107,6 @@ impl Admin {
 
 fn failed(detail: &str) -> Response<Vec<u8>> {
     let status = StatusCode::INTERNAL_SERVER_ERROR;
-    let answer = problem(status, "no heap profile", "profile", detail, Duration::ZERO);
+    let answer = problem(status, "no heap profile", "profile", detail);
     answer.map(String::into_bytes)
 }

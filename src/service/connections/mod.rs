@@ -20,7 +20,6 @@ mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
 
-use std::fmt;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -90,30 +89,19 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// connection.progress();
 /// drop(connection); // leaves its place
 /// ```
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Connections {
     settings: Settings,
     table: Arc<Mutex<ConnectionTable>>,
 }
 
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 struct Settings {
     admission: Admission,
     most: usize,
     estimate: ByteSize,
     grace: Duration,
     clock: Arc<dyn Clock>,
-}
-
-impl fmt::Debug for Settings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { most, estimate, grace, .. } = self;
-        f.debug_struct("Settings")
-            .field("most", most)
-            .field("estimate", estimate)
-            .field("grace", grace)
-            .finish_non_exhaustive()
-    }
 }
 
 #[derive(Debug, Default)]
@@ -392,14 +380,6 @@ impl ConnectionState {
     fn close(&self, reason: CloseReason) {
         reason.count();
         self.set(&self.is_closed);
-    }
-}
-
-impl fmt::Debug for Connections {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connections")
-            .field("open", &lock(&self.table).open.len())
-            .finish_non_exhaustive()
     }
 }
 

@@ -52,11 +52,11 @@ const AGE_MAX: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(in crate::service) struct LoadReports {
     format: LoadReportFormat,
-    admission: Admission,
+    pub(super) admission: Admission,
     /// `None` if no control loop ticks.
-    state: Option<Arc<PressureState>>,
+    pub(super) state: Option<Arc<PressureState>>,
     clock: Arc<dyn Clock>,
-    birth: Birth,
+    pub(super) birth: Birth,
     /// Responses, and the failures among them, since the start.
     responses: AtomicU64,
     errors: AtomicU64,
@@ -67,7 +67,7 @@ pub(in crate::service) struct LoadReports {
     is_shedding: AtomicBool,
     encoded: RwLock<Encoded>,
     rates: Mutex<Rates>,
-    streams: Streams,
+    pub(super) streams: Streams,
 }
 
 /// A report as it is sent. Clones share its bytes.
@@ -164,27 +164,9 @@ impl LoadReports {
         message
     }
 
-    pub(super) const fn streams(&self) -> &Streams {
-        &self.streams
-    }
-
     /// Returns `true` if a service streams the reports.
     pub(in crate::service) fn has_streams(&self) -> bool {
-        self.streams.is_served()
-    }
-
-    pub(super) const fn admission(&self) -> &Admission {
-        &self.admission
-    }
-
-    /// Returns `true` if a control loop ticks.
-    pub(super) const fn has_ticks(&self) -> bool {
-        self.state.is_some()
-    }
-
-    /// Returns `false` in a forked child.
-    pub(super) fn is_here(&self) -> bool {
-        self.birth.is_here()
+        self.streams.is_served.load(Ordering::Relaxed)
     }
 
     /// Returns `true` if the service shuts down, or is about to.

@@ -48,19 +48,13 @@ const UNIMPLEMENTED: u16 = 12;
 ///
 /// It serves one path, [`LOAD_REPORT_STREAM_PATH`], over HTTP/2, and knows no other: route only
 /// that path to it.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct LoadReportService(Arc<LoadReports>);
 
 impl LoadReportService {
     pub(in crate::service) fn new(reports: &Arc<LoadReports>) -> Self {
         StreamTimer::register(reports);
         Self(Arc::clone(reports))
-    }
-}
-
-impl fmt::Debug for LoadReportService {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadReportService").finish_non_exhaustive()
     }
 }
 
@@ -98,7 +92,7 @@ impl LoadReportService {
             put_grpc_status(response.headers_mut(), status, message);
             response
         };
-        let mut response = if !self.0.has_ticks() {
+        let mut response = if self.0.state.is_none() {
             refused(UNIMPLEMENTED, "load reports are not streamed without a running Memory")
         } else if self.0.is_ending() {
             refused(UNAVAILABLE, ENDING)
@@ -139,7 +133,7 @@ impl<Q> fmt::Debug for LoadReportStream<Q> {
 
 impl<Q> LoadReportStream<Q> {
     fn new(request: Q, place: StreamSlot) -> Self {
-        let due = place.reports().admission().last_tick() + REQUEST_TIMEOUT;
+        let due = place.reports.admission.last_tick() + REQUEST_TIMEOUT;
         let request = Some(request);
         Self { request, place: Some(place), due, ..Self::empty() }
     }
@@ -187,11 +181,11 @@ impl<Q: Body> LoadReportStream<Q> {
     fn poll_report(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Bytes, End>> {
         let this = self.project();
         let Some(place) = this.place else { unreachable!("it has ended") };
-        let reports = place.reports();
-        if !reports.is_here() || reports.is_ending() {
+        let reports = &place.reports;
+        if !reports.birth.is_here() || reports.is_ending() {
             return Poll::Ready(Err((UNAVAILABLE, ENDING.to_owned())));
         }
-        let now = || reports.admission().last_tick();
+        let now = || reports.admission.last_tick();
         let mut request = this.request;
         if request.is_some()
             && let Poll::Ready(read) = Self::poll_request(request.as_mut(), this.read, cx)

@@ -28,22 +28,17 @@ pub(super) struct Streams {
     waiting: Mutex<Vec<(u64, Moment, Waker)>>,
     next: AtomicU64,
     /// `true` once a service streams the reports.
-    is_served: AtomicBool,
+    pub(super) is_served: AtomicBool,
 }
 
 impl Streams {
     /// Returns a slot for a further stream; `None` if there are too many.
     pub(super) fn acquire(reports: &Arc<LoadReports>) -> Option<StreamSlot> {
-        let streams = reports.streams();
+        let streams = &reports.streams;
         let add = |count: usize| (count < STREAMS_MAX).then_some(count + 1);
         streams.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
         let number = streams.next.fetch_add(1, Ordering::Relaxed);
         Some(StreamSlot { reports: Arc::clone(reports), number })
-    }
-
-    /// Returns `true` once a service streams the reports.
-    pub(super) fn is_served(&self) -> bool {
-        self.is_served.load(Ordering::Relaxed)
     }
 
     /// Wakes the streams that are due.
@@ -62,21 +57,17 @@ impl Streams {
 /// The slot of one stream.
 #[derive(Debug)]
 pub(super) struct StreamSlot {
-    reports: Arc<LoadReports>,
+    pub(super) reports: Arc<LoadReports>,
     number: u64,
 }
 
 impl StreamSlot {
-    pub(super) fn reports(&self) -> &LoadReports {
-        &self.reports
-    }
-
     /// Wakes the task when it is due, by the control loop's clock. It has to look at the time again
     /// after this.
     pub(super) fn wait(&self, due: Moment, waker: &Waker) {
         let waker = waker.clone();
         let before = {
-            let mut waiting = lock(&self.reports.streams().waiting);
+            let mut waiting = lock(&self.reports.streams.waiting);
             let found = waiting.iter_mut().find(|(number, ..)| *number == self.number);
             match found {
                 Some(place) => Some(std::mem::replace(place, (self.number, due, waker))),
@@ -92,10 +83,10 @@ impl StreamSlot {
 
 impl Drop for StreamSlot {
     fn drop(&mut self) {
-        let streams = self.reports.streams();
+        let streams = &self.reports.streams;
         streams.count.fetch_sub(1, Ordering::Relaxed);
         // In a forked child another thread may have held the lock.
-        if self.reports.is_here() {
+        if self.reports.birth.is_here() {
             let mut waiting = lock(&streams.waiting);
             let at = waiting.iter().position(|(number, ..)| *number == self.number);
             let removed = at.map(|at| waiting.swap_remove(at));
@@ -112,8 +103,8 @@ pub(super) struct StreamTimer(Weak<LoadReports>);
 impl StreamTimer {
     /// Adds the streams of a layer to the registry, once.
     pub(super) fn register(reports: &Arc<LoadReports>) {
-        if !reports.streams().is_served.swap(true, Ordering::Relaxed) {
-            reports.admission().register(Arc::new(Self(Arc::downgrade(reports))));
+        if !reports.streams.is_served.swap(true, Ordering::Relaxed) {
+            reports.admission.register(Arc::new(Self(Arc::downgrade(reports))));
         }
     }
 }
@@ -125,7 +116,7 @@ impl LargeRequest for StreamTimer {
 
     fn wake(&self) {
         if let Some(reports) = self.0.upgrade() {
-            reports.streams().wake(|_| true);
+            reports.streams.wake(|_| true);
         }
     }
 
@@ -136,7 +127,7 @@ impl LargeRequest for StreamTimer {
     fn check_time(&self, now: Moment) {
         if let Some(reports) = self.0.upgrade() {
             let ends = reports.is_ending();
-            reports.streams().wake(|due| ends || due <= now);
+            reports.streams.wake(|due| ends || due <= now);
         }
     }
 }

@@ -158,7 +158,7 @@ impl fmt::Debug for SimDriver {
 }
 
 /// Returns how many of so many random cases a test runs: a tenth, or all of them in
-/// `cargo xtask soak`, which sets `lowtide_soak`.
+/// `.ci/run --soak`, which sets `lowtide_soak`.
 #[must_use]
 pub const fn sample(all: u64) -> u64 {
     if cfg!(lowtide_soak) { all } else { all.div_ceil(10) }

@@ -3,17 +3,19 @@
 //!
 //! The timeouts of these proxies are short, so that they pass within the test; no time is asserted.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::admission::Level;
+use lowtide::clock::SystemClock;
+use lowtide::service::Admin;
 use tokio::task::JoinHandle;
 
 use super::support::{Managed, WEIGHTS, ask, embed, get, post, unmanaged};
 use super::wire::{PATIENCE, Upstream, Wire, until, within};
-use crate::app::Options;
 use crate::app::serve::{Limits, OPERATORS, connections_within};
-use crate::app::{self, Hears};
+use crate::app::{self, Options};
 use crate::model::Settings;
 
 const SHORT: Duration = Duration::from_millis(100);
@@ -241,7 +243,7 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
     let options = Options {
         upstream: Some(upstream.uri("")),
         operators: Some(([127, 0, 0, 1], 0).into()),
-        hears: Hears::Loopback,
+        admin: Some(Admin::loopback(Arc::new(SystemClock::new()))),
         model: Settings { weights: WEIGHTS, ..Settings::default() },
         ..Options::default()
     };

@@ -1,4 +1,4 @@
-//! Figures of metrics, dashboards and alerts: how many there are, and how early the alerts fire.
+//! Figures of alerts: how early they fire.
 //!
 //! An alert's time is not typed in: promtool evaluates the shipped rules over generated series at
 //! every step and expects silence each time, so that its first complaint is the time at which the
@@ -10,27 +10,10 @@ use std::fmt::Write as _;
 use std::fs;
 use std::time::Duration;
 
-use serde_json::Value;
-
 use super::clone::Folder;
-use super::{Figure, Measure, count, figure};
-use crate::run::{Run, has};
-use crate::text::metrics_tier::MetricsTier;
-use crate::text::names::TABLE;
-use crate::tree::{self, Tree};
-
-/// The figures of this file.
-pub(super) const MEASURES: &[Measure] = &[
-    Measure { names: &["metrics", "metrics_without_device"], run: measure_metrics },
-    Measure { names: &["panels"], run: measure_panels },
-    Measure {
-        names: &["alerts.leak_256mib.headroom_used", "alerts.leak_16gib.headroom_used"],
-        run: measure_leaks,
-    },
-    Measure { names: &["alerts.retained.minutes"], run: measure_retained },
-    Measure { names: &["alerts.shed.seconds"], run: measure_shed },
-    Measure { names: &["alerts.false_alarms"], run: measure_false_alarms },
-];
+use super::{Figure, count, figure};
+use crate::run::Run;
+use crate::tree;
 
 const MIB: f64 = (1_u32 << 20) as f64;
 const MINUTE: Duration = Duration::from_secs(60);
@@ -43,29 +26,6 @@ const REQUIRED: &str = "lowtide_pressure_required_bytes";
 const PHYSICAL: &str = "lowtide_pressure_physical_bytes";
 const LIMIT: &str = "lowtide_pressure_limit_bytes";
 const START: &str = "process_start_time_seconds";
-
-fn measure_metrics() -> Result<Vec<Figure>, String> {
-    let basic = || TABLE.iter().filter(|metric| metric.tier == MetricsTier::Basic);
-    let of_host = basic().filter(|metric| !metric.name.starts_with("lowtide_device"));
-    Ok(vec![
-        figure("metrics", count(basic().count()), "count", Some(45.0)),
-        figure("metrics_without_device", count(of_host.count()), "count", None),
-    ])
-}
-
-fn measure_panels() -> Result<Vec<Figure>, String> {
-    let tree = Tree::read(&tree::root())?;
-    let mut panels = 0;
-    for file in &tree.files {
-        if file.name.starts_with("dashboards/") && file.name.ends_with(".json") {
-            let board: Value = serde_json::from_str(&file.text)
-                .map_err(|error| format!("{}: {error}", file.name))?;
-            let all = board["panels"].as_array().map_or(&[][..], Vec::as_slice);
-            panels += all.iter().filter(|panel| panel["type"] != "row").count();
-        }
-    }
-    Ok(vec![figure("panels", count(panels), "count", Some(35.0))])
-}
 
 /// A series: its name and labels besides those of the target, and its value at a time in seconds.
 struct Series<'a> {
@@ -122,10 +82,6 @@ fn first_fire(
     times.into_iter().min().map(Some).ok_or_else(|| format!("promtool: {said}"))
 }
 
-fn need_promtool() -> Result<(), String> {
-    if has("promtool") { Ok(()) } else { Err("no promtool".to_owned()) }
-}
-
 /// The percentage of the headroom at the start that a leak has used when the alert fires.
 fn headroom_used(limit_mib: f64, start_mib: f64, mib_per_hour: f64) -> Result<f64, String> {
     let held = move |at: f64| (start_mib + mib_per_hour * at / 3600.0).min(limit_mib) * MIB;
@@ -143,21 +99,18 @@ fn headroom_used(limit_mib: f64, start_mib: f64, mib_per_hour: f64) -> Result<f6
     Ok(100.0 * fired.as_secs_f64() / 3600.0 * mib_per_hour / (limit_mib - start_mib))
 }
 
-fn measure_leaks() -> Result<Vec<Figure>, String> {
-    need_promtool()?;
-    let goal = Some(50.0);
+pub(super) fn measure_leaks() -> Result<Vec<Figure>, String> {
     let small = headroom_used(256.0, 80.0, 50.0)?;
     // Half of its headroom is half a day.
     let large = headroom_used(16.0 * 1024.0, 14.5 * 1024.0, 60.0)?;
     Ok(vec![
-        figure("alerts.leak_256mib.headroom_used", small, "percent", goal),
-        figure("alerts.leak_16gib.headroom_used", large, "percent", goal),
+        figure("alerts.leak_256mib.headroom_used", small, "percent"),
+        figure("alerts.leak_16gib.headroom_used", large, "percent"),
     ])
 }
 
 /// 200 of 210 MiB are retained, in a container of 256 MiB.
-fn measure_retained() -> Result<Vec<Figure>, String> {
-    need_promtool()?;
+pub(super) fn measure_retained() -> Result<Vec<Figure>, String> {
     let series = [
         Series { name: "lowtide_heap_resident_bytes", value: &|_| 210.0 * MIB },
         Series { name: "lowtide_heap_live_bytes", value: &|_| 10.0 * MIB },
@@ -167,13 +120,12 @@ fn measure_retained() -> Result<Vec<Figure>, String> {
     let fired = first_fire("LowtideHeapRetainedHigh", SCRAPE, 60 * MINUTE, &series)?;
     let fired = fired.ok_or("LowtideHeapRetainedHigh does not fire")?;
     let minutes = fired.as_secs_f64() / 60.0;
-    Ok(vec![figure("alerts.retained.minutes", minutes, "minutes", Some(30.0))])
+    Ok(vec![figure("alerts.retained.minutes", minutes, "minutes")])
 }
 
 /// 40 requests a second, of which half are rejected for 75 s. The time is from the last scrape
 /// before the episode.
-fn measure_shed() -> Result<Vec<Figure>, String> {
-    need_promtool()?;
+pub(super) fn measure_shed() -> Result<Vec<Figure>, String> {
     let begins = 1800.0;
     let inside = move |at: f64| (at - begins).clamp(0.0, 75.0);
     let rejected = move |at: f64| 20.0 * inside(at);
@@ -184,12 +136,11 @@ fn measure_shed() -> Result<Vec<Figure>, String> {
     ];
     let fired = first_fire("LowtideRequestsShed", SCRAPE, 60 * MINUTE, &series)?;
     let fired = fired.ok_or("LowtideRequestsShed does not fire")?.as_secs_f64() - begins;
-    Ok(vec![figure("alerts.shed.seconds", fired, "seconds", Some(90.0))])
+    Ok(vec![figure("alerts.shed.seconds", fired, "seconds")])
 }
 
 /// Services without a fault, over two days: how many raise an alert about growth.
-fn measure_false_alarms() -> Result<Vec<Figure>, String> {
-    need_promtool()?;
+pub(super) fn measure_false_alarms() -> Result<Vec<Figure>, String> {
     const DAY: f64 = 86_400.0;
     let limit = 256.0;
     let warms = |at: f64| 40.0 + 120.0 * (at / 1800.0).min(1.0);
@@ -221,5 +172,5 @@ fn measure_false_alarms() -> Result<Vec<Figure>, String> {
             alarms += 1;
         }
     }
-    Ok(vec![figure("alerts.false_alarms", count(alarms), "count", Some(0.0))])
+    Ok(vec![figure("alerts.false_alarms", count(alarms), "count")])
 }

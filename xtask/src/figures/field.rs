@@ -1,68 +1,40 @@
 //! Cases from public reports: each row of a table names a test, which must pass. By request alone,
 //! benches that look for what drifts with time.
 //!
-//! The tests are run one by one, so that what a test prints is known to be its own. Several tests
-//! may print the same figure: the worst value counts.
+//! Several tests may print the same figure, also by the name of a case: the worst value counts.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::collections::BTreeMap;
 
-use serde_json::Value;
-
-use super::questions::passed_tests;
-use super::{Figure, at_least, choose, count, figure, print, printed};
-use crate::ci::is_set;
-use crate::packages::{Package, packages};
-use crate::run::{Run, cargo};
+use super::small::passed_tests;
+use super::table::{Bound, GOALS};
+use super::{count, judge, lines, printed};
+use crate::run::cargo;
 use crate::tree::{Faults, Tree, root};
 
 /// The rows, in columns that are separated by tabs.
 const TABLE: &str = "tests/field/cases.tsv";
 
-/// The number of figures that missed their goal in benches that once held them.
-const FELL: &str = "fell";
-/// The number of rows whose test did not pass.
-const ROWS_WRONG: &str = "rows_wrong";
-
 /// Figures that take more than half a minute each, which are measured by request alone: the bench
 /// and its arguments, and the name under which it prints the figure.
-const LONG: &[(&str, &str, &str)] = &[
-    ("soak.drift", "dashboards -- --soak 20m", "soak.drift"),
-    ("virtual_days", "controller -- --seeds 0 --advice 0 --days 90", "controller.days.held"),
+const LONG: &[(&str, &str, &str, &str)] = &[
+    ("field.soak.drift", "series", "dashboards -- --soak 20m", "soak.drift"),
+    (
+        "field.virtual_days",
+        "days",
+        "controller -- --seeds 0 --advice 0 --days 90",
+        "controller.days.held",
+    ),
 ];
 
-/// The goals. Tests print all figures but the first four, with these units.
-const GOALS: &[Figure] = &[
-    goal(FELL, "figures", 0.0),
-    goal(ROWS_WRONG, "rows", 0.0),
-    goal("soak.drift", "series", 0.0),
-    at_least("virtual_days", f64::NAN, "days", 90.0),
-    at_least("unreleasable.served", f64::NAN, "requests", 40.0),
-    goal("limits.wrong", "trees", 0.0),
-    goal("overcommit.mappings", "mappings", 500.0),
-    at_least("device.usable_gib", f64::NAN, "GiB", 23.0),
-    at_least("device.usable_few_gib", f64::NAN, "GiB", 23.0),
-    at_least("device.arenas", f64::NAN, "arenas", 500.0),
-    goal("pattern.growing_batches", "ratio", 1.06),
-    goal("pattern.two_models", "ratio", 1.10),
-    goal("pattern.one_shot_streams", "ratio", 1.06),
-    goal("pattern.host_ahead", "ratio", 1.01),
-    goal("pattern.clean_ups", "ratio", 1.30),
-    goal("stream.null", "tensors", 0.0),
-    goal("exit.calls", "calls", 0.0),
-    goal("lost.calls_per_minute", "calls", 10.0),
-    at_least("double.served", f64::NAN, "requests", 192.0),
-    goal("bodiless.reserved", "KiB", 64.0),
-    goal("stall.cut", "uploads", 0.0),
-];
+/// The number of figures that missed their goal in benches that once held them.
+const FELL: &str = "field.fell";
+/// The number of rows whose test did not pass.
+const ROWS_WRONG: &str = "field.rows_wrong";
 
-/// A figure that is not measured yet, whose goal is the highest value that is accepted.
-const fn goal(name: &'static str, unit: &'static str, goal: f64) -> Figure {
-    figure(name, f64::NAN, unit, Some(goal))
-}
+/// The value and the unit of each figure.
+type Values = BTreeMap<&'static str, (f64, String)>;
 
 /// A row of the table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Row<'a> {
     id: &'a str,
     package: &'a str,
@@ -71,77 +43,76 @@ struct Row<'a> {
     test: &'a str,
 }
 
-impl Row<'_> {
-    fn of_line(line: &str) -> Result<Row<'_>, String> {
-        let columns: Vec<_> = line.split('\t').collect();
-        let [id, _source, _situation, _right, package, target, test] = *columns else {
-            return Err(format!("{} columns: expected 7", columns.len()));
-        };
-        match columns.iter().position(|column| column.trim().is_empty()) {
-            Some(at) => Err(format!("column {} is empty", at + 1)),
-            None => Ok(Row { id, package, target, test }),
-        }
-    }
-}
-
+/// Returns the rows with their lines; an incomplete one is an error.
 fn rows(text: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> {
     let lines = text.lines().zip(1..).filter(|(line, _)| !line.starts_with('#'));
-    lines.map(|(line, number)| (number, Row::of_line(line)))
+    lines.map(|(line, number)| {
+        let columns: Vec<_> = line.split('\t').filter(|column| !column.trim().is_empty()).collect();
+        let row = match *columns {
+            [id, _source, _situation, _right, package, target, test] => {
+                Ok(Row { id, package, target, test })
+            }
+            _ => Err(format!("{} columns: expected 7", columns.len())),
+        };
+        (number, row)
+    })
 }
 
-/// Checks that each row is complete, stands once, and names a test binary that there is.
+/// Checks that each row is complete and names a test that there is.
 pub(crate) fn check(tree: &Tree, faults: &Faults) {
     let packages = tree.packages();
-    let mut known = BTreeSet::new();
     for (number, row) in rows(tree.text(TABLE, faults)) {
-        let fault = |why: String| faults.say(format!("{TABLE}:{number}: {why}"));
-        let row = match row {
-            Ok(row) => row,
-            Err(why) => {
-                fault(why);
-                continue;
-            }
-        };
-        let Row { id, package, target, test } = row;
-        if !known.insert(row) {
-            fault(format!("{id}: {test} stands twice"));
-        }
-        let name = package.replace('-', "_");
-        let Some(package) = packages.iter().find(|package| package.crate_name == name) else {
-            fault(format!("{id}: no package {package:?}"));
-            continue;
-        };
-        let file = format!("{}tests/{target}", package.folder);
-        let is_there = |end: &str| tree.has(&format!("{file}{end}"));
-        if target != "lib" && !is_there(".rs") && !is_there("/main.rs") {
-            fault(format!("{id}: no test binary {target:?}"));
+        let found = row.and_then(|Row { id, package, target, test }| {
+            let name = package.replace('-', "_");
+            let package = packages.iter().find(|package| package.crate_name == name);
+            let folder = &package.ok_or_else(|| format!("{id}: no package {name:?}"))?.folder;
+            let target = if target == "lib" { "src".to_owned() } else { format!("tests/{target}") };
+            let target = format!("{folder}{target}");
+            let function = format!("fn {}(", test.rsplit("::").next().unwrap_or(test));
+            let mut files = tree
+                .files
+                .iter()
+                .filter(|file| file.name == format!("{target}.rs") || file.is_under(&target));
+            let is_there = files.any(|file| file.text.contains(&function));
+            if is_there { Ok(()) } else { Err(format!("{id}: no test {test} in {target}")) }
+        });
+        if let Err(why) = found {
+            faults.say(format!("{TABLE}:{number}: {why}"));
         }
     }
 }
 
 /// Measures these figures, or all but the long ones.
-pub(crate) fn run(only: &[String]) -> Result<(), String> {
-    let names: Vec<_> = GOALS.iter().map(|goal| goal.name).collect();
-    let mut chosen = choose("field", &names, only)?;
-    let is_long = |name: &&str| LONG.iter().any(|(long, ..)| long == name);
-    chosen.retain(|name| !only.is_empty() || !is_long(name));
-    let mut failed = Vec::new();
-    let mut values = BTreeMap::new();
-    if chosen.contains(&FELL) {
-        values.insert(FELL, fell()?);
+pub(super) fn run(only: &[String]) -> Result<(), String> {
+    let full = |name: &String| format!("field.{}", name.trim_start_matches("field."));
+    let only: Vec<_> = only.iter().map(full).collect();
+    let is_long = |name: &str| LONG.iter().any(|(long, ..)| *long == name);
+    let mut chosen: Vec<_> = GOALS.iter().map(|(name, _)| *name).collect();
+    chosen.retain(|name| name.starts_with("field."));
+    if let Some(unknown) = only.iter().find(|one| !chosen.contains(&one.as_str())) {
+        return Err(format!("unknown figure {unknown:?}: expected one of {}", chosen.join(" ")));
     }
-    for (name, bench, theirs) in LONG.iter().filter(|(name, ..)| chosen.contains(name)) {
-        let (text, _) = cargo(&format!("bench --locked --bench {bench}")).shown()?;
-        values.insert(name, printed(&text, theirs)?);
+    chosen.retain(|name| {
+        if only.is_empty() { !is_long(name) } else { only.iter().any(|one| one == name) }
+    });
+    let mut values = Values::new();
+    if chosen.contains(&FELL) {
+        values.insert(FELL, (fell()?, "figures".to_owned()));
+    }
+    for (name, unit, bench, theirs) in LONG.iter().filter(|(name, ..)| chosen.contains(name)) {
+        let (text, _) = cargo("bench --locked --bench").words(bench).shown()?;
+        values.insert(name, (printed(&text, theirs)?, (*unit).to_owned()));
     }
     if chosen.iter().any(|name| *name != FELL && !is_long(name)) {
-        run_rows(&mut values, &mut failed)?;
+        run_rows(&mut values)?;
     }
-    for goal in GOALS.iter().filter(|goal| chosen.contains(&goal.name)) {
-        let name = goal.name;
+    let mut failed = Vec::new();
+    for name in chosen {
         match values.get(name) {
-            Some(value) if print("field", &Figure { value: *value, ..goal.clone() }) => {}
-            Some(_) => failed.push(format!("{name} misses its goal")),
+            Some((value, unit)) => {
+                println!("figure {name} {value} {unit}");
+                failed.extend((!judge(name, *value)).then(|| format!("{name} misses its goal")));
+            }
             None => failed.push(format!("{name} was not printed")),
         }
     }
@@ -152,7 +123,7 @@ pub(crate) fn run(only: &[String]) -> Result<(), String> {
 fn fell() -> Result<f64, String> {
     let mut all = 0;
     for name in ["time -- --counted", "replay"] {
-        let (text, is_held) = cargo(&format!("bench --locked --bench {name}")).shown()?;
+        let (text, is_held) = cargo("bench --locked --bench").words(name).shown()?;
         let missed = text.lines().filter(|line| line.starts_with("MISSED")).count();
         if missed == 0 && !is_held {
             return Err(format!("the bench {name} failed"));
@@ -162,152 +133,102 @@ fn fell() -> Result<f64, String> {
     Ok(count(all))
 }
 
-/// Runs the test of each row, says what is wrong with it, and collects the figures.
-fn run_rows(
-    values: &mut BTreeMap<&'static str, f64>,
-    failed: &mut Vec<String>,
-) -> Result<(), String> {
-    let text = fs::read_to_string(root().join(TABLE)).map_err(|why| format!("{TABLE}: {why}"))?;
-    let all =
-        rows(&text).map(|(number, row)| row.map_err(|why| format!("{TABLE}:{number}: {why}")));
-    let all = all.collect::<Result<Vec<_>, String>>()?;
-    let packages = packages()?;
-    let programs = build(&all, &packages)?;
+/// Runs the tests, those of a binary together, and collects the figures. A test that a run lacks,
+/// skips or ignores is wrong. Without `-p`, a run has the features and so the build of `cargo test`.
+fn run_rows(values: &mut Values) -> Result<(), String> {
+    let (tree, faults) = (Tree::read(&root())?, Faults::default());
+    let (packages, text) = (tree.packages(), tree.text(TABLE, &faults));
+    let members = tree.text("Cargo.toml", &faults).split("default-members = [").nth(1);
+    let members = members.and_then(|rest| rest.split(']').next()).unwrap_or_default();
+    let folder = |name: &str| {
+        let name = name.replace('-', "_");
+        let package = packages.iter().find(|package| package.crate_name == name);
+        match package.map_or("", |package| &package.folder) {
+            "" => ".".to_owned(),
+            folder => folder.trim_end_matches('/').to_owned(),
+        }
+    };
+    let mut targets = BTreeMap::<_, Vec<_>>::new();
+    for (number, row) in rows(text) {
+        let Row { package, target, test, .. } =
+            row.map_err(|why| format!("{TABLE}:{number}: {why}"))?;
+        let of = if members.contains(&format!("{:?}", folder(package))) { "" } else { package };
+        targets.entry((of, target)).or_default().push(test);
+    }
     let mut wrong = 0;
-    for row in &all {
-        let (text, result) = match programs.get(&(row.package, row.target)) {
-            Some(program) => run_test(row, program)?,
-            None => (String::new(), Err("no such test binary".to_owned())),
+    for ((of, target), mut tests) in targets {
+        tests.sort_unstable();
+        tests.dedup();
+        let target = if target == "lib" { "--lib" } else { &format!("--test {target}") };
+        let of = if of.is_empty() { String::new() } else { format!("-p {of}") };
+        let test = format!("test --locked {of} {target} -- --exact --nocapture --test-threads 1");
+        let (text, _) = cargo(&test).words(&tests.join(" ")).shown()?;
+        let skipped = text.lines().filter(|line| line.contains("skipped:")).count();
+        let is_ci = std::env::var("CI").is_ok_and(|value| value == "true");
+        let passed = passed_tests(&text).saturating_sub(if is_ci { skipped } else { 0 });
+        if passed < tests.len() {
+            println!("wrong: {passed} of {} rows pass in {of} {target}", tests.len());
+            wrong += tests.len() - passed;
+        }
+        add(values, &text)?;
+    }
+    values.insert(ROWS_WRONG, (count(wrong), "rows".to_owned()));
+    Ok(())
+}
+
+/// Adds the figures that tests printed.
+fn add(values: &mut Values, text: &str) -> Result<(), String> {
+    let lines_of_figures: Vec<_> =
+        text.lines().filter_map(|line| Some(&line[line.find("figure field.")?..])).collect();
+    for (name, value, unit) in lines(&lines_of_figures.join("\n")) {
+        // A test of several cases may add the name of one: `field.NAME.CASE`.
+        let is_it = |(goal, _): &&(&str, Bound)| {
+            name.strip_prefix(goal).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
-        if let Err(why) = result {
-            print!("{text}");
-            println!("wrong: {}: {}: {why}", row.id, row.test);
-            wrong += 1;
-        }
-        for line in text.lines() {
-            failed.extend(line.find("figure field.").and_then(|at| add(values, &line[at..]).err()));
-        }
+        let (name, bound) =
+            GOALS.iter().find(is_it).ok_or_else(|| format!("{name} has no goal"))?;
+        let worst = if matches!(bound, Bound::Least(_)) { f64::min } else { f64::max };
+        let known = values.entry(name).or_insert((value, unit.to_owned()));
+        known.0 = worst(known.0, value);
     }
-    values.insert(ROWS_WRONG, count(wrong));
     Ok(())
-}
-
-/// Adds the figure of a line that a test printed.
-fn add(values: &mut BTreeMap<&'static str, f64>, line: &str) -> Result<(), String> {
-    let words: Vec<_> = line.split_whitespace().collect();
-    let ["figure", name, value, unit] = *words else {
-        return Err(format!("{line:?}: expected a name, a value and a unit"));
-    };
-    // A test of several cases may add the name of one: `field.NAME.CASE`.
-    let after = |goal: &Figure| name.strip_prefix("field.")?.strip_prefix(goal.name);
-    let is_it = |goal: &&Figure| after(goal).is_some_and(|s| s.is_empty() || s.starts_with('.'));
-    let goal = GOALS.iter().find(is_it).ok_or_else(|| format!("{name} has no goal"))?;
-    if unit != goal.unit {
-        return Err(format!("{name} is in {unit}: expected {}", goal.unit));
-    }
-    let value: f64 = value.parse().map_err(|_| format!("{name}: {value:?} is no number"))?;
-    let worst = if goal.floor.is_some() { f64::min } else { f64::max };
-    values.entry(goal.name).and_modify(|known| *known = worst(*known, value)).or_insert(value);
-    Ok(())
-}
-
-/// The program of a test target, and the folder of its package.
-struct Program {
-    path: String,
-    folder: String,
-}
-
-/// Builds the tests: those of all default members in one command, with which they share features
-/// and so what `cargo test` has built. Returns the program of each package and target.
-fn build<'a>(
-    rows: &[Row<'a>],
-    packages: &[Package],
-) -> Result<BTreeMap<(&'a str, &'a str), Program>, String> {
-    let mut targets = BTreeMap::<_, BTreeSet<_>>::new();
-    for Row { package, target, .. } in rows {
-        let is_default = packages.iter().any(|one| one.name == *package && one.is_default);
-        let of = if is_default { String::new() } else { format!("-p {package}") };
-        let target = if *target == "lib" { "--lib" } else { &format!("--test {target}") };
-        targets.entry(of).or_default().insert(target.to_owned());
-    }
-    let mut programs = BTreeMap::new();
-    for (of, targets) in targets {
-        let targets: Vec<_> = targets.into_iter().collect();
-        let build = format!("test --locked --no-run {of} {}", targets.join(" "));
-        let built = cargo(&build).words("--message-format json").output()?;
-        for line in built.lines() {
-            let Ok(message) = serde_json::from_str::<Value>(line) else { continue };
-            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-            let folder = text(&message["manifest_path"]).trim_end_matches("Cargo.toml").to_owned();
-            let is_test = message["target"]["kind"][0] == "test";
-            let name = if is_test { text(&message["target"]["name"]) } else { "lib".to_owned() };
-            let is_of = |row: &&Row<'_>| {
-                let package = packages.iter().find(|package| package.name == row.package);
-                let inside = package.map(|package| root().join(&package.folder).join(""));
-                row.target == name && inside.is_some_and(|inside| inside == *folder)
-            };
-            if let (Some(program), Some(row)) =
-                (message["executable"].as_str(), rows.iter().find(is_of))
-            {
-                let program = Program { path: program.to_owned(), folder };
-                programs.insert((row.package, row.target), program);
-            }
-        }
-    }
-    Ok(programs)
-}
-
-/// Runs the test of a row. Returns what it printed, and whether it passed.
-fn run_test(
-    row: &Row<'_>,
-    Program { path, folder }: &Program,
-) -> Result<(String, Result<(), String>), String> {
-    let run = Run::new(path).arg(row.test).words("--exact --nocapture");
-    let run = run.folder(folder.as_ref()).env("CARGO_MANIFEST_DIR", folder);
-    let (text, has_passed) = run.captured()?;
-    let skipped = text.lines().find(|line| line.contains("skipped:"));
-    let result = match skipped {
-        _ if !has_passed => Err("it failed".to_owned()),
-        _ if passed_tests(&text) == 0 => Err("there is no such test, or it is ignored".to_owned()),
-        Some(line) if is_set("CI") => Err(line.to_owned()),
-        Some(line) => {
-            println!("{}: {line}", row.id);
-            Ok(())
-        }
-        None => Ok(()),
-    };
-    Ok((text, result))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tree::Source;
 
     #[test]
-    fn a_row_has_seven_columns_of_which_none_is_empty() {
-        let text =
-            "# head\ng1\tx#1\ts\tr\tp\tlib\ta::b\ng2\tx#1\ts\tr\tp\tlib\ng3\t\ts\tr\tp\tt\tn\n";
-        let row = Row { id: "g1", package: "p", target: "lib", test: "a::b" };
-        let columns = Err("6 columns: expected 7".to_owned());
-        let empty = Err("column 2 is empty".to_owned());
-        assert_eq!(rows(text).collect::<Vec<_>>(), [(2, Ok(row)), (3, columns), (4, empty)]);
+    fn an_incomplete_row_and_a_test_that_is_not_there_are_found() {
+        let source = |name: &str, text: &str| Source { name: name.into(), text: text.into() };
+        let cases = "# head\ng1\tx#1\ts\tr\tp-q\tlib\ta::b\ng2\tx#1\ts\tr\tp-q\tlib\n\
+                     g3\tx\ts\tr\tp-q\tt\tb\ng4\tx\ts\tr\tp\tt\tb\n";
+        let files = vec![
+            source("Cargo.toml", "[package]\nname = \"p-q\"\n"),
+            source("src/a.rs", "fn b() {}"),
+            source("tests/t.rs", "fn c() {}"),
+            source(TABLE, cases),
+        ];
+        let faults = Faults::default();
+        check(&Tree { files, binaries: Vec::new() }, &faults);
+        let expected =
+            ["3: 6 columns: expected 7", "4: g3: no test b in tests/t", "5: g4: no package \"p\""];
+        assert_eq!(faults.sorted(), expected.map(|fault| format!("{TABLE}:{fault}")));
     }
 
     #[test]
     fn of_several_values_the_worst_counts() {
-        let mut values = BTreeMap::new();
-        for line in
-            ["stream.null 3 tensors", "stream.null.one 1 tensors", "device.arenas 500 arenas"]
-        {
-            add(&mut values, &format!("figure field.{line}")).expect("a figure with a goal");
-        }
-        add(&mut values, "figure field.device.arenas 70 arenas").expect("a figure with a goal");
-        let worst = BTreeMap::from([("device.arenas", 70.0), ("stream.null", 3.0)]);
+        let mut values = Values::new();
+        let text = "test x ... figure field.stream.null 3 tensors\nfigure field.stream.null.one 1 \
+                    tensors\nfigure field.device.arenas 500 arenas\nfigure field.device.arenas 70 \
+                    arenas\nfigure other 1 x\n";
+        add(&mut values, text).expect("figures with goals");
+        let worst = Values::from([
+            ("field.device.arenas", (70.0, "arenas".to_owned())),
+            ("field.stream.null", (3.0, "tensors".to_owned())),
+        ]);
         assert_eq!(values, worst);
-        for wrong in ["gone 1 rows", "stream.null 1 bytes", "stream.null", "stream.null x tensors"]
-        {
-            assert!(add(&mut values, &format!("figure field.{wrong}")).is_err(), "{wrong}");
-        }
-        assert_eq!(values, worst);
+        assert!(add(&mut values, "figure field.gone 1 rows").is_err());
     }
 }

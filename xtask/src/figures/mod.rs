@@ -1,46 +1,35 @@
-//! `cargo xtask figures NAME`: measures a subject and prints lines `figure NAME VALUE UNIT`.
+//! `cargo xtask figures SUBJECT`: measures a subject and prints lines `figure NAME VALUE UNIT`.
 //!
-//! A figure with a goal prints whether it holds. The command ends with status 1 if a goal does not
-//! hold, and measures the rest first.
+//! `table` has what measures each figure, and the goals of those that no program judges itself. The
+//! command ends with status 1 if a goal does not hold, and measures the rest first.
 //!
-//! Invariant: each figure is printed by one function.
+//! Invariant: each figure is printed by one row of the table.
 
 mod alerts;
-mod api;
-pub(crate) mod arena;
-mod benches;
+mod callgrind;
 mod clone;
-pub(crate) mod counted;
+mod counted;
 pub(crate) mod field;
-mod fleet;
 mod footprint;
-mod gpu;
-mod measured;
-mod product;
-mod questions;
-mod room;
+mod house;
+mod paths;
+mod small;
+mod table;
 
+use std::collections::BTreeSet;
+
+use self::table::{Bound, GOALS, ROWS, Row, SUBJECTS, Source};
 use crate::run::{Run, cargo};
 
 /// A measured value.
-#[derive(Clone)]
 struct Figure {
     name: &'static str,
     value: f64,
     unit: &'static str,
-    /// The highest value that is accepted.
-    goal: Option<f64>,
-    /// The lowest value that is accepted.
-    floor: Option<f64>,
 }
 
-const fn figure(name: &'static str, value: f64, unit: &'static str, goal: Option<f64>) -> Figure {
-    Figure { name, value, unit, goal, floor: None }
-}
-
-/// A figure whose goal is the lowest value that is accepted.
-const fn at_least(name: &'static str, value: f64, unit: &'static str, floor: f64) -> Figure {
-    Figure { name, value, unit, goal: None, floor: Some(floor) }
+const fn figure(name: &'static str, value: f64, unit: &'static str) -> Figure {
+    Figure { name, value, unit }
 }
 
 /// Returns a number of things as the value of a figure.
@@ -48,38 +37,13 @@ fn count(things: usize) -> f64 {
     u32::try_from(things).unwrap_or(u32::MAX).into()
 }
 
-/// A function that measures one or more figures of a subject.
-#[derive(Clone, Copy)]
-struct Measure {
-    /// The names of the figures that it prints.
-    names: &'static [&'static str],
-    run: fn() -> Result<Vec<Figure>, String>,
-}
-
-/// The figures of the workspace.
-const WORKSPACE: &[Measure] = &[
-    Measure { names: &["public_types", "documented_items"], run: api::measure_public },
-    Measure { names: &["shared_type_names"], run: api::measure_shared },
-    Measure { names: &["axum_lines", "tonic_lines", "model_lines"], run: api::measure_lines },
-    Measure { names: &["arrows", "arrows_up"], run: api::measure_arrows },
-    Measure { names: &["demo_cpu_minutes"], run: clone::measure_demo },
-    Measure {
-        names: &["test_cpu_minutes", "test_build_cpu_minutes", "test_binaries"],
-        run: clone::measure_tests,
-    },
-    Measure { names: &["quick_cpu_seconds"], run: clone::measure_quick },
-    Measure { names: &["heap_build_cpu_seconds"], run: footprint::measure_heap },
-    Measure { names: &["service_build_cpu_seconds"], run: footprint::measure_service },
-];
-
 /// The arguments of the command.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// The subject.
     #[arg(required_unless_present = "list")]
     subject: Option<String>,
-    /// Measures this figure alone, by the name that is printed; may be repeated. Not for `counted`,
-    /// `faults`, `engines` and `envoy`.
+    /// Measures only what prints this figure; may be repeated. Not for `counted`.
     #[arg(long, value_name = "FIGURE")]
     only: Vec<String>,
     /// With `counted`: also what takes more than half a minute each.
@@ -93,54 +57,18 @@ pub(crate) struct Arguments {
     list: bool,
 }
 
-/// The subjects.
-const SUBJECTS: &[(&str, &str)] = &[
-    ("workspace", "what it costs to build, test and learn the workspace: some 20 minutes"),
-    ("arena", "how the arena is built: imports, locks, functions and instructions; some minutes"),
-    ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
-    ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
-    ("measured", "requests that are measured: errors, costs, overload; over an hour"),
-    ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
-    ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
-    (
-        "questions",
-        "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
-    ),
-    ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
-    ("counted", "figures that do not depend on the machine's speed, and the tables of documents"),
-    ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
-    ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
-];
-
 /// Measures a subject.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
-    let subject = arguments.subject.as_deref().unwrap_or_default();
     if arguments.list {
         SUBJECTS.iter().for_each(|(name, about)| println!("{name:<12} {about}"));
         return Ok(());
     }
-    match subject {
-        "workspace" => workspace(&arguments.only),
-        "arena" => measure("arena", arena::ARENA, &arguments.only),
-        "gpu" => benches::measure(gpu::BENCHES, &arguments.only),
-        "faults" => {
-            let faults = cargo("bench --locked --bench faults").run();
-            let engines = Run::new(".ci/engines").run();
-            faults.and(engines)
-        }
-        "measured" => benches::measure(measured::BENCHES, &arguments.only),
-        "room" => benches::measure(room::BENCHES, &arguments.only),
-        "engines" => {
-            let onnx_runtime = Run::new(".ci/engines").arg("--figures").run();
-            let candle = Run::new(".ci/candle").arg("--measure").run();
-            let c = cargo("bench --locked --bench c").run();
-            onnx_runtime.and(candle).and(c)
-        }
-        "questions" => questions::run(&arguments.only),
-        "fleet" => measure("fleet", fleet::FLEET, &arguments.only),
+    match arguments.subject.as_deref().unwrap_or_default() {
         "counted" => counted::run(arguments.full, arguments.write),
         "field" => field::run(&arguments.only),
-        "envoy" => Run::new(".ci/envoy").run(),
+        subject if SUBJECTS.iter().any(|(name, _)| *name == subject) => {
+            measure(ROWS.iter().filter(|row| row.subject == subject), subject, &arguments.only)
+        }
         other => {
             let names: Vec<_> = SUBJECTS.iter().map(|(name, _)| *name).collect();
             Err(format!("unknown subject {other:?}: expected one of {}", names.join(", ")))
@@ -148,69 +76,112 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
     }
 }
 
-fn workspace(only: &[String]) -> Result<(), String> {
-    let result = measure("workspace", WORKSPACE, only);
-    if only.is_empty() {
-        println!("not measured here: the minutes of .ci/run, which its report has; instructions");
-        println!("against an older commit, by callgrind over the benches index, replay and time");
-    }
-    result
-}
-
-/// Returns the chosen of these figures of a subject, or all. A name may begin with that of the
-/// subject, as it is printed.
-fn choose<'a>(subject: &str, all: &[&'a str], only: &[String]) -> Result<Vec<&'a str>, String> {
-    let prefix = format!("{subject}.");
-    let find = |name: &String| {
-        let short = name.strip_prefix(&prefix).unwrap_or(name);
-        let known = all.iter().find(|known| **known == short).copied();
-        known.ok_or_else(|| format!("unknown figure {name:?}: expected one of {}", all.join(", ")))
+/// Measures what prints these figures, or all.
+fn measure<'a>(
+    rows: impl Iterator<Item = &'a Row> + Clone,
+    subject: &str,
+    only: &[String],
+) -> Result<(), String> {
+    let full = |name: &String| {
+        if name.starts_with(&format!("{subject}.")) {
+            name.clone()
+        } else {
+            format!("{subject}.{name}")
+        }
     };
-    if only.is_empty() { Ok(all.to_vec()) } else { only.iter().map(find).collect() }
-}
-
-/// Measures these figures of a subject, or all, and prints them.
-fn measure(subject: &str, measures: &[Measure], only: &[String]) -> Result<(), String> {
-    let all: Vec<_> = measures.iter().flat_map(|measure| measure.names).copied().collect();
-    let chosen = choose(subject, &all, only)?;
-    let mut failed = Vec::new();
-    for measure in measures {
-        if !measure.names.iter().any(|name| chosen.contains(name)) {
-            continue;
-        }
-        match (measure.run)() {
-            Ok(figures) => figures.iter().filter(|one| !print(subject, one)).for_each(|one| {
-                failed.push(format!("{} misses its goal", one.name));
-            }),
-            Err(error) => failed.push(format!("{}: {error}", measure.names.join(", "))),
+    let only: Vec<_> = only.iter().map(full).collect();
+    if let Some(name) = only.iter().find(|name| !rows.clone().any(|row| row.has(name))) {
+        let known: Vec<_> = rows.map(|row| row.figures).collect();
+        return Err(format!("unknown figure {name:?}: expected one of {}", known.join(" ")));
+    }
+    let (mut printed, mut failed) = (BTreeSet::new(), Vec::new());
+    for row in rows {
+        if only.is_empty() || only.iter().any(|name| row.has(name)) {
+            failed.extend(row.measure(&mut printed).err());
         }
     }
+    let missing = only.iter().filter(|name| !printed.contains(*name));
+    failed.extend(missing.map(|name| format!("{name} was not printed")));
     if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
+}
+
+impl Row {
+    /// Returns `true` if it prints this figure.
+    fn has(&self, name: &str) -> bool {
+        self.figures.split(' ').any(|prefix| name.starts_with(prefix))
+    }
+
+    /// Measures its figures, prints them, and judges those that have a goal in the table.
+    fn measure(&self, printed: &mut BTreeSet<String>) -> Result<(), String> {
+        let (text, has_passed) = match self.source {
+            Source::Cargo(words) => cargo(words).shown()?,
+            Source::Bench(words) => cargo("bench --locked --bench").words(words).shown()?,
+            Source::Script(words) => {
+                let (program, words) = words.split_once(' ').unwrap_or((words, ""));
+                Run::new(program).words(words).shown()?
+            }
+            Source::Own(measure) => {
+                let mut text = String::new();
+                for Figure { name, value, unit } in measure()? {
+                    let digits = match unit {
+                        "ratio" => 3,
+                        _ => usize::from(value.fract() != 0.0),
+                    };
+                    let line = format!("figure {}.{name} {value:.digits$} {unit}\n", self.subject);
+                    print!("{line}");
+                    text += &line;
+                }
+                (text, true)
+            }
+        };
+        let mut missed = Vec::new();
+        for (name, value, unit) in lines(&text) {
+            let renamed = self.renamed.iter().find(|(theirs, _)| *theirs == name);
+            let name = renamed.map_or(name, |(_, ours)| ours);
+            if renamed.is_some() {
+                println!("figure {name} {value} {unit}");
+            }
+            printed.insert(name.to_owned());
+            if !judge(name, value) {
+                missed.push(format!("{name} misses its goal"));
+            }
+        }
+        if !has_passed {
+            missed.push(format!("{:?} failed", self.source));
+        }
+        if !printed.iter().any(|name| self.has(name)) {
+            missed.push(format!("{} was not printed", self.figures));
+        }
+        if missed.is_empty() { Ok(()) } else { Err(missed.join("; ")) }
+    }
+}
+
+/// Returns the name, the value and the unit of each figure in what a program printed.
+fn lines(text: &str) -> impl Iterator<Item = (&str, f64, &str)> {
+    text.lines().filter_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        match *words {
+            ["figure", name, value, unit, ..] => Some((name, value.parse().ok()?, unit)),
+            _ => None,
+        }
+    })
 }
 
 /// Returns the value of a figure in what a program printed.
 fn printed(text: &str, name: &str) -> Result<f64, String> {
-    let begin = format!("figure {name} ");
-    let line = text.lines().find_map(|line| line.strip_prefix(&*begin));
-    let value = line.and_then(|line| line.split(' ').next()?.parse().ok());
-    value.ok_or_else(|| format!("{name} was not printed"))
+    let found = lines(text).find(|(known, ..)| *known == name).map(|(_, value, _)| value);
+    found.ok_or_else(|| format!("{name} was not printed"))
 }
 
-/// Prints a figure, and returns whether its goal holds.
-fn print(subject: &str, figure: &Figure) -> bool {
-    let Figure { name, value, unit, goal, floor } = figure;
-    let digits = match *unit {
-        "ratio" => 3,
-        _ => usize::from(value.fract() != 0.0),
+/// Prints whether the goal of a figure holds, if the table has one, and returns `false` if not.
+fn judge(name: &str, value: f64) -> bool {
+    let Some((_, bound)) = GOALS.iter().find(|(known, _)| *known == name) else { return true };
+    let (holds, word, bound) = match *bound {
+        Bound::Most(most) => (value <= most, "most", most),
+        Bound::Least(least) => (value >= least, "least", least),
     };
-    println!("figure {subject}.{name} {value:.digits$} {unit}");
-    let holds = goal.is_none_or(|goal| *value <= goal) && floor.is_none_or(|floor| *value >= floor);
-    for (word, bound) in [("most", goal), ("least", floor)] {
-        if let Some(bound) = bound {
-            let held = if holds { "held  " } else { "MISSED" };
-            println!("{held}  {subject}.{name} at {word} {bound}: {value:.digits$}");
-        }
-    }
+    let held = if holds { "held  " } else { "MISSED" };
+    println!("{held}  {name} at {word} {bound}: {value}");
     holds
 }
 
@@ -218,17 +189,34 @@ fn print(subject: &str, figure: &Figure) -> bool {
 mod tests {
     use super::*;
 
-    fn run() -> Result<Vec<Figure>, String> {
+    fn ran() -> Result<Vec<Figure>, String> {
         Err("it ran".to_owned())
     }
 
     #[test]
     fn a_figure_is_chosen_by_the_name_that_is_printed_and_without_its_subject() {
-        let measures = [Measure { names: &["leak.seconds"], run }];
-        let of = |name: &str| measure("room", &measures, &[name.to_owned()]);
-        let ran = Err("leak.seconds: it ran".to_owned());
+        let rows = [Row {
+            subject: "room",
+            figures: "room.a room.leak.",
+            source: Source::Own(ran),
+            renamed: &[],
+        }];
+        let of = |name: &str| measure(rows.iter(), "room", &[name.to_owned()]);
+        let ran = Err("it ran; room.leak.seconds was not printed".to_owned());
         assert_eq!((of("room.leak.seconds"), of("leak.seconds")), (ran.clone(), ran));
-        let unknown = "unknown figure \"room.gone\": expected one of leak.seconds";
+        let unknown = "unknown figure \"room.gone\": expected one of room.a room.leak.";
         assert_eq!(of("room.gone"), Err(unknown.to_owned()));
+    }
+
+    #[test]
+    fn every_row_and_every_goal_is_of_a_subject() {
+        let has = |name: &str| SUBJECTS.iter().any(|(known, _)| name.starts_with(known));
+        for row in ROWS {
+            assert!(SUBJECTS.iter().any(|(name, _)| *name == row.subject), "{}", row.subject);
+        }
+        for (name, _) in GOALS {
+            let is_printed = ROWS.iter().any(|row| row.has(name)) || name.starts_with("field.");
+            assert!(has(name) && is_printed, "{name}");
+        }
     }
 }

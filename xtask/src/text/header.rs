@@ -49,11 +49,9 @@ pub(super) fn check(tree: &Tree, faults: &Faults) {
     }
 }
 
-/// Writes the header.
-pub(super) fn write(root: &Path) -> Result<&'static str, String> {
-    let header = generate(root)?;
-    std::fs::write(root.join(HEADER), header).map_err(|error| error.to_string())?;
-    Ok(HEADER)
+/// Returns the file and the header of the source.
+pub(super) fn write(root: &Path) -> Result<(String, String), String> {
+    Ok((HEADER.to_owned(), generate(root)?))
 }
 
 /// Returns the header of the source under a root.

@@ -56,7 +56,7 @@ const fn mix(small: u64, middle: u64, large: u64) -> Mix {
 const MIXES: [Mix; 3] = [mix(64, 1024, 8192), mix(16, 256, 4096), mix(256, 2048, 16_384)];
 
 /// Offered load as a multiple of what fits; the ends of the range, or more of it in
-/// `cargo xtask soak`.
+/// `.ci/run --soak`.
 const OVERLOADS: &[f64] = if cfg!(lowtide_soak) { &[1.5, 2.0, 4.0, 8.0] } else { &[1.5, 8.0] };
 
 fn mean(mix: &Mix) -> f64 {

@@ -13,37 +13,28 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::reclaim::Ladder;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
-/// The reason for a purge of the heap, used as a label in metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Trigger {
-    /// Memory is short, or a load does not fit together with memory that a purge releases.
-    Pressure,
-    /// A caller or an operator requested it.
-    Manual,
-    /// A resource has been unloaded.
-    Unload,
-    /// A resource has been loaded.
-    Load,
-    /// Retained memory has grown.
-    Growth,
-    /// The service is idle.
-    Idle,
-    /// The purge interval has passed.
-    Periodic,
+lowtide_core::named_enum! {
+    /// The reason for a purge of the heap, used as a label in metrics.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Trigger {
+        /// Memory is short, or a load does not fit together with memory that a purge releases.
+        Pressure = "pressure",
+        /// A caller or an operator requested it.
+        Manual = "manual",
+        /// A resource has been unloaded.
+        Unload = "unload",
+        /// A resource has been loaded.
+        Load = "load",
+        /// Retained memory has grown.
+        Growth = "growth",
+        /// The service is idle.
+        Idle = "idle",
+        /// The purge interval has passed.
+        Periodic = "periodic",
+    }
 }
 
 impl Trigger {
-    /// All triggers, the most urgent first.
-    pub const ALL: [Self; 7] = [
-        Self::Pressure,
-        Self::Manual,
-        Self::Unload,
-        Self::Load,
-        Self::Growth,
-        Self::Idle,
-        Self::Periodic,
-    ];
-
     /// Returns `true` if the control loop posts it, at its own rate. The others run on every
     /// request.
     pub(super) const fn is_paced(self) -> bool {
@@ -54,20 +45,6 @@ impl Trigger {
     #[doc(hidden)]
     pub const fn leaves_decaying(self) -> bool {
         matches!(self, Self::Load | Self::Growth | Self::Idle | Self::Periodic)
-    }
-
-    /// Returns the label in metrics.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Pressure => "pressure",
-            Self::Manual => "manual",
-            Self::Unload => "unload",
-            Self::Load => "load",
-            Self::Growth => "growth",
-            Self::Idle => "idle",
-            Self::Periodic => "periodic",
-        }
     }
 }
 

@@ -28,8 +28,10 @@ pub trait MaintenanceActions: Send {
     /// Purges the host's heap.
     fn purge(&mut self, trigger: Trigger) -> Recovered;
 
-    /// Releases device memory whose decay time has passed.
-    fn decay_device(&mut self, now: Moment);
+    /// Releases device memory whose decay time has passed. Default: nothing.
+    fn decay_device(&mut self, now: Moment) {
+        let _ = now;
+    }
 
     /// Releases heap memory whose decay time has passed. Default: nothing.
     fn decay_heap(&mut self) {}
@@ -283,8 +285,6 @@ mod tests {
             lock(&self.0).done.push("purge");
             Recovered::NOTHING
         }
-
-        fn decay_device(&mut self, _: Moment) {}
 
         fn sleep_device(&mut self, _: Moment) -> bool {
             let mut world = lock(&self.0);

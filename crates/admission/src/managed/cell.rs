@@ -1,5 +1,5 @@
 //! The state machine behind `Managed<T>`: one lock, short critical sections, everything slow
-//! outside it. Guards of a loaded resource do without the lock (`guards`).
+//! outside it.
 //!
 //! The phase changes under the lock; the loader, the cleanup and every waker run outside it. Wakers
 //! are also dropped outside it, because dropping one may drop a task that holds a guard of the same
@@ -9,9 +9,8 @@
 //! still runs the loader counts as hung until the loader returns. The value that it then returns is
 //! cleaned up. A load that has no room evicts other resources (`evict`).
 //!
-//! Invariants: `guards > 0 => Ready`; under the lock, the slot has a value if the phase is `Ready`,
-//! and is open if it is also not closed; wakers held = futures that wait and have not been woken,
-//! at most `waiting`; `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
+//! Invariants: `guards > 0 => Ready`; wakers held = callers that wait and have not been woken, at
+//! most `waiting`; `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
 
 mod evict;
 mod guards;
@@ -33,16 +32,16 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment, short};
 use lowtide_core::fork::Birth;
 use lowtide_core::rate::TokenBucket;
-use lowtide_core::sync::atomic::AtomicU64;
-use lowtide_core::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
+use lowtide_core::sync::{Mutex, MutexGuard, caught, foreground, lock};
 
 use super::error::{AcquireError, LoadError, UnloadError};
 use super::load::is_unloading;
 use super::parts::Parts;
 use super::resource::{LastUnload, ResourceStats, UnloadReason, Unloads};
-use super::slot::{Guard, Handle, Slot};
 use super::ticket::Ticket;
 use super::uses::Uses;
+
+pub(super) use guards::Guard;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
 const HUNG_LOADS_MAX: usize = 2;
@@ -51,11 +50,12 @@ const CLEAN_UP_MIN: Duration = Duration::from_secs(1);
 /// Log lines about loads and unloads of a resource at once, and the time for one more.
 const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
-enum Phase {
+enum Phase<T> {
     Empty,
     Loading(Loading),
-    /// The slot has the value.
+    /// Its guards share the value.
     Ready {
+        value: Arc<T>,
         permit: Option<Permit>,
     },
     Unloading,
@@ -86,9 +86,10 @@ struct Loaded<T> {
     permit: Option<Permit>,
 }
 
-pub(super) struct State {
-    phase: Phase,
-    /// Callers that wait, threads and futures.
+pub(super) struct State<T> {
+    phase: Phase<T>,
+    guards: usize,
+    /// Callers that wait.
     pub(super) waiting: usize,
     pub(super) wakers: BTreeMap<u64, Waker>,
     /// The number of waker keys assigned so far.
@@ -134,7 +135,7 @@ pub(super) struct EndedLoads {
 /// The next action of a caller.
 pub(super) enum Step<T: Send + Sync + 'static> {
     /// Its guard is counted.
-    Have(Guard<Cell<T>>),
+    Have(Guard<T>),
     /// It must run the load of this number.
     Load(u64),
     /// The load of this number has no room for this cost; call [`Cell::find_room`].
@@ -143,15 +144,11 @@ pub(super) enum Step<T: Send + Sync + 'static> {
 }
 
 pub(super) struct Cell<T> {
-    slot: Slot<T>,
-    /// The tick in which a use was recorded with its time last.
-    recorded_in: AtomicU64,
     parts: Parts<T>,
     clock: Arc<dyn Clock>,
     admission: Option<Admission>,
     pub(super) birth: Birth,
-    pub(super) state: Mutex<State>,
-    changed: Condvar,
+    pub(super) state: Mutex<State<T>>,
 }
 
 impl<T: Send + Sync + 'static> Cell<T> {
@@ -162,6 +159,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     ) -> Self {
         let state = State {
             phase: Phase::Empty,
+            guards: 0,
             waiting: 0,
             wakers: BTreeMap::new(),
             tickets: 0,
@@ -188,9 +186,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             measured: None,
             recovered: Cost::ZERO,
         };
-        let (state, changed) = (Mutex::new(state), Condvar::new());
-        let (slot, recorded_in) = (Slot::new(), AtomicU64::new(guards::NO_TICK));
-        Self { slot, recorded_in, parts, clock, admission, birth: Birth::now(), state, changed }
+        Self { parts, clock, admission, birth: Birth::now(), state: Mutex::new(state) }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -198,45 +194,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns a guard. Loads on this thread if no other thread does.
-    #[cold]
-    pub(super) fn acquire_blocking(cell: &Handle<Self>) -> Result<Guard<Self>, AcquireError> {
-        cell.check_may_wait()?;
-        let mut state = lock(&cell.state);
-        let seen = state.ended();
-        state.waiting += 1;
-        // Ends when the load or cleanup that it waits for ends; one that it began itself has ended.
-        let found = loop {
-            match Self::step(cell, &mut state, seen) {
-                Ok(Step::Have(guard)) => break Ok(guard),
-                Ok(Step::Wait) => state = wait(&cell.changed, state),
-                Ok(Step::Load(number)) => {
-                    drop(state);
-                    cell.load(number, None);
-                    // The loader may have forked, and this may be the child.
-                    cell.check_here()?;
-                    state = lock(&cell.state);
-                }
-                Ok(Step::Short(number, cost)) => {
-                    drop(state);
-                    match cell.find_room(number, cost, true) {
-                        Ok(eviction) => cell.load(number, eviction),
-                        Err(rejected) => {
-                            // From here on, the ticket is counted in `waiting`.
-                            lock(&cell.state).waiting -= 1;
-                            return Ticket::new(cell.clone()).wait(number, cost, rejected);
-                        }
-                    }
-                    cell.check_here()?;
-                    state = lock(&cell.state);
-                }
-                Err(error) => break Err(error),
-            }
-        };
-        state.waiting -= 1;
-        found
+    pub(super) fn acquire_blocking(cell: &Arc<Self>) -> Result<Guard<T>, AcquireError> {
+        Ticket::new(Arc::clone(cell), true).wait()
     }
 
-    pub(super) fn warm(cell: &Handle<Self>) -> Result<(), AcquireError> {
+    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
         cell.check_may_wait()?;
         let mut state = lock(&cell.state);
         if matches!(state.phase, Phase::Ready { .. }) && !state.closed {
@@ -245,13 +207,17 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let seen = state.ended();
         let step = Self::step(cell, &mut state, seen)?;
         drop(state);
-        let begun = Self::begin(cell, step);
+        let begun = Self::begin(cell, step, false);
         begun.map_err(|(number, _, rejected)| cell.refuse_load(number, rejected))
     }
 
-    /// Starts the thread of a load, after making room for it if needed. Returns its number and cost
-    /// with the rejection if there is no room.
-    pub(super) fn begin(cell: &Handle<Self>, step: Step<T>) -> Result<(), (u64, Cost, Rejected)> {
+    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for it
+    /// if needed. Returns its number and cost with the rejection if there is no room.
+    pub(super) fn begin(
+        cell: &Arc<Self>,
+        step: Step<T>,
+        here: bool,
+    ) -> Result<(), (u64, Cost, Rejected)> {
         let (number, eviction) = match step {
             Step::Load(number) => (number, None),
             Step::Short(number, cost) => {
@@ -260,22 +226,26 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             Step::Have(_) | Step::Wait => return Ok(()),
         };
-        Self::load_elsewhere(cell, number, eviction);
+        if here {
+            cell.load(number, eviction);
+        } else {
+            Self::load_elsewhere(cell, number, eviction);
+        }
         Ok(())
     }
 
     /// Returns the caller's next action. A load that failed, or for which there was no room in
     /// time, after `seen` was read counts as the caller's own.
     pub(super) fn step(
-        cell: &Handle<Self>,
-        state: &mut State,
+        cell: &Arc<Self>,
+        state: &mut State<T>,
         seen: EndedLoads,
     ) -> Result<Step<T>, AcquireError> {
         let name = || Arc::clone(&cell.parts.name);
         if state.closed {
             return Err(AcquireError::Closed { name: name() });
         }
-        if let Some(guard) = cell.guard(true) {
+        if let Some(guard) = Self::guard(cell, state, true) {
             return Ok(Step::Have(guard));
         }
         if let Some(rejected) = state.refusal.as_ref().filter(|_| state.no_room > seen.no_room) {
@@ -299,8 +269,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                     return Err(AcquireError::Load { name: name(), error, retry_in });
                 }
             }
-            Phase::Ready { .. } => cell.has_too_many_guards(),
-            Phase::Empty => {}
+            Phase::Ready { .. } | Phase::Empty => {}
         }
         let cost = cell.cost(state);
         let reserved = cell.admission.as_ref().map(|door| door.try_reserve_resource(cost));
@@ -330,7 +299,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
     /// the last load if they are more. Zero in a budget for which the builder set no cost.
-    fn cost(&self, state: &State) -> Cost {
+    fn cost(&self, state: &State<T>) -> Cost {
         let learned = state.measured.unwrap_or_default();
         let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
         let said = self.parts.cost;
@@ -339,8 +308,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
-    pub(super) fn load_elsewhere(cell: &Handle<Self>, number: u64, eviction: Option<Eviction>) {
-        let loading = cell.clone();
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
+        let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
             let kind = error.kind();
@@ -426,7 +395,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 state.failures_in_a_row = 0;
                 state.loaded_at = now;
                 state.load_time = took;
-                self.put(&mut state, Loaded { value, permit });
+                state.phase = Phase::Ready { value: Arc::new(value), permit };
             }
             Err(error) => {
                 drop(permit);
@@ -456,7 +425,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn fail(&self, state: &mut State, error: LoadError, now: Moment) {
+    fn fail(&self, state: &mut State<T>, error: LoadError, now: Moment) {
         state.loads_failed += 1;
         state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
         let until = now + self.parts.backoff.pause(state.failures_in_a_row);
@@ -482,11 +451,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Wakes all waiters after releasing the lock. A waker that panics does not affect the others.
-    fn wake_all(&self, mut state: MutexGuard<'_, State>) {
+    fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
         let wakers = mem::take(&mut state.wakers);
         state.ring_drainers();
         drop(state);
-        self.changed.notify_all();
         for waker in wakers.into_values() {
             let _ = caught(|| waker.wake());
         }
@@ -497,15 +465,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if !self.birth.is_here() {
             return Moment::NEVER;
         }
-        let state = self.look();
+        let state = lock(&self.state);
         match &state.phase {
             Phase::Loading(loading) => loading.deadline,
             _ => self.due(&state),
         }
     }
 
-    fn due(&self, state: &State) -> Moment {
-        if !matches!(state.phase, Phase::Ready { .. }) || self.slot.guards() > 0 {
+    fn due(&self, state: &State<T>) -> Moment {
+        if !matches!(state.phase, Phase::Ready { .. }) || state.guards > 0 {
             return Moment::NEVER;
         }
         if state.closed {
@@ -529,7 +497,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if let Some(now) = due {
             self.give_up_hung_load(now);
         }
-        let mut state = self.look();
+        let mut state = lock(&self.state);
         if let Some(now) = due {
             let due = self.due(&state);
             if due == Moment::NEVER || now < due {
@@ -544,7 +512,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
         }
         let reason = if state.closed { UnloadReason::Shutdown } else { reason };
-        let Some(loaded) = self.take(&mut state, due.is_some()) else { return false };
+        let Some(loaded) = state.take() else { return false };
         drop(state);
         self.take_apart(loaded, reason);
         true
@@ -553,7 +521,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Unloads the resource once it has no guards: on this thread, or for a shutdown on a thread of
     /// its own, of which it waits for [`CLEAN_UP_MIN`] at least.
     pub(super) fn unload_within(
-        cell: &Handle<Self>,
+        cell: &Arc<Self>,
         reason: UnloadReason,
         patience: Duration,
     ) -> Result<bool, UnloadError> {
@@ -561,8 +529,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let mut deadline = cell.clock.now() + patience;
         let bell = Bell::new();
         lock(&cell.state).drainers.push(Arc::clone(&bell));
-        // Guards that end from now on ring the bell; the loop sees those that ended before.
-        cell.slot.watch(true);
         // Ends at the deadline at the latest: each iteration waits until then, or for a change.
         let found = loop {
             if reason == UnloadReason::Shutdown {
@@ -581,7 +547,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 }
                 if now >= deadline {
                     let name = Arc::clone(&cell.parts.name);
-                    let (guards, waiting) = (cell.slot.guards(), state.waiting);
+                    let (guards, waiting) = (state.guards, state.waiting);
                     break Err(match state.phase {
                         Phase::Unloading => UnloadError::CleaningUp { name },
                         _ => UnloadError::Busy { name, guards, waiting, waited: patience },
@@ -591,21 +557,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
             cell.clock.wait_until(&bell, deadline);
         };
         cell.check_unload_here()?;
-        let mut state = lock(&cell.state);
-        state.drainers.retain(|other| !Arc::ptr_eq(other, &bell));
-        if state.drainers.is_empty() {
-            cell.slot.watch(false);
-        }
-        drop(state);
+        lock(&cell.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
         found
     }
 
     /// Unloads the resource for a shutdown, on a thread of its own, if it has no guards. Returns
     /// `true` if it does.
-    fn unload_elsewhere(cell: &Handle<Self>) -> bool {
-        let Some(loaded) = cell.take(&mut lock(&cell.state), false) else { return false };
+    fn unload_elsewhere(cell: &Arc<Self>) -> bool {
+        let Some(loaded) = lock(&cell.state).take() else { return false };
         let loaded = Arc::new(Mutex::new(Some(loaded)));
-        let (unloading, taken) = (cell.clone(), Arc::clone(&loaded));
+        let (unloading, taken) = (Arc::clone(cell), Arc::clone(&loaded));
         let take_apart = |cell: &Self, loaded: &Mutex<Option<Loaded<T>>>| {
             let loaded = lock(loaded).take();
             if let Some(loaded) = loaded {
@@ -641,7 +602,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cleaned_up();
         let took = self.clock.now() - start;
         let mut state = lock(&self.state);
-        debug_assert!(matches!(state.phase, Phase::Unloading) && self.slot.guards() == 0);
+        debug_assert!(matches!(state.phase, Phase::Unloading) && state.guards == 0);
         state.phase = Phase::Empty;
         state.unloads.count(reason);
         state.unload_panics += u64::from(recovered.is_err());
@@ -682,7 +643,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if self.birth.is_here() {
             let mut state = lock(&self.state);
             state.closed = true;
-            self.slot.shut();
             if matches!(&state.phase, Phase::Loading(loading) if loading.waits_for_room) {
                 state.phase = Phase::Empty;
             }
@@ -696,12 +656,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
         }
         let now = self.clock.now();
-        let state = self.look();
+        let state = lock(&self.state);
         ResourceStats {
             name: Arc::clone(&self.parts.name),
             loaded: matches!(state.phase, Phase::Ready { .. }),
             loading: matches!(state.phase, Phase::Loading(_)),
-            guards: self.slot.guards(),
+            guards: state.guards,
             waiting: state.waiting,
             cost: self.cost(&state),
             loads_ok_total: state.loads_ok,
@@ -748,14 +708,14 @@ impl<T> Drop for Cell<T> {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let phase = mem::replace(&mut state.phase, Phase::Empty);
-        let (value, Phase::Ready { permit }) = (self.slot.take_last(), phase) else { return };
+        let Phase::Ready { value, permit } = phase else { return };
         if !self.birth.is_here() {
             // It belongs to the parent: the device and threads that it would use do not exist in
             // this process.
             let _ = ManuallyDrop::new((value, permit));
             return;
         }
-        let _ = caught(|| value.map(|value| self.parts.take_apart(value)));
+        let _ = caught(|| Arc::into_inner(value).map(|value| self.parts.take_apart(value)));
         drop(permit);
     }
 }

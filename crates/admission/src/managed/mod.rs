@@ -3,9 +3,8 @@
 //! Concurrent callers share one load, and there are never two copies: callers that arrive during an
 //! unload wait for its end. The cost is reserved before the load and released after the cleanup. A
 //! load that has no room evicts idle resources (see [`Resources::evict_for`]) or is rejected. Idle
-//! time counts from the release of the last guard, to one tick of the control loop. A guard of a
-//! loaded resource needs no lock (`slot`). Loading and cleanup run outside every lock, and a panic
-//! in either is caught. The module starts no permanent thread and needs no async runtime: the
+//! time counts from the release of the last guard. Loading and cleanup run outside every lock, and
+//! a panic in either is caught. The module starts no permanent thread and needs no async runtime: the
 //! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
 //! load.
 //!
@@ -25,7 +24,6 @@ mod load;
 mod load_scope;
 mod parts;
 mod resource;
-mod slot;
 mod ticket;
 mod uses;
 
@@ -44,9 +42,8 @@ use super::admission::Admission;
 use super::cost::Cost;
 use super::eviction::Idle;
 
-use cell::Cell;
+use cell::{Cell, Guard};
 use parts::Parts;
-use slot::{Guard, Handle};
 use ticket::Ticket;
 
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
@@ -62,7 +59,7 @@ pub struct ManagedBuilder<T: Send + Sync + 'static> {
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// Sets the idle time after which the resource is unloaded. Without it, the resource stays
     /// until it is unloaded explicitly or under pressure. The idle time begins when the last guard
-    /// is released, or up to one tick of the control loop later.
+    /// is released.
     #[must_use]
     pub fn idle(mut self, idle: Duration) -> Self {
         self.parts.idle = Some(idle);
@@ -141,7 +138,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     #[must_use]
     pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
         let admission = admission.map(|admission| admission.unkept());
-        Managed { cell: Handle::new(Cell::new(self.parts, clock, admission)) }
+        Managed { cell: Arc::new(Cell::new(self.parts, clock, admission)) }
     }
 }
 
@@ -170,7 +167,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
 /// # Ok::<(), lowtide_admission::AcquireError>(())
 /// ```
 pub struct Managed<T: Send + Sync + 'static> {
-    cell: Handle<Cell<T>>,
+    cell: Arc<Cell<T>>,
 }
 
 impl<T: Send + Sync + 'static> Managed<T> {
@@ -211,16 +208,14 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
     /// in the profile of the binary it cannot be caught and ends the process.
     ///
-    /// Panics if 16,777,215 guards are held.
-    ///
     /// # Errors
     /// [`AcquireError`]. All callers that waited for a failed load get its error.
-    #[inline]
     pub fn acquire_blocking(&self) -> Result<Use<T>, AcquireError> {
-        match Cell::guard_at_once(&self.cell) {
-            Some(guard) => Ok(Use { guard }),
-            None => Cell::acquire_blocking(&self.cell).map(|guard| Use { guard }),
-        }
+        let guard = match Cell::guard_at_once(&self.cell) {
+            Some(guard) => guard,
+            None => Cell::acquire_blocking(&self.cell)?,
+        };
+        Ok(Use { guard })
     }
 
     /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one
@@ -232,7 +227,7 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// control loop it is rejected immediately.
     #[must_use = "futures do nothing unless polled"]
     pub fn acquire(&self) -> Acquire<T> {
-        Acquire { ticket: Ticket::new(self.cell.clone()) }
+        Acquire { ticket: Ticket::new(Arc::clone(&self.cell), false) }
     }
 
     /// Returns a guard if the resource is loaded now.
@@ -269,7 +264,7 @@ impl<T: Send + Sync + 'static> Managed<T> {
 
 impl<T: Send + Sync + 'static> Clone for Managed<T> {
     fn clone(&self) -> Self {
-        Self { cell: self.cell.clone() }
+        Self { cell: Arc::clone(&self.cell) }
     }
 }
 
@@ -317,7 +312,7 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
 /// A guard. The resource stays loaded while a guard lives.
 #[must_use = "the resource may be unloaded when the guard is dropped"]
 pub struct Use<T: Send + Sync + 'static> {
-    guard: Guard<Cell<T>>,
+    guard: Guard<T>,
 }
 
 impl<T: Send + Sync + 'static> Deref for Use<T> {

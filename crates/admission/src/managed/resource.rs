@@ -24,37 +24,21 @@ use lowtide_core::sync::{Mutex, lock};
 use super::error::{AddError, UnloadError};
 use super::uses::score;
 
-/// The reason why a resource was unloaded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum UnloadReason {
-    /// The resource was not used for its idle time.
-    Idle,
-    /// Memory was short.
-    Pressure,
-    /// A load or a request had no room.
-    Eviction,
-    /// An explicit unload was requested.
-    Manual,
-    /// The service shut down.
-    Shutdown,
-}
-
-impl UnloadReason {
-    /// All reasons.
-    pub const ALL: [Self; 5] =
-        [Self::Idle, Self::Pressure, Self::Eviction, Self::Manual, Self::Shutdown];
-
-    /// Returns the label in metrics.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Idle => "idle",
-            Self::Pressure => "pressure",
-            Self::Eviction => "eviction",
-            Self::Manual => "manual",
-            Self::Shutdown => "shutdown",
-        }
+lowtide_core::named_enum! {
+    /// The reason why a resource was unloaded.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[non_exhaustive]
+    pub enum UnloadReason {
+        /// The resource was not used for its idle time.
+        Idle = "idle",
+        /// Memory was short.
+        Pressure = "pressure",
+        /// A load or a request had no room.
+        Eviction = "eviction",
+        /// An explicit unload was requested.
+        Manual = "manual",
+        /// The service shut down.
+        Shutdown = "shutdown",
     }
 }
 
@@ -137,8 +121,7 @@ pub struct ResourceStats {
     pub last_unload: Option<LastUnload>,
     /// Cleanups that panicked.
     pub unload_panics_total: u64,
-    /// The time when the last guard was released, or up to one tick of the control loop later;
-    /// `None` before.
+    /// The time when the last guard was released; `None` before.
     pub last_used: Option<Moment>,
     /// The mean time between its last uses up to now, at most 32. At least a quarter of the time
     /// since the last one. Uses that overlap count each.

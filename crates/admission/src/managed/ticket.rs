@@ -1,8 +1,8 @@
-//! The place of a caller among the waiters for a resource: of a future, or of a thread whose load
-//! has no room.
+//! The place of a caller among the waiters for a resource: of a future, or of a blocked thread.
 //!
 //! It polls the cell and leaves its task's waker there. The waker is replaced at each poll and
-//! removed when the future is dropped. It does not load: the first waiter starts a thread for that.
+//! removed when the future is dropped. The first waiter starts the load: a thread runs it itself,
+//! a future on a new thread.
 //! If there is no room for the load, the first waiter also waits in the queue of requests, and the
 //! others wait for it.
 //! Wakers are dropped outside the lock, because dropping one may drop a task that holds a guard of
@@ -20,19 +20,20 @@ use crate::cost::Cost;
 use crate::rejected::Rejected;
 use crate::reserve::Waiting;
 
-use super::cell::{Cell, EndedLoads, State, Step};
+use super::cell::{Cell, EndedLoads, Guard, State, Step};
 use super::error::AcquireError;
-use super::slot::{Guard, Handle};
 
 /// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
-    cell: Handle<Cell<T>>,
+    cell: Arc<Cell<T>>,
     /// Its key among the wakers, and the loads that had ended when it arrived.
     waits: Option<(u64, EndedLoads)>,
     /// The load that it wants room for.
     room: Option<Room>,
     /// Set once the wait for room has timed out.
     is_over: bool,
+    /// `true` if it runs the load on the thread that polls.
+    loads_here: bool,
 }
 
 /// A load that waits in the queue of requests.
@@ -43,22 +44,15 @@ struct Room {
 }
 
 impl<T: Send + Sync + 'static> Ticket<T> {
-    pub(super) fn new(cell: Handle<Cell<T>>) -> Self {
-        Self { cell, waits: None, room: None, is_over: false }
+    pub(super) fn new(cell: Arc<Cell<T>>, loads_here: bool) -> Self {
+        Self { cell, waits: None, room: None, is_over: false, loads_here }
     }
 
-    /// Blocks this thread until there is room for the load of this number, which this caller has to
-    /// start, and until the load has ended.
-    pub(super) fn wait(
-        mut self,
-        number: u64,
-        cost: Cost,
-        rejected: Rejected,
-    ) -> Result<Guard<Cell<T>>, AcquireError> {
-        self.enter(number, cost, rejected)?;
+    /// Blocks this thread until there is a value, or an error.
+    pub(super) fn wait(mut self) -> Result<Guard<T>, AcquireError> {
         let bell = Bell::new();
         let waker = Waker::from(Arc::clone(&bell));
-        // Ends: the end of the wait for room, or of the load, rings the bell.
+        // Ends: the end of what it waits for rings the bell: room, a load or a clean-up.
         loop {
             if let Poll::Ready(found) = self.poll(&Context::from_waker(&waker)) {
                 return found;
@@ -69,14 +63,14 @@ impl<T: Send + Sync + 'static> Ticket<T> {
 
     /// Returns a guard, once there is a value.
     #[inline]
-    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<Cell<T>>, AcquireError>> {
+    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, AcquireError>> {
         let guard = if self.waits.is_none() { Cell::guard_at_once(&self.cell) } else { None };
         guard.map_or_else(|| self.poll_slowly(cx), |guard| Poll::Ready(Ok(guard)))
     }
 
     #[cold]
-    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<Cell<T>>, AcquireError>> {
-        let cell = self.cell.clone();
+    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, AcquireError>> {
+        let cell = Arc::clone(&self.cell);
         if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));
         }
@@ -98,9 +92,12 @@ impl<T: Send + Sync + 'static> Ticket<T> {
                 let replaced = self.wait_for_change(&mut state, seen, waker.take());
                 drop(state);
                 let _ = caught(|| drop(replaced));
-                let Err((number, cost, rejected)) = Cell::begin(&cell, step) else {
-                    return Poll::Pending;
-                };
+                let begun = Cell::begin(&cell, step, self.loads_here);
+                // The loader may have forked, and this may be the child.
+                if let Err(error) = cell.check_here() {
+                    return Poll::Ready(Err(error));
+                }
+                let Err((number, cost, rejected)) = begun else { return Poll::Pending };
                 match self.enter(number, cost, rejected) {
                     // Its first turn in the queue.
                     Ok(()) => return self.poll_slowly(cx),
@@ -162,7 +159,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
     fn wait_for_change(
         &mut self,
-        state: &mut State,
+        state: &mut State<T>,
         seen: EndedLoads,
         waker: Option<Waker>,
     ) -> Option<Waker> {
@@ -174,7 +171,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         state.wakers.insert(key, waker?)
     }
 
-    fn leave(&mut self, state: &mut State) -> Option<Waker> {
+    fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {
         let (key, _) = self.waits.take()?;
         state.waiting -= 1;
         state.wakers.remove(&key)
@@ -186,7 +183,7 @@ impl<T: Send + Sync + 'static> Drop for Ticket<T> {
         if self.waits.is_none() || !self.cell.birth.is_here() {
             return;
         }
-        let cell = self.cell.clone();
+        let cell = Arc::clone(&self.cell);
         if let Some(room) = self.room.take() {
             // Another waiter takes it over.
             cell.abandon(room.number);

@@ -55,15 +55,6 @@ impl Uses {
         self.len = (self.len + 1).min(USES_MAX);
     }
 
-    /// Records so many uses, whose ends are taken to be spread evenly over this time.
-    pub(super) fn record_between(&mut self, start: Moment, end: Moment, count: u32) {
-        let remembered = u32::try_from(USES_MAX).unwrap_or(u32::MAX);
-        let each = (end - start) / count.max(1);
-        for later in (0..count.min(remembered)).rev() {
-            self.record(Moment::after_origin(end.since_origin().saturating_sub(each * later)));
-        }
-    }
-
     /// Returns the mean time between two uses up to now. A resource that was never used counts as
     /// used once when it was loaded.
     pub(super) fn interval(&self, loaded_at: Moment, now: Moment) -> Duration {

@@ -24,10 +24,11 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::kernel::number;
 
 use super::error::SignalError;
 use super::events::{EventFiles, EventNames, MemoryEvents};
-use super::file::{KeptFile, keyed, number, read_whole};
+use super::file::{KeptFile, keyed, read_whole};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 
 /// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.
@@ -43,6 +44,7 @@ const SEARCHED_MAX: usize = 4096;
 /// The names of the files.
 #[derive(Debug)]
 struct Names {
+    is_v1: bool,
     usage: &'static str,
     max: &'static str,
     high: Option<&'static str>,
@@ -52,6 +54,7 @@ struct Names {
 }
 
 const V1: Names = Names {
+    is_v1: true,
     usage: "memory.usage_in_bytes",
     max: "memory.limit_in_bytes",
     high: None,
@@ -65,6 +68,7 @@ const V1: Names = Names {
 };
 
 const V2: Names = Names {
+    is_v1: false,
     usage: "memory.current",
     max: "memory.max",
     high: Some("memory.high"),
@@ -151,7 +155,7 @@ impl Stat {
     /// Returns the usage without what the kernel reclaims by itself. Returns `None` rather than a
     /// figure that includes cache, because cache must never cause a rejection.
     fn held_of(self, usage: Option<u64>, names: &Names) -> Option<u64> {
-        if names.high.is_none() {
+        if names.is_v1 {
             return self.charged;
         }
         Some(usage?.saturating_sub(self.cache?).max(self.charged.unwrap_or(0)))
@@ -173,7 +177,7 @@ impl Cgroup {
         // Version 1 first: on a hybrid host the `0::` line exists without a memory controller.
         for (names, path) in [(&V1, path_v1(lines, MEMORY)), (&V2, path_v2(lines))] {
             let Some(path) = path else { continue };
-            let controller = names.high.is_none().then_some(MEMORY);
+            let controller = names.is_v1.then_some(MEMORY);
             for place in places(root, &mounts, path, controller) {
                 if place.outside {
                     outside.get_or_insert_with(|| SignalError::Outside {
@@ -364,7 +368,7 @@ impl Group {
     /// Returns `true` if the files that show what is held could be opened. They are stale if they
     /// fail later.
     const fn shows_held(&self, names: &Names) -> bool {
-        self.stat.is_some() && (self.usage.is_some() || names.high.is_none())
+        self.stat.is_some() && (self.usage.is_some() || names.is_v1)
     }
 
     /// Returns the bytes held by all members.
@@ -444,8 +448,7 @@ fn stat_of(text: &[u8], names: &Names) -> Stat {
             .map(|(inactive, active)| inactive.saturating_add(active))
             .map(|files| files.saturating_add(keyed(text, b"slab_reclaimable").unwrap_or(0))),
         charged: anon.map(|anon| anon.saturating_add(keyed(text, names.shmem).unwrap_or(0))),
-        hierarchical_limit: keyed(text, b"hierarchical_memory_limit")
-            .filter(|_| names.high.is_none()),
+        hierarchical_limit: keyed(text, b"hierarchical_memory_limit").filter(|_| names.is_v1),
     }
 }
 

@@ -9,8 +9,10 @@
 
 use std::path::Path;
 
+use lowtide_core::kernel::number;
+
 use super::cgroup::{path_v1, path_v2, places};
-use super::file::{number, read_whole};
+use super::file::read_whole;
 
 /// The controller's name on version 1.
 const CPU: &[u8] = b"cpu";

@@ -10,7 +10,9 @@
 
 use std::path::Path;
 
-use super::file::{KeptFile, keyed, number};
+use lowtide_core::kernel::number;
+
+use super::file::{KeptFile, keyed};
 
 /// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
 /// available.

@@ -1,4 +1,4 @@
-//! A descriptor that is kept open and read from its start each time, and parsers for numbers.
+//! A descriptor that is kept open and read from its start each time, and its lines by key.
 //!
 //! It knows no file format: parsers get the bytes. A read does not allocate.
 //!
@@ -8,6 +8,8 @@
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
+
+use lowtide_core::kernel::number;
 
 use super::error::SignalError;
 
@@ -33,12 +35,17 @@ impl KeptFile {
         opened.map(|file| Self { file }).map_err(|error| SignalError::unreadable(path, &error))
     }
 
-    /// Like [`KeptFile::open`]; `None` if there is no such file, or with an entry in `missing` if
-    /// there is one that cannot be read.
+    /// Like [`KeptFile::open`]; `None`, with an entry in `missing`, if it cannot be read.
+    pub(super) fn open_noted(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
+        Self::open(path).map_err(|error| missing.push(error)).ok()
+    }
+
+    /// Like [`KeptFile::open_noted`], without an entry if there is no such file.
     pub(super) fn open_if_any(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
-        let opened = Self::open(path);
-        missing.extend(opened.as_ref().err().filter(|error| !error.is_absent()).cloned());
-        opened.ok()
+        let mut noted = Vec::new();
+        let opened = Self::open_noted(path, &mut noted);
+        missing.extend(noted.into_iter().filter(|error| !error.is_absent()));
+        opened
     }
 
     /// Returns the result of `parse` for the current text; `None` if the file cannot be read or is
@@ -92,18 +99,6 @@ pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, SignalError> {
     read.map(|_| text).map_err(|error| SignalError::unreadable(path, &error))
 }
 
-/// Parses a decimal number that fills `text`, except for surrounding spaces.
-pub(super) fn number(text: &[u8]) -> Option<u64> {
-    let text = text.trim_ascii();
-    if text.is_empty() {
-        return None;
-    }
-    text.iter().try_fold(0_u64, |value, byte| {
-        let digit = byte.is_ascii_digit().then(|| u64::from(byte - b'0'))?;
-        value.checked_mul(10)?.checked_add(digit)
-    })
-}
-
 /// Returns the number in the line `key number`; other lines are skipped.
 pub(super) fn keyed(text: &[u8], key: &[u8]) -> Option<u64> {
     text.split(|&byte| byte == b'\n').find_map(|line| {
@@ -118,16 +113,6 @@ mod tests {
     use std::fs;
 
     use super::*;
-
-    #[test]
-    fn numbers_are_whole_or_nothing() {
-        for (text, value) in [("0", 0), ("42\n", 42), ("18446744073709551615", u64::MAX)] {
-            assert_eq!(number(text.as_bytes()), Some(value), "{text}");
-        }
-        for text in ["", "\n", "max", "4x", "-1", "18446744073709551616", "1 2"] {
-            assert_eq!(number(text.as_bytes()), None, "{text}");
-        }
-    }
 
     #[test]
     fn a_key_matches_whole_and_at_the_start_of_a_line() {

@@ -4,45 +4,34 @@ use std::fmt;
 
 use lowtide_core::bytes::ByteSize;
 
-/// The source of a limit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum LimitSource {
-    /// The hard limit of a cgroup (`memory.max`, `memory.limit_in_bytes`).
-    Cgroup,
-    /// The soft limit of a cgroup (`memory.high`), if it is lower than the hard limit.
-    High,
-    /// The machine's physical memory, less reserved huge pages.
-    Machine,
-    /// What the kernel still promises under strict overcommit (`vm.overcommit_memory=2`).
-    Commit,
-    /// The configuration.
-    Override,
-    /// A limit of the process on its addresses or its data (`RLIMIT_AS`, `RLIMIT_DATA`).
-    AddressSpace,
-    /// An operator, who prepares a lower limit of the kernel ([`Signals::set_fit`]).
-    ///
-    /// [`Signals::set_fit`]: super::Signals::set_fit
-    Fit,
-    /// No limit is known, because nothing could be read.
-    #[default]
-    Unknown,
+lowtide_core::named_enum! {
+    /// The source of a limit.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum LimitSource {
+        /// The hard limit of a cgroup (`memory.max`, `memory.limit_in_bytes`).
+        Cgroup = "cgroup",
+        /// The soft limit of a cgroup (`memory.high`), if it is lower than the hard limit.
+        High = "high",
+        /// The machine's physical memory, less reserved huge pages.
+        Machine = "machine",
+        /// What the kernel still promises under strict overcommit (`vm.overcommit_memory=2`).
+        Commit = "commit",
+        /// The configuration.
+        Override = "override",
+        /// A limit of the process on its addresses or its data (`RLIMIT_AS`, `RLIMIT_DATA`).
+        AddressSpace = "address_space",
+        /// An operator, who prepares a lower limit of the kernel ([`Signals::set_fit`]).
+        ///
+        /// [`Signals::set_fit`]: super::Signals::set_fit
+        Fit = "fit",
+        /// No limit is known, because nothing could be read.
+        #[default]
+        Unknown = "unknown",
+    }
 }
 
 impl LimitSource {
-    /// All sources.
-    pub const ALL: [Self; 8] = [
-        Self::Cgroup,
-        Self::High,
-        Self::Machine,
-        Self::Commit,
-        Self::Override,
-        Self::AddressSpace,
-        Self::Fit,
-        Self::Unknown,
-    ];
-
     /// Returns a phrase for messages, such as `the cgroup (memory.max)`.
     #[must_use]
     pub const fn phrase(self) -> &'static str {
@@ -55,21 +44,6 @@ impl LimitSource {
             Self::AddressSpace => "the address space (ulimit)",
             Self::Fit => "the admin command fit",
             Self::Unknown => "an unknown source",
-        }
-    }
-
-    /// Returns the label in metrics.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Cgroup => "cgroup",
-            Self::High => "high",
-            Self::Machine => "machine",
-            Self::Commit => "commit",
-            Self::Override => "override",
-            Self::AddressSpace => "address_space",
-            Self::Fit => "fit",
-            Self::Unknown => "unknown",
         }
     }
 }
@@ -147,55 +121,32 @@ impl fmt::Display for LimitBound {
     }
 }
 
-/// Whose memory a bound is compared with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum BoundScope {
-    /// That of all processes of a cgroup.
-    Group,
-    /// That of this process.
-    Process,
-    /// That of all processes of the machine.
-    Machine,
-}
-
-impl BoundScope {
-    /// Returns the name in reports.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Group => "group",
-            Self::Process => "process",
-            Self::Machine => "machine",
-        }
+lowtide_core::named_enum! {
+    /// Whose memory a bound is compared with.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum BoundScope {
+        /// That of all processes of a cgroup.
+        Group = "group",
+        /// That of this process.
+        Process = "process",
+        /// That of all processes of the machine.
+        Machine = "machine",
     }
 }
 
-/// The age of a bound's value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum Freshness {
-    /// Read with this sample.
-    Now,
-    /// Read about once a second ([`Signals::look`](super::Signals::look)).
-    Second,
-    /// The last value: it cannot be read or parsed any more.
-    Stale,
-    /// It exists and has never been read. It limits nothing here, and may do so in the kernel.
-    Unreadable,
-}
-
-impl Freshness {
-    /// Returns the name in reports.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Now => "now",
-            Self::Second => "second",
-            Self::Stale => "stale",
-            Self::Unreadable => "unreadable",
-        }
+lowtide_core::named_enum! {
+    /// The age of a bound's value.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Freshness {
+        /// Read with this sample.
+        Now = "now",
+        /// Read about once a second ([`Signals::look`](super::Signals::look)).
+        Second = "second",
+        /// The last value: it cannot be read or parsed any more.
+        Stale = "stale",
+        /// It exists and has never been read. It limits nothing here, and may do so in the kernel.
+        Unreadable = "unreadable",
     }
 }

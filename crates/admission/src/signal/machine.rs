@@ -7,16 +7,15 @@
 //!
 //! Invariant: `usable = MemTotal - Hugetlb`, and in mode 2 of `vm.overcommit_memory`
 //! `commit = CommitLimit`, compared with `Committed_AS + growth of this process since the look`.
-#![expect(unsafe_code, reason = "sysconf, where /proc is hidden")]
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::kernel::{kib_of, number, physical_memory};
 
 use super::error::SignalError;
-use super::file::{KeptFile, number};
-use super::statm::kib_of;
+use super::file::KeptFile;
 
 /// The strict mode of `vm.overcommit_memory`.
 const STRICT: u64 = 2;
@@ -46,15 +45,13 @@ impl Machine {
     /// Opens the files of a file tree, and reads them.
     pub(super) fn open(root: &Path, missing: &mut Vec<SignalError>) -> Self {
         let path = root.join("proc/meminfo");
-        let meminfo = KeptFile::open(&path);
-        missing.extend(meminfo.as_ref().err().cloned());
-        let meminfo = meminfo.ok();
+        let meminfo = KeptFile::open_noted(&path, missing);
         let found = meminfo.as_ref().map(|file| file.read(meminfo_of).unwrap_or_default());
         if found.is_some_and(|found| found.total.is_none()) {
             let expected = "a line `MemTotal: <n> kB`";
             missing.push(SignalError::Malformed { path, expected });
         }
-        let of_system = || (root == Path::new("/")).then(of_system).flatten();
+        let of_system = || (root == Path::new("/")).then(physical_memory).flatten();
         let total = found.and_then(|found| found.total).or_else(of_system);
         let overcommit = root.join("proc/sys/vm/overcommit_memory");
         let overcommit = KeptFile::open_if_any(&overcommit, missing);
@@ -121,15 +118,6 @@ fn meminfo_of(text: &[u8]) -> Meminfo {
     }
 }
 
-/// Returns the physical memory as the C library knows it from `sysinfo(2)`.
-fn of_system() -> Option<ByteSize> {
-    let value = |name| {
-        // SAFETY: takes a number and returns one, or -1 for a name that the system does not know.
-        u64::try_from(unsafe { libc::sysconf(name) }).ok()
-    };
-    ByteSize::new(value(libc::_SC_PHYS_PAGES)?).checked_mul(value(libc::_SC_PAGESIZE)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,7 +136,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn the_system_call_knows_what_meminfo_shows() {
         let shown = std::fs::read("/proc/meminfo").ok().and_then(|text| meminfo_of(&text).total);
-        let found = of_system().expect("answers");
+        let found = physical_memory().expect("answers");
         assert!(shown.is_none_or(|shown| shown == found), "{shown:?}: {found}");
     }
 }

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read as _};
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::kernel::kib_of;
 
 /// The maximum length of the text that is read: some ten thousand mappings.
 const BYTES_MAX: u64 = 16 << 20;
@@ -56,10 +57,8 @@ impl Mappings {
             read += length as u64;
             // A path may be any bytes.
             let line = String::from_utf8_lossy(&raw);
-            if let Some(rest) = line.strip_prefix("Rss:") {
-                let kib = rest.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap_or(0);
-                let bytes = kib.saturating_mul(1024);
-                found.add(&name, bytes, &mut files);
+            if let Some(bytes) = kib_of(&raw, b"Rss:") {
+                found.add(&name, bytes.get(), &mut files);
             } else if let Some(of) = name_of(&line) {
                 name.clear();
                 name.push_str(of);

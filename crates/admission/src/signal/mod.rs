@@ -29,7 +29,7 @@ mod mappings;
 mod psi;
 mod sample;
 mod signals;
-mod statm;
+mod space_limits;
 mod tracker;
 
 pub use cpu::Cpus;

@@ -11,9 +11,11 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use lowtide_core::kernel::number;
+
 use super::cgroup::{path_v2, places};
 use super::error::SignalError;
-use super::file::{KeptFile, number, read_whole};
+use super::file::{KeptFile, read_whole};
 
 /// Time lost waiting for memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

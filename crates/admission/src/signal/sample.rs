@@ -1,9 +1,9 @@
 //! The values of a sample: what counts against the limit, and the figures that it is made of.
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::kernel::Statm;
 
 use super::limit::Limit;
-use super::statm::Statm;
 
 /// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

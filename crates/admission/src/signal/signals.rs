@@ -5,17 +5,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::kernel::{Statm, kib_of, page_size, resident_error};
 
 use super::cgroup::{Cgroup, Reading};
 use super::cpu::{self, Cpus};
 use super::error::SignalError;
 use super::events::MemoryEvents;
-use super::file::{KeptFile, read_whole};
+use super::file::KeptFile;
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 use super::machine::Machine;
 use super::psi::{self, Psi};
 use super::sample::{Counted, Glance, Resident, Signal};
-use super::statm::{self, SpaceLimits, Statm};
+use super::space_limits::SpaceLimits;
+
+/// The page size of x86-64 and of most aarch64 kernels, for file trees of other machines.
+const PAGE_USUAL: ByteSize = ByteSize::kib(4);
 
 /// The signals of this process, read through open descriptors.
 ///
@@ -96,17 +100,16 @@ impl Signals {
         let mut missing = Vec::new();
         let proc = root.join("proc/self");
         // The cgroup first: its limit matters most if descriptors are few.
-        let groups = note(KeptFile::open(&proc.join("cgroup")), &mut missing);
+        let groups = KeptFile::open_noted(&proc.join("cgroup"), &mut missing);
         let open = |file: &KeptFile| file.read(|lines| CgroupFiles::open(root, lines));
         let files =
             groups.as_ref().map(|file| open(file).unwrap_or_else(|| CgroupFiles::open(root, &[])));
-        let statm = note(KeptFile::open(&proc.join("statm")), &mut missing);
+        let statm = KeptFile::open_noted(&proc.join("statm"), &mut missing);
         let machine = Machine::open(root, &mut missing);
-        let status = note(KeptFile::open(&proc.join("status")), &mut missing);
+        let status = KeptFile::open_noted(&proc.join("status"), &mut missing);
         // A missing file means no limits, as on other systems.
         let limits = KeptFile::open_if_any(&proc.join("limits"), &mut missing);
-        let page = read_whole(&proc.join("auxv")).ok().and_then(|auxv| statm::page_of(&auxv));
-        let page = page.unwrap_or(statm::PAGE_USUAL);
+        let page = page_size().filter(|_| root == Path::new("/")).unwrap_or(PAGE_USUAL);
         let signals = Self {
             root: root.to_owned(),
             statm,
@@ -114,7 +117,7 @@ impl Signals {
             limits,
             groups,
             page,
-            error: statm::error_of(cpu::online(root).unwrap_or(0), page),
+            error: resident_error(cpu::online(root).unwrap_or(0).into(), page),
             machine,
             cpus: Cpus::read(root),
             files: Mutex::new(Arc::new(files.unwrap_or_default())),
@@ -134,7 +137,7 @@ impl Signals {
             status: None,
             limits: None,
             groups: None,
-            page: statm::PAGE_USUAL,
+            page: PAGE_USUAL,
             error: ByteSize::ZERO,
             machine: Machine::none(),
             given: None,
@@ -358,7 +361,7 @@ impl Signals {
     }
 
     pub(super) fn statm(&self) -> Option<Statm> {
-        self.statm.as_ref()?.read_line(|text| statm::resident_of(text, self.page)).flatten()
+        self.statm.as_ref()?.read_line(|text| Statm::parse(text, self.page)).flatten()
     }
 
     /// Returns the usage of the cgroup, including page cache.
@@ -402,9 +405,9 @@ impl Signals {
         status
             .read(|text| {
                 Some(Resident {
-                    anon: statm::kib_of(text, b"RssAnon:")?,
-                    file: statm::kib_of(text, b"RssFile:")?,
-                    shmem: statm::kib_of(text, b"RssShmem:")?,
+                    anon: kib_of(text, b"RssAnon:")?,
+                    file: kib_of(text, b"RssFile:")?,
+                    shmem: kib_of(text, b"RssShmem:")?,
                 })
             })
             .flatten()
@@ -413,15 +416,4 @@ impl Signals {
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns the value, or `None` with an entry in the list.
-fn note<T>(found: Result<T, SignalError>, missing: &mut Vec<SignalError>) -> Option<T> {
-    match found {
-        Ok(value) => Some(value),
-        Err(error) => {
-            missing.push(error);
-            None
-        }
-    }
 }

@@ -171,9 +171,9 @@ impl Change {
 
 #[cfg(test)]
 mod tests {
-    use super::super::statm::Statm;
     use super::super::{Limit, LimitSource};
     use super::*;
+    use lowtide_core::kernel::Statm;
 
     const LIMIT: ByteSize = ByteSize::mib(1024);
 

@@ -21,7 +21,7 @@ use sim::scenario::{Kind, Late, Scenario};
 /// more.
 const SEEDS: u64 = sample(100);
 
-/// Returns the number of cases of these that run: a quarter, or all in `cargo xtask soak`.
+/// Returns the number of cases of these that run: a quarter, or all in `.ci/run --soak`.
 const fn sample(all: u64) -> u64 {
     if cfg!(lowtide_soak) { all } else { all.div_ceil(4) }
 }
@@ -37,7 +37,7 @@ fn no_seed_is_killed_latches_oscillates_or_leaves_anything_behind() {
     }
 }
 
-/// Days of half an hour each, or of two hours in `cargo xtask soak`: the same hours, shorter.
+/// Days of half an hour each, or of two hours in `.ci/run --soak`: the same hours, shorter.
 #[test]
 fn days_of_traffic_leave_no_trace() {
     let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (2, 1800.0) };

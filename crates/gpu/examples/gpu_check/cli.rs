@@ -9,6 +9,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use lowtide_gpu::ByteSize;
 
@@ -121,7 +122,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) thorough: bool,
     /// The number of measurements per median.
-    #[arg(long, default_value_t = 5, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 5, value_parser = at_least_one())]
     pub(crate) repetitions: usize,
     /// The seed of random sizes.
     #[arg(long, default_value_t = 42)]
@@ -130,19 +131,19 @@ pub(crate) struct Args {
     #[arg(long, default_value = "1MiB")]
     pub(crate) pair_size: ByteSize,
     /// Pairs that are timed together.
-    #[arg(long, default_value_t = 1_000, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 1_000, value_parser = at_least_one())]
     pub(crate) pairs: usize,
     /// The number of timed batches of pairs.
-    #[arg(long, default_value_t = 200, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 200, value_parser = at_least_one())]
     pub(crate) batches: usize,
     /// Threads, each with a lane and a stream of its own.
-    #[arg(long, default_value_t = 16, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 16, value_parser = at_least_one())]
     pub(crate) threads: usize,
     /// Rounds of each loop of cuArena's benchmark.
-    #[arg(long, default_value_t = 5_000, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 5_000, value_parser = at_least_one())]
     pub(crate) cuarena_rounds: usize,
     /// Divisor of the sizes in those loops, for devices with less memory.
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one())]
     pub(crate) cuarena_part: usize,
     /// The size of the burst in the decay part.
     #[arg(long, default_value = "60GiB")]
@@ -160,7 +161,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "256MiB")]
     pub(crate) block: ByteSize,
     /// The number of sleeps and wakes; the goal is 100.
-    #[arg(long, default_value_t = 10, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 10, value_parser = at_least_one())]
     pub(crate) cycles: usize,
     /// The limit of the fragmentation part; default: as much as fits.
     #[arg(long)]
@@ -193,7 +194,8 @@ pub(crate) struct Args {
     #[arg(long, default_value = "32MiB")]
     pub(crate) torture_block: ByteSize,
     /// The host threads of the torture, 1 to 8; its eight lanes are divided among them.
-    #[arg(long, default_value_t = 2, value_parser = one_to_eight)]
+    #[arg(long, default_value_t = 2)]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=LANES as u64))]
     pub(crate) torture_threads: usize,
 }
 
@@ -240,17 +242,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
     seconds.or_else(|_| humantime::parse_duration(text).map_err(|it| format!("{it}: {text}")))
 }
 
-fn one_to_eight(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count @ 1..=LANES) => Ok(count),
-        _ => Err(format!("{text}: expected 1 to {LANES}")),
-    }
-}
-
-fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) => Err("0: expected 1 or more".to_owned()),
-        Ok(count) => Ok(count),
-        Err(error) => Err(format!("{error}: {text}")),
-    }
+fn at_least_one() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..)
 }

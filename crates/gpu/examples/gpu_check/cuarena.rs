@@ -18,9 +18,8 @@ use lowtide_gpu::{
 };
 
 use super::cases::{Fault, Outcome};
-use super::pairs::nanos;
 use super::report::Report;
-use super::rig::{Rig, float, median, options, per_mille};
+use super::rig::{Rig, float, median, nanos, options, per_mille};
 
 /// Rounds before those that are timed, as there.
 const WARM: usize = 50;

@@ -10,14 +10,13 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Bell, Clock};
+use lowtide_gpu::clock::Clock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::cuda::{DeviceChoice, GovernorOptions, PoolGovernor};
 
 use super::cases::{Fault, Outcome};
-use super::pairs::nanos;
 use super::report::Report;
-use super::rig::{Rig, median, plain};
+use super::rig::{Rig, median, nanos, plain};
 
 /// Rounds before the first that is timed.
 const WARM: usize = 10;
@@ -38,19 +37,13 @@ pub(crate) fn governor(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let at_work = governor.report(ByteSize::ZERO)?;
     report.figure("gpu.governor.busy_held_bytes", at_work.held().as_f64(), "bytes");
     report.figure("gpu.governor.unmanaged_bytes", at_work.unmanaged.as_f64(), "bytes");
-    let (clock, bell) = (&rig.clock, Bell::new());
-    let end = clock.now() + rig.args.decay_time + rig.args.decay_within;
-    loop {
-        let now = clock.now();
-        governor.decay(now)?;
+    let (time, within) = (rig.args.decay_time, rig.args.decay_within);
+    let held = rig.poll(time + within, time / 8, || {
+        governor.decay(rig.clock.now())?;
         let held = governor.report(ByteSize::ZERO)?.held();
-        if held.is_zero() || now >= end {
-            report.figure("gpu.governor.idle_held_bytes", held.as_f64(), "bytes");
-            break;
-        }
-        // No other thread rings this bell: the wait ends by time alone.
-        clock.wait_until(&bell, now + rig.args.decay_time / 8);
-    }
+        Ok((held.is_zero(), held))
+    })?;
+    report.figure("gpu.governor.idle_held_bytes", held.as_f64(), "bytes");
     let left = PoolGovernor::left_total();
     drop((stream, governor));
     if PoolGovernor::left_total() > left {
@@ -61,9 +54,9 @@ pub(crate) fn governor(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
 
 /// Nanoseconds of an allocation, its free and a wait: the median.
 fn rounds(rig: &Rig<'_>, stream: &Arc<CudaStream>) -> Result<f64, Fault> {
-    let len = rig.args.pair_size.as_usize().ok_or("the size exceeds the address range")?;
+    let len = rig.pair_len()?;
     let round = || -> Outcome {
-        drop(plain(stream, len)?);
+        drop(plain::<u8>(stream, len)?);
         Ok(stream.synchronize()?)
     };
     (0..WARM).try_for_each(|_| round())?;

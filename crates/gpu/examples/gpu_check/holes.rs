@@ -12,7 +12,9 @@ use lowtide_gpu::{Buffer, CompactOptions, Goal, Region, StopReason};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
-use super::rig::{Rig, blocks, changed, copied, fill, float, median, rate, whole_blocks, words_of};
+use super::rig::{
+    Random, Rig, blocks, changed, copied, fill, float, median, rate, whole_blocks, words_of,
+};
 
 /// The largest live fraction of the limit.
 const LIVE: f64 = 0.67;
@@ -20,23 +22,6 @@ const LIVE: f64 = 0.67;
 /// The smallest request, and the largest as a part of the limit: about 640 MiB of 80 GiB.
 const SMALLEST: u64 = 512;
 const LARGEST: u64 = 128;
-
-/// `SplitMix64`.
-struct Chance(u64);
-
-impl Chance {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() % (end.max(1) as u64)).unwrap_or(0)
-    }
-}
 
 /// Random sizes come and go at two thirds of the limit; none may be refused.
 pub(crate) fn fragmentation(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
@@ -46,19 +31,18 @@ pub(crate) fn fragmentation(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let lane = rig.lane(&arena)?;
     report.line(&format!("fragmentation: limit {limit}, seed {}", rig.args.seed));
     let most = limit.scaled(LIVE).get();
-    let largest = usize::try_from((limit.get() / LARGEST).max(2 * SMALLEST))?;
-    let smallest = usize::try_from(SMALLEST)?;
-    let mut chance = Chance(rig.args.seed);
+    let largest = (limit.get() / LARGEST).max(2 * SMALLEST);
+    let mut random = Random(rig.args.seed);
     let mut held: Vec<Buffer<u8>> = Vec::new();
     let (mut live, mut failures) = (0_u64, 0_u64);
     let (took, ()) = rig.timed(|| -> Outcome {
         for _ in 0..rig.args.fragmentation_steps {
-            let size = smallest + chance.below(largest - smallest);
-            while live + size as u64 > most && !held.is_empty() {
-                let gone = held.swap_remove(chance.below(held.len()));
+            let size = SMALLEST + random.below(largest - SMALLEST);
+            while live + size > most && !held.is_empty() {
+                let gone = held.swap_remove(random.index(held.len()));
                 live -= gone.bytes().get();
             }
-            match lane.alloc::<u8>(size, Region::Dynamic) {
+            match lane.alloc::<u8>(usize::try_from(size)?, Region::Dynamic) {
                 Ok(buffer) => {
                     live += buffer.bytes().get();
                     held.push(buffer);

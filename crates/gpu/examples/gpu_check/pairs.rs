@@ -8,15 +8,15 @@
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::thread;
-use std::time::Duration;
 
 use lowtide_gpu::ByteSize;
+use lowtide_gpu::clock::Clock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{Lane, Region};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
-use super::rig::{Rig, float, median, plain, raw_pair, stream};
+use super::rig::{Rig, float, median, nanos, plain, raw_pair, stream};
 
 /// Pairs before the first that is timed.
 const WARM: usize = 100;
@@ -25,11 +25,8 @@ const WARM: usize = 100;
 pub(crate) fn pair(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let arena = rig.arena("pairs", ByteSize::MAX, DecayTime::Never)?;
     let lane = rig.lane(&arena)?;
-    let len =
-        rig.args.pair_size.as_usize().ok_or("the size of the pairs exceeds the address range")?;
-    for _ in 0..WARM {
-        bare(&lane, len)?;
-    }
+    let len = rig.pair_len()?;
+    warm(|| bare(&lane, len))?;
     let before = rig.driver.calls_made();
     let ours = batches(rig, || bare(&lane, len))?;
     let calls = rig.driver.calls_made() - before;
@@ -43,27 +40,27 @@ pub(crate) fn pair(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     })?;
     report.figure("gpu.pair_with_view.median_ns", with_view, "ns");
     let other = rig.context.new_stream()?;
-    for _ in 0..WARM {
-        drop(plain(&other, len)?);
-    }
-    let theirs = batches(rig, || {
-        drop(black_box(plain(&other, len)?));
+    let slice = || {
+        drop(black_box(plain::<u8>(&other, len)?));
         Ok(())
-    })?;
-    other.synchronize()?;
-    report.figure("gpu.pair.async_median_ns", theirs, "ns");
-    report.figure("gpu.pair.speedup_over_async", theirs / ours, "times");
+    };
+    let raw = || raw_pair(&other, len);
     rig.context.bind_to_thread()?;
-    for _ in 0..WARM {
-        raw_pair(&other, len)?;
+    for (name, pair) in [("async", &slice as &dyn Fn() -> Outcome), ("raw_async", &raw)] {
+        warm(pair)?;
+        let theirs = batches(rig, pair)?;
+        other.synchronize()?;
+        report.figure(&format!("gpu.pair.{name}_median_ns"), theirs, "ns");
+        report.figure(&format!("gpu.pair.speedup_over_{name}"), theirs / ours, "times");
     }
-    let raw = batches(rig, || raw_pair(&other, len))?;
-    other.synchronize()?;
-    report.figure("gpu.pair.raw_async_median_ns", raw, "ns");
-    report.figure("gpu.pair.speedup_over_raw_async", raw / ours, "times");
     stream(&lane)?.synchronize()?;
     drop(lane);
     Ok(arena.close()?)
+}
+
+/// Makes the pairs before the first that is timed.
+fn warm(one: impl Fn() -> Outcome) -> Outcome {
+    (0..WARM).try_for_each(|_| one())
 }
 
 fn bare(lane: &Lane, len: usize) -> Outcome {
@@ -76,13 +73,9 @@ fn batches(rig: &Rig<'_>, mut one: impl FnMut() -> Outcome) -> Result<f64, Fault
     let mut costs = Vec::with_capacity(rig.args.batches);
     for _ in 0..rig.args.batches {
         let (took, ()) = rig.timed(|| (0..rig.args.pairs).try_for_each(|_| one()))?;
-        costs.push(nanos(took) / float(rig.args.pairs as u64));
+        costs.push(nanos(took) / float(rig.args.pairs));
     }
     Ok(median(&costs))
-}
-
-pub(crate) fn nanos(took: Duration) -> f64 {
-    took.as_secs_f64() * 1e9
 }
 
 /// Pairs of many threads at once, against those of one.
@@ -98,9 +91,9 @@ pub(crate) fn lanes(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (alone, together) = (median(&alone), median(&together));
     report.figure("gpu.lanes.one_thread_pairs_per_s", alone, "1/s");
     report.figure("gpu.lanes.all_threads_pairs_per_s", together, "1/s");
-    report.figure("gpu.lanes.threads", float(rig.args.threads as u64), "threads");
+    report.figure("gpu.lanes.threads", float(rig.args.threads), "threads");
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    report.figure("gpu.lanes.cores", float(cores as u64), "cores");
+    report.figure("gpu.lanes.cores", float(cores), "cores");
     // The name says sixteen: with another number it is no figure of that goal.
     let name = format!("gpu.lanes{}.throughput_ratio", rig.args.threads);
     report.figure(&name, together / alone, "times");
@@ -111,18 +104,17 @@ pub(crate) fn lanes(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
 /// Pairs a second of threads that begin together, each on its own lane.
 fn throughput(rig: &Rig<'_>, lanes: &[Lane]) -> Result<f64, Fault> {
     let begin = Barrier::new(lanes.len());
-    let len =
-        rig.args.pair_size.as_usize().ok_or("the size of the pairs exceeds the address range")?;
+    let len = rig.pair_len()?;
     let pairs = rig.args.pairs.saturating_mul(rig.args.batches);
     let (begin, clock) = (&begin, &rig.clock);
     let work = move |lane: &Lane| -> Result<_, Fault> {
-        let warm = (0..WARM).try_for_each(|_| bare(lane, len));
+        let warm = warm(|| bare(lane, len));
         // Every thread comes here, whatever befell it.
         begin.wait();
         warm?;
-        let start = lowtide_gpu::clock::Clock::now(&**clock);
+        let start = clock.now();
         (0..pairs).try_for_each(|_| bare(lane, len))?;
-        Ok((start, lowtide_gpu::clock::Clock::now(&**clock)))
+        Ok((start, clock.now()))
     };
     let spans = thread::scope(|scope| {
         let all: Vec<_> = lanes.iter().map(|lane| scope.spawn(move || work(lane))).collect();
@@ -132,5 +124,5 @@ fn throughput(rig: &Rig<'_>, lanes: &[Lane]) -> Result<f64, Fault> {
     let start = spans.iter().map(|span| span.0).min().ok_or("no thread")?;
     let end = spans.iter().map(|span| span.1).max().ok_or("no thread")?;
     let done = pairs.saturating_mul(lanes.len());
-    Ok(float(done as u64) / (end - start).as_secs_f64())
+    Ok(float(done) / (end - start).as_secs_f64())
 }

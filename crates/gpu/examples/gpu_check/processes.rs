@@ -9,15 +9,14 @@ use lowtide_gpu::driver::cuda::{DeviceUsage, Nvml};
 use lowtide_gpu::{ByteSize, Region};
 
 use super::cases::Outcome;
-use super::pairs::nanos;
 use super::report::Report;
-use super::rig::{Rig, median};
+use super::rig::{Rig, median, nanos, resident};
 
 /// The memory that the arena commits.
 const SIZE: ByteSize = ByteSize::mib(64);
 
 pub(crate) fn processes(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
-    let resident = resident();
+    let before_nvml = resident();
     let (opened, nvml) = match rig.timed(Nvml::open) {
         Ok(opened) => opened,
         Err(cause) => {
@@ -33,7 +32,7 @@ pub(crate) fn processes(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         costs.push(nanos(rig.timed(|| nvml.usage(uuid))?.0) / 1e3);
     }
     report.figure("gpu.nvml.list_us", median(&costs), "us");
-    if let (Some(before), Some(after)) = (resident, self::resident()) {
+    if let (Some(before), Some(after)) = (before_nvml, resident()) {
         report.figure("gpu.nvml.resident_bytes", after.saturating_sub(before).as_f64(), "bytes");
     }
     show(rig, report, "without an arena", &before)?;
@@ -77,12 +76,4 @@ fn show(rig: &Rig<'_>, report: &mut Report<'_>, when: &str, usage: &DeviceUsage)
 
 fn own(usage: &DeviceUsage) -> Option<ByteSize> {
     usage.processes.iter().find(|process| process.is_this_process == Some(true))?.used
-}
-
-/// The resident memory of this process.
-fn resident() -> Option<ByteSize> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    let kib = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
-    Some(ByteSize::kib(kib))
 }

@@ -119,19 +119,11 @@ impl Ended {
     }
 }
 
-/// The form in which a report is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    /// Lines for people.
-    Text,
-    /// One JSON object a line, for [`Report::take`] in another process.
-    Records,
-}
-
 /// Everything that was found, written down as it is found.
 pub(crate) struct Report<'a> {
     out: &'a mut dyn Write,
-    form: Form,
+    /// Writes a JSON object a line, for [`Report::take`] in another process; else text for people.
+    as_records: bool,
     /// The first write error; nothing is written after it.
     broken: Option<io::Error>,
     /// The planted fault, which the first figure or case triggers.
@@ -153,18 +145,9 @@ pub(crate) struct Report<'a> {
 impl<'a> Report<'a> {
     /// Creates a report that writes lines for people.
     pub(crate) fn new(out: &'a mut dyn Write) -> Self {
-        Self::of(out, Form::Text)
-    }
-
-    /// Creates a report that writes a record a line, for the process that reads them.
-    pub(crate) fn records(out: &'a mut dyn Write) -> Self {
-        Self::of(out, Form::Records)
-    }
-
-    fn of(out: &'a mut dyn Write, form: Form) -> Self {
         Self {
             out,
-            form,
+            as_records: false,
             broken: None,
             plant: None,
             figures: BTreeMap::new(),
@@ -177,45 +160,82 @@ impl<'a> Report<'a> {
         }
     }
 
-    fn write(&mut self, text: &str) {
-        if self.broken.is_none() {
-            let written = writeln!(self.out, "{text}").and_then(|()| self.out.flush());
-            self.broken = written.err();
+    /// Creates a report that writes a record a line, for the process that reads them.
+    pub(crate) fn records(out: &'a mut dyn Write) -> Self {
+        Self { as_records: true, ..Self::new(out) }
+    }
+
+    /// Takes a line of a child process: a record, or text that something else printed there.
+    pub(crate) fn take(&mut self, line: &str) {
+        match serde_json::from_str::<Value>(line) {
+            Ok(record) if record["record"].is_string() => self.note(&record),
+            _ => self.line(line),
         }
     }
 
-    fn put(&mut self, text: &str, record: &Value) {
-        match self.form {
-            Form::Text => self.write(text),
-            Form::Records => self.write(&record.to_string()),
+    /// Notes and writes a record.
+    fn note(&mut self, record: &Value) {
+        let text = |key: &str| record[key].as_str().map(str::to_owned);
+        let [name, value, why] = ["name", "value", "why"].map(|key| text(key).unwrap_or_default());
+        let said = match record["record"].as_str().unwrap_or_default() {
+            "fact" => {
+                self.facts.insert(name.clone(), value.clone());
+                format!("{name}: {value}")
+            }
+            "no device" => {
+                let why = format!("no device ({why})");
+                self.skipped = Some(why.clone());
+                format!("skipped: {why}")
+            }
+            "figure" => {
+                let (value, unit) = (record["value"].as_f64().unwrap_or(f64::NAN), why);
+                self.figures.insert(name.clone(), (value, unit.clone()));
+                format!("figure {name} {value:.4} {unit}")
+            }
+            "case" => {
+                let fault = text("why");
+                self.cases.push((name.clone(), fault.clone()));
+                match fault {
+                    None => format!("case held: {name}"),
+                    Some(fault) => format!("case FAILED: {name}: {fault}"),
+                }
+            }
+            "fail" => {
+                self.failed.push((name.clone(), why.clone()));
+                format!("part FAILED: {name}: {why}")
+            }
+            "ended" => return self.ended = true,
+            _ => why,
+        };
+        self.write(if self.as_records { record.to_string() } else { said });
+    }
+
+    fn write(&mut self, line: String) {
+        if self.broken.is_none() {
+            let written = writeln!(self.out, "{line}").and_then(|()| self.out.flush());
+            self.broken = written.err();
         }
     }
 
     /// Writes a line.
     pub(crate) fn line(&mut self, text: &str) {
-        self.put(text, &json!({ "record": "line", "text": text }));
+        self.note(&json!({ "record": "line", "why": text }));
     }
 
     /// Notes what the device is.
-    pub(crate) fn fact(&mut self, name: &str, value: String) {
-        let record = json!({ "record": "fact", "name": name, "value": value });
-        self.put(&format!("{name}: {value}"), &record);
-        self.facts.insert(name.to_owned(), value);
+    pub(crate) fn fact(&mut self, name: &str, value: &str) {
+        self.note(&json!({ "record": "fact", "name": name, "value": value }));
     }
 
     /// Notes that there is no device to check.
     pub(crate) fn no_device(&mut self, why: &str) {
-        let record = json!({ "record": "no device", "why": why });
-        self.put(&format!("skipped: no device ({why})"), &record);
-        self.skipped = Some(format!("no device ({why})"));
+        self.note(&json!({ "record": "no device", "why": why }));
     }
 
     /// Notes a figure. One that is no number is a part's failure and no figure.
     pub(crate) fn figure(&mut self, name: &str, value: f64, unit: &str) {
         if value.is_finite() {
-            let record = json!({ "record": "figure", "name": name, "value": value, "unit": unit });
-            self.put(&format!("figure {name} {value:.4} {unit}"), &record);
-            self.figures.insert(name.to_owned(), (value, unit.to_owned()));
+            self.note(&json!({ "record": "figure", "name": name, "value": value, "why": unit }));
         } else {
             self.line(&format!("{name}: not measured, too little time or memory"));
         }
@@ -223,29 +243,22 @@ impl<'a> Report<'a> {
     }
 
     /// Notes whether a case held.
-    pub(crate) fn case(&mut self, name: String, fault: Option<String>) {
-        let text = match &fault {
-            None => format!("case held: {name}"),
-            Some(fault) => format!("case FAILED: {name}: {fault}"),
-        };
-        self.put(&text, &json!({ "record": "case", "name": name, "fault": fault }));
-        self.cases.push((name, fault));
+    pub(crate) fn case(&mut self, name: &str, fault: Option<String>) {
+        self.note(&json!({ "record": "case", "name": name, "why": fault }));
         self.set_off();
     }
 
     /// Notes that a part could not run.
     pub(crate) fn fail(&mut self, part: &str, cause: String) {
-        let record = json!({ "record": "fail", "part": part, "cause": cause });
-        self.put(&format!("part FAILED: {part}: {cause}"), &record);
-        self.failed.push((part.to_owned(), cause));
+        self.note(&json!({ "record": "fail", "name": part, "why": cause }));
     }
 
-    /// Notes that the part of a child process has ended.
+    /// Notes that the part of a child process has ended, and tells the process that reads records.
     pub(crate) fn end(&mut self) {
-        if self.form == Form::Records {
-            self.write(&json!({ "record": "ended" }).to_string());
-        }
         self.ended = true;
+        if self.as_records {
+            self.write(json!({ "record": "ended" }).to_string());
+        }
     }
 
     /// Notes how a part ended.
@@ -254,27 +267,6 @@ impl<'a> Report<'a> {
             self.line(&format!("part {}: {name}: {}", ended.word(), ended.detail()));
         }
         self.parts.push((name, ended, took));
-    }
-
-    /// Takes a line of a child process: a record, or text that something else printed there.
-    pub(crate) fn take(&mut self, line: &str) {
-        let record: Value = serde_json::from_str(line).unwrap_or_default();
-        let text = |key: &str| record[key].as_str().map(str::to_owned);
-        let name = text("name").unwrap_or_default();
-        match (record["record"].as_str(), record["value"].as_f64()) {
-            (Some("line"), _) => self.line(&text("text").unwrap_or_default()),
-            (Some("fact"), _) => self.fact(&name, text("value").unwrap_or_default()),
-            (Some("no device"), _) => self.no_device(&text("why").unwrap_or_default()),
-            (Some("figure"), Some(value)) => {
-                self.figure(&name, value, &text("unit").unwrap_or_default());
-            }
-            (Some("case"), _) => self.case(name, text("fault")),
-            (Some("fail"), _) => {
-                self.fail(&text("part").unwrap_or_default(), text("cause").unwrap_or_default());
-            }
-            (Some("ended"), _) => self.ended = true,
-            _ => self.line(line),
-        }
     }
 
     /// Sets off a planted fault, once.
@@ -305,44 +297,50 @@ impl<'a> Report<'a> {
         }
     }
 
+    /// The goals, each with the measured value and whether it holds.
+    fn measured(&self) -> impl Iterator<Item = (&'static str, Wanted, Option<(f64, bool)>)> {
+        GOALS.iter().map(|&(name, wanted)| {
+            let value = self.figures.get(name).map(|&(value, _)| value);
+            (name, wanted, value.map(|value| (value, wanted.holds(value))))
+        })
+    }
+
     /// Writes the table of goals.
     pub(crate) fn goals(&mut self) {
-        self.line("");
-        self.line(&format!("{:<34} {:>8} {:>12}  holds", "goal", "wanted", "measured"));
-        for &(name, wanted) in GOALS {
-            let found = self.figures.get(name).map(|&(value, _)| value);
-            let measured = found.map_or_else(|| "-".to_owned(), |value| format!("{value:.3}"));
-            let holds = found.map_or("not measured", |value| yes(wanted.holds(value)));
-            self.line(&format!("{name:<34} {:>8} {measured:>12}  {holds}", wanted.text()));
+        let mut lines = vec![
+            String::new(),
+            format!("{:<34} {:>8} {:>12}  holds", "goal", "wanted", "measured"),
+        ];
+        for (name, wanted, found) in self.measured() {
+            let (measured, holds) = match found {
+                None => ("-".to_owned(), "not measured"),
+                Some((value, holds)) => (format!("{value:.3}"), if holds { "yes" } else { "NO" }),
+            };
+            lines.push(format!("{name:<34} {:>8} {measured:>12}  {holds}", wanted.text()));
         }
         let wrong = self.cases.iter().filter(|(_, fault)| fault.is_some()).count();
-        let cases = self.cases.len();
-        let unfinished = self.parts.iter().filter(|(_, ended, _)| *ended != Ended::Ran);
-        let unfinished = unfinished.map(|(name, ..)| *name);
-        let failed = self.failed.iter().map(|(part, _)| part.as_str());
-        let failed = failed.chain(unfinished).collect::<BTreeSet<_>>().len();
-        self.line(&format!("failed cases: {wrong} of {cases}"));
-        for (name, ended, took) in self.parts.clone() {
-            let (word, detail) = (ended.word(), ended.detail());
-            self.line(&format!(
-                "part {name:<14} {word:<8} {:>6.1} s  {detail}",
-                took.as_secs_f64()
-            ));
+        lines.push(format!("failed cases: {wrong} of {}", self.cases.len()));
+        let mut failed: BTreeSet<&str> = self.failed.iter().map(|(part, _)| &**part).collect();
+        for (name, ended, took) in &self.parts {
+            if *ended != Ended::Ran {
+                failed.insert(name);
+            }
+            let (word, detail, s) = (ended.word(), ended.detail(), took.as_secs_f64());
+            lines.push(format!("part {name:<14} {word:<8} {s:>6.1} s  {detail}"));
         }
-        self.line(&format!("parts that did not run to their end: {failed}"));
+        lines.push(format!("parts that did not run to their end: {}", failed.len()));
+        lines.iter().for_each(|line| self.line(line));
     }
 
     /// Everything, for programs.
-    pub(crate) fn json(&self) -> Value {
+    fn json(&self) -> Value {
         let figures = self.figures.iter();
-        let figures: BTreeMap<_, _> = figures
-            .map(|(name, (value, unit))| (name, json!({ "value": value, "unit": unit })))
+        let figures: serde_json::Map<_, _> = figures
+            .map(|(name, (value, unit))| (name.clone(), json!({ "value": value, "unit": unit })))
             .collect();
-        let goals = GOALS.iter().map(|&(name, wanted)| {
-            let measured = self.figures.get(name).map(|&(value, _)| value);
-            let holds = measured.map(|value| wanted.holds(value));
-            let goal = wanted.text();
-            json!({ "name": name, "goal": goal, "measured": measured, "holds": holds })
+        let goals = self.measured().map(|(name, wanted, found)| {
+            let (measured, holds) = found.unzip();
+            json!({ "name": name, "goal": wanted.text(), "measured": measured, "holds": holds })
         });
         let cases = self.cases.iter();
         let cases = cases
@@ -357,30 +355,23 @@ impl<'a> Report<'a> {
             "version": env!("CARGO_PKG_VERSION"),
             "skipped": self.skipped,
             "device": self.facts,
-            "cases": cases.collect::<Vec<_>>(),
+            "cases": cases.collect::<Value>(),
             "figures": figures,
-            "goals": goals.collect::<Vec<_>>(),
-            "parts_failed": failed.collect::<Vec<_>>(),
-            "parts": parts.collect::<Vec<_>>(),
+            "goals": goals.collect::<Value>(),
+            "parts_failed": failed.collect::<Value>(),
+            "parts": parts.collect::<Value>(),
         })
-    }
-
-    fn all_ran(&self) -> bool {
-        self.parts.iter().all(|(_, ended, _)| *ended == Ended::Ran)
     }
 
     /// Returns the exit code of the program.
     pub(crate) fn exit_code(&self) -> u8 {
+        let all_ran = self.parts.iter().all(|(_, ended, _)| *ended == Ended::Ran);
         if self.cases.iter().any(|(_, fault)| fault.is_some()) {
             1
-        } else if self.failed.is_empty() && self.broken.is_none() && self.all_ran() {
+        } else if self.failed.is_empty() && self.broken.is_none() && all_ran {
             0
         } else {
             2
         }
     }
-}
-
-const fn yes(holds: bool) -> &'static str {
-    if holds { "yes" } else { "NO" }
 }

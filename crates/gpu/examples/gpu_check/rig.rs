@@ -8,9 +8,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, PinnedHostSlice, result};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, PinnedHostSlice, result};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Clock, SystemClock};
+use lowtide_gpu::clock::{Bell, Clock, SystemClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::Driver;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
@@ -50,6 +50,12 @@ impl<'a> Rig<'a> {
         Ok(self.memory()?.0)
     }
 
+    /// The bytes of an allocation in the pairs.
+    pub(crate) fn pair_len(&self) -> Result<usize, Fault> {
+        let len = self.args.pair_size.as_usize();
+        Ok(len.ok_or("the size of the pairs exceeds the address range")?)
+    }
+
     /// So much, or what fits of it into the headroom with some to spare; whole blocks.
     pub(crate) fn fitting(&self, wanted: ByteSize, block: ByteSize) -> Result<ByteSize, Fault> {
         let most = self.headroom()?.scaled(SHARE);
@@ -84,6 +90,26 @@ impl<'a> Rig<'a> {
         let start = self.clock.now();
         let done = act()?;
         Ok((self.clock.now() - start, done))
+    }
+
+    /// Looks every so often until the look says that it is enough, or the time is over; returns the
+    /// last value seen.
+    pub(crate) fn poll<T>(
+        &self,
+        within: Duration,
+        every: Duration,
+        mut look: impl FnMut() -> Result<(bool, T), Fault>,
+    ) -> Result<T, Fault> {
+        let (bell, end) = (Bell::new(), self.clock.now() + within);
+        loop {
+            let (is_enough, value) = look()?;
+            let now = self.clock.now();
+            if is_enough || now >= end {
+                return Ok(value);
+            }
+            // No other thread rings this bell: the wait ends by time alone.
+            self.clock.wait_until(&bell, now + every);
+        }
     }
 
     /// Waits until freed memory is idle: all work of the device is done, and the arena has seen it.
@@ -200,43 +226,21 @@ fn different(found: &[u64], (number, start): (usize, usize), seed: u64) -> u64 {
 }
 
 /// Device memory from cudarc, freed on drop, without an arena.
-pub(crate) fn plain(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<u8>, Fault> {
+pub(crate) fn plain<T: DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    len: usize,
+) -> Result<CudaSlice<T>, Fault> {
     // SAFETY: the uninitialised contents are never read.
     Ok(unsafe { stream.alloc(len) }?)
 }
 
 /// Page-locked host memory, not from a pool of ours.
-pub(crate) fn page_locked(rig: &Rig<'_>, words: usize) -> Result<PinnedHostSlice<u64>, Fault> {
+pub(crate) fn page_locked(
+    context: &Arc<CudaContext>,
+    words: usize,
+) -> Result<PinnedHostSlice<u64>, Fault> {
     // SAFETY: any bytes are numbers. Flags 0: cached, as the stores of a sleep are.
-    Ok(unsafe { rig.context.alloc_pinned_with_flags(words, 0) }?)
-}
-
-/// The direction of a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
-    ToHost,
-    ToDevice,
-}
-
-/// Queues a copy between page-locked memory and each of these blocks, and waits once, at the end.
-/// Each block has as many words as the host memory.
-pub(crate) fn queued_copies(
-    stream: &CudaStream,
-    host: &mut PinnedHostSlice<u64>,
-    (blocks, direction): (&[u64], Direction),
-) -> Outcome {
-    let words = host.as_mut_slice()?;
-    let queued = blocks.iter().try_for_each(|&block| match direction {
-        // SAFETY: the host memory outlives the copy, for which the call below waits, and its
-        // contents do not matter; a bad device address is an error code.
-        Direction::ToHost => unsafe { result::memcpy_dtoh_async(words, block, stream.cu_stream()) },
-        // SAFETY: as above.
-        Direction::ToDevice => unsafe {
-            result::memcpy_htod_async(block, words, stream.cu_stream())
-        },
-    });
-    stream.synchronize()?;
-    Ok(queued?)
+    Ok(unsafe { context.alloc_pinned_with_flags(words, 0) }?)
 }
 
 /// `cuMemAllocAsync` and `cuMemFreeAsync`, and nothing else. The stream's context is current.
@@ -280,8 +284,42 @@ pub(crate) fn per_mille(values: &[f64], thousandths: usize) -> f64 {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts stay far below 2^53")]
-pub(crate) fn float(count: u64) -> f64 {
-    count as f64
+pub(crate) fn float(count: impl TryInto<u64>) -> f64 {
+    count.try_into().unwrap_or(u64::MAX) as f64
+}
+
+pub(crate) fn nanos(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e9
+}
+
+/// Returns the process's resident bytes, if the kernel reports them.
+pub(crate) fn resident() -> Option<ByteSize> {
+    kernel_bytes("/proc/self/status", "VmRSS:")
+}
+
+/// Reads an entry in kB of one of the kernel's files.
+pub(crate) fn kernel_bytes(file: &str, entry: &str) -> Option<ByteSize> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(entry))?;
+    Some(ByteSize::kib(line.trim().strip_suffix(" kB")?.trim().parse().ok()?))
+}
+
+/// The generator `SplitMix64` of random numbers.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    /// A number below `end`; 0 if that is 0.
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (mixed ^ (mixed >> 31)) % end.max(1)
+    }
+
+    /// An index of a list with so many entries.
+    pub(crate) fn index(&mut self, len: usize) -> usize {
+        usize::try_from(self.below(len as u64)).unwrap_or(0)
+    }
 }
 
 /// Bytes a second.

@@ -11,7 +11,6 @@
 use std::time::Duration;
 
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Bell, Clock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::Driver;
 use lowtide_gpu::{Buffer, Contents, DeviceArena, Lane, SleepOptions};
@@ -19,8 +18,8 @@ use lowtide_gpu::{Buffer, Contents, DeviceArena, Lane, SleepOptions};
 use super::cases::{Fault, Outcome};
 use super::report::Report;
 use super::rig::{
-    Direction, Rig, blocks, changed, changed_samples, fill, float, median, page_locked,
-    queued_copies, rate, stream, whole_blocks, words_of,
+    Rig, blocks, changed, changed_samples, fill, float, kernel_bytes, median, page_locked, rate,
+    stream, whole_blocks, words_of,
 };
 
 /// The time allowed for the driver to report memory as free, which may lag.
@@ -39,7 +38,7 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let lane = rig.lane(&arena)?;
     let mut held = blocks(&lane, size, block)?;
     report.figure("gpu.sleep_keep.bytes", size.as_f64(), "bytes");
-    let Plain { to_host, to_device, both: plain } = plain(rig, &lane, &held, block)?;
+    let [to_host, to_device, plain] = plain(rig, &lane, &mut held, block)?;
     report.figure("gpu.baseline.to_host_bytes_per_s", to_host, "bytes/s");
     report.figure("gpu.baseline.to_device_bytes_per_s", to_device, "bytes/s");
     report.figure("gpu.sleep_keep.plain_bytes_per_s", plain, "bytes/s");
@@ -120,47 +119,41 @@ fn cycle(rig: &Rig<'_>, arena: &DeviceArena, seen: &mut Seen) -> Outcome {
 
 /// Returns the fraction of the committed memory that the driver got back.
 fn freed(rig: &Rig<'_>, before: ByteSize, committed: ByteSize) -> Result<f64, Fault> {
-    let (bell, end) = (Bell::new(), rig.clock.now() + PATIENCE);
-    loop {
+    rig.poll(PATIENCE, Duration::from_millis(10), || {
         let ratio = rig.headroom()?.saturating_sub(before).as_f64() / committed.as_f64();
-        let now = rig.clock.now();
-        if ratio >= 0.99 || now >= end {
-            return Ok(ratio);
-        }
-        rig.clock.wait_until(&bell, now + Duration::from_millis(10));
-    }
+        Ok((ratio >= 0.99, ratio))
+    })
 }
 
-/// Bytes a second of plain copies.
-struct Plain {
-    to_host: f64,
-    to_device: f64,
-    /// All blocks out and all in.
-    both: f64,
-}
-
-/// Queues a copy of every block in one direction, waits, and then in the other.
+/// Bytes a second of plain copies: all blocks out, all in, and both.
 fn plain(
     rig: &Rig<'_>,
     lane: &Lane,
-    held: &[Buffer<u64>],
+    held: &mut [Buffer<u64>],
     block: ByteSize,
-) -> Result<Plain, Fault> {
-    let mut host = page_locked(rig, words_of(block)?)?;
-    let (lease, stream, blocks) = (lane.enter()?, stream(lane)?, addresses(lane, held)?);
-    let (mut to_host, mut to_device, mut both) = (Vec::new(), Vec::new(), Vec::new());
+) -> Result<[f64; 3], Fault> {
+    let mut host = page_locked(&rig.context, words_of(block)?)?;
+    let (lease, stream) = (lane.enter()?, stream(lane)?);
+    let mut rates = [Vec::new(), Vec::new(), Vec::new()];
     let bytes: ByteSize = held.iter().map(Buffer::bytes).sum();
     for _ in 0..rig.args.repetitions {
-        let mut copies =
-            |way| rig.timed(|| queued_copies(stream, &mut host, (blocks.as_slice(), way)));
-        let ((down, ()), (up, ())) = (copies(Direction::ToHost)?, copies(Direction::ToDevice)?);
-        to_host.push(rate(bytes, down));
-        to_device.push(rate(bytes, up));
-        both.push(rate(bytes.saturating_add(bytes), down + up));
+        let (down, ()) = rig.timed(|| -> Outcome {
+            for block in &*held {
+                stream.memcpy_dtoh(block.cuda(&lease)?, &mut host)?;
+            }
+            Ok(stream.synchronize()?)
+        })?;
+        let (up, ()) = rig.timed(|| -> Outcome {
+            for block in &mut *held {
+                stream.memcpy_htod(&host, &mut block.cuda_mut(&lease)?)?;
+            }
+            Ok(stream.synchronize()?)
+        })?;
+        rates[0].push(rate(bytes, down));
+        rates[1].push(rate(bytes, up));
+        rates[2].push(rate(bytes.saturating_add(bytes), down + up));
     }
-    drop(lease);
-    let (to_host, to_device) = (median(&to_host), median(&to_device));
-    Ok(Plain { to_host, to_device, both: median(&both) })
+    Ok(rates.map(|rates| median(&rates)))
 }
 
 fn addresses(lane: &Lane, held: &[Buffer<u64>]) -> Result<Vec<u64>, Fault> {
@@ -222,8 +215,5 @@ fn unmaps_and_commits(rig: &Rig<'_>, size: ByteSize) -> Result<f64, Fault> {
 
 /// Returns half of the available host memory; a very large value if the kernel does not report it.
 fn host_share() -> ByteSize {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse().ok());
-    kib.map_or(ByteSize::MAX, |kib: u64| ByteSize::kib(kib / 2))
+    kernel_bytes("/proc/meminfo", "MemAvailable:").map_or(ByteSize::MAX, |bytes| bytes.scaled(0.5))
 }

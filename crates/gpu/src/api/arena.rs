@@ -25,14 +25,11 @@ use crate::engine::{raw_block, resume, stores};
 use crate::exec::cache_bins::{BlockList, Key};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
-use crate::exec::observer::Observer;
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
 use crate::index::ALIGN;
-use crate::observe::history::History;
-use crate::observe::record::{Header, Recording};
 use crate::state::arena::ArenaState;
-use crate::state::event::{ArenaEvent, Origin};
+use crate::state::event::{Events, Origin};
 use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
@@ -78,19 +75,7 @@ impl DeviceArena {
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
-        config: ArenaConfig,
-    ) -> Result<Self, DeviceError> {
-        Self::open_observed((driver, clock), config, Vec::new())
-    }
-
-    /// Opens an arena with these observers and with those of the configuration.
-    ///
-    /// # Errors
-    /// The errors of [`DeviceArena::open`].
-    pub(crate) fn open_observed(
-        (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
         mut config: ArenaConfig,
-        mut observers: Vec<Box<dyn Observer>>,
     ) -> Result<Self, DeviceError> {
         let capabilities = driver.capabilities();
         let granule = config.granule.unwrap_or(capabilities.granularity);
@@ -99,29 +84,24 @@ impl DeviceArena {
         let device = driver.total_memory().ok().flatten();
         config.reserve = reserve::wanted(config.reserve, config.limit, device);
         let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
-        if let Some(recorder) = &config.recorder {
-            let reserved = backings.each_ref().map(|ground| ByteSize::new(ground.extent()));
-            let header = Header::of(&config, &*driver, &*clock, reserved);
-            match Recording::new(recorder, &header) {
-                Ok(recording) => observers.push(Box::new(recording)),
-                Err(taken) => {
-                    for ground in &backings {
-                        // SAFETY: reserved above from this driver, and nothing of it is handed out.
-                        unsafe { reserve::give_up(&*driver, ground) };
-                    }
-                    return Err(taken);
+        let recording = match config.recording(&*driver, &*clock, granule) {
+            Ok(recording) => recording,
+            Err(taken) => {
+                for ground in &backings {
+                    // SAFETY: reserved above from this driver, and nothing of it is handed out.
+                    unsafe { reserve::give_up(&*driver, ground) };
                 }
+                return Err(taken);
             }
-        }
-        if let Some(history) = History::new(config.history) {
-            observers.push(Box::new(history));
-        }
+        };
         let regions = backings.map(|ground| RegionState::new(ground, granule));
         let device = (capabilities, driver.backend());
-        let state = ArenaState::new(regions, granule, config.state_config(), device, clock.now());
+        let mut state =
+            ArenaState::new(regions, granule, config.state_config(), device, clock.now());
+        state.events = Events(config.recorder.clone());
         let limit = config.limit;
         let cache = (config.thread_cache, config.decay);
-        let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, observers));
+        let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, recording));
         let shards = Arc::new(CacheShards::new(&inner));
         let (arena, backend) = (&inner.name, inner.driver.backend());
         log!(info, arena, %backend, limit = limit_text(limit), "arena opened");
@@ -290,12 +270,12 @@ impl DeviceArena {
     }
 
     /// Sets how many bytes of free blocks each thread or lane may cache
-    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events or
-    /// has a recorder.
+    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena has a
+    /// recorder.
     pub fn set_thread_cache(&self, cache: ByteSize) {
         if self.inner.check_here().is_ok() {
             // Thread caches would hide events.
-            let cache = if self.inner.is_observed() { ByteSize::ZERO } else { cache };
+            let cache = if self.inner.is_recorded() { ByteSize::ZERO } else { cache };
             self.inner.caches.set_room(cache);
             self.inner.empty_caches();
         }
@@ -330,8 +310,10 @@ impl DeviceArena {
             inner.run(stores::release_idle);
             self.empty()
         });
-        let error = || closed.as_ref().err().cloned();
-        inner.push_event(|| ArenaEvent::CloseEnded { error: error() });
+        match &closed {
+            Ok(()) => inner.push_event("close", |line| line),
+            Err(error) => inner.push_event("close_failed", |line| line.text("error", error)),
+        }
         if is_closing {
             log!(info, arena = self.name(), "arena closed");
         }

@@ -30,7 +30,7 @@ use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
 use crate::state::arena::ArenaState;
-use crate::state::event::{ArenaEvent, Origin};
+use crate::state::event::Origin;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -242,8 +242,10 @@ impl<T: Pod> Buffer<T> {
             let (inner, id) = (&shard.inner, block.id);
             inner.run_now(|state| {
                 state.region_mut(region).pins.set_contents(id, contents);
-                let event = || ArenaEvent::ContentsSet { region, id, contents };
-                state.events.push(&*inner.clock, event);
+                state.events.push(&*inner.clock, "contents", |line| {
+                    line.number("address", state.region(region).address_of(id))
+                        .text("contents", contents.map_or("usual", Contents::name))
+                });
             });
             inner.flush_events();
         }

@@ -21,7 +21,6 @@ use crate::engine::move_block::{BatchOutcome, MovedBlock, Refusal, move_batch};
 use crate::engine::place;
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::batch::first_batch;
-use crate::state::event::ArenaEvent;
 use crate::state::region_index::BlockName;
 use crate::types::compact::{CompactError, CompactOptions, CompactReport, Moved, StopReason};
 use crate::types::error::DeviceError;
@@ -59,8 +58,9 @@ impl Drop for BlockPin {
         let Some(id) = self.id else { return };
         let unpinned = self.inner.run_here(|state| {
             state.region_mut(self.region).pins.unpin(id);
-            let region = self.region;
-            state.events.push(&*self.inner.clock, || ArenaEvent::Unpinned { region, id });
+            state.events.push(&*self.inner.clock, "unpin", |line| {
+                line.number("address", state.region(self.region).address_of(id))
+            });
         });
         if unpinned.is_ok() {
             self.inner.flush_events();
@@ -154,7 +154,13 @@ impl DeviceArena {
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
         inner.run_now(|state| {
             done.largest_span = ByteSize::new(state.region(options.region).largest_span());
-            state.events.push(&*inner.clock, || ArenaEvent::Compacted { options, report: done });
+            state.events.push(&*inner.clock, "compact", |line| {
+                line.text("region", options.region.name())
+                    .number("moves", done.moves)
+                    .bytes("moved", done.moved)
+                    .number("skipped", done.skipped)
+                    .text("stopped", done.stopped.name())
+            });
         });
         inner.flush_events();
         log!(

@@ -1,14 +1,16 @@
 //! The configuration of an arena: plain values.
 //!
-//! This module reads no environment and knows no profile. The header of a recording holds a part of
-//! the configuration.
+//! This module reads no environment and knows no profile. The first line of a recording holds a
+//! part of the configuration.
 //!
 //! Invariant: every value is valid; values that do not fit the driver are rounded or halved at
 //! open.
 
 use crate::driver::Driver;
-use crate::observe::record::{Header, Layout, Recorder, VERSION};
+use crate::record::{Recorder, Recording};
+use crate::state::event::decay_nanos;
 use crate::types::config::{DECAY, Growth, StateConfig};
+use crate::types::error::DeviceError;
 use crate::types::sleep::SleepConfig;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -71,12 +73,9 @@ pub struct ArenaConfig {
     /// if all caches together hold more than this size. With more than eight lanes each caches
     /// less, so that all together keep about as much as eight.
     pub thread_cache: ByteSize,
-    /// The number of past events to keep for a [map](crate::DeviceArena::map): 0 by default, at
-    /// most 262,144, 40 bytes each. Thread caches are off if events are kept.
-    pub history: usize,
     /// When the arena sleeps without a call, and how it wakes.
     pub sleep: SleepConfig,
-    /// Records the operations of the arena; none by default. A recorder serves one arena. Thread
+    /// Records the events of the arena; none by default. A recorder serves one arena. Thread
     /// caches are off with a recorder.
     pub recorder: Option<Recorder>,
 }
@@ -84,7 +83,7 @@ pub struct ArenaConfig {
 impl ArenaConfig {
     /// Creates a configuration with the defaults: no limit, addresses by the device's memory,
     /// handles of at most 64 MiB, decay of 10 s, no growth beyond the request, 256 MiB thread
-    /// cache, no events, no recorder, no idle sleep.
+    /// cache, no recorder, no idle sleep.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -97,7 +96,6 @@ impl ArenaConfig {
             decay: DECAY,
             growth: Growth::SameAsRequested,
             thread_cache: THREAD_CACHE,
-            history: 0,
             sleep: SleepConfig::default(),
             recorder: None,
         }
@@ -109,47 +107,30 @@ impl ArenaConfig {
         let name = self.name.clone();
         StateConfig { name, limit, handle_max, handles_min, decay, growth, sleep }
     }
-}
 
-impl Header {
-    /// Creates the header of an arena that is being opened.
-    pub(crate) fn of(
-        config: &ArenaConfig,
+    /// Begins the recording, if there is to be one, with the settings.
+    ///
+    /// # Errors
+    /// `RecorderTaken`.
+    pub(crate) fn recording(
+        &self,
         driver: &dyn Driver,
         clock: &dyn Clock,
-        reserved: [ByteSize; 2],
-    ) -> Self {
-        let capabilities = driver.capabilities();
-        let granularity = config.granule.unwrap_or(capabilities.granularity);
-        Self {
-            version: VERSION,
-            name: config.name.clone(),
-            backend: driver.backend(),
-            asynchronous: capabilities.asynchronous,
-            started: clock.now().since_origin(),
-            limit: config.limit,
-            reserve: config.reserve,
-            decay: config.decay,
-            growth: config.growth,
-            layout: Some(Layout { granularity, reserved }),
-        }
-    }
-
-    /// Returns a configuration that opens an arena like the recorded one for a replay, without
-    /// thread caches, history and recorder.
-    ///
-    /// It has the same granule if that is known; a driver with a larger granularity refuses it
-    /// ([`DeviceError::Granule`](crate::DeviceError::Granule)).
-    #[must_use]
-    pub fn config(&self) -> ArenaConfig {
-        ArenaConfig {
-            limit: self.limit,
-            reserve: self.reserve,
-            granule: self.layout.map(|layout| layout.granularity),
-            decay: self.decay,
-            growth: self.growth,
-            thread_cache: ByteSize::ZERO,
-            ..ArenaConfig::new(self.name.clone())
-        }
+        granule: ByteSize,
+    ) -> Result<Option<Recording>, DeviceError> {
+        let begin = |recorder| {
+            Recording::new(recorder, clock.now(), &self.name, |line| {
+                let since_epoch = u64::try_from(clock.since_epoch().as_nanos());
+                line.number("version", 1)
+                    .text("arena", &self.name)
+                    .text("backend", driver.backend().name())
+                    .number("unix_ns", since_epoch.ok())
+                    .bytes("granule", granule)
+                    .bytes("reserve", self.reserve)
+                    .limit("limit", self.limit)
+                    .number("decay_ns", decay_nanos(self.decay))
+            })
+        };
+        self.recorder.as_ref().map(begin).transpose()
     }
 }

@@ -18,8 +18,7 @@ use crate::api::lease::Lease;
 use crate::driver::StreamHandle;
 use crate::engine::completion::mark_end;
 use crate::exec::inner::ArenaInner;
-use crate::exec::lane::{Keeps, LaneInner, OwnStream};
-use crate::state::event::ArenaEvent;
+use crate::exec::lane::{Keeps, LaneInner};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
 
@@ -100,17 +99,6 @@ impl DeviceArena {
     pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
         // SAFETY: the contract of this function.
         unsafe { self.lane_with(stream, Keeps::Others) }
-    }
-
-    /// Returns the lane of a stream, and keeps the stream alive.
-    ///
-    /// # Errors
-    /// The errors of [`DeviceArena::lane`].
-    pub(crate) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
-        own.assert_of(self.inner());
-        // SAFETY: the lane keeps the stream, which the driver of this arena created: asserted
-        // above.
-        unsafe { self.lane_with(own.handle(), Keeps::Own { _stream: Arc::clone(own) }) }
     }
 
     /// Returns the lane of a stream that the given value keeps alive.
@@ -200,7 +188,9 @@ impl Lane {
         let ended =
             self.known.key.map_or(Ok(()), |key| inner.run(async |port| mark_end(port, key).await));
         if let Some(lane) = self.known.number {
-            inner.push_event(|| ArenaEvent::RunEnded { lane, done: ended.is_ok() });
+            inner.push_event("run_end", |line| {
+                line.number("lane", lane.get()).flag("ok", ended.is_ok())
+            });
         }
         Ok(ended?)
     }

@@ -4,51 +4,42 @@
 //! compute the maps from the state.
 
 use crate::api::arena::DeviceArena;
-use crate::observe::history::History;
-use crate::observe::map::segments;
+use crate::observe::map::{ArenaMap, segments};
 use crate::observe::occupancy::{ArenaOccupancy, region_cells};
-use crate::observe::visualize::ArenaMap;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 impl DeviceArena {
-    /// Returns a map of all blocks and granules, and the kept events; empty in a forked child.
+    /// Returns a map of all blocks and granules; empty in a forked child.
     ///
     /// Copies the metadata under the lock: time and memory grow with the number of blocks and
-    /// granules. Requested sizes are known per region and not per block, so a block shows its
-    /// rounded size as requested. Thread caches are flushed first; blocks that other threads cache
-    /// meanwhile show as live.
+    /// granules. Thread caches are flushed first; blocks that other threads cache meanwhile show as
+    /// live.
     ///
     /// ```
     /// # use std::sync::Arc;
     /// # use lowtide_gpu::clock::SystemClock;
     /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
-    /// let config = ArenaConfig { history: 1000, ..ArenaConfig::new("embedder") };
+    /// let config = ArenaConfig::new("embedder");
     /// let clock = Arc::new(SystemClock::new());
     /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
     /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
     /// let map = arena.map();
     /// assert_eq!(map.segments[1].blocks.len(), 1);
-    /// assert_eq!(map.events.len(), 2); // committed, handed out
     /// # drop(activations);
     /// # Ok::<(), lowtide_gpu::DeviceError>(())
     /// ```
     #[must_use]
     pub fn map(&self) -> ArenaMap {
         let inner = self.inner();
-        let empty = ArenaMap { name: inner.name.clone(), ..ArenaMap::default() };
         if inner.check_here().is_err() {
-            return empty;
+            return ArenaMap::default();
         }
         inner.empty_caches();
-        let map = inner.run_now(|state| ArenaMap {
-            taken: inner.clock.now(),
-            segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
-            events: inner.observer::<History>().map_or_else(Vec::new, History::events),
+        inner.run_now(|state| ArenaMap {
             granularity: ByteSize::new(state.bytes_of(1)),
-            ..empty
-        });
-        ArenaMap { since_epoch: inner.clock.since_epoch(), ..map }
+            segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
+        })
     }
 
     /// Returns the current usage, each region in at most `cells_max` cells (at least 2).

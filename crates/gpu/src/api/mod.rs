@@ -11,7 +11,6 @@ pub(crate) mod map;
 pub(crate) mod planned;
 pub(crate) mod raw;
 pub(crate) mod release;
-pub(crate) mod replay;
 pub(crate) mod shortage;
 pub(crate) mod sleep;
 #[cfg(feature = "cuda")]

@@ -22,7 +22,6 @@ use crate::engine::split::release_stuck;
 use crate::engine::stores;
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
-use crate::state::event::{ArenaEvent, ReleaseCause};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -79,8 +78,9 @@ impl DeviceArena {
             port.with(|state| {
                 state.set_looked(now, given.error.is_some());
                 let released = ByteSize::new(state.bytes_of(given.granules));
-                let (cause, done) = (ReleaseCause::Decay { now }, given.error.is_none());
-                state.events.push(port.clock, || ArenaEvent::Released { cause, released, done });
+                state.events.push(port.clock, "decay", |line| {
+                    line.bytes("released", released).flag("ok", given.error.is_none())
+                });
                 (given, released, inner.next_look(state))
             })
         });
@@ -113,7 +113,7 @@ impl DeviceArena {
             if time == DecayTime::AtOnce {
                 inner.empty_caches();
             }
-            inner.run_now(|state| state.set_decay(time, inner.clock.now()));
+            inner.run_now(|state| state.set_decay(time, &*inner.clock));
             inner.flush_events();
         }
     }
@@ -143,7 +143,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
-        self.down_to(ByteSize::ZERO, ReleaseCause::Shrink, |state, bytes| {
+        self.down_to(ByteSize::ZERO, "shrink", |state, bytes| {
             state.totals.shrinks_total += 1;
             state.totals.shrunk_bytes_total += bytes;
             state.steps.shrunk();
@@ -156,7 +156,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
-        self.down_to(keep, ReleaseCause::Trim { keep }, note_trim)
+        self.down_to(keep, "trim", note_trim)
     }
 
     /// Waits until the work of all freed memory is complete, so that a following
@@ -175,13 +175,13 @@ impl DeviceArena {
 
     /// Releases all idle memory, as a part of another operation.
     pub(crate) fn empty(&self) -> Result<(), DeviceError> {
-        self.down_to(ByteSize::ZERO, ReleaseCause::Close, note_trim).map(drop)
+        self.down_to(ByteSize::ZERO, "trim", note_trim).map(drop)
     }
 
     fn down_to(
         &self,
         keep: ByteSize,
-        cause: ReleaseCause,
+        act: &'static str,
         note: impl FnOnce(&mut ArenaState, u64),
     ) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
@@ -203,9 +203,10 @@ impl DeviceArena {
             port.with(|state| {
                 let bytes = state.bytes_of(granules);
                 note(state, bytes);
-                let (released, done) = (ByteSize::new(bytes), error.is_none());
-                state.events.push(port.clock, || ArenaEvent::Released { cause, released, done });
-                (released, error)
+                state.events.push(port.clock, act, |line| {
+                    line.number("released", bytes).flag("ok", error.is_none())
+                });
+                (ByteSize::new(bytes), error)
             })
         });
         inner.flush_events();

@@ -117,7 +117,7 @@ impl DeviceArena {
         inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
-            log!(info, arena, %released, %offloaded, %stayed, "arena fell asleep");
+            log!(info, arena, %released, %offloaded, %stayed, "arena asleep");
         }
         outcome
     }
@@ -181,7 +181,7 @@ impl DeviceArena {
     /// Reserves the memory in the host budget. Takes about 0.1 to 0.4 s for each GiB. A decay
     /// releases what live blocks no longer need. [`DeviceArena::sleep_if_idle`] does this itself,
     /// with the options of [`ArenaConfig::sleep`](crate::ArenaConfig::sleep); in a `Memory` these
-    /// are `memory.config().device.sleep().options`.
+    /// are `memory.config().device_sleep().options`.
     ///
     /// It may exceed [`SleepConfig::stores_max`](crate::SleepConfig::stores_max), which applies
     /// again after the wake from the sleep that uses the memory. Does nothing if device memory is

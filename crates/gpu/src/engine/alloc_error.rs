@@ -7,8 +7,8 @@ use super::compact::first_parts;
 use super::port::Port;
 use crate::index::End;
 use crate::state::compact::plan::{self, Target};
-use crate::state::event::FailedRequest;
 use crate::state::failure::{AllocFailure, Cause};
+use crate::state::region::AllocRequest;
 use crate::types::compact::{CompactOptions, Goal};
 use crate::types::error::DeviceError;
 use crate::types::region::Region;
@@ -29,7 +29,7 @@ pub(crate) async fn record_failure(
     port: &Port<'_>,
     region: Region,
     failure: AllocFailure,
-    request: FailedRequest,
+    request: AllocRequest,
 ) -> DeviceError {
     let AllocFailure { cause, error } = failure;
     let mut error = *error;
@@ -59,7 +59,7 @@ pub(crate) async fn record_failure(
         }
         _ => {}
     }
-    port.with(|state| state.note_failure(request, (cause, &error), port.clock));
+    port.with(|state| state.note_failure((region, request), (cause, &error), port.clock));
     port.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
     error
 }

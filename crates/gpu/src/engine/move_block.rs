@@ -26,7 +26,6 @@ use super::port::Port;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
-use crate::state::event::{ArenaEvent, Location};
 use crate::state::moves::MovingBatch;
 use crate::state::pending::{Claim, Uses};
 use crate::state::region::Placement;
@@ -259,7 +258,7 @@ fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
     }
     let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
     raw_at(state, options.region, made.from).is_none_or(|raw| {
-        raw.users.with(|streams, _| !streams.is_empty() && streams.iter().all(is_alive))
+        raw.users.with(|streams| !streams.is_empty() && streams.iter().all(is_alive))
     })
 }
 
@@ -447,13 +446,8 @@ impl Batch {
         self.outcome.active += active;
         state.totals.moves_total += 1;
         state.totals.moved_bytes_total += made.size;
-        let location = |offset, address| Location { offset: ByteSize::new(offset), address };
-        state.events.push(clock, || ArenaEvent::Moved {
-            region,
-            id,
-            from: location(made.from, from),
-            to: location(made.to, to),
-            size: ByteSize::new(made.size), // the requested size is not known here
+        state.events.push(clock, "move", |line| {
+            line.number("size", made.size).address(from).number("to", to.get())
         });
         state.readdress(region, from, id);
         self.outcome.moved.push(MovedBlock { id, made, from, to, is_freed });

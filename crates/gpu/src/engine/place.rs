@@ -4,7 +4,6 @@
 
 use super::port::Port;
 use crate::state::arena::ArenaState;
-use crate::state::event::ArenaEvent;
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::types::error::DeviceError;
@@ -65,6 +64,8 @@ pub(crate) async fn pin(port: &Port<'_>, region: Region, id: BlockName) {
     wait_until_still(port, region, id).await;
     port.with(|state| {
         state.region_mut(region).pins.pin(id);
-        state.events.push(port.clock, || ArenaEvent::Pinned { region, id });
+        state.events.push(port.clock, "pin", |line| {
+            line.number("address", state.region(region).address_of(id))
+        });
     });
 }

@@ -7,7 +7,6 @@ use super::place::wait_until_still;
 use super::port::Port;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
-use crate::state::event::{ArenaEvent, FreeCause};
 use crate::state::failure::AllocFailure;
 use crate::state::raw::{RawUse, RawUser, Users};
 use crate::state::region::{AllocTarget, Placement};
@@ -79,7 +78,7 @@ pub(crate) fn free(
     {
         note_use(state, (raw.region, raw.placed.id), user, clock);
     }
-    release(state, &raw, false, clock);
+    release(state, &raw, clock);
     Ok(((raw.region, raw.placed), left))
 }
 
@@ -173,23 +172,22 @@ pub(crate) fn find_containing(
 /// Frees every raw block. Returns their bytes.
 pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> (ByteSize, Left) {
     let all = state.raw.take_all();
-    all.iter().for_each(|raw| release(state, raw, true, clock));
+    all.iter().for_each(|raw| release(state, raw, clock));
     let left = all.iter().flat_map(|raw| leave(&mut state.streams, raw)).collect();
     let blocks = all.len() as u64;
     let bytes = all.iter().map(|raw| ByteSize::new(raw.placed.span.size)).sum();
-    state.events.push(clock, || ArenaEvent::RawReset { blocks, bytes });
+    state.events.push(clock, "reset", |line| line.number("blocks", blocks).bytes("size", bytes));
     (bytes, left)
 }
 
 /// Frees a raw block whose address has already been forgotten; holds it if a graph may have
 /// captured it.
-fn release(state: &mut ArenaState, raw: &RawUse, is_reset: bool, clock: &dyn Clock) {
-    raw.users.with(|streams, after| {
+fn release(state: &mut ArenaState, raw: &RawUse, clock: &dyn Clock) {
+    raw.users.with(|streams| {
         if raw.is_captured || state.streams.captures(streams) {
             return state.hold_block(raw.region, raw.placed);
         }
-        let cause = if is_reset { FreeCause::Reset } else { FreeCause::Owner(after) };
-        state.release_after(raw.region, raw.placed, (streams, cause), clock);
+        state.release_after(raw.region, raw.placed, streams, clock);
     });
 }
 
@@ -200,7 +198,7 @@ fn note_use(
     clock: &dyn Clock,
 ) {
     if let Some(lane) = user.number() {
-        state.events.push(clock, || ArenaEvent::Used { region, id, lane });
+        state.note_use(region, id, lane, clock);
     }
 }
 

@@ -22,7 +22,6 @@ use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
-use crate::state::event::ArenaEvent;
 use crate::state::region::{PlacedRun, Region};
 use crate::state::segment::{Cursor, Run};
 use lowtide_core::clock::Clock;
@@ -154,8 +153,9 @@ fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) 
     if done {
         state.totals.remaps_total += 1;
         state.totals.remapped_bytes_total += from.size.get();
-        let remapped = ArenaEvent::Remapped { from: from.at, to: at, size: from.size };
-        state.events.push(clock, || remapped);
+        state.events.push(clock, "remap", |line| {
+            line.bytes("size", from.size).address(from.at).number("to", at.get())
+        });
     }
     if state.idle() == 0 {
         state.aging.clear();

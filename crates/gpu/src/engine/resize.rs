@@ -10,8 +10,7 @@ use super::port::Port;
 use super::resume::awake;
 use super::retry::run_ladder;
 use crate::driver::DriverError;
-use crate::state::event::{ArenaEvent, FailedRequest, FreeCause};
-use crate::state::failure::{AllocFailure, Cause};
+use crate::state::failure::AllocFailure;
 use crate::state::region::Placement;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
@@ -95,14 +94,12 @@ pub(crate) async fn copy_to(
                 pins.discard(new.id);
                 new.moves = Placement::STALE;
             }
-            let replaced = (&[][..], FreeCause::MovedTo(new));
-            state.release_after(region, old, replaced, port.clock);
+            state.release(region, old, port.clock);
         } else {
             state.release(region, new, port.clock);
-            state.events.push(port.clock, || ArenaEvent::AllocFailed {
-                request: FailedRequest::Resize(region, old.id, new.requested),
-                cause: Cause::Driver,
-                shortage: None,
+            state.events.push(port.clock, "alloc_failed", |line| {
+                let line = line.text("kind", "resize").text("region", region.name());
+                line.number("bytes", new.requested).text("why", "driver")
             });
         }
     });

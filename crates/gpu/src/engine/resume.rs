@@ -23,7 +23,6 @@ use super::retry::call_for_room;
 use super::stores::{self, copy_error};
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::state::event::ArenaEvent;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};
 use crate::state::segment::Run;
@@ -320,13 +319,15 @@ async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> Wake
         state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
         state.totals.wakes_total += 1;
         state.sleep.end_wake(None, now);
-        state.events.push(port.clock, || ArenaEvent::Woke { report });
+        state.events.push(port.clock, "wake", |line| {
+            line.bytes("committed", report.committed).bytes("restored", report.restored)
+        });
         state.sleep.finish(Phase::Awake)
     });
     call_wakers(port, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
         let committed = report.committed;
-        port.log(|arena| log!(info, arena, %committed, %restored, "arena woke up")).await;
+        port.log(|arena| log!(info, arena, %committed, %restored, "arena awake")).await;
     }
     report
 }
@@ -352,7 +353,7 @@ async fn abort(
         }
         state.totals.wake_failures_total += 1;
         state.sleep.end_wake(Some(error.clone()), port.clock.now());
-        state.events.push(port.clock, || ArenaEvent::WakeFailed);
+        state.events.push(port.clock, "wake_failed", |line| line.text("error", &error));
         state.sleep.finish(Phase::Asleep)
     });
     call_wakers(port, wakers).await;

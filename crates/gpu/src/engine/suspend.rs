@@ -24,7 +24,6 @@ use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
-use crate::state::event::ArenaEvent;
 use crate::state::region::{PlacedRun, RegionState};
 use crate::state::sleep::{Phase, Saved};
 use crate::types::error::DeviceError;
@@ -58,11 +57,11 @@ pub(crate) async fn suspend(
     let deadline = port.clock.now() + options.drain;
     let Some(drain) = port.with(|state| state.sleep.begin_drain()) else {
         let error = not_awake(port);
-        return Err(port.with(|state| recorded(state, port.clock, options, error)));
+        return Err(port.with(|state| recorded(state, port.clock, error)));
     };
     // Cached blocks have memory, and caches hand them out without the arena's lock.
     let _shut = ShutCaches::shut(port).await;
-    match drain_leases(port, (drain, deadline), options).await {
+    match drain_leases(port, (drain, deadline)).await {
         Ok(()) => release_memory(port, options).await,
         Err(error) => Err(error),
     }
@@ -81,14 +80,13 @@ fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
 async fn drain_leases(
     port: &Port<'_>,
     (drain, deadline): (u64, Moment),
-    options: SleepOptions,
 ) -> Result<(), DeviceError> {
     loop {
         let now = port.clock.now();
         let bell = port.with(|state| {
             if state.sleep.phase != Phase::Draining(drain) {
                 let error = cancelled(state);
-                return Err(recorded(state, port.clock, options, error));
+                return Err(recorded(state, port.clock, error));
             }
             let exported = &state.outstanding.exported;
             let arena = state.name.clone();
@@ -105,7 +103,7 @@ async fn drain_leases(
                 DeviceError::Leased { arena, leases: state.leases, held_for }
             };
             state.sleep.end_drain(Phase::Awake);
-            Err(recorded(state, port.clock, options, error))
+            Err(recorded(state, port.clock, error))
         })?;
         let Some(bell) = bell else { return Ok(()) };
         port.wait_until(bell, deadline).await;
@@ -117,14 +115,9 @@ fn cancelled(state: &ArenaState) -> DeviceError {
 }
 
 /// Records the reason the arena does not fall asleep, and returns the error.
-fn recorded(
-    state: &mut ArenaState,
-    clock: &dyn Clock,
-    options: SleepOptions,
-    error: DeviceError,
-) -> DeviceError {
+fn recorded(state: &mut ArenaState, clock: &dyn Clock, error: DeviceError) -> DeviceError {
     let now = state.sleep.state();
-    state.note_sleepless(clock, options, &error, now);
+    state.note_sleepless(clock, &error, now);
     error
 }
 
@@ -212,10 +205,10 @@ async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usiz
 
 /// Undoes a sleep of which no memory has left: the arena is awake again.
 async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
-    let Suspension { options, runs, saved } = suspension;
+    let Suspension { runs, saved, .. } = suspension;
     let wakers = port.with(|state| {
         runs.iter().for_each(|run| state.end_leave(run.place, false, port.clock));
-        state.note_sleepless(port.clock, options, &error, SleepState::Awake);
+        state.note_sleepless(port.clock, &error, SleepState::Awake);
         state.sleep.finish(Phase::Awake)
     });
     call_wakers(port, wakers).await;
@@ -247,7 +240,7 @@ async fn rollback(
                 state.end_leave(run.place, at < nth, port.clock);
             }
             state.untrimmed |= nth > 0;
-            state.note_sleepless(port.clock, suspension.options, &error, SleepState::Awake);
+            state.note_sleepless(port.clock, &error, SleepState::Awake);
             state.sleep.finish(Phase::Awake)
         });
         call_wakers(port, wakers).await;
@@ -297,7 +290,7 @@ async fn finish(
     gone: &[bool],
     error: Option<&DeviceError>,
 ) -> SleepReport {
-    let Suspension { options, runs, saved } = suspension;
+    let Suspension { runs, saved, .. } = suspension;
     let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
     let offloaded = kept.map(|run| run.place.size).sum();
     let mut report = SleepReport { offloaded, ..SleepReport::default() };
@@ -314,10 +307,12 @@ async fn finish(
         state.totals.sleeps_total += 1;
         report.stayed = ByteSize::new(state.backed());
         match error {
-            None => state.events.push(port.clock, || ArenaEvent::Asleep { options, report }),
-            Some(error) => {
-                state.note_sleepless(port.clock, options, error, SleepState::Asleep);
-            }
+            None => state.events.push(port.clock, "sleep", |line| {
+                line.bytes("released", report.released)
+                    .bytes("offloaded", report.offloaded)
+                    .bytes("stayed", report.stayed)
+            }),
+            Some(error) => state.note_sleepless(port.clock, error, SleepState::Asleep),
         }
         state.sleep.finish(Phase::Asleep)
     });

@@ -5,11 +5,9 @@
 //! driver call is made and no foreign code runs with the lock held. Contended acquisitions are
 //! counted.
 //!
-//! The thread that releases the lock then delivers the events of the state.
-//!
-//! Invariants: whenever the lock is free, the state is in its slot, its queue of events is empty,
-//! and the published counts of moves are those of the state; every thread that waits for a change
-//! is notified when the lock is released after a change.
+//! Invariants: whenever the lock is free, the state is in its slot, and the published counts of
+//! moves are those of the state; every thread that waits for a change is notified when the lock is
+//! released after a change.
 
 use std::fmt;
 use std::ops::{ControlFlow, Deref, DerefMut};
@@ -17,10 +15,8 @@ use std::pin::{Pin, pin};
 
 use crate::driver::Driver;
 use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
-use crate::exec::observer::{Batch, Observers};
 use crate::exec::{budget, callbacks};
 use crate::state::arena::ArenaState;
-use crate::state::event::EventQueue;
 use crate::types::region::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::fork::Birth;
@@ -33,8 +29,6 @@ pub(crate) struct Executor {
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
-    /// The observers; `None` if the arena has none.
-    observers: Option<Observers>,
     birth: Birth,
 }
 
@@ -42,7 +36,7 @@ pub(crate) struct Executor {
 struct Slot {
     /// The state; `None` while an operation makes a step.
     state: Option<Box<ArenaState>>,
-    /// The number of threads that wait for a change, plus one for the observers, if there are any.
+    /// The number of threads that wait for a change.
     watchers: u32,
 }
 
@@ -62,20 +56,11 @@ pub(crate) struct Locked<'a> {
 }
 
 impl Executor {
-    pub(crate) fn new(mut state: ArenaState, observers: Option<Observers>) -> Self {
-        if observers.is_some() {
-            state.events = EventQueue::observed();
-        }
-        let slot = Slot { state: Some(Box::new(state)), watchers: u32::from(observers.is_some()) };
+    pub(crate) fn new(state: ArenaState) -> Self {
+        let slot = Slot { state: Some(Box::new(state)), watchers: 0 };
         let (guarded, changed) = (Mutex::new(slot), Condvar::new());
         let moves = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { guarded, changed, moves, observers, birth: Birth::now() }
-    }
-
-    /// Returns the observers of the arena.
-    #[inline]
-    pub(crate) const fn observers(&self) -> Option<&Observers> {
-        self.observers.as_ref()
+        Self { guarded, changed, moves, birth: Birth::now() }
     }
 
     /// Returns `false` in a forked child, in which a thread that does not exist may hold the lock.
@@ -126,7 +111,7 @@ impl Executor {
         let outcome = act(state);
         self.publish(state);
         if guard.watchers > 0 {
-            self.release(Some(guard));
+            self.notify();
         }
         outcome
     }
@@ -143,17 +128,10 @@ impl Executor {
         }
     }
 
-    /// Notifies the threads that wait, releases the lock and delivers the events of the state.
+    /// Notifies the threads that wait for a change.
     #[cold]
-    fn release(&self, slot: Option<MutexGuard<'_, Slot>>) {
-        let Some(mut slot) = slot else { return };
+    fn notify(&self) {
         self.changed.notify_all();
-        let batch = match (&self.observers, &mut slot.state) {
-            (Some(observers), Some(state)) => observers.take(&mut state.events),
-            _ => None,
-        };
-        drop(slot);
-        batch.into_iter().for_each(Batch::deliver);
     }
 
     /// Returns the state without the lock, for the only owner of the executor.
@@ -252,10 +230,6 @@ impl Locked<'_> {
     /// repeated wait notifies no other thread: this thread has changed nothing since the last one.
     pub(crate) fn wait(mut self, is_repeated: bool) -> Self {
         let executor = self.executor;
-        if let Some(observers) = &executor.observers {
-            // With the lock held: the wait releases it.
-            observers.take(&mut self.events).into_iter().for_each(Batch::deliver);
-        }
         // Taken out so that the drop of `self` does nothing.
         let Some(mut slot) = self.slot.take() else { return self };
         if let Some(state) = &slot.state {
@@ -302,7 +276,7 @@ impl DerefMut for Locked<'_> {
 }
 
 impl Drop for Locked<'_> {
-    /// Publishes the changes, notifies the threads that wait for a change, and delivers events.
+    /// Publishes the changes, and notifies the threads that wait for a change.
     #[inline]
     fn drop(&mut self) {
         let Some(slot) = &self.slot else { return };
@@ -310,7 +284,7 @@ impl Drop for Locked<'_> {
             self.executor.publish(state);
         }
         if slot.watchers > 0 {
-            self.executor.release(self.slot.take());
+            self.executor.notify();
         }
     }
 }

@@ -98,10 +98,6 @@ impl<'a> LiveStream<'a> {
         Self { driver, handle }
     }
 
-    pub(crate) const fn handle(self) -> StreamHandle {
-        self.handle
-    }
-
     /// Returns `true` if the stream captures a graph.
     ///
     /// # Errors
@@ -118,36 +114,5 @@ impl<'a> LiveStream<'a> {
     pub(crate) fn synchronize(self) -> Result<(), DriverError> {
         // SAFETY: the stream exists while this lives.
         unsafe { self.driver.stream_synchronize(self.handle) }
-    }
-}
-
-/// A stream that was created here. Destroyed when this value is dropped.
-pub(crate) struct OwnedStream {
-    driver: Arc<dyn Driver>,
-    handle: StreamHandle,
-    birth: Birth,
-}
-
-impl OwnedStream {
-    /// # Errors
-    /// The driver's.
-    pub(crate) fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
-        let handle = driver.stream_create()?;
-        Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
-    }
-
-    pub(crate) fn live(&self) -> LiveStream<'_> {
-        // SAFETY: only the drop destroys the stream, and it is borrowed meanwhile.
-        unsafe { LiveStream::new(&*self.driver, self.handle) }
-    }
-}
-
-impl Drop for OwnedStream {
-    /// Destroys the stream without waiting: queued work still runs. Does nothing in a forked child.
-    fn drop(&mut self) {
-        if self.birth.is_here() {
-            // SAFETY: this owns the stream, and nothing can be called with it any more.
-            let _ = unsafe { self.driver.stream_destroy(self.handle) };
-        }
     }
 }

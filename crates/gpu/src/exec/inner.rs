@@ -25,12 +25,11 @@ use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::{Executor, Locked, World};
 use crate::exec::lane::Lanes;
-use crate::exec::observer::{Observer, Observers};
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard};
+use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
 use crate::state::cached::CacheCounts;
-use crate::state::event::{After, ArenaEvent, FreeCause};
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
@@ -58,6 +57,8 @@ pub(crate) struct ArenaInner {
     pub(crate) callbacks: Arc<Callbacks>,
     /// `true` if the arena hands out nothing more.
     pub(crate) closed: AtomicBool,
+    /// The recording of the events, if there is one.
+    recording: Option<Recording>,
     /// CUDA errors that the view of a freed buffer left with cudarc.
     #[cfg(feature = "cuda")]
     pub(crate) parked: AtomicU64,
@@ -232,12 +233,11 @@ impl ArenaInner {
         (driver, clock): (Arc<dyn Driver>, Arc<dyn Clock>),
         (thread_cache, decay): (ByteSize, DecayTime),
         state: ArenaState,
-        observers: Vec<Box<dyn Observer>>,
+        recording: Option<Recording>,
     ) -> Self {
         let capabilities = driver.capabilities();
         // Thread caches would hide events.
-        let is_observed = !observers.is_empty();
-        let cache = if is_observed { ByteSize::ZERO } else { thread_cache };
+        let cache = if recording.is_some() { ByteSize::ZERO } else { thread_cache };
         Self {
             name: state.name.clone(),
             driver,
@@ -245,7 +245,8 @@ impl ArenaInner {
             capabilities,
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
-            executor: Executor::new(state, Observers::new(observers)),
+            executor: Executor::new(state),
+            recording,
             caches: ArenaCaches::new(cache, decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
@@ -284,33 +285,31 @@ impl ArenaInner {
         placed.moves == self.moves(region)
     }
 
-    /// Returns `true` if the arena has observers. Thread caches are off then.
+    /// Returns `true` if the arena has a recorder. Thread caches are off then.
     #[inline]
-    pub(crate) const fn is_observed(&self) -> bool {
-        self.executor.observers().is_some()
+    pub(crate) const fn is_recorded(&self) -> bool {
+        self.recording.is_some()
     }
 
-    /// Adds an event for something that did not change the state.
-    pub(crate) fn push_event(&self, event: impl FnOnce() -> ArenaEvent) {
-        if self.is_observed() {
-            self.run_now(|state| state.events.push(&*self.clock, event));
+    /// Records an event of something that did not change the state.
+    pub(crate) fn push_event(
+        &self,
+        name: &'static str,
+        fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
+    ) {
+        if self.is_recorded() {
+            self.run_now(|state| state.events.push(&*self.clock, name, fields));
             self.flush_events();
         }
     }
 
-    /// Lets the observers write their buffered events. Called at the end of an operation, without
-    /// holding a lock: an observer may block, and may use the arena.
+    /// Lets the recorder write waiting lines. Called at the end of an operation, without holding a
+    /// lock: its sink may block, and may use the arena.
     #[inline]
     pub(crate) fn flush_events(&self) {
-        if let Some(observers) = self.executor.observers() {
-            observers.flush();
+        if let Some(Recording(recorder)) = &self.recording {
+            recorder.pass_on();
         }
-    }
-
-    /// Returns the observer of a type, after the delivery in progress. If the state is locked, the
-    /// observer has seen all events up to that acquisition of the lock.
-    pub(crate) fn observer<T: Observer>(&self) -> Option<&T> {
-        self.executor.observers()?.find()
     }
 
     /// Runs an operation to its end on this thread.
@@ -396,8 +395,7 @@ impl ArenaInner {
     }
 
     fn release_by(&self, region: Region, placed: Placement, streams: &[StreamKey]) {
-        let how = (streams, FreeCause::Owner(After::Lanes));
-        self.run_now(|state| state.release_after(region, placed, how, &*self.clock));
+        self.run_now(|state| state.release_after(region, placed, streams, &*self.clock));
         self.flush_events();
     }
 
@@ -498,8 +496,6 @@ impl ArenaInner {
         still.iter().for_each(|cache| caches.add(cache.tally));
         let mut snapshot =
             self.run_now(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
-        let observers = self.executor.observers().map_or(0, Observers::metadata);
-        snapshot.metadata = snapshot.metadata.saturating_add(ByteSize::of(observers));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {

@@ -1,7 +1,7 @@
 //! The streams that the arena knows, and their owners.
 //!
 //! A [`LaneInner`] is shared by the handles, buffers and leases of one lane. It uses the stream's
-//! handle, but neither creates nor destroys the stream: [`OwnStream`] does.
+//! handle, but neither creates nor destroys the stream.
 //!
 //! Invariant: the arena knows the stream while its [`LaneInner`] exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
@@ -11,16 +11,15 @@ use std::sync::Arc;
 
 use crate::driver::StreamHandle;
 use crate::engine::completion::{end_stream, leave_stream};
-use crate::exec::handles::{LiveStream, OwnedStream};
+use crate::exec::handles::LiveStream;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
 #[cfg(feature = "cuda")]
 use crate::exec::view::is_capturing;
-use crate::state::event::{ArenaEvent, LaneNumber};
+use crate::state::event::LaneNumber;
 use crate::state::raw::RawUser;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::error::DeviceError;
 use crate::types::region::Region;
 
 /// A stream that the arena knows, for as long as the stream may be used.
@@ -99,44 +98,9 @@ impl Lanes {
 pub(crate) enum Keeps {
     /// The caller of the unsafe constructor.
     Others,
-    /// The arena.
-    Own { _stream: Arc<OwnStream> },
     /// cudarc's stream, of which the lane holds a reference.
     #[cfg(feature = "cuda")]
     Cuda(Arc<cudarc::driver::CudaStream>),
-}
-
-/// A stream of an arena's driver that exists as long as this value.
-pub(crate) struct OwnStream {
-    inner: Arc<ArenaInner>,
-    handle: StreamHandle,
-    /// The driver's stream; `None` on a driver without streams.
-    _stream: Option<OwnedStream>,
-}
-
-impl OwnStream {
-    /// # Panics
-    /// If the stream belongs to another arena.
-    pub(crate) fn assert_of(&self, arena: &Arc<ArenaInner>) {
-        assert!(Arc::ptr_eq(arena, &self.inner), "a stream of another arena");
-    }
-
-    pub(crate) const fn handle(&self) -> StreamHandle {
-        self.handle
-    }
-
-    /// Creates a stream. On a driver without streams, it is only a number.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub(crate) fn new(arena: &Arc<ArenaInner>, number: u64) -> Result<Arc<Self>, DeviceError> {
-        let inner = Arc::clone(arena);
-        let has_streams = inner.capabilities.asynchronous;
-        let stream = has_streams.then(|| OwnedStream::new(&inner.driver)).transpose()?;
-        let handle =
-            stream.as_ref().map_or_else(|| StreamHandle::new(number), |own| own.live().handle());
-        Ok(Arc::new(Self { inner, handle, _stream: stream }))
-    }
 }
 
 impl LaneInner {
@@ -147,7 +111,7 @@ impl LaneInner {
     /// what keeps it until then.
     pub(crate) unsafe fn new(inner: &Arc<ArenaInner>, stream: StreamHandle, keeps: Keeps) -> Self {
         let (mut key, mut number) = (None, None);
-        if inner.capabilities.asynchronous || inner.is_observed() {
+        if inner.capabilities.asynchronous || inner.is_recorded() {
             inner.run_now(|state| {
                 key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
                 number = Some(state.open_lane(stream, &*inner.clock));
@@ -204,8 +168,9 @@ impl ArenaInner {
 
     /// Records that a lane uses a block.
     pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
-        if let Some(lane) = lane.number {
-            self.push_event(|| ArenaEvent::Used { region, id, lane });
+        if let Some(lane) = lane.number.filter(|_| self.is_recorded()) {
+            self.run_now(|state| state.note_use(region, id, lane, &*self.clock));
+            self.flush_events();
         }
     }
 }
@@ -230,7 +195,9 @@ impl Drop for LaneInner {
         }
         if let Some(lane) = self.number {
             let stream = self.stream;
-            self.inner.push_event(|| ArenaEvent::LaneEnded { lane, stream });
+            self.inner.push_event("lane_end", |line| {
+                line.number("lane", lane.get()).number("stream", stream.get())
+            });
         }
     }
 }

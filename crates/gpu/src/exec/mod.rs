@@ -8,7 +8,6 @@ pub(crate) mod executor;
 pub(crate) mod handles;
 pub(crate) mod inner;
 pub(crate) mod lane;
-pub(crate) mod observer;
 pub(crate) mod operations;
 pub(crate) mod reserve;
 pub(crate) mod thread_cache;

@@ -10,7 +10,7 @@ use crate::engine::port::Port;
 use crate::engine::{completion, import, raw_block, resize};
 use crate::exec::inner::ArenaInner;
 use crate::state::arena::ArenaState;
-use crate::state::event::{FailedRequest, Origin};
+use crate::state::event::Origin;
 use crate::state::failure::AllocFailure;
 use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, Placement};
@@ -30,15 +30,10 @@ impl ArenaInner {
         wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Result<Placement, DeviceError> {
-        let what = FailedRequest::Alloc(region, wanted);
-        self.alloc_target(AllocTarget { region, wanted, taker }, what)
+        self.alloc_target(AllocTarget { region, wanted, taker })
     }
 
-    fn alloc_target(
-        &self,
-        target: AllocTarget,
-        what: FailedRequest,
-    ) -> Result<Placement, DeviceError> {
+    fn alloc_target(&self, target: AllocTarget) -> Result<Placement, DeviceError> {
         let first = |state: &mut ArenaState| {
             let begun = alloc::begin(state, &*self.clock, target);
             self.caches.note_live(state.live(), state.limit.get());
@@ -48,7 +43,8 @@ impl ArenaInner {
             }
         };
         let outcome = self.run_after(first, alloc::alloc);
-        let outcome = outcome.map_err(|failure| self.record_failure(target.region, failure, what));
+        let outcome =
+            outcome.map_err(|failure| self.record_failure(target.region, failure, target.wanted));
         self.flush_events();
         outcome
     }
@@ -79,8 +75,7 @@ impl ArenaInner {
         };
         let rest = async |port: &Port<'_>, begun| raw_block::alloc(port, begun, is_guest).await;
         let outcome = self.run_after(first, rest).map_err(|failure| {
-            let what = FailedRequest::Alloc(region, wanted);
-            let error = self.record_failure(region, failure, what);
+            let error = self.record_failure(region, failure, wanted);
             self.leave_guest(taker.filter(|_| is_guest));
             error
         });
@@ -100,7 +95,7 @@ impl ArenaInner {
         &self,
         region: Region,
         failure: AllocFailure,
-        what: FailedRequest,
+        what: AllocRequest,
     ) -> DeviceError {
         if self.check_here().is_err() {
             return DeviceError::Forked; // a callback forked, and this process is the child
@@ -126,7 +121,7 @@ impl ArenaInner {
             }),
             outcome => outcome,
         };
-        let what = FailedRequest::Resize(region, placed.id, requested);
+        let what = AllocRequest { size: requested, align: 1, requested, origin: Origin::RESIZE };
         let outcome = outcome.map_err(|failure| self.record_failure(region, failure, what));
         self.flush_events();
         outcome
@@ -143,9 +138,8 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let what = FailedRequest::Resize(region, old.id, wanted.requested);
         let target = AllocTarget { region, wanted: wanted.by(Origin::RESIZE), taker: None };
-        let new = self.alloc_target(target, what)?;
+        let new = self.alloc_target(target)?;
         let copied = self.run(async |port| resize::copy_to(port, region, old, new).await);
         self.flush_events();
         copied.map_err(Into::into)

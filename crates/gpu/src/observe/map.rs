@@ -1,17 +1,79 @@
-//! Creates a map of an arena from its metadata, under the lock.
+//! A map of an arena: its blocks and granules at one instant.
 //!
-//! A granule that is being committed or released counts as committed. A block whose memory is not
-//! committed yet, or that is growing in place, counts as free, as in a snapshot.
+//! [`DeviceArena::map`](crate::DeviceArena::map) takes it. A granule that is being committed or
+//! released counts as committed. A block whose memory is not committed yet, or that is growing in
+//! place, counts as free, as in a snapshot.
 //!
-//! Invariant: the map shows one instant; its events lead up to that instant.
+//! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
+//! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
 
 use crate::index::Span;
-use crate::observe::visualize::{BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use crate::state::arena::ArenaState;
+pub use crate::state::backing::GranuleState;
 use crate::state::backing::{AddressRange, Backing};
 use crate::state::segment::Run;
 use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
+
+/// A map of an arena at one instant.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaMap {
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
+    /// The arena's segments; none in a forked child.
+    pub segments: Vec<SegmentMap>,
+}
+
+/// One segment of an arena: all addresses of a region, or one segment of the driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentMap {
+    /// Its region.
+    pub region: Region,
+    /// Its first address.
+    pub base: u64,
+    /// Its address space in bytes.
+    pub size: ByteSize,
+    /// Runs of granules with committed memory, in address order. The other granules have none.
+    pub granules: Vec<GranuleRun>,
+    /// Live and pending blocks, in address order; the space between them is free.
+    pub blocks: Vec<BlockSpan>,
+}
+
+/// Adjacent granules in one state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GranuleRun {
+    /// Their offset in the segment.
+    pub offset: ByteSize,
+    /// Their size in bytes.
+    pub size: ByteSize,
+    /// Their state.
+    pub state: GranuleState,
+}
+
+/// A block that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockSpan {
+    /// Its offset in the segment.
+    pub offset: ByteSize,
+    /// Its size after rounding.
+    pub size: ByteSize,
+    /// Its state.
+    pub state: BlockState,
+}
+
+/// The state of a block that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockState {
+    /// Held by a caller.
+    Live,
+    /// Freed by the caller; the device may still use it.
+    Pending,
+}
 
 /// Returns the segments of a region.
 pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
@@ -29,7 +91,7 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
         let inside = blocks[first..].iter().take_while(|(block, _)| block.offset < span.end());
         let blocks = inside.map(|&(block, state)| {
             let (offset, size) = within(block);
-            BlockSpan { offset, size, requested: size, state }
+            BlockSpan { offset, size, state }
         });
         let granules = backed.into_iter().flat_map(|run| by_state(ground, run));
         let granules = granules.map(|(run, state)| {
@@ -37,7 +99,7 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
             GranuleRun { offset, size, state }
         });
         SegmentMap {
-            region: region.name().to_owned(),
+            region,
             base: at.get(),
             size: ByteSize::new(span.size),
             granules: granules.collect(),

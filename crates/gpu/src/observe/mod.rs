@@ -1,7 +1,4 @@
-//! Observers of an arena: recordings, history and maps.
+//! Maps of an arena.
 
-pub(crate) mod history;
-pub(crate) mod map;
+pub mod map;
 pub(crate) mod occupancy;
-pub(crate) mod record;
-pub mod visualize;

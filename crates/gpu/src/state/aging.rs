@@ -124,11 +124,6 @@ impl Aging {
         Some(stamp)
     }
 
-    /// Returns the latest moment at which memory became idle.
-    pub(crate) const fn latest(&self) -> Moment {
-        self.latest
-    }
-
     /// Returns the stamp of memory that becomes idle at the latest known moment.
     fn stamp(&self) -> Stamp {
         Stamp(low_half(self.part_of(self.latest).wrapping_add(1)))

@@ -10,9 +10,7 @@ use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
 use crate::state::cached::{CacheCounts, Swept};
-use crate::state::event::{
-    After, ArenaEvent, EventQueue, FailedRequest, FreeCause, LaneNumber, MemoryShortage,
-};
+use crate::state::event::{Events, LaneNumber, decay_nanos, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::granules::Leave;
 use crate::state::growth::Steps;
@@ -30,7 +28,7 @@ use crate::state::streams::{StreamKey, Streams};
 use crate::types::config::StateConfig;
 use crate::types::costs::DeviceCosts;
 use crate::types::error::DeviceError;
-use crate::types::sleep::{SleepOptions, SleepState};
+use crate::types::sleep::SleepState;
 use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -93,8 +91,8 @@ pub(crate) struct ArenaState {
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
     pub(crate) costs: DeviceCosts,
-    /// The events since the lock was taken, if the arena has observers.
-    pub(crate) events: EventQueue,
+    /// The recorder of the events, if there is one.
+    pub(crate) events: Events,
     /// The number of lanes that were opened.
     lanes: u64,
     pub(crate) outlook: CompactionEstimate,
@@ -132,7 +130,7 @@ impl ArenaState {
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
             costs: DeviceCosts::default(),
-            events: EventQueue::default(),
+            events: Events::default(),
             lanes: 0,
             outlook: CompactionEstimate::default(),
         }
@@ -262,7 +260,9 @@ impl ArenaState {
         clock: &dyn Clock,
     ) {
         self.region_mut(region).mark_live(placed);
-        self.events.push(clock, || ArenaEvent::Allocated { region, request, placed });
+        self.events.push(clock, "alloc", |line| {
+            requested(line, region, request).number("size", placed.span.size).address(placed.at)
+        });
         self.totals.allocs_total += 1;
         self.note_live(placed);
     }
@@ -307,7 +307,11 @@ impl ArenaState {
             self.note_idle(region, after.span, clock);
         }
         if done {
-            self.events.push(clock, || ArenaEvent::Resized { region, before, after });
+            self.events.push(clock, "resize", |line| {
+                line.number("bytes", after.requested)
+                    .number("size", after.span.size)
+                    .address(after.at)
+            });
             self.totals.resizes_total += 1;
             self.note_live(after);
         }
@@ -335,7 +339,7 @@ impl ArenaState {
 
     /// Records that memory was committed.
     fn note_committed(&mut self, at: DeviceAddress, size: ByteSize, clock: &dyn Clock) {
-        self.events.push(clock, || ArenaEvent::Committed { at, size });
+        self.events.push(clock, "commit", |line| line.bytes("size", size).address(at));
         self.totals.commits_total += 1;
         self.totals.committed_bytes_total += size.get();
         self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
@@ -420,7 +424,7 @@ impl ArenaState {
 
     /// Frees a live block.
     pub(crate) fn release(&mut self, region: Region, placed: Placement, clock: &dyn Clock) {
-        self.release_after(region, placed, (&[], FreeCause::Owner(After::All)), clock);
+        self.release_after(region, placed, &[], clock);
     }
 
     /// Frees a block that its owner has freed while it moved.
@@ -431,15 +435,13 @@ impl ArenaState {
         clock: &dyn Clock,
     ) {
         let DeferredRelease { placed, streams } = freed;
-        let after = if streams.is_empty() { After::All } else { After::Lanes };
-        self.release_after(region, placed, (&streams, FreeCause::Owner(after)), clock);
+        self.release_after(region, placed, &streams, clock);
     }
 
     /// Frees a cached block.
     pub(crate) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
         let ((region, placed), stream) = swept;
-        let after = if stream.is_some() { After::Lanes } else { After::All };
-        self.release_after(region, placed, (stream.as_slice(), FreeCause::Owner(after)), clock);
+        self.release_after(region, placed, stream.as_slice(), clock);
     }
 
     /// Adds the counts of a dropped cache, which is empty.
@@ -458,7 +460,7 @@ impl ArenaState {
         &mut self,
         region: Region,
         placed: Placement,
-        (streams, cause): (&[StreamKey], FreeCause),
+        streams: &[StreamKey],
         clock: &dyn Clock,
     ) {
         if self.moves.defer_release(region, placed, streams) {
@@ -479,7 +481,9 @@ impl ArenaState {
             if went_idle {
                 self.note_idle(region, placed.span, clock);
             }
-            self.events.push(clock, || ArenaEvent::Freed { region, placed, cause });
+            self.events.push(clock, "free", |line| {
+                line.number("size", placed.span.size).address(placed.at)
+            });
         }
     }
 
@@ -531,7 +535,7 @@ impl ArenaState {
             self.totals.decommits_total += 1;
             self.totals.decommitted_bytes_total += leaving.size.get();
             let PlacedRun { at, size, .. } = leaving;
-            self.events.push(clock, || ArenaEvent::Decommitted { at, size });
+            self.events.push(clock, "decommit", |line| line.bytes("size", size).address(at));
         }
         if self.idle() == 0 {
             self.aging.clear();
@@ -550,67 +554,79 @@ impl ArenaState {
         self.aging.set_looked(now, oldest, failed);
     }
 
-    pub(crate) fn set_decay(&mut self, time: DecayTime, now: Moment) {
-        let stamp = self.aging.set_time(time, now);
+    pub(crate) fn set_decay(&mut self, time: DecayTime, clock: &dyn Clock) {
+        let stamp = self.aging.set_time(time, clock.now());
         for region in &mut self.regions {
             let all = Span { offset: 0, size: region.segment.extent() };
             region.segment.stamp(all, stamp);
         }
-        self.events.push_at(now, || ArenaEvent::DecayTimeSet { time });
+        self.events.push(clock, "decay_time", |line| line.number("decay_ns", decay_nanos(time)));
     }
 
     pub(crate) fn set_limit(&mut self, limit: ByteSize, clock: &dyn Clock) {
         self.limit = limit;
-        self.events.push(clock, || ArenaEvent::LimitSet { limit });
+        self.events.push(clock, "limit", |line| line.limit("limit", limit));
     }
 
     /// Returns the number of a new lane of a stream.
     pub(crate) fn open_lane(&mut self, stream: StreamHandle, clock: &dyn Clock) -> LaneNumber {
         let lane = LaneNumber::MIN.saturating_add(self.lanes);
         self.lanes += 1;
-        self.events.push(clock, || ArenaEvent::LaneOpened { lane, stream });
+        self.events.push(clock, "lane", |line| {
+            line.number("lane", lane.get()).number("stream", stream.get())
+        });
         lane
+    }
+
+    /// Records that a lane uses a block.
+    pub(crate) fn note_use(
+        &self,
+        region: Region,
+        id: BlockName,
+        lane: LaneNumber,
+        clock: &dyn Clock,
+    ) {
+        self.events.push(clock, "use", |line| {
+            line.number("address", self.region(region).address_of(id)).number("lane", lane.get())
+        });
     }
 
     /// Records that the arena did not fall asleep, or only in part.
     pub(crate) fn note_sleepless(
         &mut self,
         clock: &dyn Clock,
-        options: SleepOptions,
         error: &DeviceError,
         state: SleepState,
     ) {
-        let event = || ArenaEvent::SleepFailed { options, error: error.clone(), state };
-        self.events.push(clock, event);
+        self.events.push(clock, "sleep_failed", |line| {
+            line.text("state", state.name()).text("error", error)
+        });
     }
 
     /// Counts a failed request.
     pub(crate) fn note_failure(
         &mut self,
-        request: FailedRequest,
+        (region, request): (Region, AllocRequest),
         (cause, error): (Cause, &DeviceError),
         clock: &dyn Clock,
     ) {
         let failures = &mut self.totals.alloc_failures_total;
-        match cause {
-            Cause::Limit { .. } => failures.limit += 1,
-            Cause::Device => failures.device += 1,
-            Cause::Addresses => failures.addresses += 1,
-            Cause::Driver => failures.driver += 1,
-            Cause::Uncounted => {}
-        }
-        if !self.events.is_observed() {
-            return;
-        }
-        let shortage = match *error {
-            DeviceError::OutOfMemory { requested, .. } => {
-                let is_limited = self.limit != ByteSize::MAX;
-                let left = self.limit.get().saturating_sub(self.backed()) * u64::from(is_limited);
-                Some(MemoryShortage { requested, headroom: ByteSize::new(left) })
-            }
-            _ => None,
+        let (count, why) = match cause {
+            Cause::Limit { .. } => (&mut failures.limit, "limit"),
+            Cause::Device => (&mut failures.device, "device"),
+            Cause::Addresses => (&mut failures.addresses, "addresses"),
+            Cause::Driver => (&mut failures.driver, "driver"),
+            Cause::Uncounted => return,
         };
-        self.events.push(clock, || ArenaEvent::AllocFailed { request, cause, shortage });
+        *count += 1;
+        self.events.push(clock, "alloc_failed", |line| {
+            let is_limited =
+                matches!(error, DeviceError::OutOfMemory { .. }) && self.limit != ByteSize::MAX;
+            let left = self.limit.get().saturating_sub(self.backed());
+            requested(line, region, request)
+                .text("why", why)
+                .number("headroom", is_limited.then_some(left))
+        });
     }
 
     /// Counts a request that is larger than its region.
@@ -621,7 +637,9 @@ impl ArenaState {
         clock: &dyn Clock,
     ) {
         self.totals.alloc_failures_total.addresses += 1;
-        self.events.push(clock, || ArenaEvent::TooLarge { region, request });
+        self.events.push(clock, "alloc_failed", |line| {
+            requested(line, region, request).text("why", "too_large")
+        });
     }
 
     /// Records that granules of a span became idle.
@@ -629,7 +647,6 @@ impl ArenaState {
         self.divide_from = Moment::ORIGIN;
         if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
-            self.events.push_at(self.aging.latest(), || ArenaEvent::Idle);
         }
     }
 
@@ -680,10 +697,7 @@ impl ArenaState {
 
     fn total_metadata(&self) -> usize {
         let regions: usize = self.regions.iter().map(RegionState::metadata).sum();
-        regions
-            + self.raw.metadata()
-            + self.outstanding.imported.metadata()
-            + self.events.metadata()
+        regions + self.raw.metadata() + self.outstanding.imported.metadata()
     }
 
     /// Returns the uses to wait for when a block is freed that these streams, or unknown ones,

@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use crate::driver::{DeviceAddress, StreamHandle};
-use crate::state::event::{After, LaneNumber};
+use crate::state::event::LaneNumber;
 use crate::state::region::{Placement, RegionState};
 use crate::state::region_index::BlockName;
 use crate::state::streams::{StreamKey, Streams};
@@ -58,15 +58,15 @@ impl Users {
         true
     }
 
-    /// Calls `act` with the streams, and with the work that must complete after a free.
-    pub(crate) fn with<T>(&self, act: impl FnOnce(&[StreamKey], After) -> T) -> T {
+    /// Calls `act` with the streams; with none if they are unknown.
+    pub(crate) fn with<T>(&self, act: impl FnOnce(&[StreamKey]) -> T) -> T {
         match &self.others {
-            _ if self.first == StreamKey::CONTEXT => act(&[], After::All),
-            None => act(&[self.first], After::Lanes),
+            _ if self.first == StreamKey::CONTEXT => act(&[]),
+            None => act(&[self.first]),
             Some(others) => {
                 let all: Vec<_> =
                     [self.first].into_iter().chain(others.0.iter().copied()).collect();
-                act(&all, After::Lanes)
+                act(&all)
             }
         }
     }
@@ -122,7 +122,7 @@ impl RawUse {
 
     /// Calls `act` with the streams that the block counts as a guest of.
     pub(crate) fn with_guests<T>(&self, act: impl FnOnce(&[StreamKey]) -> T) -> T {
-        self.users.with(|streams, _| act(if self.is_guest { streams } else { &[] }))
+        self.users.with(|streams| act(if self.is_guest { streams } else { &[] }))
     }
 }
 
@@ -201,25 +201,25 @@ impl RawBlocks {
 mod tests {
     use super::*;
 
-    fn listed(users: &Users) -> (Vec<StreamKey>, After) {
-        users.with(|streams, after| (streams.to_vec(), after))
+    fn listed(users: &Users) -> Vec<StreamKey> {
+        users.with(<[_]>::to_vec)
     }
 
     #[test]
     fn a_block_knows_each_stream_once_and_beyond_the_most_it_is_any_streams() {
         let key = StreamKey::new;
         let mut users = Users::of(Some(key(1)));
-        assert_eq!(listed(&users), (vec![key(1)], After::Lanes));
+        assert_eq!(listed(&users), [key(1)]);
         assert!(!users.add(key(1)));
         for number in 2..=USERS_MAX as u64 {
             assert!(users.add(key(number)) && !users.add(key(number)));
         }
-        let all = (1..=USERS_MAX as u64).map(key).collect();
-        assert_eq!(listed(&users), (all, After::Lanes));
+        let all: Vec<_> = (1..=USERS_MAX as u64).map(key).collect();
+        assert_eq!(listed(&users), all);
         assert!(!users.add(key(7)), "known");
         assert!(users.add(key(1_000)));
-        assert_eq!(listed(&users), (vec![], After::All));
+        assert_eq!(listed(&users), []);
         assert!(!users.add(key(1_001)), "any stream already");
-        assert_eq!(listed(&Users::of(None)), (vec![], After::All));
+        assert_eq!(listed(&Users::of(None)), []);
     }
 }

@@ -520,6 +520,12 @@ impl RegionState {
         Placement { span, at, moves: self.moves, ..placed }
     }
 
+    /// Returns the current address of a live block.
+    pub(crate) fn address_of(&self, id: BlockName) -> Option<u64> {
+        let span = self.index.span_of(id).ok()?;
+        Some(self.segment.address_of(span.offset).get())
+    }
+
     /// Records that the contents of a block are lost. Its owner gets an error at the next use.
     pub(crate) fn lose(&mut self, id: BlockName) {
         self.pins.lose(id);

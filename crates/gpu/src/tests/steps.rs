@@ -27,7 +27,6 @@ use crate::engine::{completion, enter, move_block, release, resize, resume, stor
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
-use crate::state::event::{After, FreeCause};
 use crate::state::region::{AllocRequest, AllocTarget, Placement, RegionState, Search};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
@@ -320,8 +319,7 @@ impl<'a> World<'a> {
 
     fn free_block(&mut self, block: &StepBlock) {
         let (key, clock) = (self.lanes[block.lane].key, self.clock);
-        let cause = FreeCause::Owner(After::Lanes);
-        self.state().release_after(block.region, block.placed, (&[key], cause), clock);
+        self.state().release_after(block.region, block.placed, &[key], clock);
         self.changes += 1;
     }
 

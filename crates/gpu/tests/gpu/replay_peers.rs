@@ -23,7 +23,7 @@ const MIB: u64 = 1 << 20;
 const NO_LIMIT: u64 = 1 << 62;
 
 fn own(name: &str) -> Trace {
-    let path = format!("{}/../../benches/traces/{name}.trace.gz", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/../../benches/traces/{name}.jsonl.gz", env!("CARGO_MANIFEST_DIR"));
     Trace::open(Path::new(&path)).expect("a trace of ours")
 }
 
@@ -117,24 +117,23 @@ fn the_model_of_bfc_splits_at_twice_the_request_and_at_128_mib_left_over() {
 
 #[test]
 fn a_file_that_is_no_trace_is_refused_with_its_line_and_what_was_expected() {
+    let alloc = r#"{"event":"alloc","address":1,"bytes":64}"#;
+    let free = r#"{"event":"free","address":1}"#;
     for (text, line, what) in [
-        ("a 1 64\nx 1\n", 2, "expected `a ID BYTES`, `f ID` or `# TEXT`, found \"x 1\""),
-        ("a 1 64 7\n", 1, "expected `a ID BYTES`"),
-        ("# load\na 1 many\n", 2, "expected a number, found \"many\""),
-        ("a 1 -1\n", 1, "expected a number"),
-        ("a 1 99999999999999999999999\n", 1, "expected a number"),
-        ("a 1 0\n", 1, "expected from 1 to"),
-        ("a 1 18446744073709551615\n", 1, "expected from 1 to"),
-        ("a 1 64\nf 1\nf 1\n", 3, "found 1, which was freed before"),
-        ("a 1 64\nf 2\n", 2, "found 2, which was never allocated"),
-        ("a 1 64\nf 1\na 1 64\n", 3, "expected a new id"),
-        ("a 1 64\na 2 64\nf 2\n", 3, "expected `f 1` before"),
-        ("", 0, "expected `a ID BYTES`"),
-        ("# load\n", 1, "expected `a ID BYTES`"),
+        (format!("{alloc}\nx 1\n"), 2, "expected value"),
+        (r#"{"event":"alloc","address":1}"#.to_owned(), 1, "missing field `bytes`"),
+        (alloc.replace("64", "\"many\""), 1, "expected u64"),
+        (alloc.replace("64", "-1"), 1, "expected u64"),
+        (alloc.replace("64", "0"), 1, "expected from 1 to"),
+        (alloc.replace("64", "18446744073709551615"), 1, "expected from 1 to"),
+        (format!("{alloc}\n{free}\n{free}\n"), 3, "expected the address of a live block, found 1"),
+        (format!("{alloc}\n{alloc}\n"), 2, "expected a free address, found 1"),
+        (String::new(), 0, "expected the event `alloc`"),
+        (r#"{"event":"mark","name":"load"}"#.to_owned(), 1, "expected the event `alloc`"),
     ] {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         file.write_all(text.as_bytes()).expect("written");
-        let error = Trace::open(file.path()).expect_err(text).to_string();
+        let error = Trace::open(file.path()).expect_err(&text).to_string();
         assert!(error.contains(&format!(": line {line}: ")), "{text:?}: {error}");
         assert!(error.contains(what), "{text:?}: {error}");
     }
@@ -146,9 +145,19 @@ fn a_file_that_is_no_trace_is_refused_with_its_line_and_what_was_expected() {
 
 #[test]
 fn a_trace_is_read_plain_and_compressed_alike() {
-    let text = "# load\na 7 100\n\na 3 28\n# request0\nf 7\na 9 1\nf 3\nf 9\n";
+    let text = r#"{"time_ns":0,"event":"open","arena":"a"}
+{"event":"mark","name":"load"}
+{"time_ns":1,"event":"alloc","address":7,"bytes":100,"size":256}
+{"event":"alloc","address":3,"bytes":28}
+{"event":"mark","name":"request0"}
+{"event":"free","address":7}
+{"event":"alloc","address":7,"bytes":1}
+{"event":"move","address":3,"to":9,"size":256}
+{"event":"resize","address":9,"bytes":20,"size":256}
+{"event":"free","address":9}
+"#;
     let folder = tempfile::tempdir().expect("a folder");
-    let (plain, packed) = (folder.path().join("a.one.trace"), folder.path().join("two b.trace.gz"));
+    let (plain, packed) = (folder.path().join("a.one.jsonl"), folder.path().join("two b.jsonl.gz"));
     std::fs::write(&plain, text).expect("written");
     let file = std::fs::File::create(&packed).expect("a file");
     let mut gzip = flate2::write::GzEncoder::new(file, flate2::Compression::best());
@@ -158,6 +167,7 @@ fn a_trace_is_read_plain_and_compressed_alike() {
     let (plain, packed) = (plain.expect("a trace"), packed.expect("a trace"));
     assert_eq!((plain.name.as_str(), packed.name.as_str()), ("a.one", "two-b"));
     assert_eq!(plain.events, packed.events);
-    assert_eq!((plain.events.len(), plain.blocks), (6, 3));
+    assert_eq!((plain.events.len(), plain.blocks), (8, 4), "freed at the end, and resized");
+    assert_eq!(plain.marks, [0, 2]);
     assert_eq!((plain.live_peak, plain.blocks_peak), (128, 2));
 }

@@ -17,6 +17,7 @@ use lowtide_heap::decay::DecayTime;
 use lowtide_heap::{HostArena, HostArenaError, HostError, StillHeld};
 use test_fork::test;
 
+use crate::process::raw_decay;
 use crate::start::{again, assert_passed};
 
 /// Says to a child what it is to do.
@@ -309,8 +310,8 @@ fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same
 #[test]
 fn one_that_was_kept_decays_as_the_heap_does() {
     let never = || {
-        let apart = lowtide_heap::effective().expect("statistics").arenas_apart;
-        apart.iter().filter(|arena| arena.dirty == DecayTime::Never).count()
+        let arenas = lowtide_heap::effective().expect("statistics").arenas;
+        (0..arenas).filter(|arena| raw_decay("dirty_decay_ms", *arena) == Some(-1)).count()
     };
     let arena = HostArena::new("never").expect("an arena");
     arena.set_decay(DecayTime::Never).expect("set");

@@ -2,8 +2,8 @@
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]
 
+use lowtide_heap::HeapProfile;
 use lowtide_heap::decay::DecayTime;
-use lowtide_heap::{Cause, ConfSource, HeapProfile};
 
 use crate::start::LOW_MEMORY;
 
@@ -26,20 +26,11 @@ fn what_the_profile_asks_for_is_in_effect() {
             found.requested_by_binary().and_then(|conf| conf.profile()),
             Some(HeapProfile::LowMemory)
         );
-        // But for the page size that jemalloc was built for, which no profile decides.
-        let differences = |profile: HeapProfile| {
-            let mut differences = found.differences_from(profile);
-            differences.retain(|found| found.cause != Cause::PageOfBuild);
-            differences
-        };
-        assert_eq!(differences(HeapProfile::LowMemory), []);
-        assert_eq!(found.ignored(), []);
-        let differences = differences(HeapProfile::Balanced);
-        let settings: Vec<_> = differences.iter().map(|found| found.setting).collect();
+        assert_eq!(found.differences_from(HeapProfile::LowMemory), []);
+        assert_eq!(found.not_in_effect(&found.requested()), []);
+        let differences = found.differences_from(HeapProfile::Balanced);
+        let settings: Vec<_> = differences.iter().map(|found| &*found.setting).collect();
         let all = ["max_background_threads", "narenas", "thp"];
         assert_eq!(settings, all, "{differences:?}");
-        let symbol = if found.serves_c { "malloc_conf" } else { "_rjem_malloc_conf" };
-        let cause = Cause::SetBy(ConfSource::Binary(symbol));
-        assert!(differences.iter().all(|found| found.cause == cause), "{differences:?}");
     });
 }

@@ -1,15 +1,12 @@
-//! A binary that exports jemalloc's configuration itself: its string is what took effect, and the
-//! cause of each difference from a profile.
+//! A binary that exports jemalloc's configuration itself: its string is what took effect.
 #![cfg(target_os = "linux")]
 
-use lowtide_heap::{Cause, ConfSource, HeapProfile};
+use lowtide_heap::HeapProfile;
 
 use crate::start::{BY_HAND, TEXT_BY_HAND};
 
-const SYMBOL: &str = if cfg!(feature = "interpose") { "malloc_conf" } else { "_rjem_malloc_conf" };
-
 #[test]
-fn a_symbol_of_the_binarys_own_is_the_cause_of_what_differs_from_a_profile() {
+fn a_symbol_of_the_binarys_own_differs_from_a_profile() {
     BY_HAND.run(|| {
         let found = lowtide_heap::effective().unwrap();
         assert_eq!(found.conf_of_binary, TEXT_BY_HAND.to_str().ok());
@@ -18,10 +15,8 @@ fn a_symbol_of_the_binarys_own_is_the_cause_of_what_differs_from_a_profile() {
         let differences = found.differences_from(HeapProfile::LowMemory);
         let of = |setting: &str| differences.iter().find(|found| found.setting == setting);
         let narenas = of("narenas").expect("3 are not 2");
-        assert_eq!((&*narenas.asked, &*narenas.found), ("2", "3"));
-        assert_eq!(narenas.cause, Cause::SetBy(ConfSource::Binary(SYMBOL)));
+        assert_eq!(narenas.to_string(), "narenas: requested 2, effective 3");
         assert_eq!(of("cache_oblivious"), None, "they agree on that");
-        assert_eq!(of("thp").map(|found| &found.cause), Some(&Cause::NotAsked));
-        assert!(narenas.to_string().contains(SYMBOL), "{narenas}");
+        assert!(of("thp").is_some());
     });
 }

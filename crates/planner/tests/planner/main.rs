@@ -28,7 +28,7 @@ use lowtide_planner::{
 use plans::{instance, planned, planned_for};
 use random::{Gaps, Kind};
 
-/// Random problems of each kind; more of them in `cargo xtask soak`.
+/// Random problems of each kind; more of them in `.ci/run --soak`.
 const SMALL: u64 = if cfg!(lowtide_soak) { 300 } else { 60 };
 
 const EVERYTHING: Kind =

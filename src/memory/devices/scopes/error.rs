@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
-use crate::config::arena::ArenaOptionsError;
-use crate::memory::devices::error::ArenaError;
+use crate::config::ConfigError;
+use crate::memory::devices::selector::ArenaError;
 use crate::memory::error::MemoryError;
 
 use super::slot::Slot;
@@ -22,7 +22,7 @@ fn gpus(devices: usize) -> String {
 pub enum ScopeError {
     /// Invalid options.
     #[error(transparent)]
-    Options(#[from] ArenaOptionsError),
+    Options(#[from] ConfigError),
     /// The arena could not be opened.
     #[error(transparent)]
     Arena(#[from] ArenaError),

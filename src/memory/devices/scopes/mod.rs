@@ -33,8 +33,7 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 
 use super::device::Device;
-use super::error::ArenaError;
-use super::selector::DeviceSelector;
+use super::selector::{ArenaError, DeviceSelector};
 
 pub use error::ScopeError;
 pub use handle::ArenaUse;
@@ -201,7 +200,7 @@ impl Shared {
             return Err(ScopeError::TooManySlots { max: SLOTS_MAX });
         }
         let device_limit = match slot.kind {
-            SlotKind::Device => self.config.device.limit.value,
+            SlotKind::Device => self.config.device_limit.value,
             SlotKind::Pinned => ByteSize::MAX,
         };
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());

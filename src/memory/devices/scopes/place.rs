@@ -18,7 +18,7 @@ use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::devices::arenas::{ArenaId, Arenas};
 use crate::memory::devices::device::Device;
-use crate::memory::devices::error::ArenaError;
+use crate::memory::devices::selector::ArenaError;
 use crate::sync::{Mutex, lock};
 
 use super::error::ScopeError;

@@ -22,7 +22,6 @@ use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::error::{AcquireError, LoadError};
 use super::super::resource::UnloadReason;
-use super::super::slot::Handle;
 use super::super::uses::score;
 use super::{Cell, Loaded, Phase, State};
 
@@ -124,7 +123,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn end_refused(&self, number: u64, mut state: MutexGuard<'_, State>) {
+    fn end_refused(&self, number: u64, mut state: MutexGuard<'_, State<T>>) {
         if state.loading(number).is_some() {
             state.phase = Phase::Empty;
             state.loads_refused += 1;
@@ -143,14 +142,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns how it may be evicted, if it is loaded, reserved, not in use and not waited for.
-    pub(in super::super) fn idle(cell: &Handle<Self>) -> Option<Idle> {
+    pub(in super::super) fn idle(cell: &Arc<Self>) -> Option<Idle> {
         if !cell.birth.is_here() {
             return None;
         }
         let now = cell.clock.now();
-        let state = cell.look();
+        let state = lock(&cell.state);
         let stays = cell.evictable_from(&state)?;
-        let Phase::Ready { permit: Some(permit) } = &state.phase else { return None };
+        let Phase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
         let cost = permit.cost();
         let bytes = cost.host.saturating_add(cost.device);
         let interval = state.uses.interval(state.loaded_at, now);
@@ -161,7 +160,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             unload_time: state.unload_time,
             score: score(bytes, interval, state.load_time),
             is_divisible: false,
-            resource: Arc::new(Candidate(cell.clone())),
+            resource: Arc::new(Candidate(Arc::clone(cell))),
         })
     }
 
@@ -171,9 +170,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if !self.birth.is_here() {
             return Cost::ZERO;
         }
-        let state = self.look();
+        let state = lock(&self.state);
         match &state.phase {
-            Phase::Ready { permit: Some(permit) } if self.evictable_from(&state).is_some() => {
+            Phase::Ready { permit: Some(permit), .. } if self.evictable_from(&state).is_some() => {
                 permit.cost()
             }
             _ => Cost::ZERO,
@@ -181,23 +180,23 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns the time from which it may be evicted if nothing changes.
-    fn evictable_from(&self, state: &State) -> Option<Moment> {
-        let unused = self.slot.guards() == 0 && state.waiting == 0 && !state.closed;
+    fn evictable_from(&self, state: &State<T>) -> Option<Moment> {
+        let unused = state.guards == 0 && state.waiting == 0 && !state.closed;
         unused.then(|| state.loaded_at + self.parts.min_residency)
     }
 }
 
 /// A resource that may be evicted.
-struct Candidate<T: Send + Sync + 'static>(Handle<Cell<T>>);
+struct Candidate<T: Send + Sync + 'static>(Arc<Cell<T>>);
 
 impl<T: Send + Sync + 'static> Claimable for Candidate<T> {
     fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn Claimed>> {
-        let cell = self.0.clone();
+        let cell = Arc::clone(&self.0);
         let now = cell.clock.now();
-        let mut state = cell.look();
-        let reserved = matches!(&state.phase, Phase::Ready { permit: Some(_) });
+        let mut state = lock(&cell.state);
+        let reserved = matches!(&state.phase, Phase::Ready { permit: Some(_), .. });
         let may_go = cell.evictable_from(&state).is_some_and(|from| from <= now);
-        let loaded = if reserved && may_go { cell.take(&mut state, false) } else { None };
+        let loaded = if reserved && may_go { state.take() } else { None };
         drop(state);
         let loaded = Some(loaded?);
         Some(Box::new(Claim { cell, loaded }))
@@ -206,7 +205,7 @@ impl<T: Send + Sync + 'static> Claimable for Candidate<T> {
 
 /// A resource that was taken out of use. Dropping the claim puts the resource back.
 struct Claim<T: Send + Sync + 'static> {
-    cell: Handle<Cell<T>>,
+    cell: Arc<Cell<T>>,
     /// `None` once the unload has begun.
     loaded: Option<Loaded<T>>,
 }
@@ -232,7 +231,8 @@ impl<T: Send + Sync + 'static> Drop for Claim<T> {
             return;
         }
         let mut state = lock(&self.cell.state);
-        self.cell.put(&mut state, loaded);
+        let Loaded { value, permit } = loaded;
+        state.phase = Phase::Ready { value: Arc::new(value), permit };
         self.cell.wake_all(state);
     }
 }

@@ -4,11 +4,11 @@
 
 use lowtide_cuda_sim::{Call, Cost, DriverCosts};
 
+use super::super::cases::Outcome;
 use super::super::report::Report;
-use super::driver::Fault;
-use super::measure::quantile;
+use super::super::rig::{float, median};
 use super::tables::{ALL_HANDLES, SIZES_MIB};
-use super::{float, whole};
+use super::whole;
 
 /// The calls of the sweep: the name in figures, the name of the same call over a range of handles,
 /// and the call in the simulation.
@@ -23,33 +23,45 @@ const SWEPT: [(&str, Option<&str>, Call); 8] = [
     ("address_free", None, Call::AddressFree),
 ];
 
-/// The figures and the lines of this part, written to the report as they are found.
-pub(crate) struct Figures<'a, 'r> {
-    report: &'a mut Report<'r>,
-}
+/// The figures and the tables of this part, written to the report as they are found.
+pub(crate) struct Figures<'a, 'r>(pub(crate) &'a mut Report<'r>);
 
-impl<'a, 'r> Figures<'a, 'r> {
-    pub(crate) fn new(report: &'a mut Report<'r>) -> Self {
-        Self { report }
+impl Figures<'_, '_> {
+    pub(crate) fn line(&mut self, text: &str) {
+        self.0.line(text);
     }
 
-    pub(crate) fn line(&mut self, text: &str) {
-        self.report.line(text);
+    /// Begins a table, with a name and a number for each other column.
+    pub(crate) fn heading(&mut self, text: &str, columns: &[&str]) {
+        let (first, others) = columns.split_first().unwrap_or((&"", &[]));
+        let others: String = others.iter().map(|column| format!(" {column:>10}")).collect();
+        self.line(&format!("\n{text}\n  {first:<14}{others}"));
+    }
+
+    /// Writes a row; a cell of NaN is none.
+    pub(crate) fn row(&mut self, name: &str, cells: &[f64]) {
+        let cell = |cell: &f64| match cell {
+            cell if cell.is_nan() => format!(" {:>10}", "-"),
+            cell if cell.fract() == 0.0 => format!(" {cell:>10.0}"),
+            cell => format!(" {cell:>10.2}"),
+        };
+        let cells: String = cells.iter().map(cell).collect();
+        self.line(&format!("  {name:<14}{cells}"));
     }
 
     /// Notes that a table failed.
-    pub(crate) fn table(&mut self, name: &str, done: Result<(), Fault>) {
+    pub(crate) fn table(&mut self, name: &str, done: Outcome) {
         if let Err(fault) = done {
-            self.report.fail("calls", format!("table {name}: {fault}"));
+            self.0.fail("calls", format!("table {name}: {fault}"));
         }
     }
 
-    pub(crate) fn set(&mut self, name: impl AsRef<str>, value: f64, unit: &'static str) {
-        self.report.figure(&format!("gpu.calls.{}", name.as_ref()), value, unit);
+    pub(crate) fn set(&mut self, name: &str, value: f64, unit: &str) {
+        self.0.figure(&format!("gpu.calls.{name}"), value, unit);
     }
 
     fn value(&self, name: &str) -> Option<f64> {
-        self.report.figures.get(&format!("gpu.calls.{name}")).map(|&(value, _)| value)
+        self.0.figures.get(&format!("gpu.calls.{name}")).map(|&(value, _)| value)
     }
 
     /// Microseconds of a call by the size of the handle in MiB.
@@ -85,16 +97,16 @@ impl<'a, 'r> Figures<'a, 'r> {
             let call_ns = self.value(name).map(nanoseconds);
             measured.extend(call_ns.map(|call_ns| (call, Cost { call_ns, ..Cost::default() })));
         }
-        say!(self, "\ncosts for the simulation; calls that are not here keep their guesses");
-        say!(self, "DriverCosts::default()");
+        self.line("\ncosts for the simulation; calls that are not here keep their guesses");
+        self.line("DriverCosts::default()");
         for (call, cost) in measured {
             costs = costs.with(call, cost);
-            say!(self, "    .with(Call::{call:?}, {:?})", costs.of(call));
+            self.line(&format!("    .with(Call::{call:?}, {:?})", costs.of(call)));
             for (unit, value) in
                 [("call_ns", cost.call_ns), ("handle_ns", cost.handle_ns), ("mib_ns", cost.mib_ns)]
             {
-                let value = float(usize::try_from(value).unwrap_or(usize::MAX));
-                self.report.figure(&format!("gpu.costs.{}.{unit}", call.name()), value, "ns");
+                let name = format!("gpu.costs.{}.{unit}", call.name());
+                self.0.figure(&name, float(value), "ns");
             }
         }
     }
@@ -114,15 +126,15 @@ fn cost(one: &[(f64, f64)], all: &[(f64, f64)]) -> Option<Cost> {
     let pairs =
         one.iter().enumerate().flat_map(|(at, a)| one[at + 1..].iter().map(move |b| (a, b)));
     let slopes: Vec<f64> = pairs.map(|(a, b)| (b.1 - a.1) / (b.0 - a.0)).collect();
-    let median = |values: &[f64]| if values.is_empty() { 0.0 } else { quantile(values, 0.5) };
-    let mib_us = median(&slopes).max(0.0);
+    let middle = |values: &[f64]| if values.is_empty() { 0.0 } else { median(values) };
+    let mib_us = middle(&slopes).max(0.0);
     let rest: Vec<f64> = one.iter().map(|(mib, us)| us - mib * mib_us).collect();
     let both = all.iter().filter_map(|(mib, us)| {
         let (_, one_us) = one.iter().find(|(other, _)| other == mib)?;
         Some((us - one_us) / float(ALL_HANDLES - 1) - mib * mib_us)
     });
-    let handle_us = median(&both.collect::<Vec<_>>()).max(0.0);
-    let call_us = (median(&rest) - handle_us).max(0.0);
+    let handle_us = middle(&both.collect::<Vec<_>>()).max(0.0);
+    let call_us = (middle(&rest) - handle_us).max(0.0);
     let (call_ns, handle_ns, mib_ns) =
         (nanoseconds(call_us), nanoseconds(handle_us), nanoseconds(mib_us));
     Some(Cost { call_ns, handle_ns, mib_ns })

@@ -5,73 +5,49 @@
 //!
 //! Invariant: a call is recorded only if the load's kernels were still running when it began.
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
+#![expect(unsafe_code, reason = "calling the driver")]
 
+use std::ffi::c_void;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::Fault;
-use super::gpu::{Event, Gpu, Kernel, Physical, Plain, Range, Stream};
+use cudarc::driver::{
+    CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg, result, sys,
+};
+use cudarc::nvrtc::Ptx;
 
-/// The timed calls. `All` = one call for the whole range.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Call {
-    Reserve,
-    Create,
-    Map,
-    SetAccess,
-    SetAccessAll,
-    Retain,
-    Unmap,
-    UnmapAll,
-    Release,
-    AddressFree,
-    PlainFree,
-    Granularity,
-}
-
-impl Call {
-    pub(crate) const EVERY: [Self; 12] = [
-        Self::Reserve,
-        Self::Create,
-        Self::Map,
-        Self::SetAccess,
-        Self::SetAccessAll,
-        Self::Retain,
-        Self::Unmap,
-        Self::UnmapAll,
-        Self::Release,
-        Self::AddressFree,
-        Self::PlainFree,
-        Self::Granularity,
-    ];
-
-    /// The call's name in tables and figures.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Reserve => "reserve",
-            Self::Create => "create",
-            Self::Map => "map",
-            Self::SetAccess => "set_access",
-            Self::SetAccessAll => "set_access_all",
-            Self::Retain => "retain",
-            Self::Unmap => "unmap",
-            Self::UnmapAll => "unmap_all",
-            Self::Release => "release",
-            Self::AddressFree => "address_free",
-            Self::PlainFree => "plain_free",
-            Self::Granularity => "granularity",
-        }
-    }
-}
+use super::super::cases::{Fault, Outcome};
+use super::super::rig::{float, median};
+use super::gpu::{Gpu, Physical, Range};
 
 /// The bytes that the load's kernel works on: a power of two.
-pub(crate) const LOAD_BYTES: usize = 64 << 20;
+const LOAD_BYTES: usize = 64 << 20;
 
-/// A stream with a chain of kernels and an event after each.
-pub(crate) struct Load<'g> {
-    kernel: &'g Kernel<'g>,
-    stream: Stream<'g>,
-    events: Vec<Event<'g>>,
-    base: u64,
+/// The time that the first kernel of a load has to start.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// `cuEventElapsedTime`; cudarc calls a version of it that drivers before 12.8 lack.
+type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
+
+fn elapsed() -> Result<Elapsed, Fault> {
+    // SAFETY: the name is a C string; the library is loaded already, and never closed.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    // SAFETY: the name is a C string; a null library is the whole program's symbols.
+    let found = unsafe { libc::dlsym(library, c"cuEventElapsedTime".as_ptr()) };
+    // SAFETY: an optional function pointer is as large as a pointer and null is `None`; the type is
+    // that of cuda.h.
+    let found = unsafe { std::mem::transmute::<*mut c_void, Option<Elapsed>>(found) };
+    found.ok_or_else(|| "the driver library lacks the function cuEventElapsedTime".into())
+}
+
+/// A stream with a chain of kernels and an event after each, and the memory that they work on.
+pub(crate) struct Load {
+    kernel: CudaFunction,
+    blocks: u32,
+    stream: Arc<CudaStream>,
+    events: Vec<CudaEvent>,
+    elapsed: Elapsed,
+    pub(crate) buffer: Range,
     rounds: u64,
     plug_rounds: u64,
     launched: bool,
@@ -79,25 +55,28 @@ pub(crate) struct Load<'g> {
     pub(crate) kernel_us: f64,
 }
 
-impl<'g> Load<'g> {
-    /// A chain of `kernels` that take about `kernel_us` each, on the buffer at `base`. A first
-    /// kernel, not counted, lasts while the others are queued.
-    pub(crate) fn new(
-        gpu: &'g Gpu<'g>,
-        kernel: &'g Kernel<'g>,
-        base: u64,
-        (kernels, kernel_us): (usize, f64),
-    ) -> Result<Self, Fault> {
-        let stream = Stream::new(gpu)?;
-        let events = (0..=kernels).map(|_| Event::new(gpu)).collect::<Result<_, _>>()?;
-        let (rounds, plug_rounds) = (2000, 0);
+impl Load {
+    /// A chain of `kernels` that take about `kernel_us` each. A first kernel, not counted, lasts
+    /// while the others are queued.
+    pub(crate) fn new(gpu: &Gpu, kernels: u32, kernel_us: f64) -> Result<Self, Fault> {
+        let context = &gpu.context;
+        let timed = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        let piece = LOAD_BYTES.next_multiple_of(gpu.granularity);
+        let mut buffer = Range::reserve(gpu, piece, 1)?;
+        buffer.map(0, &Physical::create(gpu, piece)?)?;
+        buffer.set_access(0)?;
+        let cores = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         let mut load = Self {
-            kernel,
-            stream,
-            events,
-            base,
-            rounds,
-            plug_rounds,
+            kernel: context
+                .load_module(Ptx::from_src(include_str!("touch.ptx")))?
+                .load_function("touch")?,
+            blocks: u32::try_from(context.attribute(cores)?)?.max(1),
+            stream: context.new_stream()?,
+            events: (0..=kernels).map(|_| context.new_event(timed)).collect::<Result<_, _>>()?,
+            elapsed: elapsed()?,
+            buffer,
+            rounds: 2000,
+            plug_rounds: 0,
             launched: false,
             kernel_us: 0.0,
         };
@@ -105,62 +84,85 @@ impl<'g> Load<'g> {
         load.measure_kernel()?;
         let round_us = (load.measure_kernel()? / 2000.0).max(1e-4);
         load.rounds = super::whole(kernel_us / round_us).max(1);
-        load.plug_rounds = super::whole(15.0 * super::float(kernels) / round_us);
+        load.plug_rounds = super::whole(15.0 * f64::from(kernels) / round_us);
         load.kernel_us = load.measure_kernel()?;
         Ok(load)
     }
 
+    /// Queues the kernel `touch` with so many rounds.
+    fn queue(&self, rounds: u64) -> Outcome {
+        let mask = LOAD_BYTES as u64 - 4;
+        let config = LaunchConfig {
+            grid_dim: (self.blocks, 1, 1),
+            block_dim: (128, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        let mut launch = self.stream.launch_builder(&self.kernel);
+        launch.arg(&self.buffer.base).arg(&mask).arg(&rounds);
+        // SAFETY: the kernel takes these three (touch.ptx) and stays within the buffer, which is
+        // mapped; `provoke` unmaps it to see the error code.
+        unsafe { launch.launch(config) }?;
+        Ok(())
+    }
+
     fn measure_kernel(&self) -> Result<f64, Fault> {
         self.events[0].record(&self.stream)?;
-        self.kernel.launch(&self.stream, self.base, LOAD_BYTES as u64, self.rounds)?;
+        self.queue(self.rounds)?;
         self.events[1].record(&self.stream)?;
         self.stream.synchronize()?;
-        self.events[1].us_since(&self.events[0])
+        self.between_us(&self.events[0], &self.events[1])
+    }
+
+    /// Microseconds of device time between two events; resolution about 0.5 us.
+    fn between_us(&self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, Fault> {
+        let mut ms = 0.0;
+        // SAFETY: both events live as long as their owners; the reference outlives the call.
+        unsafe { (self.elapsed)(&mut ms, from.cu_event(), to.cu_event()) }.result()?;
+        Ok(f64::from(ms) * 1e3)
     }
 
     /// Queues the chain and returns when its first kernel begins.
-    pub(crate) fn launch(&mut self) -> Result<(), Fault> {
-        self.kernel.launch(&self.stream, self.base, LOAD_BYTES as u64, self.plug_rounds)?;
+    pub(crate) fn launch(&mut self) -> Outcome {
+        self.queue(self.plug_rounds)?;
         for (index, event) in self.events.iter().enumerate() {
             if index > 0 {
-                self.kernel.launch(&self.stream, self.base, LOAD_BYTES as u64, self.rounds)?;
+                self.queue(self.rounds)?;
             }
             event.record(&self.stream)?;
         }
         self.launched = true;
-        let patience = Duration::from_secs(5);
         let start = Instant::now();
-        while !self.events[0].is_done()? {
-            if start.elapsed() > patience {
-                return Err(Fault::NotBegun { seconds: patience.as_secs() });
+        while !self.events[0].try_is_complete()? {
+            if start.elapsed() > PATIENCE {
+                return Err(format!("the kernel did not start within {PATIENCE:?}").into());
             }
         }
         Ok(())
     }
 
     /// Returns `true` if the last kernel has ended (or none was launched).
-    pub(crate) fn is_done(&self) -> Result<bool, Fault> {
+    fn is_done(&self) -> Result<bool, Fault> {
         match self.events.last() {
-            Some(last) if self.launched => last.is_done(),
+            Some(last) if self.launched => Ok(last.try_is_complete()?),
             _ => Ok(true),
         }
     }
 
     /// Waits for the chain and adds the times between its events, in microseconds.
-    pub(crate) fn finish(&mut self, gaps_us: &mut Vec<f64>) -> Result<(), Fault> {
+    pub(crate) fn finish(&mut self, gaps_us: &mut Vec<f64>) -> Outcome {
         if !std::mem::take(&mut self.launched) {
             return Ok(());
         }
         self.stream.synchronize()?;
         for pair in self.events.windows(2) {
-            gaps_us.push(pair[1].us_since(&pair[0])?);
+            gaps_us.push(self.between_us(&pair[0], &pair[1])?);
         }
         Ok(())
     }
 }
 
 /// The observations of one kind of call.
-#[derive(Clone, Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Seen {
     /// Host time of each call, in order, in microseconds.
     pub(crate) costs_us: Vec<f64>,
@@ -172,32 +174,54 @@ pub(crate) struct Seen {
     pub(crate) gaps_us: Vec<f64>,
 }
 
-/// The records of all calls, and the concurrent load.
+impl Seen {
+    /// Calls a second, and the medians of the first and the last tenth of the calls.
+    pub(crate) fn growth(&self) -> (f64, f64, f64) {
+        let costs = &self.costs_us;
+        let tenth = (costs.len() / 10).max(1).min(costs.len());
+        let (first, last) = (&costs[..tenth], &costs[costs.len() - tenth..]);
+        let rate = float(costs.len()) * 1e6 / costs.iter().sum::<f64>().max(1e-3);
+        (rate, median(first), median(last))
+    }
+}
+
+/// The records of all calls by name, and the concurrent load. `_all` = one call for the range.
 #[derive(Default)]
-pub(crate) struct Watch<'l, 'g> {
-    pub(crate) load: Option<&'l mut Load<'g>>,
-    seen: [Seen; Call::EVERY.len()],
+pub(crate) struct Watch<'l> {
+    load: Option<&'l mut Load>,
+    seen: Vec<(&'static str, Seen)>,
     /// Host bytes resident while everything was mapped.
     pub(crate) mapped_rss: u64,
 }
 
-impl<'l, 'g> Watch<'l, 'g> {
-    pub(crate) fn new(load: Option<&'l mut Load<'g>>) -> Self {
+impl<'l> Watch<'l> {
+    pub(crate) fn new(load: Option<&'l mut Load>) -> Self {
         Self { load, ..Self::default() }
     }
 
-    pub(crate) fn of(&self, call: Call) -> &Seen {
-        &self.seen[call as usize]
+    /// The calls that were made, in order.
+    pub(crate) fn made(&self) -> impl Iterator<Item = (&'static str, &Seen)> {
+        let all = self.seen.iter().map(|(name, seen)| (*name, seen));
+        all.filter(|(_, seen)| !seen.costs_us.is_empty())
+    }
+
+    /// How often a call was made.
+    pub(crate) fn count(&self, call: &str) -> usize {
+        self.made().find(|(name, _)| *name == call).map_or(0, |(_, seen)| seen.costs_us.len())
     }
 
     /// Makes `count` calls of one kind, each timed, while the load runs.
     fn phase<T>(
         &mut self,
-        call: Call,
+        call: &'static str,
         count: usize,
         mut each: impl FnMut(usize) -> Result<T, Fault>,
     ) -> Result<Vec<T>, Fault> {
-        let seen = &mut self.seen[call as usize];
+        let at = self.seen.iter().position(|(name, _)| *name == call).unwrap_or_else(|| {
+            self.seen.push((call, Seen::default()));
+            self.seen.len() - 1
+        });
+        let seen = &mut self.seen[at].1;
         let mut made = Vec::with_capacity(count);
         let mut ended = Instant::now();
         for index in 0..count {
@@ -227,53 +251,42 @@ impl<'l, 'g> Watch<'l, 'g> {
     /// `piece` bytes. With `all`, access and unmap are one call each.
     pub(crate) fn cycle(
         &mut self,
-        gpu: &'g Gpu<'g>,
+        gpu: &Gpu,
         (piece, count): (usize, usize),
         all: bool,
-    ) -> Result<(), Fault> {
-        let ranges = self.phase(Call::Reserve, 1, |_| Range::reserve(gpu, piece, count))?;
+    ) -> Outcome {
+        let ranges = self.phase("reserve", 1, |_| Range::reserve(gpu, piece, count))?;
         // Handles are declared after the range, so that a failing part drops them first; the
         // memory then goes when the range unmaps.
         let Some(mut range) = ranges.into_iter().next() else { return Ok(()) };
-        let handles = self.phase(Call::Create, count, |_| Physical::create(gpu, piece))?;
-        self.phase(Call::Map, count, |index| range.map(index, &handles[index]))?;
+        let handles = self.phase("create", count, |_| Physical::create(gpu, piece))?;
+        self.phase("map", count, |index| range.map(index, &handles[index]))?;
         if all {
-            self.phase(Call::SetAccessAll, 1, |_| range.set_access_all())?;
+            self.phase("set_access_all", 1, |_| range.set_access_all())?;
         } else {
-            self.phase(Call::SetAccess, count, |index| range.set_access(index))?;
+            self.phase("set_access", count, |index| range.set_access(index))?;
         }
         self.mapped_rss = self.mapped_rss.max(super::rss_bytes());
-        match self.phase(Call::Retain, count.min(16), |index| range.retain(index)) {
-            // Not every library has it, and nothing after it needs it.
-            Ok(_) | Err(Fault::NoSymbol { .. }) => {}
-            Err(fault) => return Err(fault),
-        }
-        self.phase(Call::Granularity, 1, |_| gpu.granule(0))?;
+        self.phase("retain", count.min(16), |index| range.retain(index))?;
+        self.phase("granularity", 1, |_| gpu.granule(false))?;
         if all {
-            self.phase(Call::UnmapAll, 1, |_| range.unmap_all())?;
+            self.phase("unmap_all", 1, |_| range.unmap_all())?;
         } else {
-            self.phase(Call::Unmap, count, |index| range.unmap(index))?;
+            self.phase("unmap", count, |index| range.unmap(index))?;
         }
         let mut handles = handles.into_iter();
-        self.phase(Call::Release, count, |_| handles.next().map_or(Ok(()), Physical::release))?;
+        self.phase("release", count, |_| handles.next().map_or(Ok(()), Physical::release))?;
         let mut range = Some(range);
-        self.phase(Call::AddressFree, 1, |_| range.take().map_or(Ok(()), Range::free))?;
+        self.phase("address_free", 1, |_| range.take().map_or(Ok(()), Range::free))?;
         Ok(())
     }
 
     /// cuMemFree, of which the manual says that it waits: shows that a wait would be seen.
-    pub(crate) fn plain_free(&mut self, gpu: &'g Gpu<'g>, bytes: usize) -> Result<(), Fault> {
-        let mut plain = Some(Plain::allocate(gpu, bytes)?);
-        self.phase(Call::PlainFree, 1, |_| plain.take().map_or(Ok(()), Plain::free))?;
+    pub(crate) fn plain_free(&mut self, bytes: usize) -> Outcome {
+        // SAFETY: the context is current; the memory is never used.
+        let at = unsafe { result::malloc_sync(bytes) }?;
+        // SAFETY: allocated above and freed once.
+        self.phase("plain_free", 1, |_| Ok(unsafe { result::free_sync(at) }?))?;
         Ok(())
     }
-}
-
-/// The value below which `share` of the sorted samples lie; nothing of nothing.
-pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
-    let mut sorted = samples.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let last = sorted.len().saturating_sub(1);
-    let index = usize::try_from(super::whole((super::float(last) * share).round())).unwrap_or(last);
-    sorted.get(index.min(last)).copied().unwrap_or(f64::NAN)
 }

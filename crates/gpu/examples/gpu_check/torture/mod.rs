@@ -23,13 +23,11 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Bell, Clock, Moment};
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::{
-    Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Lease, Region, SleepOptions,
-};
+use lowtide_gpu::{Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Region, SleepOptions};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
-use super::rig::{Rig, float, quantile, stream};
+use super::rig::{Random, Rig, float, quantile, stream};
 use kernels::{Kernels, Words};
 
 /// Lanes, shared out among the threads.
@@ -111,7 +109,7 @@ pub(crate) fn torture(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         kernels,
         counts: Counts::default(),
         seed: AtomicU32::new(1),
-        room: size.scaled(0.5 / float(threads as u64)),
+        room: size.scaled(0.5 / float(threads)),
         end: start + args.torture_seconds,
         turn: RwLock::new(()),
         stop: AtomicBool::new(false),
@@ -235,6 +233,9 @@ impl Shared<'_> {
     }
 }
 
+/// Queues a kernel that waits and then works on these words.
+type Kernel = fn(&Kernels, &CudaStream, Words, Duration) -> Outcome;
+
 /// A block with its pattern.
 struct Live {
     buffer: Buffer<u32>,
@@ -269,7 +270,7 @@ struct Worker<'a> {
     queues: Vec<Queue>,
     live: VecDeque<Live>,
     live_bytes: ByteSize,
-    chance: Chance,
+    random: Random,
 }
 
 impl<'a> Worker<'a> {
@@ -284,7 +285,7 @@ impl<'a> Worker<'a> {
             queues: lanes.collect::<Result<_, Fault>>()?,
             live: VecDeque::new(),
             live_bytes: ByteSize::ZERO,
-            chance: Chance(shared.rig.args.seed ^ (number as u64) << 32),
+            random: Random(shared.rig.args.seed ^ (number as u64) << 32),
         };
         let mut steps = 0;
         while !shared.is_over(steps) {
@@ -300,16 +301,16 @@ impl<'a> Worker<'a> {
 
     /// Checks all blocks for the last time, and waits.
     fn finish(mut self) -> Outcome {
-        while let Some(block) = self.live.pop_front() {
-            self.check(&block)?;
+        while let Some(mut block) = self.live.pop_front() {
+            self.check(&mut block)?;
         }
         self.queues.iter().try_for_each(|queue| Ok(queue.stream.synchronize()?))
     }
 
     fn step(&mut self) -> Outcome {
-        let what = self.chance.below(1_000);
+        let what = self.random.below(1_000);
         let turn = &self.shared.turn;
-        if what >= ALONE && self.chance.below(2) == 0 {
+        if what >= ALONE && self.random.below(2) == 0 {
             let _turn = turn.write().unwrap_or_else(PoisonError::into_inner);
             return self.act(what);
         }
@@ -321,10 +322,10 @@ impl<'a> Worker<'a> {
         match what {
             0..480 => self.alloc(),
             480..820 => self.free(),
-            820..920 => self.check_one(),
-            920..940 => self.check_elsewhere(),
+            820..920 => self.check_on(false),
+            920..940 => self.check_on(true),
             940..960 => {
-                let lane = self.chance.index(self.queues.len());
+                let lane = self.random.index(self.queues.len());
                 Ok(self.queues[lane].lane.end_run()?)
             }
             960..988 => self.decay(),
@@ -340,7 +341,7 @@ impl<'a> Worker<'a> {
         while self.live_bytes.saturating_add(size) > self.shared.room && !self.live.is_empty() {
             self.free()?;
         }
-        let at = self.chance.index(self.queues.len());
+        let at = self.random.index(self.queues.len());
         let count = usize::try_from(size.get() / 4)?;
         let buffer = match self.queues[at].lane.alloc::<u32>(count, Region::Dynamic) {
             Ok(buffer) => buffer,
@@ -352,12 +353,8 @@ impl<'a> Worker<'a> {
             Err(error) => return Err(error.into()),
         };
         let seed = self.shared.seed.fetch_add(1, Ordering::Relaxed);
-        let block = Live { buffer, seed, lane: at };
-        let (lease, words) = self.words(&block)?;
-        let delay = self.delay();
-        self.shared.kernels.fill(&self.queues[at].stream, words, delay)?;
-        drop(lease);
-        self.queued(at)?;
+        let mut block = Live { buffer, seed, lane: at };
+        self.launch(&mut block, at, Kernels::fill)?;
         self.live_bytes = self.live_bytes.saturating_add(block.buffer.bytes());
         add(&self.shared.counts.blocks, 1);
         self.live.push_back(block);
@@ -368,79 +365,67 @@ impl<'a> Worker<'a> {
     fn size(&mut self) -> ByteSize {
         let largest = self.shared.rig.args.torture_block.max(SMALLEST).get();
         let doublings = (largest / SMALLEST.get()).ilog2();
-        let least = SMALLEST.get() << self.chance.below(u64::from(doublings) + 1);
-        let size = least + self.chance.below(least);
+        let least = SMALLEST.get() << self.random.below(u64::from(doublings) + 1);
+        let size = least + self.random.below(least);
         ByteSize::new(size.min(largest) / 4 * 4)
     }
 
     fn delay(&mut self) -> Duration {
-        if self.chance.below(5) == 0 {
+        if self.random.below(5) == 0 {
             return Duration::ZERO;
         }
         // The square of a share: short ones are more frequent.
-        let share = float(self.chance.below(1 << 20)) / float(1 << 20);
+        let share = float(self.random.below(1 << 20)) / f64::from(1 << 20);
         DELAYS.0 + (DELAYS.1 - DELAYS.0).mul_f64(share * share)
     }
 
-    /// The block under a lease, and where its words are.
-    fn words(&self, block: &Live) -> Result<(Lease, Words), Fault> {
-        let lease = self.queues[block.lane].lane.enter()?;
+    /// Queues a kernel with a block on one of the lanes.
+    fn launch(&mut self, block: &mut Live, on: usize, kernel: Kernel) -> Outcome {
+        let (own, other) = (&self.queues[block.lane], &self.queues[on]);
+        let mut lease = own.lane.enter()?;
+        if on != block.lane {
+            // Not by a wait of the device: those are the arena's alone.
+            own.stream.record_event(None)?.synchronize()?;
+            block.buffer.record_use(&other.lane)?;
+            lease.record_use(&other.lane)?;
+        }
         let at = block.buffer.address(&lease)?.ok_or("a block without address")?.get();
-        let count = block.buffer.len() as u64;
-        Ok((lease, Words { at, count, seed: block.seed }))
-    }
-
-    fn queued(&mut self, lane: usize) -> Outcome {
+        let words = Words { at, count: block.buffer.len() as u64, seed: block.seed };
+        let delay = self.delay();
+        kernel(&self.shared.kernels, &self.queues[on].stream, words, delay)?;
+        drop(lease);
         add(&self.shared.counts.kernels, 1);
-        self.queues[lane].queued()
+        self.queues[on].queued()
     }
 
     /// Compares a block with its pattern.
-    fn check(&mut self, block: &Live) -> Outcome {
-        let (lease, words) = self.words(block)?;
-        let delay = self.delay();
-        self.shared.kernels.check(&self.queues[block.lane].stream, words, delay)?;
-        drop(lease);
-        self.queued(block.lane)
+    fn check(&mut self, block: &mut Live) -> Outcome {
+        self.launch(block, block.lane, Kernels::check)
     }
 
     fn take(&mut self) -> Option<Live> {
         if self.live.is_empty() {
             return None;
         }
-        let at = self.chance.index(self.live.len());
+        let at = self.random.index(self.live.len());
         self.live.swap_remove_back(at)
     }
 
     /// Checks a block and frees it, with both kernels perhaps still queued.
     fn free(&mut self) -> Outcome {
-        let Some(block) = self.take() else { return Ok(()) };
-        self.check(&block)?;
+        let Some(mut block) = self.take() else { return Ok(()) };
+        self.check(&mut block)?;
         self.live_bytes = self.live_bytes.saturating_sub(block.buffer.bytes());
         Ok(())
     }
 
-    fn check_one(&mut self) -> Outcome {
-        let Some(block) = self.take() else { return Ok(()) };
-        self.check(&block)?;
+    /// Checks a block, on its own lane or on any.
+    fn check_on(&mut self, any: bool) -> Outcome {
+        let Some(mut block) = self.take() else { return Ok(()) };
+        let lane = if any { self.random.index(self.queues.len()) } else { block.lane };
+        self.launch(&mut block, lane, Kernels::check)?;
         self.live.push_back(block);
         Ok(())
-    }
-
-    /// Checks a block on another lane than its own.
-    fn check_elsewhere(&mut self) -> Outcome {
-        let Some(mut block) = self.take() else { return Ok(()) };
-        let other = self.chance.index(self.queues.len());
-        let (mut lease, words) = self.words(&block)?;
-        // Not by a wait of the device: those are the arena's alone.
-        self.queues[block.lane].stream.record_event(None)?.synchronize()?;
-        block.buffer.record_use(&self.queues[other].lane)?;
-        lease.record_use(&self.queues[other].lane)?;
-        let delay = self.delay();
-        self.shared.kernels.check(&self.queues[other].stream, words, delay)?;
-        drop(lease);
-        self.live.push_back(block);
-        self.queued(other)
     }
 
     fn decay(&self) -> Outcome {
@@ -465,7 +450,7 @@ impl<'a> Worker<'a> {
     /// Lets the arena sleep; the next use wakes it.
     fn sleep(&mut self) -> Outcome {
         let arena = &self.shared.arena;
-        let stores_max = if self.chance.below(2) == 0 { ByteSize::ZERO } else { ByteSize::MAX };
+        let stores_max = if self.random.below(2) == 0 { ByteSize::ZERO } else { ByteSize::MAX };
         arena.set_stores_max(stores_max);
         let options = SleepOptions { drain: Duration::from_millis(10), ..SleepOptions::default() };
         match arena.sleep(options) {
@@ -478,7 +463,7 @@ impl<'a> Worker<'a> {
             ) => {}
             Err(error) => return Err(error.into()),
         }
-        if self.chance.below(2) == 0 {
+        if self.random.below(2) == 0 {
             return Ok(());
         }
         match arena.wake() {
@@ -486,27 +471,5 @@ impl<'a> Worker<'a> {
             Ok(_) | Err(DeviceError::State { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
-    }
-}
-
-/// The generator `SplitMix64`.
-struct Chance(u64);
-
-impl Chance {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// A number below `end`, which is not 0.
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
-    /// An index of a list with so many entries, which is not 0.
-    fn index(&mut self, len: usize) -> usize {
-        usize::try_from(self.below(len as u64)).unwrap_or(0)
     }
 }

@@ -1,5 +1,5 @@
 //! Tests of operations during a compaction: enter, allocate, free, resize, from other threads and
-//! from the callback; and of the events that they see.
+//! from the callback.
 //!
 //! Invariant: no thread waits longer than for one batch, or sees half of a move.
 
@@ -9,9 +9,8 @@ use std::time::Duration;
 
 use super::{
     ALL, Chance, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
-    beside_a_pinned_one, fixed, marked, open, virtual_memory,
+    beside_a_pinned_one, fixed, marked, virtual_memory,
 };
-use crate::observe::visualize::MapEvent;
 use crate::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceCosts, Goal, Region, StopReason,
 };
@@ -315,32 +314,6 @@ fn a_hole_in_the_other_range_kept_a_block_from_one_in_its_own() {
     assert_all_marked(&arena, &small);
     arena.validate();
     driver.assert_no_faults();
-}
-
-#[test]
-fn the_events_show_where_each_block_went() {
-    let size = ByteSize::mib(64);
-    let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") };
-    let (arena, _) = open(ArenaConfig { history: 1000, ..config });
-    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
-    assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0);
-    drop(blocks.pop());
-    let map = arena.map();
-    let mut live = std::collections::BTreeSet::new();
-    for event in &map.events {
-        match *event {
-            MapEvent::Alloc { address, .. } => {
-                assert!(live.insert(address), "twice at one address");
-            }
-            MapEvent::Free { address, .. } => {
-                assert!(live.remove(&address), "freed and never handed out");
-            }
-            _ => {}
-        }
-    }
-    let segment = &map.segments[Region::Dynamic.number()];
-    let shown = segment.blocks.iter().map(|block| segment.base + block.offset.get());
-    assert!(shown.eq(live), "the events lead up to the map");
 }
 
 /// A thread that enters while a batch is copied waits for that batch, and the compaction for the

@@ -89,16 +89,21 @@ impl Program {
         }
     }
 
-    /// So many steps; then everything is freed, or some of it stays until the arena is gone.
-    pub(crate) fn run(mut self, steps: usize) {
+    /// So many steps.
+    pub(crate) fn run(&mut self, steps: usize) {
         for _ in 0..steps {
             self.clock.advance(Duration::from_micros(self.random.below(50_000)));
             self.step();
         }
+    }
+
+    /// Everything is freed, and the arena is closed in one of two cases.
+    pub(crate) fn end(mut self) {
         self.lease = None;
-        if self.random.below(2) == 0 {
-            let (arena, _) = (self.arena.clone(), self.arena.reset());
-            drop(self);
+        let (arena, _) = (self.arena.clone(), self.arena.reset());
+        let is_closed = self.random.below(2) == 0;
+        drop(self);
+        if is_closed {
             let _ = arena.close();
         }
     }

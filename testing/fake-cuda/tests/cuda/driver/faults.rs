@@ -19,7 +19,7 @@ use super::support::{Bed, LAZY, UNIT, life, read, write};
 /// Results of the driver: a bad value, no memory, no context, a bad handle, not offered, unknown.
 const CODES: [u32; 6] = [1, 2, 201, 400, 801, 999];
 
-/// Of all calls and codes each that is this many further on; in `cargo xtask soak` all. It has no
+/// Of all calls and codes each that is this many further on; in `.ci/run --soak` all. It has no
 /// factor in common with the number of codes, so that each code is met.
 const STEP: usize = if cfg!(lowtide_soak) { 1 } else { 7 };
 

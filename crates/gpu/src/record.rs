@@ -1,0 +1,419 @@
+//! The recorder of an arena: writes its events to a sink as JSON, one object per line.
+//!
+//! The thread that causes an event writes its line into a bounded buffer, under the arena's lock.
+//! The thread that finds enough waiting lines passes them on to the sink, without holding a lock of
+//! the arena. The recorder calls no driver and makes no decisions. An error stops only the
+//! recording. `docs/RECORDING.md` lists the events and their keys.
+//!
+//! Invariant: the sink receives complete lines in order, or an error is stored.
+
+mod json;
+
+use std::fmt;
+use std::io::Write;
+use std::mem;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+pub(crate) use self::json::Line;
+use crate::types::error::DeviceError;
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::fork::Birth;
+use lowtide_core::log;
+use lowtide_core::sync::atomic::{AtomicUsize, Ordering};
+use lowtide_core::sync::{Mutex, MutexGuard, caught, lock, try_lock};
+
+/// The maximum number of bytes that wait for the sink. Reached only if the sink itself uses the
+/// arena, because a thread that finds [`WAIT_FROM`] waits for the sink.
+const WAITING_MAX: usize = 1 << 20;
+
+/// The number of waiting bytes from which on they are passed on. A guess: one write for several
+/// hundred events.
+const DUE_FROM: usize = 64 << 10;
+
+/// The number of waiting bytes from which on threads wait for a slow sink. A guess.
+const WAIT_FROM: usize = 256 << 10;
+
+/// Records the events of one arena. Clones are cheap handles to the same recorder.
+///
+/// Pass it to an arena when it is opened ([`ArenaConfig::recorder`]). Thread caches are then
+/// disabled, so that every block is recorded. Each event is a line, a JSON object
+/// (`docs/RECORDING.md`). Lines are written in batches of about 64 KiB, by a thread that uses the
+/// arena: any call or drop may take as long as a write to the sink. Threads wait for a slow sink
+/// once 256 KiB are pending. The sink needs no buffer of its own. A recording has sizes, addresses
+/// and times, and no contents.
+///
+/// If the sink fails or panics, the recording stops, the error is logged once through `tracing` and
+/// available from [`Recorder::error`], and the arena continues to work. The sink may use the arena
+/// itself; its events then wait to be written, and more than 1 MiB of them stop the recording.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use lowtide_gpu::clock::SystemClock;
+/// use lowtide_gpu::record::Recorder;
+/// use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+///
+/// # let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("arena.jsonl");
+/// let recorder = Recorder::new(std::fs::File::create(&path)?);
+/// let config = ArenaConfig { recorder: Some(recorder.clone()), ..ArenaConfig::new("embedder") };
+/// let driver = Arc::new(HostDriver::new());
+/// let arena = DeviceArena::open(driver, Arc::new(SystemClock::new()), config)?;
+/// drop(arena.alloc::<f32>(1 << 20, Region::Dynamic)?);
+/// drop(arena); // writes the last line
+///
+/// let text = std::fs::read_to_string(&path)?;
+/// let events = ["open", "commit", "alloc", "free", "end"];
+/// assert!(text.lines().zip(events).all(|(line, event)| line.contains(event)));
+/// assert_eq!(recorder.error(), None);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// [`ArenaConfig::recorder`]: crate::ArenaConfig::recorder
+#[derive(Clone)]
+pub struct Recorder {
+    inner: Arc<Inner>,
+}
+
+/// The reason that a recorder stopped. The arena continues to work.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RecordError {
+    /// The sink returned an error.
+    #[error("the recording's sink failed: {message}")]
+    Sink {
+        /// The sink's error message.
+        message: String,
+    },
+    /// The sink panicked.
+    #[error("the recording's sink panicked: {message}")]
+    Panicked {
+        /// The panic message.
+        message: String,
+    },
+    /// The recording reached its size limit; the lines written so far are complete.
+    #[error("recording reached its size limit ({most})")]
+    Full {
+        /// The size limit.
+        most: ByteSize,
+    },
+    /// Too many lines are waiting to be written, because the sink itself uses the arena without
+    /// end.
+    #[error("the recording's sink is too slow: {waiting} wait to be written, limit {most}")]
+    Overrun {
+        /// The bytes that are waiting.
+        waiting: ByteSize,
+        /// The limit of waiting bytes.
+        most: ByteSize,
+    },
+    /// The process is a fork of the one that created the recorder.
+    #[error("the recorder was created before a fork")]
+    Forked,
+}
+
+struct Inner {
+    lines: Mutex<Lines>,
+    /// The number of waiting bytes: a copy that is readable without the lock.
+    waiting: AtomicUsize,
+    sink: Mutex<Sink>,
+    /// The thread that is writing to the sink; 0 for none.
+    writer: AtomicUsize,
+    birth: Birth,
+}
+
+/// The lines that the sink has not received yet. No other code is called under their lock.
+struct Lines {
+    /// The arena's name, once it is open.
+    arena: Option<String>,
+    is_over: bool,
+    text: String,
+    /// The time of the last line.
+    last: Moment,
+    /// The size limit of the recording, and the bytes written.
+    most: ByteSize,
+    written: ByteSize,
+    error: Option<RecordError>,
+    /// `true` once the error was logged.
+    is_logged: bool,
+}
+
+struct Sink {
+    /// The sink; `None` once the recording is over.
+    to: Option<Box<dyn Write + Send>>,
+    /// The last written text, cleared, as a spare buffer.
+    spare: String,
+}
+
+impl Recorder {
+    /// Creates a recorder that writes to a sink without a size limit.
+    #[must_use]
+    pub fn new(sink: impl Write + Send + 'static) -> Self {
+        Self::bounded(sink, ByteSize::MAX)
+    }
+
+    /// Creates a recorder that writes at most `most` bytes, in complete lines.
+    #[must_use]
+    pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
+        let lines = Lines {
+            arena: None,
+            is_over: false,
+            text: String::new(),
+            last: Moment::ORIGIN,
+            most,
+            written: ByteSize::ZERO,
+            error: None,
+            is_logged: false,
+        };
+        let sink = Sink { to: Some(Box::new(sink)), spare: String::new() };
+        Self {
+            inner: Arc::new(Inner {
+                lines: Mutex::new(lines),
+                waiting: AtomicUsize::new(0),
+                sink: Mutex::new(sink),
+                writer: AtomicUsize::new(0),
+                birth: Birth::now(),
+            }),
+        }
+    }
+
+    /// Returns the reason that the recording stopped early; `None` while it runs or after it was
+    /// finished.
+    #[must_use]
+    pub fn error(&self) -> Option<RecordError> {
+        self.lines().map_or(Some(RecordError::Forked), |lines| lines.error.clone())
+    }
+
+    /// Writes all pending lines to the sink and flushes it. Does nothing if called by the sink
+    /// itself.
+    ///
+    /// # Errors
+    /// The error of [`Recorder::error`].
+    pub fn flush(&self) -> Result<(), RecordError> {
+        if !self.inner.birth.is_here() {
+            return Err(RecordError::Forked);
+        }
+        if self.inner.is_writing() {
+            return Ok(());
+        }
+        self.inner.pass_on(lock(&self.inner.sink), true);
+        self.error().map_or(Ok(()), Err)
+    }
+
+    /// Ends the recording with its last line. The arena continues to work unrecorded. Without this
+    /// call the recording ends when the arena is dropped.
+    ///
+    /// # Errors
+    /// The error of [`Recorder::error`].
+    pub fn finish(&self) -> Result<(), RecordError> {
+        if let Some(mut lines) = self.lines() {
+            lines.end();
+        }
+        self.flush()
+    }
+
+    /// Returns the lines; `None` in a forked child, in which another thread may have held the lock.
+    fn lines(&self) -> Option<MutexGuard<'_, Lines>> {
+        self.inner.birth.is_here().then(|| lock(&self.inner.lines))
+    }
+
+    /// Adds a line for an event that takes effect now.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn write(
+        &self,
+        clock: &dyn Clock,
+        name: &'static str,
+        fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
+    ) {
+        let now = clock.now();
+        let mut lines = lock(&self.inner.lines);
+        lines.write(now, name, fields);
+        self.inner.waiting.store(lines.waiting(), Ordering::Relaxed);
+    }
+
+    /// Passes lines on to the sink if enough of them are waiting. No lock is held. Does nothing in
+    /// a forked child: the parent writes the lines, and another thread may have held a lock.
+    pub(crate) fn pass_on(&self) {
+        let inner = &*self.inner;
+        let waiting = inner.waiting.load(Ordering::Relaxed);
+        if waiting < DUE_FROM || inner.is_writing() || !inner.birth.is_here() {
+            return;
+        }
+        let sink =
+            if waiting < WAIT_FROM { try_lock(&inner.sink) } else { Some(lock(&inner.sink)) };
+        if let Some(sink) = sink {
+            inner.pass_on(sink, false);
+        }
+    }
+}
+
+/// The recording of one arena. Ends when dropped.
+pub(crate) struct Recording(pub(crate) Recorder);
+
+impl Recording {
+    /// Begins the recording of an arena with its first line.
+    ///
+    /// # Errors
+    /// `RecorderTaken`.
+    pub(crate) fn new(
+        recorder: &Recorder,
+        now: Moment,
+        arena: &str,
+        fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
+    ) -> Result<Self, DeviceError> {
+        let mut lines = lock(&recorder.inner.lines);
+        if let Some(by) = &lines.arena {
+            return Err(DeviceError::RecorderTaken { by: by.clone() });
+        }
+        lines.arena = Some(arena.to_owned());
+        lines.write(now, "open", fields);
+        drop(lines);
+        Ok(Self(recorder.clone()))
+    }
+}
+
+impl Drop for Recording {
+    /// Ends the recording: the arena was dropped.
+    fn drop(&mut self) {
+        let _ = self.0.finish(); // the error was logged
+    }
+}
+
+impl Lines {
+    fn write(
+        &mut self,
+        at: Moment,
+        name: &'static str,
+        fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
+    ) {
+        if self.is_over {
+            return;
+        }
+        self.last = at;
+        let before = self.text.len();
+        let mut line = Line::new(&mut self.text, self.last, name);
+        fields(&mut line);
+        line.end();
+        let written = self.written.saturating_add(ByteSize::of(self.text.len() - before));
+        if written > self.most {
+            self.text.truncate(before);
+            self.is_over = true;
+            self.error = Some(RecordError::Full { most: self.most });
+            return;
+        }
+        self.written = written;
+        if self.text.len() > WAITING_MAX {
+            let [waiting, most] = [self.text.len(), WAITING_MAX].map(ByteSize::of);
+            self.stop(RecordError::Overrun { waiting, most });
+        }
+    }
+
+    /// Ends the recording with its last line.
+    fn end(&mut self) {
+        if self.arena.is_some() {
+            self.write(self.last, "end", |line| line);
+        }
+        self.is_over = true;
+    }
+
+    /// Stops the recording with this error.
+    fn stop(&mut self, error: RecordError) {
+        self.is_over = true;
+        self.text = String::new();
+        self.error.get_or_insert(error);
+    }
+
+    /// Returns the number of waiting bytes; at least the threshold if an error is to be logged.
+    fn waiting(&self) -> usize {
+        let is_news = self.error.is_some() && !self.is_logged;
+        if is_news { self.text.len().max(DUE_FROM) } else { self.text.len() }
+    }
+}
+
+impl Inner {
+    /// Returns `true` if this thread is within the sink.
+    fn is_writing(&self) -> bool {
+        self.writer.load(Ordering::Relaxed) == here()
+    }
+
+    /// Writes pending lines to the sink, including lines added meanwhile if the recording ended.
+    fn pass_on(&self, mut sink: MutexGuard<'_, Sink>, flush: bool) {
+        while self.write(&mut sink, flush) {}
+        drop(sink);
+        let mut lines = lock(&self.lines);
+        let Some(error) = lines.error.clone().filter(|_| !lines.is_logged) else { return };
+        lines.is_logged = true;
+        let arena = lines.arena.clone().unwrap_or_default();
+        drop(lines);
+        log!(warn, arena, %error, "recording stopped");
+    }
+
+    /// Writes the waiting lines. Returns `true` if the recording ended meanwhile.
+    fn write(&self, sink: &mut Sink, flush: bool) -> bool {
+        let spare = mem::take(&mut sink.spare);
+        let (mut text, is_over) = {
+            let mut lines = lock(&self.lines);
+            self.waiting.store(0, Ordering::Relaxed);
+            (mem::replace(&mut lines.text, spare), lines.is_over)
+        };
+        let mut failed = None;
+        self.writer.store(here(), Ordering::Relaxed);
+        if let Some(to) = &mut sink.to {
+            let written = caught(|| {
+                to.write_all(text.as_bytes())?;
+                if flush || is_over { to.flush() } else { Ok(()) }
+            });
+            failed = match written {
+                Ok(Ok(())) => None,
+                Ok(Err(error)) => Some(RecordError::Sink { message: error.to_string() }),
+                Err(message) => Some(RecordError::Panicked { message }),
+            };
+        }
+        let done = if is_over || failed.is_some() { sink.to.take() } else { None };
+        // Dropping the sink runs code of the program.
+        let _ = caught(|| drop(done));
+        self.writer.store(0, Ordering::Relaxed);
+        text.clear();
+        sink.spare = text;
+        let mut lines = lock(&self.lines);
+        if let Some(error) = failed {
+            lines.stop(error);
+        }
+        !is_over && lines.is_over && sink.to.is_some()
+    }
+}
+
+impl Drop for Inner {
+    /// Drops the sink, which is foreign code: nothing may unwind out of a drop.
+    fn drop(&mut self) {
+        // In a forked child another thread may have held the lock.
+        let sink = try_lock(&self.sink).and_then(|mut sink| sink.to.take());
+        let _ = caught(|| drop(sink));
+    }
+}
+
+/// Returns a number of this thread that no other thread has while it runs; not 0.
+fn here() -> usize {
+    thread_local! {
+        /// It has no drop, so that it exists until the thread's end.
+        static HERE: u8 = const { 0 };
+    }
+    HERE.with(|here| std::ptr::from_ref(here).addr())
+}
+
+/// Returns `true` if both are handles to the same recorder.
+impl PartialEq for Recorder {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+impl Eq for Recorder {}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recorder").field("error", &self.error()).finish_non_exhaustive()
+    }
+}
