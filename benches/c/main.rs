@@ -1,5 +1,5 @@
 //! What the C ABI costs: the instructions of an alloc/free pair through the shared library, less
-//! those of the same pair in Rust; and whether PyTorch accepts the library.
+//! those of the same pair in Rust.
 //!
 //! Each kind of pair runs in a process of its own under callgrind, once and three times as often;
 //! the difference has neither start nor end in it. Both use a lane of a stream on the host driver,
@@ -9,13 +9,14 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
-#[path = "../callgrind.rs"]
-mod callgrind;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 
 use std::ffi::{CString, c_int, c_void};
 use std::hint::black_box;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::ptr;
 use std::sync::Arc;
 
@@ -24,10 +25,11 @@ use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{ArenaConfig, ByteSize, DeviceArena, HostDriver, Region};
 
-use crate::callgrind::callgrind;
+use crate::common::callgrind;
+use crate::common::figures::Figures;
 
 /// Pairs of the shorter run.
-const PAIRS: usize = 50_000;
+const PAIRS: u32 = 50_000;
 /// The size of a block: small, so that nothing is committed.
 const SIZE: usize = 4096;
 const STREAM: usize = 100;
@@ -37,17 +39,11 @@ const GOAL: f64 = 150.0;
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What the C ABI costs")]
 struct Cli {
-    /// Ask the PyTorch of this Python whether it accepts the library; no GPU is needed.
-    #[arg(long, value_name = "PROGRAM")]
-    python: Option<PathBuf>,
     /// Be the process whose instructions are counted.
     #[arg(long, hide = true)]
     be: Option<Kind>,
-    #[arg(long, hide = true, default_value_t = PAIRS)]
+    #[arg(long, hide = true, default_value_t = 0)]
     pairs: usize,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 /// A kind of pair.
@@ -60,72 +56,31 @@ enum Kind {
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
-        println!("c: a bench under valgrind, not a test: run `cargo bench --bench c`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let done = match cli.be {
-        Some(Kind::Rust) => rust(cli.pairs).map(|()| true),
-        Some(kind) => c(kind, cli.pairs).map(|()| true),
-        None => measure(cli.python.as_ref()),
-    };
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(why) => {
-            println!("failed: {why}");
-            ExitCode::FAILURE
+    common::main(|cli: Cli| {
+        match cli.be {
+            Some(Kind::Rust) => rust(cli.pairs)?,
+            Some(kind) => c(kind, cli.pairs)?,
+            None => return Ok(measure()?),
         }
-    }
+        Ok(true)
+    })
 }
 
 /// Prints the figures; returns whether the goals hold.
-fn measure(python: Option<&PathBuf>) -> Result<bool, String> {
+fn measure() -> Result<bool, String> {
     let [rust, c, torch] = [Kind::Rust, Kind::C, Kind::Torch].map(instructions);
     let (rust, c, torch) = (rust?, c?, torch?);
     println!("figure engines.rust.pair_instructions {rust:.0} instructions");
     println!("figure engines.torch.pair_instructions {:.0} instructions", torch - rust);
-    let held = c - rust <= GOAL;
-    println!("figure engines.c.pair_instructions {:.0} instructions", c - rust);
-    let word = if held { "held  " } else { "MISSED" };
-    println!("{word}  engines.c.pair_instructions at most {GOAL:.0}: {:.0}", c - rust);
-    let Some(python) = python else {
-        println!("skipped: engines.torch.accepted: expected --python with PyTorch");
-        return Ok(held);
-    };
-    let tests = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/c/tests");
-    // PyTorch asks CUDA's runtime for the current device before it allocates: here, this one.
-    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
-    let runtime = folder.path().join("cudart.so");
-    let mut compiler = Command::new("cc");
-    compiler.args(["-shared", "-fPIC", "-o"]).arg(&runtime);
-    let compiled = compiler.arg(format!("{tests}/c/cudart.c")).status();
-    compiled.map_err(|error| format!("cc: {error}"))?;
-    let mut command = Command::new(python);
-    command.arg(format!("{tests}/python/abi.py")).arg(library()?).arg("torch");
-    let output = command.env("LD_PRELOAD", runtime).output();
-    let output = output.map_err(|error| format!("{}: {error}", python.display()))?;
-    print!("{}", String::from_utf8_lossy(&output.stdout));
-    if !output.status.success() {
-        println!("figure engines.torch.accepted 0\n{}", String::from_utf8_lossy(&output.stderr));
-    }
-    Ok(held && output.status.success())
+    let mut figures = Figures::default();
+    figures.at_most("engines.c.pair_instructions", c - rust, "instructions", GOAL);
+    Ok(figures.print())
 }
 
 /// Returns the instructions of a pair.
 fn instructions(kind: Kind) -> Result<f64, String> {
-    let (once, thrice) = (collected(kind, PAIRS)?, collected(kind, 3 * PAIRS)?);
-    let pairs = u32::try_from(2 * PAIRS).map_err(|error| error.to_string())?;
-    Ok((thrice - once) / f64::from(pairs))
-}
-
-fn collected(kind: Kind, pairs: usize) -> Result<f64, String> {
-    let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let name = kind.to_possible_value().map(|value| value.get_name().to_owned());
-    let arguments = ["--be", &name.unwrap_or_default(), "--pairs", &pairs.to_string()];
-    callgrind::instructions(callgrind(program).args(arguments))
+    callgrind::per_step(&["--be", &name.unwrap_or_default(), "--pairs"], PAIRS)
 }
 
 /// The pairs in Rust.

@@ -13,7 +13,7 @@ use lowtide_admission::{Admission, Budget, Cost, Signals};
 use lowtide_heap::thread_totals;
 use tokio::sync::Semaphore;
 
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 const TURNS: u32 = 1_000_000;
 const COST: ByteSize = ByteSize::kib(64);

@@ -5,23 +5,25 @@
 //! controller behaves over days, the bench `controller`'s.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 mod admission;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 #[path = "../idle/look.rs"]
 #[allow(dead_code, reason = "another bench uses more of it")]
 mod look;
 mod managed;
 mod sampler;
-mod table;
 
 use std::process::ExitCode;
 
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 lowtide::global_allocator!(balanced);
 
@@ -51,27 +53,43 @@ struct Cli {
     /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
     counted: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
+/// The most that a figure may be.
+const GOALS: &[(&str, f64)] = &[
+    ("admission.allocated_bytes", 0.0),
+    ("managed.loads", 1.0),
+    ("managed.unload_late_ticks", 1.0),
+    ("managed.after_unload_over_goal", 1.0),
+    ("sampler.allocated_bytes", 0.0),
+];
+
+/// The same for what is timed.
+const TIMED: &[(&str, f64)] = &[
+    ("admission.one_threads_ns", 15.0),
+    ("admission.two_threads_ns", 80.0),
+    ("admission.one_over_atomics", 1.3),
+    // The same goal over what two atomic operations took where it was set: 48 ns.
+    ("admission.two_over_atomics", 1.67),
+    ("admission.rejected_ns", 15.0),
+    ("managed.acquire_ns", 50.0),
+    ("managed.acquire_over_atomics", 2.5),
+    ("managed.other_wait_ms", 1.0),
+    ("sampler.cpu_ratio", 0.003),
+    ("sampler.over_floor", 1.5),
+    ("sampler.read_us", 25.0),
+];
+
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("control: a bench of a minute, not a test: run `cargo bench --bench control`");
-        return ExitCode::SUCCESS;
-    }
-    let mut figures = Figures::default();
-    let cli = Cli::parse();
-    match measure(&cli, &mut figures) {
-        Ok(()) if figures.print(cli.counted) => ExitCode::SUCCESS,
-        Ok(()) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("control: {error}");
-            ExitCode::FAILURE
+    common::main(|cli: Cli| {
+        let mut figures = Figures::default();
+        measure(&cli, &mut figures)?;
+        figures.set_goals(GOALS);
+        if !cli.counted {
+            figures.set_goals(TIMED);
         }
-    }
+        Ok(figures.print())
+    })
 }
 
 fn measure(cli: &Cli, figures: &mut Figures) -> Result<(), BoxError> {

@@ -13,7 +13,7 @@ use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Cost, Managed};
 
 use crate::admission::{alone, two_atomics};
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 const TURNS: u32 = 1_000_000;
 /// The number of callers that want a cold resource at the same moment.

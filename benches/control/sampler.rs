@@ -13,8 +13,8 @@ use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Cost, Signals};
 use lowtide_heap::{HeapProbe, thread_totals};
 
+use crate::common::figures::Figures;
 use crate::look::Look;
-use crate::table::Figures;
 
 const RESIDENT: ByteSize = ByteSize::gib(2);
 /// Blocks of a granule each: every other one is given back, so that each stands in a mapping of its

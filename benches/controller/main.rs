@@ -1,14 +1,17 @@
 //! The controller in virtual time, with many seeds; `crates/admission/tests/admission/simulated.rs`
 //! runs a few.
 //!
-//! Scenarios, each from a seed; days of the controller and of a device arena; goodput compared with
-//! the best fixed budget, and the advice on smaller limits compared with their effect. A run that
-//! fails is shown with its seed and can be run again alone.
+//! Scenarios, each from a seed; days of the controller and of a device arena; and the advice on
+//! smaller limits compared with their effect. A run that fails is shown with its seed, and `--from
+//! SEED --seeds 1` runs it again.
 //!
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod arena;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 #[allow(dead_code, reason = "the tests use more of it")]
 mod sim;
 
@@ -16,12 +19,12 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use crate::common::figures::count as exact;
 use crate::sim::advice::{self, Advised, LOADS};
-use crate::sim::claims::{self, Failure};
-use crate::sim::load::{CLASSES, MIXES};
+use crate::sim::claims;
+use crate::sim::days;
+use crate::sim::load::MIXES;
 use crate::sim::scenario::{Kind, Scenario};
-use crate::sim::seen::Seen;
-use crate::sim::{best, days};
 
 /// Seconds of traffic that are recorded for an advice.
 const ADVISED_S: f64 = 300.0;
@@ -39,85 +42,43 @@ struct Cli {
     /// The first seed.
     #[arg(long, default_value_t = 0)]
     from: u64,
-    /// Only this seed, with what it learned each half second.
-    #[arg(long)]
-    seed: Option<u64>,
-    /// Requests are not measured: the correction factor alone corrects their estimates.
-    #[arg(long)]
-    unmeasured: bool,
     /// The number of days of traffic.
     #[arg(long, default_value_t = 90)]
     days: u32,
-    /// Seeds of each comparison with a fixed budget; 0 for none.
-    #[arg(long, default_value_t = 3)]
-    compare: u64,
     /// Seeds of each comparison of the advice on limits with what they do; 0 for none.
     #[arg(long, default_value_t = 3)]
     advice: u64,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("controller: a bench of a minute: run `cargo bench --bench controller`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    if let Some(seed) = cli.seed {
-        return one(Scenario { measured: !cli.unmeasured, ..Scenario::of(seed) });
-    }
-    let mut failed = scenarios(&cli);
-    if cli.compare > 0 {
-        failed += compared(cli.compare);
-    }
-    if cli.advice > 0 {
-        failed += advised(cli.advice);
-    }
-    if cli.days > 0 {
-        failed += virtual_days(cli.from, cli.days);
-    }
-    figure("failed", count(failed), "runs");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    common::main(|cli: Cli| {
+        let mut failed = scenarios(&cli);
+        if cli.advice > 0 {
+            failed += advised(cli.advice);
+        }
+        if cli.days > 0 {
+            failed += virtual_days(cli.from, cli.days);
+        }
+        figure("failed", count(failed), "runs");
+        Ok(failed == 0)
+    })
 }
 
 fn figure(name: &str, value: f64, unit: &str) {
     println!("figure controller.{name} {value:.3} {unit}");
 }
 
-/// One seed, in full.
-fn one(scenario: Scenario) -> ExitCode {
-    let seen = claims::run(&scenario, lowtide_admission::Settings::default(), None);
-    for look in seen.looks.iter().step_by(10) {
-        println!(
-            "{:>6.2} s  K {:.3}  booked {:>6.1}  allowance {:>7.1}\
-            \u{20} physical {:>6.1}  required {:>6.1}",
-            look.second, look.k, look.reserved, look.allowance, look.physical, look.required
-        );
-    }
-    println!("levels {:?}", seen.levels);
-    println!("purges {:?}, sheds by reason {:?}", seen.purges, seen.reasons);
-    let faults = claims::faults(&scenario, &seen);
-    println!("{}", Failure { scenario, faults: faults.clone() });
-    if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
 /// All seeds; how many failed.
 fn scenarios(cli: &Cli) -> usize {
     let mut failures = Vec::new();
-    let mut all: Vec<(Scenario, Seen)> = Vec::new();
     let mut slowest = 0.0_f64;
     for seed in cli.from..cli.from + cli.seeds {
-        let scenario = Scenario { measured: !cli.unmeasured, ..Scenario::of(seed) };
+        let scenario = Scenario::of(seed);
         match claims::judge(&scenario) {
-            Ok(mut seen) => {
+            Ok(seen) => {
                 if scenario.kind == Kind::Change {
                     slowest = slowest.max(claims::settles(&scenario, &seen));
                 }
-                seen.looks.clear();
-                all.push((scenario, seen));
             }
             Err(failure) => failures.push(failure),
         }
@@ -129,54 +90,9 @@ fn scenarios(cli: &Cli) -> usize {
         let failed = failures.iter().filter(|one| one.scenario.kind == kind).count();
         figure(&format!("{}.failed", kind.name()), count(failed), "runs");
     }
-    figure("runs", count(all.len() + failures.len()), "runs");
-    summary(&all);
+    figure("runs", exact(cli.seeds), "runs");
     figure("change.settles_s", slowest, "s");
     failures.len()
-}
-
-/// The worst of the runs that held.
-fn summary(all: &[(Scenario, Seen)]) {
-    let of = |kind: Kind| all.iter().filter(move |(scenario, _)| scenario.kind == kind);
-    let worst =
-        |kind: Kind, value: fn(&(Scenario, Seen)) -> f64| of(kind).map(value).fold(0.0, f64::max);
-    let peak = all.iter().map(|(_, seen)| seen.peak).fold(0.0, f64::max);
-    figure("peak", 100.0 * peak, "%");
-    let changes = worst(Kind::Overload, |(one, seen)| seen.changes_per_second(2.0, one.lasts));
-    figure("overload.level_changes_per_s", changes, "1/s");
-    let rejected = |(_, seen): &(Scenario, Seen)| seen.shed_mib() / seen.offered_mib().max(1e-9);
-    let learned = |(_, seen): &(Scenario, Seen)| seen.learned.shed_ratio();
-    figure("fits.shed_bytes_ratio", worst(Kind::Fits, learned), "ratio");
-    figure("fits.with_start.shed_bytes_ratio", worst(Kind::Fits, rejected), "ratio");
-    let after = |(one, seen): &(Scenario, Seen)| {
-        let fell = match one.load {
-            sim::load::Load::Step { at, .. } => at,
-            _ => 0.0,
-        };
-        seen.last_shed.map_or(0.0, |at| (at - fell).max(0.0) * 1e3)
-    };
-    figure("fall.last_shed_ms", worst(Kind::Fall, after), "ms");
-}
-
-/// Beside the best fixed budgets; how many of ours died.
-fn compared(seeds: u64) -> usize {
-    let mut failed = 0;
-    for mix in MIXES {
-        for factor in [0.5, 1.0, 2.0] {
-            let found = best::compare(seeds, mix, factor);
-            let name = format!("4x.{}.truth{factor}", mix.name);
-            figure(&format!("{name}.goodput_mib_s"), found.ours, "MiB/s");
-            figure(&format!("{name}.best_fixed_mib_s"), found.best, "MiB/s");
-            figure(&format!("{name}.best_fixed_budget"), 100.0 * found.budget, "%");
-            figure(&format!("{name}.goodput_ratio"), found.ours / found.best, "ratio");
-            figure(&format!("{name}.level_changes_per_s"), found.changes, "1/s");
-            for (class, share) in CLASSES.iter().zip(found.shares) {
-                figure(&format!("{name}.share.{class}"), share, "ratio");
-            }
-            failed += usize::from(found.killed);
-        }
-    }
-    failed
 }
 
 /// Compares the advice on smaller limits with their effect. Returns the number of killed runs.
@@ -248,9 +164,4 @@ fn arena_drift(days: &[arena::Day]) -> Vec<String> {
 
 fn count(number: usize) -> f64 {
     exact(u64::try_from(number).unwrap_or(u64::MAX))
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts of one run are far below 2^52")]
-fn exact(number: u64) -> f64 {
-    number as f64
 }

@@ -4,7 +4,6 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use lowtide::BoxError;
@@ -40,7 +39,8 @@ impl Report {
         }
     }
 
-    pub(crate) fn print(&self) -> ExitCode {
+    /// Prints everything. Returns `true` if there are no faults.
+    pub(crate) fn print(&self) -> bool {
         for excused in &self.excused {
             println!("named: {excused}");
         }
@@ -50,7 +50,7 @@ impl Report {
         for fault in &self.faults {
             eprintln!("fault: {fault}");
         }
-        if self.faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        self.faults.is_empty()
     }
 }
 

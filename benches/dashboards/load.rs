@@ -9,11 +9,12 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use hyper::body::Bytes;
+use bytes::Bytes;
 use lowtide::BoxError;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
-use crate::process::{Poster, post, poster};
+use crate::common::http::{Http, client};
+use crate::process::post;
 
 /// A part of the load, for each proxy.
 #[derive(Clone, Copy, Debug)]
@@ -85,7 +86,7 @@ pub(crate) const PHASES: [Phase; 11] = [
 
 /// Runs phases against proxies.
 pub(crate) async fn run(targets: &[SocketAddr], phases: &[Phase]) -> Result<(), BoxError> {
-    let client = poster();
+    let client = client();
     for phase in phases {
         println!("{} s: {}", phase.seconds, phase.name);
         let end = Instant::now() + Duration::from_secs(phase.seconds);
@@ -120,13 +121,7 @@ pub(crate) async fn run(targets: &[SocketAddr], phases: &[Phase]) -> Result<(), 
 }
 
 /// Asks again and again; who is turned away waits a little, as a client should.
-pub(crate) async fn ask(
-    client: Poster,
-    url: String,
-    kind: &'static str,
-    body: Bytes,
-    end: Instant,
-) {
+pub(crate) async fn ask(client: Http, url: String, kind: &'static str, body: Bytes, end: Instant) {
     while Instant::now() < end {
         match timeout_at(end, post(&client, &url, kind, body.clone())).await {
             Ok(200) => {}

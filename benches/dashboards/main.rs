@@ -6,7 +6,7 @@
 //! Nothing is drawn, and no Grafana takes part. What a panel needs that this machine does not have
 //! is named in `named`, with a reason; what is named there and has it all the same is no fault.
 //!
-//! Exit codes: 0 all held; 1 something did not, and is named; 2 it could not be run.
+//! Exit codes: 0 all held; 1 something did not, or could not be run, and is named.
 //!
 //! Invariant: a panel that is not named has series for each of its queries, and one that changes.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
@@ -16,6 +16,9 @@
 )]
 
 mod boards;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod judge;
 mod load;
 mod named;
@@ -32,6 +35,7 @@ use clap::Parser;
 use lowtide::BoxError;
 use tokio::time::sleep;
 
+use crate::common::process::free_port;
 use crate::judge::Report;
 use crate::process::{Prometheus, Proxy};
 
@@ -59,38 +63,21 @@ struct Cli {
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     #[arg(num_args = 0..=1, default_missing_value = "2h")]
     soak: Option<Duration>,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("dashboards: a bench of two minutes: run .ci/dashboards/run");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
     // Cargo starts a bench in the folder of its package; paths are those of the repository.
     if let Err(error) = std::env::set_current_dir(root()) {
         eprintln!("dashboards: cannot enter {}: {error}", root().display());
-        return ExitCode::from(2);
+        return ExitCode::FAILURE;
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-    let outcome = runtime.map_err(BoxError::from).and_then(|runtime| match cli.soak {
-        Some(lasts) => runtime.block_on(soak::run(lasts)).map(|drifting| match drifting {
-            0 => ExitCode::SUCCESS,
-            _ => ExitCode::FAILURE,
-        }),
-        None => runtime.block_on(run(&cli)).map(|report| report.print()),
-    });
-    match outcome {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("dashboards: {error}");
-            ExitCode::from(2)
+    common::main(|cli: Cli| {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+        match cli.soak {
+            Some(lasts) => runtime.block_on(soak::run(lasts)).map(|drifting| drifting == 0),
+            None => runtime.block_on(run(&cli)).map(|report| report.print()),
         }
-    }
+    })
 }
 
 /// The folder of the repository.
@@ -100,9 +87,9 @@ fn root() -> &'static Path {
 
 async fn run(cli: &Cli) -> Result<Report, BoxError> {
     let folder = tempfile::tempdir()?;
-    let mut targets = vec![process::free_port()?];
+    let mut targets = vec![free_port()?];
     if cli.fake_driver.is_some() {
-        targets.push(process::free_port()?);
+        targets.push(free_port()?);
     }
     let mut proxies = vec![Proxy::start(&cli.proxy, targets[0], None)?];
     proxies[0].ready().await?;

@@ -5,22 +5,21 @@
 //! Invariant: no process outlives the bench.
 
 use std::fmt::Write as _;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use http_body_util::{BodyExt as _, Empty, Full};
-use hyper::Request;
-use hyper::body::Bytes;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use bytes::Bytes;
+use http::Request;
 use lowtide::BoxError;
 use serde_json::Value;
 use tokio::time::sleep;
+
+use crate::common::http::{Http, client, send};
+use crate::common::process::{Process, free_port};
 
 /// The longest time that a process may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -45,57 +44,28 @@ const SETTINGS: [(&str, &str); 12] = [
 /// Posts that were answered.
 pub(crate) static ANSWERED: AtomicUsize = AtomicUsize::new(0);
 
-#[derive(Debug)]
-struct Killed(Child);
-
-impl Drop for Killed {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// An address of this machine that was free a moment ago.
-pub(crate) fn free_port() -> Result<SocketAddr, BoxError> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?)
-}
-
 /// The text of an address, where the answer is a good one.
 pub(crate) async fn get(url: &str) -> Result<String, BoxError> {
-    let client = Client::builder(TokioExecutor::new()).build_http::<Empty<Bytes>>();
-    let answer = client.get(url.parse()?).await?;
-    let status = answer.status();
-    let body = answer.into_body().collect().await?.to_bytes();
-    let text = String::from_utf8_lossy(&body).into_owned();
-    if status.is_success() { Ok(text) } else { Err(format!("{url}: {status}: {text}").into()) }
-}
-
-/// Sends requests with bodies.
-pub(crate) type Poster = Client<HttpConnector, Full<Bytes>>;
-
-pub(crate) fn poster() -> Poster {
-    Client::builder(TokioExecutor::new()).build_http()
+    let body = crate::common::http::get(&client(), url).await?;
+    Ok(String::from_utf8_lossy(&body).into_owned())
 }
 
 /// Posts a body and reads the answer away; its status, and 0 where the connection broke.
-pub(crate) async fn post(client: &Poster, url: &str, kind: &str, body: Bytes) -> u16 {
-    let request = Request::post(url).header("content-type", kind).body(Full::new(body));
-    let Ok(request) = request else { return 0 };
-    let Ok(answer) = client.request(request).await else { return 0 };
-    let status = answer.status().as_u16();
-    let _ = answer.into_body().collect().await;
+pub(crate) async fn post(http: &Http, url: &str, kind: &str, body: Bytes) -> u16 {
+    let request = Request::post(url).header("content-type", kind);
+    let Ok((status, _)) = send(http, request, body).await else { return 0 };
     ANSWERED.fetch_add(1, Relaxed);
-    status
+    status.as_u16()
 }
 
-async fn answers(child: &mut Child, name: &str, url: &str) -> Result<(), BoxError> {
+async fn answers(process: &mut Process, name: &str, url: &str) -> Result<(), BoxError> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let error = match get(url).await {
             Ok(_) => return Ok(()),
             Err(error) => error,
         };
-        if let Some(status) = child.try_wait()? {
+        if let Some(status) = process.ended() {
             return Err(format!("{name} ended: {status}").into());
         }
         if Instant::now() > deadline {
@@ -106,10 +76,9 @@ async fn answers(child: &mut Child, name: &str, url: &str) -> Result<(), BoxErro
 }
 
 /// A proxy that runs.
-#[derive(Debug)]
 pub(crate) struct Proxy {
     address: SocketAddr,
-    child: Killed,
+    process: Process,
 }
 
 impl Proxy {
@@ -136,27 +105,24 @@ impl Proxy {
                 .env("LOWTIDE_MEMORY_LIMIT", "384m")
                 .env("LD_PRELOAD", library),
         };
-        let child = command
-            .stdin(Stdio::null())
-            .spawn()
-            .map_err(|error| format!("{}: {error}", program.display()))?;
-        Ok(Self { address, child: Killed(child) })
+        Ok(Self { address, process: Process::spawn(command.stdin(Stdio::null()))? })
     }
 
     pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
         let url = format!("http://{}/healthz", self.address);
-        answers(&mut self.child.0, "the proxy", &url).await
+        answers(&mut self.process, "the proxy", &url).await
     }
 
     /// Returns its process id.
     pub(crate) fn id(&self) -> u32 {
-        self.child.0.id()
+        self.process.child.id()
     }
 
     /// An error where it has ended.
     pub(crate) fn lives(&mut self) -> Result<(), BoxError> {
-        let ended = self.child.0.try_wait()?;
-        ended.map_or(Ok(()), |status| Err(format!("the proxy ended: {status}").into()))
+        self.process
+            .ended()
+            .map_or(Ok(()), |status| Err(format!("the proxy ended: {status}").into()))
     }
 
     /// Returns its metrics as Prometheus scrapes them.
@@ -166,10 +132,9 @@ impl Proxy {
 }
 
 /// A Prometheus that runs.
-#[derive(Debug)]
 pub(crate) struct Prometheus {
     address: SocketAddr,
-    child: Killed,
+    process: Process,
 }
 
 impl Prometheus {
@@ -194,21 +159,20 @@ impl Prometheus {
         let file = folder.join("prometheus.yml");
         std::fs::write(&file, text)?;
         let log = std::fs::File::create(folder.join("prometheus.log"))?;
-        let child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .arg(format!("--config.file={}", file.display()))
             .arg(format!("--storage.tsdb.path={}", folder.join("data").display()))
             .arg(format!("--web.listen-address={address}"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .map_err(|error| format!("{}: {error}", program.display()))?;
-        Ok(Self { address, child: Killed(child) })
+            .stderr(log);
+        Ok(Self { address, process: Process::spawn(&mut command)? })
     }
 
     pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
         let url = format!("{}/-/ready", self.url());
-        answers(&mut self.child.0, "Prometheus", &url).await
+        answers(&mut self.process, "Prometheus", &url).await
     }
 
     pub(crate) fn url(&self) -> String {

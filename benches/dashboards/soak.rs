@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use std::{fs, io};
 
-use hyper::body::Bytes;
+use bytes::Bytes;
 use lowtide::BoxError;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -19,8 +19,11 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
+use crate::common::figures::{count as number, median};
+use crate::common::http::client;
+use crate::common::process::{free_port, kernel_value};
 use crate::load;
-use crate::process::{self, ANSWERED, Proxy, get, post, poster};
+use crate::process::{ANSWERED, Proxy, get, post};
 
 /// The time before counts are judged: caches and pools fill in it.
 const WARM_UP: Duration = Duration::from_secs(600);
@@ -52,7 +55,7 @@ pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
         return Err(format!("a soak of {lasts}: expected at least {least}").into());
     }
     let program = crate::proxy::program()?;
-    let target = process::free_port()?;
+    let target = free_port()?;
     let mut proxy = Proxy::start(&program, target, None)?;
     proxy.ready().await?;
     let (start, mut counts) = (Instant::now(), Vec::new());
@@ -90,11 +93,7 @@ pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
 /// Counts what the proxy holds now.
 async fn count(proxy: &Proxy, target: SocketAddr) -> Result<[f64; SERIES.len()], BoxError> {
     let home = format!("/proc/{}", proxy.id());
-    let status = fs::read_to_string(format!("{home}/status"))?;
-    let of = |key: &str| -> Option<f64> {
-        let line = status.lines().find_map(|line| line.strip_prefix(key))?;
-        line.split_whitespace().next()?.parse().ok()
-    };
+    let of = |key: &str| kernel_value(format!("{home}/status"), key).map(number);
     let descriptors = fs::read_dir(format!("{home}/fd"))?.count();
     let mappings = fs::read_to_string(format!("{home}/maps"))?.lines().count();
     let told: Value =
@@ -103,12 +102,12 @@ async fn count(proxy: &Proxy, target: SocketAddr) -> Result<[f64; SERIES.len()],
     let metrics = proxy.metrics().await?;
     let series = metrics.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).count();
     Ok([
-        of("VmRSS:").ok_or("no VmRSS")? / 1024.0,
-        number(descriptors),
-        number(mappings),
-        of("Threads:").ok_or("no Threads")?,
-        number(keys),
-        number(series),
+        of("VmRSS:")? / 1024.0,
+        number(descriptors as u64),
+        number(mappings as u64),
+        of("Threads:")?,
+        number(keys as u64),
+        number(series as u64),
     ])
 }
 
@@ -124,7 +123,7 @@ fn line(counted: &[f64; SERIES.len()]) -> String {
 /// of seconds, unknown paths, slow bodies, and clients that leave early.
 async fn guests(target: SocketAddr, round: usize) {
     let (start, end) = (Instant::now(), Instant::now() + GUESTS);
-    let (client, of) = (poster(), |path: &str| format!("http://{target}{path}"));
+    let (client, of) = (client(), |path: &str| format!("http://{target}{path}"));
     let mut guests = JoinSet::new();
     for _ in 0..4 {
         let small = Bytes::from_static(&[b'a'; 200]);
@@ -208,20 +207,12 @@ fn kendall(values: &[f64]) -> f64 {
         std::cmp::Ordering::Equal => 0.0,
         std::cmp::Ordering::Greater => 1.0,
     });
-    let (sum, of) = (signs.sum::<f64>(), number(values.len()));
+    let (sum, of) = (signs.sum::<f64>(), number(values.len() as u64));
     sum / (of * (of - 1.0) * (2.0 * of + 5.0) / 18.0).sqrt().max(1.0)
 }
 
 /// Returns the growth over all values by Sen's slope, the median of the slopes of all pairs.
 fn sen(values: &[f64]) -> f64 {
-    let slopes = pairs(values).map(|(early, late, over)| (late - early) / number(over));
-    let mut slopes: Vec<_> = slopes.collect();
-    slopes.sort_unstable_by(f64::total_cmp);
-    let median = slopes.get(slopes.len() / 2).copied().unwrap_or(0.0);
-    median * number(values.len().saturating_sub(1))
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts of one run are far below 2^52")]
-fn number(count: usize) -> f64 {
-    count as f64
+    let slopes = pairs(values).map(|(early, late, over)| (late - early) / number(over as u64));
+    median(&slopes.collect::<Vec<_>>()) * number(values.len().saturating_sub(1) as u64)
 }

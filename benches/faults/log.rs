@@ -7,13 +7,15 @@
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use lowtide::BoxError;
 use serde_json::Value;
+
+use crate::common::process::{Process, free_port};
 
 /// Requests to a proxy with either kind of output.
 const REQUESTS: usize = 200;
@@ -36,7 +38,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
         let mut proxy = Proxy::start(&program, sink)?;
         lost += (0..REQUESTS).filter(|nth| !proxy.answers(*nth)).count();
         running += proxy.admin_tasks_running()?;
-        if let Some(status) = proxy.child.try_wait()? {
+        if let Some(status) = proxy.process.ended() {
             return Err(format!("the proxy ended: {status}").into());
         }
     }
@@ -49,17 +51,10 @@ pub(crate) fn run() -> Result<(), BoxError> {
     Ok(())
 }
 
-/// A proxy that runs; it is killed with its value.
+/// A proxy that runs.
 struct Proxy {
-    child: Child,
+    process: Process,
     at: SocketAddr,
-}
-
-impl Drop for Proxy {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Proxy {
@@ -71,14 +66,14 @@ impl Proxy {
             .env("RUST_LOG", "debug")
             .env("LOWTIDE_DEVICE", "host")
             .stdin(Stdio::null());
-        let child = match sink {
+        let process = match sink {
             Sink::Full => {
                 let full = File::options().write(true).open("/dev/full")?;
-                command.stdout(full.try_clone()?).stderr(full).spawn()?
+                Process::spawn(command.stdout(full.try_clone()?).stderr(full))?
             }
             Sink::Closed => {
                 let (reader, writer) = std::io::pipe()?;
-                let child = command.stdout(writer.try_clone()?).stderr(writer).spawn()?;
+                let process = Process::spawn(command.stdout(writer.try_clone()?).stderr(writer))?;
                 // The command holds writing ends too, which would keep the pipe from ending.
                 drop(command);
                 let mut lines = BufReader::new(reader).lines();
@@ -89,10 +84,10 @@ impl Proxy {
                 if !listens {
                     return Err("the proxy ended before it listened".into());
                 }
-                child
+                process
             }
         };
-        let mut proxy = Self { child, at };
+        let mut proxy = Self { process, at };
         proxy.wait()?;
         Ok(proxy)
     }
@@ -103,7 +98,7 @@ impl Proxy {
             if TcpStream::connect(self.at).is_ok() {
                 return Ok(());
             }
-            if let Some(status) = self.child.try_wait()? {
+            if let Some(status) = self.process.ended() {
                 return Err(format!("the proxy ended: {status}").into());
             }
             std::thread::sleep(PAUSE);
@@ -157,9 +152,4 @@ impl Proxy {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     }
-}
-
-/// An address of this machine that was free a moment ago.
-fn free_port() -> std::io::Result<SocketAddr> {
-    TcpListener::bind("127.0.0.1:0")?.local_addr()
 }

@@ -9,10 +9,9 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
 mod capture;
-#[path = "../../examples/tide/cgroup.rs"]
-#[allow(dead_code, reason = "the tide enters its cgroup itself")]
-mod cgroup;
-mod child;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod dropped;
 mod health;
 mod log;
@@ -26,71 +25,96 @@ mod runaway;
 mod support;
 mod swap;
 
-use std::process::{Command, ExitCode};
+use std::net::SocketAddr;
+use std::process::ExitCode;
 
-use lowtide::BoxError;
+use clap::Parser;
+use lowtide::{BoxError, ByteSize};
+use tokio::runtime::Runtime;
+
+use crate::common::process::{self, Process};
 
 lowtide::global_allocator!(balanced);
 
 /// Stages a fault, prints its `figure NAME VALUE UNIT` lines, and fails if a goal does not hold.
-type Part = fn() -> Result<(), BoxError>;
+type Part = fn(&Cli) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
 const PARTS: &[(&str, Part)] = &[
-    ("capture", capture::run),
-    ("dropped", dropped::run),
-    ("health", health::run),
-    ("log", log::run),
+    ("capture", |_| capture::run()),
+    ("dropped", |_| dropped::run()),
+    ("health", |_| health::run()),
+    ("log", |_| log::run()),
     #[cfg(target_os = "linux")]
-    ("pinned", pinned::run),
+    ("pinned", |_| pinned::run()),
     ("readme", readme::run),
     ("runaway", runaway::run),
-    ("swap", swap::run),
+    ("swap", |_| swap::run()),
 ];
 
-/// The argument that asks for a sample.
-const SAMPLE: &str = "--ci";
+#[derive(Clone, Debug, Parser)]
+#[command(about = "Known faults, reproduced")]
+struct Cli {
+    /// Runs this part alone.
+    part: Option<String>,
+    /// Runs the parts that take minutes less often.
+    #[arg(long)]
+    ci: bool,
+    /// Is the service of the part.
+    #[arg(long, hide = true)]
+    serve: bool,
+}
 
 fn main() -> ExitCode {
-    // Cargo passes `--bench`.
-    let name = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
-    let result = match name {
-        None => run_all(),
-        Some(name) => run_one(&name),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
+    common::main(|cli: Cli| match &cli.part {
+        None => run_all(cli.ci),
+        Some(name) => {
+            let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
+            let part = PARTS.iter().find(|(known, _)| known == name);
+            let unknown = || format!("unknown part {name:?}, expected one of {names:?}");
+            let (_, run) = part.ok_or_else(unknown)?;
+            run(&cli).map(|()| true)
         }
-    }
+    })
 }
 
-fn run_one(name: &str) -> Result<(), BoxError> {
-    let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
-    let part = PARTS.iter().find(|(known, _)| *known == name);
-    let (_, run) =
-        part.ok_or_else(|| format!("unknown part {name:?}, expected one of {names:?}"))?;
-    run()
-}
-
-/// Returns `true` if [`SAMPLE`] is among the arguments.
-fn is_sample() -> bool {
-    std::env::args().any(|argument| argument == SAMPLE)
-}
-
-/// Runs every part, also after one that failed.
-fn run_all() -> Result<(), BoxError> {
-    let program = std::env::current_exe()?;
+/// Runs every part in a process of its own, also after one that failed.
+fn run_all(is_sample: bool) -> Result<bool, BoxError> {
     let mut failed = Vec::new();
     for (name, _) in PARTS {
         println!("{name}:");
-        let mut part = Command::new(&program);
-        part.arg(name).args(is_sample().then_some(SAMPLE));
+        let mut part = common::own()?;
+        part.arg(name).args(is_sample.then_some("--ci"));
         if !part.status()?.success() {
             failed.push(*name);
         }
     }
-    if failed.is_empty() { Ok(()) } else { Err(format!("missed goals: {failed:?}").into()) }
+    if failed.is_empty() { Ok(true) } else { Err(format!("missed goals: {failed:?}").into()) }
+}
+
+/// Starts this program as the service of a part, in a memory cgroup, and waits until it prints its
+/// address.
+fn start(part: &str) -> Result<(Process, SocketAddr), BoxError> {
+    let mut command = common::own()?;
+    command.args([part, "--serve"]);
+    let mut service = Process::start_in_group(&command, ByteSize::mib(256))?;
+    let address = service.first_line()?;
+    Ok((service, address))
+}
+
+/// Runs a part: as its service if this process is to be that, else as its clients, if a memory
+/// cgroup can be made here.
+fn stage(
+    cli: &Cli,
+    serve: fn() -> Result<(), BoxError>,
+    measure: fn(&Runtime, bool) -> Result<(), BoxError>,
+) -> Result<(), BoxError> {
+    if cli.serve {
+        return serve();
+    }
+    if let Err(reason) = process::group(ByteSize::mib(256)) {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    measure(&tokio::runtime::Builder::new_multi_thread().enable_all().build()?, cli.ci)
 }

@@ -6,7 +6,6 @@
 //! that survives by refusing everything shows in the numbers of requests that were served.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,17 +14,14 @@ use axum::extract::DefaultBodyLimit;
 use axum::{Json, Router, routing::post};
 use bytes::Bytes;
 use http::{Request, StatusCode};
-use http_body_util::{BodyExt, Full};
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
-use hyper_util::rt::TokioExecutor;
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::child::{self, Service};
-use crate::is_sample;
+use crate::common::http::{Http, client, send};
+use crate::{Cli, start};
 
 const RUNS: u32 = 20;
 /// The numbers with `--ci`: of ordinary bodies, and of each kind that is made large on purpose.
@@ -45,12 +41,12 @@ const WORK: Duration = Duration::from_millis(50);
 /// The name of this part.
 const PART: &str = "readme";
 
-pub(crate) fn run() -> Result<(), BoxError> {
-    child::stage(PART, serve, measure)
+pub(crate) fn run(cli: &Cli) -> Result<(), BoxError> {
+    crate::stage(cli, serve, measure)
 }
 
-fn measure(runtime: &Runtime) -> Result<(), BoxError> {
-    let (runs, hostile_runs) = if is_sample() { SAMPLE_RUNS } else { (RUNS, RUNS) };
+fn measure(runtime: &Runtime, is_sample: bool) -> Result<(), BoxError> {
+    let (runs, hostile_runs) = if is_sample { SAMPLE_RUNS } else { (RUNS, RUNS) };
     let ordinary = stage(runtime, runs, &ordinary(BIG))?;
     println!("figure faults.readme.runs {runs} runs");
     println!("figure faults.readme.kills {} runs", ordinary.kills);
@@ -99,7 +95,7 @@ fn ordinary(bytes: usize) -> Bytes {
 
 #[derive(Default)]
 struct Outcome {
-    kills: u32,
+    kills: u64,
     big: Vec<u64>,
     small: Vec<u64>,
     small_refused: Vec<u64>,
@@ -114,9 +110,9 @@ fn median(mut of: Vec<u64>) -> u64 {
 fn stage(runtime: &Runtime, runs: u32, big: &Bytes) -> Result<Outcome, BoxError> {
     let mut outcome = Outcome::default();
     for _ in 0..runs {
-        let service = Service::start(PART)?;
-        let served = runtime.block_on(load(service.address, big.clone()));
-        outcome.kills += u32::from(service.end()?);
+        let (service, address) = start(PART)?;
+        let served = runtime.block_on(load(address, big.clone()));
+        outcome.kills += service.end();
         for (all, one) in [&mut outcome.big, &mut outcome.small, &mut outcome.small_refused]
             .into_iter()
             .zip(served)
@@ -129,7 +125,7 @@ fn stage(runtime: &Runtime, runs: u32, big: &Bytes) -> Result<Outcome, BoxError>
 
 /// Requests served to big clients and to small ones, and small ones refused.
 async fn load(address: SocketAddr, big: Bytes) -> [u64; 3] {
-    let client = Client::builder(TokioExecutor::new()).build_http();
+    let client = client();
     let counts: Arc<[AtomicU64; 4]> = Arc::default();
     let end = Instant::now() + LOAD;
     let small = ordinary(SMALL);
@@ -150,21 +146,18 @@ async fn load(address: SocketAddr, big: Bytes) -> [u64; 3] {
 /// Sends the body again and again; counts what was served at `place`, and what was refused two
 /// places on.
 async fn ask(
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Http,
     address: SocketAddr,
     body: Bytes,
     counts: Arc<[AtomicU64; 4]>,
     place: usize,
 ) {
     loop {
-        let request = Request::post(format!("http://{address}/json"))
-            .header("content-type", "application/json")
-            .body(Full::new(body.clone()));
-        let Ok(request) = request else { return };
+        let request = Request::post(format!("http://{address}/json"));
+        let request = request.header("content-type", "application/json");
         let mut served = false;
-        if let Ok(response) = client.request(request).await {
-            served = response.status() == StatusCode::OK;
-            let _ = response.into_body().collect().await;
+        if let Ok((status, _)) = send(&client, request, body.clone()).await {
+            served = status == StatusCode::OK;
             counts[if served { place } else { place + 2 }].fetch_add(1, Ordering::Relaxed);
         }
         if !served || place == 1 {
@@ -175,8 +168,7 @@ async fn ask(
 
 /// The README's service, with a handler for JSON in place of one for text.
 #[tokio::main]
-async fn serve(entrance: PathBuf) -> Result<(), BoxError> {
-    std::fs::write(entrance, std::process::id().to_string())?;
+async fn serve() -> Result<(), BoxError> {
     let memory = Memory::builder().start()?;
     let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
     let parse = |Json(value): Json<Value>| async move {

@@ -5,7 +5,6 @@
 //! allocates a piece in each poll, and goes on when it is cancelled.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,17 +14,14 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use http::{Request, StatusCode};
-use http_body_util::{BodyExt, Full};
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
-use hyper_util::rt::TokioExecutor;
 use lowtide::{BoxError, Memory};
 use lowtide_admission::{Level, RejectReason};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use tokio::time::sleep;
 
-use crate::child::{self, Service};
-use crate::is_sample;
+use crate::common::http::{Http, client, get as get_from, send};
+use crate::{Cli, start};
 
 const RUNS: u32 = 20;
 /// The number with `--ci`.
@@ -47,20 +43,18 @@ const EVERY: Duration = Duration::from_millis(20);
 /// The name of this part.
 const PART: &str = "runaway";
 
-type Http = Client<HttpConnector, Full<Bytes>>;
-
-pub(crate) fn run() -> Result<(), BoxError> {
-    child::stage(PART, serve, measure)
+pub(crate) fn run(cli: &Cli) -> Result<(), BoxError> {
+    crate::stage(cli, serve, measure)
 }
 
-fn measure(runtime: &Runtime) -> Result<(), BoxError> {
-    let runs = if is_sample() { SAMPLE_RUNS } else { RUNS };
+fn measure(runtime: &Runtime, is_sample: bool) -> Result<(), BoxError> {
+    let runs = if is_sample { SAMPLE_RUNS } else { RUNS };
     let (mut ended, mut harmed, mut held) = (0, 0, Vec::new());
     let mut refused = Vec::new();
     for run in 1..=runs {
-        let service = Service::start(PART)?;
-        let outcome = runtime.block_on(load(service.address))?;
-        let is_killed = service.end()?;
+        let (service, address) = start(PART)?;
+        let outcome = runtime.block_on(load(address))?;
+        let is_killed = service.end() > 0;
         println!("{run}: {outcome:?}{}", if is_killed { ", killed" } else { "" });
         let is_ended = outcome.status.is_some_and(|status| status == 503 || status == 413);
         ended += u32::from(is_ended && !outcome.report.is_critical && !is_killed);
@@ -114,7 +108,7 @@ struct Counts {
 }
 
 async fn load(address: SocketAddr) -> Result<Outcome, BoxError> {
-    let client = Client::builder(TokioExecutor::new()).build_http();
+    let client = client();
     let counts = Arc::new(Counts::default());
     let (big, small) = (Bytes::from(vec![1; BIG]), Bytes::from(vec![1; SMALL]));
     let all = (0..BIG_CLIENTS).map(|_| &big).chain((0..SMALL_CLIENTS).map(|_| &small));
@@ -135,12 +129,10 @@ async fn load(address: SocketAddr) -> Result<Outcome, BoxError> {
     for client in clients {
         client.await?;
     }
-    let request = Request::get(format!("http://{address}/report")).body(Full::default())?;
-    let report = match client.request(request).await {
-        Ok(response) => serde_json::from_slice(&response.into_body().collect().await?.to_bytes())?,
-        // Killed.
-        Err(_) => Report::default(),
-    };
+    // Without a report it was killed.
+    let report = get_from(&client, &format!("http://{address}/report")).await;
+    let report =
+        report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_slice(&text))?;
     let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
     let (failed, small_refused) = (of(&counts.failed), of(&counts.small_refused));
     Ok(Outcome { status, failed, small_refused, report })
@@ -171,11 +163,8 @@ async fn work(client: Http, address: SocketAddr, body: Bytes, counts: Arc<Counts
 
 /// Returns the status of the answer; `None` without one.
 async fn post_to(client: &Http, address: SocketAddr, path: &str, body: Bytes) -> Option<u16> {
-    let request = Request::post(format!("http://{address}/{path}")).body(Full::new(body)).ok()?;
-    let response = client.request(request).await.ok()?;
-    let status = response.status().as_u16();
-    response.into_body().collect().await.ok()?;
-    Some(status)
+    let request = Request::post(format!("http://{address}/{path}"));
+    send(client, request, body).await.ok().map(|(status, _)| status.as_u16())
 }
 
 /// What the service sees.
@@ -187,8 +176,7 @@ struct Seen {
 }
 
 #[tokio::main]
-async fn serve(entrance: PathBuf) -> Result<(), BoxError> {
-    std::fs::write(entrance, std::process::id().to_string())?;
+async fn serve() -> Result<(), BoxError> {
     let memory = Memory::builder().start()?;
     let seen = Arc::new(Seen::default());
     watch(&memory, &seen)?;

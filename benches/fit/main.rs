@@ -9,30 +9,21 @@
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../examples/tide/cgroup.rs"]
-#[allow(dead_code, reason = "the tide enters its cgroup itself")]
-mod cgroup;
 #[path = "../controller/sim/chance.rs"]
 #[allow(dead_code, reason = "the simulator of the controller uses more of it")]
 mod chance;
-#[path = "../overload/charge.rs"]
-#[allow(dead_code, reason = "the bench of overload reads more")]
-mod charge;
-#[path = "../overload/figures.rs"]
-#[allow(dead_code, reason = "the bench of overload uses more of it")]
-mod figures;
-#[path = "../overload/process.rs"]
-#[allow(dead_code, reason = "the bench of overload uses more of it")]
-mod process;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod service;
 #[allow(dead_code, reason = "the tests read more")]
 mod sim;
 mod stage;
 
-use clap::{Parser, Subcommand};
-use lowtide::BoxError;
+use std::process::ExitCode;
 
-use stage::Run;
+use clap::Parser;
+use lowtide::BoxError;
 
 lowtide::global_allocator!(balanced);
 
@@ -42,8 +33,6 @@ const SECONDS_MAX: f64 = 5.0;
 #[derive(Debug, Parser)]
 #[command(about = "The admin command fit: schedules in virtual time, runs in a cgroup")]
 struct Cli {
-    #[command(subcommand)]
-    part: Option<Part>,
     /// The number of random schedules.
     #[arg(long, default_value_t = 100)]
     seeds: u64,
@@ -53,31 +42,19 @@ struct Cli {
     /// The number of runs in a cgroup; 0 for none.
     #[arg(long, default_value_t = 5)]
     runs: u64,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
-}
-
-#[derive(Debug, Subcommand)]
-enum Part {
     /// Is the service.
-    #[command(hide = true)]
-    Serve,
+    #[arg(long, hide = true)]
+    serve: bool,
 }
 
-fn main() -> Result<(), BoxError> {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "serve") {
-        println!("fit: a bench of two minutes: run `cargo bench --bench fit`");
-        return Ok(());
-    }
-    let cli = Cli::parse();
-    if let Some(Part::Serve) = cli.part {
-        return service::serve();
-    }
-    let schedules = schedules(&cli);
-    let runs = runs(cli.runs)?;
-    if schedules && runs { Ok(()) } else { Err("a goal was missed".into()) }
+fn main() -> ExitCode {
+    common::main(|cli: Cli| {
+        if cli.serve {
+            return service::serve().map(|()| true);
+        }
+        let schedules = schedules(&cli);
+        Ok(runs(cli.runs)? && schedules)
+    })
 }
 
 /// Runs the schedules. Returns `true` if all held.
@@ -104,7 +81,12 @@ fn runs(count: u64) -> Result<bool, BoxError> {
     let (mut seconds, mut kills) = (0.0_f64, 0);
     for nth in 0..count {
         let run = runtime.block_on(stage::run(nth))?;
-        show(nth, &run);
+        let stage::Run { outcome, before, usage, peak, served, follows, .. } = &run;
+        println!(
+            "run {nth}: {outcome}\n  usage {before}, {usage} when the limit was lowered, at most \
+             {peak} below it; served {served:.0?} requests/s; admission follows the larger limit \
+             after {follows:.2} s"
+        );
         seconds = seconds.max(run.seconds);
         kills += run.kills;
     }
@@ -113,16 +95,4 @@ fn runs(count: u64) -> Result<bool, BoxError> {
         println!("figure fleet.fit.kills {kills} kills");
     }
     Ok(kills == 0 && seconds <= SECONDS_MAX)
-}
-
-fn show(nth: u64, run: &Run) {
-    let Run { outcome, kills, before, usage, peak, follows, .. } = run;
-    let [first, small, again] = run.served;
-    println!("run {nth}: {outcome}");
-    println!(
-        "  {:.2} s, {kills} kills; usage {before}, {usage} when the limit was lowered, at most \
-         {peak} below it; served {first:.0}, {small:.0}, {again:.0} requests/s; admission follows \
-         the larger limit after {follows:.2} s",
-        run.seconds
-    );
 }

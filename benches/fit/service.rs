@@ -24,7 +24,7 @@ const WEIGHTS: ByteSize = ByteSize::mib(100);
 /// The longest time that a request waits for room.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
-/// Serves. Prints `listening` and its address twice, since it has one for all routes.
+/// Serves. Prints its address.
 pub(crate) fn serve() -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -45,7 +45,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
     let service = routes.into_make_service_with_connect_info::<SocketAddr>();
     let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
     let at = listener.local_addr()?;
-    println!("listening {at} {at}");
+    println!("{at}");
     runtime.spawn(async move { axum::serve(listener, service).await });
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
     Ok(())

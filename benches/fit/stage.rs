@@ -11,25 +11,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::{BodyExt as _, Empty};
-use hyper::Request;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http::Request;
 use lowtide::{BoxError, ByteSize};
 use serde_json::Value;
 use tokio::task::JoinSet;
 
-use crate::cgroup::Group;
 use crate::chance::Chance;
-use crate::charge;
-use crate::figures::count;
-use crate::process::{self, Process};
+use crate::common::figures::count;
+use crate::common::http::{Http, client, send};
+use crate::common::own;
+use crate::common::process::{Process, oom_kills, usage};
 use crate::service::MODELS;
 
 /// The limit of the cgroup, and the smaller one.
-pub(crate) const LIMIT: ByteSize = ByteSize::gib(1);
-pub(crate) const FIT: ByteSize = ByteSize::mib(512);
+const LIMIT: ByteSize = ByteSize::gib(1);
+const FIT: ByteSize = ByteSize::mib(512);
 /// Requests a second. They hold 4.5 MiB for half a second on average: 270 MiB in addition to four
 /// models of 100 MiB each.
 const RATE: f64 = 120.0;
@@ -38,8 +34,6 @@ const PHASE: Duration = Duration::from_secs(4);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The longest time for something that the service should do at once.
 const PATIENCE: Duration = Duration::from_secs(40);
-
-type Http = Client<HttpConnector, Empty<Bytes>>;
 
 /// What happened in a run.
 #[derive(Clone, Debug, Default)]
@@ -62,44 +56,38 @@ pub(crate) struct Run {
 
 /// Runs it once.
 pub(crate) async fn run(nth: u64) -> Result<Run, BoxError> {
-    let name = format!("lowtide-fit-{}-{nth}", std::process::id());
-    let group = Group::make(&name, Some(LIMIT.get()))?;
-    let mut command = process::entering(&group)?;
-    command.arg("serve");
-    let mut service = Process::start(command)?;
-    let (at, _) = service.addresses()?;
-    let http = Client::builder(TokioExecutor::new()).build_http();
+    let mut command = own()?;
+    command.arg("--serve");
+    let mut service = Process::start_in_group(&command, LIMIT)?;
+    let folder = service.folder().ok_or("no cgroup can be made here")?.to_owned();
+    let at = service.first_line()?;
+    let http = client();
     let served = Arc::new(AtomicU64::new(0));
     let load = tokio::spawn(load(http.clone(), at, Chance::new(nth), Arc::clone(&served)));
-    let staged = stage(&group, at, &http, &served).await;
+    let staged = stage(&folder, at, &http, &served).await;
     load.abort();
-    let kills = charge::oom_kills(&group.folder).unwrap_or_default();
-    let ended = u64::from(service.ended().is_some());
-    drop(service);
-    let mut run = match staged {
-        Ok(run) => run,
+    let kills = oom_kills(&folder).unwrap_or_default();
+    let kills = kills.max(u64::from(service.ended().is_some()));
+    match staged {
+        Ok(run) => Ok(Run { kills, ..run }),
         // A run that could not go on because the process was killed says so.
-        Err(error) if kills + ended > 0 => Run { outcome: error.to_string(), ..Run::default() },
-        Err(error) => return Err(error),
-    };
-    run.kills = kills.max(ended);
-    process::remove(&group.folder);
-    Ok(run)
+        Err(error) if kills > 0 => Ok(Run { outcome: error.to_string(), kills, ..Run::default() }),
+        Err(error) => Err(error),
+    }
 }
 
 async fn stage(
-    group: &Group,
+    folder: &Path,
     at: SocketAddr,
     http: &Http,
     served: &AtomicU64,
 ) -> Result<Run, BoxError> {
-    let folder = &*group.folder;
     let mut run = Run::default();
     let rate = |since: u64| count(served.load(Ordering::Relaxed) - since) / PHASE.as_secs_f64();
     let since = served.load(Ordering::Relaxed);
     tokio::time::sleep(PHASE).await;
     run.served[0] = rate(since);
-    run.before = charge::usage(folder).ok_or("no usage")?;
+    run.before = usage(folder).ok_or("no usage")?;
     let start = Instant::now();
     let told = ask(http, at, "POST", &format!("/memory/fit?limit={}", FIT.get())).await?;
     let id = told["admin_task"].as_u64().ok_or_else(|| told.to_string())?;
@@ -115,7 +103,7 @@ async fn stage(
     if text(&task, "state") == "failed" {
         return Err(run.outcome.into());
     }
-    run.usage = charge::usage(folder).ok_or("no usage")?;
+    run.usage = usage(folder).ok_or("no usage")?;
     if run.usage >= FIT {
         return Err(format!("a kubelet would refuse: usage {}", run.usage).into());
     }
@@ -123,7 +111,7 @@ async fn stage(
     let since = served.load(Ordering::Relaxed);
     let end = Instant::now() + PHASE;
     while Instant::now() < end {
-        run.peak = run.peak.max(charge::usage(folder).unwrap_or_default());
+        run.peak = run.peak.max(usage(folder).unwrap_or_default());
         tokio::time::sleep(LOOK_EVERY).await;
     }
     run.served[1] = rate(since);
@@ -162,8 +150,7 @@ async fn until<T>(
 
 async fn ask(http: &Http, at: SocketAddr, method: &str, path: &str) -> Result<Value, BoxError> {
     let request = Request::builder().method(method).uri(format!("http://{at}{path}"));
-    let answer = http.request(request.header("lowtide-admin", "1").body(Empty::new())?).await?;
-    let body = answer.into_body().collect().await?.to_bytes();
+    let (_, body) = send(http, request.header("lowtide-admin", "1"), Bytes::new()).await?;
     Ok(serde_json::from_slice(&body)?)
 }
 
@@ -183,13 +170,9 @@ async fn load(http: Http, at: SocketAddr, mut chance: Chance, served: Arc<Atomic
         }
         let (http, served) = (http.clone(), Arc::clone(&served));
         requests.spawn(async move {
-            let Ok(request) = Request::get(uri).body(Empty::new()) else { return };
-            if let Ok(answer) = http.request(request).await
-                && answer.status().is_success()
-                && answer.into_body().collect().await.is_ok()
-            {
-                served.fetch_add(1, Ordering::Relaxed);
-            }
+            let answer = send(&http, Request::get(uri), Bytes::new()).await;
+            let is_served = answer.is_ok_and(|(status, _)| status.is_success());
+            served.fetch_add(u64::from(is_served), Ordering::Relaxed);
         });
     }
 }

@@ -1,27 +1,22 @@
 //! Envoy with the configuration of `deploy/envoy`, and what its admin interface says about the
 //! services.
 
-use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::{BodyExt as _, Empty};
-use hyper::Request;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use http::Request;
+use http_body_util::Full;
 use lowtide::BoxError;
-use serde_json::{Value, json};
-use yaml_rust2::{Yaml, YamlLoader};
+use serde_json::Value;
 
+use crate::common::http::{Http, client, get};
+use crate::common::process::free_port;
 use crate::envoy;
 use crate::hold::HOLD_HEADER;
-use crate::process::Process;
 
 const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");
-const CLUSTER: &str = "/static_resources/clusters/0";
 const REPORT_HEADER: &str = "endpoint-load-metrics";
 /// The longest time until Envoy's health checks have found all services.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
@@ -29,7 +24,7 @@ const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// A load balancing policy of Envoy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
     /// Weighted round robin by the load that services report.
     Orca,
@@ -50,34 +45,18 @@ impl Policy {
     }
 
     /// Returns the extension of Envoy; `None` for that of `deploy/envoy`.
-    fn extension(self) -> Option<Value> {
+    fn extension(self) -> Option<String> {
         let (name, kind) = match self {
             Self::Orca => return None,
             Self::RoundRobin => ("round_robin", "round_robin.v3.RoundRobin"),
             Self::LeastRequest => ("least_request", "least_request.v3.LeastRequest"),
         };
-        let kind = format!("type.googleapis.com/envoy.extensions.load_balancing_policies.{kind}");
-        Some(json!({
-            "name": format!("envoy.load_balancing_policies.{name}"),
-            "typed_config": { "@type": kind },
-        }))
+        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
+        Some(format!(
+            "{{ name: envoy.load_balancing_policies.{name}, typed_config: {{ \"@type\": \
+             {package}.{kind} }} }}\n"
+        ))
     }
-}
-
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// The changes to the configuration.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Changes {
-    pub(crate) policy: Policy,
-    /// `true` if rejected requests are retried.
-    pub(crate) has_retries: bool,
-    /// `true` if the blackout period is 2 s.
-    pub(crate) is_quick: bool,
 }
 
 /// A service as Envoy sees it.
@@ -86,18 +65,16 @@ pub(crate) struct Seen {
     pub(crate) weight: u64,
     /// Requests so far.
     pub(crate) requests: u64,
-    /// Requests under way.
-    pub(crate) active: u64,
     is_healthy: bool,
 }
 
 /// An Envoy that runs.
 pub(crate) struct Balancer {
-    _envoy: Process,
+    envoy: std::process::Child,
     pub(crate) front: SocketAddr,
     admin: SocketAddr,
     services: Vec<SocketAddr>,
-    client: Client<HttpConnector, Empty<Bytes>>,
+    client: Http,
     runtime: tokio::runtime::Runtime,
 }
 
@@ -105,18 +82,18 @@ impl Balancer {
     /// Starts Envoy in front of these services, and waits until it has found all of them healthy.
     pub(crate) fn start(
         program: &Path,
-        changes: Changes,
+        policy: Policy,
+        is_quick: bool,
         services: &[SocketAddr],
     ) -> Result<Self, BoxError> {
-        let [front, admin] = free_ports()?;
-        let configuration = configuration(changes, front, admin, services)?;
-        let envoy = Process(envoy::start(program, &configuration.to_string(), front)?);
+        let (front, admin) = (free_port()?, free_port()?);
+        let configuration = configuration(policy, is_quick, [front, admin], services)?;
         let balancer = Self {
-            _envoy: envoy,
+            envoy: envoy::start(program, &configuration, front)?,
             front,
             admin,
             services: services.to_vec(),
-            client: Client::builder(TokioExecutor::new()).build_http(),
+            client: client(),
             runtime: tokio::runtime::Builder::new_current_thread().enable_all().build()?,
         };
         let end = Instant::now() + HEALTH_PATIENCE;
@@ -134,7 +111,7 @@ impl Balancer {
         let shows_report = |at: SocketAddr| {
             self.runtime.block_on(async {
                 let request = Request::post(format!("http://{at}/hold"));
-                let request = request.header(HOLD_HEADER, 0).body(Empty::new())?;
+                let request = request.header(HOLD_HEADER, 0).body(Full::<Bytes>::default())?;
                 let answer = self.client.request(request).await?;
                 if !answer.status().is_success() {
                     return Err(format!("{at} answered {}", answer.status()).into());
@@ -155,11 +132,8 @@ impl Balancer {
 
     /// Returns what Envoy says about each service, in their order.
     pub(crate) fn seen(&self) -> Result<Vec<Seen>, BoxError> {
-        let text = self.runtime.block_on(async {
-            let uri = format!("http://{}/clusters?format=json", self.admin).parse()?;
-            let answer = self.client.get(uri).await?;
-            Ok::<_, BoxError>(answer.into_body().collect().await?.to_bytes())
-        })?;
+        let url = format!("http://{}/clusters?format=json", self.admin);
+        let text = self.runtime.block_on(get(&self.client, &url))?;
         let text: Value = serde_json::from_slice(&text)?;
         let hosts = text.pointer("/cluster_statuses/0/host_statuses").and_then(Value::as_array);
         let hosts = hosts.ok_or_else(|| format!("Envoy names no services: {text}"))?;
@@ -175,6 +149,13 @@ impl Balancer {
     }
 }
 
+impl Drop for Balancer {
+    fn drop(&mut self) {
+        let _ = self.envoy.kill();
+        let _ = self.envoy.wait();
+    }
+}
+
 /// Reads the status of a service. Numbers that are 0 are left out.
 fn read(host: &Value) -> Seen {
     let stats = host["stats"].as_array().map_or(&[][..], Vec::as_slice);
@@ -187,78 +168,45 @@ fn read(host: &Value) -> Seen {
     Seen {
         weight: host["weight"].as_u64().unwrap_or(0),
         requests: stat("rq_total"),
-        active: stat("rq_active"),
         is_healthy: health["failed_active_health_check"] != true
             && health["eds_health_status"] == "HEALTHY",
     }
 }
 
-/// Returns two free ports of this machine. Another program may take them before Envoy does.
-fn free_ports() -> Result<[SocketAddr; 2], BoxError> {
-    let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
-    let listeners = [bind()?, bind()?];
-    let [one, other] = &listeners;
-    Ok([one.local_addr()?, other.local_addr()?])
-}
-
-/// Returns the configuration of `deploy/envoy` with these changes.
+/// Returns the configuration of `deploy/envoy` with this policy and these addresses, without
+/// retries, and if it is to be quick with a blackout period of 2 s.
 fn configuration(
-    changes: Changes,
-    front: SocketAddr,
-    admin: SocketAddr,
+    policy: Policy,
+    is_quick: bool,
+    [front, admin]: [SocketAddr; 2],
     services: &[SocketAddr],
-) -> Result<Value, BoxError> {
-    let documents = YamlLoader::load_from_str(CONFIGURATION)?;
-    let mut all = to_json(documents.first().ok_or("envoy.yaml is empty")?)?;
-    let address = |at: SocketAddr| {
-        let (ip, port) = (at.ip().to_string(), at.port());
-        json!({ "socket_address": { "address": ip, "port_value": port } })
+) -> Result<String, String> {
+    let mut text = CONFIGURATION.to_owned();
+    // Replaces from the begin of one text up to another.
+    let mut set = |from: &str, to: &str, by: &str| {
+        let start = text.find(from).ok_or_else(|| format!("envoy.yaml has no {from:?}"))?;
+        let end = text[start..].find(to).ok_or_else(|| format!("envoy.yaml has no {to:?}"))?;
+        text.replace_range(start..start + end, by);
+        Ok::<_, String>(())
     };
-    set(&mut all, "/admin/address", address(admin))?;
-    set(&mut all, "/static_resources/listeners/0/address", address(front))?;
+    set("port_value: 9901", " }", &format!("port_value: {}", admin.port()))?;
+    set("port_value: 10000", " }", &format!("port_value: {}", front.port()))?;
+    set("type: STRICT_DNS", "\n", "type: STATIC")?;
     let endpoints = services.iter().map(|at| {
-        let health = json!({ "port_value": at.port() });
-        json!({ "endpoint": { "address": address(*at), "health_check_config": health } })
+        let (ip, port) = (at.ip(), at.port());
+        format!(
+            "- endpoint: {{ address: {{ socket_address: {{ address: {ip}, port_value: {port} }} }} \
+             , health_check_config: {{ port_value: {port} }} }}"
+        )
     });
-    let endpoints = endpoints.collect();
-    set(&mut all, &format!("{CLUSTER}/load_assignment/endpoints/0/lb_endpoints"), endpoints)?;
-    set(&mut all, &format!("{CLUSTER}/type"), json!("STATIC"))?;
-    let policy = format!("{CLUSTER}/load_balancing_policy/policies/0/typed_extension_config");
-    if let Some(extension) = changes.policy.extension() {
-        set(&mut all, &policy, extension)?;
-    } else if changes.is_quick {
-        set(&mut all, &format!("{policy}/typed_config/blackout_period"), json!("2s"))?;
+    let endpoints = endpoints.collect::<Vec<_>>().join("\n        ");
+    set("- endpoint: {", "\n", &endpoints)?;
+    set("retry_policy:", "# Envoy keeps a copy", "\n                ")?;
+    if let Some(extension) = policy.extension() {
+        let typed = format!("typed_extension_config: {extension}");
+        set("typed_extension_config:", "    health_checks:", &typed)?;
+    } else if is_quick {
+        set("blackout_period: 10s", "\n", "blackout_period: 2s")?;
     }
-    if !changes.has_retries {
-        let route = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config\
-                     /route_config/virtual_hosts/0/routes/0/route/retry_policy";
-        set(&mut all, route, Value::Null)?;
-    }
-    Ok(all)
-}
-
-/// Replaces a value that the configuration has.
-fn set(all: &mut Value, path: &str, value: Value) -> Result<(), String> {
-    let place = all.pointer_mut(path).ok_or_else(|| format!("envoy.yaml has no {path}"))?;
-    *place = value;
-    Ok(())
-}
-
-fn to_json(yaml: &Yaml) -> Result<Value, BoxError> {
-    Ok(match yaml {
-        Yaml::Real(text) => Value::from(text.parse::<f64>()?),
-        Yaml::Integer(number) => Value::from(*number),
-        Yaml::String(text) => Value::from(text.as_str()),
-        Yaml::Boolean(is_so) => Value::from(*is_so),
-        Yaml::Array(all) => Value::Array(all.iter().map(to_json).collect::<Result<_, _>>()?),
-        Yaml::Hash(all) => {
-            let pair = |(key, value): (&Yaml, &Yaml)| {
-                let key = key.as_str().ok_or("a key of envoy.yaml is no text")?;
-                Ok::<_, BoxError>((key.to_owned(), to_json(value)?))
-            };
-            Value::Object(all.iter().map(pair).collect::<Result<_, _>>()?)
-        }
-        Yaml::Null => Value::Null,
-        Yaml::Alias(_) | Yaml::BadValue => return Err(format!("envoy.yaml: {yaml:?}").into()),
-    })
+    Ok(text)
 }

@@ -6,27 +6,19 @@ use std::net::{Ipv4Addr, SocketAddr};
 use lowtide::admission::Admission;
 use lowtide::service::LoadReportFormat;
 use lowtide::{BoxError, Memory};
-use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::app::serve::{Phase, serve as serve_routes};
-use crate::hold::{self, Unplaced};
+use crate::hold;
+use crate::run::RESIDENT;
 
-/// The settings of a service.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Settings {
-    /// Memory that it holds from its start.
-    pub(crate) resident_bytes: usize,
-}
-
-/// Serves until standard input ends. Prints `listening ADDRESS ADDRESS` when it does.
-pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
-    let settings: Settings = serde_json::from_str(settings)?;
-    let resident = vec![1_u8; settings.resident_bytes];
+/// Serves until standard input ends. Prints its address when it does.
+pub(crate) fn serve() -> Result<(), BoxError> {
+    let resident = vec![1_u8; RESIDENT.as_usize().unwrap_or(0)];
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (address, _phase) = runtime.block_on(start())?;
-    println!("listening {address} {address}");
+    println!("{address}");
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
     drop(resident);
     Ok(())
@@ -35,7 +27,7 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {
     let memory = Memory::builder().start()?;
     let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
-    let routes = hold::routes(None, Unplaced::default(), true).layer(layer);
+    let routes = hold::routes(true).layer(layer);
     let routes = routes.merge(memory.routes());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let address = listener.local_addr()?;

@@ -17,7 +17,7 @@ use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, Lane, Moved, Region, SleepConfig,
 };
 
-use crate::figures::Figures;
+use crate::common::figures::Figures;
 
 const LANES: usize = 4;
 /// The blocks that stay live, and their size.

@@ -5,8 +5,8 @@ use std::thread;
 
 use lowtide::BoxError;
 
+use crate::common::figures::Figures;
 use crate::device_schedules;
-use crate::figures::Figures;
 
 /// The schedules over each number of devices.
 const SCHEDULES: u64 = 10_000;

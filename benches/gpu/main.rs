@@ -6,10 +6,12 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod compact;
 mod device_schedules;
 mod devices;
-mod figures;
 mod pairs;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "others use more of it")]
@@ -24,7 +26,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::figures::Figures;
+use crate::common::figures::Figures;
 
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
@@ -49,9 +51,6 @@ struct Cli {
     /// Measures only this part; may be repeated.
     #[arg(long, value_name = "NAME", value_parser = part_names())]
     part: Vec<String>,
-    /// Cargo passes this to benches.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn part_names() -> Vec<&'static str> {
@@ -62,21 +61,18 @@ fn main() -> ExitCode {
     if let Some(code) = torture::child() {
         return code;
     }
-    // `cargo test` starts benches too, without `--bench` and with arguments of its own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("gpu: a bench: run `cargo bench --bench gpu`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let is_wanted = |name: &str| cli.part.is_empty() || cli.part.iter().any(|part| part == name);
-    let mut all_held = true;
-    for (name, measure) in PARTS.iter().filter(|(name, _)| is_wanted(name)) {
-        let mut figures = Figures::default();
-        if let Err(error) = measure(&mut figures) {
-            eprintln!("{name}: {error}");
-            all_held = false;
+    common::main(|cli: Cli| {
+        let is_wanted =
+            |name: &str| cli.part.is_empty() || cli.part.iter().any(|part| part == name);
+        let mut all_held = true;
+        for (name, measure) in PARTS.iter().filter(|(name, _)| is_wanted(name)) {
+            let mut figures = Figures::default();
+            if let Err(error) = measure(&mut figures) {
+                eprintln!("{name}: {error}");
+                all_held = false;
+            }
+            all_held &= figures.print();
         }
-        all_held &= figures.print();
-    }
-    if all_held { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        Ok(all_held)
+    })
 }

@@ -26,7 +26,7 @@ use lowtide_gpu::{
     ArenaConfig, Buffer, ByteSize, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
 };
 
-use crate::figures::Figures;
+use crate::common::figures::{Figures, median};
 
 /// Rounds of the cases.
 const ROUNDS: usize = 60;
@@ -150,11 +150,6 @@ fn micros(act: impl FnOnce() -> Result<(), DeviceError>) -> Result<f64, DeviceEr
     Ok(start.elapsed().as_secs_f64() * 1e6)
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 /// The cases that are compared with ping-pong pairs, and their goals.
 const CASES: [(&str, Option<usize>, f64); 4] = [
     ("gpu.pair.8", Some(8), 2.5),
@@ -199,13 +194,13 @@ pub(crate) fn pairs(figures: &mut Figures) -> Result<(), BoxError> {
         ratios.iter_mut().zip(cases).for_each(|(all, case)| all.push(case / pair));
         loops.iter_mut().zip(took).for_each(|(all, took)| all.extend(took));
     }
-    figures.add("gpu.pair.ping_pong_ns", median(alone), "ns");
+    figures.add("gpu.pair.ping_pong_ns", median(&alone), "ns");
     for ((name, _, goal), ratios) in CASES.into_iter().zip(ratios) {
-        figures.at_most(format!("{name}.ratio"), median(ratios), "ratio", goal);
+        figures.at_most(format!("{name}.ratio"), median(&ratios), "ratio", goal);
     }
     uncached(figures)?;
     for ((name, theirs, goal), took) in CU_ARENA.into_iter().zip(loops) {
-        figures.at_most(format!("{name}.ratio"), median(took) / theirs, "ratio", goal);
+        figures.at_most(format!("{name}.ratio"), median(&took) / theirs, "ratio", goal);
     }
     Ok(())
 }
@@ -216,7 +211,7 @@ fn uncached(figures: &mut Figures) -> Result<(), BoxError> {
     bed.arena.set_thread_cache(ByteSize::ZERO);
     for (name, live) in [("1", 1), ("512", 512)] {
         let all = (0..=ROUNDS).map(|_| bed.burst(live)).collect::<Result<Vec<_>, _>>()?;
-        figures.add(format!("gpu.pair.uncached.{name}_ns"), median(all), "ns");
+        figures.add(format!("gpu.pair.uncached.{name}_ns"), median(&all), "ns");
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use lowtide::device::{ArenaConfig, DeviceArena, Region, SleepOptions};
 use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::{Call, DriverCosts, SimDriver, SimOptions};
 
-use crate::figures::Figures;
+use crate::common::figures::Figures;
 
 /// The contents that sleep; of a ring fewer: the simulation holds every byte that it copies.
 const LIVE: ByteSize = ByteSize::gib(40);

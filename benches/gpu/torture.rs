@@ -11,7 +11,7 @@ use lowtide::BoxError;
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::clock::{Clock as _, SystemClock};
 
-use crate::figures::Figures;
+use crate::common::figures::Figures;
 
 #[allow(dead_code, reason = "its start is not called here")]
 #[path = "../../crates/gpu/examples/gpu_check.rs"]

@@ -10,8 +10,8 @@ use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, Contents, DeviceArena, Region, SleepOptions};
 
+use crate::common::figures::Figures;
 use crate::device_schedules::chance::Chance;
-use crate::figures::Figures;
 use crate::recorded::{Event, Trace};
 
 /// The seeds of the large traces.

@@ -9,7 +9,7 @@ use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::{Call, DriverCosts, SimDriver, SimOptions};
 use lowtide_gpu::{ArenaConfig, Buffer, Contents, DeviceArena, Region, SleepOptions};
 
-use crate::figures::Figures;
+use crate::common::figures::Figures;
 
 /// The bytes that are live.
 const LIVE: ByteSize = ByteSize::gib(40);

@@ -3,16 +3,14 @@
 //! One ends when its standard input does, so none outlives the bench. Invariant: what a managed one
 //! has and a bare one has not is a started `Memory` with an arena and a resource, and nothing else.
 
-use std::io::{BufRead as _, BufReader, Read as _};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::io::Read as _;
+use std::time::Instant;
 
 use lowtide::memory::Builder;
 use lowtide::{BoxError, Memory};
 
-/// The longest time that a child may take to print a line.
-const PATIENCE: Duration = Duration::from_secs(20);
+use crate::common::own;
+use crate::common::process::Process;
 
 /// The kinds of processes that stand idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
@@ -77,7 +75,7 @@ pub(crate) fn be(kind: Kind, start_only: bool) -> Result<(), BoxError> {
         }
         None => None,
     };
-    println!("started {}", took.as_secs_f64() * 1e3);
+    println!("{}", took.as_secs_f64() * 1e3);
     if !start_only {
         std::io::stdin().read_to_end(&mut Vec::new())?;
     }
@@ -85,62 +83,18 @@ pub(crate) fn be(kind: Kind, start_only: bool) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// An idle process; it ends with this.
-pub(crate) struct Idler {
-    /// Its kind.
-    pub(crate) kind: Kind,
-    child: Child,
-}
-
-impl Idler {
-    /// Starts one and waits until it is idle.
-    pub(crate) fn spawn(kind: Kind) -> Result<Self, BoxError> {
-        let mut child = command(kind)?.spawn()?;
-        let said = said(&mut child);
-        let idler = Self { kind, child };
-        said?;
-        Ok(idler)
-    }
-
-    /// Its process id.
-    pub(crate) fn id(&self) -> u32 {
-        self.child.id()
-    }
-}
-
-impl Drop for Idler {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Starts a process and waits until it is idle.
+pub(crate) fn spawn(kind: Kind) -> Result<Process, BoxError> {
+    let mut command = own()?;
+    command.args(["--be", kind.name()]);
+    let mut process = Process::start(command)?;
+    process.first_line::<f64>()?;
+    Ok(process)
 }
 
 /// Returns the time that `Memory::start` takes in a process of its own, in milliseconds.
 pub(crate) fn start_millis(kind: Kind) -> Result<f64, BoxError> {
-    let mut child = command(kind)?.arg("--start").spawn()?;
-    let said = said(&mut child);
-    let _ = child.kill();
-    child.wait()?;
-    said
-}
-
-fn command(kind: Kind) -> Result<Command, BoxError> {
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(["--be", kind.name()]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    Ok(command)
-}
-
-/// The milliseconds that the child says it took to start.
-fn said(child: &mut Child) -> Result<f64, BoxError> {
-    let output = child.stdout.take().ok_or("no pipe to the child")?;
-    let (tell, told) = mpsc::sync_channel(1);
-    // Ends with the first line, or with the child.
-    std::thread::spawn(move || {
-        let mut line = String::new();
-        let read = BufReader::new(output).read_line(&mut line);
-        let _ = tell.send(read.map(|_| line));
-    });
-    let line = told.recv_timeout(PATIENCE)??;
-    let millis = line.trim().strip_prefix("started ");
-    Ok(millis.ok_or_else(|| format!("the child said {line:?}"))?.parse()?)
+    let mut command = own()?;
+    command.args(["--be", kind.name(), "--start"]);
+    Process::start(command)?.first_line()
 }

@@ -6,10 +6,13 @@
 //! nothing. The time that starting takes is measured in processes of their own.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 mod child;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod look;
 mod report;
 
@@ -19,7 +22,8 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::child::{Idler, Kind};
+use crate::child::Kind;
+use crate::common::process::Process;
 use crate::look::Look;
 use crate::report::Standing;
 
@@ -34,7 +38,6 @@ const STARTS: usize = 30;
 
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What the crate costs a service that does nothing")]
-#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// Watch for 6 seconds in place of 32.
     #[arg(long)]
@@ -48,30 +51,13 @@ struct Cli {
     /// Judges the number of threads alone.
     #[arg(long)]
     counted: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
-        println!("idle: a bench of half a minute, not a test: run `cargo bench --bench idle`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let done = match cli.be {
+    common::main(|cli: Cli| match cli.be {
         Some(kind) => child::be(kind, cli.start).map(|()| true),
         None => measure(cli.quick, cli.counted),
-    };
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("idle: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    })
 }
 
 /// Measures everything and prints it; whether every goal held.
@@ -86,7 +72,7 @@ fn measure(quick: bool, counted: bool) -> Result<bool, BoxError> {
     let mut idlers = Vec::new();
     for _ in 0..OF_EACH {
         for kind in Kind::ALL {
-            idlers.push(Idler::spawn(kind)?);
+            idlers.push((kind, child::spawn(kind)?));
         }
     }
     println!(
@@ -102,11 +88,11 @@ fn measure(quick: bool, counted: bool) -> Result<bool, BoxError> {
     let standings: Vec<Standing> = idlers
         .iter()
         .zip(before.into_iter().zip(after))
-        .map(|(idler, (before, after))| Standing::between(idler.kind, &before, after, seconds))
+        .map(|((kind, _), (before, after))| Standing::between(*kind, &before, after, seconds))
         .collect();
     Ok(report::print(&standings, &starts, counted))
 }
 
-fn looks(idlers: &[Idler]) -> Result<Vec<Look>, BoxError> {
-    idlers.iter().map(|idler| Look::at(idler.id())).collect()
+fn looks(idlers: &[(Kind, Process)]) -> Result<Vec<Look>, BoxError> {
+    idlers.iter().map(|(_, idler)| Look::at(idler.child.id())).collect()
 }

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use crate::child::Kind;
+use crate::common::figures::{Figures, count, median};
 use crate::look::Look;
 
 /// Goals, in the units of their figures.
@@ -61,48 +62,34 @@ pub(crate) fn print(standings: &[Standing], starts: &[(Kind, Vec<f64>)], counted
     for kind in Kind::ALL {
         println!("{}", kind.title());
         threads(standings, kind);
-        println!(
-            "  {:<18}{:>9.4} % of a core  {:>6.2} MiB resident  {:>6.2} MiB private",
-            "all",
-            of(kind, &Standing::cpu_percent),
-            of(kind, &|one| one.resident_mib),
-            of(kind, &|one| one.private_mib)
-        );
     }
-    println!();
-    let mut goals = Vec::new();
+    let (mut all, mut held) = (Figures::default(), true);
     for (kind, times) in starts {
         let kind = *kind;
         let over_bare =
             |figure: &dyn Fn(&Standing) -> f64| of(kind, figure) - of(Kind::Bare, figure);
         let slowest = times.iter().copied().fold(0.0, f64::max);
-        let figures = [
-            ("cpu", over_bare(&Standing::cpu_percent), "%", Some(CPU_MAX_PERCENT)),
-            ("threads", of(kind, &|one| count(one.ours())), "threads", None),
-            ("resident", over_bare(&|one| one.resident_mib), "MiB", Some(RESIDENT_MAX_MIB)),
-            ("private", over_bare(&|one| one.private_mib), "MiB", None),
-            ("start_p50", median(times), "ms", None),
-            ("start_max", slowest, "ms", Some(START_MAX_MS)),
-        ];
-        for (what, value, unit, most) in figures {
-            println!("figure idle_{}_{what} {value:.4} {unit}", kind.figure());
-            let held = match (what, most) {
-                ("threads", _) => {
-                    Some(((value - THREADS).abs() < 0.5, format!("exactly {THREADS}")))
-                }
-                (_, Some(most)) if !counted => Some((value <= most, format!("at most {most}"))),
-                _ => None,
-            };
-            if let Some((held, asked)) = held {
-                goals.push((format!("{}: {what} {asked} {unit}", kind.title()), value, held));
+        let ours = of(kind, &|one| count(one.ours()));
+        let name = |what: &str| format!("idle_{}_{what}", kind.figure());
+        all.add(name("threads"), ours, "threads");
+        held &= (ours - THREADS).abs() < 0.5;
+        all.add(name("private"), over_bare(&|one| one.private_mib), "MiB");
+        all.add(name("start_p50"), median(times), "ms");
+        for (what, value, unit, most) in [
+            ("cpu", over_bare(&Standing::cpu_percent), "%", CPU_MAX_PERCENT),
+            ("resident", over_bare(&|one| one.resident_mib), "MiB", RESIDENT_MAX_MIB),
+            ("start_max", slowest, "ms", START_MAX_MS),
+        ] {
+            all.add(name(what), value, unit);
+            if !counted {
+                all.set_goals(&[(&name(what), most)]);
             }
         }
     }
-    println!();
-    for (goal, value, held) in &goals {
-        println!("{}  {goal}: {value:.4}", if *held { "held  " } else { "MISSED" });
+    if !held {
+        println!("MISSED  threads: expected {THREADS}");
     }
-    goals.iter().all(|(_, _, held)| *held)
+    all.print() && held
 }
 
 /// A line for each name of a thread in processes of this kind.
@@ -121,15 +108,4 @@ fn threads(standings: &[Standing], kind: Kind) {
             median(&each.iter().map(|sum| count(sum.0)).collect::<Vec<_>>())
         );
     }
-}
-
-fn median(values: &[f64]) -> f64 {
-    let mut values = values.to_vec();
-    values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "nanoseconds of a minute are far below 2^52")]
-fn count(number: u64) -> f64 {
-    number as f64
 }

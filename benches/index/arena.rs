@@ -17,9 +17,8 @@ use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, HostDriver, Region};
 
-use crate::median;
+use crate::common::figures::{Figures, median};
 use crate::peers::Peer;
-use crate::table::Figures;
 use crate::work::{self, LOAD90_LIVE, LOAD90_STEPS, MIX_LIVE, Mix, SEEDS};
 
 /// Operations of a thread in one round.
@@ -196,14 +195,15 @@ fn walls(arena: &DeviceArena) -> ([[Vec<f64>; 2]; 3], u64) {
 fn two_threads(figures: &mut Figures) {
     let arena = Arena::open(ByteSize::MAX).0;
     let (walls, contended) = walls(&arena);
-    let ratio =
-        |[one, two]: &[Vec<f64>; 2]| median(one.iter().zip(two).map(|(one, two)| two / one));
+    let ratio = |[one, two]: &[Vec<f64>; 2]| {
+        median(&one.iter().zip(two).map(|(one, two)| two / one).collect::<Vec<_>>())
+    };
     let [ours, own, apart] = walls.each_ref().map(ratio);
     let mut add = |name: &str, value: f64, unit| {
         figures.add(format!("arena.two_threads.{name}"), value, unit);
     };
-    add("one_thread_ns", median(walls[0][0].iter().copied()), "ns");
-    add("wall_ns", median(walls[0][1].iter().copied()), "ns");
+    add("one_thread_ns", median(&walls[0][0]), "ns");
+    add("wall_ns", median(&walls[0][1]), "ns");
     add("wall_ratio", ours, "ratio");
     add("loop_wall_ratio", own, "ratio");
     add("apart_wall_ratio", apart, "ratio");

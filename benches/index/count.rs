@@ -5,14 +5,14 @@
 //!
 //! Invariant: equal steps and seeds for every peer.
 
-use crate::callgrind::{self, callgrind};
+use crate::common::callgrind;
 use crate::ours::Ours;
 use crate::peers::{Offset, Peer};
 use crate::tlsf::Tlsf;
 use crate::work::{MIX_LIVE, Mix, POOL, SEEDS};
 
 /// Steps of the shorter run.
-const STEPS: usize = 50_000;
+const STEPS: u32 = 50_000;
 
 /// The allocators that are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -66,17 +66,10 @@ pub(crate) fn be(who: Counted, steps: usize) {
 
 /// Instructions for each operation, or why they could not be counted.
 pub(crate) fn count(who: Counted) -> Result<f64, String> {
-    let of = |who: Counted| -> Result<f64, String> {
-        let (once, thrice) = (collected(who, STEPS)?, collected(who, 3 * STEPS)?);
-        Ok((thrice - once) / (2 * STEPS) as f64)
+    use clap::ValueEnum as _;
+    let of = |who: Counted| {
+        let name = who.to_possible_value().map(|value| value.get_name().to_owned());
+        callgrind::per_step(&["--be", &name.unwrap_or_default(), "--steps"], STEPS)
     };
     Ok(of(who)? - of(Counted::Nobody)?)
-}
-
-fn collected(who: Counted, steps: usize) -> Result<f64, String> {
-    use clap::ValueEnum as _;
-    let program = std::env::current_exe().map_err(|error| error.to_string())?;
-    let name = who.to_possible_value().map(|value| value.get_name().to_owned());
-    let arguments = ["--be", &name.unwrap_or_default(), "--steps", &steps.to_string()];
-    callgrind::instructions(callgrind(program).args(arguments))
 }

@@ -11,16 +11,16 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod arena;
-#[path = "../callgrind.rs"]
-mod callgrind;
 mod chance;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod count;
 mod granules;
 mod ours;
 #[path = "../peers/mod.rs"]
 #[allow(dead_code, reason = "another bench uses more of them")]
 mod peers;
-mod table;
 mod tlsf;
 mod work;
 
@@ -28,11 +28,11 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use crate::common::figures::Figures;
 use crate::count::Counted;
 use crate::granules::Layout;
 use crate::ours::Ours;
 use crate::peers::{Bfc, CuArena, Extend, Offset, Peer};
-use crate::table::Figures;
 use crate::tlsf::Tlsf;
 use crate::work::{MIX_LIVE, Mix, POOL, SEEDS};
 
@@ -46,9 +46,6 @@ const BLOCKS_MAX: u32 = 1 << 17;
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What the block index costs and how well it places")]
 struct Cli {
-    /// Failures at 90 % load for twelve more seeds as well.
-    #[arg(long)]
-    more_seeds: bool,
     /// Play the mix and end: the process whose instructions are counted.
     #[arg(long, hide = true)]
     be: Option<Counted>,
@@ -57,32 +54,57 @@ struct Cli {
     /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
     counted: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
+/// The most that figures may be.
+const GOALS: &[(&str, f64)] = &[
+    ("index.random_mix.instructions", 300.0),
+    ("index.load90.failures.seed42", 100.0),
+    ("index.load90.failures.seed7", 100.0),
+    ("index.load90.failures.seed1234", 100.0),
+    ("index.virtual.two_ranges.load90.failures", 0.0),
+    ("index.virtual.two_ranges.active_per_live.worst", 1.03),
+    ("index.metadata.bytes_per_block", 64.0),
+    ("index.metadata.bytes_per_block_worst", 64.0),
+    ("arena.pair.driver_calls", 0.0),
+    ("arena.two_threads.contended_locks", 0.0),
+    ("arena.virtual.load90.failures", 0.0),
+    ("arena.virtual.load90.active_per_live.worst", 1.03),
+];
+
+/// The same for what is timed.
+const TIMED: &[(&str, f64)] = &[
+    ("index.random_mix.median_ns", 50.0),
+    ("index.random_mix.p999_ns", 500.0),
+    ("index.holes_8192.median_ns", 300.0),
+    ("arena.pair.median_ns", 60.0),
+    ("arena.two_threads.wall_ratio_over_loop", 1.15),
+];
+
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
-        println!("index: a bench of a minute, not a test: run `cargo bench --bench index`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    if let Some(who) = cli.be {
-        count::be(who, cli.steps);
-        return ExitCode::SUCCESS;
-    }
-    let mut figures = Figures::default();
-    if !cli.counted {
-        times(&mut figures);
-    }
-    instructions(&mut figures);
-    failures(&mut figures, cli.more_seeds);
-    virtual_memory(&mut figures);
-    metadata(&mut figures);
-    arena::measure(&mut figures);
-    if figures.print(cli.counted) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    common::main(|cli: Cli| {
+        if let Some(who) = cli.be {
+            count::be(who, cli.steps);
+            return Ok(true);
+        }
+        let mut figures = Figures::default();
+        if !cli.counted {
+            times(&mut figures);
+        }
+        instructions(&mut figures);
+        failures(&mut figures);
+        virtual_memory(&mut figures);
+        metadata(&mut figures);
+        arena::measure(&mut figures);
+        figures.set_goals(GOALS);
+        if cli.counted {
+            // Documents state one that is a ratio of times.
+            figures.forget(TIMED);
+        } else {
+            figures.set_goals(TIMED);
+        }
+        Ok(figures.print())
+    })
 }
 
 fn times(figures: &mut Figures) {
@@ -99,22 +121,14 @@ fn timed<P: Peer + Send>(figures: &mut Figures, prefix: &str, make: impl Fn() ->
     for (name, nanos) in loops.iter().zip(work::loops(&mut make())) {
         add(&format!("{name}.median_ns"), nanos);
     }
-    let mut rounds = Vec::new();
     for round in 0..ROUNDS {
         let mut peer = make();
         let mut mix = Mix::filled(&mut peer, SEEDS[round % SEEDS.len()], MIX_LIVE);
         let nanos = mix.timed(STEPS, |todo| work::act(&mut peer, todo));
-        rounds.push([500, 990, 999].map(|share| work::permille(&nanos, share) as f64));
+        for (share, name) in [(500, "median_ns"), (990, "p99_ns"), (999, "p999_ns")] {
+            add(&format!("random_mix.{name}"), work::permille(&nanos, share) as f64);
+        }
     }
-    for (nth, name) in ["median_ns", "p99_ns", "p999_ns"].iter().enumerate() {
-        add(&format!("random_mix.{name}"), median(rounds.iter().map(|round| round[nth])));
-    }
-    let shared: Vec<_> = (0..3).map(|_| work::two_threads(make(), STEPS / 2)).collect();
-    for (share, name) in [(500, "median_ns"), (999, "p999_ns")] {
-        let of = shared.iter().map(|(nanos, _)| work::permille(nanos, share) as f64);
-        add(&format!("two_threads.{name}"), median(of));
-    }
-    add("two_threads.wall_ns", median(shared.iter().map(|&(_, wall)| wall)));
     add("holes_8192.median_ns", work::beside_holes(&mut make(), 520) as f64);
     add("holes_8192_own_bin.median_ns", work::beside_holes(&mut make(), 996) as f64);
 }
@@ -138,7 +152,7 @@ fn instructions(figures: &mut Figures) {
     }
 }
 
-fn failures(figures: &mut Figures, more_seeds: bool) {
+fn failures(figures: &mut Figures) {
     let bfc = |extend| move |seed| work::load90(Bfc::new(extend, POOL), seed);
     let of: [(&str, &dyn Fn(u64) -> u64); 5] = [
         ("", &|seed| work::load90(Ours::new(POOL), seed)),
@@ -151,12 +165,6 @@ fn failures(figures: &mut Figures, more_seeds: bool) {
         for seed in SEEDS {
             let name = format!("{prefix}index.load90.failures.seed{seed}");
             figures.add(name, failures(seed) as f64, "failures");
-        }
-    }
-    if more_seeds {
-        for seed in 100..112 {
-            let name = format!("index.load90.failures.seed{seed}");
-            figures.add(name, work::load90(Ours::new(POOL), seed) as f64, "failures");
         }
     }
 }
@@ -194,10 +202,4 @@ fn metadata(figures: &mut Figures) {
     Mix::filled(&mut pool, SEEDS[0], MIX_LIVE).play(&mut pool, STEPS);
     let each = pool.metadata_per_block();
     figures.add("index.metadata.bytes_per_block".to_owned(), each, "bytes");
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
 }

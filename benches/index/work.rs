@@ -5,7 +5,6 @@
 //!
 //! Invariant: a slot holds a live block or none; a failed allocation leaves it empty.
 
-use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::Instant;
 
 use crate::chance::Chance;
@@ -116,34 +115,6 @@ fn clock_nanos() -> u64 {
     let mut each: Vec<u128> = (0..2001).map(|_| Instant::now().elapsed().as_nanos()).collect();
     each.sort_unstable();
     u64::try_from(each[each.len() / 4]).unwrap_or(0)
-}
-
-/// The same mix from two threads over one peer behind a lock: nanoseconds of each operation in
-/// order of size, and of wall time for each operation of either.
-pub(crate) fn two_threads<P: Peer + Send>(peer: P, steps: usize) -> (Vec<u64>, f64) {
-    let (lock, barrier) = (Mutex::new(peer), Barrier::new(2));
-    let run = |seed: u64| {
-        let mut mix = {
-            let mut peer = lock.lock().unwrap_or_else(PoisonError::into_inner);
-            Mix::filled(&mut *peer, seed, MIX_LIVE / 2)
-        };
-        barrier.wait();
-        let start = Instant::now();
-        let nanos = mix.timed(steps, |todo| {
-            act(&mut *lock.lock().unwrap_or_else(PoisonError::into_inner), todo)
-        });
-        (nanos, start.elapsed())
-    };
-    let (mut nanos, wall) = std::thread::scope(|scope| {
-        let other = scope.spawn(|| run(SEEDS[1]));
-        let (mut nanos, time) = run(SEEDS[0]);
-        let (more, other_time) = other.join().unwrap_or_default();
-        nanos.extend(more);
-        (nanos, time.max(other_time))
-    });
-    nanos.sort_unstable();
-    let each = wall.as_nanos() as f64 / (steps * 2) as f64;
-    (nanos, each)
 }
 
 /// Median nanoseconds of `act` over batches of `each`, for one of them.

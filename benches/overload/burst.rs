@@ -7,16 +7,13 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use futures_util::future::join_all;
 use http::{Request, StatusCode};
-use http_body_util::{BodyExt as _, Full};
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
-use hyper_util::rt::TokioExecutor;
-use lowtide::BoxError;
+use lowtide::{BoxError, ByteSize};
 
 use crate::cell::Bed;
-use crate::figures::{Figures, count};
+use crate::common::figures::{Figures, count};
+use crate::common::http::{client, send};
 use crate::policy::Policy;
 use crate::service::{Queue, Settings};
 
@@ -30,29 +27,26 @@ const TEXTS: usize = 32;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs both, and adds the figures. Returns `true` if the service survived.
-pub(crate) fn run(limit_bytes: u64, figures: &mut Figures) -> Result<bool, BoxError> {
+pub(crate) fn run(limit: ByteSize, figures: &mut Figures) -> Result<bool, BoxError> {
     let settings = Settings {
         policy: Policy::Lowtide.to_string(),
         estimate: 1.0,
-        limit_bytes,
-        connections: 2 * REQUESTS,
-        device_bytes: None,
+        limit_bytes: limit.get(),
         one_copy: false,
         envoy: None,
-        decay_off: false,
         queue: Queue::Proxy,
     };
-    let bed = Bed::start(&settings)?;
-    let to = bed.front();
+    let bed = Bed::start(&settings, limit)?;
+    let to = bed.front;
     let runtime = tokio::runtime::Runtime::new()?;
     let both = async {
-        send(to, 1, 1).await; // loads the model
-        let queued = send(to, REQUESTS, AT_ONCE).await;
-        (queued, send(to, REQUESTS, REQUESTS).await)
+        embed_all(to, 1, 1).await; // loads the model
+        let queued = embed_all(to, REQUESTS, AT_ONCE).await;
+        (queued, embed_all(to, REQUESTS, REQUESTS).await)
     };
     let both = runtime.block_on(async { tokio::time::timeout(PATIENCE, both).await })?;
     let ((queued, queue_time), (served, time)) = both;
-    let kills = bed.finish()?;
+    let kills = bed.finish();
     println!(
         "{served} of {REQUESTS} at once served in {time:.2} s; {queued} in {queue_time:.2} s \
          with {AT_ONCE} at a time; {kills} OOM kills"
@@ -64,31 +58,24 @@ pub(crate) fn run(limit_bytes: u64, figures: &mut Figures) -> Result<bool, BoxEr
 }
 
 /// Sends so many requests, so many at once. Returns the number served, and the seconds.
-async fn send(to: SocketAddr, requests: usize, at_once: usize) -> (u64, f64) {
-    let client = Client::builder(TokioExecutor::new()).build_http();
+async fn embed_all(to: SocketAddr, requests: usize, at_once: usize) -> (u64, f64) {
+    let http = client();
+    let text = "the sea draws back and returns ".repeat(20);
+    let body = serde_json::json!({ "texts": vec![text; TEXTS] }).to_string();
     let start = Instant::now();
     let lines = (0..at_once).map(|line| {
-        let client = client.clone();
+        let (http, body) = (http.clone(), body.clone());
         async move {
             let mut served = 0;
             for _ in (line..requests).step_by(at_once) {
-                served += u64::from(embed(&client, to).await);
+                let request = Request::post(format!("http://{to}/embed"));
+                let request = request.header("content-type", "application/json");
+                let answer = send(&http, request, body.clone()).await;
+                served += u64::from(answer.is_ok_and(|(status, _)| status == StatusCode::OK));
             }
             served
         }
     });
     let served = join_all(lines).await.into_iter().sum();
     (served, start.elapsed().as_secs_f64())
-}
-
-async fn embed(client: &Client<HttpConnector, Full<Bytes>>, to: SocketAddr) -> bool {
-    let text = "the sea draws back and returns ".repeat(20);
-    let body = serde_json::json!({ "texts": vec![text; TEXTS] }).to_string();
-    let request = Request::post(format!("http://{to}/embed"))
-        .header("content-type", "application/json")
-        .body(Full::from(body));
-    let Ok(request) = request else { return false };
-    let Ok(response) = client.request(request).await else { return false };
-    let status = response.status();
-    response.into_body().collect().await.is_ok() && status == StatusCode::OK
 }

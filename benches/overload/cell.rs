@@ -1,217 +1,204 @@
 //! One cell: a service in a fresh cgroup, load on it from another process, and what became of both.
 //!
-//! The service's death is an outcome, not a fault. Every wait has an end, and both processes end
-//! with the cell. Invariant: the cgroup is gone when the cell is over.
+//! The service's death is an outcome, not a fault. Both processes and the cgroup end with the cell.
 
-use std::io::{BufReader, Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
-use std::os::unix::process::ExitStatusExt as _;
-use std::path::Path;
-use std::process::{ChildStdin, ExitStatus};
+use std::io::Read as _;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ChildStdin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lowtide::{BoxError, ByteSize};
 
-use crate::cgroup::Group;
-use crate::charge::{self, Ticks};
+use crate::common::figures::Figures;
+use crate::common::own;
+use crate::common::process::{self, Process};
 use crate::load::{Order, Tally};
-use crate::process::{self, Process, remove};
-use crate::schedule::Offer;
-use crate::service::{Report, Settings};
+use crate::measures::Measures;
+use crate::mix::Mix;
+use crate::policy::Policy;
+use crate::schedule::{Offer, Sending};
+use crate::service::{Queue, Settings};
 
-/// The longest time that the service may take to return its report.
-const ASK_PATIENCE: Duration = Duration::from_secs(2);
 /// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Signal 9, by which the kernel kills for memory.
-const SIGKILL: i32 = 9;
+/// Checks that a cgroup with a limit can be made here, and read.
+pub(crate) fn check() -> Result<(), String> {
+    let group = process::group(ByteSize::mib(64))?;
+    let charge = process::working_set(&group.folder);
+    let seen = charge.is_some() && process::oom_kills(&group.folder).is_some();
+    seen.then_some(()).ok_or_else(|| "its charge and its events cannot be read".to_owned())
+}
+
+/// A cell to be run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// The policy that admits requests.
+    pub(crate) policy: Policy,
+    /// Times what fits.
+    pub(crate) load: f64,
+    /// Which sizes.
+    pub(crate) mix: Mix,
+    /// The factor by which estimates are multiplied.
+    pub(crate) estimate: f64,
+}
+
+/// The settings and results that all cells share.
+#[derive(Debug)]
+pub(crate) struct Runner {
+    /// The limit of the service's cgroup.
+    pub(crate) limit: ByteSize,
+    /// The time for which requests are offered.
+    pub(crate) lasts: Duration,
+    /// Of arrivals, sizes and holds.
+    pub(crate) seed: u64,
+    /// How requests are sent.
+    pub(crate) sending: Sending,
+    /// `true` if a request holds its body once, and not twice.
+    pub(crate) one_copy: bool,
+    /// The program of the policy `envoy80`.
+    pub(crate) envoy: Option<PathBuf>,
+    /// The results.
+    pub(crate) figures: Figures,
+    /// Cells of lowtide whose service did not live to the end.
+    pub(crate) lost: Vec<String>,
+}
+
+impl Runner {
+    /// Runs a cell, prints its line and keeps its figures.
+    pub(crate) fn run(&mut self, plan: Plan) -> Result<Measures, BoxError> {
+        let Plan { load, mix, .. } = plan;
+        let mut offer = Offer::steady(mix, load * mix.fits(self.limit), self.lasts, self.seed);
+        offer.sending = self.sending;
+        let measures = self.offer(&name(plan), &self.settings(plan, Queue::Service), &offer)?;
+        measures.tell(&name(plan), &mut self.figures);
+        Ok(measures)
+    }
+
+    /// Runs a service under an offer, and prints its line.
+    pub(crate) fn offer(
+        &mut self,
+        name: &str,
+        settings: &Settings,
+        offer: &Offer,
+    ) -> Result<Measures, BoxError> {
+        let outcome = Bed::start(settings, self.limit)?.offer(offer.clone())?;
+        let measures = Measures::of(offer, &outcome);
+        println!("{name:<30} seed {:>3}  {measures}", self.seed);
+        if settings.policy == Policy::Lowtide.to_string() && measures.died {
+            self.lost.push(name.to_owned());
+        }
+        Ok(measures)
+    }
+
+    /// Returns the settings of the service in a cell.
+    pub(crate) fn settings(&self, plan: Plan, queue: Queue) -> Settings {
+        Settings {
+            policy: plan.policy.to_string(),
+            estimate: plan.estimate,
+            limit_bytes: self.limit.get(),
+            one_copy: self.one_copy,
+            envoy: self.envoy.clone(),
+            queue,
+        }
+    }
+}
+
+/// The name of a cell in figures: all static budgets are one policy.
+fn name(plan: Plan) -> String {
+    let policy = match plan.policy {
+        Policy::Static(_) => "static".to_owned(),
+        policy => policy.to_string(),
+    };
+    let mut name = format!("{policy}.{}x.{}", plan.load, plan.mix.name());
+    if (plan.estimate - 1.0).abs() > 1e-9 {
+        name += &format!(".estimate_{}", plan.estimate);
+    }
+    name
+}
 
 /// The outcome of a cell.
 #[derive(Clone, Debug)]
 pub(crate) struct Outcome {
-    /// The service's exit, if it ended too early.
-    pub(crate) death: Option<String>,
+    /// `true` if the service ended too early.
+    pub(crate) died: bool,
     /// The number of processes of the cgroup that the kernel killed for memory.
     pub(crate) oom_kills: u64,
-    /// Highest working set of the cgroup that was seen, and what it was made of.
+    /// Highest working set of the cgroup that was seen.
     pub(crate) peak: ByteSize,
-    /// As said.
-    pub(crate) peak_parts: String,
-    /// Working set before the first request.
-    pub(crate) base: ByteSize,
-    /// The part of the processors' time that was used while load was offered.
-    pub(crate) busy: f64,
     /// The outcomes of the requests.
     pub(crate) tally: Tally,
-    /// The report of the service; empty if it died.
-    pub(crate) report: Report,
-}
-
-/// Checks that a cgroup with a limit can be made here.
-pub(crate) fn check() -> Result<(), String> {
-    let group = Group::make(&name("check"), Some(ByteSize::mib(64).get()))?;
-    let charge = charge::working_set(&group.folder);
-    let seen = charge.is_some() && charge::oom_kills(&group.folder).is_some();
-    seen.then_some(()).ok_or_else(|| "its charge and its events cannot be read".to_owned())
-}
-
-fn name(what: &str) -> String {
-    format!("lowtide-overload-{}-{what}", std::process::id())
 }
 
 /// A service in its cgroup.
 pub(crate) struct Bed {
-    /// The cgroup.
-    pub(crate) group: Group,
     service: Process,
-    front: SocketAddr,
-    back: SocketAddr,
-    base: ByteSize,
+    /// The address of the proxy.
+    pub(crate) front: SocketAddr,
 }
 
 impl Bed {
     /// Starts the service and waits until it listens.
-    pub(crate) fn start(settings: &Settings) -> Result<Self, BoxError> {
-        let group = Group::make(&name("run"), Some(settings.limit_bytes))?;
-        let mut service = serve(settings, &group)?;
-        let (front, back) = service.addresses()?;
-        let base = charge::working_set(&group.folder).unwrap_or_default();
-        Ok(Self { group, service, front, back, base })
-    }
-
-    /// Returns the address of the proxy.
-    pub(crate) const fn front(&self) -> SocketAddr {
-        self.front
+    pub(crate) fn start(settings: &Settings, limit: ByteSize) -> Result<Self, BoxError> {
+        let mut command = own()?;
+        command.arg("--serve").arg(serde_json::to_string(settings)?);
+        let mut service = Process::start_in_group(&command, limit)?;
+        let front = service.first_line()?;
+        Ok(Self { service, front })
     }
 
     /// Ends it, and returns the number of processes that the kernel killed.
-    pub(crate) fn finish(mut self) -> Result<u64, BoxError> {
-        let oom_kills = charge::oom_kills(&self.group.folder).unwrap_or_default();
-        self.service.end()?;
-        remove(&self.group.folder);
-        Ok(oom_kills)
+    pub(crate) fn finish(self) -> u64 {
+        self.service.end()
     }
 
     /// Puts the offered load on it, and ends it.
-    pub(crate) fn offer(mut self, offer: Offer) -> Result<Outcome, BoxError> {
+    fn offer(mut self, offer: Offer) -> Result<Outcome, BoxError> {
+        let mut command = own()?;
         let order = Order { to: self.front, offer };
-        let lasts = order.offer.lasts();
-        let mut load = generate(&order)?;
-        let output = load.0.stdout.take().ok_or("no pipe from the load process")?;
-        let looks = Looks::new(self.base);
-        let text = std::thread::scope(|scope| {
-            let input = load.0.stdin.take();
-            scope.spawn(|| looks.look(&self.group.folder, &mut self.service, input, lasts));
-            let mut text = String::new();
-            let read = BufReader::new(output).read_to_string(&mut text);
-            looks.over.store(true, Ordering::Relaxed);
-            read.map(|_| text)
+        command.arg("--generate").arg(serde_json::to_string(&order)?);
+        let mut load = Process::start(command)?;
+        let mut output = load.child.stdout.take().ok_or("no pipe from the load process")?;
+        let folder = self.service.folder().ok_or("no cgroup")?.to_owned();
+        let (over, peak) = (AtomicBool::new(false), AtomicU64::new(0));
+        let mut text = String::new();
+        let (over, peak) = (&over, &peak);
+        std::thread::scope(|scope| {
+            let input = load.child.stdin.take();
+            let service = &mut self.service;
+            scope.spawn(|| look(&folder, service, input, over, peak));
+            let read = output.read_to_string(&mut text);
+            over.store(true, Ordering::Relaxed);
+            read
         })?;
-        load.end()?;
-        let ended = self.service.ended();
-        let report = if ended.is_none() { ask(self.back)? } else { Report::default() };
-        let oom_kills = charge::oom_kills(&self.group.folder).unwrap_or_default();
-        self.service.end()?;
-        remove(&self.group.folder);
-        let busy = looks.busy.into_inner().unwrap_or_default();
+        let died = self.service.ended().is_some();
         Ok(Outcome {
-            death: ended.map(|status| how(status, oom_kills)),
-            oom_kills,
-            peak: ByteSize::new(looks.peak.into_inner()),
-            peak_parts: looks.parts.into_inner().unwrap_or_default(),
-            base: self.base,
-            busy,
+            died,
+            oom_kills: process::oom_kills(&folder).unwrap_or_default(),
+            peak: ByteSize::new(peak.load(Ordering::Relaxed)),
             tally: serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?,
-            report,
         })
     }
 }
 
-/// The values that are watched from outside while load is offered.
-struct Looks {
-    over: AtomicBool,
-    peak: AtomicU64,
-    parts: std::sync::Mutex<String>,
-    busy: std::sync::Mutex<f64>,
-}
-
-impl Looks {
-    fn new(base: ByteSize) -> Self {
-        Self {
-            over: AtomicBool::new(false),
-            peak: AtomicU64::new(base.get()),
-            parts: std::sync::Mutex::default(),
-            busy: std::sync::Mutex::default(),
+/// Looks at the working set until the load is over. If the service ends, the load process is told
+/// by the end of its input.
+fn look(
+    folder: &Path,
+    service: &mut Process,
+    mut input: Option<ChildStdin>,
+    over: &AtomicBool,
+    peak: &AtomicU64,
+) {
+    while !over.load(Ordering::Relaxed) {
+        let seen = process::working_set(folder).unwrap_or_default().get();
+        peak.fetch_max(seen, Ordering::Relaxed);
+        if service.ended().is_some() {
+            input = None;
         }
+        std::thread::sleep(LOOK_EVERY);
     }
-
-    /// Looks until the load is over or the service has ended, of which the load process is told by
-    /// the end of its input.
-    fn look(
-        &self,
-        folder: &Path,
-        service: &mut Process,
-        input: Option<ChildStdin>,
-        lasts: Duration,
-    ) {
-        let (start, before) = (Instant::now(), Ticks::now());
-        let mut input = input;
-        while !self.over.load(Ordering::Relaxed) {
-            let seen = charge::working_set(folder).unwrap_or_default().get();
-            let highest = self.peak.fetch_max(seen, Ordering::Relaxed);
-            if seen > highest + (4 << 20) {
-                set(&self.parts, charge::parts(folder));
-            }
-            if input.is_some() && service.ended().is_some() {
-                input = None;
-            }
-            // Until the load ends: what drains afterwards is no load.
-            if start.elapsed() < lasts && input.is_some() {
-                set(&self.busy, Ticks::now().busy_since(before));
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-    }
-}
-
-fn set<T>(place: &std::sync::Mutex<T>, value: T) {
-    *place.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = value;
-}
-
-/// Starts the service inside the cgroup.
-fn serve(settings: &Settings, group: &Group) -> Result<Process, BoxError> {
-    let mut command = process::entering(group)?;
-    command.arg("--serve").arg(serde_json::to_string(settings)?);
-    if settings.decay_off {
-        command.env("_RJEM_MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1");
-    }
-    Process::start(command)
-}
-
-/// Starts the load process.
-fn generate(order: &Order) -> Result<Process, BoxError> {
-    let mut command = process::own()?;
-    command.arg("--generate").arg(serde_json::to_string(order)?);
-    Process::start(command)
-}
-
-fn how(status: ExitStatus, kills: u64) -> String {
-    if status.signal() == Some(SIGKILL) && kills > 0 {
-        "OOM-killed".to_owned()
-    } else {
-        format!("died ({status}, {kills} OOM kills)")
-    }
-}
-
-/// Asks the service for its report.
-fn ask(back: SocketAddr) -> Result<Report, BoxError> {
-    let mut stream = TcpStream::connect_timeout(&back, ASK_PATIENCE)?;
-    stream.set_read_timeout(Some(ASK_PATIENCE))?;
-    write!(stream, "GET /report HTTP/1.1\r\nhost: {back}\r\nconnection: close\r\n\r\n")?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text)?;
-    let (_, body) = text.split_once("\r\n\r\n").ok_or("the service's report has no body")?;
-    Ok(serde_json::from_str(body)?)
+    drop(input);
 }

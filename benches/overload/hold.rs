@@ -1,12 +1,9 @@
 //! `POST /hold`: collects the body whole, keeps a second copy as large as it, and holds both for as
 //! long as the request asks. It is what makes memory, and not the processor, the shortage.
 //!
-//! With an arena the second copy is a block of device memory instead. With `--one-copy`
-//! there is no second copy. It admits nothing: that is for the layer in front of it. Invariant: the
-//! memory of a request is freed before it is answered.
+//! With `--one-copy` there is no second copy. It admits nothing: that is for the layer in front of
+//! it. Invariant: the memory of a request is freed before it is answered.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -15,31 +12,18 @@ use axum::extract::Request;
 use axum::http::StatusCode;
 use axum::routing::post;
 use http_body_util::BodyExt as _;
-use lowtide::device::{DeviceArena, Region};
 
 /// The header that says for how many milliseconds.
 pub(crate) const HOLD_HEADER: &str = "x-hold-millis";
 /// The header that says how many further copies of the body it holds.
 pub(crate) const COPIES_HEADER: &str = "x-copies";
 
-/// Requests that were admitted and for which the arena had no room.
-pub(crate) type Unplaced = Arc<AtomicU64>;
-
 /// The route.
-pub(crate) fn routes(arena: Option<DeviceArena>, unplaced: Unplaced, is_copied: bool) -> Router {
-    let answer = move |request: Request| {
-        let (arena, unplaced) = (arena.clone(), Arc::clone(&unplaced));
-        async move { hold(request, arena, &unplaced, is_copied).await }
-    };
-    Router::new().route("/hold", post(answer))
+pub(crate) fn routes(is_copied: bool) -> Router {
+    Router::new().route("/hold", post(move |request: Request| hold(request, is_copied)))
 }
 
-async fn hold(
-    request: Request,
-    arena: Option<DeviceArena>,
-    unplaced: &AtomicU64,
-    is_copied: bool,
-) -> (StatusCode, &'static str) {
+async fn hold(request: Request, is_copied: bool) -> (StatusCode, &'static str) {
     let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
     let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
     let copies = header(&request, COPIES_HEADER).unwrap_or(0);
@@ -49,28 +33,17 @@ async fn hold(
     let Some(text) = collected(request.into_body(), length).await else {
         return (StatusCode::BAD_REQUEST, "the body ended early\n");
     };
-    let (mut copy, mut block) = (Vec::new(), None);
     let mut more = Vec::new();
     for _ in 0..copies {
         more.push(text.clone());
         // As a parser that grows its result over many polls.
         tokio::task::yield_now().await;
     }
-    match &arena {
-        None if is_copied => copy = text.clone(),
-        None => {}
-        Some(arena) => match arena.alloc::<u8>(text.len(), Region::Dynamic) {
-            Ok(buffer) => block = Some(buffer),
-            Err(_) => {
-                unplaced.fetch_add(1, Ordering::Relaxed);
-                return (StatusCode::INSUFFICIENT_STORAGE, "the arena has no room\n");
-            }
-        },
-    }
+    let copy = if is_copied { text.clone() } else { Vec::new() };
     tokio::time::sleep(asked).await;
     // Read after the wait, so that both are held until here.
-    let whole = block.is_some() || !is_copied || copy == text;
-    drop((text, copy, block, more));
+    let whole = !is_copied || copy == text;
+    drop((text, copy, more));
     if whole { (StatusCode::OK, "held\n") } else { (StatusCode::BAD_REQUEST, "not the same\n") }
 }
 

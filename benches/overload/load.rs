@@ -7,7 +7,6 @@
 //!
 //! Invariant: each request of the offer has exactly one outcome.
 
-use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io::Read as _;
 use std::net::SocketAddr;
@@ -85,8 +84,6 @@ pub(crate) struct Seen {
 pub(crate) struct Tally {
     /// Every request.
     pub(crate) seen: Vec<Seen>,
-    /// Failures, by what they were.
-    pub(crate) failures: BTreeMap<String, u64>,
 }
 
 struct Shared {
@@ -138,12 +135,12 @@ async fn offered(shared: &Arc<Shared>, offer: &Offer) {
     for arrival in arrivals {
         let time = start + arrival.at;
         if shared.is_stopped() {
-            shared.failed(arrival, "not sent: the service was dead");
+            shared.failed(arrival);
             continue;
         }
         tokio::time::sleep_until(time.into()).await;
         if shared.under_way.load(Ordering::Relaxed) >= UNDER_WAY_MAX {
-            shared.failed(arrival, "not sent: too many under way");
+            shared.failed(arrival);
             continue;
         }
         shared.under_way.fetch_add(1, Ordering::Relaxed);
@@ -168,36 +165,24 @@ impl Shared {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    fn with_tally(&self, change: impl FnOnce(&mut Tally)) {
-        change(&mut self.tally.lock().unwrap_or_else(PoisonError::into_inner));
+    fn tell(&self, seen: Seen) {
+        self.tally.lock().unwrap_or_else(PoisonError::into_inner).seen.push(seen);
     }
 
-    fn failed(&self, arrival: Arrival, what: &str) {
-        let seen = seen(arrival, Fate::Failed, Duration::ZERO, Duration::ZERO);
-        self.with_tally(|tally| {
-            tally.seen.push(seen);
-            *tally.failures.entry(what.to_owned()).or_default() += 1;
-        });
+    /// Notes a request that is not sent.
+    fn failed(&self, arrival: Arrival) {
+        self.tell(seen(arrival, Fate::Failed, Duration::ZERO, Duration::ZERO));
     }
 
     /// Sends one request, reads its answer to the end and writes down what came of it. One that is
     /// not over when the time is up is the parent's to miss: it counts as failed there.
     async fn one(&self, arrival: Arrival, time: Instant) {
         let late = time.elapsed();
-        let (fate, failure) = match self.send(arrival).await {
-            Ok(fate) => (fate, None),
-            Err(what) => (Fate::Failed, Some(what)),
-        };
-        let seen = seen(arrival, fate, late, time.elapsed());
-        self.with_tally(|tally| {
-            tally.seen.push(seen);
-            if let Some(what) = failure {
-                *tally.failures.entry(what).or_default() += 1;
-            }
-        });
+        let fate = self.send(arrival).await.unwrap_or(Fate::Failed);
+        self.tell(seen(arrival, fate, late, time.elapsed()));
     }
 
-    async fn send(&self, arrival: Arrival) -> Result<Fate, String> {
+    async fn send(&self, arrival: Arrival) -> Result<Fate, BoxError> {
         let length = arrival.size.as_usize().unwrap_or(0);
         let pieces = (0..length.div_ceil(PIECE)).map(|at| {
             let piece = self.piece.slice(..PIECE.min(length - at * PIECE));
@@ -222,20 +207,18 @@ impl Shared {
         if copies > 0 {
             request = request.header(COPIES_HEADER, copies);
         }
-        let request = request
-            .body(StreamBody::new(paced).boxed_unsync())
-            .map_err(|error| error.to_string())?;
-        let answer = self.client.request(request).await.map_err(|error| error.to_string())?;
+        let request = request.body(StreamBody::new(paced).boxed_unsync())?;
+        let answer = self.client.request(request).await?;
         let status = answer.status();
         let mut body = answer.into_body();
         while let Some(frame) = body.frame().await {
-            frame.map_err(|_| "an answer was cut off".to_owned())?;
+            frame?;
         }
-        match status {
-            status if status.is_success() => Ok(Fate::Served),
-            StatusCode::SERVICE_UNAVAILABLE => Ok(Fate::Shed),
-            status => Err(status.to_string()),
-        }
+        Ok(match status {
+            status if status.is_success() => Fate::Served,
+            StatusCode::SERVICE_UNAVAILABLE => Fate::Shed,
+            _ => Fate::Failed,
+        })
     }
 }
 

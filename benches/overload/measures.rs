@@ -6,37 +6,29 @@
 //!
 //! Invariant: `served + shed + failed = offered`, in requests and in bytes, of each class.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::cell::Outcome;
-use crate::figures::{Figures, count, part, quantile};
+use crate::common::figures::{Figures, count, part, quantile};
 use crate::load::{Fate, Seen};
 use crate::mix::{CLASSES, HOLD};
 use crate::schedule::Offer;
 
 /// Bytes of a MiB.
-pub(crate) const MIB: f64 = 1_048_576.0;
-/// A cell is void where the sending began later than this, at its 99th percentile.
-const LATE_MAX_MS: f64 = 5.0;
-/// A cell is void where more of the processors' time was used, by whomever.
-const BUSY_MAX: f64 = 0.80;
-
+const MIB: f64 = 1_048_576.0;
 /// A route and size is learned after so many requests.
 const LEARNED: usize = 30;
 
 /// The numbers of one cell.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Measures {
-    /// Served a second, in requests and in MiB of their bodies.
-    pub(crate) served: f64,
-    /// As said.
-    pub(crate) goodput_mib: f64,
+    /// MiB of bodies that were served a second.
+    goodput_mib: f64,
     /// The same of the second half of the time: once everything is learned.
     pub(crate) learned_goodput_mib: f64,
-    /// The part of the offered bytes that was shed, and that failed.
-    pub(crate) shed_bytes: f64,
-    /// As said.
-    pub(crate) failed_bytes: f64,
+    /// The part of the offered bytes that was shed.
+    shed_bytes: f64,
     /// Requests of each class that were shed.
     pub(crate) sheds: [u64; CLASSES.len()],
     /// The same after the first [`LEARNED`] requests of each class.
@@ -45,29 +37,19 @@ pub(crate) struct Measures {
     pub(crate) learned_sent: u64,
     /// Of each class: its part of the served bytes over its part of the offered ones.
     pub(crate) shares: [f64; CLASSES.len()],
-    /// Latency of what was served beyond the hold that it asked for.
-    pub(crate) p99_ms: f64,
-    /// The same of each class.
-    pub(crate) p99s_ms: [f64; CLASSES.len()],
-    /// A refusal in the service without waits for its body, and with them.
-    pub(crate) shed_p99_ms: f64,
-    /// As said.
-    pub(crate) shed_whole_p99_ms: f64,
-    /// The same as the client sees it, sending included.
-    pub(crate) shed_client_p99_ms: f64,
+    /// Latency of what was served beyond the hold that it asked for, of each class.
+    p99s_ms: [f64; CLASSES.len()],
     /// Highest working set.
-    pub(crate) peak_mib: f64,
-    /// Changes of level a second.
-    pub(crate) level_changes: f64,
+    peak_mib: f64,
     /// The delay of the sending, 99th percentile in milliseconds.
-    pub(crate) late_p99_ms: f64,
-    /// The part of the processors' time that was used.
-    pub(crate) busy: f64,
+    late_p99_ms: f64,
+    /// `true` if the service ended too early.
+    pub(crate) died: bool,
     /// Killed for memory.
     pub(crate) oom_kills: u64,
 }
 
-/// Requests and bytes of one class.
+/// Bytes of one class, and the requests of it that were shed.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     offered: f64,
@@ -83,71 +65,47 @@ impl Measures {
         let sums = sums(offer, seen);
         let total = |of: fn(&Sums) -> f64| sums.iter().map(of).sum::<f64>();
         let (offered, served) = (total(|sum| sum.offered), total(|sum| sum.served));
-        let shed = total(|sum| sum.shed);
-        let share = |sum: Sums| part(part(sum.served, served), part(sum.offered, offered));
         let (from, to) = steady(offer.lasts());
-        let since = |one: &&Seen, from: f64| {
-            one.fate == Fate::Served && (from..=to).contains(&(one.at + one.took))
-        };
-        let in_time = |one: &&Seen| since(one, from);
-        let seconds = (to - from) / 1e3;
         let goodput_since = |from: f64| {
-            let bytes = seen.iter().filter(|one| since(one, from)).map(|one| one.bytes).sum();
+            let in_time = |one: &&Seen| {
+                one.fate == Fate::Served && (from..=to).contains(&(one.at + one.took))
+            };
+            let bytes = seen.iter().filter(in_time).map(|one| one.bytes).sum();
             1e3 * count(bytes) / MIB / (to - from)
         };
-        let p99 = |fate: Fate, of: fn(&Seen) -> f64| p99(seen, |one| one.fate == fate, of);
-        let refusals = |at: usize| {
-            let all = outcome.report.refusals.iter();
-            quantile(&all.map(|refusal| f64::from(refusal[at])).collect::<Vec<_>>(), 0.99)
+        let p99 = |class: usize| {
+            let of_class = seen.iter().filter(|one| one.fate == Fate::Served && one.class == class);
+            quantile(&of_class.map(|one| one.took - one.hold).collect::<Vec<_>>(), 0.99)
         };
+        let sent = seen.iter().filter(|one| one.took > 0.0).map(|one| one.late);
+        let learned = |class| learned(seen, class);
         Self {
-            served: count(seen.iter().filter(in_time).count() as u64) / seconds,
             goodput_mib: goodput_since(from),
             learned_goodput_mib: goodput_since(from.max(to / 2.0)),
-            shed_bytes: part(shed, offered),
-            failed_bytes: part(offered - served - shed, offered),
+            shed_bytes: part(total(|sum| sum.shed), offered),
             sheds: sums.map(|sum| sum.sheds),
             learned_sheds: std::array::from_fn(|class| {
-                learned(seen, class).filter(|one| one.fate == Fate::Shed).count() as u64
+                learned(class).filter(|one| one.fate == Fate::Shed).count() as u64
             }),
-            learned_sent: (0..CLASSES.len()).map(|class| learned(seen, class).count() as u64).sum(),
-            shares: sums.map(share),
-            p99_ms: p99(Fate::Served, |one| one.took - one.hold),
-            p99s_ms: std::array::from_fn(|class| {
-                let which = |one: &Seen| one.fate == Fate::Served && one.class == class;
-                self::p99(seen, which, |one| one.took - one.hold)
-            }),
-            shed_p99_ms: refusals(1),
-            shed_whole_p99_ms: refusals(0),
-            shed_client_p99_ms: p99(Fate::Shed, |one| one.took),
+            learned_sent: (0..CLASSES.len()).map(|class| learned(class).count() as u64).sum(),
+            shares: sums.map(|sum| part(part(sum.served, served), part(sum.offered, offered))),
+            p99s_ms: std::array::from_fn(p99),
             peak_mib: outcome.peak.as_f64() / MIB,
-            level_changes: count(outcome.report.level_changes) / offer.lasts().as_secs_f64(),
-            late_p99_ms: self::p99(seen, |one| one.took > 0.0, |one| one.late),
-            busy: outcome.busy,
+            late_p99_ms: quantile(&sent.collect::<Vec<_>>(), 0.99),
+            died: outcome.died,
             oom_kills: outcome.oom_kills,
         }
-    }
-
-    /// Returns the reason why the cell's times are void, if they are.
-    pub(crate) fn void(&self) -> Option<String> {
-        if self.late_p99_ms > LATE_MAX_MS {
-            return Some(format!("the load was {:.1} ms late", self.late_p99_ms));
-        }
-        (self.busy > BUSY_MAX).then(|| format!("{:.0} % of the CPU was used", 100.0 * self.busy))
     }
 
     /// Writes them down under this name.
     pub(crate) fn tell(&self, name: &str, figures: &mut Figures) {
         let mut add = |end: &str, value: f64, unit| {
-            figures.add(&format!("overload.{name}.{end}"), value, unit);
+            figures.add(format!("overload.{name}.{end}"), value, unit);
         };
         add("oom_kills", count(self.oom_kills), "kills");
         add("shed_bytes_ratio", self.shed_bytes, "ratio");
         add("sheds_small", count(self.sheds[0]), "requests");
-        add("learned_sheds", count(self.learned_sheds.iter().sum()), "requests");
-        add("learned_sheds_small", count(self.learned_sheds[0]), "requests");
         add("peak_mib", self.peak_mib, "MiB");
-        add("void", f64::from(u8::from(self.void().is_some())), "cells");
         for (class, share) in CLASSES.iter().zip(self.shares) {
             add(&format!("share.{class}"), share, "ratio");
         }
@@ -156,11 +114,27 @@ impl Measures {
         }
         add("goodput_mib_s", self.goodput_mib, "MiB/s");
         add("learned_goodput_mib_s", self.learned_goodput_mib, "MiB/s");
-        add("p99_ms", self.p99_ms, "ms");
-        add("shed_p99_ms", self.shed_p99_ms, "ms");
-        add("shed_whole_p99_ms", self.shed_whole_p99_ms, "ms");
-        add("shed_client_p99_ms", self.shed_client_p99_ms, "ms");
-        add("level_changes_per_s", self.level_changes, "1/s");
+    }
+}
+
+impl fmt::Display for Measures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let end = match (self.died, self.oom_kills) {
+            (false, _) => "survived",
+            (true, 0) => "died",
+            (true, _) => "OOM-killed",
+        };
+        write!(
+            f,
+            "{:>5.1} MiB/s, {:>4.1} % of the bytes shed, shares {:.2?}, p99 {:.0?} ms, peak {:.0} \
+             MiB, sent {:.1} ms late, {end}",
+            self.goodput_mib,
+            100.0 * self.shed_bytes,
+            self.shares,
+            self.p99s_ms,
+            self.peak_mib,
+            self.late_p99_ms
+        )
     }
 }
 
@@ -195,9 +169,4 @@ fn learned(seen: &[Seen], class: usize) -> impl Iterator<Item = &Seen> {
     let mut all: Vec<&Seen> = seen.iter().filter(|one| one.class == class).collect();
     all.sort_by(|one, other| one.at.total_cmp(&other.at));
     all.into_iter().skip(LEARNED)
-}
-
-fn p99(seen: &[Seen], which: impl Fn(&Seen) -> bool, of: impl Fn(&Seen) -> f64) -> f64 {
-    let values: Vec<f64> = seen.iter().filter(|one| which(one)).map(of).collect();
-    quantile(&values, 0.99)
 }

@@ -73,18 +73,8 @@ impl Mix {
 
     /// Requests a second that fit under this limit of the host's memory.
     pub(crate) fn fits(self, limit: ByteSize) -> f64 {
-        self.fits_in(limit.scaled(CEILING).saturating_sub(BASE), taken)
-    }
-
-    /// Requests a second that fit under this limit of a device's memory, where each has one block
-    /// as large as its body.
-    pub(crate) fn fits_device(self, limit: ByteSize) -> f64 {
-        self.fits_in(limit.scaled(CEILING), |size| size)
-    }
-
-    fn fits_in(self, room: ByteSize, taken: impl Fn(ByteSize) -> ByteSize) -> f64 {
         let hold = (HOLD[0] + HOLD[1]).as_secs_f64() / 2.0;
-        let room = room.as_f64();
+        let room = limit.scaled(CEILING).saturating_sub(BASE).as_f64();
         let mean = hold * self.mean(|size| taken(size).as_f64());
         let square = hold * self.mean(|size| taken(size).as_f64().powi(2));
         // mean x^2 + SIGMAS sqrt(square) x = room, with x the root of the rate.

@@ -1,23 +1,23 @@
-//! Which cells are run: the short table, what was chosen, the grid, the drawn runs, the check.
+//! Which cells are run: what was chosen, the drawn runs, the comparison, bursts, the check.
 //!
 //! It decides what is run and nothing of what comes of it, but for the check, which is none where
 //! the load does not kill.
 
+use std::time::Duration;
+
 use lowtide::BoxError;
 
 use crate::Cli;
-use crate::cases;
+use crate::cell::{Plan, Runner};
 use crate::chance::Chance;
-use crate::figures::{count, part, quantile};
+use crate::common::figures::{count, part, quantile};
 use crate::measures::Measures;
 use crate::mix::{CLASSES, Mix};
-use crate::policy::{CONCURRENCY, Policy};
-use crate::runner::{Plan, Runner};
-use crate::schedule::Sending;
+use crate::policy::Policy;
+use crate::schedule::{Offer, Phase, Sending, millis};
+use crate::service::Queue;
 
-const LOADS: [f64; 5] = [0.5, 1.0, 2.0, 4.0, 8.0];
-const ESTIMATES: [f64; 3] = [0.5, 1.0, 2.0];
-/// Loads of the runs that are drawn, and of those with wrong estimates in the grid.
+/// Loads of the runs that are drawn.
 const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
 
 /// Estimates of the runs that are drawn; 0 gives none.
@@ -30,81 +30,51 @@ const SLOW: u64 = 1000;
 const SEEDS: u64 = 6;
 const STATIC: [u32; 8] = [60, 64, 68, 72, 76, 80, 84, 88];
 
-/// A table of three to four minutes.
-pub(crate) fn short(runner: &mut Runner) -> Result<bool, BoxError> {
-    let (mix, estimate) = (Mix::Heavy, 1.0);
-    for policy in [Policy::None, Policy::Rss250, Policy::Rss10, Policy::Fresh] {
-        runner.run(Plan { policy, load: 4.0, mix, estimate })?;
-    }
-    let fixed = runner.compare(mix, estimate)?;
-    for policy in fixed.into_iter().chain([Policy::Rss10, Policy::Lowtide]) {
-        runner.run(Plan { policy, load: 1.0, mix, estimate })?;
-    }
-    // What the way of a request takes by itself shows where nothing is admitted or refused.
-    for policy in [Policy::None, Policy::Lowtide] {
-        runner.run(Plan { policy, load: 0.5, mix, estimate })?;
-    }
-    cases::all(runner)?;
-    Ok(true)
-}
+/// The load of a burst, the number of seeds that it is drawn from, and its phases.
+const BURST: f64 = 1.2;
+const BURST_SEEDS: u64 = 6;
+const PHASE: Duration = Duration::from_secs(5);
 
 /// Every combination of what was given.
 pub(crate) fn chosen(runner: &mut Runner, cli: &Cli) -> Result<bool, BoxError> {
-    let or = |given: &[f64], usual: f64| {
-        if given.is_empty() { vec![usual] } else { given.to_vec() }
-    };
-    let mixes = if cli.mix.is_empty() { vec![Mix::Heavy] } else { cli.mix.clone() };
-    let policies = if cli.policy.is_empty() { vec![Policy::Lowtide] } else { cli.policy.clone() };
-    for mix in mixes {
-        for &estimate in &or(&cli.estimate, 1.0) {
-            for &load in &or(&cli.load, 4.0) {
-                for &policy in &policies {
-                    let plan = Plan { policy, load, mix, estimate };
-                    let policy = resolved(runner, plan)?;
-                    runner.run(Plan { policy, ..plan })?;
-                }
-            }
+    for &load in &cli.load {
+        for &policy in &cli.policy {
+            runner.run(Plan { policy, load, mix: cli.mix, estimate: cli.estimate })?;
         }
     }
     Ok(true)
 }
 
-fn resolved(runner: &Runner, plan: Plan) -> Result<Policy, BoxError> {
-    match plan.policy {
-        Policy::Static(None) => runner.best(plan.policy, plan),
-        policy => Ok(policy),
-    }
-}
-
-/// Everything: each policy at each load of each mix, the best fixed settings and ours with wrong
-/// estimates as well, and the cases.
-pub(crate) fn grid(runner: &mut Runner) -> Result<bool, BoxError> {
-    let others = [Policy::None, Policy::Rss250, Policy::Rss10, Policy::Fresh];
-    for mix in Mix::ALL {
-        let fixed = runner.compare(mix, 1.0)?;
-        let limits = CONCURRENCY.map(Policy::Concurrency);
-        let budgets = fixed.iter().copied().filter(|one| matches!(one, Policy::Static(_)));
-        let all: Vec<Policy> =
-            others.into_iter().chain(limits).chain(budgets).chain([Policy::Lowtide]).collect();
-        for load in LOADS {
-            for &policy in &all {
-                let compared =
-                    load == 4.0 && (policy == Policy::Lowtide || fixed.contains(&policy));
-                if !compared {
-                    runner.run(Plan { policy, load, mix, estimate: 1.0 })?;
-                }
-            }
-        }
-        for estimate in [ESTIMATES[0], ESTIMATES[2]] {
-            for load in HIGH {
-                let budget = all.iter().copied().filter(|one| matches!(one, Policy::Static(_)));
-                for policy in budget.chain([Policy::Lowtide]) {
-                    runner.run(Plan { policy, load, mix, estimate })?;
-                }
-            }
+/// A burst of [`BURST`] times what fits: the requests that are shed, beside those of the same
+/// service without its queue.
+pub(crate) fn burst(runner: &mut Runner) -> Result<bool, BoxError> {
+    let mut sheds = [0; 2];
+    let fits = Mix::Heavy.fits(runner.limit);
+    let phases = [0.5, BURST, 0.5].map(|load| Phase { rate: load * fits, millis: millis(PHASE) });
+    let seed = runner.seed;
+    for more in 0..BURST_SEEDS {
+        runner.seed = seed + more;
+        for (sheds, queue) in sheds.iter_mut().zip([Queue::Service, Queue::None]) {
+            let plan =
+                Plan { policy: Policy::Lowtide, load: BURST, mix: Mix::Heavy, estimate: 1.0 };
+            let settings = runner.settings(plan, queue);
+            let offer = Offer {
+                mix: Mix::Heavy,
+                phases: phases.to_vec(),
+                seed: runner.seed,
+                sending: Sending::default(),
+            };
+            let name = if queue == Queue::None { "burst, no queue" } else { "burst" };
+            let measures = runner.offer(name, &settings, &offer)?;
+            *sheds += measures.sheds.iter().sum::<u64>();
         }
     }
-    cases::all(runner)?;
+    runner.seed = seed;
+    let [queued, without] = sheds.map(count);
+    let figures = &mut runner.figures;
+    figures.add("room.burst.sheds", queued, "requests");
+    figures.add("room.burst.sheds_without_queue", without, "requests");
+    figures.add("room.burst.shed_ratio", part(queued, without), "ratio");
     Ok(true)
 }
 
@@ -129,7 +99,7 @@ pub(crate) fn survive(runner: &mut Runner, runs: u32) -> Result<bool, BoxError> 
             has_giants: draw(4) == 0,
         };
         println!("seed {}: {:?}", runner.seed, runner.sending);
-        kills += runner.run(plan)?.1.oom_kills;
+        kills += runner.run(plan)?.oom_kills;
     }
     (runner.seed, runner.sending) = (seed, sending);
     println!("{runs} runs drawn by seed {seed}: {kills} OOM kills");
@@ -147,7 +117,7 @@ pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
     let (mut sheds, mut small, mut sent) = (0, 0, 0);
     for (estimate, more) in [(0.0, 0), (0.0, 1), (1.0, 0), (1.0, 1)] {
         runner.seed = seed + more;
-        let (measures, _) = runner.run(plan(Policy::Lowtide, 1.0, estimate))?;
+        let measures = runner.run(plan(Policy::Lowtide, 1.0, estimate))?;
         sheds += measures.learned_sheds.iter().sum::<u64>();
         small += measures.learned_sheds[0];
         sent += measures.learned_sent;
@@ -159,8 +129,8 @@ pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
         runner.sending.body_millis = body_millis;
         for more in 0..SEEDS {
             runner.seed = seed + more;
-            let (measures, outcome) = runner.run(plan(policy, 4.0, estimate))?;
-            if outcome.death.is_some() {
+            let measures = runner.run(plan(policy, 4.0, estimate))?;
+            if measures.died {
                 break;
             }
             all.push(measures);
@@ -176,7 +146,7 @@ pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
     let mut best = None;
     // Ends: the lower budgets hold less than the limit.
     for percent in STATIC.into_iter().rev() {
-        let fixed = Policy::Static(Some(percent));
+        let fixed = Policy::Static(percent);
         if let (quick, true) = seeds(fixed, 1.0, 0)?
             && let (slow, true) = seeds(fixed, 1.0, SLOW)?
         {
@@ -209,7 +179,7 @@ pub(crate) fn measured(runner: &mut Runner) -> Result<bool, BoxError> {
     figures.add("measured.4x.over_rss10_ratio", part(ours, goodput(&rss10)), "ratio");
     for (class, name) in CLASSES.into_iter().enumerate() {
         let shares: Vec<_> = quick.iter().map(|measures| measures.shares[class]).collect();
-        figures.add(&format!("measured.4x.share.{name}"), quantile(&shares, 0.5), "ratio");
+        figures.add(format!("measured.4x.share.{name}"), quantile(&shares, 0.5), "ratio");
     }
     Ok(true)
 }
@@ -227,8 +197,7 @@ pub(crate) fn ci(runner: &mut Runner) -> Result<bool, BoxError> {
         runner.run(Plan { policy: Policy::Lowtide, load, mix, estimate })?;
     }
     let plan = Plan { policy: Policy::None, load: 4.0, mix: Mix::Heavy, estimate: 1.0 };
-    let (_, outcome) = runner.run(plan)?;
-    let bound = outcome.oom_kills > 0;
+    let bound = runner.run(plan)?.oom_kills > 0;
     if !bound {
         println!("FAILED: the service without admission was not OOM-killed: the load is too low");
     }

@@ -7,12 +7,15 @@
 //! driver.
 //!
 //! Exit codes: 0 every question was answered; 1 one was not.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
+#![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it runs in real time")]
 
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod incidents;
 
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
@@ -33,21 +36,10 @@ struct Cli {
     /// Stages this incident in this process.
     #[arg(long)]
     only: Option<String>,
-    /// Ignored: `cargo bench` passes it.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    match run(cli.only.as_deref()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::main(|cli: Cli| run(cli.only.as_deref()))
 }
 
 fn run(only: Option<&str>) -> Result<bool, BoxError> {
@@ -62,11 +54,10 @@ fn run(only: Option<&str>) -> Result<bool, BoxError> {
         let incident = found.ok_or_else(|| format!("{name:?}: expected one of {}", known()))?;
         return stage(incident).map(|()| true);
     }
-    let program = std::env::current_exe()?;
     let (mut answered, mut logged) = (0, 0);
     for (nth, incident) in INCIDENTS.iter().chain(LOGGED).enumerate() {
         let begin = Instant::now();
-        let child = Command::new(&program).args(["--only", incident.name]).output()?;
+        let child = common::own()?.args(["--only", incident.name]).output()?;
         let text = String::from_utf8_lossy(&child.stdout);
         print!("{text}");
         let in_time = begin.elapsed() <= MINUTE;

@@ -5,7 +5,10 @@
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(unsafe_code, reason = "an allocator that counts, and the name of a thread")]
 
-#[path = "../counting.rs"]
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
+#[path = "../common/counting.rs"]
 mod counting;
 mod recorder;
 
@@ -41,25 +44,10 @@ struct Cli {
     /// Judges no time.
     #[arg(long)]
     counted: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
-        println!("flight: a bench of two minutes, not a test: run `cargo bench --bench flight`");
-        return ExitCode::SUCCESS;
-    }
-    match run(&Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("flight: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::main(|cli: Cli| run(&cli))
 }
 
 /// Returns whether every goal held.

@@ -368,8 +368,7 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
 async fn deploy() -> Result<Answer, BoxError> {
     let mut per_request = Vec::new();
     for (version, size) in [("1.4.0", MIB), ("1.5.0", 4 * MIB)] {
-        let program = std::env::current_exe()?;
-        let child = std::process::Command::new(program)
+        let child = crate::common::own()?
             .env("QUESTIONS_DEPLOY", format!("{size}"))
             .env("LOWTIDE_SERVICE_VERSION", version)
             .args(["--only", "deployed"])

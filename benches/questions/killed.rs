@@ -14,24 +14,26 @@
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../examples/tide/cgroup.rs"]
-#[allow(dead_code, reason = "the tide enters its cgroup itself")]
-mod cgroup;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs;
 use std::hint::black_box;
+use std::io::Read as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use lowtide::heap::{AllocationProfile, take_profile};
 use lowtide::{BoxError, ByteSize, Memory};
 
-use cgroup::Group;
+use crate::common::own;
+use crate::common::process::{self, Process, kernel_value};
 
 lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
 
@@ -61,77 +63,51 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,
-    /// As cargo calls it.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum Part {
     /// Is the service that grows.
     #[command(hide = true)]
-    Grow {
-        site: usize,
-        mib_per_second: u64,
-        #[command(flatten)]
-        place: Place,
-    },
+    Grow { site: usize, mib_per_second: u64, folder: PathBuf },
     /// Is the next start: prints the cause in the first line and the summary in the second.
     #[command(hide = true)]
-    Tell {
-        #[command(flatten)]
-        place: Place,
-    },
+    Tell { folder: PathBuf },
 }
 
-/// The folder of the recording and the profiles, and the cgroup.
-#[derive(Debug, Args)]
-struct Place {
-    folder: PathBuf,
-    /// The entrance of the cgroup.
-    entrance: Option<PathBuf>,
+/// Starts a `Memory` with the recording and the profiles of this folder.
+fn start(folder: &Path) -> Result<Memory, BoxError> {
+    let builder = Memory::builder().flight_recorder(folder.join("recording"));
+    Ok(builder.heap_profile_dir(folder.to_owned()).start()?)
 }
 
-impl Place {
-    fn start(&self) -> Result<Memory, BoxError> {
-        let builder = Memory::builder().without_environment();
-        let builder = builder.flight_recorder(self.folder.join("recording"));
-        let builder = builder.heap_profile_dir(self.folder.clone());
-        let builder = match &self.entrance {
-            Some(entrance) => {
-                fs::write(entrance, std::process::id().to_string())?;
-                builder
+fn main() -> ExitCode {
+    common::main(|cli: Cli| {
+        match cli.part {
+            Some(Part::Grow { site, mib_per_second, folder }) => {
+                grow(site, mib_per_second, &folder)?;
             }
-            None => builder.memory_limit(LIMIT),
-        };
-        Ok(builder.start()?)
-    }
-}
-
-fn main() -> Result<(), BoxError> {
-    match Cli::parse().part {
-        Some(Part::Grow { site, mib_per_second, place }) => grow(site, mib_per_second, &place),
-        Some(Part::Tell { place }) => tell(&place),
-        None => measure(),
-    }
+            Some(Part::Tell { folder }) => tell(&folder)?,
+            None => measure()?,
+        }
+        Ok(true)
+    })
 }
 
 /// Prints the figures. A missed goal is an error.
 fn measure() -> Result<(), BoxError> {
-    let has_groups = make_group("check", 0, 0);
-    if let Err(reason) = &has_groups {
+    if let Err(reason) = process::group(LIMIT) {
         println!("no memory cgroup ({reason}): services are killed when they pass the limit");
     }
-    let has_groups = has_groups.is_ok();
     let (mut told, mut named, mut false_alarms) = (0, 0, 0);
     for rate in RATES.into_iter().chain([FAST]) {
-        for (site, left) in SITES.iter().zip(run_all(rate, has_groups, None)?) {
+        for (site, left) in SITES.iter().zip(run_all(rate, None)?) {
             println!("{}, {site}: {left}", speed(rate));
             told += usize::from(left.cause == "out_of_memory");
             named += usize::from(rate != FAST && left.profile.contains(site));
         }
     }
-    for left in run_all(CONTROL_RATE, has_groups, Some(CONTROL))? {
+    for left in run_all(CONTROL_RATE, Some(CONTROL))? {
         println!("control: {left}");
         false_alarms += usize::from(left.cause != "killed");
     }
@@ -151,11 +127,6 @@ fn speed(rate: u64) -> String {
     if rate == FAST { "fast".to_owned() } else { format!("{rate} MiB/s") }
 }
 
-fn make_group(what: &str, site: usize, rate: u64) -> Result<Group, String> {
-    let name = format!("lowtide-killed-{}-{what}-{site}-{rate}", std::process::id());
-    Group::make(&name, Some(LIMIT.get()))
-}
-
 /// What a killed service left.
 #[derive(Debug)]
 struct Left {
@@ -171,10 +142,9 @@ impl std::fmt::Display for Left {
 }
 
 /// Lets a service grow from each site, all at once: the slow ones take half a minute.
-fn run_all(rate: u64, has_groups: bool, kill_at: Option<ByteSize>) -> Result<Vec<Left>, BoxError> {
+fn run_all(rate: u64, kill_at: Option<ByteSize>) -> Result<Vec<Left>, BoxError> {
     std::thread::scope(|scope| {
-        let runs =
-            (0..SITES.len()).map(|site| scope.spawn(move || run(site, rate, has_groups, kill_at)));
+        let runs = (0..SITES.len()).map(|site| scope.spawn(move || run(site, rate, kill_at)));
         let runs: Vec<_> = runs.collect();
         runs.into_iter().map(|run| run.join().map_err(|_| "a run panicked")?).collect()
     })
@@ -182,63 +152,42 @@ fn run_all(rate: u64, has_groups: bool, kill_at: Option<ByteSize>) -> Result<Vec
 
 /// Lets a service grow until it is killed: by the kernel, by this process at the limit if there
 /// are no cgroups, or by this process at `kill_at`.
-fn run(
-    site: usize,
-    rate: u64,
-    has_groups: bool,
-    kill_at: Option<ByteSize>,
-) -> Result<Left, BoxError> {
+fn run(site: usize, rate: u64, kill_at: Option<ByteSize>) -> Result<Left, BoxError> {
     let folder = tempfile::tempdir()?;
-    let group = |what| has_groups.then(|| make_group(what, site, rate)).transpose();
     {
-        let group = group("run")?;
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg("grow").arg(site.to_string()).arg(rate.to_string()).arg(folder.path());
-        command.args(group.as_ref().map(Group::entrance)).stdout(Stdio::null());
-        let kill_at = kill_at.or_else(|| group.is_none().then_some(LIMIT));
-        Service(command.spawn()?).end(kill_at)?;
+        let mut command = own()?;
+        command.args(["grow", &site.to_string(), &rate.to_string()]).arg(folder.path());
+        let mut service = Process::start_in_group(&command, LIMIT)?;
+        let kill_at = kill_at.or_else(|| service.folder().is_none().then_some(LIMIT));
+        wait_for_end(&mut service, kill_at)?;
     }
     let profile = grown(folder.path())?;
-    let group = group("next")?;
-    let mut command = Command::new(std::env::current_exe()?);
-    command.arg("tell").arg(folder.path()).args(group.as_ref().map(Group::entrance));
-    let Output { status, stdout, stderr } = command.output()?;
-    let text = String::from_utf8_lossy(&stdout);
-    let lines = text.split_once('\n').filter(|_| status.success());
-    let (cause, summary) = lines.ok_or_else(|| String::from_utf8_lossy(&stderr).into_owned())?;
+    let mut command = own()?;
+    command.arg("tell").arg(folder.path());
+    let mut next = Process::start_in_group(&command, LIMIT)?;
+    let (mut text, output) = (String::new(), next.child.stdout.take());
+    output.ok_or("no output")?.read_to_string(&mut text)?;
+    let lines = text.split_once('\n').filter(|(cause, _)| !cause.is_empty());
+    let (cause, summary) = lines.ok_or("the next start told no cause")?;
     Ok(Left { cause: cause.to_owned(), summary: summary.trim().to_owned(), profile })
 }
 
-/// A service, which ends with this.
-struct Service(Child);
-
-impl Service {
-    /// Waits until it is killed, or kills it when it holds so much.
-    fn end(&mut self, kill_at: Option<ByteSize>) -> Result<(), BoxError> {
-        let statm = format!("/proc/{}/statm", self.0.id());
-        let deadline = Instant::now() + PATIENCE;
-        while Instant::now() < deadline {
-            if let Some(status) = self.0.try_wait()? {
-                let is_killed = status.signal() == Some(libc::SIGKILL);
-                return if is_killed { Ok(()) } else { Err(format!("it ended: {status}").into()) };
-            }
-            let text = fs::read_to_string(&statm).unwrap_or_default();
-            let pages = text.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
-            let held = ByteSize::new(pages.unwrap_or_default() * 4096);
-            if kill_at.is_some_and(|kill_at| held >= kill_at) {
-                self.0.kill()?;
-            }
-            std::thread::sleep(LOOK_EVERY);
+/// Waits until a service is killed, or kills it when it holds so much.
+fn wait_for_end(service: &mut Process, kill_at: Option<ByteSize>) -> Result<(), BoxError> {
+    let status = format!("/proc/{}/status", service.child.id());
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
+        if let Some(status) = service.ended() {
+            let is_killed = status.signal() == Some(libc::SIGKILL);
+            return if is_killed { Ok(()) } else { Err(format!("it ended: {status}").into()) };
         }
-        Err("it was not killed in time".into())
+        let held = ByteSize::kib(kernel_value(&status, "VmRSS:").unwrap_or_default());
+        if kill_at.is_some_and(|kill_at| held >= kill_at) {
+            service.child.kill()?;
+        }
+        std::thread::sleep(LOOK_EVERY);
     }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    Err("it was not killed in time".into())
 }
 
 /// Returns the functions that hold more in the newest profile than in the oldest, by the stack that
@@ -294,15 +243,15 @@ fn name(address: u64, other: &AllocationProfile, own: &AllocationProfile) -> Opt
     name
 }
 
-fn tell(place: &Place) -> Result<(), BoxError> {
-    let memory = place.start()?;
+fn tell(folder: &Path) -> Result<(), BoxError> {
+    let memory = start(folder)?;
     let last = memory.last_exit().ok_or("no recording")?;
     println!("{}\n{}", last.cause, last.summary);
     Ok(())
 }
 
-fn grow(site: usize, mib_per_second: u64, place: &Place) -> Result<(), BoxError> {
-    let memory = place.start()?;
+fn grow(site: usize, mib_per_second: u64, folder: &Path) -> Result<(), BoxError> {
+    let memory = start(folder)?;
     let held: Vec<_> = (0..HELD.get() / BLOCK as u64).map(|_| load()).collect();
     std::thread::sleep(BEFORE);
     let grow = [grow_cache, grow_sessions, grow_queue, grow_index][site];

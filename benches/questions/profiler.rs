@@ -12,17 +12,21 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 
-#[path = "../callgrind.rs"]
-mod callgrind;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 
 use std::hint::black_box;
-use std::process::Command;
+use std::process::ExitCode;
 use std::sync::Barrier;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use lowtide::BoxError;
 use lowtide::heap::{self, Profiler};
 use procfs::process::Process;
+
+use crate::common::callgrind;
+use crate::common::figures::{Figures, median};
 
 lowtide::global_allocator!(balanced);
 
@@ -36,7 +40,7 @@ const SIZES: [Size; 3] = [
     Size { name: "64KiB", bytes: 64 << 10, count: 10_000, ratio_max: 1.05 },
 ];
 /// The goal of the added resident bytes.
-const RESIDENT_MAX: i64 = 1 << 20;
+const RESIDENT_MAX: f64 = 1_048_576.0;
 /// The blocks of the ring.
 const BLOCKS: usize = 64;
 /// The threads and allocations of the run whose resident memory is read.
@@ -59,41 +63,30 @@ struct Size {
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,
-    /// The mean bytes between two samples, as a power of 2.
-    #[arg(long, default_value_t = INTERVAL)]
-    lg_interval: u32,
-    /// As cargo calls it.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum Part {
     /// Allocates and frees blocks.
     #[command(hide = true)]
-    Ring(Ring),
+    Ring { size: usize, count: u64 },
     /// Allocates on some threads, and prints the resident bytes.
     #[command(hide = true)]
     Resident,
 }
 
-#[derive(Debug, Args)]
-struct Ring {
-    size: usize,
-    count: u64,
-}
-
-fn main() -> Result<(), BoxError> {
-    let cli = Cli::parse();
-    if let Profiler::Active { .. } = heap::profiler() {
-        heap::cache_unwind_rules()?; // as the start of a `Memory` does
-    }
-    match cli.part {
-        Some(Part::Ring(Ring { size, count })) => ring(size, count),
-        Some(Part::Resident) => println!("{}", resident()?),
-        None => measure(cli.lg_interval)?,
-    }
-    Ok(())
+fn main() -> ExitCode {
+    common::main(|cli: Cli| {
+        if let Profiler::Active { .. } = heap::profiler() {
+            heap::cache_unwind_rules()?; // as the start of a `Memory` does
+        }
+        match cli.part {
+            Some(Part::Ring { size, count }) => ring(size, count),
+            Some(Part::Resident) => println!("{}", resident()?),
+            None => return measure(),
+        }
+        Ok(true)
+    })
 }
 
 fn ring(size: usize, count: u64) {
@@ -127,53 +120,41 @@ fn resident() -> Result<u64, BoxError> {
     })
 }
 
-/// Prints the figures. A missed goal is an error.
-fn measure(lg_interval: u32) -> Result<(), BoxError> {
-    let (off, active) = ("prof:false", format!("prof:true,lg_prof_sample:{lg_interval}"));
-    let mut missed = Vec::new();
+/// Prints the figures. Returns `true` if every goal held.
+fn measure() -> Result<bool, BoxError> {
+    let (off, active) = ("prof:false", format!("prof:true,lg_prof_sample:{INTERVAL}"));
+    let mut figures = Figures::default();
     for Size { name, bytes, count, ratio_max } in SIZES {
-        let off = per_block(off, bytes, count)?;
-        let active = per_block(&active, bytes, count)?;
-        let ratio = active / off;
+        let (off, active) = (per_block(off, bytes, count)?, per_block(&active, bytes, count)?);
         println!("{name}: {off:.1} instructions, {active:.1} active");
-        println!("figure questions.profiler.{name}.instructions_ratio {ratio:.3} ratio");
-        if ratio > ratio_max {
-            missed.push(format!("{name}: {ratio:.3}, expected at most {ratio_max}"));
+        let name = format!("questions.profiler.{name}.instructions_ratio");
+        figures.at_most(name, active / off, "ratio", ratio_max);
+    }
+    let (mut resident_off, mut resident_active) = (Vec::new(), Vec::new());
+    for _ in 0..RUNS {
+        for (conf, resident) in [(off, &mut resident_off), (&*active, &mut resident_active)] {
+            resident.push(resident_of(conf)?);
         }
     }
-    let added = median_resident(&active)? - median_resident(off)?;
-    println!("figure questions.profiler.rss_bytes {added} bytes");
-    if added > RESIDENT_MAX {
-        missed.push(format!("{added} resident bytes, expected at most {RESIDENT_MAX}"));
-    }
-    if missed.is_empty() { Ok(()) } else { Err(missed.join("; ").into()) }
-}
-
-fn myself(conf: &str, mut command: Command) -> Command {
-    command.env("_RJEM_MALLOC_CONF", format!("{QUIET},{conf}"));
-    command
+    let added = median(&resident_active) - median(&resident_off);
+    figures.at_most("questions.profiler.rss_bytes", added, "bytes", RESIDENT_MAX);
+    Ok(figures.print())
 }
 
 /// Returns the instructions for each block.
 fn per_block(conf: &str, size: usize, count: u64) -> Result<f64, BoxError> {
-    let program = std::env::current_exe()?;
     let run = |count: u64| {
-        let mut command = myself(conf, callgrind::callgrind(&program));
-        command.arg("ring").arg(size.to_string()).arg(count.to_string());
-        callgrind::instructions(&mut command)
+        let mut command = callgrind::callgrind(std::env::current_exe()?);
+        command.env("_RJEM_MALLOC_CONF", format!("{QUIET},{conf}"));
+        command.args(["--bench", "ring", &size.to_string(), &count.to_string()]);
+        Ok::<_, BoxError>(callgrind::instructions(&mut command)?)
     };
-    let more = f64::from(u32::try_from(count * 5)?);
-    Ok((run(count * 6)? - run(count)?) / more)
+    Ok((run(count * 6)? - run(count)?) / f64::from(u32::try_from(count * 5)?))
 }
 
-fn median_resident(conf: &str) -> Result<i64, BoxError> {
-    let mut found = Vec::with_capacity(RUNS);
-    for _ in 0..RUNS {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.env("_RJEM_MALLOC_CONF", conf);
-        let output = command.arg("resident").output()?;
-        found.push(String::from_utf8(output.stdout)?.trim().parse::<i64>()?);
-    }
-    found.sort_unstable();
-    Ok(found[RUNS / 2])
+/// Returns the resident bytes of a process with these settings.
+fn resident_of(conf: &str) -> Result<f64, BoxError> {
+    let mut command = common::own()?;
+    let output = command.env("_RJEM_MALLOC_CONF", conf).arg("resident").output()?;
+    Ok(String::from_utf8(output.stdout)?.trim().parse()?)
 }

@@ -5,7 +5,6 @@ use std::convert::Infallible;
 use std::ffi::CStr;
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,6 +14,10 @@ use axum::http::Request;
 use axum::routing::post;
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::ServiceExt as _;
+
+use crate::common::figures::median;
+use crate::common::own;
+use crate::common::process::kernel_value;
 
 /// The goals.
 const CPU_PERCENT_MAX: f64 = 0.2;
@@ -110,13 +113,8 @@ pub(crate) fn idle(recording: Option<&Path>) -> Result<(), BoxError> {
     let memory = builder.start()?;
     std::thread::sleep(SETTLE);
     let _ = memory.purge()?;
-    let status = fs::read_to_string("/proc/self/status")?;
-    let kib = |name: &str| -> Option<u64> {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        line.trim().strip_suffix(" kB")?.parse().ok()
-    };
-    let resident = kib("RssAnon:").zip(kib("RssFile:")).ok_or("no resident set")?;
-    println!("{} {}", resident.0, resident.1);
+    let kib = |name: &str| kernel_value("/proc/self/status", name);
+    println!("{} {}", kib("RssAnon:")?, kib("RssFile:")?);
     Ok(())
 }
 
@@ -134,9 +132,10 @@ pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
         with.push(resident(Some(&path))?);
         without.push(resident(None)?);
     }
-    let added = |kind: fn(&(u64, u64)) -> u64| {
-        let [with, without] = [&with, &without].map(|all| median(all.iter().map(kind).collect()));
-        ByteSize::kib(with.saturating_sub(without))
+    let added = |kind: fn(&(f64, f64)) -> f64| {
+        let [with, without] =
+            [&with, &without].map(|all| median(&all.iter().map(kind).collect::<Vec<_>>()));
+        ByteSize::kib(1).scaled((with - without).max(0.0))
     };
     let (anonymous, mapped) = (added(|of| of.0), added(|of| of.1));
     let memory = anonymous.saturating_add(mapped);
@@ -147,20 +146,15 @@ pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
     Ok((counted || percent <= CPU_PERCENT_MAX) && allocations == 0 && memory <= MEMORY_MAX)
 }
 
-fn resident(recording: Option<&Path>) -> Result<(u64, u64), BoxError> {
+fn resident(recording: Option<&Path>) -> Result<(f64, f64), BoxError> {
     let text = printed("idle", recording)?;
     let (anonymous, mapped) = text.trim().split_once(' ').ok_or("no figures")?;
     Ok((anonymous.parse()?, mapped.parse()?))
 }
 
-fn median(mut all: Vec<u64>) -> u64 {
-    all.sort_unstable();
-    all.get(all.len() / 2).copied().unwrap_or_default()
-}
-
 /// Returns what this program prints as such a service.
 fn printed(role: &str, recording: Option<&Path>) -> Result<String, BoxError> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = own()?;
     command.args(["--be", role]);
     if let Some(path) = recording {
         command.arg("--recording").arg(path);

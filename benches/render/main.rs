@@ -7,9 +7,12 @@
 //! little.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod loops;
 
 use std::process::ExitCode;
@@ -34,20 +37,19 @@ const CASES: [(usize, &str, usize, [f64; 2]); 2] =
 /// Bytes of a document at most.
 const BYTES_MAX: usize = 1 << 20;
 
-fn main() -> ExitCode {
-    match run() {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("render: {error}");
-            ExitCode::FAILURE
-        }
-    }
+#[derive(clap::Parser)]
+#[command(about = "What answers of /metrics and /memory cost, and the threads behind them")]
+struct Cli {
+    /// Judges no time.
+    #[arg(long)]
+    counted: bool,
 }
 
-fn run() -> Result<bool, BoxError> {
-    // Judges no time.
-    let counted = std::env::args().any(|argument| argument == "--counted");
+fn main() -> ExitCode {
+    common::main(|cli: Cli| run(cli.counted))
+}
+
+fn run(counted: bool) -> Result<bool, BoxError> {
     let mut recorder = PrometheusBuilder::new();
     for (name, buckets) in lowtide::metrics::histograms() {
         recorder = recorder.set_buckets_for_metric(Matcher::Full(name.to_owned()), buckets)?;

@@ -6,12 +6,15 @@
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(unsafe_code, reason = "an allocator that counts")]
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod cost;
-#[path = "../counting.rs"]
+#[path = "../common/counting.rs"]
 mod counting;
 mod grpc;
 
@@ -32,28 +35,11 @@ struct Cli {
     /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
     counted: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("reports: a bench, not a test: run `cargo bench --bench reports`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let held = match &cli.python {
+    common::main(|cli: Cli| match &cli.python {
         Some(python) => grpc::read(python),
         None => cost::measure(cli.counted),
-    };
-    match held {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("reports: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    })
 }

@@ -8,8 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::io;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,6 +21,7 @@ use tokio::net::TcpListener;
 
 use crate::cases::{CASES, Case, MIB, Peak};
 use crate::client::{self, Order, Protocol};
+use crate::common::own;
 use crate::handlers::{self, Stage};
 
 /// Requests at once.
@@ -87,9 +87,7 @@ pub(crate) async fn measure(only: Option<&str>) -> Result<bool, BoxError> {
                     case.name,
                     seen.line(peak)
                 );
-                if case.is_attributed {
-                    errors.add(&seen, peak);
-                }
+                errors.add(&seen, peak);
             }
         }
     }
@@ -217,9 +215,10 @@ async fn run(
     })
 }
 
-fn start(order: &Order) -> io::Result<Child> {
-    let mut command = Command::new(std::env::current_exe()?);
-    command.arg("--client").arg(serde_json::to_string(order)?).stdin(Stdio::piped()).spawn()
+fn start(order: &Order) -> Result<Child, BoxError> {
+    let mut command = own()?;
+    command.arg("--client").arg(serde_json::to_string(order)?);
+    Ok(command.stdin(Stdio::piped()).spawn()?)
 }
 
 /// Returns the live bytes of the process when they do not change any more.

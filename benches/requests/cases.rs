@@ -44,13 +44,11 @@ pub(crate) struct Case {
     pub(crate) handed: usize,
     /// The client reads the answer late.
     pub(crate) reads_late: bool,
-    /// Work without a scope is not attributed: shown, and in no figure.
-    pub(crate) is_attributed: bool,
 }
 
 const fn upload(name: &'static str, path: &'static str, mib: usize, peak: usize) -> Case {
     let (upload, peak) = (Upload::Letters(mib * MIB), Peak::Bytes(peak * MIB));
-    Case { name, path, upload, peak, handed: 0, reads_late: false, is_attributed: true }
+    Case { name, path, upload, peak, handed: 0, reads_late: false }
 }
 
 const fn bare(name: &'static str, path: &'static str, peak: usize) -> Case {
@@ -62,7 +60,7 @@ const fn late(name: &'static str, path: &'static str, peak: usize) -> Case {
 }
 
 /// All cases.
-pub(crate) const CASES: [Case; 24] = [
+pub(crate) const CASES: [Case; 22] = [
     upload("collects 1 MiB", "collect", 1, 2),
     upload("collects 5 MiB", "collect", 5, 10),
     upload("collects 20 MiB", "collect", 20, 40),
@@ -79,8 +77,6 @@ pub(crate) const CASES: [Case; 24] = [
     bare("frees 20 times 1 MiB in a poll", "churn", 1),
     bare("spawn_blocking, scoped", "blocking", 10),
     bare("four tasks, scoped", "tasks", 12),
-    bare("spawn_blocking, no scope", "blocking_unscoped", 10).unattributed(),
-    bare("four tasks, no scope", "tasks_unscoped", 12).unattributed(),
     bare("gives 8 MiB to another task", "given", 8).handed(8 * MIB),
     bare("takes 8 MiB from another task", "taken", 8),
     bare("puts 4 MiB into a cache", "cached", 4),
@@ -103,11 +99,6 @@ impl Case {
 
     const fn handed(mut self, bytes: usize) -> Self {
         self.handed = bytes;
-        self
-    }
-
-    const fn unattributed(mut self) -> Self {
-        self.is_attributed = false;
         self
     }
 

@@ -26,11 +26,11 @@ use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::{Layer as _, Service as _};
 
-use crate::callgrind::{self, callgrind};
+use crate::common::callgrind;
 
 /// Polls of the shorter run, and requests. Threads of the process add some 500,000 instructions.
-const POLLS: usize = 200_000;
-const REQUESTS: usize = 10_000;
+const POLLS: u32 = 200_000;
+const REQUESTS: u32 = 10_000;
 
 /// A small block, and one of which five are allocated and freed to move more than 64 KiB.
 const SMALL: usize = 64;
@@ -186,13 +186,6 @@ fn count(counted: Counted) -> Result<f64, BoxError> {
         Counted::Hello | Counted::HelloUnmeasured | Counted::HelloBare => REQUESTS,
         _ => POLLS,
     };
-    let (fewer, more) = (collect(counted, steps)?, collect(counted, 3 * steps)?);
-    Ok((more - fewer) / (2 * steps) as f64)
-}
-
-fn collect(counted: Counted, steps: usize) -> Result<f64, BoxError> {
     let counted = counted.to_possible_value().ok_or("no value is skipped")?;
-    let mut command = callgrind(std::env::current_exe()?);
-    command.args(["--be", counted.get_name(), "--steps", &steps.to_string()]);
-    Ok(callgrind::instructions(&mut command)?)
+    Ok(callgrind::per_step(&["--be", counted.get_name(), "--steps"], steps)?)
 }

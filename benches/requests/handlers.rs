@@ -119,9 +119,7 @@ pub(crate) fn routes(stage: Stage) -> Router {
         .route("/transient", any(transient))
         .route("/churn", any(churn))
         .route("/blocking", any(blocking))
-        .route("/blocking_unscoped", any(blocking_unscoped))
         .route("/tasks", any(tasks))
-        .route("/tasks_unscoped", any(tasks_unscoped))
         .route("/given", any(given))
         .route("/taken", any(taken))
         .route("/cached", any(cached))
@@ -227,12 +225,6 @@ async fn blocking(State(stage): State<Stage>) {
     drop(block);
 }
 
-async fn blocking_unscoped(State(stage): State<Stage>) {
-    let block = tokio::task::spawn_blocking(block).await;
-    stage.wait().await;
-    drop(block);
-}
-
 /// All four hold 3 MiB each at the same time.
 async fn part(all: Arc<tokio::sync::Barrier>) -> Block {
     let (kept, more) = (filled(2 * MIB), filled(MIB));
@@ -245,11 +237,6 @@ async fn tasks(State(stage): State<Stage>) {
     let all = Arc::new(tokio::sync::Barrier::new(4));
     let parts = std::array::from_fn(|_| tokio::spawn(scope(part(Arc::clone(&all)))));
     hold(&stage, parts).await;
-}
-
-async fn tasks_unscoped(State(stage): State<Stage>) {
-    let all = Arc::new(tokio::sync::Barrier::new(4));
-    hold(&stage, std::array::from_fn(|_| tokio::spawn(part(Arc::clone(&all))))).await;
 }
 
 async fn hold(stage: &Stage, parts: [tokio::task::JoinHandle<Block>; 4]) {

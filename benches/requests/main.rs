@@ -5,18 +5,19 @@
 //! hold together. Instructions are counted by callgrind, in processes of their own.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod accuracy;
-#[path = "../callgrind.rs"]
-mod callgrind;
 mod cases;
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "another bench draws sizes too")]
 mod chance;
 mod client;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod count;
 mod handlers;
 mod learned;
@@ -40,41 +41,23 @@ struct Cli {
     #[arg(long)]
     count: bool,
     /// Be the process whose instructions are counted.
-    #[arg(long, hide = true, requires = "steps")]
-    be: Option<Counted>,
     #[arg(long, hide = true)]
-    steps: Option<usize>,
+    be: Option<Counted>,
+    #[arg(long, hide = true, default_value_t = 0)]
+    steps: usize,
     /// Be the clients.
     #[arg(long, hide = true)]
     client: Option<String>,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    let words = ["--bench", "--be", "--client"];
-    if !std::env::args().any(|argument| words.contains(&argument.as_str())) {
-        println!(
-            "requests: a bench of two minutes, not a test: run `cargo bench --bench requests`"
-        );
-        return ExitCode::SUCCESS;
-    }
-    match run(&Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("requests: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::main(|cli: Cli| run(&cli))
 }
 
 /// Returns whether every goal held.
 fn run(cli: &Cli) -> Result<bool, BoxError> {
-    if let (Some(counted), Some(steps)) = (cli.be, cli.steps) {
-        return count::be(counted, steps).map(|()| true);
+    if let Some(counted) = cli.be {
+        return count::be(counted, cli.steps).map(|()| true);
     }
     if let Some(order) = &cli.client {
         return client::be(serde_json::from_str(order)?).map(|()| true);

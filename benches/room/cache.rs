@@ -11,8 +11,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::fmt;
-use std::path::PathBuf;
-use std::process::{Command, ExitStatus, Stdio};
+use std::io::Read as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -26,7 +26,8 @@ use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Service as _, ServiceBuilder, ServiceExt as _};
 
-use crate::cgroup::Group;
+use crate::common::own;
+use crate::common::process::Process;
 
 /// The limit of the service.
 const LIMIT: ByteSize = ByteSize::mib(256);
@@ -53,42 +54,28 @@ pub(crate) struct Arguments {
     /// The seed of the lookups.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// The entrance of the service's cgroup: this process is to be the service.
+    /// Is the service.
     #[arg(long, hide = true)]
-    service: Option<PathBuf>,
+    serve: bool,
     /// Does not register the cache.
     #[arg(long, hide = true)]
     unregistered: bool,
 }
 
-impl Default for Arguments {
-    fn default() -> Self {
-        Self { seconds: 20, seed: 1, service: None, unregistered: false }
-    }
-}
-
 /// Runs the service with and without its reclaimer, and prints the figures. Returns `true` if every
 /// goal held.
-pub(crate) fn measure(arguments: &Arguments) -> bool {
-    if let Some(entrance) = &arguments.service {
-        return serve(arguments, entrance).is_ok_and(|()| true);
+pub(crate) fn measure(arguments: &Arguments) -> Result<bool, BoxError> {
+    if arguments.serve {
+        return serve(arguments).map(|()| true);
     }
     println!("seed {}", arguments.seed);
-    let run = |is_registered| run(arguments, is_registered);
-    match run(false).and_then(|without| Ok((without, run(true)?))) {
-        Ok((without, with)) => {
-            println!("not registered: {without}");
-            println!("registered: {with}");
-            println!("figure room.cache.requests {} requests", with.served);
-            println!("figure room.cache.kills {} kills", with.kills);
-            println!("figure room.cache.sheds {} requests", with.sheds);
-            with.kills == 0 && with.sheds == 0 && with.served > 0
-        }
-        Err(error) => {
-            println!("room: {error}");
-            false
-        }
-    }
+    println!("not registered: {}", run(arguments, false)?);
+    let with = run(arguments, true)?;
+    println!("registered: {with}");
+    println!("figure room.cache.requests {} requests", with.served);
+    println!("figure room.cache.kills {} kills", with.kills);
+    println!("figure room.cache.sheds {} requests", with.sheds);
+    Ok(with.kills == 0 && with.sheds == 0 && with.served > 0)
 }
 
 /// What came of a run.
@@ -118,34 +105,24 @@ impl fmt::Display for Outcome {
 }
 
 fn run(arguments: &Arguments, is_registered: bool) -> Result<Outcome, BoxError> {
-    let group = Group::make(&format!("lowtide-room-{}", std::process::id()), Some(LIMIT.get()));
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(["--bench", "cache", "--service"]);
-    match &group {
-        Ok(group) => command.arg(group.entrance()),
-        Err(cause) => {
-            println!("no cgroup, so nothing can be killed: {cause}");
-            command.arg("").env("LOWTIDE_MEMORY_LIMIT", format!("{}m", LIMIT.get() >> 20))
-        }
-    };
-    command.args(["--seconds", &arguments.seconds.to_string()]);
+    let mut command = own()?;
+    command.args(["cache", "--serve", "--seconds", &arguments.seconds.to_string()]);
     command.args(["--seed", &arguments.seed.to_string()]);
     command.args((!is_registered).then_some("--unregistered"));
-    let output = command.stdout(Stdio::piped()).spawn()?.wait_with_output()?;
-    if is_killed(output.status) {
+    let mut service = Process::start_in_group(&command, LIMIT)?;
+    if service.folder().is_none() {
+        println!("no cgroup can be made here, so nothing can be killed");
+    }
+    let (mut text, output) = (String::new(), service.child.stdout.take());
+    output.ok_or("no output")?.read_to_string(&mut text)?;
+    if service.child.wait()?.signal() == Some(9) {
         return Ok(Outcome { kills: 1, ..Outcome::default() });
     }
-    let text = String::from_utf8(output.stdout)?;
     let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>()?;
     let [served, sheds, calls, released_mib, cache_mib, longest_ms] = numbers[..] else {
         return Err(format!("unexpected output of the service: {text:?}").into());
     };
     Ok(Outcome { served, sheds, kills: 0, calls, released_mib, cache_mib, longest_ms })
-}
-
-fn is_killed(status: ExitStatus) -> bool {
-    use std::os::unix::process::ExitStatusExt as _;
-    status.signal() == Some(9)
 }
 
 /// Entries by key, and their keys in the order of insertion.
@@ -189,11 +166,8 @@ impl Cache {
     }
 }
 
-/// Runs the service in the cgroup, and prints what came of it.
-fn serve(arguments: &Arguments, entrance: &PathBuf) -> Result<(), BoxError> {
-    if !entrance.as_os_str().is_empty() {
-        std::fs::write(entrance, std::process::id().to_string())?;
-    }
+/// Is the service, and prints what came of it.
+fn serve(arguments: &Arguments) -> Result<(), BoxError> {
     let memory = Memory::start()?;
     let mut watch = memory.watch_level();
     let (cache, most) = (Arc::new(Cache::default()), LIMIT.scaled(FILLED));

@@ -40,12 +40,6 @@ pub(crate) struct Arguments {
     only: Option<String>,
 }
 
-impl Default for Arguments {
-    fn default() -> Self {
-        Self { requests: 100_000, seed: 1, seeds: 10, only: None }
-    }
-}
-
 /// Runs the cases and prints their figures. Returns `true` if every goal held.
 pub(crate) fn measure(arguments: &Arguments) -> bool {
     let Arguments { requests, seed, seeds, only } = arguments;

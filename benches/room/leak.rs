@@ -6,9 +6,7 @@
 //! they are in this process, which restarts the service as a supervisor does, at once and if it
 //! fails.
 
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -18,14 +16,15 @@ use axum::extract::Path;
 use axum::routing::post;
 use bytes::Bytes;
 use http::{Request, StatusCode};
-use http_body_util::{BodyExt, Full};
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
-use hyper_util::rt::TokioExecutor;
 use lowtide::clock::{Clock, Moment, SystemClock};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
+
+use crate::common::http::{Http, client, get, send};
+use crate::common::own;
+use crate::common::process::Process;
 
 /// The limit of the service.
 const LIMIT: ByteSize = ByteSize::mib(128);
@@ -47,8 +46,6 @@ const MEASURED_FOR: Duration = Duration::from_secs(10);
 const EXIT_MOST: Duration = Duration::from_secs(120);
 /// A bench that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(240);
-
-type Http = Client<HttpConnector, Full<Bytes>>;
 
 /// The service: it leaks what it is asked to leak.
 #[tokio::main]
@@ -100,7 +97,7 @@ fn measure_exit(runtime: &Runtime, policy: &str, figure: &str) -> Result<Duratio
         if load.clock.now() > Moment::ORIGIN + PATIENCE {
             return Err("it does not serve again".into());
         }
-        if let Some(status) = service.process.try_wait()? {
+        if let Some(status) = service.process.ended() {
             codes.push(status.code());
             if status.success() {
                 return Err("it ended without a failure: no supervisor restarts it".into());
@@ -141,7 +138,7 @@ fn measure_serve_one(runtime: &Runtime) -> Result<f64, BoxError> {
             let (mut peak, mut looks, mut ready) = (ByteSize::ZERO, 0_u32, 0_u32);
             while load.clock.now() - began < MEASURED_FOR {
                 peak = peak.max(service.memory().await?.physical);
-                ready += u32::from(service.is_ready().await?);
+                ready += u32::from(service.is_ready().await);
                 looks += 1;
                 sleep(Duration::from_millis(100)).await;
             }
@@ -171,11 +168,11 @@ fn measure_serve_one(runtime: &Runtime) -> Result<f64, BoxError> {
     Ok(goodput)
 }
 
-/// A service that runs; it is killed when this is dropped.
+/// A service that runs.
 struct Service {
-    process: Child,
+    process: Process,
     address: SocketAddr,
-    client: Http,
+    http: Http,
 }
 
 /// Figures of the service.
@@ -188,24 +185,20 @@ struct Figures {
 impl Service {
     /// Starts this program as the service, and waits until it prints its address.
     fn start(policy: &str) -> Result<Self, BoxError> {
-        let mut process = Command::new(std::env::current_exe()?)
-            .args(["--bench", "leak", "--serve"])
-            .env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact())
-            .env("LOWTIDE_EXHAUSTION_POLICY", policy)
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let output = process.stdout.take().ok_or("no output")?;
-        let mut line = String::new();
-        BufReader::new(output).read_line(&mut line)?;
-        Ok(Self { process, address: line.trim().parse()?, client: client() })
+        let mut command = own()?;
+        command.arg("serve-leaking").env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact());
+        command.env("LOWTIDE_EXHAUSTION_POLICY", policy);
+        let mut process = Process::start(command)?;
+        let address = process.first_line()?;
+        Ok(Self { process, address, http: client() })
     }
 
     /// Leaks until the process needs this part of its limit.
     async fn leak_to(&self, part: f64) -> Result<(), BoxError> {
         let began = SystemClock::new();
         while self.memory().await?.required < LIMIT.scaled(part) {
-            let path = format!("leak/{LEAK_KIB}");
-            send(&self.client, self.address, &path, Bytes::new()).await.ok_or("no answer")?;
+            let request = Request::post(self.url(&format!("leak/{LEAK_KIB}")));
+            send(&self.http, request, Bytes::new()).await?;
             sleep(LEAK_EVERY).await;
             if began.now() > Moment::ORIGIN + PATIENCE {
                 return Err("the leak does not grow".into());
@@ -215,7 +208,7 @@ impl Service {
     }
 
     async fn memory(&self) -> Result<Figures, BoxError> {
-        let (_, text) = self.get("memory").await?;
+        let text = get(&self.http, &self.url("memory")).await?;
         let document: serde_json::Value = serde_json::from_slice(&text)?;
         let host = &document["host"];
         let bytes = |name: &str| host[name].as_u64().map(ByteSize::new).ok_or("no figure");
@@ -226,23 +219,12 @@ impl Service {
         })
     }
 
-    async fn is_ready(&self) -> Result<bool, BoxError> {
-        Ok(self.get("readyz").await?.0 == StatusCode::OK)
+    async fn is_ready(&self) -> bool {
+        get(&self.http, &self.url("readyz")).await.is_ok()
     }
 
-    async fn get(&self, path: &str) -> Result<(StatusCode, Bytes), BoxError> {
-        let uri = format!("http://{}/{path}", self.address);
-        let response = self.client.request(Request::get(uri).body(Full::default())?).await?;
-        let status = response.status();
-        Ok((status, response.into_body().collect().await?.to_bytes()))
-    }
-}
-
-impl Drop for Service {
-    fn drop(&mut self) {
-        // One that has ended already is reaped.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+    fn url(&self, path: &str) -> String {
+        format!("http://{}/{path}", self.address)
     }
 }
 
@@ -291,14 +273,15 @@ impl Load {
         let (clock, seen) = (Arc::clone(&self.clock), Arc::clone(&self.seen));
         let (served, is_over) = (Arc::clone(&self.served), Arc::clone(&self.is_over));
         async move {
-            let (client, body) = (client(), Bytes::from(vec![1; BODY]));
+            let (http, body) = (client(), Bytes::from(vec![1; BODY]));
             let lock = || seen.lock().unwrap_or_else(PoisonError::into_inner);
             while !is_over.load(Ordering::Relaxed) {
                 let address = lock().address;
-                let answer = send(&client, address, "work", body.clone()).await;
+                let request = Request::post(format!("http://{address}/work"));
+                let answer = send(&http, request, body.clone()).await;
                 let now = clock.now();
                 match answer {
-                    Some((StatusCode::OK, _)) => {
+                    Ok((StatusCode::OK, _)) => {
                         served.fetch_add(1, Ordering::Relaxed);
                         let mut seen = lock();
                         if seen.exhausted.is_some() {
@@ -306,7 +289,7 @@ impl Load {
                         }
                         continue;
                     }
-                    Some((_, text)) if text.windows(9).any(|part| part == b"exhausted") => {
+                    Ok((_, text)) if text.windows(9).any(|part| part == b"exhausted") => {
                         lock().exhausted.get_or_insert(now);
                     }
                     _ => {}
@@ -323,21 +306,4 @@ impl Load {
         }
         Ok(())
     }
-}
-
-fn client() -> Http {
-    Client::builder(TokioExecutor::new()).build_http()
-}
-
-/// Returns the answer; `None` without one.
-async fn send(
-    client: &Http,
-    address: SocketAddr,
-    path: &str,
-    body: Bytes,
-) -> Option<(StatusCode, Bytes)> {
-    let request = Request::post(format!("http://{address}/{path}")).body(Full::new(body)).ok()?;
-    let response = client.request(request).await.ok()?;
-    let status = response.status();
-    Some((status, response.into_body().collect().await.ok()?.to_bytes()))
 }

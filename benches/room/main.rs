@@ -4,16 +4,16 @@
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
 //! Zipf's law and compares the hits with those of other policies. Both are in virtual time. `cache`
 //! loads a service whose cache fills the limit, and `leak` exhausts services by leaks, under two
-//! policies. Without a part, these run. A schedule or a case that fails is shown with its seed and
-//! can be run again alone. `hostage` and `h2` attack a real service.
+//! policies. A schedule or a case that fails is shown with its seed and can be run again alone.
+//! `hostage` and `h2` attack a real service.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod cache;
-#[path = "../../examples/tide/cgroup.rs"]
-#[allow(dead_code, reason = "the tide enters its cgroup itself")]
-mod cgroup;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod evictions;
 mod hostage;
 mod leak;
@@ -37,16 +37,7 @@ const SHOWN: u64 = 20;
 #[command(about = "Requests that wait for room, evictions, caches, leaks and hostile clients")]
 struct Cli {
     #[command(subcommand)]
-    part: Option<Part>,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true, global = true)]
-    bench: bool,
-    /// The program has started itself again with more descriptors.
-    #[arg(long, hide = true, global = true)]
-    raised: bool,
-    /// Be the service that is attacked, at this address.
-    #[arg(long, hide = true)]
-    serve: Option<SocketAddr>,
+    part: Part,
 }
 
 #[derive(Debug, Subcommand)]
@@ -62,11 +53,13 @@ enum Part {
     /// A cache of 80 % of the limit under load.
     Cache(cache::Arguments),
     /// Services that a leak exhausts, under the policies `exit` and `serve-one`.
-    Leak {
-        /// This process is the service.
-        #[arg(long, hide = true)]
-        serve: bool,
-    },
+    Leak,
+    /// Is the service that is attacked, at this address.
+    #[command(hide = true)]
+    ServeAttacked { at: SocketAddr },
+    /// Is the service that leaks.
+    #[command(hide = true)]
+    ServeLeaking,
 }
 
 #[derive(Debug, Args)]
@@ -80,59 +73,21 @@ struct Schedules {
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| ["--bench", "--serve"].contains(&argument.as_str())) {
-        println!("room: a bench of seven minutes: run `cargo bench --bench room`");
-        return ExitCode::SUCCESS;
-    }
-    match run(Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("room: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::main(|cli: Cli| run(&cli.part))
 }
 
-/// Runs what was asked for. Returns `true` if every goal held.
-fn run(cli: Cli) -> Result<bool, BoxError> {
-    if let Some(at) = cli.serve {
-        return hostage::service::serve(at).map(|()| true);
+/// Runs a part. Returns `true` if every goal held.
+fn run(part: &Part) -> Result<bool, BoxError> {
+    match part {
+        Part::Schedules(schedules) => Ok(run_schedules(schedules)),
+        Part::Zipf(arguments) => Ok(evictions::measure(arguments)),
+        Part::Hostage(arguments) => hostage::measure(arguments),
+        Part::H2 => hostage::measure_connections(),
+        Part::Cache(arguments) => cache::measure(arguments),
+        Part::Leak => leak::measure(),
+        Part::ServeAttacked { at } => hostage::service::serve(*at).map(|()| true),
+        Part::ServeLeaking => leak::serve().map(|()| true),
     }
-    let parts = match cli.part {
-        Some(part) => vec![part],
-        None => vec![
-            Part::Schedules(Schedules { count: 100_000, from: 0 }),
-            Part::Zipf(evictions::Arguments::default()),
-            Part::Cache(cache::Arguments::default()),
-            Part::Leak { serve: false },
-        ],
-    };
-    let mut holds = true;
-    for part in &parts {
-        if matches!(part, Part::Hostage(_) | Part::H2) && !cli.raised {
-            hostage::with_descriptors()?;
-        }
-        holds &= match part {
-            Part::Schedules(schedules) => run_schedules(schedules),
-            Part::Zipf(arguments) => evictions::measure(arguments),
-            Part::Hostage(arguments) => hostage::measure(arguments)?,
-            Part::H2 => hostage::measure_connections()?,
-            Part::Cache(arguments) => cache::measure(arguments),
-            Part::Leak { serve } => run_leak(*serve),
-        };
-    }
-    Ok(holds)
-}
-
-/// Runs the services that leak, or one of them. Returns `true` if every goal held.
-fn run_leak(serve: bool) -> bool {
-    let done = if serve { leak::serve().map(|()| true) } else { leak::measure() };
-    done.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
-        false
-    })
 }
 
 /// Runs schedules and prints their figures. Returns `true` if none failed.

@@ -9,6 +9,9 @@
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 #[path = "../../crates/gpu/tests/gpu/schedules/harness/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod harness;
@@ -34,15 +37,9 @@ struct Cli {
     /// The first seed.
     #[arg(long, default_value_t = 0)]
     from: u64,
-    /// Only this seed.
-    #[arg(long)]
-    seed: Option<u64>,
     /// The number of schedules that run at a time.
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 #[derive(Debug, Default)]
@@ -59,34 +56,29 @@ struct Totals {
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("schedules: a bench of a minute: run `cargo bench --bench schedules`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let (from, count) = cli.seed.map_or((cli.from, cli.count), |seed| (seed, 1));
-    let (totals, clock) = (Totals::default(), SystemClock::new());
-    let start = clock.now();
-    thread::scope(|scope| {
-        for _ in 0..cli.threads.max(1) {
-            scope.spawn(|| run(&totals, from, count));
-        }
-    });
-    let seconds = (clock.now() - start).as_secs_f64();
-    println!("{} schedules in {seconds:.1} s", totals.run.load(Ordering::Relaxed));
-    let figure = |name: &str, of: &AtomicU64, unit: &str| {
-        println!("figure schedules.{name} {} {unit}", of.load(Ordering::Relaxed));
-    };
-    figure("run", &totals.run, "schedules");
-    figure("failed", &totals.failed, "schedules");
-    figure("acts", &totals.acts, "acts");
-    figure("sleeps", &totals.sleeps, "sleeps");
-    figure("moves", &totals.moves, "moves");
-    figure("refused", &totals.refused, "bookings");
-    figure("driver_calls", &totals.driver_calls, "calls");
-    figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
-    if totals.failed.load(Ordering::Relaxed) == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    common::main(|cli: Cli| {
+        let (totals, clock) = (Totals::default(), SystemClock::new());
+        let start = clock.now();
+        thread::scope(|scope| {
+            for _ in 0..cli.threads.max(1) {
+                scope.spawn(|| run(&totals, cli.from, cli.count));
+            }
+        });
+        let seconds = (clock.now() - start).as_secs_f64();
+        println!("{} schedules in {seconds:.1} s", totals.run.load(Ordering::Relaxed));
+        let figure = |name: &str, of: &AtomicU64, unit: &str| {
+            println!("figure schedules.{name} {} {unit}", of.load(Ordering::Relaxed));
+        };
+        figure("run", &totals.run, "schedules");
+        figure("failed", &totals.failed, "schedules");
+        figure("acts", &totals.acts, "acts");
+        figure("sleeps", &totals.sleeps, "sleeps");
+        figure("moves", &totals.moves, "moves");
+        figure("refused", &totals.refused, "bookings");
+        figure("driver_calls", &totals.driver_calls, "calls");
+        figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
+        Ok(totals.failed.load(Ordering::Relaxed) == 0)
+    })
 }
 
 /// Runs schedules until all have been taken.
@@ -113,7 +105,7 @@ fn run(totals: &Totals, from: u64, count: u64) {
                 if add(&totals.failed, 1) < SHOWN {
                     let seed = failure.schedule.seed;
                     eprintln!("{failure}");
-                    eprintln!("again: cargo bench --bench schedules -- --seed {seed}");
+                    eprintln!("again: cargo bench --bench schedules -- --from {seed} --count 1");
                 }
             }
         }

@@ -8,24 +8,21 @@
 //! speed has a goal.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../index/chance.rs"]
 mod chance;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 mod pauses;
-#[path = "../peers/mod.rs"]
-#[allow(dead_code, unused_imports, reason = "other benches use more of them")]
-mod peers;
 mod player;
 mod refusals;
-mod rivals;
 mod scattered;
 mod schedule;
 mod silence;
 mod sleep;
 mod streams;
-mod table;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "another bench uses more of it")]
 mod trace;
@@ -36,7 +33,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use lowtide_gpu::BoxError;
 
-use crate::table::Figures;
+use crate::common::figures::Figures;
 use crate::trace::Trace;
 
 /// The project's own traces.
@@ -47,38 +44,45 @@ const SEEDS: [u64; 3] = [42, 7, 1234];
 
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What an arena gives back as time passes, and what that costs")]
-#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// Only the first trace, with the first seed; goals are judged all the same.
     #[arg(long)]
     quick: bool,
-    /// Scattered blocks of random sizes for twelve more seeds as well.
-    #[arg(long)]
-    more_seeds: bool,
     /// Judges no time: the speed of the simulation is printed and has no goal.
     #[arg(long)]
     counted: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
+/// The most that figures may be.
+const GOALS: &[(&str, f64)] = &[
+    ("decay.retained_byte_seconds.ratio", 0.5),
+    ("decay.short_gap.extra_driver_calls", 0.0),
+    ("decay.long_gap.driver_calls_per_handle", 6.0),
+    ("decay.idle_to_zero.decays", 2.0),
+    ("purge.random90.committed_per_live", 1.25),
+    ("compact.random90_64k.committed_per_live", 1.3),
+    ("streams.fresh.committed_growth_bytes", 0.0),
+    ("sleep.driver_calls_per_handle", 1.2),
+    ("sleep.driver_calls.large_blocks", 1200.0),
+    ("sleep.driver_calls.100x_blocks_ratio", 1.02),
+    ("streams.steady.driver_calls_per_allocation", 0.0),
+    ("streams.unsafe_unmaps", 0.0),
+    ("oom.false_refusals", 0.0),
+];
+
+/// The least simulated events a second.
+const EVENTS_MIN: f64 = 1_000_000.0;
+
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("time: a bench of seconds, not a test: run `cargo bench --bench time`");
-        return ExitCode::SUCCESS;
-    }
-    let cli = Cli::parse();
-    let mut figures = Figures::default();
-    match measure(cli, &mut figures) {
-        Ok(()) if figures.print(cli.counted) => ExitCode::SUCCESS,
-        Ok(()) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("time: {error}");
-            ExitCode::FAILURE
+    common::main(|cli: Cli| {
+        let mut figures = Figures::default();
+        measure(cli, &mut figures)?;
+        figures.set_goals(GOALS);
+        if !cli.counted {
+            figures.set_floor("simulation.events_per_second", EVENTS_MIN);
         }
-    }
+        Ok(figures.print())
+    })
 }
 
 fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
@@ -94,6 +98,5 @@ fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     streams::measure(figures)?;
     sleep::measure(figures)?;
     refusals::measure(seeds, figures)?;
-    let more: Vec<_> = if cli.more_seeds { (100..112).collect() } else { Vec::new() };
-    scattered::measure(seeds, &more, figures)
+    scattered::measure(seeds, figures)
 }

@@ -5,10 +5,9 @@ use lowtide_gpu::BoxError;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::decay::DecayTime;
 
+use crate::common::figures::Figures;
 use crate::player::{Long, Outcome, Short, play};
-use crate::rivals;
 use crate::schedule::{bursts, repeats};
-use crate::table::Figures;
 use crate::trace::Trace;
 
 /// Calls of CUDA's virtual-memory interface for a handle that leaves: unmap, release.
@@ -71,7 +70,6 @@ fn of_trace(
     };
     let (mut ours_worst, mut at_once_worst): (f64, f64) = (0.0, 0.0);
     let mut calls = [0; 3];
-    let mut peers = [(0.0_f64, 0); rivals::ALL.len()];
     for &seed in seeds {
         let bursts = bursts(trace, seed);
         let of = |decay| play(trace, &bursts, decay, time);
@@ -82,11 +80,6 @@ fn of_trace(
             *sum += one.driver_calls;
         }
         sums.note(ours, bursts.len());
-        for ((worst, sum), (_, extend, shrink)) in peers.iter_mut().zip(rivals::ALL) {
-            let (kept, segments) = rivals::play(trace, &bursts, extend, shrink);
-            *worst = worst.max(kept / never.retained_byte_seconds);
-            *sum += segments;
-        }
         let repeats = repeats(trace, seed);
         let ours = play(trace, &repeats, default, time)?;
         let once = play(trace, &repeats[..1], DecayTime::Never, time)?;
@@ -98,11 +91,6 @@ fn of_trace(
     figures.add(format!("{name}.at_once.retained_byte_seconds.ratio"), at_once_worst, "ratio");
     for (kind, calls) in ["", "keep_all.", "at_once."].iter().zip(calls) {
         figures.add(format!("{name}.{kind}driver_calls"), count(calls), "calls");
-    }
-    for ((peer, ..), (ratio, segments)) in rivals::ALL.iter().zip(peers) {
-        let name = format!("peer.{peer}.{name}");
-        figures.add(format!("{name}.retained_byte_seconds.ratio"), ratio, "ratio");
-        figures.add(format!("{name}.segments_taken"), count(segments), "calls");
     }
     Ok(())
 }

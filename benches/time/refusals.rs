@@ -17,7 +17,7 @@ use lowtide_gpu::clock::{Clock, SystemClock};
 use lowtide_gpu::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Growth, Region};
 
 use crate::chance::Chance;
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 /// The driver's unit.
 const GRANULE: ByteSize = ByteSize::kib(64);

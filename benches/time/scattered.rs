@@ -12,7 +12,7 @@ use lowtide_gpu::{
 };
 
 use crate::chance::Chance;
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 /// Blocks that are allocated, of which nine in ten are freed.
 const BLOCKS: usize = 10_000;
@@ -28,14 +28,8 @@ const CALLS_MAX: usize = 1_000;
 const OWNERS: usize = 4;
 const OWNED: usize = 4_500;
 
-/// All figures of scattered blocks; random sizes with `more` seeds as well, each by itself.
-pub(crate) fn measure(seeds: &[u64], more: &[u64], figures: &mut Figures) -> Result<(), BoxError> {
-    for &seed in more {
-        let mut one = Worst::default();
-        random90(seed, &mut one)?;
-        let ratio = one.0.first().map_or(0.0, |&(_, ratio)| ratio);
-        figures.add(format!("purge.random90.seed{seed}.committed_per_live"), ratio, "ratio");
-    }
+/// All figures of scattered blocks.
+pub(crate) fn measure(seeds: &[u64], figures: &mut Figures) -> Result<(), BoxError> {
     let mut worst = Worst::default();
     for &seed in seeds {
         random90(seed, &mut worst)?;

@@ -13,7 +13,7 @@ use lowtide_gpu::clock::{Clock, ManualClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{DeviceArena, DeviceError, Region};
 
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 const TICK: Duration = Duration::from_millis(50);
 /// The worker may have been told to act and not yet have begun: so long it gets to begin.

@@ -17,7 +17,7 @@ use lowtide_cuda_sim::{DriverCosts, SimDriver, SimOptions};
 use lowtide_gpu::{ArenaConfig, DeviceArena, Region, SleepOptions};
 
 use crate::chance::Chance;
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 /// Blocks that sleep.
 const BLOCKS: usize = 10_000;

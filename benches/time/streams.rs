@@ -17,7 +17,7 @@ use lowtide_cuda_sim::{DriverCosts, Pattern, SimDriver, SimOptions};
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{ArenaConfig, DeviceArena, Lane, Region};
 
-use crate::table::Figures;
+use crate::common::figures::Figures;
 
 /// Requests, each on a stream of its own.
 const REQUESTS: u64 = 1_000;

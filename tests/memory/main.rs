@@ -16,9 +16,6 @@ mod cli;
 mod device_schedules;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
-#[path = "../../benches/overload/figures.rs"]
-#[allow(dead_code, reason = "the bench uses more of it")]
-mod figures;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
 #[path = "../../benches/overload/mix.rs"]
@@ -26,9 +23,6 @@ mod forward;
 mod mix;
 #[path = "../../examples/proxy/model.rs"]
 mod model;
-#[path = "../../benches/overload/oracle.rs"]
-#[allow(dead_code, reason = "the bench uses more of it")]
-mod oracle;
 #[path = "../../benches/overload/policy.rs"]
 #[allow(dead_code, reason = "the bench uses more of it")]
 mod policy;

@@ -10,11 +10,11 @@ use std::time::Duration;
 use lowtide_admission::clock::Moment;
 use lowtide_admission::{ByteSize, LimitAdvice, RejectReason, Settings};
 
+use super::claims;
 use super::load::{Load, Mix};
 use super::plant::MIB;
 use super::scenario::Scenario;
 use super::world::World;
-use super::{best, claims};
 
 /// MiB of the limit of the record.
 const RECORDED: f64 = 1024.0;
@@ -44,7 +44,7 @@ pub(crate) struct Advised {
 /// Records so many seconds of a load, and runs them again with smaller limits. `None` if there is
 /// no advice.
 pub(crate) fn compare(seed: u64, mix: Mix, load: Load, lasts: f64) -> Option<Advised> {
-    let mut scenario = best::steady(seed, mix, 1.0, 1.0);
+    let mut scenario = Scenario::steady(seed, mix, 1.0, 1.0);
     scenario.build.limit = RECORDED;
     let scenario = Scenario { load, lasts, measured: true, ..scenario };
     let advice = record(&scenario);
@@ -60,7 +60,7 @@ pub(crate) fn compare(seed: u64, mix: Mix, load: Load, lasts: f64) -> Option<Adv
 
 /// Runs a scenario, and returns the advice at the end of its load.
 fn record(scenario: &Scenario) -> LimitAdvice {
-    let world = World::new(scenario.clone(), Settings::default(), None);
+    let world = World::new(scenario.clone(), Settings::default());
     world.play(Moment::after_origin(Duration::from_secs_f64(scenario.lasts)));
     world.advice()
 }
@@ -71,7 +71,7 @@ fn rejected(scenario: &Scenario, limit: ByteSize) -> Option<f64> {
     let mut smaller = scenario.clone();
     smaller.build.limit = limit.as_f64() / MIB;
     smaller.load = scenario.load.times(scenario.fitting_rate() / smaller.fitting_rate());
-    let seen = claims::run(&smaller, Settings::default(), None);
+    let seen = claims::run(&smaller, Settings::default());
     let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
     let rejected: u64 = reasons.iter().map(|reason| seen.reasons[*reason as usize]).sum();
     let offered: u64 = seen.offered.iter().map(|class| class.requests).sum();

@@ -32,14 +32,13 @@ impl fmt::Display for Failure {
             writeln!(f, "  {fault}")?;
         }
         writeln!(f, "  {:?}", self.scenario)?;
-        let mode = if self.scenario.measured { "" } else { " --unmeasured" };
-        write!(f, "  again: cargo bench --bench controller -- --seed {seed}{mode}")
+        write!(f, "  again: cargo bench --bench controller -- --from {seed} --seeds 1 --days 0")
     }
 }
 
 /// Runs a scenario and judges it.
 pub(crate) fn judge(scenario: &Scenario) -> Result<Seen, Box<Failure>> {
-    let seen = run(scenario, Settings::default(), None);
+    let seen = run(scenario, Settings::default());
     let faults = faults(scenario, &seen);
     if faults.is_empty() {
         return Ok(seen);
@@ -48,8 +47,8 @@ pub(crate) fn judge(scenario: &Scenario) -> Result<Seen, Box<Failure>> {
 }
 
 /// Runs a scenario: its load and what comes after it.
-pub(crate) fn run(scenario: &Scenario, settings: Settings, budget: Option<f64>) -> Seen {
-    let world = World::new(scenario.clone(), settings, budget);
+pub(crate) fn run(scenario: &Scenario, settings: Settings) -> Seen {
+    let world = World::new(scenario.clone(), settings);
     world.play(Moment::after_origin(Duration::from_secs_f64(scenario.lasts + DRAIN)));
     world.finish()
 }

@@ -10,7 +10,6 @@ use std::time::Duration;
 use lowtide_admission::Settings;
 use lowtide_admission::clock::Moment;
 
-use super::best;
 use super::load::{Load, MIXES};
 use super::scenario::{Kind, Scenario};
 use super::seen::{Look, Seen};
@@ -42,7 +41,7 @@ pub(crate) struct Month {
 
 /// The scenario of so many days of so many seconds.
 pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
-    let steady = best::steady(seed, MIXES[0], 1.0, 1.0);
+    let steady = Scenario::steady(seed, MIXES[0], 1.0, 1.0);
     Scenario {
         kind: Kind::Days,
         load: Load::Days { high: 4.0, day },
@@ -56,7 +55,7 @@ pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
 /// Runs so many days of so many seconds.
 pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
     let scenario = month(seed, days, day);
-    let world = World::new(scenario.clone(), Settings::default(), None);
+    let world = World::new(scenario.clone(), Settings::default());
     world.play(Moment::after_origin(Duration::from_secs_f64(scenario.lasts)));
     let seen = world.finish();
     let each = usize::try_from(LOOKS).unwrap_or(1);

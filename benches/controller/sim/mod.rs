@@ -1,14 +1,13 @@
 //! A simulator in virtual time of the whole controller: the real one over a fake process.
 //!
 //! `plant` is the process in its cgroup, `load` what is offered, `scenario` what a seed means,
-//! `world` joins them with the crate's own loop, door, worker and resource, `claims` says what must
-//! hold. `best` compares with the best fixed budget, `days` runs a month, `advice` tries the
-//! limits that are advised. No policy is written here.
+//! `world` joins them with the crate's own loop, admission, worker and resource, `claims` says what
+//! must hold. `days` runs a month, `advice` tries the limits that are advised. No policy is written
+//! here.
 //!
 //! Invariant: the same seed gives the same run, on every machine with the same floats.
 
 pub(crate) mod advice;
-pub(crate) mod best;
 pub(crate) mod chance;
 pub(crate) mod claims;
 pub(crate) mod days;

@@ -61,8 +61,6 @@ pub(crate) struct Plant {
     neighbour: f64,
     /// By when the dirty pages have decayed.
     decayed_at: Moment,
-    /// The most that was physical, as a part of the limit of that moment.
-    peak: f64,
     killed: Option<Moment>,
 }
 
@@ -77,7 +75,6 @@ impl Plant {
             dirty: 0.0,
             neighbour: 0.0,
             decayed_at: Moment::ORIGIN,
-            peak: 0.0,
             killed: None,
         }
     }
@@ -90,11 +87,6 @@ impl Plant {
     pub(crate) fn usage(&self) -> f64 {
         let files = (self.build.files * self.limit).min(self.limit - self.physical());
         self.physical() + files.max(0.0)
-    }
-
-    /// Returns the memory that no purge returns.
-    pub(crate) fn required(&self) -> f64 {
-        self.physical() - self.dirty
     }
 
     pub(crate) const fn limit(&self) -> f64 {
@@ -115,10 +107,6 @@ impl Plant {
 
     pub(crate) const fn neighbour(&self) -> f64 {
         self.neighbour
-    }
-
-    pub(crate) const fn peak(&self) -> f64 {
-        self.peak
     }
 
     pub(crate) const fn killed(&self) -> Option<Moment> {
@@ -213,7 +201,6 @@ impl Plant {
 
     fn look(&mut self, now: Moment) {
         let part = self.physical() / self.limit;
-        self.peak = self.peak.max(part);
         if part > 1.0 && self.killed.is_none() {
             self.killed = Some(now);
         }

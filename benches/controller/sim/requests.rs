@@ -186,20 +186,20 @@ impl World {
     /// Admits a request with this estimate, measured or not.
     fn admit(&self, estimate: ByteSize) -> Result<(Permit, Option<Terms>), Rejected> {
         if !self.scenario.measured {
-            return Ok((self.door.try_admit(Cost::host(estimate))?, None));
+            return Ok((self.admission.try_admit(Cost::host(estimate))?, None));
         }
         let need = self.need_of(estimate);
-        let ledger = self.door.ledger(Budget::Host);
+        let ledger = self.admission.ledger(Budget::Host);
         let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
                 let TooManyRunning(running) = running;
-                self.door.reject(Rejected::SlowStart { running, retry_after: LASTS })
+                self.admission.reject(Rejected::SlowStart { running, retry_after: LASTS })
             })?,
             false => None,
         };
         let claim = need.claim(room);
-        let mut permit = self.door.try_admit(Cost::host(claim))?;
+        let mut permit = self.admission.try_admit(Cost::host(claim))?;
         permit.report(ByteSize::ZERO);
         if slot.is_some() {
             permit.mark_unlearned();
@@ -216,7 +216,6 @@ impl World {
         let part = (request.truth - request.held) / f64::from(request.parts_left);
         let beyond = bytes(request.held + part).saturating_sub(permit.cost().host);
         if self.scenario.grows && !beyond.is_zero() && permit.grow(beyond).is_err() {
-            state.seen.given_up += 1;
             if let Some(request) = state.requests.leave(seat, serial) {
                 state.plant.free(now, request.held);
             }
@@ -263,7 +262,6 @@ impl World {
                 }
             }
             Some(Err(_)) | None => {
-                state.seen.unserved += 1;
                 if let Some(request) = state.requests.leave(seat, serial) {
                     state.plant.free(state.now, request.held);
                 }

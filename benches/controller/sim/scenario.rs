@@ -127,6 +127,30 @@ pub(crate) struct Scenario {
 }
 
 impl Scenario {
+    /// A steady scenario of 256 MiB at this many times what fits, in which requests are not
+    /// measured.
+    pub(crate) fn steady(seed: u64, mix: Mix, factor: f64, times: f64) -> Self {
+        let (limit, base, decay) = (256.0, 20.0, Some(1.0));
+        Self {
+            seed,
+            kind: Kind::Overload,
+            build: Build { limit, base, decay, caches: 2.0, holes: 0.02, files: 0.3 },
+            mix,
+            load: Load::Constant(times),
+            lasts: 20.0,
+            truth: Truth { factor, noise: 0.2, change: None },
+            arrives: 0.1,
+            lingers: Duration::from_millis(2),
+            grows: false,
+            measured: false,
+            sampler: Sampler { late: Late::Sometimes(0.002), stale: false, blind: None },
+            worker_late: Duration::from_millis(2),
+            neighbour: None,
+            limits: Vec::new(),
+            resource: None,
+        }
+    }
+
     /// The scenario of a seed.
     pub(crate) fn of(seed: u64) -> Self {
         let kinds = u64::try_from(Kind::ALL.len()).unwrap_or(1);

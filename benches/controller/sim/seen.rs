@@ -68,7 +68,6 @@ pub(crate) struct Look {
     pub(crate) allowance: f64,
     pub(crate) reserved: f64,
     pub(crate) physical: f64,
-    pub(crate) required: f64,
     /// The reservation of a request of 1 MiB, as its route has taught.
     pub(crate) claim: f64,
 }
@@ -91,17 +90,11 @@ pub(crate) struct Seen {
     pub(crate) wasted: u64,
     /// Since when there has been room for each that comes.
     roomy_since: Option<f64>,
-    /// Given up because the permit could not grow.
-    pub(crate) given_up: u64,
-    /// Without the resource.
-    pub(crate) unserved: u64,
     pub(crate) ticks: u64,
     pub(crate) jobs: u64,
     /// Changes of level: the second, and the new one.
     pub(crate) levels: Vec<(f64, Level)>,
     pub(crate) looks: Vec<Look>,
-    pub(crate) purges: [u64; Trigger::ALL.len()],
-    pub(crate) purged: f64,
     purge_ended: Option<Moment>,
     /// MiB at the last two samples, and when a purge was decided.
     dirty: [f64; 2],
@@ -110,7 +103,6 @@ pub(crate) struct Seen {
     pub(crate) hasty: u64,
     /// `true` if the page cache ever was beyond the limit: the plant is wrong.
     pub(crate) beyond: bool,
-    pub(crate) peak: f64,
     pub(crate) killed: Option<f64>,
     pub(crate) end: End,
 }
@@ -184,9 +176,7 @@ impl Seen {
         self.beyond |= !within;
     }
 
-    pub(super) fn purge_ends(&mut self, trigger: Trigger, now: Moment, mib: f64) {
-        self.purges[trigger as usize] += 1;
-        self.purged += mib;
+    pub(super) fn purge_ends(&mut self, trigger: Trigger, now: Moment) {
         if !matches!(trigger, Trigger::Manual | Trigger::Unload) {
             self.purge_ended = Some(now);
         }
@@ -207,31 +197,13 @@ impl Seen {
             allowance: allowance.as_f64() / MIB,
             reserved: reserved.as_f64() / MIB,
             physical: plant.physical(),
-            required: plant.required(),
             claim: claim.as_f64() / MIB,
         });
     }
 
     /// MiB of all classes.
-    pub(crate) fn offered_mib(&self) -> f64 {
-        self.offered.iter().map(|class| class.mib).sum()
-    }
-
     pub(crate) fn shed_mib(&self) -> f64 {
         self.rejected.iter().map(|class| class.mib).sum()
-    }
-
-    pub(crate) fn served_mib(&self) -> f64 {
-        self.served.iter().map(|class| class.mib).sum()
-    }
-
-    /// Returns the part of its proportional share of the bytes served that each class got.
-    pub(crate) fn shares(&self) -> [f64; 3] {
-        let (offered, served) = (self.offered_mib(), self.served_mib());
-        let part = |of: f64, whole: f64| if whole > 0.0 { of / whole } else { 0.0 };
-        std::array::from_fn(|at| {
-            part(part(self.served[at].mib, served), part(self.offered[at].mib, offered))
-        })
     }
 
     /// Changes of level a second between two seconds.

@@ -62,9 +62,6 @@ pub(crate) struct World {
     pub(super) scenario: Scenario,
     pub(super) clock: Arc<ManualClock>,
     pub(super) admission: Admission,
-    /// The door that admits requests: a fixed budget in place of the controller, if one is
-    /// compared.
-    pub(super) door: Admission,
     pub(super) resources: Resources,
     pub(super) needs: Needs,
     pub(super) state: Mutex<State>,
@@ -75,15 +72,9 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// A world in which nothing has happened. With a budget, that many MiB of estimates are
-    /// admitted, whatever the controller says.
-    pub(crate) fn new(scenario: Scenario, settings: Settings, budget: Option<f64>) -> Arc<Self> {
-        // A fixed budget takes estimates as they are.
-        let measured = scenario.measured && budget.is_none();
-        let scenario = Scenario { measured, ..scenario };
+    /// A world in which nothing has happened.
+    pub(crate) fn new(scenario: Scenario, settings: Settings) -> Arc<Self> {
         let (admission, resources) = (Admission::new(), Resources::new());
-        let door =
-            budget.map_or_else(|| admission.clone(), |mib| Admission::with_limit(bytes(mib)));
         let clock = Arc::new(ManualClock::new());
         let world = Arc::new_cyclic(|weak: &Weak<Self>| {
             let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]);
@@ -102,7 +93,6 @@ impl World {
                 needs: Needs::default(),
                 clock,
                 admission,
-                door,
                 resources,
                 maintenance: Mutex::new(maintenance),
                 worker: Mutex::new(worker),
@@ -285,7 +275,6 @@ impl World {
         seen.end.live = state.plant.live();
         seen.end.dirty = state.plant.dirty();
         seen.end.base = state.plant.base();
-        seen.peak = state.plant.peak();
         seen.killed = state.plant.killed().map(|at| at.since_origin().as_secs_f64());
         seen
     }
@@ -328,7 +317,7 @@ impl World {
             left -= PURGE_STEP_MIB;
         }
         let state = &mut *lock(&self.state);
-        state.seen.purge_ends(trigger, state.now, given);
+        state.seen.purge_ends(trigger, state.now);
         Recovered::of(bytes(given))
     }
 }

@@ -9,7 +9,7 @@
 use std::time::{Duration, Instant};
 
 use lowtide::heap::HeapProfile;
-use retention::{BoxError, mib};
+use retention::BoxError;
 
 use crate::contestants::{self, Contestant};
 use crate::figures::Figures;
@@ -45,15 +45,6 @@ impl Plan {
     }
 }
 
-/// Resident MiB by seconds, 0 being the end of the traffic.
-#[derive(Clone, Debug)]
-pub(crate) struct Course {
-    /// Whose.
-    pub(crate) name: String,
-    /// When, and how much.
-    pub(crate) points: Vec<(f64, f64)>,
-}
-
 /// The results of a run.
 #[derive(Clone, Debug)]
 struct Found {
@@ -64,10 +55,8 @@ struct Found {
     live_mib: f64,
     /// By look.
     resident_mib: Vec<f64>,
-    points: Vec<(f64, f64)>,
 }
 
-const SAMPLE_EVERY: Duration = Duration::from_millis(50);
 /// Operations of a thread in each phase where processor time is all that counts: traffic of some 20
 /// s. jemalloc's default decay is 10 s, so within a shorter time it gives back nothing and pays for
 /// nothing.
@@ -78,16 +67,14 @@ const CPU_LOOK: u64 = 2;
 pub(crate) const APART_AT_REST: &str = "measured.rest.resident_per_live";
 const LATENCY: [&str; 4] = ["p50", "p95", "p99", "p999"];
 
-/// All of them, in turn, so many times; the courses of the last round.
+/// All of them, in turn, so many times.
 pub(crate) fn rounds(
     figures: &mut Figures,
     plan: &Plan,
     contestants: &[Contestant],
     rounds: usize,
-) -> Result<Vec<Course>, BoxError> {
-    let mut courses = Vec::new();
+) -> Result<(), BoxError> {
     for round in 1..=rounds {
-        courses.clear();
         for who in contestants {
             let found = run(who, plan).map_err(|error| format!("{}: {error}", who.name))?;
             println!(
@@ -101,36 +88,35 @@ pub(crate) fn rounds(
                 found.resident_mib
             );
             note(figures, who, plan, &found);
-            courses.push(Course { name: who.name.clone(), points: found.points });
         }
     }
     if plan.prefix != "retention" {
-        return Ok(courses);
+        return Ok(());
     }
     rest(figures, plan);
+    let cpu = |name: &str| format!("retention.{name}.cpu_us");
     for who in contestants {
-        let figure = |name: &str| format!("retention.{name}.cpu_us");
-        let pairs = figures.each(&figure(&who.name)).iter();
-        let pairs = pairs.zip(figures.each(&figure("jemalloc_default")));
-        let ratios: Vec<f64> = pairs.map(|(one, other)| one / other).collect();
-        for ratio in ratios {
-            figures.add(&cpu_ratio(&who.name), ratio, "ratio");
+        let pairs = figures.each(&cpu(&who.name)).iter();
+        let pairs = pairs.zip(figures.each(&cpu("jemalloc_default")));
+        for ratio in pairs.map(|(one, other)| one / other).collect::<Vec<_>>() {
+            figures.add(cpu_ratio(&who.name), ratio, "ratio");
         }
     }
-    Ok(courses)
+    Ok(())
 }
 
 /// Resident over live bytes at the last look: with lasting requests apart, and beside it without.
 fn rest(figures: &mut Figures, plan: &Plan) {
     let last = plan.looks.last().copied().unwrap_or_default();
-    let of = |figures: &Figures, name: &str| {
-        let figure = |end: &str| format!("{}.{name}.{end}", plan.prefix);
-        figures.ratio(&figure(&format!("resident_{last}s_mib")), &figure("live_mib"))
-    };
-    let (apart, mixed) = (of(figures, contestants::APART), of(figures, "low_memory"));
-    if let (Some(apart), Some(mixed)) = (apart, mixed) {
-        figures.add(APART_AT_REST, apart, "ratio");
-        figures.add("measured.rest.resident_per_live_mixed", mixed, "ratio");
+    for (figure, name) in [
+        (APART_AT_REST, contestants::APART),
+        ("measured.rest.resident_per_live_mixed", "low_memory"),
+    ] {
+        let of = |end: &str| figures.each(&format!("{}.{name}.{end}", plan.prefix)).to_vec();
+        let (resident, live) = (of(&format!("resident_{last}s_mib")), of("live_mib"));
+        for (resident, live) in resident.iter().zip(live) {
+            figures.add(figure, resident / live, "ratio");
+        }
     }
 }
 
@@ -140,7 +126,7 @@ fn cpu_ratio(name: &str) -> String {
 
 fn note(figures: &mut Figures, who: &Contestant, plan: &Plan, found: &Found) {
     let mut add = |end: &str, value: f64, unit| {
-        figures.add(&format!("{}.{}.{end}", plan.prefix, who.name), value, unit);
+        figures.add(format!("{}.{}.{end}", plan.prefix, who.name), value, unit);
     };
     add("cpu_us", found.cpu_us, "us");
     for (name, value) in LATENCY.iter().zip(found.latency_us) {
@@ -160,17 +146,16 @@ pub(crate) fn pairs(figures: &mut Figures, plan: &Plan, pairs: usize) -> Result<
     let plain = contestants::named(&["jemalloc_default"]);
     let plain = plain.first().ok_or("no jemalloc")?;
     let balanced = contestants::lowtide(HeapProfile::Balanced);
-    let name = cpu_ratio("balanced");
-    figures.forget(&name);
+    let name = "pairs.balanced.cpu_ratio";
     for pair in 0..pairs {
         // Each goes first as often as the other.
         let (one, other) = if pair % 2 == 0 { (plain, &balanced) } else { (&balanced, plain) };
         let (first, second) = (run(one, &plan)?, run(other, &plan)?);
         let (plain, balanced) = if pair % 2 == 0 { (first, second) } else { (second, first) };
-        figures.add(&name, balanced.cpu_us / plain.cpu_us, "ratio");
+        figures.add(name, balanced.cpu_us / plain.cpu_us, "ratio");
         for (at, latency) in LATENCY.iter().enumerate() {
             let ratio = balanced.latency_us[at] / plain.latency_us[at];
-            figures.add(&format!("pairs.balanced.{latency}_ratio"), ratio, "ratio");
+            figures.add(format!("pairs.balanced.{latency}_ratio"), ratio, "ratio");
         }
         println!(
             "pair {} of {pairs}: balanced {:.2}, jemalloc's default {:.2} us CPU/op; ratio so far \
@@ -178,22 +163,8 @@ pub(crate) fn pairs(figures: &mut Figures, plan: &Plan, pairs: usize) -> Result<
             pair + 1,
             balanced.cpu_us,
             plain.cpu_us,
-            figures.of(&name).unwrap_or(0.0)
+            figures.of(name).unwrap_or(0.0)
         );
-    }
-    Ok(())
-}
-
-/// Balanced while another thread purges each second, against balanced.
-pub(crate) fn purging(figures: &mut Figures, plan: &Plan, rounds: usize) -> Result<(), BoxError> {
-    let plan = Plan { looks: &[0], ..plan.clone() };
-    let quiet = contestants::lowtide(HeapProfile::Balanced);
-    let purging = Contestant { way: "balanced/purging".into(), ..quiet.clone() };
-    for _ in 0..rounds {
-        let (quiet, purging) = (run(&quiet, &plan)?, run(&purging, &plan)?);
-        let ratio = purging.latency_us[2] / quiet.latency_us[2];
-        figures.add("retention.balanced_purging.p99_ratio", ratio, "ratio");
-        figures.add("retention.balanced_purging.p99_us", purging.latency_us[2], "us");
     }
     Ok(())
 }
@@ -201,31 +172,17 @@ pub(crate) fn purging(figures: &mut Figures, plan: &Plan, rounds: usize) -> Resu
 fn run(who: &Contestant, plan: &Plan) -> Result<Found, BoxError> {
     let running = Running::start(who, &plan.arguments.each_ref().map(String::as_str))?;
     running.expect("traffic")?;
-    let begun = running.process.processor_seconds()?;
-    let mut points = Vec::new();
-    let look = |points: &mut Vec<(Instant, f64)>| -> Result<f64, BoxError> {
-        let resident = mib(running.process.resident()?);
-        points.push((Instant::now(), resident));
-        Ok(resident)
-    };
-    let said = loop {
-        if let Some(said) = running.expect_within("idle", SAMPLE_EVERY)? {
-            break said;
-        }
-        look(&mut points)?;
-    };
+    let begun = running.processor_seconds()?;
+    let said = running.expect("idle")?;
     let end = Instant::now();
-    let peak_mib = mib(running.process.peak()?);
+    let peak_mib = running.status_mib("VmHWM:")?;
     let (mut resident_mib, mut seconds) = (Vec::new(), None);
     for after in plan.looks {
         let due = end + Duration::from_secs(*after);
-        while Instant::now() < due {
-            std::thread::sleep(SAMPLE_EVERY.min(due - Instant::now()));
-            look(&mut points)?;
-        }
-        resident_mib.push(look(&mut points)?);
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        resident_mib.push(running.resident_mib()?);
         if *after <= CPU_LOOK {
-            seconds = Some(running.process.processor_seconds()? - begun);
+            seconds = Some(running.processor_seconds()? - begun);
         }
     }
     running.end()?;
@@ -234,16 +191,11 @@ fn run(who: &Contestant, plan: &Plan) -> Result<Found, BoxError> {
     for (value, name) in latency_us.iter_mut().zip(LATENCY) {
         *value = field(&said, name)?;
     }
-    let since = |at: Instant| match at.checked_duration_since(end) {
-        Some(after) => after.as_secs_f64(),
-        None => -(end - at).as_secs_f64(),
-    };
     Ok(Found {
         cpu_us: cpu * 1e6 / field(&said, "operations")?,
         latency_us,
         peak_mib,
         live_mib: field(&said, "live")? / 1_048_576.0,
         resident_mib,
-        points: points.into_iter().map(|(at, resident)| (since(at), resident)).collect(),
     })
 }

@@ -24,7 +24,6 @@ pub(crate) const JEMALLOC: &str = env!("CARGO_BIN_EXE_retention-jemalloc");
 pub(crate) const LOWTIDE: &str = env!("CARGO_BIN_EXE_retention-lowtide");
 pub(crate) const COSTS: &str = env!("CARGO_BIN_EXE_retention-costs");
 const MIMALLOC: Option<&str> = option_env!("CARGO_BIN_EXE_retention-mimalloc");
-const SNMALLOC: Option<&str> = option_env!("CARGO_BIN_EXE_retention-snmalloc");
 
 /// The variable from which jemalloc reads its settings.
 pub(crate) const CONF: &str = "_RJEM_MALLOC_CONF";
@@ -32,25 +31,18 @@ pub(crate) const CONF: &str = "_RJEM_MALLOC_CONF";
 /// All of them that were built.
 pub(crate) fn all() -> Vec<Contestant> {
     let conf = |text: &str| Some((CONF, text.to_owned()));
-    let arenas = Some(("MALLOC_ARENA_MAX", "2".to_owned()));
-    let bg_1000 = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:1000";
     let bg_1000_muzzy_0 = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
-    let bg_5000 = "background_thread:true,dirty_decay_ms:5000,muzzy_decay_ms:5000";
     let mut all = vec![
         of("glibc", GLIBC, "", None),
         of("glibc_trim", GLIBC, "trim", None),
-        of("glibc_arena2", GLIBC, "", arenas),
         of("trim_100ms", GLIBC, "trim_100ms", None),
     ];
     let no_delay = ("MIMALLOC_PURGE_DELAY", "0".to_owned());
     all.extend(MIMALLOC.map(|program| of("mimalloc_collect", program, "", None)));
     all.extend(MIMALLOC.map(|program| of("mimalloc_purge_0", program, "plain", Some(no_delay))));
-    all.extend(SNMALLOC.map(|program| of("snmalloc", program, "", None)));
     all.extend([
         of("jemalloc_default", JEMALLOC, "", None),
-        of("jemalloc_bg_1000", JEMALLOC, "", conf(bg_1000)),
         of("jemalloc_bg_1000_0", JEMALLOC, "", conf(bg_1000_muzzy_0)),
-        of("jemalloc_bg_5000", JEMALLOC, "", conf(bg_5000)),
     ]);
     all.extend(HeapProfile::ALL.map(lowtide));
     let low_memory = lowtide(HeapProfile::LowMemory);
@@ -61,12 +53,6 @@ pub(crate) fn all() -> Vec<Contestant> {
 
 /// low-memory, with the requests that outlive a wave in an arena of their own.
 pub(crate) const APART: &str = "low_memory_apart";
-
-/// Peers that were not built.
-pub(crate) fn missing() -> impl Iterator<Item = &'static str> {
-    let peers = [("mimalloc_collect", MIMALLOC), ("snmalloc", SNMALLOC)];
-    peers.into_iter().filter(|(_, program)| program.is_none()).map(|(name, _)| name)
-}
 
 /// lowtide under one of its profiles.
 pub(crate) fn lowtide(profile: HeapProfile) -> Contestant {
@@ -81,18 +67,13 @@ pub(crate) fn named(names: &[&str]) -> Vec<Contestant> {
 }
 
 /// Those that the command line asks for.
-pub(crate) fn chosen(only: &[String], also: &[String]) -> Result<Vec<Contestant>, BoxError> {
+pub(crate) fn chosen(only: &[String]) -> Result<Vec<Contestant>, BoxError> {
     let mut chosen = all();
     if let Some(name) = only.iter().find(|name| !chosen.iter().any(|one| &one.name == *name)) {
         let names: Vec<_> = chosen.iter().map(|one| one.name.as_str()).collect();
         return Err(format!("{name:?} is no allocator here: expected {}", names.join(", ")).into());
     }
     chosen.retain(|one| only.is_empty() || only.contains(&one.name));
-    for text in also {
-        let parts = text.split_once('=');
-        let (name, conf) = parts.ok_or_else(|| format!("{text:?}: expected NAME=CONF"))?;
-        chosen.push(of(name, LOWTIDE, "balanced", Some((CONF, conf.to_owned()))));
-    }
     Ok(chosen)
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn measure(figures: &mut Figures, smoke: bool) -> Result<(), BoxError
     figures.add("heap.purge.ms_per_mib", field(&said, "ms_per_mib")?, "ms");
     let said = once(&costs, "scopes")?;
     for name in ["ordinary", "scope", "uncached"] {
-        figures.add(&format!("heap.entry.{name}_ns"), field(&said, name)?, "ns");
+        figures.add(format!("heap.entry.{name}_ns"), field(&said, name)?, "ns");
     }
     figures.add("heap.scope_uncached.empty_ns", field(&said, "empty")?, "ns");
     if smoke {
@@ -37,6 +37,7 @@ pub(crate) fn measure(figures: &mut Figures, smoke: bool) -> Result<(), BoxError
         (Ok(heap), Ok(plain), Ok(nothing)) => {
             figures.add("heap.pair.instructions", heap - nothing, "instructions");
             figures.add("heap.pair.plain_instructions", plain - nothing, "instructions");
+            figures.add("heap.pair.more_instructions", heap - plain, "instructions");
         }
         (Err(error), ..) | (_, Err(error), _) | (.., Err(error)) => println!("skipped: {error}"),
     }

@@ -7,18 +7,16 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod burst;
-#[path = "../../callgrind.rs"]
+#[path = "../../common/callgrind.rs"]
+#[allow(dead_code, reason = "other benches count steps of themselves")]
 mod callgrind;
 mod contestants;
 mod costs;
+#[path = "../../common/figures.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
 mod figures;
-mod goals;
-mod http;
-mod models;
-mod plot;
 mod process;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -32,18 +30,10 @@ use crate::figures::Figures;
 enum Part {
     /// The costs of single acts.
     Costs,
-    /// Loading and unloading a model.
-    Unload,
-    /// Doing so many times.
-    Cycles,
-    /// A service on tokio.
-    Http,
     /// The burst of all allocators.
     Burst,
     /// The same of documents of which none is left.
     Documents,
-    /// Purging each second during it.
-    Purging,
 }
 
 #[derive(Clone, Debug, Parser)]
@@ -61,12 +51,6 @@ struct Cli {
     /// These parts alone.
     #[arg(long, value_delimiter = ',')]
     parts: Vec<Part>,
-    /// One more allocator: lowtide under the profile balanced, with this string for jemalloc.
-    #[arg(long, value_name = "NAME=CONF")]
-    also: Vec<String>,
-    /// Draws resident memory over time here.
-    #[arg(long)]
-    svg: Option<PathBuf>,
     /// Small, short, and judged by no goal: that it runs at all.
     #[arg(long)]
     smoke: bool,
@@ -80,7 +64,7 @@ fn main() -> ExitCode {
         println!("retention: a bench, not a test: run `cargo bench` with its manifest");
         return ExitCode::SUCCESS;
     }
-    match measure(&Cli::parse()) {
+    match measure(Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -90,67 +74,75 @@ fn main() -> ExitCode {
     }
 }
 
-/// Measures everything and prints it; whether every goal held.
-fn measure(cli: &Cli) -> Result<bool, BoxError> {
+/// Measures everything and prints it. Returns `true` if every goal held.
+fn measure(mut cli: Cli) -> Result<bool, BoxError> {
     let mut figures = Figures::default();
-    let wanted = |part: Part| {
-        let parts = if cli.smoke {
-            &[Part::Costs, Part::Burst, Part::Documents] as &[Part]
-        } else {
-            &cli.parts
-        };
-        parts.is_empty() || parts.contains(&part)
-    };
-    let rounds = if cli.smoke { 1 } else { cli.rounds };
+    if cli.smoke {
+        let names =
+            ["glibc_trim", "jemalloc_default", "low_memory", "balanced", contestants::APART];
+        (cli.rounds, cli.only) = (1, names.map(str::to_owned).into());
+    }
+    let wanted = |part: Part| cli.parts.is_empty() || cli.parts.contains(&part);
     if wanted(Part::Costs) {
         costs::measure(&mut figures, cli.smoke)?;
     }
-    if wanted(Part::Unload) {
-        models::unload(&mut figures, rounds)?;
-    }
-    if wanted(Part::Cycles) {
-        models::cycles(&mut figures)?;
-    }
-    if wanted(Part::Http) {
-        http::measure(&mut figures, rounds)?;
-    }
     let plan = burst::Plan::of(cli.smoke);
-    let contestants = if cli.smoke {
-        contestants::named(&[
-            "glibc_trim",
-            "jemalloc_default",
-            "low_memory",
-            "balanced",
-            contestants::APART,
-        ])
-    } else {
-        contestants::chosen(&cli.only, &cli.also)?
-    };
+    let mut contestants = contestants::chosen(&cli.only)?;
     if wanted(Part::Burst) {
-        for name in contestants::missing() {
-            println!("{name}: left out, the bench was built without it");
-        }
-        let last = burst::rounds(&mut figures, &plan, &contestants, rounds)?;
-        if let Some(path) = &cli.svg {
-            plot::draw(path, &last)?;
-        }
+        burst::rounds(&mut figures, &plan, &contestants, cli.rounds)?;
     }
     if wanted(Part::Documents) {
         // Of documents none is left, so there is nothing to keep apart.
-        let mut contestants = contestants.clone();
         contestants.retain(|one| one.name != contestants::APART);
-        burst::rounds(&mut figures, &burst::Plan::of_documents(cli.smoke), &contestants, rounds)?;
+        let plan = burst::Plan::of_documents(cli.smoke);
+        burst::rounds(&mut figures, &plan, &contestants, cli.rounds)?;
     }
     if cli.pairs > 0 {
         burst::pairs(&mut figures, &plan, cli.pairs)?;
     }
-    if wanted(Part::Purging) {
-        burst::purging(&mut figures, &plan, rounds.max(5))?;
+    if cli.smoke {
+        figures.print();
+        return Ok(true);
     }
-    let names: Vec<_> = contestants.iter().map(|one| one.name.as_str()).collect();
-    figures.table("retention", &names);
-    figures.table("documents", &names);
-    let held = cli.smoke || goals::judge(&figures);
-    figures.print();
-    Ok(held)
+    ratios(&mut figures);
+    figures.set_goals(GOALS);
+    Ok(figures.print())
+}
+
+/// The most that figures may be.
+const GOALS: &[(&str, f64)] = &[
+    (burst::APART_AT_REST, 1.35),
+    ("retention.balanced.cpu_per_op_ratio", 1.10),
+    ("pairs.balanced.cpu_ratio", 1.10),
+    ("pairs.balanced.p50_ratio", 1.04),
+    ("pairs.balanced.p95_ratio", 1.02),
+    ("heap.pair.more_instructions", 4.0),
+    ("heap.scrape.us", 200.0),
+    ("heap.scrape.allocations", 0.0),
+    ("heap.purge.ms_per_mib", 0.15),
+];
+
+/// Figures of two allocators that have a goal, divided: the part, who, the figure, over whom, and
+/// the most that the median of the rounds may be.
+const RATIOS: &[(&str, &str, &str, &str, f64)] = &[
+    ("retention", "low_memory", "resident_2s_mib", "jemalloc_default", 0.18),
+    ("retention", "balanced", "resident_2s_mib", "jemalloc_default", 0.22),
+    ("retention", "low_memory", "resident_10s_mib", "glibc_trim", 1.00),
+    ("retention", "balanced", "resident_10s_mib", "glibc_trim", 1.15),
+    ("retention", "low_memory", "resident_10s_mib", "balanced", 1.00),
+    ("documents", "low_memory", "resident_10s_mib", "balanced", 1.00),
+    ("retention", "balanced", "peak_mib", "jemalloc_default", 1.05),
+    ("retention", "balanced", "cpu_us", "trim_100ms", 0.5),
+];
+
+/// Adds the ratios of what was measured.
+fn ratios(figures: &mut Figures) {
+    for (part, who, end, whom, most) in RATIOS {
+        let [one, other] =
+            [who, whom].map(|name| figures.each(&format!("{part}.{name}.{end}")).to_vec());
+        let name = format!("{part}.{who}.{end}_over_{whom}");
+        for (one, other) in one.iter().zip(&other) {
+            figures.at_most(name.as_str(), one / other, "ratio", *most);
+        }
+    }
 }

@@ -2,16 +2,18 @@
 //!
 //! Invariant: it ends with this, whatever happens.
 
+use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
-use retention::BoxError;
-use retention::statm::Process;
+use retention::{BoxError, count};
 
 use crate::Contestant;
 
+/// Ticks of `stat` in a second: `USER_HZ`, 100 on every Linux that Rust runs on.
+const TICKS: f64 = 100.0;
 /// The longest time that a process may take to print a line.
 const PATIENCE: Duration = Duration::from_secs(300);
 
@@ -20,8 +22,6 @@ pub(crate) struct Running {
     child: Child,
     input: Option<ChildStdin>,
     lines: Receiver<String>,
-    /// The kernel's figures for it.
-    pub(crate) process: Process,
 }
 
 impl Running {
@@ -29,7 +29,7 @@ impl Running {
     pub(crate) fn start(who: &Contestant, arguments: &[&str]) -> Result<Self, BoxError> {
         let mut command = Command::new(who.program);
         command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
-        for name in ["MALLOC_ARENA_MAX", "MALLOC_CONF", crate::contestants::CONF] {
+        for name in ["MALLOC_CONF", crate::contestants::CONF] {
             command.env_remove(name);
         }
         if !who.way.is_empty() {
@@ -40,9 +40,8 @@ impl Running {
         }
         let mut child = command.spawn()?;
         let (input, output) = (child.stdin.take(), child.stdout.take());
-        let process = Process::other(child.id());
         let (tell, lines) = mpsc::channel();
-        let running = Self { child, input, lines, process };
+        let running = Self { child, input, lines };
         let output = output.ok_or("no pipe from the child")?;
         // Ends with the child.
         std::thread::spawn(move || {
@@ -57,24 +56,38 @@ impl Running {
 
     /// Reads its next line, which begins with this word, and returns the rest of the line.
     pub(crate) fn expect(&self, word: &str) -> Result<String, BoxError> {
-        self.expect_within(word, PATIENCE)?.ok_or_else(|| format!("no {word:?} in time").into())
+        let line = self.lines.recv_timeout(PATIENCE);
+        let line = line.map_err(|error| format!("it did not say {word:?}: {error}"))?;
+        let rest = line.strip_prefix(word);
+        Ok(rest.ok_or_else(|| format!("it said {line:?}: expected {word:?}"))?.to_owned())
     }
 
-    /// The same; nothing where it says nothing for so long.
-    pub(crate) fn expect_within(
-        &self,
-        word: &str,
-        patience: Duration,
-    ) -> Result<Option<String>, BoxError> {
-        let line = match self.lines.recv_timeout(patience) {
-            Ok(line) => line,
-            Err(RecvTimeoutError::Timeout) => return Ok(None),
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(format!("it ended before it said {word:?}").into());
-            }
-        };
-        let rest = line.strip_prefix(word);
-        Ok(Some(rest.ok_or_else(|| format!("it said {line:?}: expected {word:?}"))?.to_owned()))
+    fn read(&self, file: &str) -> std::io::Result<String> {
+        fs::read_to_string(format!("/proc/{}/{file}", self.child.id()))
+    }
+
+    /// Resident memory, all kinds of pages.
+    pub(crate) fn resident_mib(&self) -> Result<f64, BoxError> {
+        let text = self.read("statm")?;
+        let pages: u64 = text.split(' ').nth(1).ok_or("statm has no second field")?.parse()?;
+        Ok(count(pages * 4096) / 1_048_576.0)
+    }
+
+    /// A value of `status`, such as the peak of resident memory (`VmHWM:`).
+    pub(crate) fn status_mib(&self, key: &str) -> Result<f64, BoxError> {
+        let text = self.read("status")?;
+        let line = text.lines().find_map(|line| line.strip_prefix(key));
+        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
+        let kib: u64 = kib.ok_or_else(|| format!("no {key}"))?.trim().parse()?;
+        Ok(count(kib) / 1024.0)
+    }
+
+    /// Seconds of a processor that all its threads have had, those that ended too.
+    pub(crate) fn processor_seconds(&self) -> Result<f64, BoxError> {
+        let text = self.read("stat")?;
+        let (_, fields) = text.rsplit_once(')').ok_or("stat has no name")?;
+        let ticks = fields.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
+        Ok(ticks.sum::<Result<f64, _>>()? / TICKS)
     }
 
     /// Ends its standard input and waits for its end.

@@ -7,11 +7,10 @@
 //! Invariant: with the same arguments every allocator is asked for the same blocks, in the same
 //! order on each thread.
 
+pub mod burst;
 pub mod chance;
 pub mod child;
 pub mod histogram;
-pub mod statm;
-pub mod workload;
 
 use std::any::Any;
 

@@ -6,12 +6,10 @@
 //! within five seconds is not served.
 
 mod attacks;
-mod child;
 mod honest;
 pub(crate) mod service;
 
-use std::net::SocketAddr;
-use std::os::unix::process::CommandExt as _;
+use std::net::{SocketAddr, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
@@ -20,8 +18,9 @@ use lowtide::{BoxError, ByteSize};
 use tokio::net::TcpListener;
 
 use self::attacks::{Attack, Attackers, Heads};
-use self::child::{Service, free_port};
 use self::honest::{AllKept, Kind, Tally, drive, drive_with};
+use crate::common::own;
+use crate::common::process::{Process, free_port, raise_descriptors};
 
 /// The limit of each service.
 const LIMIT: ByteSize = ByteSize::mib(256);
@@ -31,6 +30,9 @@ const RATIO_MIN: f64 = 0.90;
 const ALONE: Duration = Duration::from_secs(5);
 /// The connections that are offered at once.
 const OFFERED: usize = 10_000;
+/// The time between two attempts to connect to a service that starts, and their number.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+const LOOKS_MAX: u32 = 500;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Arguments {
@@ -40,12 +42,6 @@ pub(crate) struct Arguments {
     /// The time for which each attack lasts.
     #[arg(long, default_value = "12s", value_parser = humantime::parse_duration)]
     lasts: Duration,
-}
-
-impl Default for Arguments {
-    fn default() -> Self {
-        Self { only: None, lasts: Duration::from_secs(12) }
-    }
 }
 
 /// The forms of attack by name, with the requests of the honest clients.
@@ -59,6 +55,7 @@ const FORMS: [(&str, Kind); 5] = [
 
 /// Runs the forms and prints their figures. Returns `true` if every goal held.
 pub(crate) fn measure(arguments: &Arguments) -> Result<bool, BoxError> {
+    raise_descriptors()?;
     let mut holds = true;
     let is_chosen = |name: &str| arguments.only.as_ref().is_none_or(|only| name.contains(only));
     for (name, kind) in FORMS.into_iter().filter(|(name, _)| is_chosen(name)) {
@@ -79,8 +76,8 @@ async fn run(name: &str, kind: Kind, lasts: Duration) -> Result<bool, BoxError> 
         }
     });
     let is_proxy = matches!(kind, Kind::Words | Kind::Embed);
-    let mut service = if is_proxy { start_proxy(upstream)? } else { start_service()? };
-    let to = service.at;
+    let start = if is_proxy { start_proxy(upstream).await } else { start_service().await };
+    let (mut service, to) = start?;
     // What is loaded on first use is there.
     drive(to, kind, Duration::from_secs(1)).await;
     let alone = drive(to, kind, ALONE).await;
@@ -97,19 +94,20 @@ async fn run(name: &str, kind: Kind, lasts: Duration) -> Result<bool, BoxError> 
     println!("  {count} attackers opened {} connections", attackers.connections());
     let ratio = ratio(alone, attacked);
     println!("figure room.hostage.{name}.honest_ratio {ratio:.4} ratio");
-    Ok(ratio >= RATIO_MIN && !service.has_ended())
+    Ok(ratio >= RATIO_MIN && service.ended().is_none())
 }
 
 /// Offers 10,000 connections and prints the figures: of clients that had connections before, and of
 /// those that connect for each request. Returns `true` if every goal held.
 pub(crate) fn measure_connections() -> Result<bool, BoxError> {
+    raise_descriptors()?;
     let runtime = tokio::runtime::Runtime::new()?;
     runtime.block_on(async {
-        let mut service = start_service()?;
-        if !service.is_confined() {
+        let (mut service, to) = start_service().await?;
+        if service.folder().is_none() {
             println!("no memory cgroup can be made here: the kernel kills nothing");
         }
-        let (to, kept) = (service.at, AllKept::default());
+        let kept = AllKept::default();
         let drive_kept = |lasts| drive_with(to, Kind::Http2Kept, lasts, &kept);
         drive_kept(Duration::from_secs(1)).await;
         let alone = drive_kept(ALONE).await;
@@ -118,7 +116,7 @@ pub(crate) fn measure_connections() -> Result<bool, BoxError> {
         let newcomers = drive(to, Kind::Http2, lasts);
         let (attacked, newcomers) = tokio::join!(drive_kept(lasts), newcomers);
         let (opened, refused) = heads.counts();
-        let kills = u32::from(service.has_ended());
+        let kills = u32::from(service.ended().is_some());
         show("h2", alone, attacked, &mut service);
         println!("  {opened} of {OFFERED} connections opened");
         let ratio = ratio(alone, attacked);
@@ -130,39 +128,48 @@ pub(crate) fn measure_connections() -> Result<bool, BoxError> {
     })
 }
 
-/// Starts this program again with all the descriptors that it may have. Returns on failure.
-pub(crate) fn with_descriptors() -> Result<(), BoxError> {
-    let run = "ulimit -S -n \"$(ulimit -H -n)\"; exec \"$@\"";
-    let again = std::env::args_os().skip(1).chain(["--raised".into()]);
-    let error = Command::new("/bin/sh")
-        .args(["-c", run, "room"])
-        .arg(std::env::current_exe()?)
-        .args(again)
-        .exec();
-    Err(error.into())
-}
-
-fn start_proxy(upstream: Option<SocketAddr>) -> Result<Service, BoxError> {
+async fn start_proxy(upstream: Option<SocketAddr>) -> Result<(Process, SocketAddr), BoxError> {
     let at = free_port()?;
-    let mut arguments = vec!["--listen".to_owned(), at.to_string()];
+    let mut command = Command::new(crate::proxy::program()?);
+    command.args(["--listen", &at.to_string()]);
     if let Some(upstream) = upstream {
-        arguments.extend(["--upstream".to_owned(), format!("http://{upstream}")]);
+        command.args(["--upstream", &format!("http://{upstream}")]);
     }
-    Service::start(&crate::proxy::program()?, &arguments, at, LIMIT)
+    start(command, at).await
 }
 
-fn start_service() -> Result<Service, BoxError> {
-    let at = free_port()?;
-    let arguments = ["--serve".to_owned(), at.to_string()];
-    Service::start(&std::env::current_exe()?, &arguments, at, LIMIT)
+async fn start_service() -> Result<(Process, SocketAddr), BoxError> {
+    let (at, mut command) = (free_port()?, own()?);
+    command.args(["serve-attacked", &at.to_string()]);
+    start(command, at).await
+}
+
+/// Starts a service under the limit, and waits until it accepts connections.
+async fn start(mut command: Command, at: SocketAddr) -> Result<(Process, SocketAddr), BoxError> {
+    command
+        .env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact())
+        .env("LOWTIDE_DEVICE", "host")
+        .env("LOWTIDE_METRICS_INTERVAL", "100ms")
+        .env("RUST_LOG", "error");
+    let mut service = Process::start_in_group(&command, LIMIT)?;
+    for _ in 0..LOOKS_MAX {
+        if TcpStream::connect(at).is_ok() {
+            return Ok((service, at));
+        }
+        if let Some(status) = service.ended() {
+            return Err(format!("the service ended: {status}").into());
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+    Err("the service did not start".into())
 }
 
 fn ratio(alone: Tally, attacked: Tally) -> f64 {
     attacked.part() / alone.part().max(f64::MIN_POSITIVE)
 }
 
-fn show(name: &str, alone: Tally, attacked: Tally, service: &mut Service) {
-    let ended = if service.has_ended() { ", and was killed" } else { "" };
+fn show(name: &str, alone: Tally, attacked: Tally, service: &mut Process) {
+    let ended = if service.ended().is_some() { ", and was killed" } else { "" };
     println!(
         "{name}: {} of {} requests served alone, {} of {} under attack{ended}",
         alone.served, alone.sent, attacked.served, attacked.sent

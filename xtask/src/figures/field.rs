@@ -21,7 +21,7 @@ const LONG: &[(&str, &str, &str, &str)] = &[
     (
         "field.virtual_days",
         "days",
-        "controller -- --seeds 0 --compare 0 --advice 0 --days 90",
+        "controller -- --seeds 0 --advice 0 --days 90",
         "controller.days.held",
     ),
 ];

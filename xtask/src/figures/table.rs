@@ -108,7 +108,7 @@ pub(super) const ROWS: &[Row] = &[
         &[("tick.median_us", "measured.tick_us")],
     ),
     renamed(
-        row("measured", "measured.simulator.failed", Bench("controller -- --compare 0")),
+        row("measured", "measured.simulator.failed", Bench("controller")),
         &[("controller.failed", "measured.simulator.failed")],
     ),
     row("measured", "measured.runaway.", Bench("faults -- runaway")),
@@ -180,7 +180,7 @@ pub(super) const ROWS: &[Row] = &[
         "questions.profiler.",
         Cargo("bench --locked -p lowtide-benches --features profiling --bench questions_profiler"),
     ),
-    row("questions", "questions.advice.", Bench("controller -- --seeds 0 --days 0 --compare 0")),
+    row("questions", "questions.advice.", Bench("controller -- --seeds 0 --days 0")),
     row("fleet", "fleet.orca.", Script(".ci/fleet")),
     row("fleet", "fleet.report", Bench("reports")),
     row("fleet", "fleet.grpc.", Script(".ci/grpc")),

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use clap::Parser as _;
 use retention::child::{Cli, run};
-use retention::workload::model::Place;
 use retention::{Allocator, BoxError};
 
 #[global_allocator]
@@ -30,28 +29,16 @@ impl Allocator for Way {
     }
 }
 
-impl Place for Way {
-    fn within(&mut self, act: &mut dyn FnMut()) -> Result<(), BoxError> {
-        act();
-        Ok(())
-    }
-
-    fn leave(&mut self) -> Result<(), BoxError> {
-        self.settle();
-        Ok(())
-    }
-}
-
 fn trim() {
     // SAFETY: `malloc_trim` may be called from any thread at any time.
     let _ = unsafe { libc::malloc_trim(0) };
 }
 
 fn main() -> Result<(), BoxError> {
-    let act = Cli::parse().act;
-    let way = match act.way() {
-        "" | "shared" => Way::Never,
-        "trim" | "glibc_trim" => Way::AtEnd,
+    let cli = Cli::parse();
+    let way = match &*cli.way {
+        "" => Way::Never,
+        "trim" => Way::AtEnd,
         "trim_100ms" => Way::Each100ms,
         other => return Err(format!("{other:?}: expected nothing, trim or trim_100ms").into()),
     };
@@ -63,6 +50,5 @@ fn main() -> Result<(), BoxError> {
             }
         });
     }
-    let place = &mut way.clone();
-    run(act, &way, place)
+    run(&cli, &way)
 }

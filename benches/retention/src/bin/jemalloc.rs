@@ -2,7 +2,6 @@
 
 use clap::Parser as _;
 use retention::child::{Cli, run};
-use retention::workload::model::Shared;
 use retention::{Allocator, BoxError};
 use tikv_jemallocator::Jemalloc;
 
@@ -14,5 +13,5 @@ struct Plain;
 impl Allocator for Plain {}
 
 fn main() -> Result<(), BoxError> {
-    run(Cli::parse().act, &Plain, &mut Shared)
+    run(&Cli::parse(), &Plain)
 }

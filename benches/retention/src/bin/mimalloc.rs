@@ -4,7 +4,6 @@
 use clap::Parser as _;
 use mimalloc::MiMalloc;
 use retention::child::{Cli, run};
-use retention::workload::model::Shared;
 use retention::{Allocator, BoxError};
 
 #[global_allocator]
@@ -33,7 +32,7 @@ fn collect() {
 }
 
 fn main() -> Result<(), BoxError> {
-    let act = Cli::parse().act;
-    let collects = act.way() != "plain";
-    run(act, &Way { collects }, &mut Shared)
+    let cli = Cli::parse();
+    let collects = cli.way != "plain";
+    run(&cli, &Way { collects })
 }

@@ -13,9 +13,9 @@ use lowtide_admission::{Settings, Thresholds};
 
 use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
+use sim::days;
 use sim::load::{Load, MIXES};
 use sim::scenario::{Kind, Late, Scenario};
-use sim::{best, days};
 
 /// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
 /// more.
@@ -49,7 +49,7 @@ fn days_of_traffic_leave_no_trace() {
 
 /// Four times what fits, and from the eighth second on a quarter of it.
 fn falls(seed: u64) -> Scenario {
-    let mut scenario = best::steady(seed, MIXES[1], 1.0, 4.0);
+    let mut scenario = Scenario::steady(seed, MIXES[1], 1.0, 4.0);
     scenario.load = Load::Step { from: 4.0, to: 0.25, at: 8.0 };
     scenario.lasts = 12.0;
     scenario
@@ -62,7 +62,7 @@ fn sheds_end_within_a_quarter_of_a_second_with_decay_off_and_the_page_cache_at_t
             let mut scenario = falls(seed);
             scenario.build.decay = decay;
             scenario.build.files = files;
-            let seen = run(&scenario, Settings::default(), None);
+            let seen = run(&scenario, Settings::default());
             let faults = claims::faults(&scenario, &seen);
             assert!(faults.is_empty(), "seed {seed}, decay {decay:?}: {faults:?}");
             let last = seen.last_shed.expect("it was overload");
@@ -74,9 +74,9 @@ fn sheds_end_within_a_quarter_of_a_second_with_decay_off_and_the_page_cache_at_t
 #[test]
 fn page_cache_alone_sheds_nothing() {
     for seed in 0..10 {
-        let mut scenario = best::steady(seed, MIXES[0], 1.0, 0.3);
+        let mut scenario = Scenario::steady(seed, MIXES[0], 1.0, 0.3);
         scenario.build.files = 0.99;
-        let seen = run(&scenario, Settings::default(), None);
+        let seen = run(&scenario, Settings::default());
         assert_eq!(seen.shed_mib(), 0.0, "seed {seed}");
         assert_eq!(seen.levels, [], "seed {seed}");
     }
@@ -88,11 +88,11 @@ fn k_finds_the_truth_within_seconds_however_late_the_loop_ticks() {
     for late in [Late::Sometimes(0.0), Late::Always(millis(10), millis(250))] {
         for (one, other) in [(0.5, 1.0), (1.0, 2.0), (2.0, 0.5)] {
             for seed in 0..sample(5) {
-                let mut scenario = best::steady(seed, MIXES[0], one, 4.0);
+                let mut scenario = Scenario::steady(seed, MIXES[0], one, 4.0);
                 scenario.kind = Kind::Change;
                 scenario.truth.change = Some((8.0, other));
                 scenario.sampler.late = late;
-                let seen = run(&scenario, Settings::default(), None);
+                let seen = run(&scenario, Settings::default());
                 let settles = claims::settles(&scenario, &seen);
                 assert!(settles <= 10.0, "{one} to {other}, {late:?}, seed {seed}: {settles:.1} s");
                 assert_eq!(seen.killed, None, "{one} to {other}, {late:?}, seed {seed}");
@@ -116,7 +116,7 @@ fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
         let settings = Settings { thresholds, ceiling: 0.95, ..Settings::default() };
         let found = (0..60).any(|seed| {
             let scenario = Scenario { measured: false, ..Scenario::of(seed) };
-            let seen = run(&scenario, settings, None);
+            let seen = run(&scenario, settings);
             !claims::faults(&scenario, &seen).is_empty()
         });
         assert!(found, "{what}");

@@ -1,6 +1,10 @@
 """The library by ctypes, on the host: python3 abi.py liblowtide_c.so
 
-With the word `torch` PyTorch is given it as well, which needs no GPU.
+With the word `torch` PyTorch is given it as well. That needs no GPU, but a runtime of CUDA that knows
+the current device:
+
+    cc -shared -fPIC -o cudart.so ../c/cudart.c
+    LD_PRELOAD=./cudart.so python3 abi.py liblowtide_c.so torch
 """
 
 import ctypes

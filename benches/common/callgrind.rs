@@ -1,7 +1,4 @@
 //! Instructions of a program, counted by callgrind.
-//!
-//! Callers run a program more often and less often and take the difference, so that its start and
-//! end do not count.
 
 use std::ffi::OsStr;
 use std::process::Command;
@@ -23,4 +20,18 @@ pub(crate) fn instructions(command: &mut Command) -> Result<f64, String> {
     let line = text.lines().find_map(|line| line.split_once("Collected : "));
     line.and_then(|(_, count)| count.trim().parse().ok())
         .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+}
+
+/// Returns the instructions of a step of this program: of a run of three times so many steps less a
+/// run of them once, so that start and end do not count. The last argument is the number of steps.
+///
+/// # Errors
+/// Those of [`instructions`].
+pub(crate) fn per_step(arguments: &[&str], steps: u32) -> Result<f64, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let of = |steps: u32| {
+        let mut command = callgrind(&program);
+        instructions(command.arg("--bench").args(arguments).arg(steps.to_string()))
+    };
+    Ok((of(3 * steps)? - of(steps)?) / f64::from(2 * steps))
 }

@@ -39,11 +39,13 @@ pub struct Size {
 }
 
 /// The kinds of requests, which also determine if some are left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
     /// Short and long blocks. As many as in quiet times are left.
+    #[value(name = "burst")]
     Mixed,
     /// Short strings alone. None is left.
+    #[value(name = "documents")]
     Document,
 }
 
@@ -91,7 +93,7 @@ impl<const SHORT: usize, const LONG: usize> Request<SHORT, LONG> {
 }
 
 /// A block with a byte written in each of its pages.
-pub(crate) fn block(size: usize) -> Vec<u8> {
+fn block(size: usize) -> Vec<u8> {
     let mut block = Vec::with_capacity(size);
     for byte in block.spare_capacity_mut().iter_mut().step_by(PAGE) {
         *byte = MaybeUninit::new(1);

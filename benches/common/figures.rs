@@ -1,0 +1,132 @@
+//! The figures that a bench prints, and their goals.
+
+/// The goal of a figure.
+#[derive(Clone, Copy, Debug)]
+enum Goal {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+#[derive(Clone, Debug)]
+struct Figure {
+    name: String,
+    values: Vec<f64>,
+    unit: &'static str,
+    goal: Option<Goal>,
+}
+
+/// The measured values, in the order in which they were added first.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Figures(Vec<Figure>);
+
+impl Figures {
+    /// Adds a value. A figure that was added several times is the median of its values.
+    pub(crate) fn add(&mut self, name: impl Into<String>, value: f64, unit: &'static str) {
+        let name = name.into();
+        match self.0.iter_mut().find(|one| one.name == name) {
+            Some(figure) => figure.values.push(value),
+            None => self.0.push(Figure { name, values: vec![value], unit, goal: None }),
+        }
+    }
+
+    /// Adds a figure whose value must not exceed `goal`.
+    pub(crate) fn at_most(
+        &mut self,
+        name: impl Into<String>,
+        value: f64,
+        unit: &'static str,
+        goal: f64,
+    ) {
+        let name = name.into();
+        self.add(name.as_str(), value, unit);
+        self.set_goals(&[(&name, goal)]);
+    }
+
+    /// Adds a figure whose value must be at least `goal`.
+    pub(crate) fn at_least(
+        &mut self,
+        name: impl Into<String>,
+        value: f64,
+        unit: &'static str,
+        goal: f64,
+    ) {
+        let name = name.into();
+        self.add(name.as_str(), value, unit);
+        self.set_floor(&name, goal);
+    }
+
+    /// Sets the least that a figure may be, if it was measured.
+    pub(crate) fn set_floor(&mut self, name: &str, least: f64) {
+        self.set_goal(name, Goal::AtLeast(least));
+    }
+
+    /// Sets the most that figures may be. Those that were not measured have no goal.
+    pub(crate) fn set_goals(&mut self, goals: &[(&str, f64)]) {
+        goals.iter().for_each(|(name, most)| self.set_goal(name, Goal::AtMost(*most)));
+    }
+
+    /// Forgets figures of these names.
+    pub(crate) fn forget(&mut self, goals: &[(&str, f64)]) {
+        self.0.retain(|one| goals.iter().all(|(name, _)| *name != one.name));
+    }
+
+    fn set_goal(&mut self, name: &str, goal: Goal) {
+        let of_name = self.0.iter_mut().filter(|one| one.name == name);
+        of_name.for_each(|figure| figure.goal = Some(goal));
+    }
+
+    /// Returns a figure's value.
+    pub(crate) fn of(&self, name: &str) -> Option<f64> {
+        self.0.iter().find(|one| one.name == name).map(|one| median(&one.values))
+    }
+
+    /// Returns all values of a figure.
+    pub(crate) fn each(&self, name: &str) -> &[f64] {
+        self.0.iter().find(|one| one.name == name).map_or(&[], |one| &one.values)
+    }
+
+    /// Prints every figure and every goal. Returns `true` if all goals held.
+    #[expect(clippy::print_stdout, reason = "figures are for other programs")]
+    pub(crate) fn print(&self) -> bool {
+        let mut all_held = true;
+        for Figure { name, values, unit, goal } in &self.0 {
+            let value = median(values);
+            println!("figure {name} {value:.4} {unit}");
+            let (held, goal) = match *goal {
+                Some(Goal::AtMost(goal)) => (value <= goal, format!("at most {goal}")),
+                Some(Goal::AtLeast(goal)) => (value >= goal, format!("at least {goal}")),
+                None => continue,
+            };
+            let word = if held { "held  " } else { "MISSED" };
+            println!("{word}  {name} {goal}: {value:.4}");
+            all_held &= held;
+        }
+        all_held
+    }
+}
+
+/// Returns the value below which this part of the values lies; 0 without any.
+pub(crate) fn quantile(values: &[f64], part: f64) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_unstable_by(f64::total_cmp);
+    let last = count(values.len().saturating_sub(1) as u64);
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
+    let at = (last * part).round() as usize;
+    values.get(at).copied().unwrap_or(0.0)
+}
+
+/// Returns the value in the middle.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    quantile(values, 0.5)
+}
+
+/// Converts a count.
+#[expect(clippy::cast_precision_loss, reason = "counts and bytes of one run are far below 2^52")]
+pub(crate) fn count(number: u64) -> f64 {
+    number as f64
+}
+
+/// Returns a part of a whole; 0 of nothing.
+pub(crate) fn part(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
+}

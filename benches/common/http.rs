@@ -1,0 +1,36 @@
+//! Requests over HTTP.
+
+use bytes::Bytes;
+use http::request::Builder;
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use lowtide::BoxError;
+
+/// A client that keeps connections open.
+pub(crate) type Http = Client<HttpConnector, Full<Bytes>>;
+
+pub(crate) fn client() -> Http {
+    Client::builder(TokioExecutor::new()).build_http()
+}
+
+/// Sends a request, and reads the whole answer.
+pub(crate) async fn send(
+    http: &Http,
+    request: Builder,
+    body: impl Into<Bytes>,
+) -> Result<(StatusCode, Bytes), BoxError> {
+    let response = http.request(request.body(Full::new(body.into()))?).await?;
+    let status = response.status();
+    Ok((status, response.into_body().collect().await?.to_bytes()))
+}
+
+/// Returns the answer to a `GET`, which must be a good one.
+pub(crate) async fn get(http: &Http, url: &str) -> Result<Bytes, BoxError> {
+    let (status, body) = send(http, Request::get(url), Bytes::new()).await?;
+    if status.is_success() {
+        return Ok(body);
+    }
+    Err(format!("{url}: {status}: {}", String::from_utf8_lossy(&body)).into())
+}

@@ -1,0 +1,42 @@
+//! What the benches share: how they start, figures and goals, processes, requests over HTTP.
+//!
+//! A bench includes this file by its path. Programs of other packages include single files.
+
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use lowtide::BoxError;
+
+pub(crate) mod callgrind;
+pub(crate) mod figures;
+pub(crate) mod http;
+pub(crate) mod process;
+
+/// Runs a bench with its command line. Exit codes: 0 if it returns `true`; 1 if it returns `false`
+/// or an error.
+///
+/// `cargo test --all-targets` starts benches too, without `--bench` and with arguments of its own:
+/// then nothing runs.
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
+pub(crate) fn main<C: Parser>(run: impl FnOnce(C) -> Result<bool, BoxError>) -> ExitCode {
+    let (bench, arguments): (Vec<_>, Vec<_>) = std::env::args().partition(|word| word == "--bench");
+    if bench.is_empty() {
+        println!("a bench, not a test: run `cargo bench --bench {}`", env!("CARGO_CRATE_NAME"));
+        return ExitCode::SUCCESS;
+    }
+    match run(C::parse_from(arguments)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("{}: {error}", env!("CARGO_CRATE_NAME"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns a command that runs this program again.
+pub(crate) fn own() -> Result<Command, BoxError> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("--bench");
+    Ok(command)
+}

@@ -1,0 +1,189 @@
+//! Processes that a bench starts, in memory cgroups if they are to be limited.
+//!
+//! Invariant: a process ends with its value, and its cgroup after it.
+#![expect(clippy::disallowed_methods, reason = "processes are waited for")]
+
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::str::FromStr;
+use std::sync::mpsc;
+use std::thread::sleep;
+use std::time::Duration;
+
+use lowtide::{BoxError, ByteSize};
+
+#[path = "../../examples/tide/cgroup.rs"]
+#[allow(dead_code, reason = "the tide enters its cgroup itself")]
+mod cgroup;
+pub(crate) use self::cgroup::Group;
+
+/// The longest time until a process prints its first line.
+const START_PATIENCE: Duration = Duration::from_secs(20);
+/// The longest time until a cgroup is empty after its process was killed, in looks.
+const LOOKS_MAX: u32 = 1000;
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// A process, which is killed with its value.
+pub(crate) struct Process {
+    pub(crate) child: Child,
+    group: Option<Group>,
+}
+
+impl Process {
+    /// Starts a program, which may read its standard input until its end, and writes to a pipe.
+    pub(crate) fn start(mut command: Command) -> Result<Self, BoxError> {
+        Self::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))
+    }
+
+    /// Starts a program.
+    pub(crate) fn spawn(command: &mut Command) -> Result<Self, BoxError> {
+        let child = command.spawn();
+        let child = child.map_err(|error| format!("{:?}: {error}", command.get_program()))?;
+        Ok(Self { child, group: None })
+    }
+
+    /// Starts a program in a memory cgroup with this limit. If no cgroup can be made, the program
+    /// only gets the limit by `LOWTIDE_MEMORY_LIMIT`.
+    pub(crate) fn start_in_group(command: &Command, limit: ByteSize) -> Result<Self, BoxError> {
+        let group = group(limit).ok();
+        let entrance = group.as_ref().map_or_else(|| "/dev/null".into(), Group::entrance);
+        // A shell enters and becomes the program, so that no memory is charged elsewhere.
+        let enter = "echo $$ >\"$0\" && exec \"$@\"";
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", enter]).arg(entrance).arg(command.get_program());
+        shell.args(command.get_args());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        if group.is_none() {
+            shell.env("LOWTIDE_MEMORY_LIMIT", limit.exact());
+        }
+        let mut process = Self::start(shell)?;
+        process.group = group;
+        Ok(process)
+    }
+
+    /// Returns the folder of its cgroup, if it has one.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        self.group.as_ref().map(|group| &*group.folder)
+    }
+
+    /// Waits for its first line, and reads it.
+    pub(crate) fn first_line<T: FromStr>(&mut self) -> Result<T, BoxError> {
+        let output = self.child.stdout.take().ok_or("no pipe from the process")?;
+        let (tell, told) = mpsc::sync_channel(1);
+        // Ends with the first line, or with the process.
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let read = BufReader::new(output).read_line(&mut line);
+            let _ = tell.send(read.map(|_| line));
+        });
+        let line = told.recv_timeout(START_PATIENCE)??;
+        line.trim().parse().map_err(|_| format!("a process said {line:?}").into())
+    }
+
+    /// Returns its exit status if it has ended.
+    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
+    }
+
+    /// Kills it. Returns the number of processes of its cgroup that the kernel killed for memory,
+    /// and at least 1 if it had ended before.
+    pub(crate) fn end(mut self) -> u64 {
+        let has_ended = u64::from(self.ended().is_some());
+        self.folder().and_then(oom_kills).unwrap_or(0).max(has_ended)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // It may take a moment until the group is empty.
+        let Some(folder) = self.folder() else { return };
+        for _ in 0..LOOKS_MAX {
+            if fs::remove_dir(folder).is_ok() || !folder.exists() {
+                return;
+            }
+            sleep(LOOK_EVERY);
+        }
+    }
+}
+
+/// Lets this process, and those that it starts, have all the file descriptors that they may.
+///
+/// # Errors
+/// The kernel's.
+#[expect(unsafe_code, reason = "the C library's limits")]
+pub(crate) fn raise_descriptors() -> std::io::Result<()> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: a place for the limit.
+    let mut failed = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    if failed == 0 {
+        limit.rlim_cur = limit.rlim_max;
+        // SAFETY: a limit.
+        failed = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    }
+    if failed == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+/// Makes a memory cgroup with this limit, or says why none can be made here.
+pub(crate) fn group(limit: ByteSize) -> Result<Group, String> {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    Group::make(&format!("lowtide-bench-{}-{number}", std::process::id()), Some(limit.get()))
+}
+
+/// Returns an address of this machine that was free a moment ago.
+pub(crate) fn free_port() -> std::io::Result<SocketAddr> {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()
+}
+
+/// Returns the memory of a cgroup without page cache, as lowtide counts it:
+/// `max(usage - inactive_file - active_file, anon + shmem)`.
+pub(crate) fn working_set(folder: &Path) -> Option<ByteSize> {
+    let stat = fs::read_to_string(folder.join("memory.stat")).ok()?;
+    let usage = usage(folder)?.get();
+    // Version 1 has the sums over the folders below under names of their own.
+    let first = |names: [&str; 2]| names.iter().find_map(|name| value(&stat, name)).unwrap_or(0);
+    let kept = first(["total_rss", "anon"]) + first(["total_shmem", "shmem"]);
+    let cache = first(["total_inactive_file", "inactive_file"])
+        + first(["total_active_file", "active_file"]);
+    Some(ByteSize::new(usage.saturating_sub(cache).max(kept)))
+}
+
+/// Returns all that a cgroup is charged with, page cache too.
+pub(crate) fn usage(folder: &Path) -> Option<ByteSize> {
+    let read = |name: &&str| fs::read_to_string(folder.join(name)).ok();
+    let text = ["memory.current", "memory.usage_in_bytes"].iter().find_map(read)?;
+    Some(ByteSize::new(text.trim().parse().ok()?))
+}
+
+/// Returns the number of processes of a cgroup that the kernel has killed for memory.
+pub(crate) fn oom_kills(folder: &Path) -> Option<u64> {
+    let read = |name: &&str| fs::read_to_string(folder.join(name)).ok();
+    let text = ["memory.events", "memory.oom_control"].iter().find_map(read)?;
+    value(&text, "oom_kill")
+}
+
+/// Returns the value in the line `key value`.
+fn value(text: &str, key: &str) -> Option<u64> {
+    let rest = |line: &str| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok();
+    text.lines().find_map(rest)
+}
+
+/// Returns the number after a key in a file of the kernel, such as `VmRSS:` in
+/// `/proc/self/status`.
+pub(crate) fn kernel_value(file: impl AsRef<Path>, key: &str) -> Result<u64, BoxError> {
+    let text = fs::read_to_string(file)?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key));
+    let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    number.ok_or_else(|| format!("no {key}").into())
+}
