@@ -58,7 +58,7 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
 }
 
 /// What any account costs at least.
-pub(crate) fn two_atomics(account: &AtomicU64) {
+fn two_atomics(account: &AtomicU64) {
     account.fetch_add(black_box(1), Ordering::Relaxed);
     account.fetch_sub(black_box(1), Ordering::Relaxed);
 }

@@ -6,13 +6,13 @@
 
 use std::hint::black_box;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Cost, Managed};
 
-use crate::admission::{alone, two_atomics};
+use crate::admission::alone;
 use crate::common::figures::Figures;
 
 const TURNS: u32 = 1_000_000;
@@ -30,12 +30,9 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
     let memory = Memory::builder().start()?;
     let hot = memory.register(memory.managed("hot", || Ok(7_u64)))?;
     drop(hot.acquire_blocking()?);
-    let account = AtomicU64::new(0);
     for _ in 0..rounds {
         let nanos = alone(TURNS, || drop(black_box(hot.acquire_blocking())));
-        let floor = alone(TURNS, || two_atomics(&account));
         figures.add("managed.acquire_ns", nanos, "ns");
-        figures.add("managed.acquire_over_atomics", nanos / floor, "ratio");
     }
     let loads = crowd(&memory)?;
     figures.add("managed.loads", f64::from(loads), "loads");

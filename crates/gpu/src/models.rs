@@ -122,7 +122,7 @@ unsafe impl Driver for Model {
         &self,
         at: DeviceAddress,
         size: ByteSize,
-        handle: ByteSize,
+        _handle: ByteSize,
     ) -> Result<(), DriverError> {
         self.set(at, size, true);
         Ok(())
@@ -132,7 +132,7 @@ unsafe impl Driver for Model {
         &self,
         at: DeviceAddress,
         size: ByteSize,
-        handle: ByteSize,
+        _handle: ByteSize,
     ) -> Result<(), DriverError> {
         lock(&self.work).assert_done(at, size);
         self.set(at, size, false);
@@ -144,7 +144,7 @@ unsafe impl Driver for Model {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-        handle: ByteSize,
+        _handle: ByteSize,
     ) -> Result<(), DriverError> {
         self.set(from, size, false);
         self.set(to, size, true);
