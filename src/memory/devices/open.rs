@@ -81,7 +81,6 @@ impl Memory {
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     /// let arena = memory.open_arena_with(DeviceSelector::Default, "embedder", |config| {
     ///     config.handle_max = ByteSize::mib(16);
-    ///     config.history = 1024; // events, for `DeviceArena::map`
     /// })?;
     /// # drop(arena);
     /// # Ok::<(), lowtide::BoxError>(())
