@@ -24,7 +24,15 @@ pub(crate) fn main<C: Parser>(run: impl FnOnce(C) -> Result<bool, BoxError>) -> 
         println!("a bench, not a test: run `cargo bench --bench {}`", env!("CARGO_CRATE_NAME"));
         return ExitCode::SUCCESS;
     }
-    match run(C::parse_from(arguments)) {
+    // Status 2 says that something cannot be tried here.
+    let arguments = match C::try_parse_from(arguments) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    match run(arguments) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {

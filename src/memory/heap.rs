@@ -83,16 +83,25 @@ pub(super) fn settle_heap(
     };
     let applied = heap::apply(&settings).map_err(|error| diagnostic(error.to_string())).ok();
     if let Some(found) = heap::effective().ok().filter(|found| found.is_global) {
-        let unread = (!ignores_environment).then(|| env::of_others(found.unread_variable()));
-        let differences = differences(&found, applied.as_ref(), unread.flatten());
+        let differences = differences(&found, applied.as_ref());
         differences.iter().map(Difference::to_string).for_each(&mut diagnostic);
+        let (variable, unread) = (found.variable(), found.unread_variable());
+        if !ignores_environment && env::of_others(unread).is_some_and(|text| !text.is_empty()) {
+            diagnostic(format!(
+                "{unread} is set, which this build of jemalloc does not read: it reads {variable}"
+            ));
+        }
         profile_in_part(config, &found).into_iter().for_each(&mut diagnostic);
         let limit = signals.sample().limit;
         if limit.source == LimitSource::AddressSpace && found.retain {
             diagnostic(keeps_addresses(limit.bytes, &found));
         }
     }
-    if let Some(least) = applied.as_ref().and_then(|applied| applied.mapping_min) {
+    let mapping_min = match &applied {
+        Some(applied) => applied.mapping_min,
+        None => heap::limit_mappings().ok().flatten(),
+    };
+    if let Some(least) = mapping_min {
         diagnostic(format!(
             "the kernel does not overcommit (vm.overcommit_memory is 2 or cannot be read), so \
              unused ranges of the heap from {least} on take a mapping each, of at most {} for the \
@@ -116,13 +125,9 @@ pub(super) fn settle_heap(
     }
 }
 
-/// Returns the settings that are not in effect: those that lowtide applied, those that jemalloc
-/// read at start, and those in the variable that this build of jemalloc does not read.
-fn differences(
-    found: &EffectiveConf,
-    applied: Option<&Applied>,
-    unread: Option<String>,
-) -> Vec<Difference> {
+/// Returns the settings that are not in effect: those that lowtide applied, and those that jemalloc
+/// read at start.
+fn differences(found: &EffectiveConf, applied: Option<&Applied>) -> Vec<Difference> {
     let mut differences = applied.map_or_else(Vec::new, |applied| applied.differences.clone());
     let mut now = found.clone();
     if let Some(applied) = applied {
@@ -131,7 +136,7 @@ fn differences(
         now.max_background_threads = applied.max_background_threads;
     }
     // lowtide may change what the binary requests, but not what is requested of the process.
-    let variables = [found.conf_of_symlink.clone(), found.conf_of_variable.clone(), unread];
+    let variables = [found.conf_of_symlink.clone(), found.conf_of_variable.clone()];
     let at_start = found.not_in_effect(&found.requested()).into_iter();
     let changed = variables.into_iter().flatten().map(HeapConf::new);
     let changed = changed.flat_map(|conf| now.not_in_effect(&conf));
@@ -154,7 +159,8 @@ fn profile_in_part(config: &Config, found: &EffectiveConf) -> Option<String> {
     let asked = found.requested_by(profile);
     let (variable, conf) = (found.variable(), found.variable_for(&asked));
     let mut fixed = found.differences_from(asked);
-    fixed.retain(Difference::is_fixed_at_start);
+    // No setting of the process changes what the kernel does not have.
+    fixed.retain(|it| it.is_fixed_at_start() && it.effective != "not supported");
     if config.profile.source != Source::Default && !fixed.is_empty() {
         let list = fixed.iter().map(Difference::to_string).collect::<Vec<_>>().join(", ");
         return Some(format!(

@@ -339,7 +339,10 @@ fn document(memory: &Memory) -> Value {
         "requests": figures(
             "lowtide_admission_",
             |each| read::admission(&snapshot.admission, each),
-            json!({ "held": snapshot.admission.held() }),
+            json!({
+                "held": snapshot.admission.held(),
+                "oldest_permit_seconds": seconds(snapshot.admission.oldest_permit),
+            }),
         ),
         "resources": snapshot
             .resources

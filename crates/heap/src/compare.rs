@@ -118,8 +118,14 @@ impl EffectiveConf {
             "default" if matches!(knob.name, "narenas" | "max_background_threads") => {
                 self.requested().value(knob.name).is_none_or(|text| text == "default")
             }
+            // What is in effect is known of these two values only.
+            _ if knob.name == "slab_sizes" && asked != "default" && asked != ONE_PAGE => true,
+            // jemalloc takes the first word that begins with the text.
+            _ if matches!(knob.name, "thp" | "metadata_thp") && !asked.is_empty() => {
+                found.starts_with(asked)
+            }
             _ if asked == found => true,
-            _ => asked.parse::<i64>().is_ok_and(|asked| found.parse() == Ok(asked)),
+            _ => c_number(asked).is_some_and(|asked| found.parse() == Ok(asked)),
         };
         (!same).then(|| Difference::new(knob.name, asked, found))
     }
@@ -150,6 +156,20 @@ impl EffectiveConf {
         let is_of_profiler = name.starts_with("prof") || name.starts_with("lg_prof");
         mallctl::knows_option(name) && (self.profiler || !is_of_profiler)
     }
+}
+
+/// Reads a number as C does: in hexadecimal behind `0x`, in octal behind `0`.
+fn c_number(text: &str) -> Option<i64> {
+    let text = text.trim_start();
+    let (sign, digits) = text.strip_prefix('-').map_or((1, text), |digits| (-1, digits));
+    let hexadecimal = digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X"));
+    let octal = digits.strip_prefix('0').filter(|digits| !digits.is_empty());
+    let number = match (hexadecimal, octal) {
+        (Some(digits), _) => i64::from_str_radix(digits, 16),
+        (None, Some(digits)) => i64::from_str_radix(digits, 8),
+        (None, None) => digits.parse(),
+    };
+    Some(sign * number.ok()?)
 }
 
 #[cfg(test)]
@@ -287,6 +307,21 @@ mod tests {
                 " thp: requested never, effective none",
             ]
         );
+    }
+
+    #[test]
+    fn a_setting_that_is_written_in_another_way_is_in_effect() {
+        let mut found = started_with(Some(HeapProfile::LowMemory));
+        let arenas = found.arenas_at_start;
+        for text in [
+            format!("narenas:{arenas:#x}"),
+            format!("narenas: 0{arenas:o}"),
+            "thp:n".to_owned(),
+            "slab_sizes:1-4096:2".to_owned(),
+        ] {
+            found.conf_of_variable = Some(text);
+            assert_eq!(told(&found.not_in_effect(&found.requested())), [""; 0]);
+        }
     }
 
     #[test]

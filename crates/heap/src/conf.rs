@@ -201,16 +201,19 @@ fn set_max_threads(
 
 /// Switches background threads, and returns whether they are on.
 fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, HostError> {
-    let mut found = false;
+    let (mut found, mut cause) = (false, String::new());
     if background_threads_supported() {
         // jemalloc marks them as on before it starts them, even if that fails.
-        if ctl::BACKGROUND_THREAD.write(asked).is_err() && asked {
+        if let Err(error) = ctl::BACKGROUND_THREAD.write(asked)
+            && asked
+        {
             ctl::BACKGROUND_THREAD.write(false)?;
+            cause = format!(" ({error})");
         }
         found = ctl::BACKGROUND_THREAD.read()?;
     }
     if found != asked {
-        let (asked, found) = (asked.to_string(), found.to_string());
+        let (asked, found) = (asked.to_string(), format!("{found}{cause}"));
         differences.push(Difference::new("background_thread", asked, found));
     }
     Ok(found)

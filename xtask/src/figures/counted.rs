@@ -43,7 +43,6 @@ const LONG: &[&str] = &[
     "xtask figures field --only soak.drift --only virtual_days",
     "xtask figures questions --only answered --only questions.killed.cause_told \
      --only questions.profiler.64B.instructions_ratio",
-    "xtask figures workspace --only public_types",
 ];
 
 /// Figures that miss their goals, as the documents say, and the most that each may be.

@@ -149,8 +149,10 @@ impl Row {
         if !has_passed {
             missed.push(format!("{:?} failed", self.source));
         }
-        if !printed.iter().any(|name| self.has(name)) {
-            missed.push(format!("{} was not printed", self.figures));
+        for figures in self.figures.split(' ') {
+            if !printed.iter().any(|name| name.starts_with(figures)) {
+                missed.push(format!("{figures} was not printed"));
+            }
         }
         if missed.is_empty() { Ok(()) } else { Err(missed.join("; ")) }
     }

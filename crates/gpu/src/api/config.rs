@@ -119,11 +119,13 @@ impl ArenaConfig {
         granule: ByteSize,
     ) -> Result<Option<Recording>, DeviceError> {
         let begin = |recorder| {
+            // Before the recorder's lock is taken: a clock and a driver may be the program's own.
+            let since_epoch = u64::try_from(clock.since_epoch().as_nanos());
+            let backend = driver.backend().name();
             Recording::new(recorder, clock.now(), &self.name, |line| {
-                let since_epoch = u64::try_from(clock.since_epoch().as_nanos());
                 line.number("version", 1)
                     .text("arena", &self.name)
-                    .text("backend", driver.backend().name())
+                    .text("backend", backend)
                     .number("unix_ns", since_epoch.ok())
                     .bytes("granule", granule)
                     .bytes("reserve", self.reserve)
