@@ -16,7 +16,6 @@ use std::time::Duration;
 use lowtide::{BoxError, ByteSize};
 
 #[path = "../../examples/tide/cgroup.rs"]
-#[allow(dead_code, reason = "the tide enters its cgroup itself")]
 mod cgroup;
 pub(crate) use self::cgroup::Group;
 

@@ -2,7 +2,7 @@
 //!
 //! From it come the values that were set (`Settings`), those in force ([`Config`]), the
 //! `LOWTIDE_*` variables, the setters of [`Builder`](crate::memory::Builder) and
-//! [`Config::settings`]. A test compares the table in docs/DEPLOYING.md with it.
+//! [`Config::settings`]. A test compares the list in docs/DEPLOYING.md with it.
 //!
 //! Pure: it reads neither the environment nor the machine.
 //!

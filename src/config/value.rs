@@ -2,7 +2,7 @@
 //!
 //! An error describes the values that are accepted.
 //!
-//! Invariant: a value in force, spelled and parsed again, is the same value.
+//! Invariant: a value that a variable can give, spelled and parsed again, is the same value.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

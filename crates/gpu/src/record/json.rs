@@ -44,7 +44,7 @@ impl<'a> Line<'a> {
         self.number(key, Some(value.get()).filter(|&limit| limit != u64::MAX))
     }
 
-    /// Adds a truth value.
+    /// Adds a boolean.
     pub(crate) fn flag(&mut self, key: &str, value: bool) -> &mut Self {
         let _ = write!(self.0, ",\"{key}\":{value}");
         self

@@ -49,7 +49,8 @@ impl<T> State<T> {
     }
 }
 
-/// Keeps the resource loaded. The value goes before the guard is counted off.
+/// Keeps the resource loaded. The fields are dropped in this order: the value is no longer shared
+/// when the count falls.
 pub(in super::super) struct Guard<T: Send + Sync + 'static> {
     value: Arc<T>,
     _counted: Counted<T>,
@@ -77,10 +78,10 @@ impl<T: Send + Sync + 'static> Drop for Counted<T> {
         if !cell.birth.is_here() {
             return; // another thread may have held the lock when this process was forked
         }
-        let now = cell.clock.now();
         let mut state = lock(&cell.state);
         state.guards -= 1;
         if *counts {
+            let now = cell.clock.now();
             state.last_used = state.last_used.max(Some(now));
             state.uses.record(now);
         }
