@@ -24,11 +24,19 @@ impl fmt::Display for ConfigError {
     }
 }
 
-impl fmt::Debug for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
+/// Implements `Debug` as the message: `main` prints the `Debug` output of the error that it returns.
+macro_rules! debug_is_message {
+    ($($error:ty),*) => {
+        $(impl std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(self, f)
+            }
+        })*
+    };
 }
+pub(crate) use debug_is_message;
+
+debug_is_message!(ConfigError);
 
 /// One invalid setting.
 #[derive(Clone, Debug, Error, PartialEq, Eq, PartialOrd, Ord)]

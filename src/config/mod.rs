@@ -25,6 +25,7 @@ mod value;
 
 #[cfg(feature = "device")]
 pub use device::{DeviceBackend, DeviceChoice};
+pub(crate) use error::debug_is_message;
 pub use error::{ConfigError, Fault};
 pub use lowtide_admission::ExhaustionPolicy;
 pub use onnxruntime::{OrtPlace, OrtSetting};

@@ -84,11 +84,7 @@ pub enum StartError {
     },
 }
 
-impl fmt::Debug for StartError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
+crate::config::debug_is_message!(StartError, MemoryError, super::Shutdown);
 
 /// Formats a limit in the form of its source.
 fn named(from: Source, limit: ByteSize) -> String {
@@ -111,8 +107,8 @@ fn meant(limit: ByteSize, least: ByteSize) -> String {
     }
 }
 
-/// An error of a running [`Memory`](super::Memory).
-#[derive(Clone, Debug, Error, PartialEq)]
+/// An error of a running [`Memory`](super::Memory). Its `Debug` output is its message.
+#[derive(Clone, Error, PartialEq)]
 #[non_exhaustive]
 pub enum MemoryError {
     /// An arena could not be opened.
@@ -196,6 +192,15 @@ impl fmt::Display for Diagnostic {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_that_main_returns_is_printed_as_its_message() {
+        let error = MemoryError::Forked;
+        assert_eq!(format!("{error:?}"), error.to_string());
+        let report = super::super::Shutdown { requests: 2, ..Default::default() };
+        let error = report.into_result().expect_err("two requests");
+        assert!(format!("{error:?}").starts_with("2 requests"), "{error:?}");
+    }
 
     #[test]
     fn a_limit_that_is_too_small_names_its_source_and_what_was_probably_meant() {

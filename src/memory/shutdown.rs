@@ -5,8 +5,8 @@ use std::fmt;
 #[cfg(feature = "device")]
 use crate::bytes::ByteSize;
 
-/// The outstanding work when a [`Memory`](super::Memory) ended.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The outstanding work when a [`Memory`](super::Memory) ended. Its `Debug` output is its message.
+#[derive(Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shutdown {
     /// The number of requests that hold permits.

@@ -57,9 +57,9 @@ pub struct ManagedBuilder<T: Send + Sync + 'static> {
 }
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
-    /// Sets the idle time after which the resource is unloaded. Without it, the resource stays
-    /// until it is unloaded explicitly or under pressure. The idle time begins when the last guard
-    /// is released.
+    /// Sets the idle time after which the resource is unloaded. It begins when the last guard is
+    /// released. Default: none, so that the resource stays until it is unloaded explicitly or under
+    /// pressure; for `lowtide::Memory::managed` the configured time.
     #[must_use]
     pub fn idle(mut self, idle: Duration) -> Self {
         self.parts.idle = Some(idle);
