@@ -8,7 +8,7 @@
 mod fit;
 
 use std::ffi::{OsStr, OsString};
-use std::io::IsTerminal as _;
+use std::io::{self, IsTerminal as _, Write as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -168,9 +168,19 @@ fn token_text(file: &Path) -> Result<String, BoxError> {
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Runs the program with these arguments, the first of which is its name. Exits the process itself
-/// if they are invalid or request help.
-pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
+/// Runs the program with these arguments, the first of which is its name, and prints its error.
+/// Returns its exit code.
+pub(crate) fn run(name: &str, arguments: impl Iterator<Item = OsString>) -> u8 {
+    let done = main(arguments);
+    if let Err(error) = &done {
+        // Not `eprintln!`, which panics if standard error is closed or full.
+        let _ = writeln!(io::stderr(), "{name}: {error}");
+    }
+    exit_code(&done)
+}
+
+/// Exits the process itself if the arguments are invalid or request help.
+fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
     let cli = Cli::parse_from(arguments);
     // Not clap's `conflicts_with`: a variable that says `false` would be a conflict to that.
     if cli.admin && cli.admin_token_file.is_some() {
@@ -185,7 +195,7 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
         .on_thread_park(lowtide::heap::on_thread_park)
         .build()?;
     match cli.command {
-        None => runtime.block_on(run(cli)),
+        None => runtime.block_on(serve(cli)),
         Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.for_operators())),
         Some(Command::Fit(ref fit)) => {
             let token = cli.admin_token_file.as_deref().map(token_text).transpose()?;
@@ -223,7 +233,7 @@ fn log() {
         Err(error) => (Targets::new().with_default(LevelFilter::INFO), Some(error)),
     };
     tracing_subscriber::fmt()
-        .with_ansi(is_coloured(std::io::stdout().is_terminal(), no_color.as_deref()))
+        .with_ansi(is_coloured(io::stdout().is_terminal(), no_color.as_deref()))
         .log_internal_errors(false)
         .with_max_level(LevelFilter::TRACE)
         .finish()
@@ -256,7 +266,7 @@ fn wake(runtime: &Handle) {
     }
 }
 
-async fn run(cli: Cli) -> Result<(), BoxError> {
+async fn serve(cli: Cli) -> Result<(), BoxError> {
     let clock = Arc::new(SystemClock::new());
     let admin = match &cli.admin_token_file {
         Some(file) => Some(Admin::with_token(clock, token_in(file)?)),
