@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::http::header::AUTHORIZATION;
 use axum::http::{Request, StatusCode};
 use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
@@ -230,21 +231,27 @@ async fn serve(cli: Cli) -> Result<(), BoxError> {
 }
 
 async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
-    let request = Request::get(format!("http://{at}/healthz")).body(Empty::new())?;
-    let (status, text) = ask(at, request).await?;
+    let (status, text) = ask(at, "GET", "/healthz", None).await?;
     if status.is_success() {
         return Ok(());
     }
     Err(format!("{at} answered {status}: {}", String::from_utf8_lossy(&text)).into())
 }
 
-/// Sends a request to the running proxy, and returns its answer.
+/// Sends a request to the running proxy, with this token for admin commands, and returns its answer.
 async fn ask(
     at: SocketAddr,
-    request: Request<Empty<Bytes>>,
+    method: &str,
+    path: &str,
+    token: Option<&str>,
 ) -> Result<(StatusCode, Bytes), BoxError> {
+    let request = Request::builder().method(method).uri(format!("http://{at}{path}"));
+    let mut request = request.header("lowtide-admin", "1");
+    if let Some(token) = token {
+        request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+    }
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
-    let asked = client.request(request);
+    let asked = client.request(request.body(Empty::new())?);
     let ask = async {
         let answer =
             asked.await.map_err(|error| format!("cannot reach {at}: {}", whole(&error)))?;
