@@ -99,11 +99,11 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
     println!("\n{}", report::table(&managed, &twin));
     let bounds = report::bounds(&managed, &twin, &half)?;
     println!("must hold");
-    for bound in &bounds {
-        let word = if bound.holds { "ok    " } else { "FAILED" };
-        println!("  {word}  {}:\n          {}", bound.what, bound.measured);
+    for (holds, what, measured) in &bounds {
+        let word = if *holds { "ok    " } else { "FAILED" };
+        println!("  {word}  {what}:\n          {measured}");
     }
-    Ok(bounds.iter().all(|bound| bound.holds))
+    Ok(bounds.iter().all(|(holds, ..)| *holds))
 }
 
 /// One run in this process, for a parent that reads its outcome.
