@@ -94,7 +94,8 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
     let twin = spawn(Kind::Defaults)?;
     let half = spawn(Kind::Half)?;
     if let Some(file) = &cli.chart {
-        chart::draw(file, &managed.samples, &twin.samples)?;
+        chart::draw(file, &managed.samples, &twin.samples)
+            .map_err(|error| format!("{}: {error}", file.display()))?;
     }
     println!("\n{}", report::table(&managed, &twin));
     let bounds = report::bounds(&managed, &twin, &half)?;
