@@ -58,12 +58,6 @@ pub(crate) struct Settings {
     pub(crate) library: PathBuf,
 }
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self { model: "model.onnx".into(), library: "libonnxruntime.so".into() }
-    }
-}
-
 /// An error of the model, its tokenizer or ONNX Runtime.
 #[derive(Debug, Error)]
 #[error(transparent)]

@@ -228,7 +228,7 @@ fn files_that_are_missing_or_wrong_are_named_and_the_service_goes_on() -> Result
 fn without_the_library_the_start_fails_with_its_path() -> Result<(), BoxError> {
     block_on(async {
         let library = Path::new("/nonexistent/libonnxruntime.so").to_owned();
-        let model = Settings { library, ..Settings::default() };
+        let model = Settings { library, ..Options::default().model };
         let error = Service::start(model).await.map(drop).expect_err("no library").to_string();
         println!("{error}");
         assert!(error.contains("/nonexistent/libonnxruntime.so"), "{error}");

@@ -244,7 +244,7 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
         upstream: Some(upstream.uri("")),
         operators: Some(([127, 0, 0, 1], 0).into()),
         admin: Some(Admin::loopback(Arc::new(SystemClock::new()))),
-        model: Settings { weights: WEIGHTS, ..Settings::default() },
+        model: Settings { weights: WEIGHTS, ..Options::default().model },
         ..Options::default()
     };
     let proxy = app::start(options, None, String::new).await.expect("the proxy starts");
