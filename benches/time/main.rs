@@ -10,24 +10,21 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
+mod blocks;
 #[path = "../index/chance.rs"]
 mod chance;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
+mod device;
 mod pauses;
+#[path = "../replay/player.rs"]
+#[allow(dead_code, reason = "another bench uses more of it")]
 mod player;
-mod refusals;
-mod scattered;
-mod schedule;
-mod silence;
-mod sleep;
-mod streams;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "another bench uses more of it")]
 mod trace;
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -36,9 +33,6 @@ use lowtide_gpu::BoxError;
 use crate::common::figures::Figures;
 use crate::trace::Trace;
 
-/// The project's own traces.
-const TRACES: [&str; 5] =
-    ["bert-embed", "gpt2-generate", "llama-generate", "vit-images", "gpt2-train"];
 /// Of chance.
 const SEEDS: [u64; 3] = [42, 7, 1234];
 
@@ -88,15 +82,12 @@ fn main() -> ExitCode {
 fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     let few = if cli.quick { 1 } else { usize::MAX };
     let seeds = &SEEDS[..SEEDS.len().min(few)];
-    let mut traces = Vec::new();
-    for name in TRACES.iter().take(few) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
-        traces.push(Trace::open(&folder.join(format!("{name}.jsonl.gz")))?);
-    }
-    pauses::measure(&traces, seeds, figures)?;
-    silence::measure(figures)?;
-    streams::measure(figures)?;
-    sleep::measure(figures)?;
-    refusals::measure(seeds, figures)?;
-    scattered::measure(seeds, figures)
+    let own = trace::own();
+    let traces = own.iter().take(few).map(|file| Trace::open(file));
+    pauses::measure(&traces.collect::<Result<Vec<_>, _>>()?, seeds, figures)?;
+    device::silence(figures)?;
+    device::streams(figures)?;
+    device::sleep(figures)?;
+    blocks::refusals(seeds, figures)?;
+    blocks::scattered(seeds, figures)
 }
