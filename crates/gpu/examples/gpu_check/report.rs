@@ -88,12 +88,12 @@ impl Ended {
 }
 
 /// Everything that was found, written down as it is found.
+#[derive(Default)]
 pub(crate) struct Report<'a> {
-    out: &'a mut dyn Write,
+    /// `None` once a line could not be written.
+    out: Option<&'a mut dyn Write>,
     /// Writes a JSON object a line, for [`Report::take`] in another process; else text for people.
     as_records: bool,
-    /// A line could not be written; nothing is written after it.
-    is_broken: bool,
     /// The planted fault, which the first figure or case triggers.
     pub(crate) plant: Option<Plant>,
     pub(crate) figures: BTreeMap<String, (f64, String)>,
@@ -113,23 +113,7 @@ pub(crate) struct Report<'a> {
 impl<'a> Report<'a> {
     /// Creates a report that writes lines for people.
     pub(crate) fn new(out: &'a mut dyn Write) -> Self {
-        let (figures, facts) = Default::default();
-        let (cases, failed, parts) = Default::default();
-        let (as_records, is_broken, ended) = (false, false, false);
-        let (plant, skipped) = (None, None);
-        Self {
-            out,
-            as_records,
-            is_broken,
-            plant,
-            figures,
-            cases,
-            failed,
-            parts,
-            facts,
-            skipped,
-            ended,
-        }
+        Self { out: Some(out), ..Self::default() }
     }
 
     /// Creates a report that writes a record a line, for the process that reads them.
@@ -183,9 +167,9 @@ impl<'a> Report<'a> {
     }
 
     fn write(&mut self, line: String) {
-        if !self.is_broken {
-            let written = writeln!(self.out, "{line}").and_then(|()| self.out.flush());
-            self.is_broken = written.is_err();
+        let Some(out) = &mut self.out else { return };
+        if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+            self.out = None;
         }
     }
 
@@ -351,7 +335,7 @@ impl<'a> Report<'a> {
         let all_ran = self.parts.iter().all(|(_, ended, _)| *ended == Ended::Ran);
         if self.cases.iter().any(|(_, fault)| fault.is_some()) {
             1
-        } else if self.failed.is_empty() && !self.is_broken && all_ran {
+        } else if self.failed.is_empty() && self.out.is_some() && all_ran {
             0
         } else {
             2

@@ -1,7 +1,6 @@
 //! One cycle of the calls, each timed, with an optional load on another stream.
 //!
-//! It records the calls made, the calls that the load's kernel did not outlive, and the device time
-//! between the load's events. It prints nothing and decides nothing.
+//! It records the calls made, and the device time between the load's events. It prints nothing and decides nothing.
 //!
 //! Invariant: a call is recorded only if the load's kernels were still running when it began.
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
@@ -11,14 +10,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{
-    CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg, result, sys,
-};
+use cudarc::driver::{CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg, sys};
 use cudarc::nvrtc::Ptx;
-use lowtide_gpu::ByteSize;
 
 use super::super::cases::{Fault, Outcome};
-use super::super::rig::resident;
 use super::gpu::{Gpu, Physical, Range};
 
 /// The bytes that the load's kernel works on: a power of two.
@@ -167,8 +162,6 @@ impl Load {
 pub(crate) struct Seen {
     /// Host time of each call, in order, in microseconds.
     pub(crate) costs_us: Vec<f64>,
-    /// Calls at whose end the load had ended too.
-    pub(crate) outlasted: usize,
     /// Device time between the load's events, in microseconds.
     pub(crate) gaps_us: Vec<f64>,
 }
@@ -178,8 +171,6 @@ pub(crate) struct Seen {
 pub(crate) struct Watch<'l> {
     load: Option<&'l mut Load>,
     seen: Vec<(&'static str, Seen)>,
-    /// Host bytes resident while everything was mapped.
-    pub(crate) mapped_resident: ByteSize,
 }
 
 impl<'l> Watch<'l> {
@@ -223,9 +214,6 @@ impl<'l> Watch<'l> {
             let took = began.elapsed();
             made.push(result?);
             seen.costs_us.push(took.as_secs_f64() * 1e6);
-            if let Some(load) = self.load.as_deref_mut() {
-                seen.outlasted += usize::from(load.is_done()?);
-            }
         }
         if let Some(load) = self.load.as_deref_mut() {
             load.finish(&mut seen.gaps_us)?;
@@ -252,7 +240,6 @@ impl<'l> Watch<'l> {
         } else {
             self.phase("set_access", count, |index| range.set_access(Some(index)))?;
         }
-        self.mapped_resident = self.mapped_resident.max(resident());
         self.phase("retain", count.min(16), |index| range.retain(index))?;
         self.phase("granularity", 1, |_| gpu.granule())?;
         if all {
@@ -264,15 +251,6 @@ impl<'l> Watch<'l> {
         self.phase("release", count, |_| handles.next().map_or(Ok(()), Physical::release))?;
         let mut range = Some(range);
         self.phase("address_free", 1, |_| range.take().map_or(Ok(()), Range::free))?;
-        Ok(())
-    }
-
-    /// cuMemFree, of which the manual says that it waits: shows that a wait would be seen.
-    pub(crate) fn plain_free(&mut self, bytes: usize) -> Outcome {
-        // SAFETY: the context is current; the memory is never used.
-        let at = unsafe { result::malloc_sync(bytes) }?;
-        // SAFETY: allocated above and freed once.
-        self.phase("plain_free", 1, |_| Ok(unsafe { result::free_sync(at) }?))?;
         Ok(())
     }
 }

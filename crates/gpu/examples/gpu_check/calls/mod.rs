@@ -1,11 +1,10 @@
 //! The driver's single calls: their cost and stalls by handle size, and the simulation's
 //! [`DriverCosts`] made of them.
 //!
-//! It measures, in this order: host microseconds per call (median), idle and beside a kernel; the
-//! longest device time between the events of another stream while the calls run; if a call waits
-//! for a running kernel; growth with 10,000 and 50,000 handles; copies, page-locked memory and the
-//! pool; and the memory that a context uses on device and host. It calls the driver through cudarc,
-//! without lowtide's driver.
+//! It measures, in this order: the memory that a context uses on device and host; host microseconds
+//! per call (median), idle and beside a kernel, which a call that waits for it shows; the longest
+//! device time between the events of another stream while the calls run; copies, page-locked memory
+//! and the pool. It calls the driver through cudarc, without lowtide's driver.
 //!
 //! No new repetition begins after a table's time. A table that fails is a part that failed, with
 //! the driver's code, and the next one continues. A name has one value; a later one replaces it.
@@ -64,14 +63,12 @@ impl Effort {
 type Table = fn(&Gpu, Effort, &mut Report<'_>) -> Outcome;
 
 /// The tables, in order; some need a kernel running on another stream.
-const TABLES: [(&str, Table); 7] = [
+const TABLES: [(&str, Table); 5] = [
     ("costs, idle", |gpu, effort, report| costs_by_size(gpu, effort, None, report)),
     ("costs, busy", |gpu, effort, report| {
         costs_by_size(gpu, effort, Some(&mut Load::new(gpu, 1, 5_000.0)?), report)
     }),
     ("stalls", stalls),
-    ("waits", waits),
-    ("many handles", many_handles),
     ("page-locked memory", pinned),
     ("pool", pool),
 ];
@@ -202,57 +199,6 @@ fn stalls(gpu: &Gpu, effort: Effort, report: &mut Report<'_>) -> Outcome {
     Ok(())
 }
 
-/// Finds if a call waits for a kernel that works on other memory. `plain_free` (cuMemFree) is the
-/// control that should wait.
-fn waits(gpu: &Gpu, effort: Effort, report: &mut Report<'_>) -> Outcome {
-    let load = &mut Load::new(gpu, 1, 100_000.0)?;
-    let mut watch = Watch::new(Some(load));
-    let end = effort.until(10);
-    for cycle in 0..if effort.quick { 3 } else { 10 } {
-        if cycle > 0 && Instant::now() > end {
-            break;
-        }
-        watch.cycle(gpu, (piece(gpu, 20), 1), false)?;
-        watch.plain_free(piece(gpu, 20))?;
-    }
-    for (name, seen) in watch.made() {
-        let waits = seen.outlasted * 2 > seen.costs_us.len();
-        set(report, &format!("{name}_waits"), f64::from(u8::from(waits)), "bool");
-    }
-    Ok(())
-}
-
-/// Measures the growth of each call's cost with the handles in one range, from the first tenth of
-/// the calls to the last, and the host memory of a handle.
-fn many_handles(gpu: &Gpu, effort: Effort, report: &mut Report<'_>) -> Outcome {
-    let unit = gpu.granularity;
-    let wanted: &[usize] = if effort.quick { &[10_000] } else { &[10_000, 50_000] };
-    let mut handle_host_bytes = 0.0_f64;
-    let end = effort.until(25);
-    for &wanted in wanted {
-        let count = wanted.min(room(gpu)? / unit).max(1);
-        if Instant::now() > end {
-            report.line(&format!("no time left for {count} handles"));
-            continue;
-        }
-        let before = resident();
-        let mut watch = Watch::new(None);
-        watch.cycle(gpu, (unit, count), false)?;
-        for (name, seen) in watch.made().filter(|(_, seen)| seen.costs_us.len() == count) {
-            let tenth = (count / 10).max(1);
-            let [first, last] = [&seen.costs_us[..tenth], &seen.costs_us[count - tenth..]];
-            let growth = median(last) / median(first).max(1e-3);
-            set(report, &format!("{name}_growth_{count}"), growth, "ratio");
-        }
-        // Later cycles find the host memory of earlier ones, so the most is kept.
-        let grown = watch.mapped_resident.saturating_sub(before).as_f64();
-        handle_host_bytes = handle_host_bytes.max(grown / float(count));
-        set(report, "handle_host_bytes", handle_host_bytes, "bytes");
-        set(report, "handles", float(count), "count");
-    }
-    Ok(())
-}
-
 /// Measures page-locked memory: its allocation, and copies in both directions and within the
 /// device.
 fn pinned(gpu: &Gpu, effort: Effort, report: &mut Report<'_>) -> Outcome {
@@ -302,50 +248,32 @@ fn pinned(gpu: &Gpu, effort: Effort, report: &mut Report<'_>) -> Outcome {
     Ok(())
 }
 
-/// The bytes that the default pool keeps at a synchronisation.
-fn threshold(pool: sys::CUmemoryPool, set: Option<u64>) -> Result<u64, Fault> {
-    let which = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    let mut bytes = set.unwrap_or(0);
-    let value = std::ptr::from_mut(&mut bytes).cast();
-    let call = match set {
-        Some(_) => result::mem_pool::set_attribute,
-        None => result::mem_pool::get_attribute,
-    };
-    // SAFETY: the device's default pool is never destroyed; the attribute is 8 bytes.
-    unsafe { call(pool, which, value) }?;
-    Ok(bytes)
-}
-
-/// Measures the default pool: allocate, free, synchronise, with the threshold at 0 and at its end.
+/// Measures an allocation from the default pool and its free, while the pool keeps its memory.
 fn pool(gpu: &Gpu, effort: Effort, report: &mut Report<'_>) -> Outcome {
     // SAFETY: the device is the context's.
     let pool = unsafe { result::device::get_default_mem_pool(gpu.context.cu_device()) }?;
-    let before = threshold(pool, None)?;
-    let sizes = [2, 64, 1024].into_iter().flat_map(|mib| [(mib, 0, "0"), (mib, u64::MAX, "max")]);
-    let measured = sizes.into_iter().try_for_each(|(mib, keep, word)| {
-        if (mib << 20) > room(gpu)? {
-            report.line(&format!("{mib} MiB do not fit in memory"));
-            return Ok(());
-        }
-        threshold(pool, Some(keep))?;
-        let [alloc, free, whole] = pool_costs(gpu, mib << 20, effort)?;
-        // The cost of a call is taken from a pool that keeps its memory.
-        if mib == 2 && keep > 0 {
-            set(report, "pool_alloc_us", alloc, "us");
-            set(report, "pool_free_us", free, "us");
-        }
-        set(report, &format!("pool_{mib}mib_threshold_{word}_us"), whole, "us");
-        // SAFETY: the device's default pool is never destroyed.
-        Ok(unsafe { result::mem_pool::trim_to(pool, 0) }?)
-    });
-    threshold(pool, Some(before))?;
-    measured
+    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    let (mut before, mut most) = (0_u64, u64::MAX);
+    let value = std::ptr::from_mut(&mut before).cast();
+    // SAFETY: the device's default pool is never destroyed; the attribute is 8 bytes.
+    unsafe { result::mem_pool::get_attribute(pool, threshold, value) }?;
+    // SAFETY: as above.
+    unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut most).cast()) }?;
+    let costs = pool_costs(gpu, effort);
+    // SAFETY: as above.
+    unsafe { result::mem_pool::trim_to(pool, 0) }?;
+    // SAFETY: as above.
+    unsafe { result::mem_pool::set_attribute(pool, threshold, value) }?;
+    let [alloc, free] = costs?;
+    set(report, "pool_alloc_us", alloc, "us");
+    set(report, "pool_free_us", free, "us");
+    Ok(())
 }
 
-/// Median microseconds of an allocation, of its free, and of both and a wait.
-fn pool_costs(gpu: &Gpu, bytes: usize, effort: Effort) -> Result<[f64; 3], Fault> {
+/// Median microseconds of an allocation of 2 MiB, and of its free.
+fn pool_costs(gpu: &Gpu, effort: Effort) -> Result<[f64; 2], Fault> {
     let stream = gpu.context.new_stream()?;
-    let mut times = [Vec::new(), Vec::new(), Vec::new()];
+    let mut times = [Vec::new(), Vec::new()];
     let end = effort.until(1);
     for round in 0..if effort.quick { 40 } else { 400 } {
         if round > 1 && Instant::now() > end {
@@ -353,13 +281,13 @@ fn pool_costs(gpu: &Gpu, bytes: usize, effort: Effort) -> Result<[f64; 3], Fault
         }
         let start = Instant::now();
         // SAFETY: the stream is alive; the memory is never used.
-        let at = unsafe { result::malloc_async(stream.cu_stream(), bytes) }?;
+        let at = unsafe { result::malloc_async(stream.cu_stream(), 2 << 20) }?;
         let allocated = start.elapsed();
         // SAFETY: allocated in the order of the same stream; freed once.
         unsafe { result::free_async(at, stream.cu_stream()) }?;
-        let freed = start.elapsed();
+        let freed = start.elapsed() - allocated;
         stream.synchronize()?;
-        for (times, took) in times.iter_mut().zip([allocated, freed - allocated, start.elapsed()]) {
+        for (times, took) in times.iter_mut().zip([allocated, freed]) {
             times.push(took.as_secs_f64() * 1e6);
         }
     }
