@@ -55,10 +55,6 @@ impl Peer for Arena {
     fn free(&mut self, block: Buffer<u8>) {
         drop(block);
     }
-
-    fn taken(&self) -> u64 {
-        self.0.glance().committed.get()
-    }
 }
 
 /// All figures of the arena.

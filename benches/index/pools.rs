@@ -36,10 +36,6 @@ impl Peer for Ours {
     fn free(&mut self, block: BlockId) {
         assert!(self.0.release(block).is_ok(), "a block is freed once");
     }
-
-    fn taken(&self) -> u64 {
-        self.0.span()
-    }
 }
 
 /// The crate `rlsf`: two-level segregated fit with headers in the blocks.
@@ -73,10 +69,6 @@ impl Peer for Tlsf {
         // a bench frees each block once.
         unsafe { self.0.deallocate(block, 1) };
     }
-
-    fn taken(&self) -> u64 {
-        0 // it does not say
-    }
 }
 
 /// Takes a number for a block and keeps nothing: what the bench itself costs.
@@ -91,10 +83,6 @@ impl Peer for Nobody {
 
     fn free(&mut self, block: u64) {
         black_box(block);
-    }
-
-    fn taken(&self) -> u64 {
-        0
     }
 }
 
@@ -145,7 +133,7 @@ pub(crate) struct Virtual {
 
 impl Virtual {
     fn active_per_live(&self) -> f64 {
-        self.taken() as f64 / self.live.max(1) as f64
+        (self.active * GRANULE) as f64 / self.live.max(1) as f64
     }
 }
 
@@ -160,7 +148,7 @@ impl Peer for Virtual {
         self.active += Range::opened(blocks, span);
         Range::granules(span).for_each(|granule| blocks[granule] += 1);
         self.live += span.size;
-        if self.taken() > POOL {
+        if self.active * GRANULE > POOL {
             self.free((id, at));
             return None;
         }
@@ -178,10 +166,6 @@ impl Peer for Virtual {
             blocks[granule] -= 1;
             self.active -= u64::from(blocks[granule] == 0);
         }
-    }
-
-    fn taken(&self) -> u64 {
-        self.active * GRANULE
     }
 }
 
@@ -201,5 +185,5 @@ pub(crate) fn virtual_load90(ranges: usize, seed: u64) -> [f64; 5] {
             pool.free((id, range));
         }
     }
-    [failures as f64, worst, end, (pool.live / MIB) as f64, (pool.taken() / MIB) as f64]
+    [failures as f64, worst, end, (pool.live / MIB) as f64, (pool.active * GRANULE / MIB) as f64]
 }

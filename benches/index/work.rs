@@ -89,10 +89,6 @@ impl<P: Peer> Peer for Timed<'_, P> {
         self.peer.free(block);
         self.nanos.push((start.elapsed().as_nanos() as f64 - self.clock).max(0.0));
     }
-
-    fn taken(&self) -> u64 {
-        self.peer.taken()
-    }
 }
 
 /// Returns the lower quartile of the times that two reads of the clock take.

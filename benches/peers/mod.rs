@@ -4,7 +4,7 @@
 //! cuArena and of ONNX Runtime's arena do with sizes and addresses; how fast those run says
 //! nothing, because they are other programs. Not modelled: threads, streams, failing devices.
 //!
-//! Invariant: `live <= taken`; live blocks of one peer never overlap.
+//! Invariant: live blocks of one peer never overlap.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,9 +23,6 @@ pub(crate) trait Peer {
     /// # Panics
     /// If the block is not live.
     fn free(&mut self, block: Self::Handle);
-
-    /// Bytes taken from the device: all of a fixed pool, the segments of an arena that grows.
-    fn taken(&self) -> u64;
 }
 
 /// The blocks of a model: they tile ranges, and the free ones are in bins.
@@ -158,10 +155,6 @@ impl Peer for CuArena {
     fn free(&mut self, block: u64) {
         self.blocks.free(block);
     }
-
-    fn taken(&self) -> u64 {
-        self.capacity
-    }
 }
 
 /// The growth of ONNX Runtime's arena.
@@ -225,6 +218,11 @@ impl Bfc {
         self.blocks.live
     }
 
+    /// Bytes taken from the device: the sum of the segments.
+    pub(crate) const fn taken(&self) -> u64 {
+        self.taken
+    }
+
     /// Gives back every segment without a live block, but for the first where the arena doubles.
     pub(crate) fn shrink(&mut self) {
         let (doubles, blocks) = (self.extend == Extend::NextPowerOfTwo, &mut self.blocks);
@@ -282,10 +280,6 @@ impl Peer for Bfc {
     fn free(&mut self, block: u64) {
         self.blocks.free(block);
     }
-
-    fn taken(&self) -> u64 {
-        self.taken
-    }
 }
 
 /// The crate `offset-allocator` over a fixed pool: two-level bins over 32-bit offsets, here in
@@ -293,10 +287,7 @@ impl Peer for Bfc {
 ///
 /// It rounds requests up to a bin and never looks into the bin below. A pool of 64 GiB and the
 /// blocks of 256 bytes and more in it fit its 32 bits.
-pub(crate) struct Offset {
-    allocator: Allocator,
-    units: u32,
-}
+pub(crate) struct Offset(Allocator);
 
 impl Offset {
     const UNIT: u64 = 256;
@@ -305,7 +296,7 @@ impl Offset {
     /// counted. It has 2^32 units at most.
     pub(crate) fn new(capacity: u64, blocks_max: u32) -> Self {
         let units = u32::try_from(capacity / Self::UNIT).unwrap_or(u32::MAX);
-        Self { allocator: Allocator::with_max_allocs(units, blocks_max), units }
+        Self(Allocator::with_max_allocs(units, blocks_max))
     }
 }
 
@@ -313,14 +304,10 @@ impl Peer for Offset {
     type Handle = Allocation;
 
     fn alloc(&mut self, bytes: u64) -> Option<Allocation> {
-        self.allocator.allocate(u32::try_from(bytes.div_ceil(Self::UNIT)).ok()?)
+        self.0.allocate(u32::try_from(bytes.div_ceil(Self::UNIT)).ok()?)
     }
 
     fn free(&mut self, block: Allocation) {
-        self.allocator.free(block);
-    }
-
-    fn taken(&self) -> u64 {
-        u64::from(self.units) * Self::UNIT
+        self.0.free(block);
     }
 }

@@ -27,10 +27,10 @@ pub(crate) fn needs(trace: &Trace) -> [Need; 4] {
     let blocks_max = u32::try_from(2 * trace.blocks_peak + 2).unwrap_or(u32::MAX);
     let fixed = |peer, pool| Need { peer, taken_peak: pool, kept: pool };
     let grown = |peer, extend| {
-        let mut arena = Bfc::new(extend, 1 << 62);
-        let taken_peak = play(trace, &mut arena);
+        let (mut arena, mut peak) = (Bfc::new(extend, 1 << 62), 0);
+        let is_whole = play(trace, &mut arena, |arena| peak = peak.max(arena.taken()));
         arena.shrink();
-        Need { peer, taken_peak, kept: Some(arena.taken()) }
+        Need { peer, taken_peak: is_whole.then_some(peak), kept: Some(arena.taken()) }
     };
     [
         fixed("cuarena", smallest_pool(trace, CuArena::new)),
@@ -43,7 +43,7 @@ pub(crate) fn needs(trace: &Trace) -> [Need; 4] {
 /// The smallest pool in which the trace succeeds, taken to succeed in all above it as well: doubled
 /// until it does, 8 times at most, then halved.
 fn smallest_pool<P: Peer>(trace: &Trace, pool: impl Fn(u64) -> P) -> Option<u64> {
-    let fits = |steps: u64| play(trace, &mut pool(steps.saturating_mul(STEP))).is_some();
+    let fits = |steps: u64| play(trace, &mut pool(steps.saturating_mul(STEP)), |_| {});
     let least = trace.live_peak.div_ceil(STEP);
     let mut enough = (0..=8).map(|power| least << power).find(|&steps| fits(steps))?;
     let mut too_small = if enough == least { least - 1 } else { enough / 2 };
@@ -54,19 +54,21 @@ fn smallest_pool<P: Peer>(trace: &Trace, pool: impl Fn(u64) -> P) -> Option<u64>
     Some(enough * STEP)
 }
 
-/// Plays a whole trace; the most that was taken, or `None` where a block found no room.
-fn play<P: Peer>(trace: &Trace, peer: &mut P) -> Option<u64> {
+/// Plays a whole trace: `false` where a block found no room. Calls `look` after each allocation.
+fn play<P: Peer>(trace: &Trace, peer: &mut P, mut look: impl FnMut(&P)) -> bool {
     let mut blocks: Vec<Option<P::Handle>> = Vec::new();
     blocks.resize_with(trace.blocks, || None);
-    let mut taken_peak = 0;
     for &event in &trace.events {
         match event {
             Event::Alloc { block, bytes } => {
-                blocks[block] = Some(peer.alloc(bytes)?);
-                taken_peak = taken_peak.max(peer.taken());
+                blocks[block] = peer.alloc(bytes);
+                if blocks[block].is_none() {
+                    return false;
+                }
+                look(peer);
             }
             Event::Free { block } => blocks[block].take().into_iter().for_each(|it| peer.free(it)),
         }
     }
-    Some(taken_peak)
+    true
 }
