@@ -39,9 +39,6 @@ const SEEDS: [u64; 3] = [42, 7, 1234];
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What an arena gives back as time passes, and what that costs")]
 struct Cli {
-    /// Only the first trace, with the first seed; goals are judged all the same.
-    #[arg(long)]
-    quick: bool,
     /// Judges no time: the speed of the simulation is printed and has no goal.
     #[arg(long)]
     counted: bool,
@@ -70,7 +67,7 @@ const EVENTS_MIN: f64 = 1_000_000.0;
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::default();
-        measure(cli, &mut figures)?;
+        measure(&mut figures)?;
         figures.set_goals(GOALS);
         if !cli.counted {
             figures.set_floor("simulation.events_per_second", EVENTS_MIN);
@@ -79,15 +76,12 @@ fn main() -> ExitCode {
     })
 }
 
-fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
-    let few = if cli.quick { 1 } else { usize::MAX };
-    let seeds = &SEEDS[..SEEDS.len().min(few)];
-    let own = trace::own();
-    let traces = own.iter().take(few).map(|file| Trace::open(file));
-    pauses::measure(&traces.collect::<Result<Vec<_>, _>>()?, seeds, figures)?;
+fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+    let traces = trace::own().map(|file| Trace::open(&file));
+    pauses::measure(&traces.into_iter().collect::<Result<Vec<_>, _>>()?, &SEEDS, figures)?;
     device::silence(figures)?;
     device::streams(figures)?;
     device::sleep(figures)?;
-    blocks::refusals(seeds, figures)?;
-    blocks::scattered(seeds, figures)
+    blocks::refusals(&SEEDS, figures)?;
+    blocks::scattered(&SEEDS, figures)
 }
