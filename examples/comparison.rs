@@ -12,12 +12,13 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "tide/cgroup.rs"]
-mod cgroup;
 #[path = "proxy/chance.rs"]
 mod chance;
 #[path = "comparison/load.rs"]
 mod load;
+#[path = "../benches/common/process.rs"]
+#[allow(dead_code, reason = "benches use more of it")]
+mod process;
 #[path = "comparison/report.rs"]
 mod report;
 #[path = "tide/load.rs"]
@@ -31,7 +32,7 @@ mod service;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum as _};
 use lowtide::{BoxError, ByteSize};
 
 use crate::service::Setup;
@@ -83,8 +84,8 @@ fn compare(lasts: Duration) -> Result<bool, BoxError> {
          send bodies of {BIG} and {SMALL_CLIENTS} send bodies of {SMALL}",
         lasts.as_secs()
     );
-    match run::check_cgroup() {
-        Ok(()) => println!("a memory cgroup enforces the limit\n"),
+    match process::group(LIMIT) {
+        Ok(_) => println!("a memory cgroup enforces the limit\n"),
         Err(cause) => println!(
             "no memory cgroup ({cause}):\nthis program kills a service whose anonymous memory \
              exceeds the limit\n"
@@ -92,10 +93,10 @@ fn compare(lasts: Duration) -> Result<bool, BoxError> {
     }
     println!("{}", report::HEADING);
     let mut outcomes = Vec::new();
-    for setup in Setup::ALL {
-        let outcome = run::run(setup, lasts)?;
-        println!("{}", report::row(setup, &outcome));
-        outcomes.push((setup, outcome));
+    for setup in Setup::value_variants() {
+        let outcome = run::run(*setup, lasts)?;
+        println!("{}", report::row(*setup, &outcome));
+        outcomes.push((*setup, outcome));
     }
     println!("\n{}", report::LEGEND);
     if outcomes.iter().all(|(_, outcome)| outcome.killed_after.is_none()) {

@@ -26,7 +26,6 @@ mod model;
 #[path = "proxy/upstream.rs"]
 mod upstream;
 
-use std::io::Write as _;
 use std::process::ExitCode;
 
 #[cfg(feature = "profiling")]
@@ -35,10 +34,5 @@ lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
 lowtide::global_allocator!(balanced);
 
 fn main() -> ExitCode {
-    let done = cli::main(std::env::args_os());
-    if let Err(error) = &done {
-        // Not `eprintln!`, which panics if standard error is closed or full.
-        let _ = writeln!(std::io::stderr(), "proxy: {error}");
-    }
-    cli::exit_code(&done).into()
+    cli::run("proxy", std::env::args_os()).into()
 }

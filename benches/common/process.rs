@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use lowtide::{BoxError, ByteSize};
 
-#[path = "../../examples/tide/cgroup.rs"]
+#[path = "../../examples/comparison/cgroup.rs"]
 mod cgroup;
 pub(crate) use self::cgroup::Group;
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use axum::extract::DefaultBodyLimit;
 use axum::{Json, Router, routing::post};
+use clap::ValueEnum as _;
 use lowtide::heap::HeapProfile;
 use lowtide::{BoxError, Memory};
 use serde_json::Value;
@@ -36,22 +37,16 @@ pub(crate) enum Setup {
 }
 
 impl Setup {
-    pub(crate) const ALL: [Self; 3] = [Self::Jemalloc, Self::Concurrency, Self::Lowtide];
-
     /// Its name in figures and arguments.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Jemalloc => "jemalloc",
-            Self::Concurrency => "concurrency",
-            Self::Lowtide => "lowtide",
-        }
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
 
     /// Its name in the table.
     pub(crate) fn title(self) -> String {
         match self {
             Self::Concurrency => format!("jemalloc, {CONCURRENCY} at once"),
-            _ => self.name().to_owned(),
+            _ => self.name(),
         }
     }
 

@@ -24,6 +24,8 @@ use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use clap::{Args, FromArgMatches as _};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
 use lowtide::service::{Admin, Endpoints, LoadReportFormat, MinDataRate, Peer};
@@ -46,46 +48,70 @@ pub(crate) const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
 const RATE_MIN: ByteSize = ByteSize::kib(16);
 
 /// The options of the proxy.
-#[derive(Debug)]
+#[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// The address to listen on; port 0 for any port.
+    /// Address to listen on.
+    #[arg(long, env = "PROXY_LISTEN", default_value = "127.0.0.1:8080", global = true)]
     pub(crate) listen: SocketAddr,
-    /// The address for operators; `None` for the same address.
+    /// Separate address for operators: /healthz, /readyz, /metrics, /memory and admin commands,
+    /// which --listen then forwards like any other path. Default: the address of --listen.
+    #[arg(long, env = "PROXY_OPERATORS", global = true)]
     pub(crate) operators: Option<SocketAddr>,
-    /// Host names by which operators reach `/memory` and `/metrics`, in addition to localhost and
-    /// IP addresses.
+    /// Host names by which operators reach /memory and /metrics, separated by commas. Requests to
+    /// localhost and to IP addresses are always answered, those to other names never, because
+    /// another site's page may point its own name at this address.
+    #[arg(long, env = "PROXY_HOSTS", value_delimiter = ',', global = true)]
     pub(crate) hosts: Vec<String>,
-    /// The upstream; `None` starts a small one in this process.
+    /// Upstream address, e.g. `http://10.0.0.7:9000`; without it a small text service is started.
+    #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     pub(crate) upstream: Option<Uri>,
-    /// The longest time that the upstream may be silent; `None` for no limit.
-    pub(crate) response_timeout: Option<Duration>,
-    /// The model to serve.
+    #[command(flatten)]
     pub(crate) model: model::Settings,
-    /// The idle time before the model is unloaded; `None` for the profile's.
+    /// Idle time before the model is unloaded; default: the profile's.
+    #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
     pub(crate) idle_unload: Option<Duration>,
-    /// The limits for clients.
+    /// Longest time that the upstream may be silent: before the head of its response (504), and
+    /// between two parts of its response (the connection is closed); 0s for no limit.
+    #[arg(long, env = "PROXY_RESPONSE_TIMEOUT", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "60s")]
+    pub(crate) response_timeout: Duration,
+    #[command(flatten)]
     pub(crate) limits: Limits,
-    /// The format of load reports; `None` for none.
-    pub(crate) load_reports: Option<LoadReportFormat>,
+    /// Add an ORCA load report to each response, for load balancers, which should remove it: header
+    /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
+    #[arg(long, env = "PROXY_LOAD_REPORTS", default_value = "off")]
+    #[arg(value_parser = PossibleValuesParser::new(["off", "text", "json", "binary"]).map(format))]
+    pub(crate) load_reports: LoadReports,
     /// The admin commands that are accepted; `None` for none.
+    #[arg(skip)]
     pub(crate) admin: Option<Admin>,
 }
 
 impl Default for Options {
+    /// Returns those of a command line that sets none, with any port.
     fn default() -> Self {
-        Self {
-            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
-            operators: None,
-            hosts: Vec::new(),
-            upstream: None,
-            response_timeout: Some(Duration::from_secs(60)),
-            model: model::Settings::default(),
-            idle_unload: None,
-            limits: Limits::default(),
-            load_reports: None,
-            admin: None,
-        }
+        let command = Self::augment_args(clap::Command::new("proxy"));
+        let matches = command.get_matches_from(["proxy", "--listen=127.0.0.1:0"]);
+        Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
     }
+}
+
+/// The format of load reports; `None` for none.
+type LoadReports = Option<LoadReportFormat>;
+
+#[expect(clippy::needless_pass_by_value, reason = "as a parser of values calls it")]
+fn format(name: String) -> LoadReports {
+    match &*name {
+        "text" => Some(LoadReportFormat::Text),
+        "json" => Some(LoadReportFormat::Json),
+        "binary" => Some(LoadReportFormat::Binary),
+        _ => None,
+    }
+}
+
+fn upstream(text: &str) -> Result<Uri, String> {
+    let upstream = text.parse().map_err(|error| format!("{error}"))?;
+    Forward::new(&upstream).map(|_| upstream)
 }
 
 /// A proxy that runs.
@@ -170,7 +196,8 @@ pub(crate) async fn start(
             (format!("http://{address}/").parse()?, Some((own_phase, server)))
         }
     };
-    let forward = Forward::new(&upstream)?.with_response_timeout(options.response_timeout);
+    let response_timeout = Some(options.response_timeout).filter(|time| !time.is_zero());
+    let forward = Forward::new(&upstream)?.with_response_timeout(response_timeout);
     let model = ManagedModel::open(&options.model, options.idle_unload, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
     let mut endpoints =

@@ -8,16 +8,17 @@
 mod fit;
 
 use std::ffi::{OsStr, OsString};
-use std::io::IsTerminal as _;
+use std::io::{self, IsTerminal as _, Write as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::{Request, StatusCode, Uri};
+use axum::http::header::AUTHORIZATION;
+use axum::http::{Request, StatusCode};
 use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
-use clap::{CommandFactory as _, Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use http_body_util::{BodyExt as _, Empty};
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
@@ -25,7 +26,7 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::clock::SystemClock;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
-use lowtide::service::{Admin, AdminToken, LoadReportFormat};
+use lowtide::service::{Admin, AdminToken};
 use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -35,9 +36,7 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::app;
-use crate::app::serve::Limits;
-use crate::forward::{Forward, whole};
-use crate::model;
+use crate::forward::whole;
 
 /// The exit code after exhausted memory, from sysexits.h: a failure that may be gone in the next
 /// attempt.
@@ -49,31 +48,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 #[derive(Debug, Parser)]
 #[command(about = "A reverse proxy that returns unused memory", version)]
 struct Cli {
-    /// Address to listen on.
-    #[arg(long, env = "PROXY_LISTEN", default_value = "127.0.0.1:8080", global = true)]
-    listen: SocketAddr,
-    /// Separate address for operators: /healthz, /readyz, /metrics, /memory and admin commands,
-    /// which --listen then forwards like any other path. Default: the address of --listen.
-    #[arg(long, env = "PROXY_OPERATORS", global = true)]
-    operators: Option<SocketAddr>,
-    /// Host names by which operators reach /memory and /metrics, separated by commas. Requests to
-    /// localhost and to IP addresses are always answered, those to other names never, because
-    /// another site's page may point its own name at this address.
-    #[arg(long, env = "PROXY_HOSTS", value_delimiter = ',', global = true)]
-    hosts: Vec<String>,
-    /// Upstream address, e.g. `http://10.0.0.7:9000`; without it a small text service is started.
-    #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
-    upstream: Option<Uri>,
     #[command(flatten)]
-    model: model::Settings,
-    /// Idle time before the model is unloaded; default: the profile's.
-    #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
-    idle_unload: Option<Duration>,
-    /// Longest time that the upstream may be silent: before the head of its response (504), and
-    /// between two parts of its response (the connection is closed); 0s for no limit.
-    #[arg(long, env = "PROXY_RESPONSE_TIMEOUT", value_parser = humantime::parse_duration)]
-    #[arg(default_value = "60s")]
-    response_timeout: Duration,
+    options: app::Options,
     /// Time after SIGTERM during which all requests are still served, /readyz returns 503 and each
     /// response closes its connection, so that no client sends its next request to a closing one;
     /// 0s for none.
@@ -84,24 +60,6 @@ struct Cli {
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
-    /// Longest pause in a request body (408) or in a response that the client takes; both must also
-    /// keep up 16 KiB/s on average.
-    #[arg(long, env = "PROXY_BODY_TIMEOUT", value_parser = humantime::parse_duration)]
-    #[arg(default_value = "10s")]
-    body_timeout: Duration,
-    /// Timeout for the head of a request, and so for an idle connection.
-    #[arg(long, env = "PROXY_HEAD_TIMEOUT", value_parser = humantime::parse_duration)]
-    #[arg(default_value = "10s")]
-    head_timeout: Duration,
-    /// Most connections at once. For a further one, the connection without progress for the longest
-    /// time is closed, if that is 1 s; else the new one is, after 1 s. Each uses up to 3 file
-    /// descriptors, and a quarter as many may wait: no more than (`ulimit -n` - 48) / 3.25.
-    #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
-    connections: usize,
-    /// Add an ORCA load report to each response, for load balancers, which should remove it: header
-    /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
-    #[arg(long, env = "PROXY_LOAD_REPORTS", value_enum, default_value = "off")]
-    load_reports: LoadReports,
     /// Accept admin commands (purge, trim, sleep, wake, unload, fit) from this machine,
     /// under /memory.
     #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
@@ -113,26 +71,6 @@ struct Cli {
     command: Option<Command>,
 }
 
-/// The format of load reports.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum LoadReports {
-    Off,
-    Text,
-    Json,
-    Binary,
-}
-
-impl LoadReports {
-    const fn format(self) -> Option<LoadReportFormat> {
-        match self {
-            Self::Off => None,
-            Self::Text => Some(LoadReportFormat::Text),
-            Self::Json => Some(LoadReportFormat::Json),
-            Self::Binary => Some(LoadReportFormat::Binary),
-        }
-    }
-}
-
 #[derive(Clone, Debug, Subcommand)]
 enum Command {
     /// Requests /healthz from the proxy at --operators, or else --listen, and exits with 0 if it is
@@ -142,18 +80,6 @@ enum Command {
     /// limit of its container is lowered in place. Shows the progress, and exits with 0 if it fits,
     /// and 1 with the reason if not. Needs --admin there, or the file of --admin-token-file here.
     Fit(fit::Fit),
-}
-
-fn upstream(text: &str) -> Result<Uri, String> {
-    let upstream = text.parse().map_err(|error| format!("{error}"))?;
-    Forward::new(&upstream).map(|_| upstream)
-}
-
-fn connections(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count) if count > 0 => Ok(count),
-        _ => Err("expected a number above 0".to_owned()),
-    }
 }
 
 /// The token in a file, which ends with a line's end or without.
@@ -168,9 +94,19 @@ fn token_text(file: &Path) -> Result<String, BoxError> {
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
-/// Runs the program with these arguments, the first of which is its name. Exits the process itself
-/// if they are invalid or request help.
-pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
+/// Runs the program with these arguments, the first of which is its name, and prints its error.
+/// Returns its exit code.
+pub(crate) fn run(name: &str, arguments: impl Iterator<Item = OsString>) -> u8 {
+    let done = main(arguments);
+    if let Err(error) = &done {
+        // Not `eprintln!`, which panics if standard error is closed or full.
+        let _ = writeln!(io::stderr(), "{name}: {error}");
+    }
+    exit_code(&done)
+}
+
+/// Exits the process itself if the arguments are invalid or request help.
+fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
     let cli = Cli::parse_from(arguments);
     // Not clap's `conflicts_with`: a variable that says `false` would be a conflict to that.
     if cli.admin && cli.admin_token_file.is_some() {
@@ -185,7 +121,7 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
         .on_thread_park(lowtide::heap::on_thread_park)
         .build()?;
     match cli.command {
-        None => runtime.block_on(run(cli)),
+        None => runtime.block_on(serve(cli)),
         Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.for_operators())),
         Some(Command::Fit(ref fit)) => {
             let token = cli.admin_token_file.as_deref().map(token_text).transpose()?;
@@ -197,7 +133,7 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
 impl Cli {
     /// Returns the address at which the running proxy answers operators.
     fn for_operators(&self) -> SocketAddr {
-        let at = self.operators.unwrap_or(self.listen);
+        let at = self.options.operators.unwrap_or(self.options.listen);
         let here = SocketAddr::from(([127, 0, 0, 1], at.port()));
         if at.ip().is_unspecified() { here } else { at }
     }
@@ -223,7 +159,7 @@ fn log() {
         Err(error) => (Targets::new().with_default(LevelFilter::INFO), Some(error)),
     };
     tracing_subscriber::fmt()
-        .with_ansi(is_coloured(std::io::stdout().is_terminal(), no_color.as_deref()))
+        .with_ansi(is_coloured(io::stdout().is_terminal(), no_color.as_deref()))
         .log_internal_errors(false)
         .with_max_level(LevelFilter::TRACE)
         .finish()
@@ -256,7 +192,7 @@ fn wake(runtime: &Handle) {
     }
 }
 
-async fn run(cli: Cli) -> Result<(), BoxError> {
+async fn serve(cli: Cli) -> Result<(), BoxError> {
     let clock = Arc::new(SystemClock::new());
     let admin = match &cli.admin_token_file {
         Some(file) => Some(Admin::with_token(clock, token_in(file)?)),
@@ -267,22 +203,8 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         .prometheus()?
         .after_tcache_flush_request(move || wake(&workers))
         .start()?;
-    let options = app::Options {
-        listen: cli.listen,
-        operators: cli.operators.filter(|at| *at != cli.listen),
-        hosts: cli.hosts,
-        upstream: cli.upstream,
-        response_timeout: Some(cli.response_timeout).filter(|time| !time.is_zero()),
-        model: cli.model,
-        idle_unload: cli.idle_unload,
-        limits: Limits {
-            body_timeout: cli.body_timeout,
-            head_timeout: cli.head_timeout,
-            connections: cli.connections,
-        },
-        load_reports: cli.load_reports.format(),
-        admin,
-    };
+    let operators = cli.options.operators.filter(|at| *at != cli.options.listen);
+    let options = app::Options { operators, admin, ..cli.options };
     // Installed before it listens: a client that sees it listening may send a signal.
     let terminated = memory.terminated()?;
     let render = || prometheus::render().unwrap_or_default();
@@ -309,21 +231,27 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
 }
 
 async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
-    let request = Request::get(format!("http://{at}/healthz")).body(Empty::new())?;
-    let (status, text) = ask(at, request).await?;
+    let (status, text) = ask(at, "GET", "/healthz", None).await?;
     if status.is_success() {
         return Ok(());
     }
     Err(format!("{at} answered {status}: {}", String::from_utf8_lossy(&text)).into())
 }
 
-/// Sends a request to the running proxy, and returns its answer.
+/// Sends a request to the running proxy, with this token for admin commands, and returns its answer.
 async fn ask(
     at: SocketAddr,
-    request: Request<Empty<Bytes>>,
+    method: &str,
+    path: &str,
+    token: Option<&str>,
 ) -> Result<(StatusCode, Bytes), BoxError> {
+    let request = Request::builder().method(method).uri(format!("http://{at}{path}"));
+    let mut request = request.header("lowtide-admin", "1");
+    if let Some(token) = token {
+        request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+    }
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
-    let asked = client.request(request);
+    let asked = client.request(request.body(Empty::new())?);
     let ask = async {
         let answer =
             asked.await.map_err(|error| format!("cannot reach {at}: {}", whole(&error)))?;

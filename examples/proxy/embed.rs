@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::{Body, HttpBody as _};
+use axum::body::{Body, Bytes, HttpBody as _};
 use axum::extract::Request;
 use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, RETRY_AFTER};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
@@ -14,13 +14,12 @@ use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
 use lowtide::admission::AcquireError;
-use lowtide::service::{SharedPermit, scope_blocking};
+use lowtide::service::{DRAIN_MAX, SharedPermit, scope_blocking};
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
 
 use crate::model::{self, ManagedModel, ModelError};
-use crate::upstream::read_away;
 
 /// Texts in one request.
 pub(crate) const TEXTS_MAX: usize = 64;
@@ -85,7 +84,9 @@ impl Embedder {
 
     async fn embed(&self, request: Request) -> Result<Answer, Box<Response>> {
         check_kind(request.headers())?;
-        let texts = texts(&read(request).await?)?;
+        // The arena may be in host memory, so what the device needs counts as well.
+        let cost = |bytes| host_cost(bytes).saturating_add(model::DEVICE_COST);
+        let texts = texts(&read(request, BODY_MAX, cost).await?)?;
         let model = self.model.acquire().await.map_err(|error| Box::new(unavailable(&error)))?;
         let turn = self.turns.clone().acquire_owned().await;
         // Keeps the reservation to the end of the work, also if the client leaves.
@@ -112,18 +113,23 @@ impl Embedder {
     }
 }
 
-/// Reads the whole body, reserves memory as it arrives, and stops at [`BODY_MAX`].
-async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
+/// Reads a whole body of `most` bytes or less. The memory for one of unknown length, which `cost`
+/// returns, is reserved as it arrives.
+pub(crate) async fn read(
+    request: Request,
+    most: ByteSize,
+    cost: impl Fn(u64) -> ByteSize,
+) -> Result<Vec<u8>, Box<Response>> {
     let permit = request.extensions().get::<SharedPermit>().cloned();
     let known = request.headers().contains_key(CONTENT_LENGTH);
     let asks_first = request.headers().contains_key(EXPECT);
     let too_long = || {
-        let text = format!("the body is longer than {BODY_MAX}");
+        let text = format!("the body is longer than {most}");
         Err(refusal(StatusCode::PAYLOAD_TOO_LARGE, text))
     };
     let announced = request.body().size_hint().lower();
     let mut body = request.into_body();
-    if announced > BODY_MAX.get() && asks_first {
+    if announced > most.get() && asks_first {
         return too_long();
     }
     let mut whole = Vec::new();
@@ -131,15 +137,14 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
         let early = |error| format!("the body ended early: {error}");
         let frame = frame.map_err(|error| refusal(StatusCode::BAD_REQUEST, early(error)))?;
         let Ok(data) = frame.into_data() else { continue };
-        if announced.max((whole.len() + data.len()) as u64) > BODY_MAX.get() {
+        let length = (whole.len() + data.len()) as u64;
+        if announced.max(length) > most.get() {
             drop(whole);
             read_away(&mut body).await;
             return too_long();
         }
-        // The arena may be in host memory, so what the device needs counts as well.
-        let cost = host_cost((whole.len() + data.len()) as u64).saturating_add(model::DEVICE_COST);
         if let (Some(permit), false) = (&permit, known)
-            && let Err(rejected) = permit.hold(cost)
+            && let Err(rejected) = permit.hold(cost(length))
         {
             drop(whole);
             read_away(&mut body).await;
@@ -148,6 +153,19 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
         whole.extend_from_slice(&data);
     }
     Ok(whole)
+}
+
+/// Reads the rest of a body that is not wanted, and keeps none of it: the answer to a client that
+/// still sends would not reach it (RFC 9112, 9.6). Bounded, as a longer one is to break off.
+async fn read_away(body: &mut Body) {
+    let mut read = 0;
+    while let Some(Ok(frame)) = body.frame().await {
+        // An empty frame counts too, so that they cannot go on for ever.
+        read += frame.data_ref().map_or(0, Bytes::len).max(1) as u64;
+        if read > DRAIN_MAX.get() {
+            return;
+        }
+    }
 }
 
 /// Refuses what says that it is something other than JSON.
@@ -236,7 +254,7 @@ fn later(reason: String) -> Response {
 }
 
 /// A refusal with its reason, as problem+json (RFC 9457).
-fn refusal(status: StatusCode, reason: String) -> Box<Response> {
+pub(crate) fn refusal(status: StatusCode, reason: String) -> Box<Response> {
     let problem = serde_json::json!({
         "title": status.canonical_reason(),
         "status": status.as_u16(),

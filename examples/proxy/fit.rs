@@ -11,11 +11,8 @@ use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use axum::http::header::AUTHORIZATION;
-use axum::http::{Request, StatusCode};
+use axum::http::StatusCode;
 use clap::Args;
-use http_body_util::Empty;
-use hyper::body::Bytes;
 use lowtide::{BoxError, ByteSize};
 use serde_json::Value;
 use tokio::time::Instant;
@@ -67,7 +64,7 @@ impl Fit {
         let (mut shown, mut next_line, mut failures) = (String::new(), Instant::now(), 0);
         // Ends with the task, or at the deadline.
         loop {
-            let figures = super::ask(at, request("GET", at, "/memory?with=admin_tasks", None)?);
+            let figures = super::ask(at, "GET", "/memory?with=admin_tasks", None);
             let (status, figures) = match figures.await {
                 Err(_) if failures < FAILURES_MAX && Instant::now() < deadline => {
                     failures += 1;
@@ -111,7 +108,7 @@ impl Fit {
         if self.ignore_page_cache {
             path.push_str("&page_cache=ignore");
         }
-        let (status, body) = super::ask(at, request("POST", at, &path, token)?).await?;
+        let (status, body) = super::ask(at, "POST", &path, token).await?;
         let told: Value = serde_json::from_slice(&body).unwrap_or_default();
         match told["admin_task"].as_u64() {
             Some(task) if status == StatusCode::ACCEPTED => Ok(task),
@@ -124,21 +121,6 @@ impl Fit {
             }
         }
     }
-}
-
-fn request(
-    method: &str,
-    at: SocketAddr,
-    path: &str,
-    token: Option<&str>,
-) -> Result<Request<Empty<Bytes>>, BoxError> {
-    let request = Request::builder().method(method).uri(format!("http://{at}{path}"));
-    let request = request.header("lowtide-admin", "1");
-    let request = match token {
-        Some(token) => request.header(AUTHORIZATION, format!("Bearer {token}")),
-        None => request,
-    };
-    Ok(request.body(Empty::new())?)
 }
 
 fn say(line: &str) -> io::Result<()> {

@@ -35,16 +35,22 @@ const KEEP_IDLE: Duration = Duration::from_secs(15);
 /// once carried a large body keeps while it is idle: memory that no request reserves.
 pub(crate) const BUFFER_MAX: usize = 32 << 10;
 
-static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
-static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 /// ORCA load reports, in heads and in trailers.
-static LOAD_REPORT: HeaderName = HeaderName::from_static("endpoint-load-metrics");
-static LOAD_REPORT_BIN: HeaderName = HeaderName::from_static("endpoint-load-metrics-bin");
+const LOAD_REPORTS: [&str; 2] = ["endpoint-load-metrics", "endpoint-load-metrics-bin"];
 /// The addresses on the way, the client's own words first: only what proxies added is known.
-static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
-static FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
-static FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
-static REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
+const FORWARDED_FOR: &str = "x-forwarded-for";
+const REAL_IP: &str = "x-real-ip";
+/// The headers of one connection (RFC 9110, 7.6.1), and those that stand for such ones.
+static OF_CONNECTION: [HeaderName; 8] = [
+    CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION,
+    HeaderName::from_static("proxy-connection"),
+    TE,
+    TRANSFER_ENCODING,
+    UPGRADE,
+];
 
 /// The way to the upstream.
 #[derive(Clone, Debug)]
@@ -62,8 +68,7 @@ impl Forward {
     pub(crate) fn new(upstream: &Uri) -> Result<Self, String> {
         let expected = || {
             format!(
-                "invalid upstream {upstream}: expected an address such as \
-            http://host:port/path"
+                "invalid upstream {upstream}: expected an address such as http://host:port/path"
             )
         };
         let authority = upstream.authority().cloned().ok_or_else(expected)?;
@@ -91,12 +96,8 @@ impl Forward {
     /// Sends the request on and gives the answer back.
     pub(crate) async fn forward(&self, mut request: Request, from: Option<SocketAddr>) -> Response {
         if request.method() == Method::CONNECT {
-            return (
-                StatusCode::NOT_IMPLEMENTED,
-                "CONNECT is not supported: this proxy is not a \
-                tunnel\n",
-            )
-                .into_response();
+            let text = "CONNECT is not supported: this proxy is not a tunnel\n";
+            return (StatusCode::NOT_IMPLEMENTED, text).into_response();
         }
         let Some(target) = self.target(request.uri()) else {
             return (StatusCode::BAD_REQUEST, "this path cannot be forwarded\n").into_response();
@@ -182,18 +183,18 @@ fn prepare(headers: &mut HeaderMap, asked: Option<&Authority>, from: Option<Sock
     drop_claims(headers);
     let host = headers.remove(HOST);
     if let Some(host) = asked.and_then(|asked| asked.as_str().parse().ok()).or(host) {
-        headers.insert(&FORWARDED_HOST, host);
+        headers.insert("x-forwarded-host", host);
     }
-    headers.insert(&FORWARDED_PROTO, HeaderValue::from_static("http"));
+    headers.insert("x-forwarded-proto", HeaderValue::from_static("http"));
     let Some(from) = from else { return };
     if let Ok(from) = HeaderValue::try_from(from.ip().to_string()) {
-        headers.insert(&REAL_IP, from);
+        headers.insert(REAL_IP, from);
     }
     // One line: some read the first alone, which would be the client's own.
-    let before = headers.get_all(&FORWARDED_FOR).iter().filter_map(|value| value.to_str().ok());
+    let before = headers.get_all(FORWARDED_FOR).iter().filter_map(|value| value.to_str().ok());
     let chain: String = before.map(|value| format!("{value}, ")).collect();
     if let Ok(chain) = HeaderValue::try_from(format!("{chain}{}", from.ip())) {
-        headers.insert(&FORWARDED_FOR, chain);
+        headers.insert(FORWARDED_FOR, chain);
     }
 }
 
@@ -212,8 +213,9 @@ fn drop_claims(headers: &mut HeaderMap) {
 
 /// Drops a load report of the upstream, which a load balancer would take for the proxy's.
 fn drop_load_report(headers: &mut HeaderMap) {
-    headers.remove(&LOAD_REPORT);
-    headers.remove(&LOAD_REPORT_BIN);
+    for name in LOAD_REPORTS {
+        headers.remove(name);
+    }
 }
 
 /// The answer as the client is to see it.
@@ -243,17 +245,7 @@ fn drop_connection_headers(headers: &mut HeaderMap) {
     if headers.contains_key(TRANSFER_ENCODING) {
         headers.remove(CONTENT_LENGTH);
     }
-    let fixed = [
-        &CONNECTION,
-        &KEEP_ALIVE,
-        &PROXY_AUTHENTICATE,
-        &PROXY_AUTHORIZATION,
-        &PROXY_CONNECTION,
-        &TE,
-        &TRANSFER_ENCODING,
-        &UPGRADE,
-    ];
-    for name in named.iter().chain(fixed) {
+    for name in named.iter().chain(&OF_CONNECTION) {
         headers.remove(name);
     }
 }

@@ -58,12 +58,6 @@ pub(crate) struct Settings {
     pub(crate) seed: u64,
 }
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self { weights: WEIGHTS_MIN, seed: 1 }
-    }
-}
-
 fn weights(text: &str) -> Result<ByteSize, String> {
     let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
     if size < WEIGHTS_MIN {

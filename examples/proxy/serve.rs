@@ -17,6 +17,7 @@ use axum::http::header::{CONNECTION, HOST};
 use axum::http::uri::Authority;
 use axum::http::{HeaderValue, StatusCode, Version};
 use axum::response::{IntoResponse as _, Response};
+use clap::Args;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -53,23 +54,28 @@ pub(crate) enum Phase {
 }
 
 /// The limits for clients.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct Limits {
-    /// The time that a client may pause, or be slower than the minimum rate.
+    /// Longest pause in a request body (408) or in a response that the client takes; both must also
+    /// keep up 16 KiB/s on average.
+    #[arg(long, env = "PROXY_BODY_TIMEOUT", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "10s")]
     pub(crate) body_timeout: Duration,
-    /// The timeout of a request's head, and so of an idle connection.
+    /// Timeout for the head of a request, and so for an idle connection.
+    #[arg(long, env = "PROXY_HEAD_TIMEOUT", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "10s")]
     pub(crate) head_timeout: Duration,
-    /// Open connections at once.
+    /// Most connections at once. For a further one, the connection without progress for the longest
+    /// time is closed, if that is 1 s; else the new one is, after 1 s. Each uses up to 3 file
+    /// descriptors, and a quarter as many may wait: no more than (`ulimit -n` - 48) / 3.25.
+    #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     pub(crate) connections: usize,
 }
 
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            body_timeout: Duration::from_secs(10),
-            head_timeout: Duration::from_secs(10),
-            connections: 512,
-        }
+fn connections(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err("expected a number above 0".to_owned()),
     }
 }
 

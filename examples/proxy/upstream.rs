@@ -14,12 +14,12 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Request};
 use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::response::{IntoResponse as _, Response};
 use axum::routing::{get, post};
 use futures_util::stream;
-use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::service::{DRAIN_MAX, SharedPermit};
+
+use crate::embed::{read, refusal};
 
 /// Words in an answer of `/words`.
 const TOP: usize = 100;
@@ -32,7 +32,7 @@ const PIECE: usize = 16 << 10;
 pub(crate) fn routes() -> Router {
     Router::new()
         .route("/", get(async || "a small text service: POST /words, POST /echo, GET /bytes/N\n"))
-        .route("/words", post(words))
+        .route("/words", post(async |request| words(request).await.unwrap_or_else(|no| *no)))
         .route("/echo", post(async |request: Request| Body::new(request.into_body())))
         .route("/bytes/{count}", get(bytes))
 }
@@ -52,57 +52,21 @@ const fn words_max(text_bytes: usize) -> (usize, usize) {
     (1024 + text_bytes / 4, 1024 + text_bytes / 24)
 }
 
-async fn words(request: Request) -> Response {
-    let permit = request.extensions().get::<SharedPermit>().cloned();
-    let announced = content_length(&request);
-    let mut body = request.into_body();
-    let mut text = Vec::new();
-    while let Some(frame) = body.frame().await {
-        let Ok(frame) = frame else {
-            return (StatusCode::BAD_REQUEST, "the body ended early\n").into_response();
-        };
-        let Ok(data) = frame.into_data() else { continue };
-        // Memory for a body of unknown length is reserved as it arrives.
-        let cost = || ByteSize::new(words_cost((text.len() + data.len()) as u64));
-        if let (Some(permit), None) = (&permit, announced)
-            && let Err(rejected) = permit.hold(cost())
-        {
-            drop(text);
-            read_away(&mut body).await;
-            return lowtide::service::rejection(&rejected).map(Body::from);
-        }
-        text.extend_from_slice(&data);
-    }
-    let unfit = |reason| (StatusCode::UNPROCESSABLE_ENTITY, reason).into_response();
-    let Ok(mut text) = String::from_utf8(text) else {
-        return unfit("the body is not text in UTF-8\n".to_owned());
-    };
+async fn words(request: Request) -> Result<Response, Box<Response>> {
+    let text = read(request, ByteSize::MAX, |bytes| ByteSize::new(words_cost(bytes))).await?;
+    let unfit = |reason| refusal(StatusCode::UNPROCESSABLE_ENTITY, reason);
+    let mut text =
+        String::from_utf8(text).map_err(|_| unfit("the body is not text in UTF-8".to_owned()))?;
     text.shrink_to_fit();
     text.make_ascii_lowercase();
-    let (words, answer) = match concordance(&text).await {
-        Ok(found) => found,
-        Err(reason) => return unfit(reason),
-    };
+    let (words, answer) = concordance(&text).await.map_err(unfit)?;
     // The concordance is there for as long as the answer is read, as a cursor's result would be.
     let rest = stream::once(async move {
         tokio::time::sleep(READING).await;
         drop((words, text));
         Ok::<_, Infallible>(Bytes::from(answer))
     });
-    Body::from_stream(rest).into_response()
-}
-
-/// Reads the rest of a body that is not wanted, and keeps none of it: the answer to a client that
-/// still sends would not reach it (RFC 9112, 9.6). Bounded, as a longer one is to break off.
-pub(crate) async fn read_away(body: &mut Body) {
-    let mut read = 0;
-    while let Some(Ok(frame)) = body.frame().await {
-        // An empty frame counts too, so that they cannot go on for ever.
-        read += frame.data_ref().map_or(0, Bytes::len).max(1) as u64;
-        if read > DRAIN_MAX.get() {
-            return;
-        }
-    }
+    Ok(Body::from_stream(rest).into_response())
 }
 
 /// The time that a concordance is held for its reader.
@@ -135,7 +99,7 @@ async fn concordance(text: &str) -> Result<(Vec<Place>, String), String> {
         let last = last_places.insert(word, own);
         if places.len() == places_max || last_places.len() > different_max {
             let bounds = format!("{places_max} words, {different_max} of them different");
-            return Err(format!("too many words for the text's length: expected {bounds}\n"));
+            return Err(format!("too many words for the text's length: expected {bounds}"));
         }
         let count = last.map_or(1, |last| places[last as usize].count + 1);
         let start = word.as_ptr().addr() - text.as_ptr().addr();
@@ -164,11 +128,7 @@ fn top_words(places: &[Place], last_places: &BTreeMap<&str, u32>) -> String {
             top.pop_first();
         }
     }
-    let mut text = format!(
-        "{} words
-",
-        places.len()
-    );
+    let mut text = format!("{} words\n", places.len());
     for (count, word) in top.iter().rev() {
         let _ = writeln!(text, "{count} {word}");
     }
@@ -182,8 +142,4 @@ async fn bytes(Path(count): Path<u64>) -> Body {
         (left > 0).then(|| (Ok::<_, Infallible>(piece), left - size as u64))
     });
     Body::from_stream(pieces)
-}
-
-fn content_length(request: &Request) -> Option<u64> {
-    request.headers().get("content-length")?.to_str().ok()?.parse().ok()
 }

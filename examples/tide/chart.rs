@@ -4,9 +4,9 @@
 //! defaults on the right. The lower area is live memory, the area above it is retained. It measures
 //! nothing.
 
-use std::fmt::Display;
 use std::path::Path;
 
+use lowtide::BoxError;
 use plotters::prelude::*;
 
 use crate::run::Sample;
@@ -21,15 +21,13 @@ const INK: RGBColor = RGBColor(0x33, 0x33, 0x33);
 type Amounts = fn(&Sample) -> (u64, u64);
 
 /// Draws both runs into the file.
-pub(crate) fn draw(file: &Path, managed: &[Sample], twin: &[Sample]) -> Result<(), String> {
+pub(crate) fn draw(file: &Path, managed: &[Sample], twin: &[Sample]) -> Result<(), BoxError> {
     let heap: Amounts = |sample| (sample.water.heap_live, sample.water.heap_retained());
     let device: Amounts = |sample| (sample.water.device_live, sample.water.device_retained());
-    let fault = |error: &dyn Display| format!("{}: {error}", file.display());
-
     let whole = SVGBackend::new(file, SIZE).into_drawing_area();
-    whole.fill(&WHITE).map_err(|error| fault(&error))?;
+    whole.fill(&WHITE)?;
     let (head, fields) = whole.split_vertically(34);
-    legend(&head).map_err(|error| fault(&error))?;
+    legend(&head)?;
     let seconds = both(managed, twin).map(|one| one.seconds).fold(1.0, f64::max);
     for ((row, amounts), place) in
         [("heap", heap), ("device", device)].into_iter().zip(fields.split_evenly((2, 1)))
@@ -38,17 +36,15 @@ pub(crate) fn draw(file: &Path, managed: &[Sample], twin: &[Sample]) -> Result<(
         let columns = [("lowtide", managed), ("jemalloc's defaults", twin)];
         for ((name, run), place) in columns.into_iter().zip(place.split_evenly((1, 2))) {
             let title = format!("{row}, {name}");
-            field(&place, &title, (seconds, top * 1.05), run, amounts)
-                .map_err(|error| fault(&error))?;
+            field(&place, &title, (seconds, top * 1.05), run, amounts)?;
         }
     }
-    whole.present().map_err(|error| fault(&error))
+    Ok(whole.present()?)
 }
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
-type Fault = Box<dyn std::error::Error>;
 
-fn legend(area: &Area<'_>) -> Result<(), Fault> {
+fn legend(area: &Area<'_>) -> Result<(), BoxError> {
     let entries = [(40, LIVE, "live"), (120, RETAINED, "retained: held but unused")];
     for (x, color, text) in entries {
         area.draw(&Rectangle::new([(x, 10), (x + 18, 24)], color.filled()))?;
@@ -63,7 +59,7 @@ fn field(
     (seconds, top): (f64, f64),
     run: &[Sample],
     amounts: Amounts,
-) -> Result<(), Fault> {
+) -> Result<(), BoxError> {
     let mut chart = ChartBuilder::on(area)
         .caption(title, ("sans-serif", 16).into_font().color(&INK))
         .margin_right(14)

@@ -96,21 +96,6 @@ fn files_of(input: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The requests of a burst.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Burst {
-    /// Its duration; requests in flight at the end are finished.
-    pub(crate) lasts: Duration,
-    /// Connections at once.
-    pub(crate) connections: usize,
-    /// Bytes of text in a request to the text service.
-    pub(crate) text_bytes: usize,
-    /// One of so many requests is for embeddings; `None` for none.
-    pub(crate) embed_every: Option<usize>,
-    /// Seed of the places at which texts are cut.
-    pub(crate) seed: u64,
-}
-
 /// The responses.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
@@ -147,19 +132,6 @@ impl Tally {
         self.millis.extend(other.millis);
         self.millis.sort_unstable_by(f64::total_cmp);
     }
-}
-
-/// Runs a burst against the proxy.
-pub(crate) async fn run(to: SocketAddr, corpus: &Corpus, burst: Burst) -> Tally {
-    let (end, corpus) = (Instant::now() + burst.lasts, corpus.clone());
-    let request = move |turn, chance: &mut Chance| {
-        if burst.embed_every.is_some_and(|every| turn % every == 0) {
-            embed_request(to, &corpus, chance)
-        } else {
-            words_request(to, &corpus, burst.text_bytes, chance)
-        }
-    };
-    send(burst.connections, burst.seed, move || Instant::now() < end, request).await
 }
 
 /// Sends requests from so many connections while it goes on; `request` makes one for a turn.
@@ -224,7 +196,7 @@ async fn one(client: &Client<HttpConnector, Body>, request: Request<Body>, tally
     tokio::time::sleep(RETRY).await;
 }
 
-fn words_request(
+pub(crate) fn words_request(
     to: SocketAddr,
     corpus: &Corpus,
     size: usize,
@@ -236,7 +208,7 @@ fn words_request(
     request(to, "/words", "text/plain", length, StreamBody::new(stream::iter(frames)).boxed())
 }
 
-fn embed_request(to: SocketAddr, corpus: &Corpus, chance: &mut Chance) -> Request<Body> {
+pub(crate) fn embed_request(to: SocketAddr, corpus: &Corpus, chance: &mut Chance) -> Request<Body> {
     let texts: Vec<String> = (0..4)
         .map(|_| {
             let pieces = corpus.cut(2048, chance);

@@ -14,16 +14,8 @@ const TWIN_PART: u64 = 3;
 const RETURN_BYTES: u64 = 8 << 20;
 const REGIONS: u64 = 2;
 
-/// One bound.
-#[derive(Debug)]
-pub(crate) struct Bound {
-    /// `true` if it holds.
-    pub(crate) holds: bool,
-    /// The bound.
-    pub(crate) what: String,
-    /// The measured value.
-    pub(crate) measured: String,
-}
+/// A bound: whether it holds, its text, and the measured value.
+pub(crate) type Bound = (bool, String, String);
 
 /// Every bound, measured. An error if a run lacks a stage.
 pub(crate) fn bounds(
@@ -33,7 +25,7 @@ pub(crate) fn bounds(
 ) -> Result<Vec<Bound>, String> {
     let mut bounds = Vec::new();
     let mut bound = |holds: bool, what: String, measured: String| {
-        bounds.push(Bound { holds, what, measured });
+        bounds.push((holds, what, measured));
     };
     let peak = managed.water(stage::BURST)?.heap_live;
     let idle = managed.water(stage::QUIET_10)?;

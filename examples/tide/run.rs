@@ -3,8 +3,6 @@
 //! The managed run and its twin with jemalloc's defaults have the same stages and the same seed;
 //! only the memory management differs. It does not judge: the report does.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::admission::{RejectReason, Resource as _, Signals};
@@ -14,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::Cli;
 use crate::app::{self, Running};
-use crate::load::{self, Burst, Corpus, Tally};
+use crate::chance::Chance;
+use crate::load::{self, Corpus};
 use crate::model::Settings;
 
 const WARM_UP: Duration = Duration::from_secs(4);
@@ -26,8 +25,12 @@ const IDLE_UNLOAD: Duration = Duration::from_secs(15);
 const UNLOAD_PATIENCE: Duration = Duration::from_secs(20);
 /// The time after an unload for the decay of its granules and the purge of its traces in the heap.
 const AFTER_UNLOAD: Duration = Duration::from_secs(3);
+/// One of so many requests is for embeddings, if any are.
+const EMBED_EVERY: usize = 8;
 /// The sampling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Samples for each line that is printed: a line every two seconds.
+const SAMPLES_PER_LINE: usize = 20;
 
 /// Which run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -111,6 +114,8 @@ pub(crate) struct Answers {
 pub(crate) struct Outcome {
     /// The stages in order.
     pub(crate) rows: Vec<Row>,
+    /// Memory over time.
+    pub(crate) samples: Vec<Sample>,
     /// Responses other than 2xx and 503 with Retry-After, by kind.
     pub(crate) other: Vec<(String, u64)>,
     /// Requests that admission rejected, by reason.
@@ -151,32 +156,16 @@ pub(crate) mod stage {
     pub(crate) const UNLOADED: &str = "idle, model unloaded";
 }
 
-/// Memory while a run goes on, ten times a second.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+/// Memory while a run goes on.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Sample {
-    /// The stage that ends next.
-    pub(crate) stage: String,
     /// Seconds since the start of the run.
     pub(crate) seconds: f64,
     /// Memory now.
     pub(crate) water: Water,
-    /// The pressure level, where anyone measures it.
-    pub(crate) level: String,
 }
 
-/// A line of a run in a process of its own.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Line {
-    Sample(Sample),
-    Outcome(Outcome),
-}
-
-pub(crate) fn print(line: &Line) -> Result<(), BoxError> {
-    println!("{}", serde_json::to_string(line)?);
-    Ok(())
-}
-
-/// Makes a run, and prints samples of it.
+/// Makes a run, and prints some samples of it.
 pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcome, BoxError> {
     let limit = match kind {
         Kind::Defaults => None,
@@ -193,6 +182,7 @@ pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcom
     let mut gauge = Gauge {
         cli,
         corpus,
+        kind,
         heap: HeapProbe::new()?,
         signals: Signals::open(),
         memory: memory.clone(),
@@ -217,7 +207,7 @@ pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcom
             while gauge.running.model.resource.stats().loaded
                 && unused_since.elapsed() < UNLOAD_PATIENCE
             {
-                gauge.wait(stage::UNLOADED, LOOK_EVERY, &AtomicBool::new(false)).await?;
+                gauge.wait(stage::UNLOADED, LOOK_EVERY, || false).await?;
             }
             gauge.quiet(stage::UNLOADED, AFTER_UNLOAD).await?;
         }
@@ -236,6 +226,7 @@ pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcom
 struct Gauge<'a> {
     cli: &'a Cli,
     corpus: &'a Corpus,
+    kind: Kind,
     heap: HeapProbe,
     signals: Signals,
     running: Running,
@@ -261,34 +252,48 @@ impl Gauge<'_> {
         })
     }
 
-    /// Waits, printing samples, until `done` or the time is up; gives the highest water.
+    /// Waits, taking samples, until `done` or the time is up; gives the highest water.
     async fn wait(
-        &self,
+        &mut self,
         stage: &str,
         time: Duration,
-        done: &AtomicBool,
+        done: impl Fn() -> bool,
     ) -> Result<Water, BoxError> {
         let end = Instant::now() + time;
         let mut peak = Water::default();
-        while !done.load(Ordering::Acquire) && Instant::now() < end {
+        while !done() && Instant::now() < end {
             tokio::time::sleep(LOOK_EVERY.min(end - Instant::now())).await;
             let water = self.water()?;
             if water.heap_live >= peak.heap_live {
                 peak = water;
             }
-            let level = self.memory.as_ref().map(|memory| memory.level().to_string());
-            print(&Line::Sample(Sample {
-                stage: stage.to_owned(),
-                seconds: self.start.elapsed().as_secs_f64(),
-                water,
-                level: level.unwrap_or_else(|| "not sampled".to_owned()),
-            }))?;
+            let sample = Sample { seconds: self.start.elapsed().as_secs_f64(), water };
+            if self.outcome.samples.len().is_multiple_of(SAMPLES_PER_LINE) {
+                self.show(stage, sample);
+            }
+            self.outcome.samples.push(sample);
         }
         Ok(peak)
     }
 
+    fn show(&self, stage: &str, Sample { seconds, water }: Sample) {
+        let size = |bytes| ByteSize::new(bytes).to_string();
+        let level = self.memory.as_ref().map(|memory| memory.level().to_string());
+        println!(
+            "{seconds:5.1} s  {:<42} heap live {:>10} retained {:>10}  device live {:>10} retained \
+             {:>10}  rss {:>10}  pressure {}",
+            format!("{}: {stage}", self.kind.title()),
+            size(water.heap_live),
+            size(water.heap_retained()),
+            size(water.device_live),
+            size(water.device_retained()),
+            size(water.rss),
+            level.as_deref().unwrap_or("not sampled"),
+        );
+    }
+
     async fn quiet(&mut self, stage: &str, time: Duration) -> Result<(), BoxError> {
-        self.wait(stage, time, &AtomicBool::new(false)).await?;
+        self.wait(stage, time, || false).await?;
         let water = self.water()?;
         self.outcome.rows.push(Row { stage: stage.to_owned(), water, answers: None });
         Ok(())
@@ -300,25 +305,21 @@ impl Gauge<'_> {
         lasts: Duration,
         with_model: bool,
     ) -> Result<(), BoxError> {
-        let burst = Burst {
-            lasts,
-            connections: self.cli.connections.max(1),
-            text_bytes: self.cli.text.as_usize().unwrap_or(usize::MAX).max(1),
-            embed_every: with_model.then_some(8),
-            seed: self.cli.seed,
+        let text_bytes = self.cli.text.as_usize().unwrap_or(usize::MAX).max(1);
+        let (corpus, to, end) = (self.corpus.clone(), self.running.address, Instant::now() + lasts);
+        let request = move |turn: usize, chance: &mut Chance| {
+            if with_model && turn.is_multiple_of(EMBED_EVERY) {
+                load::embed_request(to, &corpus, chance)
+            } else {
+                load::words_request(to, &corpus, text_bytes, chance)
+            }
         };
-        let done = Arc::new(AtomicBool::new(false));
-        let load = {
-            let (corpus, done, to) = (self.corpus.clone(), Arc::clone(&done), self.running.address);
-            tokio::spawn(async move {
-                let tally = load::run(to, &corpus, burst).await;
-                done.store(true, Ordering::Release);
-                tally
-            })
-        };
-        let water = self.wait(stage, lasts * 4, &done).await?;
+        let goes_on = move || Instant::now() < end;
+        let load = load::send(self.cli.connections.max(1), self.cli.seed, goes_on, request);
+        let load = tokio::spawn(load);
+        let water = self.wait(stage, lasts * 4, || load.is_finished()).await?;
         // Requests under way are read to their end, unless that does not come.
-        let tally: Tally = tokio::time::timeout(lasts, load)
+        let tally = tokio::time::timeout(lasts, load)
             .await
             .map_err(|_| format!("{stage}: requests did not end within {:?}", lasts * 5))??;
         let counts = [tally.ok, tally.shed, tally.other.values().sum()];

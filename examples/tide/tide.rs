@@ -28,19 +28,16 @@ mod upstream;
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
 use crate::load::Corpus;
-use crate::run::{Kind, Line, Outcome, Sample};
+use crate::run::{Kind, Outcome};
 
 #[global_allocator]
 static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
-
-/// Samples for each line that is printed: a line every two seconds.
-const SAMPLES_PER_LINE: usize = 20;
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Watch a service's memory rise under load and go back down")]
@@ -66,7 +63,7 @@ struct Cli {
     /// Also draw the memory of both runs over time into this SVG file.
     #[arg(long, value_name = "FILE")]
     chart: Option<PathBuf>,
-    /// Run only this, and print it as lines of JSON.
+    /// Run only this, and print its outcome as a line of JSON.
     #[arg(long, hide = true)]
     only: Option<Kind>,
 }
@@ -93,23 +90,24 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
         "a proxy under load: {} connections, {} of text each, a model of {},\nlimit {}\n",
         cli.connections, cli.text, cli.weights, cli.limit
     );
-    let (managed, samples) = spawn(Kind::Managed)?;
-    let (twin, twin_samples) = spawn(Kind::Defaults)?;
-    let (half, _) = spawn(Kind::Half)?;
+    let managed = spawn(Kind::Managed)?;
+    let twin = spawn(Kind::Defaults)?;
+    let half = spawn(Kind::Half)?;
     if let Some(file) = &cli.chart {
-        chart::draw(file, &samples, &twin_samples)?;
+        chart::draw(file, &managed.samples, &twin.samples)
+            .map_err(|error| format!("{}: {error}", file.display()))?;
     }
     println!("\n{}", report::table(&managed, &twin));
     let bounds = report::bounds(&managed, &twin, &half)?;
     println!("must hold");
-    for bound in &bounds {
-        let word = if bound.holds { "ok    " } else { "FAILED" };
-        println!("  {word}  {}:\n          {}", bound.what, bound.measured);
+    for (holds, what, measured) in &bounds {
+        let word = if *holds { "ok    " } else { "FAILED" };
+        println!("  {word}  {what}:\n          {measured}");
     }
-    Ok(bounds.iter().all(|bound| bound.holds))
+    Ok(bounds.iter().all(|(holds, ..)| *holds))
 }
 
-/// One run in this process, for a parent that reads lines of JSON.
+/// One run in this process, for a parent that reads its outcome.
 fn child(cli: &Cli, kind: Kind) -> Result<(), BoxError> {
     let home = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
     let own = || ["README.md", "docs", "src", "examples"].map(|part| home.join(part)).to_vec();
@@ -117,59 +115,23 @@ fn child(cli: &Cli, kind: Kind) -> Result<(), BoxError> {
     let corpus = Corpus::read(&inputs)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(run::run(cli, kind, &corpus))?;
-    run::print(&Line::Outcome(outcome))
+    println!("{}", serde_json::to_string(&outcome)?);
+    Ok(())
 }
 
-/// One run in a process of its own, with the same arguments.
-fn spawn(kind: Kind) -> Result<(Outcome, Vec<Sample>), BoxError> {
+/// One run in a process of its own, with the same arguments. Prints its lines, but for the outcome.
+fn spawn(kind: Kind) -> Result<Outcome, BoxError> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(std::env::args_os().skip(1)).args(["--only", kind.name()]);
     let mut child = command.stdout(Stdio::piped()).spawn()?;
-    let mut samples = Vec::new();
-    let outcome = follow(kind, &mut child, &mut samples);
-    if outcome.is_err() {
-        // It would run on for a while, and its output is no longer read.
-        let _ = child.kill();
-    }
-    let status = child.wait()?;
-    let missing = || format!("the run with {} ended with {status}", kind.title());
-    Ok((outcome?.ok_or_else(missing)?, samples))
-}
-
-/// Prints and keeps the samples of a run in a child, and returns its outcome.
-fn follow(
-    kind: Kind,
-    child: &mut Child,
-    samples: &mut Vec<Sample>,
-) -> Result<Option<Outcome>, BoxError> {
     let mut outcome = None;
     for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {
-        match serde_json::from_str(&line?)? {
-            Line::Sample(sample) => {
-                if samples.len().is_multiple_of(SAMPLES_PER_LINE) {
-                    show(kind, &sample);
-                }
-                samples.push(sample);
-            }
-            Line::Outcome(found) => outcome = Some(found),
+        let line = line?;
+        match serde_json::from_str(&line) {
+            Ok(found) => outcome = Some(found),
+            Err(_) => println!("{line}"),
         }
     }
-    Ok(outcome)
-}
-
-fn show(kind: Kind, sample: &Sample) {
-    let water = &sample.water;
-    let size = |bytes| ByteSize::new(bytes).to_string();
-    println!(
-        "{:5.1} s  {:<42} heap live {:>10} retained {:>10}  device live {:>10} retained {:>10}  \
-         rss {:>10}  pressure {}",
-        sample.seconds,
-        format!("{}: {}", kind.title(), sample.stage),
-        size(water.heap_live),
-        size(water.heap_retained()),
-        size(water.device_live),
-        size(water.device_retained()),
-        size(water.rss),
-        sample.level,
-    );
+    let status = child.wait()?;
+    Ok(outcome.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()))?)
 }

@@ -8,11 +8,9 @@
 //! of [`TOKENS_MAX`] tokens.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lowtide::admission::{AcquireError, Managed, ManagedBuilder, Use};
-use lowtide::clock::SystemClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;
@@ -60,61 +58,10 @@ pub(crate) struct Settings {
     pub(crate) library: PathBuf,
 }
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self { model: "model.onnx".into(), library: "libonnxruntime.so".into() }
-    }
-}
-
-/// An error of the model.
+/// An error of the model, its tokenizer or ONNX Runtime.
 #[derive(Debug, Error)]
-pub(crate) enum ModelError {
-    /// `tokenizer.json` is missing or damaged.
-    #[error(
-        "cannot load the tokenizer {}: {source}: expected a tokenizer.json in the model's folder",
-        path.display()
-    )]
-    Tokenizer {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: tokenizers::Error,
-    },
-    /// The tokenizer failed.
-    #[error("cannot split text {index} into tokens: {source}")]
-    Tokens {
-        /// The number of the text, from 0.
-        index: usize,
-        /// The cause.
-        source: tokenizers::Error,
-    },
-    /// The model needs something other than tokens.
-    #[error("the model has the input {name:?}: expected only {}", INPUTS.join(", "))]
-    Input {
-        /// The name of the input.
-        name: String,
-    },
-    /// The model is no sentence encoder.
-    #[error("the model has the outputs {names:?}: expected {OUTPUT}")]
-    Output {
-        /// Their names.
-        names: Vec<String>,
-    },
-    /// The model answers with something other than vectors.
-    #[error("the model answers {rows} texts with the shape {shape:?}: expected [{rows}, width]")]
-    Shape {
-        /// The number of texts.
-        rows: usize,
-        /// The shape of the answer.
-        shape: Vec<i64>,
-    },
-    /// A vector has a number that is not finite.
-    #[error("the model answers with NaN or infinity: expected finite numbers")]
-    NotFinite,
-    /// An error of ONNX Runtime.
-    #[error("ONNX Runtime: {0}")]
-    Run(#[from] ort::Error),
-}
+#[error(transparent)]
+pub(crate) struct ModelError(#[from] BoxError);
 
 impl ModelError {
     /// Returns `true` if memory ran out, so that a later attempt may succeed. ONNX Runtime does not
@@ -128,22 +75,13 @@ impl ModelError {
 /// The session and the tokenizer as resources that are loaded on first use.
 #[derive(Clone, Debug)]
 pub(crate) struct ManagedModel {
-    pub(crate) session: SessionResource,
+    pub(crate) session: ManagedSession,
     tokenizer: Managed<Tokenizer>,
-}
-
-/// The session, with lowtide or without.
-#[derive(Clone, Debug)]
-pub(crate) enum SessionResource {
-    /// Loaded and unloaded by lowtide.
-    Managed(ManagedSession),
-    /// Loaded once, with the defaults of ONNX Runtime.
-    Kept(Managed<Mutex<Session>>),
 }
 
 impl ManagedModel {
     /// Opens ONNX Runtime and registers session and tokenizer, which are unloaded after this idle
-    /// time or that of the profile. Without `memory` they stay loaded.
+    /// time or that of the profile.
     pub(crate) fn open(
         settings: &Settings,
         idle_unload: Option<Duration>,
@@ -151,24 +89,13 @@ impl ManagedModel {
     ) -> Result<Self, BoxError> {
         let Settings { model, library } = settings.clone();
         let path = model.with_file_name("tokenizer.json");
-        let load_tokenizer = move || Ok(tokenizer(&path)?);
-        let Some(memory) = memory else {
-            let clock = Arc::new(SystemClock::new());
-            let environment = ort::init_from(&library)?.with_telemetry(false).build()?;
-            let load = move || {
-                let session = Session::builder(&environment)?.commit_from_file(&model)?;
-                Ok(Mutex::new(session))
-            };
-            let session = Managed::builder(NAME, load).build(clock.clone(), None);
-            let tokenizer = Managed::builder("tokenizer", load_tokenizer).build(clock, None);
-            return Ok(Self { session: SessionResource::Kept(session), tokenizer });
-        };
+        let memory = memory.ok_or("ONNX Runtime needs a Memory: expected one")?;
         let runtime = Runtime::open(memory, library)?;
         let session = with_idle(runtime.session(NAME, model), idle_unload);
-        let tokenizer = memory.managed("tokenizer", load_tokenizer);
+        let tokenizer = memory.managed("tokenizer", move || tokenizer(&path));
         let tokenizer = tokenizer.cost(memory.cost(TOKENIZER_COST, ByteSize::ZERO));
         Ok(Self {
-            session: SessionResource::Managed(memory.register(session)?),
+            session: memory.register(session)?,
             tokenizer: memory.register(with_idle(tokenizer, idle_unload))?,
         })
     }
@@ -176,10 +103,7 @@ impl ManagedModel {
     /// Loads the model if it is not loaded, and keeps it loaded while it is used.
     pub(crate) async fn acquire(&self) -> Result<Model, AcquireError> {
         let tokenizer = self.tokenizer.acquire().await?;
-        let session = match &self.session {
-            SessionResource::Managed(session) => SessionUse::Managed(session.acquire().await?),
-            SessionResource::Kept(session) => SessionUse::Kept(session.acquire().await?),
-        };
+        let session = self.session.acquire().await?;
         Ok(Model { session, tokenizer })
     }
 }
@@ -196,8 +120,11 @@ fn with_idle<T: Send + Sync>(
 
 /// Reads the tokenizer. Replaces the padding and the length that its file sets, as rows are padded
 /// here.
-fn tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
-    let failed = |source| ModelError::Tokenizer { path: path.to_owned(), source };
+fn tokenizer(path: &Path) -> Result<Tokenizer, BoxError> {
+    let failed = |source| {
+        let expected = "expected a tokenizer.json in the model's folder";
+        format!("cannot load the tokenizer {}: {source}: {expected}", path.display())
+    };
     let mut tokenizer = Tokenizer::from_file(path).map_err(failed)?;
     let cut = TruncationParams { max_length: TOKENS_MAX, ..TruncationParams::default() };
     tokenizer.with_truncation(Some(cut)).map_err(failed)?;
@@ -207,30 +134,15 @@ fn tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
 
 /// A loaded model in use.
 pub(crate) struct Model {
-    session: SessionUse,
+    session: Use<LoadedSession>,
     tokenizer: Use<Tokenizer>,
-}
-
-enum SessionUse {
-    Managed(Use<LoadedSession>),
-    Kept(Use<Mutex<Session>>),
-}
-
-impl SessionUse {
-    /// Waits for the end of other runs.
-    fn lock(&self) -> MutexGuard<'_, Session> {
-        match self {
-            Self::Managed(session) => session.lock(),
-            Self::Kept(session) => session.lock().unwrap_or_else(PoisonError::into_inner),
-        }
-    }
 }
 
 impl Model {
     /// Returns a vector for each text, which the service scales to length 1.
     pub(crate) fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, ModelError> {
         let rows = texts.iter().enumerate().map(|(index, text)| self.tokens(index, text));
-        let rows = rows.collect::<Result<Vec<_>, _>>()?;
+        let rows = rows.collect::<Result<Vec<_>, BoxError>>()?;
         let mut order: Vec<_> = (0..rows.len()).collect();
         order.sort_by_key(|&at| rows[at].len());
         let mut vectors = vec![Vec::new(); rows.len()];
@@ -249,16 +161,17 @@ impl Model {
     }
 
     /// Returns the tokens of a text. Each is of type 0.
-    fn tokens(&self, index: usize, text: &str) -> Result<Vec<u32>, ModelError> {
+    fn tokens(&self, index: usize, text: &str) -> Result<Vec<u32>, BoxError> {
         let text = &text[..text.floor_char_boundary(BYTES_MAX)];
         let encoded = self.tokenizer.encode_fast(text, true);
-        let encoded = encoded.map_err(|source| ModelError::Tokens { index, source })?;
+        let encoded =
+            encoded.map_err(|error| format!("cannot split text {index} into tokens: {error}"))?;
         Ok(encoded.get_ids().to_vec())
     }
 }
 
 /// Runs the model for these rows of tokens.
-fn run(session: &mut Session, rows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelError> {
+fn run(session: &mut Session, rows: &[&[u32]]) -> Result<Vec<Vec<f32>>, BoxError> {
     let length = rows.iter().map(|row| row.len()).max().unwrap_or(0);
     let padded = |of: fn(u32) -> i64| -> Result<Tensor<i64>, ort::Error> {
         let padding = |row: &[u32]| std::iter::repeat_n(0, length - row.len());
@@ -271,23 +184,32 @@ fn run(session: &mut Session, rows: &[&[u32]]) -> Result<Vec<Vec<f32>>, ModelErr
             "input_ids" => padded(i64::from)?,
             "attention_mask" => padded(|_| 1)?,
             "token_type_ids" => padded(|_| 0)?,
-            other => return Err(ModelError::Input { name: other.to_owned() }),
+            other => {
+                let expected = INPUTS.join(", ");
+                return Err(
+                    format!("the model has the input {other:?}: expected only {expected}").into()
+                );
+            }
         };
         inputs.push((input.name().to_owned(), values));
     }
     let names: Vec<_> = session.outputs().iter().map(|output| output.name().to_owned()).collect();
     if !names.iter().any(|name| name == OUTPUT) {
-        return Err(ModelError::Output { names });
+        return Err(format!("the model has the outputs {names:?}: expected {OUTPUT}").into());
     }
     let outputs = session.run(inputs)?;
     let (shape, numbers) = outputs[OUTPUT].try_extract_tensor::<f32>()?;
     let width = numbers.len() / rows.len().max(1);
     let expected = [rows.len(), width].map(|size| i64::try_from(size).unwrap_or(i64::MAX));
     if width == 0 || **shape != expected {
-        return Err(ModelError::Shape { rows: rows.len(), shape: shape.to_vec() });
+        let texts = rows.len();
+        return Err(format!(
+            "the model answers {texts} texts with the shape {shape:?}: expected [{texts}, width]"
+        )
+        .into());
     }
     if numbers.iter().any(|number| !number.is_finite()) {
-        return Err(ModelError::NotFinite);
+        return Err("the model answers with NaN or infinity: expected finite numbers".into());
     }
     Ok(numbers.chunks_exact(width).map(<[f32]>::to_vec).collect())
 }

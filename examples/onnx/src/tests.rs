@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use test_fork::test;
 
 use crate::app::{self, Options, Running};
-use crate::model::{SessionResource, Settings, TOKENS_MAX, host_activations};
+use crate::model::{Settings, TOKENS_MAX, host_activations};
 
 /// The largest difference that rounding explains.
 const ROUNDING: f64 = 2e-6;
@@ -59,10 +59,7 @@ impl Service {
     }
 
     fn is_loaded(&self) -> bool {
-        match &self.running.model.session {
-            SessionResource::Managed(session) => session.stats().loaded,
-            SessionResource::Kept(session) => session.stats().loaded,
-        }
+        self.running.model.session.stats().loaded
     }
 }
 
@@ -130,15 +127,6 @@ fn the_vectors_are_those_of_the_model() -> Result<(), BoxError> {
         let distance = pairs[0].iter().zip(&pairs[1]).map(|(a, b)| (a - b).abs());
         assert!(distance.fold(0.0, f64::max) <= ROUNDING, "a vector depends on its text alone");
         Ok(())
-    })
-}
-
-#[test]
-fn without_lowtide_the_vectors_are_the_same() -> Result<(), BoxError> {
-    let Some(model) = settings() else { return Ok(()) };
-    block_on(async {
-        let options = Options { model, ..Options::default() };
-        assert_right(&app::start(options, None, String::new).await?).await
     })
 }
 
@@ -240,7 +228,7 @@ fn files_that_are_missing_or_wrong_are_named_and_the_service_goes_on() -> Result
 fn without_the_library_the_start_fails_with_its_path() -> Result<(), BoxError> {
     block_on(async {
         let library = Path::new("/nonexistent/libonnxruntime.so").to_owned();
-        let model = Settings { library, ..Settings::default() };
+        let model = Settings { library, ..Options::default().model };
         let error = Service::start(model).await.map(drop).expect_err("no library").to_string();
         println!("{error}");
         assert!(error.contains("/nonexistent/libonnxruntime.so"), "{error}");

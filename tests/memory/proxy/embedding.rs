@@ -183,7 +183,7 @@ async fn a_model_above_the_ceiling_of_the_configured_limit_ends_the_start() {
 }
 
 fn seeded(seed: u64) -> Options {
-    Options { model: Settings { seed, ..Settings::default() }, ..Options::default() }
+    Options { model: Settings { seed, ..Options::default().model }, ..Options::default() }
 }
 
 fn likeness(one: &[f64], other: &[f64]) -> f64 {

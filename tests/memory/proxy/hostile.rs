@@ -25,7 +25,7 @@ async fn proxy(limits: Limits) -> Managed {
 }
 
 fn short_of_bodies() -> Limits {
-    Limits { body_timeout: SHORT, ..Limits::default() }
+    Limits { body_timeout: SHORT, ..Options::default().limits }
 }
 
 /// Lets the time of the proxy's memory pass, ten times as fast as that of clients, until dropped.
@@ -104,7 +104,7 @@ async fn a_refusal_waited_for_ever_for_a_body_that_never_came() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_comes_byte_by_byte_runs_out_of_credit() {
     // Long beside the pause between two bytes: a busy machine is not to end it by itself.
-    let limits = Limits { body_timeout: 100 * SHORT, ..Limits::default() };
+    let limits = Limits { body_timeout: 100 * SHORT, ..Options::default().limits };
     let proxy = proxy(limits).await;
     let _passing = Passing::of(&proxy);
     let chunked = "POST /words HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n";
@@ -147,7 +147,7 @@ async fn a_stream_that_stops_is_cut_off_and_frees_what_it_booked() {
 /// The bug: heads that were never finished, and idle connections, stayed for ever.
 #[tokio::test(flavor = "multi_thread")]
 async fn unfinished_heads_and_idle_connections_stayed_for_ever() {
-    let proxy = proxy(Limits { head_timeout: SHORT, ..Limits::default() }).await;
+    let proxy = proxy(Limits { head_timeout: SHORT, ..Options::default().limits }).await;
     for start in ["", "GET", "GET / HTTP/1.1\r\nhost: here\r\nx-long: "] {
         let mut client = Wire::connect(proxy.at).await;
         client.send(start).await;
@@ -163,7 +163,7 @@ async fn unfinished_heads_and_idle_connections_stayed_for_ever() {
 /// The bug: connections that did nothing took all descriptors, and nobody was well any more.
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connections_without_number_kept_operators_out() {
-    let limits = Limits { head_timeout: SHORT, connections: 16, ..Limits::default() };
+    let limits = Limits { head_timeout: SHORT, connections: 16, ..Options::default().limits };
     let proxy = proxy(limits).await;
     let mut idle = Vec::new();
     // Two of them wait for a place, and two more may.
@@ -179,7 +179,7 @@ async fn idle_connections_without_number_kept_operators_out() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_more_connections_are_served_than_there_are_places() {
-    let limits = Limits { head_timeout: 4 * PATIENCE, connections: 2, ..Limits::default() };
+    let limits = Limits { head_timeout: 4 * PATIENCE, connections: 2, ..Options::default().limits };
     let proxy = proxy(limits).await;
     let ask = "GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n";
     let mut open = Vec::new();
@@ -203,7 +203,7 @@ async fn no_more_connections_are_served_than_there_are_places() {
 /// goes by `/healthz` restarted a service that was well.
 #[tokio::test(flavor = "multi_thread")]
 async fn clients_with_all_the_connections_had_operators_wait() {
-    let limits = Limits { head_timeout: 4 * PATIENCE, connections: 2, ..Limits::default() };
+    let limits = Limits { head_timeout: 4 * PATIENCE, connections: 2, ..Options::default().limits };
     let operators = Some(([127, 0, 0, 1], 0).into());
     let options = Options { limits, operators, ..Options::default() };
     let proxy = Managed::with(options, |builder| builder).await;
@@ -244,7 +244,7 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
         upstream: Some(upstream.uri("")),
         operators: Some(([127, 0, 0, 1], 0).into()),
         admin: Some(Admin::loopback(Arc::new(SystemClock::new()))),
-        model: Settings { weights: WEIGHTS, ..Settings::default() },
+        model: Settings { weights: WEIGHTS, ..Options::default().model },
         ..Options::default()
     };
     let proxy = app::start(options, None, String::new).await.expect("the proxy starts");
@@ -273,7 +273,7 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
 #[tokio::test]
 async fn an_upstream_that_hung_held_the_client_for_ever() {
     let upstream = Upstream::new().await;
-    let (to, response_timeout) = (Some(upstream.uri("")), Some(SHORT));
+    let (to, response_timeout) = (Some(upstream.uri("")), SHORT);
     let proxy = unmanaged(Options { upstream: to, response_timeout, ..Options::default() }).await;
     // It reads the request or does not, and answers nothing.
     for body in [0, 64 << 20] {
@@ -314,7 +314,7 @@ async fn an_upstream_that_hung_held_the_client_for_ever() {
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_to_an_upstream_that_hung_kept_all_other_clients_out() {
     let upstream = Upstream::new().await;
-    let limits = Limits { connections: 4, ..Limits::default() };
+    let limits = Limits { connections: 4, ..Options::default().limits };
     let options = Options { upstream: Some(upstream.uri("")), limits, ..Options::default() };
     let proxy = Managed::with(options, |builder| builder).await;
     let mut hung = Vec::new();
@@ -359,7 +359,7 @@ async fn a_client_that_reads_nothing_is_ended_when_memory_is_short() {
 #[tokio::test]
 async fn a_slow_client_is_no_silent_upstream() {
     let upstream = Upstream::new().await;
-    let (to, response_timeout) = (Some(upstream.uri("")), Some(SHORT));
+    let (to, response_timeout) = (Some(upstream.uri("")), SHORT);
     let proxy = unmanaged(Options { upstream: to, response_timeout, ..Options::default() }).await;
     let mut client = Wire::connect(proxy.address).await;
     client.send(announce("/", 10)).await;

@@ -33,11 +33,7 @@ fn the_program() {
     if let Ok(sink) = std::env::var(SINK) {
         break_output(&sink);
     }
-    let done = crate::cli::main(arguments);
-    if let Err(error) = &done {
-        eprintln!("proxy: {error}");
-    }
-    std::process::exit(exit_code(&done).into());
+    std::process::exit(crate::cli::run("proxy", arguments).into());
 }
 
 /// From here on nothing can be written to standard output and standard error. Not before, since
