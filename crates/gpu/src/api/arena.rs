@@ -17,11 +17,10 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::buffer::Buffer;
-use crate::api::config::ArenaConfig;
-use crate::api::lease::Lease;
+use crate::api::lane::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
-use crate::engine::{raw_block, resume, stores};
+use crate::engine::{completion, import, raw_block, resume, stores};
 use crate::exec::cache_bins::{BlockList, Key};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
@@ -29,8 +28,9 @@ use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
 use crate::index::ALIGN;
 use crate::state::arena::ArenaState;
-use crate::state::event::{Events, Origin};
+use crate::state::event::Origin;
 use crate::state::region::{AllocRequest, Region, RegionState};
+use crate::types::config::ArenaConfig;
 use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
 use lowtide_core::bytes::ByteSize;
@@ -96,9 +96,7 @@ impl DeviceArena {
         };
         let regions = backings.map(|ground| RegionState::new(ground, granule));
         let device = (capabilities, driver.backend());
-        let mut state =
-            ArenaState::new(regions, granule, config.state_config(), device, clock.now());
-        state.events = Events(config.recorder.clone());
+        let state = ArenaState::new(regions, granule, &config, device, Arc::clone(&clock));
         let limit = config.limit;
         let cache = (config.thread_cache, config.decay);
         let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, recording));
@@ -257,8 +255,7 @@ impl DeviceArena {
     /// # Ok::<(), DeviceError>(())
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.inner.run_here(|state| state.set_limit(limit, &*self.inner.clock)).is_ok() {
-            self.inner.flush_events();
+        if self.inner.run_here(|state| state.set_limit(limit)).is_ok() {
             log!(info, arena = self.name(), limit = limit_text(limit), "arena limit set");
         }
     }
@@ -304,8 +301,8 @@ impl DeviceArena {
         }
         let is_closing = was_open.is_ok();
         let closed = was_open.and_then(|_| {
-            inner.complete_all()?;
-            inner.release_imports();
+            inner.run(completion::complete_all)?;
+            inner.run(import::release_imports);
             inner.run(resume::wake_if_empty);
             inner.run(stores::release_idle);
             self.empty()
@@ -332,10 +329,8 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
-        let (bytes, left) =
-            self.inner.run_here(|state| raw_block::reset(state, &*self.inner.clock))?;
+        let (bytes, left) = self.inner.run_here(|state| raw_block::reset(state))?;
         self.inner.end_streams(&left);
-        self.inner.flush_events();
         Ok(bytes)
     }
 
@@ -506,7 +501,6 @@ impl ArenaInner {
     ) {
         let align = align.get();
         let request = AllocRequest { size: bytes, align, requested: bytes, origin };
-        self.run_now(|state| state.note_too_large(region, request, &*self.clock));
-        self.flush_events();
+        self.run_now(|state| state.note_too_large(region, request));
     }
 }

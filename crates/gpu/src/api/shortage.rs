@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::arena::DeviceArena;
 use crate::exec::callbacks::Callbacks;
-use crate::types::costs::DeviceCosts;
-use crate::types::shortage::Shortage;
+use crate::types::compact::DeviceCosts;
+use crate::types::error::Shortage;
 
 /// Keeps a callback registered; see [`DeviceArena::on_shortage`].
 #[must_use = "the callback is registered for as long as this is kept"]

@@ -4,14 +4,14 @@
 //! reach a caller.
 
 use super::compact::first_parts;
-use super::port::Port;
+use super::context::OpContext;
 use crate::index::End;
 use crate::state::compact::plan::{self, Target};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::AllocRequest;
+use crate::types::Region;
 use crate::types::compact::{CompactOptions, Goal};
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
@@ -26,7 +26,7 @@ const PLANS_APART: u32 = 31;
 
 /// Counts a failure. Returns the error for the caller, with its figures.
 pub(crate) async fn record_failure(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     failure: AllocFailure,
     request: AllocRequest,
@@ -34,16 +34,16 @@ pub(crate) async fn record_failure(
     let AllocFailure { cause, error } = failure;
     let mut error = *error;
     if matches!(cause, Cause::Uncounted) {
-        port.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
+        cx.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
         return error;
     }
     match &mut error {
         DeviceError::OutOfMemory { recoverable, holes, .. } => {
-            if let Some(from) = begin_plan(port) {
-                let bytes = recoverable_bytes(port).await;
-                end_plan(port, from, Some(bytes));
+            if let Some(from) = begin_plan(cx) {
+                let bytes = recoverable_bytes(cx).await;
+                end_plan(cx, from, Some(bytes));
             }
-            let known = port.with(|state| {
+            let known = cx.with(|state| {
                 let granule = state.bytes_of(1);
                 state.outlook.recoverable.min(holes.get() / granule * granule)
             });
@@ -51,23 +51,23 @@ pub(crate) async fn record_failure(
         }
         DeviceError::OutOfAddresses { requested, largest_span, compacted_span, .. } => {
             *compacted_span = *largest_span;
-            if let Some(from) = begin_plan(port) {
-                let planned = planned_span(port, region, *requested).await;
+            if let Some(from) = begin_plan(cx) {
+                let planned = planned_span(cx, region, *requested).await;
                 *compacted_span = planned.max(*largest_span);
-                end_plan(port, from, None);
+                end_plan(cx, from, None);
             }
         }
         _ => {}
     }
-    port.with(|state| state.note_failure((region, request), (cause, &error), port.clock));
-    port.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
+    cx.with(|state| state.note_failure((region, request), (cause, &error)));
+    cx.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
     error
 }
 
 /// Begins a plan if the last one was long enough ago. Returns the time of the start.
-fn begin_plan(port: &Port<'_>) -> Option<Moment> {
-    let from = port.clock.now();
-    port.with(|state| {
+fn begin_plan(cx: &OpContext<'_>) -> Option<Moment> {
+    let from = cx.clock.now();
+    cx.with(|state| {
         let is_due = from >= state.outlook.next;
         if is_due {
             state.outlook.next = Moment::NEVER;
@@ -77,21 +77,21 @@ fn begin_plan(port: &Port<'_>) -> Option<Moment> {
 }
 
 /// Ends a plan. Records the bytes that a compaction would make idle, if they were planned.
-fn end_plan(port: &Port<'_>, from: Moment, recoverable: Option<u64>) {
-    let now = port.clock.now();
-    port.with(|state| {
+fn end_plan(cx: &OpContext<'_>, from: Moment, recoverable: Option<u64>) {
+    let now = cx.clock.now();
+    cx.with(|state| {
         state.outlook.next = now + (now - from).saturating_mul(PLANS_APART);
         state.outlook.recoverable = recoverable.unwrap_or(state.outlook.recoverable);
     });
 }
 
 /// Returns the bytes of granules that a compaction of both regions would make idle.
-async fn recoverable_bytes(port: &Port<'_>) -> u64 {
-    let granule = port.with(|state| state.bytes_of(1));
+async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
+    let granule = cx.with(|state| state.bytes_of(1));
     let mut granules = 0;
     for region in Region::ALL {
         for end in [End::Low, End::High] {
-            let copied = port.with(|state| {
+            let copied = cx.with(|state| {
                 let of = state.region(region);
                 let used = of.live() + of.pending.bytes();
                 let holes = of.segment.active().saturating_sub(used);
@@ -104,7 +104,7 @@ async fn recoverable_bytes(port: &Port<'_>) -> u64 {
             });
             let Some((parts, segments)) = copied else { continue };
             let target = segments.as_deref().map_or(Target::Granules, Target::Segments);
-            let planned = port.outside(|| plan::outlook(&parts, granule, target)).await;
+            let planned = cx.outside(|| plan::outlook(&parts, granule, target)).await;
             let [before, after] = planned.active;
             granules += before.saturating_sub(after);
         }
@@ -113,12 +113,12 @@ async fn recoverable_bytes(port: &Port<'_>) -> u64 {
 }
 
 /// Returns the longest free span of addresses that a compaction for a block would make.
-async fn planned_span(port: &Port<'_>, region: Region, wanted: ByteSize) -> ByteSize {
+async fn planned_span(cx: &OpContext<'_>, region: Region, wanted: ByteSize) -> ByteSize {
     let goal = Goal::Contiguous(wanted);
     let options = CompactOptions { goal, ..CompactOptions::new(region) };
     let (parts, granule) =
-        port.with(|state| (first_parts(state, options, End::Low, PARTS_MAX), state.bytes_of(1)));
+        cx.with(|state| (first_parts(state, options, End::Low, PARTS_MAX), state.bytes_of(1)));
     let target = Target::Contiguous(wanted.get());
-    let planned = port.outside(|| plan::outlook(&parts, granule, target)).await;
+    let planned = cx.outside(|| plan::outlook(&parts, granule, target)).await;
     ByteSize::new(planned.largest[1])
 }

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
-use crate::state::compact::batch::BatchLimit;
+use crate::state::compact::plan::BatchLimit;
 use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
+use crate::types::Region;
 use crate::types::compact::{CompactOptions, Goal};
-use crate::types::region::Region;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);

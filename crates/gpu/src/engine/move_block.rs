@@ -18,24 +18,22 @@
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 
-use super::alloc::ensure_committed;
-use super::call::CallKind;
+use super::commit::ensure_committed;
 use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
-use super::port::Port;
+use super::context::{Call, OpContext};
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
 use crate::state::moves::MovingBatch;
-use crate::state::pending::{Claim, Uses};
+use crate::state::pending::{Dependencies, Uses};
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
+use crate::types::Region;
 use crate::types::compact::CompactOptions;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
 
 /// The maximum number of waits for work of new leases before a batch is given up as busy. A guess:
 /// each takes as long as that work.
@@ -142,20 +140,20 @@ struct Copies {
 /// Moves blocks that may still move and are still at the place that the plan recorded. No place of
 /// one block overlaps a place of another.
 pub(crate) async fn move_batch(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     options: CompactOptions,
     moves: &[(BlockName, Move)],
 ) -> BatchOutcome {
     let taken = Vec::with_capacity(moves.len());
     let mut batch = Batch { options, taken, stream: None, outcome: BatchOutcome::default() };
-    match prepare(port, moves, &mut batch).await {
+    match prepare(cx, moves, &mut batch).await {
         Ok(true) => {
-            let copies = copy_all(port, &batch).await;
-            end(port, &mut batch, copies).await;
+            let copies = copy_all(cx, &batch).await;
+            end(cx, &mut batch, copies).await;
         }
         stopped => {
             batch.outcome.error = stopped.err();
-            port.with(|state| batch.cancel_all(state, port.clock));
+            cx.with(|state| batch.cancel_all(state));
         }
     }
     batch.outcome
@@ -164,12 +162,12 @@ pub(crate) async fn move_batch(
 /// Takes the places, commits them, waits until no work uses live blocks, and marks the blocks as
 /// moving. Returns `false` if no block moves.
 async fn prepare(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     moves: &[(BlockName, Move)],
     batch: &mut Batch,
 ) -> Result<bool, DeviceError> {
     for &(id, made) in moves {
-        match port.with(|state| take_place(state, batch.options, id, made)) {
+        match cx.with(|state| take_place(state, batch.options, id, made)) {
             Ok(taken) => batch.taken.push(taken),
             Err(Refused::Skipped) => {
                 batch.outcome.skipped += 1;
@@ -177,10 +175,10 @@ async fn prepare(
             }
             Err(Refused::Busy) => return Ok(batch.refuse(Refusal::Busy)),
         }
-        match ensure_committed(port, batch.options.region, made.room()).await {
+        match ensure_committed(cx, batch.options.region, made.room()).await {
             Err(failure) if failure.error.is_out_of_memory() => {
                 let last = batch.taken.len() - 1;
-                port.with(|state| batch.skip(state, last, port.clock));
+                cx.with(|state| batch.skip(state, last));
             }
             committed => committed.map_err(|failure| *failure.error)?,
         }
@@ -188,17 +186,17 @@ async fn prepare(
     if batch.taken.is_empty() {
         return Ok(false);
     }
-    if port.with(|state| state.capabilities.asynchronous) {
-        batch.stream = Some(own_stream(port).await?);
+    if cx.with(|state| state.capabilities.asynchronous) {
+        batch.stream = Some(own_stream(cx).await?);
     }
     let has_raw = batch.taken.iter().any(|taken| taken.is_raw);
     let proof = if has_raw { Proof::WaitAgain } else { Proof::Wait };
     for _ in 0..ROUNDS_MAX {
-        if !complete_live(port, proof).await? {
+        if !complete_live(cx, proof).await? {
             batch.outcome.skipped += batch.taken.len() as u64;
             return Ok(batch.refuse(Refusal::Unprovable));
         }
-        match port.with(|state| batch.begin(state, port.clock)) {
+        match cx.with(|state| batch.begin(state)) {
             Start::Begun => return Ok(!batch.taken.is_empty()),
             Start::Again => {}
             Start::Busy => break,
@@ -258,7 +256,8 @@ fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
     }
     let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
     raw_at(state, options.region, made.from).is_none_or(|raw| {
-        raw.users.with(|streams| !streams.is_empty() && streams.iter().all(is_alive))
+        let streams = raw.users.streams();
+        !streams.is_empty() && streams.iter().all(is_alive)
     })
 }
 
@@ -270,22 +269,22 @@ impl Batch {
     }
 
     /// Returns a taken place, and counts its block as skipped.
-    fn skip(&mut self, state: &mut ArenaState, nth: usize, clock: &dyn Clock) {
+    fn skip(&mut self, state: &mut ArenaState, nth: usize) {
         let taken = self.taken.remove(nth);
-        state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
+        state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
         self.outcome.skipped += 1;
     }
 
     /// Returns all taken places.
-    fn cancel_all(&mut self, state: &mut ArenaState, clock: &dyn Clock) {
+    fn cancel_all(&mut self, state: &mut ArenaState) {
         for taken in self.taken.drain(..) {
-            state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
+            state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
         }
     }
 
     /// Marks the blocks that may still move as moving, if no lease was granted since the work was
     /// waited for. Skips the others.
-    fn begin(&mut self, state: &mut ArenaState, clock: &dyn Clock) -> Start {
+    fn begin(&mut self, state: &mut ArenaState) -> Start {
         if is_busy(state) {
             return Start::Busy;
         }
@@ -295,7 +294,7 @@ impl Batch {
         for nth in (0..self.taken.len()).rev() {
             let Taken { id, made, .. } = self.taken[nth];
             if !may_move(state, self.options, id, made) {
-                self.skip(state, nth, clock);
+                self.skip(state, nth);
             }
         }
         if !self.taken.is_empty() {
@@ -307,11 +306,11 @@ impl Batch {
 }
 
 /// Copies the blocks of a batch, in order, until a copy fails, and waits for the end of the copies.
-async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
+async fn copy_all(cx: &OpContext<'_>, batch: &Batch) -> Copies {
     let mut copies = Copies::default();
     for taken in &batch.taken {
-        let ends = port.with(|state| ends_of(state, batch.options.region, taken.made));
-        match copy_block(port, batch.stream, ends, taken.made).await {
+        let ends = cx.with(|state| ends_of(state, batch.options.region, taken.made));
+        match copy_block(cx, batch.stream, ends, taken.made).await {
             Ok(()) => copies.contents.push(Copied::Whole),
             Err((error, contents)) => {
                 copies.contents.push(contents);
@@ -324,7 +323,7 @@ async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
     // Two attempts: if the second wait succeeds, the copies are complete.
     let mut waited = Ok(());
     for _ in 0..2 {
-        waited = port.does(CallKind::SynchronizeStream { stream }).await;
+        waited = cx.does(Call::SynchronizeStream { stream }).await;
         if waited.is_ok() {
             return copies;
         }
@@ -342,15 +341,15 @@ async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
 /// # Errors
 /// The driver's, and where the contents are then.
 async fn copy_block(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
     ends: [DeviceAddress; 2],
     made: Move,
 ) -> Result<(), (DriverError, Copied)> {
     let mut done = Vec::new();
     for piece in made.pieces() {
-        if let Err(error) = copy_piece(port, stream, (ends, made), piece).await {
-            let undone = undo(port, stream, (ends, made), done).await;
+        if let Err(error) = copy_piece(cx, stream, (ends, made), piece).await {
+            let undone = undo(cx, stream, (ends, made), done).await;
             return Err((error, undone.map_or(Copied::Lost, |()| Copied::Undone)));
         }
         done.push(piece);
@@ -360,13 +359,13 @@ async fn copy_block(
 
 /// Copies pieces back, in reverse order.
 async fn undo(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
     block: ([DeviceAddress; 2], Move),
     done: Vec<Move>,
 ) -> Result<(), DriverError> {
     for Move { from, to, size } in done.into_iter().rev() {
-        copy_piece(port, stream, block, Move { from: to, to: from, size }).await?;
+        copy_piece(cx, stream, block, Move { from: to, to: from, size }).await?;
     }
     Ok(())
 }
@@ -376,7 +375,7 @@ async fn undo(
 /// block. The ends of one piece do not overlap: [`Move::pieces`] cuts a slide accordingly, and its
 /// copies run in the order of the stream.
 async fn copy_piece(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
     (ends, made): ([DeviceAddress; 2], Move),
     piece: Move,
@@ -389,18 +388,18 @@ async fn copy_piece(
         at.checked_add(ByteSize::new(offset.saturating_sub(start))).unwrap_or(at)
     };
     let (from, to, size) = (address(piece.from), address(piece.to), ByteSize::new(piece.size));
-    port.does(match stream {
-        Some(stream) => CallKind::QueueCopy { from, to, size, stream },
-        None => CallKind::Copy { from, to, size },
+    cx.does(match stream {
+        Some(stream) => Call::QueueCopy { from, to, size, stream },
+        None => Call::Copy { from, to, size },
     })
     .await
 }
 
 /// Records the end of a batch: the blocks that were copied are at their new places.
-async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
+async fn end(cx: &OpContext<'_>, batch: &mut Batch, copies: Copies) {
     let Copies { contents, error, is_unfinished } = copies;
     batch.outcome.error = error.map(Into::into);
-    let unfinished = port.with(|state| {
+    let unfinished = cx.with(|state| {
         let stream = batch.stream.filter(|_| is_unfinished).map(|it| state.streams.enter(it));
         let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
         let moving = state.moves.moving.take();
@@ -408,45 +407,39 @@ async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
             let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
             let of = contents.get(nth).copied();
             if of == Some(Copied::Whole) {
-                batch.end_move(state, taken, freed.is_some(), port.clock);
+                batch.end_move(state, taken, freed.is_some());
             } else {
                 let uses = uses.clone().filter(|_| of.is_some());
-                batch.undo_move(state, taken, (of, uses), freed.is_some(), port.clock);
+                batch.undo_move(state, taken, (of, uses), freed.is_some());
             }
             if let Some(freed) = freed {
-                state.release_deferred(batch.options.region, freed, port.clock);
+                state.release_deferred(batch.options.region, freed);
             }
         }
         stream
     });
     if let Some(stream) = unfinished {
-        leave_stream(port, stream).await;
+        leave_stream(cx, stream).await;
     }
 }
 
 impl Batch {
     /// Records that a block is at its new place.
-    fn end_move(
-        &mut self,
-        state: &mut ArenaState,
-        taken: Taken,
-        is_freed: bool,
-        clock: &dyn Clock,
-    ) {
+    fn end_move(&mut self, state: &mut ArenaState, taken: Taken, is_freed: bool) {
         let Taken { id, made, placed, active, .. } = taken;
         let region = self.options.region;
         let [from, to] = ends_of(state, region, made);
         let active_before = state.active();
         if state.region_mut(region).trade(id, placed) {
             for left in [placed.span, made.source()] {
-                state.note_idle(region, left, clock);
+                state.note_idle(region, left);
             }
         }
         self.outcome.idle += active_before.saturating_sub(state.active());
         self.outcome.active += active;
         state.totals.moves_total += 1;
         state.totals.moved_bytes_total += made.size;
-        state.events.push(clock, "move", |line| {
+        state.events.push("move", |line| {
             line.number("size", made.size).address(from).number("to", to.get())
         });
         state.readdress(region, from, id);
@@ -461,13 +454,12 @@ impl Batch {
         taken: Taken,
         (contents, uses): (Option<Copied>, Option<Uses>),
         is_freed: bool,
-        clock: &dyn Clock,
     ) {
         let Taken { id, made, placed, .. } = taken;
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
-        state.cancel_placement(region, placed, Claim { parts }, clock);
+        state.cancel_placement(region, placed, Dependencies { parts });
         if is_freed {
             return;
         }

@@ -8,44 +8,41 @@
 //!
 //! Invariant: each step is made at most once, except for divisions and the last, which have bounds.
 
-use super::alloc::ATTEMPTS_BESIDE;
+use super::commit::ATTEMPTS_BESIDE;
 use super::completion::complete_all;
-use super::port::{CallbackTurn, Called, Port, ShutCaches};
+use super::context::{CallbackTurn, Called, OpContext, ShutCaches};
 use super::split::release_stuck;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{Region, Search};
-use crate::types::error::DeviceError;
-use crate::types::shortage::{Shortage, ShortageInfo};
+use crate::types::error::{Bound, DeviceError, Shortage};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
 /// Makes the steps after the first attempt. The caches are kept empty meanwhile.
 pub(super) async fn run_ladder<T>(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     attempt: impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
     // Before the callbacks: after a fork in one of them the state is out of reach.
-    let granule = ByteSize::new(port.with(|state| state.bytes_of(1)));
-    let (_shut, held) = ShutCaches::shut(port).await;
+    let granule = ByteSize::new(cx.with(|state| state.bytes_of(1)));
+    let (_shut, held) = ShutCaches::shut(cx).await;
     let mut outcome = Err(AllocFailure::of(Cause::Device, 0));
     if held {
         // The blocks of the caches may be usable in stream order, before any thread waits for them.
         outcome = attempt(Search::Usual).await;
     }
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
-        outcome = after_pending(port, &attempt).await;
+        outcome = after_pending(cx, &attempt).await;
     }
     // Each turn divides some handles for good: there are at most as many turns as handles.
     while outcome.as_ref().is_err_and(AllocFailure::is_shortage)
-        && release_stuck(port, None).await > 0
+        && release_stuck(cx, None).await > 0
     {
         outcome = attempt(Search::Cheapest).await;
     }
     outcome = match outcome {
-        Err(failure) if failure.is_shortage() => {
-            call_for_room(port, region, failure, &attempt).await
-        }
+        Err(failure) if failure.is_shortage() => call_for_room(cx, region, failure, &attempt).await,
         outcome => outcome,
     };
     // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this block.
@@ -59,7 +56,7 @@ pub(super) async fn run_ladder<T>(
         // attempt waits for its end, or fails: the waking thread may wait for this thread's
         // callback.
         if nth > 0 {
-            port.wait_for_result(|state| state.sleep.is_open()).await;
+            cx.wait_for_result(|state| state.sleep.is_open()).await;
         }
         outcome = match attempt(Search::Apart).await {
             Err(failure) if failure.cause == Cause::Addresses => attempt(Search::Cheapest).await,
@@ -71,57 +68,57 @@ pub(super) async fn run_ladder<T>(
 
 /// Makes an attempt at every free span after pending memory has become idle.
 async fn after_pending<T>(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
-    if port.with(|state| state.pending()) > 0 {
-        let _ = complete_all(port).await; // if this fails, memory stays pending
+    if cx.with(|state| state.pending()) > 0 {
+        let _ = complete_all(cx).await; // if this fails, memory stays pending
     }
     attempt(Search::Cheapest).await
 }
 
 /// Calls the callbacks and tries again. Returns the earlier failure if no callback released memory.
 pub(crate) async fn call_for_room<T>(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     mut failure: AllocFailure,
     attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
-    let Some((turn, has_waited)) = CallbackTurn::take(port).await else { return Err(failure) };
+    let Some((turn, has_waited)) = CallbackTurn::take(cx).await else { return Err(failure) };
     if has_waited {
         // Memory that was released for another thread may be enough for this operation as well.
-        match after_pending(port, attempt).await {
+        match after_pending(cx, attempt).await {
             Err(again) if again.is_shortage() => failure = again,
             outcome => return outcome,
         }
     }
-    let arena = port.with(|state| state.name.clone());
-    let (requested, cause) = figures(&failure);
-    let shortage = Shortage { arena: &arena, region, requested, cause };
-    let called = port.outside(|| port.surroundings.call_callbacks(&shortage)).await;
+    let arena = cx.with(|state| state.name.clone());
+    let (requested, bound, over) = figures(&failure);
+    let shortage = Shortage { arena: &arena, region, requested, bound, over };
+    let called = cx.outside(|| cx.surroundings.call_callbacks(&shortage)).await;
     let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
-    port.with(|state| {
+    cx.with(|state| {
         state.totals.shortage_callbacks_total += called.calls;
         state.totals.shortage_panics_total += called.panics;
     });
     let Called { calls, released, .. } = called;
-    port.outside(|| log!(debug, arena, calls, released, "shortage callbacks called")).await;
-    let outcome = if released { after_pending(port, attempt).await } else { Err(failure) };
+    cx.outside(|| log!(debug, arena, calls, released, "shortage callbacks called")).await;
+    let outcome = if released { after_pending(cx, attempt).await } else { Err(failure) };
     drop(turn);
     outcome
 }
 
 /// Returns the figures of a failure for the callbacks.
-fn figures(failure: &AllocFailure) -> (ByteSize, ShortageInfo) {
+fn figures(failure: &AllocFailure) -> (ByteSize, Bound, ByteSize) {
     let requested = match *failure.error {
         DeviceError::OutOfMemory { requested, .. }
         | DeviceError::OutOfAddresses { requested, .. } => requested,
         _ => ByteSize::ZERO,
     };
-    let cause = match failure.cause {
-        Cause::Limit { over } => ShortageInfo::Limit { over: ByteSize::new(over) },
-        Cause::Addresses => ShortageInfo::Addresses,
-        Cause::Device | Cause::Driver | Cause::Uncounted => ShortageInfo::Device,
+    let (bound, over) = match failure.cause {
+        Cause::Limit { over } => (Bound::Limit, over),
+        Cause::Addresses => (Bound::Addresses, 0),
+        Cause::Device | Cause::Driver | Cause::Uncounted => (Bound::Driver, 0),
     };
-    (requested, cause)
+    (requested, bound, ByteSize::new(over))
 }

@@ -13,8 +13,8 @@
 use std::mem::ManuallyDrop;
 
 use crate::exec::thread_cache::BlockHandle;
-use crate::state::cached::CacheCounts;
-use crate::types::region::Region;
+use crate::state::region::CacheCounts;
+use crate::types::Region;
 
 /// The number of requests for a size, reduced when the size cools.
 type UseCount = u8;

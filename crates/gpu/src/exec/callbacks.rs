@@ -15,13 +15,13 @@
 //! registered at its start at most once, in the order of registration; a thread that makes a run
 //! waits for none.
 
-use lowtide_core::log;
 use std::cell::Cell;
 use std::sync::Arc;
 
-use crate::engine::port::Called;
-use crate::types::shortage::Shortage;
+use crate::engine::context::Called;
+use crate::types::error::Shortage;
 use lowtide_core::fork::Birth;
+use lowtide_core::log;
 use lowtide_core::sync::{Condvar, Mutex, caught, lock, wait};
 
 pub(crate) type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
@@ -175,4 +175,33 @@ impl Callbacks {
         let nth = state.entries.partition_point(|entry| entry.number <= after);
         state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
     }
+}
+
+// Calls a host budget, which is foreign code, and marks the calling thread meanwhile.
+//
+// Invariant: a thread is marked exactly while it is within such a call.
+
+#[cfg(not(lowtide_loom))]
+thread_local! {
+    /// `true` while this thread is within a call of a host budget.
+    static WITHIN_BUDGET: Cell<bool> = const { Cell::new(false) };
+}
+#[cfg(lowtide_loom)]
+loom::thread_local! {
+    static WITHIN_BUDGET: Cell<bool> = Cell::new(false);
+}
+
+/// Returns `true` if this thread is within a call of a host budget. Such a thread may be the one
+/// that puts the arena to sleep, and so must not wait for the end of that sleep.
+pub(crate) fn is_within_budget() -> bool {
+    WITHIN_BUDGET.with(Cell::get)
+}
+
+/// Calls or drops the foreign code of a budget, with no lock held. The error is the message of a
+/// panic in that code.
+pub(crate) fn call_budget(act: &mut dyn FnMut()) -> Result<(), String> {
+    let before = WITHIN_BUDGET.with(|of| of.replace(true));
+    let outcome = caught(act);
+    WITHIN_BUDGET.with(|of| of.set(before));
+    outcome
 }

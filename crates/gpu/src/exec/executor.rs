@@ -14,10 +14,10 @@ use std::ops::{ControlFlow, Deref, DerefMut};
 use std::pin::{Pin, pin};
 
 use crate::driver::Driver;
-use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
-use crate::exec::{budget, callbacks};
+use crate::engine::context::{Caller, OpContext, Step, Surroundings, run_outside, step};
+use crate::exec::callbacks;
 use crate::state::arena::ArenaState;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
@@ -144,10 +144,10 @@ impl Executor {
     pub(crate) fn run<T>(
         &self,
         world: World<'_>,
-        operation: impl AsyncFnOnce(&Port<'_>) -> T,
+        operation: impl AsyncFnOnce(&OpContext<'_>) -> T,
     ) -> T {
-        let port = Port::new(world.clock, caller(), world.surroundings);
-        self.drive(self.lock_state(world.clock), world, &port, pin!(operation(&port)))
+        let cx = OpContext::new(world.clock, caller(), world.surroundings);
+        self.drive(self.lock_state(world.clock), world, &cx, pin!(operation(&cx)))
     }
 
     /// Makes a first step, and if that is not enough, runs the operation that continues it to its
@@ -157,14 +157,14 @@ impl Executor {
         &self,
         world: World<'_>,
         first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
-        operation: impl AsyncFnOnce(&Port<'_>, B) -> T,
+        operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
     ) -> T {
         let mut locked = self.lock_state(world.clock);
         match first(&mut locked) {
             ControlFlow::Break(outcome) => outcome,
             ControlFlow::Continue(begun) => {
-                let port = Port::new(world.clock, caller(), world.surroundings);
-                self.drive(locked, world, &port, pin!(operation(&port, begun)))
+                let cx = OpContext::new(world.clock, caller(), world.surroundings);
+                self.drive(locked, world, &cx, pin!(operation(&cx, begun)))
             }
         }
     }
@@ -174,11 +174,11 @@ impl Executor {
         &'a self,
         mut locked: Locked<'a>,
         World { driver, clock, .. }: World<'_>,
-        port: &Port<'_>,
+        cx: &OpContext<'_>,
         mut operation: Pin<&mut F>,
     ) -> F::Output {
         loop {
-            let step = locked.step(port, operation.as_mut());
+            let step = locked.step(cx, operation.as_mut());
             if let Step::Wait { is_repeated } = step {
                 locked = locked.wait(is_repeated);
                 continue;
@@ -186,15 +186,15 @@ impl Executor {
             drop(locked);
             match step {
                 Step::Done(outcome) => return outcome,
-                Step::Call(call) => port.complete(call.perform(driver)),
+                Step::Call(call) => cx.complete(call.perform(driver)),
                 Step::Wait { .. } => {}
                 Step::WaitUntil(bell, deadline) => {
                     clock.wait_until(&bell, deadline);
                 }
                 Step::Outside => {
-                    run_outside(port, operation.as_mut());
+                    run_outside(cx, operation.as_mut());
                     if !self.is_here() {
-                        return end_in_child(port, operation.as_mut());
+                        return end_in_child(cx, operation.as_mut());
                     }
                 }
             }
@@ -209,8 +209,8 @@ impl Executor {
 /// # Panics
 /// If the operation needs the state: it did not expect a fork.
 #[cold]
-fn end_in_child<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) -> F::Output {
-    match step(port, &mut None, operation) {
+fn end_in_child<F: Future>(cx: &OpContext<'_>, operation: Pin<&mut F>) -> F::Output {
+    match step(cx, &mut None, operation) {
         Step::Done(outcome) => outcome,
         _ => panic!("in the child of a fork, an arena makes no calls"),
     }
@@ -220,7 +220,7 @@ fn end_in_child<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) -> F::Output
 fn caller() -> Caller {
     Caller {
         is_within_callback: callbacks::is_within(),
-        is_within_budget: budget::is_within(),
+        is_within_budget: callbacks::is_within_budget(),
         is_background: is_background(),
     }
 }
@@ -245,9 +245,9 @@ impl Locked<'_> {
     }
 
     /// Lets an operation make its next step on the state.
-    fn step<F: Future>(&mut self, port: &Port<'_>, operation: Pin<&mut F>) -> Step<F::Output> {
+    fn step<F: Future>(&mut self, cx: &OpContext<'_>, operation: Pin<&mut F>) -> Step<F::Output> {
         match self.slot.as_deref_mut() {
-            Some(slot) => step(port, &mut slot.state, operation),
+            Some(slot) => step(cx, &mut slot.state, operation),
             None => unreachable!("only a wait has no slot"),
         }
     }

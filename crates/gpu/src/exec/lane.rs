@@ -6,12 +6,11 @@
 //! Invariant: the arena knows the stream while its [`LaneInner`] exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
-use std::fmt;
 use std::sync::Arc;
+use std::{fmt, ptr};
 
-use crate::driver::StreamHandle;
+use crate::driver::{Driver, DriverError, EventHandle, StreamHandle};
 use crate::engine::completion::{end_stream, leave_stream};
-use crate::exec::handles::LiveStream;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
 #[cfg(feature = "cuda")]
@@ -20,7 +19,8 @@ use crate::state::event::LaneNumber;
 use crate::state::raw::RawUser;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::region::Region;
+use crate::types::Region;
+use lowtide_core::fork::Birth;
 
 /// A stream that the arena knows, for as long as the stream may be used.
 pub(crate) struct LaneInner {
@@ -114,10 +114,9 @@ impl LaneInner {
         if inner.capabilities.asynchronous || inner.is_recorded() {
             inner.run_now(|state| {
                 key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
-                number = Some(state.open_lane(stream, &*inner.clock));
+                number = Some(state.open_lane(stream));
             });
         }
-        inner.flush_events();
         let shard = key.map(|key| CacheShard::of_lane(inner, key));
         Self { inner: Arc::clone(inner), stream, key, shard, number, keeps }
     }
@@ -162,15 +161,14 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn end_streams(&self, streams: &[StreamKey]) {
         for &stream in streams {
-            self.run(async |port| end_stream(port, stream, false).await);
+            self.run(async |cx| end_stream(cx, stream, false).await);
         }
     }
 
     /// Records that a lane uses a block.
     pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
         if let Some(lane) = lane.number.filter(|_| self.is_recorded()) {
-            self.run_now(|state| state.note_use(region, id, lane, &*self.clock));
-            self.flush_events();
+            self.run_now(|state| state.note_use(region, id, lane));
         }
     }
 }
@@ -191,7 +189,7 @@ impl Drop for LaneInner {
             shard.discard_views(true);
         }
         if let Some(key) = self.key {
-            self.inner.run(async |port| leave_stream(port, key).await);
+            self.inner.run(async |cx| leave_stream(cx, key).await);
         }
         if let Some(lane) = self.number {
             let stream = self.stream;
@@ -205,5 +203,116 @@ impl Drop for LaneInner {
 impl fmt::Debug for LaneInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
+// Streams and events of a driver, as values whose handles are good.
+//
+// A driver does not check handles. The owner of a [`DriverEvent`] owns an event that exists; a
+// [`LiveStream`] proves that its stream exists while the value lives. Only the constructor of
+// [`LiveStream`] needs a proof. The calls then are safe, because their one precondition is that
+// the handles are valid. The pinned pool and lanes use these types. This module makes no
+// decisions.
+//
+// Invariant: each call gets handles of objects that exist and belong to the called driver.
+
+/// An event of a driver. Destroyed when this value is dropped.
+pub(crate) struct DriverEvent {
+    driver: Arc<dyn Driver>,
+    handle: EventHandle,
+    birth: Birth,
+}
+
+impl DriverEvent {
+    /// Creates an event that marks no work.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
+        let handle = driver.event_create()?;
+        Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
+    }
+
+    /// Marks the work that the stream has now, with this event.
+    ///
+    /// # Errors
+    /// The driver's; the marked work is unspecified then.
+    pub(crate) fn record(&self, stream: LiveStream<'_>) -> Result<(), DriverError> {
+        self.assert_of(stream);
+        // SAFETY: this owns the event, and the stream exists while `stream` lives; both are of this
+        // driver: asserted above.
+        unsafe { self.driver.event_record(self.handle, stream.handle) }
+    }
+
+    /// Returns `true` if the marked work is complete. Does not block.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn is_complete(&self) -> Result<bool, DriverError> {
+        // SAFETY: this owns the event.
+        unsafe { self.driver.event_query(self.handle) }
+    }
+
+    /// Waits until the marked work is complete.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: this owns the event.
+        unsafe { self.driver.event_synchronize(self.handle) }
+    }
+
+    fn assert_of(&self, stream: LiveStream<'_>) {
+        let is_ours = ptr::addr_eq(Arc::as_ptr(&self.driver), stream.driver);
+        assert!(is_ours, "an event and a stream of two drivers");
+    }
+}
+
+impl Drop for DriverEvent {
+    /// Destroys the event without waiting. Does nothing in a forked child.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            // SAFETY: this owns the event, and nothing can be called with it any more.
+            let _ = unsafe { self.driver.event_destroy(self.handle) };
+        }
+    }
+}
+
+impl fmt::Debug for DriverEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").field("handle", &self.handle).finish_non_exhaustive()
+    }
+}
+
+/// A stream that exists as long as this value.
+#[derive(Clone, Copy)]
+pub(crate) struct LiveStream<'a> {
+    driver: &'a dyn Driver,
+    handle: StreamHandle,
+}
+
+impl<'a> LiveStream<'a> {
+    /// # Safety
+    /// The stream belongs to the driver or to its context, and is not destroyed during `'a`.
+    pub(crate) const unsafe fn new(driver: &'a dyn Driver, handle: StreamHandle) -> Self {
+        Self { driver, handle }
+    }
+
+    /// Returns `true` if the stream captures a graph.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn is_capturing(self) -> Result<bool, DriverError> {
+        // SAFETY: the stream exists while this lives.
+        unsafe { self.driver.is_capturing(self.handle) }
+    }
+
+    /// Waits until all work of the stream is complete.
+    ///
+    /// # Errors
+    /// The driver's: the work may still be in progress.
+    pub(crate) fn synchronize(self) -> Result<(), DriverError> {
+        // SAFETY: the stream exists while this lives.
+        unsafe { self.driver.stream_synchronize(self.handle) }
     }
 }

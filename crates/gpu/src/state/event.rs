@@ -7,10 +7,11 @@
 //! Invariant: an arena without a recorder builds no event and does not read the clock for one.
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use crate::record::{Line, Recorder};
 use crate::state::region::AllocRequest;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 
@@ -42,21 +43,23 @@ impl Origin {
     pub(crate) const RESIZE: Self = Self { kind: Kind::Resize, lane: None };
 }
 
-/// The recorder of an arena's events, if it has one.
-#[derive(Debug, Default)]
-pub(crate) struct Events(pub(crate) Option<Recorder>);
+/// The clock of an arena, and the recorder of its events, if it has one.
+#[derive(Debug)]
+pub(crate) struct Events {
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) recorder: Option<Recorder>,
+}
 
 impl Events {
     /// Records an event that took effect now.
     #[inline]
     pub(crate) fn push(
         &self,
-        clock: &dyn Clock,
         name: &'static str,
         fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
     ) {
-        if let Some(recorder) = &self.0 {
-            recorder.write(clock, name, fields);
+        if let Some(recorder) = &self.recorder {
+            recorder.write(&*self.clock, name, fields);
         }
     }
 }

@@ -5,7 +5,7 @@
 //!
 //! Invariant: `needed <= committed by one step <= max(needed, cap, room)`.
 
-use crate::types::config::Growth;
+use lowtide_core::bytes::ByteSize;
 
 /// The steps of one arena.
 #[derive(Debug)]
@@ -52,6 +52,26 @@ impl Steps {
             self.next = after_shrink.get();
         }
     }
+}
+
+/// The amount that an arena commits at a time for a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Growth {
+    /// Only the granules that the block needs.
+    #[default]
+    SameAsRequested,
+    /// Doubling steps, like ONNX Runtime's `kNextPowerOfTwo`: fewer driver calls, more unused
+    /// memory. Memory committed beyond the block is idle and decays.
+    NextPowerOfTwo {
+        /// The first step.
+        initial: ByteSize,
+        /// The first step after a shrink.
+        after_shrink: ByteSize,
+        /// The maximum step; a larger block gets only the granules that it needs. Zero equals
+        /// [`Growth::SameAsRequested`].
+        cap: ByteSize,
+    },
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::driver::DeviceAddress;
 use crate::state::pending::Uses;
 use crate::state::region::Placement;
 use crate::state::streams::Use;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
@@ -194,7 +194,7 @@ mod tests {
         assert!(adoptions.take(|_| true).is_none(), "both are held");
         let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
         adoptions.let_go(200, Uses::of([of]));
-        adoptions.let_go(200, Uses::NONE);
+        adoptions.let_go(200, Uses::default());
         assert!(adoptions.waiting() > 0 && adoptions.held() == 1);
         assert!(adoptions.take(|of| of.epoch < 3).is_none());
         let due = adoptions.take(|of| of.epoch <= 3).expect("done");

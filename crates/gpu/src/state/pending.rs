@@ -13,65 +13,52 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use smallvec::SmallVec;
+
 use crate::index::Span;
 use crate::state::streams::{StreamKey, Use};
 
 /// Uses that must be complete: at most one per stream, in the order of streams. One takes no memory
 /// of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Uses {
-    first: Option<Use>,
-    others: Vec<Use>,
-}
+pub(crate) struct Uses(SmallVec<[Use; 1]>);
 
 impl Uses {
-    pub(crate) const NONE: Self = Self { first: None, others: Vec::new() };
-
     /// Creates the uses of a block.
     #[inline]
     pub(crate) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
-        let mut all = Self::NONE;
+        let mut all = Self::default();
         uses.into_iter().for_each(|of| all.add(of));
         all
     }
 
     /// Adds a use. Of two uses on one stream, the later stays.
     #[inline]
-    pub(crate) fn add(&mut self, mut of: Use) {
-        let Some(first) = &mut self.first else {
-            self.first = Some(of);
-            return;
-        };
-        if first.stream == of.stream {
-            first.epoch = first.epoch.max(of.epoch);
-            return;
-        }
-        if of.stream < first.stream {
-            std::mem::swap(first, &mut of);
-        }
-        match self.others.binary_search_by_key(&of.stream, |known| known.stream) {
-            Ok(at) => self.others[at].epoch = self.others[at].epoch.max(of.epoch),
-            Err(at) => self.others.insert(at, of),
+    pub(crate) fn add(&mut self, of: Use) {
+        match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
+            Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
+            Err(at) => self.0.insert(at, of),
         }
     }
 
     #[inline]
-    pub(crate) const fn is_empty(&self) -> bool {
-        self.first.is_none()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Returns the number of uses.
     fn len(&self) -> usize {
-        self.iter().count()
+        self.0.len()
     }
 
     /// Keeps the uses for which `holds` returns `true`.
-    pub(crate) fn only(self, holds: impl Fn(Use) -> bool) -> Self {
-        Self::of(self.iter().filter(|&of| holds(of)))
+    pub(crate) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
+        self.0.retain(|of| holds(*of));
+        self
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Use> {
-        self.first.into_iter().chain(self.others.iter().copied())
+        self.0.iter().copied()
     }
 
     /// Returns `true` if all uses are on this stream, which then need not wait.
@@ -89,12 +76,12 @@ struct PendingSpan {
 /// The pending parts of a span that was taken for a block. They become pending again if the block
 /// is freed before its first use.
 #[derive(Debug, Default)]
-pub(crate) struct Claim {
+pub(crate) struct Dependencies {
     /// The pending parts, and the uses of each, which must complete before the block's first use.
     pub(crate) parts: Vec<(Span, Uses)>,
 }
 
-impl Claim {
+impl Dependencies {
     /// Returns `true` if all uses are on this stream, which then need not wait.
     pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
         self.parts.iter().all(|(_, uses)| uses.is_of(stream))
@@ -112,7 +99,7 @@ pub(crate) type Border = (Span, Span);
 /// The changes of entries after a span was taken.
 #[derive(Debug, Default)]
 pub(crate) struct Taken {
-    pub(crate) claim: Claim,
+    pub(crate) claim: Dependencies,
     /// The borders at which entries were cut, in the order of the cuts.
     pub(crate) cuts: Vec<Border>,
 }
@@ -268,7 +255,7 @@ impl Pending {
 
     fn remove(&mut self, offset: u64) -> Uses {
         let Some(PendingSpan { size, uses }) = self.entries.remove(&offset) else {
-            return Uses::NONE;
+            return Uses::default();
         };
         self.bytes -= size;
         for of in uses.iter() {

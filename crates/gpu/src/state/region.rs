@@ -10,15 +10,14 @@
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::state::backing::Backing;
-use crate::state::cached::CacheCounts;
 use crate::state::event::Origin;
 use crate::state::granules::Leave;
-use crate::state::pending::{Claim, Pending, Uses};
-use crate::state::pins::Pins;
+use crate::state::moves::Pins;
+use crate::state::pending::{Dependencies, Pending, Uses};
 use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
-pub(crate) use crate::types::region::Region;
+pub(crate) use crate::types::Region;
 use crate::types::snapshot::RegionSnapshot;
 use lowtide_core::bytes::ByteSize;
 
@@ -186,7 +185,7 @@ impl RegionState {
         wanted: AllocRequest,
         search: Search,
         taker: Option<StreamKey>,
-    ) -> Option<(Placement, Claim)> {
+    ) -> Option<(Placement, Dependencies)> {
         let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
@@ -270,9 +269,9 @@ impl RegionState {
     }
 
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
-    fn claim(&mut self, span: Span) -> Claim {
+    fn claim(&mut self, span: Span) -> Dependencies {
         if self.pending.bytes() == 0 {
-            return Claim::default();
+            return Dependencies::default();
         }
         let taken = self.pending.take(span);
         for (left, right) in taken.cuts {
@@ -496,6 +495,11 @@ impl RegionState {
         spans.map(|span| self.segment.bare_bytes(span)).sum()
     }
 
+    /// Returns `true` if the contents of a block were lost.
+    pub(crate) fn has_lost(&self) -> bool {
+        self.pins.lost().next().is_some()
+    }
+
     /// Returns the live spans without an order, in less time.
     pub(crate) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
         self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))
@@ -551,7 +555,7 @@ impl RegionState {
         self.pins.end_operation(room.id);
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
-        debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
+        debug_assert!(traded, "of one size, or neighbours");
         let (Ok(old), Ok(new)) = (old, self.index.span_of(id)) else { return false };
         let left = self.index.release(room.id);
         debug_assert_eq!(left.map(|left| left.size), Ok(room.span.size));
@@ -648,5 +652,64 @@ impl RegionState {
             self.live <= active || self.live - self.asleep() <= active,
             "no live block is bare"
         );
+    }
+}
+
+// Blocks in the caches of threads and lanes, as the state sees them: live, and counted by the
+// caches.
+//
+// The caches count their allocations and frees without the state's lock. A snapshot adds the
+// counts, and the state takes them over when a cache is dropped.
+
+/// A block of a region.
+pub(crate) type Kept = (Region, Placement);
+
+/// A block that was taken out of a cache, and the stream of the cache's lane, if it has one.
+pub(crate) type Swept = (Kept, Option<StreamKey>);
+
+/// The counts of a cache since the arena was opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CacheCounts {
+    /// The numbers of blocks handed out and put in. Blocks that later went from the cache to the
+    /// arena do not count.
+    pub(crate) allocs: u64,
+    pub(crate) frees: u64,
+    /// The bytes in the cache now, by region.
+    pub(crate) cached: [u64; 2],
+    /// The requested bytes of blocks handed out minus those of blocks put in, by region. Wraps.
+    pub(crate) requested: [u64; 2],
+}
+
+impl CacheCounts {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.allocs += other.allocs;
+        self.frees += other.frees;
+        for region in Region::ALL.map(Region::number) {
+            self.cached[region] += other.cached[region];
+            let requested = &mut self.requested[region];
+            *requested = requested.wrapping_add(other.requested[region]);
+        }
+    }
+
+    /// Returns the bytes in the cache.
+    #[inline]
+    pub(crate) fn cached(&self) -> u64 {
+        self.cached.iter().sum()
+    }
+
+    /// Counts a block that was handed out.
+    #[inline]
+    pub(crate) fn went(&mut self, region: Region, size: u64, requested: u64) {
+        self.cached[region.number()] -= size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_add(requested);
+    }
+
+    /// Counts a block that was put in.
+    #[inline]
+    pub(crate) fn came(&mut self, region: Region, placed: &Placement) {
+        self.cached[region.number()] += placed.span.size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_sub(placed.requested);
     }
 }

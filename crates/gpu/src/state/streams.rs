@@ -440,7 +440,7 @@ impl Streams {
     }
 
     /// Returns an event that was not recorded.
-    pub(crate) fn put_back(&mut self, event: Event) {
+    pub(crate) fn restore(&mut self, event: Event) {
         self.release_event(event);
         self.spare.push(event);
     }

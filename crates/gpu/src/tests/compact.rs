@@ -297,7 +297,7 @@ fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     let failed = arena.compact(ALL, |_| panic!("enough")).expect_err("it panics");
     assert_eq!(failed.error, DeviceError::Callback { message: "enough".to_owned() });
     // Regression test: the compaction reported that it had finished.
-    assert_eq!((failed.done.moves, failed.done.stopped), (1, StopReason::Failed));
+    assert_eq!((failed.value.moves, failed.value.stopped), (1, StopReason::Failed));
     assert_all_marked(&arena, &blocks);
     arena.validate();
     let done = arena.compact(ALL, |_| {}).expect("no error");
@@ -369,7 +369,7 @@ fn contents_that_a_slide_lost_are_never_shown_again() {
     driver.fail_from(Some(driver.calls() + 3));
     let failed = arena.compact(ALL, |_| {}).expect_err("a trial");
     let expected = DeviceError::ContentsLost { region: Region::Dynamic, size: ByteSize::mib(8) };
-    assert_eq!((failed.error, failed.done.moves), (expected.clone(), 0));
+    assert_eq!((failed.error, failed.value.moves), (expected.clone(), 0));
     driver.fail_from(None);
     let lease = arena.enter().expect("awake");
     assert_eq!(lost.slice(&lease).map(<[u64]>::len), Err(expected.clone()));

@@ -20,11 +20,10 @@
 //! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
 //! neither would grow, the plan is empty or a part of one that a larger budget completes.
 
-use super::by_segment;
-use super::contiguous;
-use super::detours::without_detours;
-use super::granules;
+use std::collections::BTreeMap;
+
 use super::layout_model::{Block, LayoutModel};
+use super::{contiguous, granules};
 use crate::index::{ALIGN, End, Span};
 
 /// The restriction of a block's moves.
@@ -165,7 +164,9 @@ fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budg
     let mut segment_bytes = None;
     match target {
         Target::Granules => granules::plan(&mut draft),
-        Target::Segments(segments) => segment_bytes = Some(by_segment::plan(&mut draft, segments)),
+        Target::Segments(segments) => {
+            segment_bytes = Some(granules::plan_segments(&mut draft, segments))
+        }
         Target::Contiguous(size) => contiguous::plan(&mut draft, size),
     }
     if !matches!(target, Target::Contiguous(_)) {
@@ -303,4 +304,172 @@ pub(super) fn places(
         let fits = move |&at: &u64| at >= first && at.checked_add(size).is_some_and(|e| e <= end);
         low.into_iter().chain(high).filter(fits)
     })
+}
+
+// Cuts the moves of a plan into batches that are copied at the same time.
+//
+// Invariant: no place of one block in a batch, old or new, overlaps a place of another, so the
+// moves of a batch need no order.
+
+/// The bounds of a batch. A move that exceeds them is a batch of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BatchLimit {
+    pub(crate) bytes: u64,
+    pub(crate) copies: u64,
+}
+
+/// Returns the number of moves in the first batch of a plan: at least one, if there is a move.
+pub(crate) fn first_batch(moves: &[Move], limit: BatchLimit) -> usize {
+    let (mut bytes, mut copies) = (0_u64, 0_u64);
+    // The ends of the places, by offset.
+    let mut places: BTreeMap<u64, u64> = BTreeMap::new();
+    for (nth, &made) in moves.iter().enumerate() {
+        let spans = [made.source(), made.destination()];
+        let is_used = |offset: u64, end: u64| {
+            places.range(..end).next_back().is_some_and(|(_, &other)| other > offset)
+        };
+        (bytes, copies) = (bytes + made.size, copies + made.copies());
+        let is_full = bytes > limit.bytes || copies > limit.copies;
+        let depends = spans.iter().any(|span| is_used(span.offset, span.end()));
+        if nth > 0 && (is_full || depends) {
+            return nth;
+        }
+        if made.overlaps() {
+            let [from, to] = spans;
+            places.insert(from.offset.min(to.offset), from.end().max(to.end()));
+        } else {
+            places.extend(spans.map(|span| (span.offset, span.end())));
+        }
+    }
+    moves.len()
+}
+
+// Removes detours from a plan: a block that would move twice moves once, to its last place.
+//
+// Granules are cleared one after the other, so a block may move into a granule that is cleared
+// later. Its first move is left out if nothing else uses the place that the block leaves before
+// the second: the block stays there until then.
+//
+// Invariant: after all moves every block is where the plan with detours puts it, each move is
+// still possible once the moves before it are done, and no byte more is moved.
+
+/// Returns the moves without detours, in order. O(n log n).
+pub(super) fn without_detours(moves: &[Move]) -> Vec<Move> {
+    let mut made: Vec<Option<Move>> = Vec::with_capacity(moves.len());
+    // The last move of each block that has moved, by the block's present offset.
+    let mut last_moves: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut left = LeftSpans::default();
+    for (nth, &second) in moves.iter().enumerate() {
+        let mut next = second;
+        if let Some(before) = last_moves.remove(&second.from)
+            && let Some(first) = made[before]
+            && left.take(first.source())
+        {
+            let direct = Move { from: first.from, ..second };
+            if direct.distance() == 0 || !direct.overlaps() {
+                made[before] = None;
+                next = direct;
+            }
+        }
+        if next.distance() == 0 {
+            made.push(None); // back where it was
+            continue;
+        }
+        left.occupy(next.destination());
+        left.add(next.source());
+        last_moves.insert(next.to, nth);
+        made.push(Some(next));
+    }
+    made.into_iter().flatten().collect()
+}
+
+/// Spans that blocks have left, and that no block has used since. They do not overlap.
+#[derive(Default)]
+struct LeftSpans(BTreeMap<u64, u64>);
+
+impl LeftSpans {
+    fn add(&mut self, span: Span) {
+        self.0.insert(span.offset, span.size);
+    }
+
+    /// Removes a span. Returns `false` if it is not there as a whole.
+    fn take(&mut self, span: Span) -> bool {
+        let is_there = self.0.get(&span.offset) == Some(&span.size);
+        is_there && self.0.remove(&span.offset).is_some()
+    }
+
+    /// Removes all spans of which a part is used now.
+    fn occupy(&mut self, used: Span) {
+        let overlapping = self.0.range(..used.end()).rev();
+        let overlapping = overlapping.take_while(|&(offset, size)| offset + size > used.offset);
+        let offsets: Vec<u64> = overlapping.map(|(&offset, _)| offset).collect();
+        for offset in offsets {
+            self.0.remove(&offset);
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const LIMIT: BatchLimit = BatchLimit { bytes: 35, copies: 8 };
+
+    fn first(moves: &[(u64, u64, u64)]) -> usize {
+        let moves: Vec<_> = moves.iter().map(|&(from, to, size)| Move { from, to, size }).collect();
+        first_batch(&moves, LIMIT)
+    }
+
+    #[test]
+    fn a_batch_has_as_many_moves_as_the_limits_allow_and_at_least_one() {
+        let moves = [(0, 100, 10), (10, 110, 10), (20, 120, 10), (30, 130, 10)];
+        assert_eq!(first(&moves), 3);
+        assert_eq!(first(&[(0, 100, 50), (50, 150, 1)]), 1);
+        // A slide by 1 of 10 bytes takes ten copies.
+        assert_eq!(first(&[(0, 100, 1), (11, 10, 10)]), 1);
+        assert_eq!(first(&[]), 0);
+    }
+
+    #[test]
+    fn a_move_that_depends_on_another_is_in_a_later_batch() {
+        assert_eq!(first(&[(0, 100, 10), (50, 5, 10)]), 1, "into a place that is left");
+        assert_eq!(first(&[(0, 100, 10), (100, 200, 10)]), 1, "the same block");
+        assert_eq!(first(&[(10, 5, 10), (20, 15, 5)]), 1, "into a place that a slide leaves");
+        assert_eq!(first(&[(0, 100, 10), (20, 110, 10), (10, 90, 10)]), 3, "all apart");
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod detour_tests {
+    use super::*;
+
+    fn moves<const N: usize>(all: [(u64, u64); N]) -> Vec<Move> {
+        all.map(|(from, to)| Move { from, to, size: 10 }).into()
+    }
+
+    #[test]
+    fn a_block_that_would_move_twice_moves_once_and_last() {
+        let twice = moves([(0, 100), (50, 200), (100, 300), (300, 400)]);
+        assert_eq!(without_detours(&twice), moves([(50, 200), (0, 400)]));
+    }
+
+    #[test]
+    fn a_block_that_would_come_back_stays() {
+        assert_eq!(without_detours(&moves([(0, 100), (100, 0)])), []);
+    }
+
+    #[test]
+    fn a_detour_stays_if_the_first_place_is_used_meanwhile() {
+        let needed = moves([(0, 100), (50, 5), (100, 300)]);
+        assert_eq!(without_detours(&needed), needed);
+        // From the second place on it is a detour again.
+        let partly = moves([(0, 100), (50, 5), (100, 300), (300, 400)]);
+        assert_eq!(without_detours(&partly), moves([(0, 100), (50, 5), (100, 400)]));
+    }
+
+    #[test]
+    fn two_jumps_do_not_become_a_slide() {
+        let jumps = moves([(0, 100), (100, 5)]);
+        assert_eq!(without_detours(&jumps), jumps);
+    }
 }

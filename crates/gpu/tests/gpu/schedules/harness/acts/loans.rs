@@ -6,7 +6,7 @@
 //! arena to see to.
 
 use lowtide_cuda_sim::Pattern;
-use lowtide_gpu::ExportError;
+use lowtide_gpu::DeviceErrorWith;
 
 use super::super::world::{Act, Away, Worker, World};
 use super::memory;
@@ -24,8 +24,8 @@ pub(super) fn export(world: &World, worker: &mut Worker) -> Act {
             worker.away.push(away);
             ordered
         }
-        Err(ExportError { buffer, error }) => {
-            worker.held.push(rest.with(buffer));
+        Err(DeviceErrorWith { value: buffer, error }) => {
+            worker.held.push(rest.with(*buffer));
             world.allowed(error)
         }
     }

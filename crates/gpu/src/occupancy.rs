@@ -8,10 +8,10 @@
 //! committed memory; `cells <= cells_max`.
 
 use crate::index::Span;
-use crate::observe::map::by_state;
+use crate::map::by_state;
 use crate::state::arena::ArenaState;
 use crate::state::backing::GranuleState;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// The size of the smallest cell in bytes: a picture of an arena does not resolve smaller ones.
@@ -64,148 +64,75 @@ pub(crate) fn region_cells(
     cells_max: usize,
 ) -> RegionOccupancy {
     let of = state.region(region);
-    let strip = || CellSums::new(cells_max.max(2));
-    let (mut backed, mut active) = (strip(), strip());
     let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
-    for (run, state) in runs.flat_map(|run| by_state(&of.segment, run)) {
-        backed.add(run);
-        if state == GranuleState::Active {
-            active.add(run);
+    let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
+    let mut used: Vec<Span> = runs.iter().map(|(run, _)| *run).collect();
+    if !state.sleep.is_awake() || of.arriving > 0 || of.has_lost() {
+        // Some blocks have no memory, and may lie in other cells.
+        used.extend(of.live_spans_unordered());
+    }
+    used.sort_unstable_by_key(|span| span.offset);
+    let mut cells = Cells::over(&used, cells_max.max(2));
+    let mut blocks = 0;
+    for block in of.live_spans_unordered() {
+        blocks += 1;
+        cells.add(block, |sums| &mut sums.live);
+    }
+    of.pending.spans().for_each(|freed| cells.add(freed, |sums| &mut sums.pending));
+    for (run, state) in runs {
+        match state {
+            GranuleState::Active => cells.add(run, |sums| &mut sums.active),
+            GranuleState::Idle => cells.add(run, |sums| &mut sums.idle),
         }
     }
-    // Usually all blocks have memory, so that the cells are known and any order works. A sleeping
-    // block may lie in other cells.
-    let spread = spread(of.live_spans_unordered(), &backed);
-    let (live, blocks) = spread.unwrap_or_else(|| {
-        let (mut live, mut blocks) = (strip(), 0);
-        for block in of.live_spans() {
-            live.add(block);
-            blocks += 1;
-        }
-        (live, blocks)
-    });
-    let mut pending = strip();
-    of.pending.spans().for_each(|freed| pending.add(freed));
-    let (cell, occupancy) = joined([live, pending, active, backed], cells_max.max(2));
-    RegionOccupancy { region: region.name(), cell: ByteSize::new(cell), blocks, occupancy }
+    let (cell, occupancy) = (ByteSize::new(cells.size), cells.cells);
+    RegionOccupancy { region: region.name(), cell, blocks, occupancy }
 }
 
-/// Adds spans, in any order, to the cells with memory, and returns the number of spans. Returns
-/// `None` if one lies in another cell.
-fn spread(spans: impl Iterator<Item = Span>, backed: &CellSums) -> Option<(CellSums, u64)> {
-    let shift = backed.size.trailing_zeros(); // a power of two
-    let mut sums: Vec<_> = backed.sums.iter().map(|(nth, _)| (*nth, 0)).collect();
-    // Runs of cells: the first cell, the one after the last, and the index of the first.
-    let mut runs: Vec<(u64, u64, usize)> = Vec::new();
-    for (place, (nth, _)) in sums.iter().enumerate() {
-        match runs.last_mut() {
-            Some((_, after, _)) if after == nth => *after += 1,
-            _ => runs.push((*nth, nth + 1, place)),
-        }
-    }
-    let (mut found, mut count) = ((0, 0, 0), 0);
-    for span in spans {
-        count += 1;
-        let mut at = span.offset;
-        while at < span.end() {
-            let nth = at >> shift;
-            if nth < found.0 || nth >= found.1 {
-                let next = runs.partition_point(|(_, after, _)| *after <= nth);
-                found = *runs.get(next).filter(|(first, ..)| *first <= nth)?;
-            }
-            let end = ((nth + 1) << shift).min(span.end());
-            let (_, sum) = sums.get_mut(found.2 + usize::try_from(nth - found.0).ok()?)?;
-            *sum += end - at;
-            at = end;
-        }
-    }
-    Some((CellSums { size: backed.size, most: backed.most, sums }, count))
-}
-
-/// Returns cells with all four sums (live, pending, active, backed), of the smallest size with
-/// which there are at most `cells_max`.
-fn joined(mut strips: [CellSums; 4], cells_max: usize) -> (u64, Vec<OccupancyCell>) {
-    let mut size = strips.iter().map(|strip| strip.size).max().unwrap_or(CELL_MIN);
-    // Ends, because each turn doubles the cells and at last one cell holds everything.
-    loop {
-        strips.iter_mut().for_each(|strip| strip.fold_to(size));
-        let mut places: Vec<_> =
-            strips.iter().flat_map(|strip| strip.sums.iter().map(|(nth, _)| *nth)).collect();
-        places.sort_unstable();
-        places.dedup();
-        if places.len() > cells_max {
-            size *= 2;
-            continue;
-        }
-        let mut sums = strips.map(|strip| strip.sums.into_iter().peekable());
-        let cell = |nth| {
-            let [live, pending, active, backed] = sums
-                .each_mut()
-                .map(|sums| sums.next_if(|(at, _)| *at == nth).map_or(0, |(_, sum)| sum));
-            debug_assert!(active <= backed && backed <= size, "{active} <= {backed} <= {size}");
-            let [live, pending, active, idle] =
-                [live, pending, active, backed - active].map(ByteSize::new);
-            OccupancyCell { nth, live, pending, active, idle }
-        };
-        return (size, places.into_iter().map(cell).collect());
-    }
-}
-
-/// The bytes of spans in address order, by cell. Cells without any are left out.
-struct CellSums {
+/// Cells of one size, in address order.
+struct Cells {
     size: u64,
-    most: usize,
-    /// The index of each cell, and its bytes.
-    sums: Vec<(u64, u64)>,
+    cells: Vec<OccupancyCell>,
+    /// The index of the cell that was found last.
+    last: usize,
 }
 
-impl CellSums {
-    const fn new(most: usize) -> Self {
-        Self { size: CELL_MIN, most, sums: Vec::new() }
+impl Cells {
+    /// Creates the cells of spans in address order: of the smallest size with which there are at
+    /// most `cells_max`.
+    fn over(spans: &[Span], cells_max: usize) -> Self {
+        let mut size = CELL_MIN;
+        // Ends, because each turn doubles the cells and at last two cells hold everything.
+        loop {
+            let mut cells: Vec<OccupancyCell> = Vec::new();
+            let is_enough = spans.iter().all(|span| {
+                let next = cells.last().map_or(0, |last| last.nth + 1);
+                let (first, end) = ((span.offset / size).max(next), span.end().div_ceil(size));
+                let room = (cells_max - cells.len()) as u64;
+                let nths = first..end.min(first.saturating_add(room));
+                cells.extend(nths.map(|nth| OccupancyCell { nth, ..OccupancyCell::default() }));
+                end.saturating_sub(first) <= room
+            });
+            if is_enough {
+                return Self { size, cells, last: 0 };
+            }
+            size *= 2;
+        }
     }
 
-    /// Adds the bytes of a span, which begins at or after the end of the last span.
-    #[inline]
-    fn add(&mut self, span: Span) {
-        if span.size == 0 {
-            return;
-        }
-        // Ends, because a span of any length lies in two cells at last, and so do all others.
-        while span.size / self.size >= (self.most - self.most.min(self.sums.len())) as u64
-            && span.size / self.size > 0
-        {
-            self.fold_to(self.size * 2);
-        }
+    /// Adds the bytes of a span, which lies in the cells, to one of their sums.
+    fn add(&mut self, span: Span, sum_of: fn(&mut OccupancyCell) -> &mut ByteSize) {
         let mut at = span.offset;
         while at < span.end() {
             let nth = at / self.size;
-            let end = ((nth + 1) * self.size).min(span.end());
-            match self.sums.last_mut() {
-                Some((last, sum)) if *last == nth => *sum += end - at,
-                _ => self.sums.push((nth, end - at)),
+            if self.cells.get(self.last).is_none_or(|cell| cell.nth != nth) {
+                self.last = self.cells.partition_point(|cell| cell.nth < nth);
             }
+            let end = ((nth + 1) * self.size).min(span.end());
+            let sum = sum_of(&mut self.cells[self.last]);
+            *sum = sum.saturating_add(ByteSize::new(end - at));
             at = end;
         }
-        while self.sums.len() > self.most {
-            self.fold_to(self.size * 2);
-        }
-    }
-
-    /// Enlarges the cells to this size.
-    fn fold_to(&mut self, size: u64) {
-        if size == self.size {
-            return;
-        }
-        let times = size / self.size;
-        self.size = size;
-        self.sums.iter_mut().for_each(|(nth, _)| *nth /= times);
-        self.sums.dedup_by(|(nth, sum), (before, sum_before)| {
-            let is_one = nth == before;
-            if is_one {
-                *sum_before += *sum;
-            }
-            is_one
-        });
     }
 }
 
