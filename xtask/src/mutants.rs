@@ -140,13 +140,13 @@ const MUTANTS: &[Mutant] = &[
         name: "lock-across-call",
         about: "a driver call is made with the arena's lock held",
         text: "            drop(locked);\n            match step {\n                \
-               Step::Done(outcome) => return outcome,\n                \
-               Step::Call(call) => cx.complete(call.perform(driver)),\n",
-        replacement: "            if let Step::Call(call) = step {\n                \
+               OpStep::Done(outcome) => return outcome,\n                \
+               OpStep::Call(call) => cx.complete(call.perform(driver)),\n",
+        replacement: "            if let OpStep::Call(call) = step {\n                \
                       cx.complete(call.perform(driver));\n                continue;\n            \
                       }\n            drop(locked);\n            match step {\n                \
-                      Step::Done(outcome) => return outcome,\n                \
-                      Step::Call(_) => {}\n",
+                      OpStep::Done(outcome) => return outcome,\n                \
+                      OpStep::Call(_) => {}\n",
         test: "schedules::calls::no_call_is_made_with_the_lock_held",
         is_sample: true,
     },
@@ -182,7 +182,7 @@ const MUTANTS: &[Mutant] = &[
         name: "release-before-done",
         about: "imported memory is released without a wait",
         text: "let after = state.uses(&[]);",
-        replacement: "let after = crate::state::pending::Uses::default();",
+        replacement: "let after = crate::state::pending::StreamUses::default();",
         test: "interop::imported::\
                adopted_memory_is_released_only_after_all_work_of_the_context",
         is_sample: true,

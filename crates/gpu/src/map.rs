@@ -7,13 +7,11 @@
 //! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
 //! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
 
+use crate::api::arena::DeviceArena;
 use crate::index::Span;
 use crate::state::arena::ArenaState;
-
-use crate::api::arena::DeviceArena;
-use crate::occupancy::{ArenaOccupancy, region_cells};
 pub use crate::state::backing::GranuleState;
-use crate::state::backing::{AddressRange, Backing};
+use crate::state::backing::{Backing, CommittedRange};
 use crate::state::segment::Run;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
@@ -87,7 +85,7 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let pending = of.pending.spans().map(|span| (span, BlockState::Pending));
     let mut blocks: Vec<_> = live.chain(pending).collect();
     blocks.sort_unstable_by_key(|(span, _)| span.offset);
-    let map = |AddressRange { at, span, backed }: AddressRange| {
+    let map = |CommittedRange { at, span, backed }: CommittedRange| {
         let within =
             |inner: Span| (ByteSize::new(inner.offset - span.offset), ByteSize::new(inner.size));
         let first = blocks.partition_point(|(block, _)| block.offset < span.offset);
@@ -196,5 +194,216 @@ impl DeviceArena {
             ArenaOccupancy { granularity: ByteSize::new(state.bytes_of(1)), regions }
         });
         occupancy.unwrap_or_default()
+    }
+}
+
+// A coarse map of an arena: usage in a few hundred cells of address space.
+//
+// For pages that refresh often. Unlike [`DeviceArena::map`](crate::DeviceArena::map) it lists no
+// blocks and no addresses, and keeps thread caches: their blocks show as live. Blocks whose memory
+// is still being committed show as asleep. Empty addresses, the majority, have no cell.
+//
+// Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
+// committed memory; `cells <= cells_max`.
+
+/// The size of the smallest cell in bytes: a picture of an arena does not resolve smaller ones.
+const CELL_MIN: u64 = 4 << 10;
+
+/// A map of an arena in cells.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaOccupancy {
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
+    /// The regions in the order of [`Region::ALL`]; empty in a forked child.
+    pub regions: Vec<RegionOccupancy>,
+}
+
+/// A region in cells of one size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RegionOccupancy {
+    /// The region's name.
+    pub region: &'static str,
+    /// Bytes of each cell: a power of two.
+    pub cell: ByteSize,
+    /// The number of live blocks.
+    pub blocks: u64,
+    /// Cells with memory or a block, in address order.
+    pub occupancy: Vec<OccupancyCell>,
+}
+
+/// The usage of one cell. The rest of the cell has no memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OccupancyCell {
+    /// The cell's index in the region, from 0.
+    pub nth: u64,
+    /// Bytes of live blocks; more than `active` if they are asleep.
+    pub live: ByteSize,
+    /// Bytes of freed blocks that the device may still use.
+    pub pending: ByteSize,
+    /// Committed bytes of granules that a block touches.
+    pub active: ByteSize,
+    /// Committed bytes of granules that no block touches.
+    pub idle: ByteSize,
+}
+
+/// Returns the usage of a region in at most `cells_max` cells (at least 2).
+pub(crate) fn region_cells(
+    state: &ArenaState,
+    region: Region,
+    cells_max: usize,
+) -> RegionOccupancy {
+    let of = state.region(region);
+    let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
+    let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
+    let mut used: Vec<Span> = runs.iter().map(|(run, _)| *run).collect();
+    if !state.sleep.is_awake() || of.arriving > 0 || of.has_lost() {
+        // Some blocks have no memory, and may lie in other cells.
+        used.extend(of.live_spans_unordered());
+    }
+    used.sort_unstable_by_key(|span| span.offset);
+    let mut cells = Cells::over(&used, cells_max.max(2));
+    let mut blocks = 0;
+    for block in of.live_spans_unordered() {
+        blocks += 1;
+        cells.add(block, |sums| &mut sums.live);
+    }
+    of.pending.spans().for_each(|freed| cells.add(freed, |sums| &mut sums.pending));
+    for (run, state) in runs {
+        match state {
+            GranuleState::Active => cells.add(run, |sums| &mut sums.active),
+            GranuleState::Idle => cells.add(run, |sums| &mut sums.idle),
+        }
+    }
+    let (cell, occupancy) = (ByteSize::new(cells.size), cells.cells);
+    RegionOccupancy { region: region.name(), cell, blocks, occupancy }
+}
+
+/// Cells of one size, in address order.
+struct Cells {
+    size: u64,
+    cells: Vec<OccupancyCell>,
+    /// The index of the cell that was found last.
+    last: usize,
+}
+
+impl Cells {
+    /// Creates the cells of spans in address order: of the smallest size with which there are at
+    /// most `cells_max`.
+    fn over(spans: &[Span], cells_max: usize) -> Self {
+        let mut size = CELL_MIN;
+        // Ends, because each turn doubles the cells and at last two cells hold everything.
+        loop {
+            let mut cells: Vec<OccupancyCell> = Vec::new();
+            let is_enough = spans.iter().all(|span| {
+                let next = cells.last().map_or(0, |last| last.nth + 1);
+                let (first, end) = ((span.offset / size).max(next), span.end().div_ceil(size));
+                let room = (cells_max - cells.len()) as u64;
+                let nths = first..end.min(first.saturating_add(room));
+                cells.extend(nths.map(|nth| OccupancyCell { nth, ..OccupancyCell::default() }));
+                end.saturating_sub(first) <= room
+            });
+            if is_enough {
+                return Self { size, cells, last: 0 };
+            }
+            size *= 2;
+        }
+    }
+
+    /// Adds the bytes of a span, which lies in the cells, to one of their sums.
+    fn add(&mut self, span: Span, sum_of: fn(&mut OccupancyCell) -> &mut ByteSize) {
+        let mut at = span.offset;
+        while at < span.end() {
+            let nth = at / self.size;
+            if self.cells.get(self.last).is_none_or(|cell| cell.nth != nth) {
+                self.last = self.cells.partition_point(|cell| cell.nth < nth);
+            }
+            let end = ((nth + 1) * self.size).min(span.end());
+            let sum = sum_of(&mut self.cells[self.last]);
+            *sum = sum.saturating_add(ByteSize::new(end - at));
+            at = end;
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{ArenaConfig, DeviceArena, HostDriver};
+    use lowtide_core::clock::ManualClock;
+
+    fn arena(reserve: ByteSize) -> DeviceArena {
+        let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+        let config = ArenaConfig { reserve, ..ArenaConfig::new("a") };
+        DeviceArena::open(driver, clock, config).expect("opens")
+    }
+
+    fn sum(region: &RegionOccupancy, of: fn(&OccupancyCell) -> ByteSize) -> ByteSize {
+        region.occupancy.iter().map(of).sum()
+    }
+
+    #[test]
+    fn the_sums_of_the_cells_are_the_figures_of_the_snapshot() {
+        let arena = arena(ByteSize::mib(256));
+        let mut held = Vec::new();
+        let mut chance = 7_u64; // a seed
+        for round in 0..400 {
+            chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            let size = 256 + usize::try_from(chance >> 44).expect("small");
+            let region = Region::ALL[round % 2];
+            held.push(arena.alloc::<u8>(size, region).expect("room"));
+            if chance >> 63 == 0 {
+                let nth = usize::try_from(chance >> 50).expect("small") % held.len();
+                drop(held.swap_remove(nth));
+            }
+        }
+        for cells_max in [2, 7, 512, 4096] {
+            let occupancy = arena.occupancy(cells_max);
+            let snapshot = arena.snapshot();
+            for (told, found) in snapshot.regions.iter().zip(&occupancy.regions) {
+                assert!(found.occupancy.len() <= cells_max, "{} cells", found.occupancy.len());
+                assert!(found.occupancy.is_sorted_by(|one, next| one.nth < next.nth));
+                let live = told.live.saturating_add(told.cached);
+                assert_eq!(sum(found, |cell| cell.live), live, "{cells_max}");
+                assert_eq!(sum(found, |cell| cell.active), told.active, "{cells_max}");
+                assert_eq!(sum(found, |cell| cell.idle), told.idle, "{cells_max}");
+                for cell in &found.occupancy {
+                    assert!(cell.active.saturating_add(cell.idle) <= found.cell, "{cell:?}");
+                    assert!(cell.live <= found.cell, "{cell:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn addresses_without_anything_have_no_cell() {
+        let arena = arena(ByteSize::gib(1024));
+        let small = arena.alloc::<u8>(100, Region::Dynamic).expect("room");
+        let large = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
+        let region = arena.occupancy(512).regions.remove(1);
+        assert_eq!(region.blocks, 2);
+        let ends = region.occupancy.first().zip(region.occupancy.last());
+        let (first, last) = ends.expect("some cells");
+        assert!(last.nth - first.nth > 512, "they lie far apart, as small and large blocks do");
+        assert!(region.cell <= ByteSize::kib(64), "and are drawn finely: {}", region.cell);
+        drop((small, large));
+    }
+
+    #[test]
+    fn an_empty_arena_has_no_cells_and_one_that_sleeps_shows_what_is_asleep() {
+        use crate::{Contents, SleepOptions};
+        let arena = arena(ByteSize::mib(64));
+        assert!(arena.occupancy(64).regions.iter().all(|region| region.occupancy.is_empty()));
+        let held = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
+        let (stable, dynamic) = (Contents::Discard, Contents::Discard);
+        arena.sleep(SleepOptions { stable, dynamic, ..Default::default() }).expect("asleep");
+        let region = &arena.occupancy(64).regions[0];
+        assert_eq!(sum(region, |cell| cell.live), ByteSize::mib(3));
+        assert_eq!(sum(region, |cell| cell.active.saturating_add(cell.idle)), ByteSize::ZERO);
+        drop(held);
     }
 }

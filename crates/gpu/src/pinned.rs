@@ -37,7 +37,7 @@ use self::pool::{PinnedBlock, PoolShared};
 use crate::api::raw::RawBlock;
 use crate::driver::HostMemory;
 use crate::exec::lane::DriverEvent;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::types::Region;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -265,7 +265,7 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
         let arena = &self.pool.arena;
-        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic, Origin::BUFFER)?;
+        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic, RequestOrigin::BUFFER)?;
         if let Some(block) = self.block.filter(|_| !bytes.is_zero())
             && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {

@@ -70,11 +70,11 @@ const WAIT_FROM: usize = 256 << 10;
 /// [`ArenaConfig::recorder`]: crate::ArenaConfig::recorder
 #[derive(Clone)]
 pub struct Recorder {
-    inner: Arc<Inner>,
+    inner: Arc<RecorderInner>,
 }
 
-struct Inner {
-    lines: Mutex<Lines>,
+struct RecorderInner {
+    lines: Mutex<RecordedLines>,
     /// The number of waiting bytes: a copy that is readable without the lock.
     waiting: AtomicUsize,
     sink: Mutex<Sink>,
@@ -84,7 +84,7 @@ struct Inner {
 }
 
 /// The lines that the sink has not received yet. No other code is called under their lock.
-struct Lines {
+struct RecordedLines {
     /// The arena's name, once it is open.
     arena: Option<String>,
     is_over: bool,
@@ -116,7 +116,7 @@ impl Recorder {
     /// Creates a recorder that writes at most `most` bytes, in complete lines.
     #[must_use]
     pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
-        let lines = Lines {
+        let lines = RecordedLines {
             arena: None,
             is_over: false,
             text: String::new(),
@@ -128,7 +128,7 @@ impl Recorder {
         };
         let sink = Sink { to: Some(Box::new(sink)), spare: String::new() };
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(RecorderInner {
                 lines: Mutex::new(lines),
                 waiting: AtomicUsize::new(0),
                 sink: Mutex::new(sink),
@@ -174,7 +174,7 @@ impl Recorder {
     }
 
     /// Returns the lines; `None` in a forked child, in which another thread may have held the lock.
-    fn lines(&self) -> Option<MutexGuard<'_, Lines>> {
+    fn lines(&self) -> Option<MutexGuard<'_, RecordedLines>> {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 
@@ -241,7 +241,7 @@ impl Drop for Recording {
     }
 }
 
-impl Lines {
+impl RecordedLines {
     fn write(
         &mut self,
         at: Moment,
@@ -294,7 +294,7 @@ impl Lines {
     }
 }
 
-impl Inner {
+impl RecorderInner {
     /// Returns `true` if this thread is within the sink.
     fn is_writing(&self) -> bool {
         self.writer.load(Ordering::Relaxed) == here()
@@ -347,7 +347,7 @@ impl Inner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for RecorderInner {
     /// Drops the sink, which is foreign code: nothing may unwind out of a drop.
     fn drop(&mut self) {
         // In a forked child another thread may have held the lock.

@@ -30,7 +30,7 @@ use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
 use crate::state::arena::ArenaState;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -160,7 +160,7 @@ impl<T: Pod> Buffer<T> {
         self.check_uncaptured()?;
         let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = inner.layout::<T>(len, region, Origin::BUFFER)?;
+        let (bytes, align) = inner.layout::<T>(len, region, RequestOrigin::BUFFER)?;
         let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
@@ -180,7 +180,7 @@ impl<T: Pod> Buffer<T> {
             },
         };
         if let (None, Some(old)) = (block, self.owned.block) {
-            inner.release(region, old);
+            inner.run_now(|state| state.release(region, old));
         }
         (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())

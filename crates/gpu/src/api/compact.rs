@@ -18,7 +18,7 @@ use std::sync::Arc;
 use crate::api::arena::DeviceArena;
 use crate::engine::access;
 use crate::engine::compact::{Layout, batch_limit};
-use crate::engine::move_block::{BatchOutcome, MovedBlock, Refusal, move_batch};
+use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_batch};
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::first_batch;
 use crate::state::region_index::BlockName;
@@ -123,10 +123,10 @@ impl DeviceArena {
     /// ```
     ///
     /// # Errors
-    /// [`DeviceErrorWith`], with the result until then: [`DeviceError::Driver`] if a copy or a commit
-    /// failed, with the block at its old place; [`DeviceError::ContentsLost`] if a block had to
-    /// overlap its old place, and both the copy and undoing it failed; [`DeviceError::Callback`] if
-    /// `moved` panicked; [`DeviceError::Forked`].
+    /// With the result until then: [`DeviceError::Driver`] if a copy or a commit failed, with the
+    /// block at its old place; [`DeviceError::ContentsLost`] if a block had to overlap its old
+    /// place, and both the copy and undoing it failed; [`DeviceError::Callback`] if `moved`
+    /// panicked; [`DeviceError::Forked`]. Completed moves stay.
     pub fn compact(
         &self,
         options: CompactOptions,
@@ -137,7 +137,7 @@ impl DeviceArena {
         if let Err(error) = inner.check_here() {
             return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
-        let Some(_turn) = Turn::take(inner) else {
+        let Some(_turn) = CompactionTurn::take(inner) else {
             done.stopped = StopReason::Busy;
             return Ok(done);
         };
@@ -207,9 +207,9 @@ fn make_moves(
         report(inner, options.region, &outcome, moved)?;
         match (outcome.error, outcome.refusal) {
             (Some(error), _) => return Err(error),
-            (None, Some(Refusal::Busy)) => return Ok(StopReason::Busy),
+            (None, Some(BatchRefusal::Busy)) => return Ok(StopReason::Busy),
             // It may be known after a call of the program, and not during this one.
-            (None, Some(Refusal::Unprovable)) => {
+            (None, Some(BatchRefusal::Unprovable)) => {
                 done.skipped += rest.len() as u64;
                 break;
             }
@@ -239,9 +239,9 @@ fn report(
 }
 
 /// The turn of a compaction. At most one is in progress.
-struct Turn<'a>(&'a ArenaInner);
+struct CompactionTurn<'a>(&'a ArenaInner);
 
-impl<'a> Turn<'a> {
+impl<'a> CompactionTurn<'a> {
     fn take(inner: &'a ArenaInner) -> Option<Self> {
         let is_taken =
             inner.run_now(|state| std::mem::replace(&mut state.moves.is_compacting, true));
@@ -249,7 +249,7 @@ impl<'a> Turn<'a> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for CompactionTurn<'_> {
     fn drop(&mut self) {
         let _ = self.0.run_here(|state| state.moves.is_compacting = false);
     }

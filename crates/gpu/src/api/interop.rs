@@ -63,7 +63,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// let weights = arena.alloc_from(&[1.0_f32; 64], Region::Stable)?;
     /// let exported = weights.export()?;
-    /// let (at, bytes) = (exported.address(), exported.bytes()); // for the foreign code
+    /// let (at, bytes) = (exported.address(), exported.buffer().bytes()); // for foreign code
     /// assert_eq!((at.get() % 256, bytes.get()), (0, 256));
     /// assert!(matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Exported { .. })));
     /// let weights = exported.end(); // the foreign code no longer uses the address
@@ -115,24 +115,6 @@ impl<T: Pod> Exported<T> {
     #[must_use]
     pub const fn address(&self) -> DeviceAddress {
         self.at
-    }
-
-    /// Returns the bytes of the elements, before rounding.
-    #[must_use]
-    pub const fn bytes(&self) -> ByteSize {
-        self.buffer.bytes()
-    }
-
-    /// Returns the number of elements.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.buffer.len()
-    }
-
-    /// Returns `false`: a buffer without bytes cannot be exported.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.buffer.is_empty()
     }
 
     /// Returns the buffer for reading under a lease. The caller ensures that foreign code does not

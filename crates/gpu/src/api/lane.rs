@@ -159,7 +159,7 @@ impl Lane {
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         match (self.known.key, self.known.number) {
             (None, None) => self.arena.alloc(len, region),
-            _ => self.arena.alloc_on(&self.known, len, region),
+            _ => self.arena.alloc_for(Some(&self.known), len, region),
         }
     }
 

@@ -8,7 +8,6 @@ pub(crate) mod lane;
 pub(crate) mod planned;
 pub(crate) mod raw;
 pub(crate) mod release;
-pub(crate) mod shortage;
 pub(crate) mod sleep;
 #[cfg(feature = "cuda")]
 pub(crate) mod view;

@@ -15,7 +15,7 @@ use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::engine::{completion, raw_block};
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, Placement};
 use crate::types::Region;
@@ -231,7 +231,7 @@ impl DeviceArena {
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let origin = Origin { lane: user.and_then(RawUser::number), ..Origin::RAW };
+        let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
         let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });

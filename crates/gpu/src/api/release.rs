@@ -173,11 +173,6 @@ impl DeviceArena {
         self.inner().run(completion::complete_pending)
     }
 
-    /// Releases all idle memory, as a part of another operation.
-    pub(crate) fn empty(&self) -> Result<(), DeviceError> {
-        self.down_to(ByteSize::ZERO, "trim", note_trim).map(drop)
-    }
-
     fn down_to(
         &self,
         keep: ByteSize,

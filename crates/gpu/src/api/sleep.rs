@@ -28,7 +28,7 @@ use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
 use crate::engine::stores;
 use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::inner::ArenaInner;
-use crate::state::sleep::Phase;
+use crate::state::sleep::SleepPhase;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
@@ -374,14 +374,14 @@ impl Future for EnterFuture {
         let wait = this.arena.run_now(|state| {
             let before = *before.get_or_insert(state.sleep.attempts);
             let wake_timeout = match state.sleep.phase {
-                Phase::Awake | Phase::Draining(_) => return Ok(None),
-                Phase::Asleep => {
+                SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(None),
+                SleepPhase::Asleep => {
                     if let Some(error) = state.sleep.failed_since(before) {
                         return Err(error);
                     }
                     Some(begin_wake(state))
                 }
-                Phase::Suspending | Phase::Waking => None,
+                SleepPhase::Suspending | SleepPhase::Waking => None,
             };
             Ok(Some((wake_timeout, waker.take().map(|waker| state.sleep.register(waits, waker)))))
         });

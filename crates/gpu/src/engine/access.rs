@@ -1,6 +1,8 @@
-//! Finds the current place of a block, and waits for a move in progress.
+//! Grants leases, finds the current place of a block, and waits for a move in progress. While a lease
+//! is held, the arena is open and no block moves.
 //!
-//! Invariant: a place that is returned under a lease stays until the lease ends.
+//! Invariants: a place that is returned under a lease stays until the lease ends;
+//! `leases held = leases entered - leases dropped`, in the process of the arena.
 
 use super::context::OpContext;
 use super::resume::awake;
@@ -70,10 +72,6 @@ pub(crate) async fn pin(cx: &OpContext<'_>, region: Region, id: BlockName) {
             .push("pin", |line| line.number("address", state.region(region).address_of(id)));
     });
 }
-
-// Leases: while a lease is held, the arena is open and no block moves.
-//
-// Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
 
 /// Waits until the arena is awake, waking it if it sleeps, and counts a lease.
 ///

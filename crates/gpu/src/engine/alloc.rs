@@ -6,7 +6,7 @@
 //! orders the block after earlier uses of its memory. An operation waits for another one's driver
 //! call only if it needs a granule of that call.
 //!
-//! The module `retry` has the steps after a shortage.
+//! The module `shortage` has the steps after a shortage.
 //!
 //! Invariants: `backed + being committed <= limit` at every commit; the limit fails an allocation
 //! only if `active` plus the granules or the segment that the block needs exceed the limit; after
@@ -18,7 +18,7 @@ use super::commit::{
 use super::completion::order_after;
 use super::context::{Call, OpContext};
 use super::resume::awake;
-use super::retry::run_ladder;
+use super::shortage::run_ladder;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
 use crate::state::arena::ArenaState;
@@ -205,7 +205,7 @@ async fn create_segment(
 }
 
 /// Continues an allocation after its first step. If memory is short, it empties caches,
-/// commits, waits, and makes the steps after a shortage (`retry`).
+/// commits, waits, and makes the steps after a shortage (`shortage`).
 ///
 /// # Errors
 /// A shortage; the errors of a wake.

@@ -7,7 +7,7 @@
 //! Invariant: `backed + being committed <= limit` at every commit.
 
 use super::context::{Call, OpContext};
-use super::release::{Released, release_granules};
+use super::release::{ReleasedGranules, release_granules};
 use super::remap::remap_idle;
 use crate::driver::DriverError;
 use crate::index::Span;
@@ -184,14 +184,14 @@ pub(super) async fn release_idle(
 ) -> Result<ShortageOutcome, AllocFailure> {
     match release_granules(cx, granules, None).await {
         // A failed trim is ignored: there is room without it, or the driver reports an error.
-        Released { error: Some(error), is_of_trim: false, .. } => {
+        ReleasedGranules { error: Some(error), is_of_trim: false, .. } => {
             Err(AllocFailure::of_driver(error))
         }
-        Released { granules: 1.., .. } => Ok(ShortageOutcome::Freed),
-        Released { unlocked: true, .. } => Ok(ShortageOutcome::Retry),
+        ReleasedGranules { granules: 1.., .. } => Ok(ShortageOutcome::Freed),
+        ReleasedGranules { unlocked: true, .. } => Ok(ShortageOutcome::Retry),
         // No granule could be marked, so another operation is releasing the idle granules counted
         // above, or is committing them ahead.
-        Released { .. } => Ok(ShortageOutcome::InProgress),
+        ReleasedGranules { .. } => Ok(ShortageOutcome::InProgress),
     }
 }
 

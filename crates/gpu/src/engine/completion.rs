@@ -22,8 +22,8 @@
 use super::context::{Call, OpContext};
 use crate::driver::{DriverError, EventHandle, StreamHandle};
 use crate::state::arena::ArenaState;
-use crate::state::pending::Uses;
-use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
+use crate::state::pending::StreamUses;
+use crate::state::streams::{Pick, StreamEvent, StreamKey, StreamUse, Wait};
 use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
 
 /// Orders the next work of a stream after these uses, or the next user if no stream is given. With
@@ -35,11 +35,11 @@ use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
 pub(super) async fn order_after(
     cx: &OpContext<'_>,
     taker: Option<StreamKey>,
-    uses: &Uses,
+    uses: &StreamUses,
 ) -> Result<(), DriverError> {
     for of in uses.iter() {
         if let Some((event, epoch)) = event_after(cx, of, taker).await? {
-            let waited = wait_for(cx, event, Use { epoch, ..of }, taker).await;
+            let waited = wait_for(cx, event, StreamUse { epoch, ..of }, taker).await;
             cx.with(|state| state.streams.release_event(event));
             waited?;
         }
@@ -51,9 +51,9 @@ pub(super) async fn order_after(
 /// `None` if `taker` already comes after the use.
 async fn event_after(
     cx: &OpContext<'_>,
-    of: Use,
+    of: StreamUse,
     taker: Option<StreamKey>,
-) -> Result<Option<(Event, u64)>, DriverError> {
+) -> Result<Option<(StreamEvent, u64)>, DriverError> {
     loop {
         match cx.with(|state| state.streams.how(of, taker)) {
             Wait::Nothing => return Ok(None),
@@ -73,8 +73,8 @@ async fn event_after(
 /// Makes a taker's stream, or this thread, wait for an event that was recorded after a use.
 async fn wait_for(
     cx: &OpContext<'_>,
-    event: Event,
-    of: Use,
+    event: StreamEvent,
+    of: StreamUse,
     taker: Option<StreamKey>,
 ) -> Result<(), DriverError> {
     let event = event.handle;
@@ -98,7 +98,7 @@ async fn wait_for(
 }
 
 /// Records that all uses of a stream up to an epoch are complete.
-fn mark_complete(cx: &OpContext<'_>, of: Use) {
+fn mark_complete(cx: &OpContext<'_>, of: StreamUse) {
     cx.with(|state| state.mark_complete(of.stream, of.epoch));
 }
 
@@ -182,7 +182,7 @@ async fn record(
     cx: &OpContext<'_>,
     key: StreamKey,
     epoch: u64,
-) -> Option<Result<Event, DriverError>> {
+) -> Option<Result<StreamEvent, DriverError>> {
     let event = match event_to_record(cx).await {
         Ok(event) => event,
         Err(error) => return Some(Err(error)),
@@ -208,7 +208,7 @@ async fn record(
 /// capture at any time, so this is checked again after the record.
 async fn record_uncaptured(
     cx: &OpContext<'_>,
-    event: Event,
+    event: StreamEvent,
     stream: StreamHandle,
 ) -> Result<(), DriverError> {
     if cx.asks(Call::IsCapturing { stream }).await? {
@@ -271,7 +271,7 @@ pub(crate) async fn query_events(cx: &OpContext<'_>) -> Result<(), DriverError> 
                 _ => Pick::Middle,
             };
             if is_complete? {
-                mark_complete(cx, Use { stream, epoch });
+                mark_complete(cx, StreamUse { stream, epoch });
                 unknown.start = epoch + 1;
             } else {
                 unknown.end = epoch;
@@ -285,7 +285,7 @@ pub(crate) async fn query_events(cx: &OpContext<'_>) -> Result<(), DriverError> 
 /// are recorded, they are queried first, so that there are at most about twice as many events as
 /// epochs in progress, even if no thread checks for idle memory. A failed query is reported by the
 /// next check.
-async fn event_to_record(cx: &OpContext<'_>) -> Result<Event, DriverError> {
+async fn event_to_record(cx: &OpContext<'_>) -> Result<StreamEvent, DriverError> {
     if let Some(event) = cx.with(|state| state.streams.spare()) {
         return Ok(event);
     }
@@ -411,7 +411,7 @@ pub(super) async fn complete_live(cx: &OpContext<'_>, proof: Proof) -> Result<bo
         if !is_complete? {
             return Ok(false);
         }
-        mark_complete(cx, Use { epoch, ..of });
+        mark_complete(cx, StreamUse { epoch, ..of });
     }
     cx.with(|state| {
         if state.sleep.is_use_known() {

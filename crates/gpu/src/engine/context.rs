@@ -1,8 +1,8 @@
 //! The access of an operation to the state and to the world outside of the state.
 //!
-//! An operation is an `async` function over a [`OpContext`]. No runtime polls it: each poll is one step,
-//! made by [`step`] with the state lent to the port. Between two awaits an operation reads and
-//! changes the state freely, and all of that is atomic. To have the lock released, an operation
+//! An operation is an `async` function over an [`OpContext`]. No runtime polls it: each poll is one
+//! step, made by [`step`] with the state lent to the context. Between two awaits an operation reads
+//! and changes the state freely, and all of that is atomic. To have the lock released, an operation
 //! awaits a request: a driver call, a wait, or other code. So an operation knows no driver, lock or
 //! thread, and a test can interleave its steps with other operations in any order.
 //!
@@ -29,10 +29,10 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 
 /// The result of one step of an operation.
 #[derive(Debug)]
-pub(crate) enum Step<T> {
+pub(crate) enum OpStep<T> {
     /// The operation has ended.
     Done(T),
-    /// Make this driver call, and step again with its completion.
+    /// Make this driver call, and step again with its answer.
     Call(Call),
     /// Step again after another operation has changed the state. Nothing has changed since the
     /// last wait if it is repeated.
@@ -147,7 +147,7 @@ pub(crate) fn step<F: Future + ?Sized>(
     cx: &OpContext<'_>,
     slot: &mut Option<Box<ArenaState>>,
     operation: Pin<&mut F>,
-) -> Step<F::Output> {
+) -> OpStep<F::Output> {
     cx.state.replace(slot.take());
     let lent = Lent { cx, slot };
     let polled = operation.poll(&mut Context::from_waker(Waker::noop()));
@@ -163,15 +163,15 @@ pub(crate) fn run_outside<F: Future + ?Sized>(cx: &OpContext<'_>, operation: Pin
     assert!(is_back, "an operation that left the lock takes it again");
 }
 
-fn answer_of<T>(polled: Poll<T>, cx: &OpContext<'_>) -> Step<T> {
+fn answer_of<T>(polled: Poll<T>, cx: &OpContext<'_>) -> OpStep<T> {
     if let Poll::Ready(outcome) = polled {
-        return Step::Done(outcome);
+        return OpStep::Done(outcome);
     }
     match cx.request.take() {
-        Some(ContextRequest::Call(call)) => Step::Call(call),
-        Some(ContextRequest::Wait { is_repeated }) => Step::Wait { is_repeated },
-        Some(ContextRequest::WaitUntil(bell, deadline)) => Step::WaitUntil(bell, deadline),
-        Some(ContextRequest::Outside) => Step::Outside,
+        Some(ContextRequest::Call(call)) => OpStep::Call(call),
+        Some(ContextRequest::Wait { is_repeated }) => OpStep::Wait { is_repeated },
+        Some(ContextRequest::WaitUntil(bell, deadline)) => OpStep::WaitUntil(bell, deadline),
+        Some(ContextRequest::Outside) => OpStep::Outside,
         None | Some(ContextRequest::Inside) => {
             unreachable!("an operation that waits has asked for something")
         }

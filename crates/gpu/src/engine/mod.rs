@@ -2,7 +2,6 @@
 
 pub(crate) mod access;
 pub(crate) mod alloc;
-pub(crate) mod alloc_error;
 pub(crate) mod commit;
 pub(crate) mod compact;
 pub(crate) mod completion;
@@ -14,7 +13,7 @@ pub(crate) mod release;
 pub(crate) mod remap;
 pub(crate) mod resize;
 pub(crate) mod resume;
-pub(crate) mod retry;
+pub(crate) mod shortage;
 pub(crate) mod split;
 pub(crate) mod stores;
 pub(crate) mod suspend;

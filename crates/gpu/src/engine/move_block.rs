@@ -26,7 +26,7 @@ use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
 use crate::state::moves::MovingBatch;
-use crate::state::pending::{Dependencies, Uses};
+use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
@@ -52,7 +52,7 @@ pub(crate) struct MovedBlock {
 
 /// The reason that a batch moved nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum BatchRefusal {
     /// A lease is held or requested, or the arena sleeps or is falling asleep.
     Busy,
     /// Work of an unknown stream may use live blocks, or a stream captures a graph.
@@ -67,7 +67,7 @@ pub(crate) struct BatchOutcome {
     /// The number of blocks that stay, although no error occurred: the block or its new place has
     /// changed, there is no memory for it, or its uses are unknown.
     pub(crate) skipped: u64,
-    pub(crate) refusal: Option<Refusal>,
+    pub(crate) refusal: Option<BatchRefusal>,
     /// The bytes of granules that the moves made idle, and the bytes that they made active.
     pub(crate) idle: u64,
     pub(crate) active: u64,
@@ -78,7 +78,7 @@ pub(crate) struct BatchOutcome {
 
 /// The reason that a block does not move now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Refused {
+enum PlaceRefusal {
     /// No block moves now.
     Busy,
     /// The block or its new place has changed, or its uses are unknown.
@@ -87,7 +87,7 @@ enum Refused {
 
 /// A block with the place that was taken for it, as arriving.
 #[derive(Clone, Copy, Debug)]
-struct Taken {
+struct TakenPlace {
     id: BlockName,
     made: Move,
     placed: Placement,
@@ -101,7 +101,7 @@ struct Taken {
 #[derive(Debug)]
 struct Batch {
     options: CompactOptions,
-    taken: Vec<Taken>,
+    taken: Vec<TakenPlace>,
     /// The stream of the copies; `None` if the driver copies before its call returns.
     stream: Option<StreamHandle>,
     outcome: BatchOutcome,
@@ -119,7 +119,7 @@ enum Start {
 
 /// The contents of a block after the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copied {
+enum CopyOutcome {
     /// They are at the new place.
     Whole,
     /// They are at the old place.
@@ -131,7 +131,7 @@ enum Copied {
 #[derive(Debug, Default)]
 struct Copies {
     /// The contents of each block that was reached before an error.
-    contents: Vec<Copied>,
+    contents: Vec<CopyOutcome>,
     error: Option<DriverError>,
     /// `true` if the end of queued copies was not observed.
     is_unfinished: bool,
@@ -169,11 +169,11 @@ async fn prepare(
     for &(id, made) in moves {
         match cx.with(|state| take_place(state, batch.options, id, made)) {
             Ok(taken) => batch.taken.push(taken),
-            Err(Refused::Skipped) => {
+            Err(PlaceRefusal::Skipped) => {
                 batch.outcome.skipped += 1;
                 continue;
             }
-            Err(Refused::Busy) => return Ok(batch.refuse(Refusal::Busy)),
+            Err(PlaceRefusal::Busy) => return Ok(batch.refuse(BatchRefusal::Busy)),
         }
         match ensure_committed(cx, batch.options.region, made.room()).await {
             Err(failure) if failure.error.is_out_of_memory() => {
@@ -194,7 +194,7 @@ async fn prepare(
     for _ in 0..ROUNDS_MAX {
         if !complete_live(cx, proof).await? {
             batch.outcome.skipped += batch.taken.len() as u64;
-            return Ok(batch.refuse(Refusal::Unprovable));
+            return Ok(batch.refuse(BatchRefusal::Unprovable));
         }
         match cx.with(|state| batch.begin(state)) {
             Start::Begun => return Ok(!batch.taken.is_empty()),
@@ -202,7 +202,7 @@ async fn prepare(
             Start::Busy => break,
         }
     }
-    Ok(batch.refuse(Refusal::Busy))
+    Ok(batch.refuse(BatchRefusal::Busy))
 }
 
 /// Takes the planned place for a block, as arriving.
@@ -211,20 +211,20 @@ fn take_place(
     options: CompactOptions,
     id: BlockName,
     made: Move,
-) -> Result<Taken, Refused> {
+) -> Result<TakenPlace, PlaceRefusal> {
     if is_busy(state) {
-        return Err(Refused::Busy);
+        return Err(PlaceRefusal::Busy);
     }
     if !may_move(state, options, id, made) {
-        return Err(Refused::Skipped);
+        return Err(PlaceRefusal::Skipped);
     }
     let (region, span) = (options.region, made.room());
     let is_raw = raw_at(state, region, made.from).is_some();
     let active = state.active();
-    let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
+    let placed = state.region_mut(region).take_room(span).ok_or(PlaceRefusal::Skipped)?;
     let missing = state.region(region).segment.missing(span).granules;
     let active = state.active() - active + state.bytes_of(missing);
-    Ok(Taken { id, made, placed, active, is_raw })
+    Ok(TakenPlace { id, made, placed, active, is_raw })
 }
 
 /// Returns `true` if no block moves now.
@@ -263,7 +263,7 @@ fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
 
 impl Batch {
     /// Records that no block moves. Returns `false`.
-    const fn refuse(&mut self, refusal: Refusal) -> bool {
+    const fn refuse(&mut self, refusal: BatchRefusal) -> bool {
         self.outcome.refusal = Some(refusal);
         false
     }
@@ -292,7 +292,7 @@ impl Batch {
             return Start::Again;
         }
         for nth in (0..self.taken.len()).rev() {
-            let Taken { id, made, .. } = self.taken[nth];
+            let TakenPlace { id, made, .. } = self.taken[nth];
             if !may_move(state, self.options, id, made) {
                 self.skip(state, nth);
             }
@@ -311,7 +311,7 @@ async fn copy_all(cx: &OpContext<'_>, batch: &Batch) -> Copies {
     for taken in &batch.taken {
         let ends = cx.with(|state| ends_of(state, batch.options.region, taken.made));
         match copy_block(cx, batch.stream, ends, taken.made).await {
-            Ok(()) => copies.contents.push(Copied::Whole),
+            Ok(()) => copies.contents.push(CopyOutcome::Whole),
             Err((error, contents)) => {
                 copies.contents.push(contents);
                 copies.error = Some(error);
@@ -331,7 +331,7 @@ async fn copy_all(cx: &OpContext<'_>, batch: &Batch) -> Copies {
     copies.is_unfinished = true;
     copies.error = copies.error.or_else(|| waited.err());
     for (contents, taken) in copies.contents.iter_mut().zip(&batch.taken) {
-        *contents = if taken.made.overlaps() { Copied::Lost } else { Copied::Undone };
+        *contents = if taken.made.overlaps() { CopyOutcome::Lost } else { CopyOutcome::Undone };
     }
     copies
 }
@@ -345,12 +345,12 @@ async fn copy_block(
     stream: Option<StreamHandle>,
     ends: [DeviceAddress; 2],
     made: Move,
-) -> Result<(), (DriverError, Copied)> {
+) -> Result<(), (DriverError, CopyOutcome)> {
     let mut done = Vec::new();
     for piece in made.pieces() {
         if let Err(error) = copy_piece(cx, stream, (ends, made), piece).await {
             let undone = undo(cx, stream, (ends, made), done).await;
-            return Err((error, undone.map_or(Copied::Lost, |()| Copied::Undone)));
+            return Err((error, undone.map_or(CopyOutcome::Lost, |()| CopyOutcome::Undone)));
         }
         done.push(piece);
     }
@@ -401,19 +401,19 @@ async fn end(cx: &OpContext<'_>, batch: &mut Batch, copies: Copies) {
     batch.outcome.error = error.map(Into::into);
     let unfinished = cx.with(|state| {
         let stream = batch.stream.filter(|_| is_unfinished).map(|it| state.streams.enter(it));
-        let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
+        let uses = stream.map(|key| StreamUses::of([state.streams.use_now(key)]));
         let moving = state.moves.moving.take();
         for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
             let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
             let of = contents.get(nth).copied();
-            if of == Some(Copied::Whole) {
+            if of == Some(CopyOutcome::Whole) {
                 batch.end_move(state, taken, freed.is_some());
             } else {
                 let uses = uses.clone().filter(|_| of.is_some());
                 batch.undo_move(state, taken, (of, uses), freed.is_some());
             }
             if let Some(freed) = freed {
-                state.release_deferred(batch.options.region, freed);
+                state.release_after(batch.options.region, freed.placed, &freed.streams);
             }
         }
         stream
@@ -425,8 +425,8 @@ async fn end(cx: &OpContext<'_>, batch: &mut Batch, copies: Copies) {
 
 impl Batch {
     /// Records that a block is at its new place.
-    fn end_move(&mut self, state: &mut ArenaState, taken: Taken, is_freed: bool) {
-        let Taken { id, made, placed, active, .. } = taken;
+    fn end_move(&mut self, state: &mut ArenaState, taken: TakenPlace, is_freed: bool) {
+        let TakenPlace { id, made, placed, active, .. } = taken;
         let region = self.options.region;
         let [from, to] = ends_of(state, region, made);
         let active_before = state.active();
@@ -451,11 +451,11 @@ impl Batch {
     fn undo_move(
         &mut self,
         state: &mut ArenaState,
-        taken: Taken,
-        (contents, uses): (Option<Copied>, Option<Uses>),
+        taken: TakenPlace,
+        (contents, uses): (Option<CopyOutcome>, Option<StreamUses>),
         is_freed: bool,
     ) {
-        let Taken { id, made, placed, .. } = taken;
+        let TakenPlace { id, made, placed, .. } = taken;
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
@@ -466,7 +466,7 @@ impl Batch {
         if is_copied {
             state.region_mut(region).pins.note_copied(id);
         }
-        if contents == Some(Copied::Lost) {
+        if contents == Some(CopyOutcome::Lost) {
             state.region_mut(region).lose(id);
             let size = ByteSize::new(made.size);
             self.outcome.error = Some(DeviceError::ContentsLost { region, size });

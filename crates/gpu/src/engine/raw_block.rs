@@ -11,7 +11,7 @@ use crate::state::failure::AllocFailure;
 use crate::state::raw::{RawUse, RawUser, Users};
 use crate::state::region::{AllocTarget, Placement};
 use crate::state::region_index::BlockName;
-use crate::state::streams::{StreamKey, Streams};
+use crate::state::streams::{StreamKey, StreamTable};
 use crate::types::Region;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
@@ -117,13 +117,13 @@ pub(crate) fn record_unknown_use(
 }
 
 /// Records that a raw block is a guest of no stream any more.
-fn leave(streams: &mut Streams, raw: &RawUse) -> Left {
+fn leave(streams: &mut StreamTable, raw: &RawUse) -> Left {
     raw.guests().iter().copied().filter(|&stream| streams.leave_guest(stream)).collect()
 }
 
 /// Adds the user of a call to the users of a raw block that was [left](leave). Returns `true` if
 /// the use was unknown.
-fn add(streams: &mut Streams, raw: &mut RawUse, user: RawUser, left: &mut Left) -> bool {
+fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Left) -> bool {
     let stream = user.stream(streams);
     if let Some(stream) = stream.filter(|_| user.is_guest())
         && streams.is_unused(stream)

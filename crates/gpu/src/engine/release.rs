@@ -21,7 +21,7 @@ pub(crate) const CALLS_MAX: usize = 32;
 
 /// The result of a release.
 #[derive(Debug, Default)]
-pub(crate) struct Released {
+pub(crate) struct ReleasedGranules {
     /// Granules released.
     pub(crate) granules: u64,
     /// The driver's error, if a call failed; the granules of that call and of later ones stay.
@@ -38,8 +38,8 @@ pub(crate) async fn release_granules(
     cx: &OpContext<'_>,
     granules: u64,
     ages: Option<Ages>,
-) -> Released {
-    let mut released = Released::default();
+) -> ReleasedGranules {
+    let mut released = ReleasedGranules::default();
     if cx.with(|state| state.sleep.may_be_copied()) {
         released.unlocked = cx.with(|state| !state.sleep.is_queueing);
         match end_copies(cx).await {
@@ -116,7 +116,7 @@ pub(super) async fn call_to_release(
 }
 
 /// Trims the driver, so that it keeps no memory of released segments.
-async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut Released) {
+async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut ReleasedGranules) {
     let is_whole = cx.with(|state| state.is_whole());
     if !untrimmed && (!is_whole || released.granules == 0) {
         return;

@@ -8,7 +8,7 @@ use super::completion::complete_all;
 use super::context::Call;
 use super::context::OpContext;
 use super::resume::awake;
-use super::retry::run_ladder;
+use super::shortage::run_ladder;
 use crate::driver::DriverError;
 use crate::state::failure::AllocFailure;
 use crate::state::region::Placement;

@@ -18,14 +18,14 @@ use std::time::Duration;
 use super::completion::check_capturing;
 use super::context::{Call, OpContext};
 use super::release::release_granules;
-use super::retry::call_for_room;
+use super::shortage::call_for_room;
 use super::stores::{self, copy_error};
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};
 use crate::state::segment::Run;
-use crate::state::sleep::{Phase, StoredCopy};
+use crate::state::sleep::{SleepPhase, StoredCopy};
 use crate::types::Region;
 use crate::types::error::DeviceError;
 use crate::types::sleep::WakeReport;
@@ -82,22 +82,24 @@ async fn wait_awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
     let before = cx.with(|state| state.sleep.attempts);
     loop {
         match cx.with(|state| state.sleep.phase) {
-            Phase::Awake | Phase::Draining(_) => return Ok(()),
+            SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(()),
             // This may be the callback that the waking thread waits for.
-            Phase::Waking if cx.is_within_callback() => {
+            SleepPhase::Waking if cx.is_within_callback() => {
                 return Err(cx.with(|state| state.not_awake()));
             }
-            Phase::Waking => cx.wait_while(|state| state.sleep.phase == Phase::Waking).await,
+            SleepPhase::Waking => {
+                cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await
+            }
             // This may be the thread that puts the arena to sleep.
-            Phase::Suspending if cx.is_within_budget() => {
+            SleepPhase::Suspending if cx.is_within_budget() => {
                 return Err(cx.with(|state| state.not_awake()));
             }
-            Phase::Suspending => {
+            SleepPhase::Suspending => {
                 cx.with(|state| state.sleep.entering += 1);
                 cx.wait_while(is_suspending).await;
                 cx.with(|state| state.sleep.entering -= 1);
             }
-            Phase::Asleep => {
+            SleepPhase::Asleep => {
                 if let Some(error) = cx.with(|state| state.sleep.failed_since(before)) {
                     return Err(error);
                 }
@@ -109,7 +111,7 @@ async fn wait_awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
 }
 
 fn is_suspending(state: &ArenaState) -> bool {
-    state.sleep.phase == Phase::Suspending
+    state.sleep.phase == SleepPhase::Suspending
 }
 
 /// Wakes the arena, or waits for the operation that is waking it.
@@ -123,9 +125,9 @@ pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> 
         cx.wait_while(is_suspending).await;
     }
     match cx.with(|state| state.sleep.phase) {
-        Phase::Asleep => resume(cx, cx.with(begin_wake)).await,
-        Phase::Waking if !cx.is_within_callback() => {
-            cx.wait_while(|state| state.sleep.phase == Phase::Waking).await;
+        SleepPhase::Asleep => resume(cx, cx.with(begin_wake)).await,
+        SleepPhase::Waking if !cx.is_within_callback() => {
+            cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await;
             let failed = cx.with(|state| state.sleep.failed_since(before));
             failed.map_or_else(|| Ok(WakeReport::default()), Err)
         }
@@ -138,7 +140,7 @@ pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> 
 /// # Errors
 /// `State` if it is not asleep; the errors of the wake.
 pub(crate) async fn wake_at_once(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
-    if cx.with(|state| state.sleep.phase) != Phase::Asleep {
+    if cx.with(|state| state.sleep.phase) != SleepPhase::Asleep {
         return Err(cx.with(|state| state.not_awake()));
     }
     cx.with(begin_wake);
@@ -156,12 +158,12 @@ pub(crate) async fn wake_if_empty(cx: &OpContext<'_>) {
 
 /// Returns `true` if the arena sleeps and has no blocks left.
 pub(crate) fn sleeps_empty(state: &ArenaState) -> bool {
-    state.sleep.phase == Phase::Asleep && state.live() == 0
+    state.sleep.phase == SleepPhase::Asleep && state.live() == 0
 }
 
 /// Marks a sleeping arena as waking; returns the time for which the wake may retry.
 pub(crate) fn begin_wake(state: &mut ArenaState) -> Duration {
-    state.sleep.phase = Phase::Waking;
+    state.sleep.phase = SleepPhase::Waking;
     state.sleep.config.wake_timeout
 }
 
@@ -320,7 +322,7 @@ async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> W
         state.events.push("wake", |line| {
             line.bytes("committed", report.committed).bytes("restored", report.restored)
         });
-        state.sleep.finish(Phase::Awake)
+        state.sleep.finish(SleepPhase::Awake)
     });
     call_wakers(cx, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
@@ -352,7 +354,7 @@ async fn abort(
         state.totals.wake_failures_total += 1;
         state.sleep.end_wake(Some(error.clone()), cx.clock.now());
         state.events.push("wake_failed", |line| line.text("error", &error));
-        state.sleep.finish(Phase::Asleep)
+        state.sleep.finish(SleepPhase::Asleep)
     });
     call_wakers(cx, wakers).await;
     cx.log(|arena| log!(warn, arena, %error, "arena wake failed")).await;
@@ -364,7 +366,7 @@ pub(crate) async fn fail_wake(cx: &OpContext<'_>, error: &DeviceError) {
     let wakers = cx.with(|state| {
         state.totals.wake_failures_total += 1;
         state.sleep.end_wake(Some(error.clone()), cx.clock.now());
-        state.sleep.finish(Phase::Asleep)
+        state.sleep.finish(SleepPhase::Asleep)
     });
     call_wakers(cx, wakers).await;
 }

@@ -61,7 +61,7 @@ struct Split {
 }
 
 /// An error after which the handle was not divided; `true` if contents were lost.
-struct Failure {
+struct DivideFailure {
     error: DriverError,
     is_lost: bool,
 }
@@ -154,7 +154,7 @@ async fn split(cx: &OpContext<'_>, handle: PlacedRun) -> Option<u64> {
         cx.with(|state| end(state, region, divided.as_ref().err()));
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
-            Err(Failure { error, is_lost }) => {
+            Err(DivideFailure { error, is_lost }) => {
                 cx.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
                     .await;
             }
@@ -234,21 +234,21 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
 
 /// Copies the contents to the new memory, releases the handle, and moves the new memory to where
 /// the contents were.
-async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), Failure> {
+async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), DivideFailure> {
     let PlacedRun { at, size, handle, .. } = split.handle;
     if let Err(error) = copy(cx, split, Direction::Out).await {
         cx.with(|state| state.end_leave(split.handle, false));
-        return Err(Failure { error, is_lost: false });
+        return Err(DivideFailure { error, is_lost: false });
     }
     if let Err(error) = cx.does(Call::Decommit { at, size, handle }).await {
         // The handle is still there, without its contents.
         let is_lost = copy(cx, split, Direction::Back).await.is_err();
         cx.with(|state| state.end_leave(split.handle, false));
-        return Err(Failure { error, is_lost });
+        return Err(DivideFailure { error, is_lost });
     }
     let pairs = cx.with(|state| begin_remaps(state, split));
     let error = remap(cx, pairs).await.error;
-    error.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
+    error.map_or(Ok(()), |error| Err(DivideFailure { error, is_lost: true }))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
@@ -295,14 +295,14 @@ async fn copy(cx: &OpContext<'_>, split: &Split, direction: Direction) -> Result
 }
 
 /// Ends the move of the blocks, and frees those whose owners freed them meanwhile.
-fn end(state: &mut ArenaState, region: Region, failure: Option<&Failure>) {
+fn end(state: &mut ArenaState, region: Region, failure: Option<&DivideFailure>) {
     let Some(batch) = state.moves.moving.take() else { return };
     for (id, freed) in batch.into_blocks() {
         if failure.is_some_and(|failure| failure.is_lost) {
             state.region_mut(region).lose(id);
         }
         if let Some(freed) = freed {
-            state.release_deferred(region, freed);
+            state.release_after(region, freed.placed, &freed.streams);
         }
     }
 }

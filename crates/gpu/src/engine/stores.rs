@@ -21,7 +21,7 @@ use super::context::{Call, OpContext};
 use crate::driver::{DriverError, HostStore, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
-use crate::state::sleep::{HostReservation, Phase, Saved, Store, StoredCopy, lay_out};
+use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};
 use crate::types::Region;
 use crate::types::error::{DeviceError, captures, is_captures};
 use crate::types::sleep::{Contents, HostBudget, SleepOptions};
@@ -108,7 +108,7 @@ pub(crate) async fn prepare(
         return Ok(ByteSize::ZERO);
     };
     let created = Cell::new(ByteSize::ZERO);
-    let add = |store: Store| {
+    let add = |store: SleepStore| {
         created.set(created.get().saturating_add(store.size));
         cx.with(|state| {
             state.sleep.idle.put(vec![store], cx.clock.now());
@@ -144,7 +144,7 @@ pub(super) fn copy_error(cx: &OpContext<'_>, error: DriverError) -> DeviceError 
 async fn create(
     cx: &OpContext<'_>,
     sizes: &[ByteSize],
-    add: impl Fn(Store) -> bool,
+    add: impl Fn(SleepStore) -> bool,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
@@ -161,7 +161,7 @@ async fn create_reserved(
     cx: &OpContext<'_>,
     budget: Option<&dyn HostBudget>,
     (sizes, reserved): (&[ByteSize], &mut Vec<HostReservation>),
-    add: impl Fn(Store) -> bool,
+    add: impl Fn(SleepStore) -> bool,
 ) -> Result<(), DeviceError> {
     if let Some(budget) = budget {
         reserve(cx, budget, sizes, reserved).await?;
@@ -172,7 +172,7 @@ async fn create_reserved(
         if let (Some(budget), Some(reservation)) = (budget, &mut reservation) {
             let _ = call_budget(cx, || budget.settle(&mut **reservation)).await;
         }
-        if !add(Store { handle, size, reservation }) {
+        if !add(SleepStore { handle, size, reservation }) {
             break;
         }
     }
@@ -333,11 +333,11 @@ async fn release_while(cx: &OpContext<'_>, is_excess: impl Fn(&ArenaState) -> bo
 async fn destroy_while(
     cx: &OpContext<'_>,
     is_excess: impl Fn(&ArenaState) -> bool,
-) -> (ByteSize, Vec<Store>) {
+) -> (ByteSize, Vec<SleepStore>) {
     let (mut released, mut left) = (ByteSize::ZERO, Vec::new());
     loop {
         let last = cx.with(|state| {
-            let may = state.sleep.phase != Phase::Waking;
+            let may = state.sleep.phase != SleepPhase::Waking;
             if may && is_excess(state) { state.sleep.idle.pop() } else { None }
         });
         let Some(store) = last else { break };
@@ -355,7 +355,7 @@ async fn destroy_while(
 }
 
 /// Destroys a store that is no longer in the state, once no copy is in progress.
-async fn destroy(cx: &OpContext<'_>, store: &Store) -> Result<(), DriverError> {
+async fn destroy(cx: &OpContext<'_>, store: &SleepStore) -> Result<(), DriverError> {
     complete_copies(cx).await?;
     cx.does(Call::DestroyStore { store: store.handle }).await
 }

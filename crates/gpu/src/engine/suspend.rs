@@ -24,7 +24,7 @@ use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::region::{PlacedRun, RegionState};
-use crate::state::sleep::{Phase, Saved};
+use crate::state::sleep::{Saved, SleepPhase};
 use crate::types::Region;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState};
@@ -83,7 +83,7 @@ async fn drain_leases(
     loop {
         let now = cx.clock.now();
         let bell = cx.with(|state| {
-            if state.sleep.phase != Phase::Draining(drain) {
+            if state.sleep.phase != SleepPhase::Draining(drain) {
                 let error = cancelled(state);
                 return Err(recorded(state, error));
             }
@@ -93,7 +93,7 @@ async fn drain_leases(
                 let (count, bytes) = (exported.count, ByteSize::new(exported.bytes));
                 DeviceError::Exported { arena, count, bytes }
             } else if state.leases == 0 {
-                state.sleep.end_drain(Phase::Suspending);
+                state.sleep.end_drain(SleepPhase::Suspending);
                 return Ok(None);
             } else if let Some(bell) = state.sleep.bell.clone().filter(|_| now < deadline) {
                 return Ok(Some(bell));
@@ -101,7 +101,7 @@ async fn drain_leases(
                 let held_for = now - state.sleep.leased_since;
                 DeviceError::Leased { arena, leases: state.leases, held_for }
             };
-            state.sleep.end_drain(Phase::Awake);
+            state.sleep.end_drain(SleepPhase::Awake);
             Err(recorded(state, error))
         })?;
         let Some(bell) = bell else { return Ok(()) };
@@ -211,7 +211,7 @@ async fn abort(cx: &OpContext<'_>, suspension: Suspension, error: DeviceError) -
     let wakers = cx.with(|state| {
         runs.iter().for_each(|run| state.end_leave(run.place, false));
         state.note_sleepless(&error, SleepState::Awake);
-        state.sleep.finish(Phase::Awake)
+        state.sleep.finish(SleepPhase::Awake)
     });
     call_wakers(cx, wakers).await;
     // The arena is open: nothing waits for this.
@@ -243,7 +243,7 @@ async fn rollback(
             }
             state.untrimmed |= nth > 0;
             state.note_sleepless(&error, SleepState::Awake);
-            state.sleep.finish(Phase::Awake)
+            state.sleep.finish(SleepPhase::Awake)
         });
         call_wakers(cx, wakers).await;
         return error;
@@ -316,7 +316,7 @@ async fn finish(
             }),
             Some(error) => state.note_sleepless(error, SleepState::Asleep),
         }
-        state.sleep.finish(Phase::Asleep)
+        state.sleep.finish(SleepPhase::Asleep)
     });
     call_wakers(cx, wakers).await;
     report

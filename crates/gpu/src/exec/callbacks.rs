@@ -55,11 +55,11 @@ struct CallbacksState {
     /// The number of the last registration.
     numbered: u64,
     /// The run in progress.
-    run: Option<Run>,
+    run: Option<CallbackRun>,
 }
 
 /// A run of the callbacks.
-struct Run {
+struct CallbackRun {
     /// The number of the last callback that was registered when the run began.
     last: u64,
     /// `true` if the thread was within a callback of another arena before.
@@ -70,10 +70,13 @@ struct Run {
 thread_local! {
     /// `true` while this thread calls callbacks, of any arena.
     static WITHIN: Cell<bool> = const { Cell::new(false) };
+    /// `true` while this thread is within a call of a host budget, which is foreign code.
+    static WITHIN_BUDGET: Cell<bool> = const { Cell::new(false) };
 }
 #[cfg(lowtide_loom)]
 loom::thread_local! {
     static WITHIN: Cell<bool> = Cell::new(false);
+    static WITHIN_BUDGET: Cell<bool> = Cell::new(false);
 }
 
 /// Returns `true` if this thread is within a callback, of any arena.
@@ -119,7 +122,7 @@ impl Callbacks {
         let mut waited = false;
         while !state.entries.is_empty() {
             if state.run.is_none() {
-                state.run = Some(Run { last: state.numbered, within });
+                state.run = Some(CallbackRun { last: state.numbered, within });
                 WITHIN.with(|of| of.set(true));
                 return Some(waited);
             }
@@ -175,20 +178,6 @@ impl Callbacks {
         let nth = state.entries.partition_point(|entry| entry.number <= after);
         state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
     }
-}
-
-// Calls a host budget, which is foreign code, and marks the calling thread meanwhile.
-//
-// Invariant: a thread is marked exactly while it is within such a call.
-
-#[cfg(not(lowtide_loom))]
-thread_local! {
-    /// `true` while this thread is within a call of a host budget.
-    static WITHIN_BUDGET: Cell<bool> = const { Cell::new(false) };
-}
-#[cfg(lowtide_loom)]
-loom::thread_local! {
-    static WITHIN_BUDGET: Cell<bool> = Cell::new(false);
 }
 
 /// Returns `true` if this thread is within a call of a host budget. Such a thread may be the one

@@ -15,20 +15,20 @@ use std::{fmt, ptr};
 
 use crate::driver::{Capabilities, Driver};
 use crate::engine::alloc::{self, Begun};
-use crate::engine::alloc_error::record_failure;
 use crate::engine::completion::query_events;
 use crate::engine::context::{Called, OpContext, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
+use crate::engine::shortage::record_failure;
 use crate::engine::{raw_block, resize, stores};
 use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
-use crate::exec::executor::{Executor, Locked, World};
+use crate::exec::executor::{Executor, LockedState, World};
 use crate::exec::lane::Lanes;
-use crate::exec::thread_cache::{BlockHandle, CacheShard};
+use crate::exec::thread_cache::CacheShard;
 use crate::exec::{callbacks, reserve};
 use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::failure::AllocFailure;
 use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
@@ -258,13 +258,13 @@ impl ArenaInner {
 
     /// Locks the state.
     #[inline]
-    pub(crate) fn lock_state(&self) -> Locked<'_> {
+    pub(crate) fn lock_state(&self) -> LockedState<'_> {
         self.executor.lock_state(&*self.clock)
     }
 
     /// Locks the state if no other thread holds the lock.
     #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
+    pub(crate) fn try_lock_state(&self) -> Option<LockedState<'_>> {
         self.executor.try_lock_state()
     }
 
@@ -386,27 +386,18 @@ impl ArenaInner {
         DeviceError::Unsupported { what: "host access", backend: self.driver.backend() }
     }
 
-    /// Frees a block in the arena: only updates bookkeeping.
-    pub(crate) fn release(&self, region: Region, placed: Placement) {
-        self.run_now(|state| state.release(region, placed));
-    }
-
-    /// Frees a block that these lanes, or unknown ones, used, in the arena.
-    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: Option<&Lanes>) {
-        let Some(lanes) = lanes.filter(|lanes| !lanes.is_empty()) else {
-            return self.release(region, placed);
-        };
+    /// Frees a block that these lanes used, or unknown ones if there is none, in the arena: only
+    /// updates bookkeeping.
+    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: &Lanes) {
         match lanes.only() {
-            Some(lane) => self.release_by(region, placed, lane.key.as_slice()),
+            Some(lane) => {
+                self.run_now(|state| state.release_after(region, placed, lane.key.as_slice()))
+            }
             None => {
                 let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
-                self.release_by(region, placed, &streams);
+                self.run_now(|state| state.release_after(region, placed, &streams));
             }
         }
-    }
-
-    fn release_by(&self, region: Region, placed: Placement, streams: &[StreamKey]) {
-        self.run_now(|state| state.release_after(region, placed, streams));
     }
 
     /// Frees cached blocks in the arena. Their handles are to be dropped without a lock.
@@ -414,10 +405,7 @@ impl ArenaInner {
         if blocks.is_empty() {
             return;
         }
-        self.run_under_lock(|state| {
-            let swept = blocks.iter().filter_map(BlockHandle::swept);
-            swept.for_each(|swept| state.release_swept(swept));
-        });
+        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
     }
 
     /// Records that a cache holds a block.
@@ -715,9 +703,7 @@ impl ArenaInner {
             }
         };
         let outcome = self.run_after(first, alloc::alloc);
-        let outcome =
-            outcome.map_err(|failure| self.record_failure(target.region, failure, target.wanted));
-        outcome
+        outcome.map_err(|failure| self.record_failure(target.region, failure, target.wanted))
     }
 
     /// Allocates a raw block, like [`ArenaInner::alloc_block`], for the next work of a user, or of
@@ -745,12 +731,11 @@ impl ArenaInner {
             ControlFlow::Continue((target, begun))
         };
         let rest = async |cx: &OpContext<'_>, begun| raw_block::alloc(cx, begun, is_guest).await;
-        let outcome = self.run_after(first, rest).map_err(|failure| {
+        self.run_after(first, rest).map_err(|failure| {
             let error = self.record_failure(region, failure, wanted);
             self.leave_guest(taker.filter(|_| is_guest));
             error
-        });
-        outcome
+        })
     }
 
     /// Records that a raw block is not a guest of a stream after all.
@@ -790,9 +775,9 @@ impl ArenaInner {
                 .run(async |cx| resize::resize_after_shortage(cx, region, placed, requested).await),
             outcome => outcome,
         };
-        let what = AllocRequest { size: requested, align: 1, requested, origin: Origin::RESIZE };
-        let outcome = outcome.map_err(|failure| self.record_failure(region, failure, what));
-        outcome
+        let what =
+            AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
+        outcome.map_err(|failure| self.record_failure(region, failure, what))
     }
 
     /// Allocates a larger block, copies the contents of a live block to it, and frees the old
@@ -806,7 +791,7 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let target = AllocTarget { region, wanted: wanted.by(Origin::RESIZE), taker: None };
+        let target = AllocTarget { region, wanted: wanted.by(RequestOrigin::RESIZE), taker: None };
         let new = self.alloc_target(target)?;
         let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
         copied.map_err(Into::into)

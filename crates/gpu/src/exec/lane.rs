@@ -6,8 +6,8 @@
 //! Invariant: the arena knows the stream while its [`LaneInner`] exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
+use std::fmt;
 use std::sync::Arc;
-use std::{fmt, ptr};
 
 use crate::driver::{Driver, DriverError, EventHandle, StreamHandle};
 use crate::engine::completion::{end_stream, leave_stream};
@@ -134,11 +134,23 @@ impl LaneInner {
         RawUser::Lane(self.key, self.number)
     }
 
-    /// Returns the lane's stream, for calls of an asynchronous driver.
-    pub(crate) fn live(&self) -> LiveStream<'_> {
-        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
-        // which this ends: contract of `new`.
-        unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
+    /// Asks an asynchronous driver if the lane's stream captures a graph.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn ask_capturing(&self) -> Result<bool, DriverError> {
+        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped: contract
+        // of `new`.
+        unsafe { self.inner.driver.is_capturing(self.stream) }
+    }
+
+    /// Waits until all work of the lane's stream is complete, on an asynchronous driver.
+    ///
+    /// # Errors
+    /// The driver's: the work may still be in progress.
+    pub(crate) fn synchronize(&self) -> Result<(), DriverError> {
+        // SAFETY: as above.
+        unsafe { self.inner.driver.stream_synchronize(self.stream) }
     }
 
     /// Returns the cudarc stream of the lane, if it has one.
@@ -150,7 +162,7 @@ impl LaneInner {
     /// Returns `true` if the lane's stream captures a graph.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_capturing(&self) -> bool {
-        let ask = || self.live().is_capturing() == Ok(true);
+        let ask = || self.ask_capturing() == Ok(true);
         self.cuda().map_or_else(ask, |stream| is_capturing(stream))
     }
 }
@@ -206,16 +218,6 @@ impl fmt::Debug for LaneInner {
     }
 }
 
-// Streams and events of a driver, as values whose handles are good.
-//
-// A driver does not check handles. The owner of a [`DriverEvent`] owns an event that exists; a
-// [`LiveStream`] proves that its stream exists while the value lives. Only the constructor of
-// [`LiveStream`] needs a proof. The calls then are safe, because their one precondition is that
-// the handles are valid. The pinned pool and lanes use these types. This module makes no
-// decisions.
-//
-// Invariant: each call gets handles of objects that exist and belong to the called driver.
-
 /// An event of a driver. Destroyed when this value is dropped.
 pub(crate) struct DriverEvent {
     driver: Arc<dyn Driver>,
@@ -233,15 +235,15 @@ impl DriverEvent {
         Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
     }
 
-    /// Marks the work that the stream has now, with this event.
+    /// Marks the work that the lane's stream has now, with this event.
     ///
     /// # Errors
     /// The driver's; the marked work is unspecified then.
-    pub(crate) fn record(&self, stream: LiveStream<'_>) -> Result<(), DriverError> {
-        self.assert_of(stream);
-        // SAFETY: this owns the event, and the stream exists while `stream` lives; both are of this
-        // driver: asserted above.
-        unsafe { self.driver.event_record(self.handle, stream.handle) }
+    pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
+        self.assert_of(lane);
+        // SAFETY: this owns the event, and the stream exists until the lane is dropped; both are of
+        // this driver: asserted above.
+        unsafe { self.driver.event_record(self.handle, lane.stream) }
     }
 
     /// Returns `true` if the marked work is complete. Does not block.
@@ -262,9 +264,9 @@ impl DriverEvent {
         unsafe { self.driver.event_synchronize(self.handle) }
     }
 
-    fn assert_of(&self, stream: LiveStream<'_>) {
-        let is_ours = ptr::addr_eq(Arc::as_ptr(&self.driver), stream.driver);
-        assert!(is_ours, "an event and a stream of two drivers");
+    fn assert_of(&self, lane: &LaneInner) {
+        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
+        assert!(is_ours, "an event and a lane of two drivers");
     }
 }
 
@@ -281,38 +283,5 @@ impl Drop for DriverEvent {
 impl fmt::Debug for DriverEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Event").field("handle", &self.handle).finish_non_exhaustive()
-    }
-}
-
-/// A stream that exists as long as this value.
-#[derive(Clone, Copy)]
-pub(crate) struct LiveStream<'a> {
-    driver: &'a dyn Driver,
-    handle: StreamHandle,
-}
-
-impl<'a> LiveStream<'a> {
-    /// # Safety
-    /// The stream belongs to the driver or to its context, and is not destroyed during `'a`.
-    pub(crate) const unsafe fn new(driver: &'a dyn Driver, handle: StreamHandle) -> Self {
-        Self { driver, handle }
-    }
-
-    /// Returns `true` if the stream captures a graph.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub(crate) fn is_capturing(self) -> Result<bool, DriverError> {
-        // SAFETY: the stream exists while this lives.
-        unsafe { self.driver.is_capturing(self.handle) }
-    }
-
-    /// Waits until all work of the stream is complete.
-    ///
-    /// # Errors
-    /// The driver's: the work may still be in progress.
-    pub(crate) fn synchronize(self) -> Result<(), DriverError> {
-        // SAFETY: the stream exists while this lives.
-        unsafe { self.driver.stream_synchronize(self.handle) }
     }
 }

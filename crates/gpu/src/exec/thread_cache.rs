@@ -30,13 +30,13 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
-use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
+use crate::exec::cache_bins::{BlockList, CacheKey, ThreadCache};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
 use crate::exec::view::{self, CachedView, EndedViews, Order, ViewSlot};
 use crate::state::arena::ArenaState;
-use crate::state::region::{Placement, Region, Swept};
+use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 #[cfg(feature = "cuda")]
@@ -172,18 +172,21 @@ impl BlockHandle {
     #[cfg(feature = "cuda")]
     fn is_hot(&self) -> bool {
         let cache = spin_lock(&self.shard.cache);
-        self.block.is_some_and(|placed| cache.is_hot(Key::new(self.region, placed.span.size)))
+        self.block.is_some_and(|placed| cache.is_hot(CacheKey::new(self.region, placed.span.size)))
     }
 
-    /// Describes a cached block so that the arena can free it.
-    pub(crate) fn swept(&self) -> Option<Swept> {
-        Some(((self.region, self.block?), self.shard.stream))
+    /// Frees a cached block in the arena. The handle is to be dropped without a lock.
+    pub(crate) fn release_into(&self, state: &mut ArenaState) {
+        if let Some(placed) = self.block {
+            state.release_after(self.region, placed, self.shard.stream.as_slice());
+        }
     }
 
     /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
-            let lanes = (!self.foreign).then_some(&self.lanes);
+            let unknown = Lanes::default();
+            let lanes = if self.foreign { &unknown } else { &self.lanes };
             self.shard.inner.release_after(self.region, placed, lanes);
         }
     }
@@ -321,9 +324,7 @@ impl CacheShard {
     /// Frees the cached blocks in the arena. The handles are left to be dropped without a lock.
     fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState, blocks: &mut BlockList) {
         cache.empty(blocks);
-        for swept in blocks.iter().filter_map(BlockHandle::swept) {
-            state.release_swept(swept);
-        }
+        blocks.iter().for_each(|owned| owned.release_into(state));
         self.cached.store(0, Ordering::Relaxed);
     }
 
@@ -332,7 +333,7 @@ impl CacheShard {
     /// If the cache has none but holds much memory, that returns to the arena, so that the block is
     /// placed in all free space: around cached blocks it would be placed as around live ones.
     #[inline]
-    pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
+    pub(crate) fn take(&self, key: CacheKey, requested: u64) -> Option<Box<BlockHandle>> {
         let Some(mut cache) = try_spin_lock(&self.cache) else {
             self.inner.note_contended();
             // Loom runs an execution many times, so no cached block may outlive one.
@@ -450,7 +451,7 @@ pub(crate) use spin::mutex::SpinMutexGuard as SpinLockGuard;
 #[cfg(lowtide_loom)]
 pub(crate) use loom::sync::{Mutex as SpinLock, MutexGuard as SpinLockGuard};
 
-/// Takes a brief lock.
+/// Takes a spin lock.
 fn spin_lock<T>(lock: &SpinLock<T>) -> SpinLockGuard<'_, T> {
     #[cfg(not(lowtide_loom))]
     return lock.lock();
@@ -458,7 +459,7 @@ fn spin_lock<T>(lock: &SpinLock<T>) -> SpinLockGuard<'_, T> {
     return lowtide_core::sync::lock(lock);
 }
 
-/// Takes a brief lock if it is free.
+/// Takes a spin lock if it is free.
 #[inline]
 pub(crate) fn try_spin_lock<T>(lock: &SpinLock<T>) -> Option<SpinLockGuard<'_, T>> {
     #[cfg(not(lowtide_loom))]

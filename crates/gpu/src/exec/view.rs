@@ -42,10 +42,10 @@ use lowtide_core::sync::{Mutex, caught, lock};
 
 /// The slice of a block, if the block was viewed.
 #[derive(Default)]
-pub(crate) struct ViewSlot(Mutex<Slot>);
+pub(crate) struct ViewSlot(Mutex<ViewState>);
 
 #[derive(Default)]
-struct Slot {
+struct ViewState {
     kept: Option<Box<dyn CachedView>>,
     /// `true` if other streams may have used the slice since the lane's stream waited for them.
     is_used: bool,
@@ -235,12 +235,12 @@ impl ViewSlot {
         self.slot_mut().kept.take()
     }
 
-    fn slot_mut(&mut self) -> &mut Slot {
+    fn slot_mut(&mut self) -> &mut ViewState {
         self.0.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-impl Slot {
+impl ViewState {
     fn slice<T: Pod>(&self) -> Option<&CachedSlice<T>> {
         let kept: &dyn Any = self.kept.as_deref()?;
         kept.downcast_ref()

@@ -33,7 +33,7 @@ use std::hint::select_unpredictable;
 use std::num::NonZeroU64;
 
 use bins::{Bin, Bins};
-use records::{FREE, LIVE, NONE, Record, Records};
+use records::{BlockRecord, BlockRecords, FREE, LIVE, NONE};
 
 /// The unit of offsets and sizes in bytes. 256 is the alignment of `cuMemAlloc`.
 pub const ALIGN: u64 = 256;
@@ -125,7 +125,7 @@ pub struct StaleBlock;
 pub struct BlockIndex {
     span: u64,
     live: u64,
-    records: Records,
+    records: BlockRecords,
     bins: Bins,
     generation: NonZeroU64,
 }
@@ -147,7 +147,7 @@ impl BlockIndex {
     #[must_use]
     pub fn with_room(span: u64, blocks: usize) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
-        let (records, bins) = (Records::new(blocks), Bins::new());
+        let (records, bins) = (BlockRecords::new(blocks), Bins::new());
         let mut index = Self { span, live: 0, records, bins, generation: ANCESTOR };
         if span > 0 {
             let all = Span { offset: 0, size: span };
@@ -226,7 +226,7 @@ impl BlockIndex {
     /// # Errors
     /// [`StaleBlock`] if the block is not live.
     pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
-        let Record { offset, size, prev, next, .. } = *self.live_record(id)?;
+        let BlockRecord { offset, size, prev, next, .. } = *self.live_record(id)?;
         let span = Span { offset, size };
         self.live -= size;
         let (before, after) = (self.records[prev], self.records[next]);
@@ -258,7 +258,7 @@ impl BlockIndex {
     /// # Errors
     /// [`StaleBlock`] if the block is not live.
     pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
-        self.live_record(id).map(Record::span)
+        self.live_record(id).map(BlockRecord::span)
     }
 
     /// Returns the bytes of all live blocks.
@@ -352,7 +352,7 @@ impl BlockIndex {
         assert_eq!(filed, free_blocks, "every free block is filed once");
     }
 
-    fn live_record(&self, id: BlockId) -> Result<&Record, StaleBlock> {
+    fn live_record(&self, id: BlockId) -> Result<&BlockRecord, StaleBlock> {
         match self.records.find(id.slot) {
             Some(record) if record.generation() == id.generation.get() => Ok(record),
             _ => Err(StaleBlock),
@@ -366,7 +366,7 @@ impl BlockIndex {
         self.generation = self.generation.saturating_add(1);
         self.live += span.size;
         let generation = self.generation;
-        let Record { offset, size, prev, next, .. } = self.records[slot];
+        let BlockRecord { offset, size, prev, next, .. } = self.records[slot];
         let (front, back) = (span.offset - offset, offset + size - span.end());
         if front == 0 && back == 0 {
             self.unfile_from(bin, slot);
@@ -436,7 +436,7 @@ impl BlockIndex {
     /// Takes a free block out of this bin, in which it is.
     #[inline(always)]
     fn unfile_from(&mut self, bin: Bin, slot: u32) {
-        let Record { bin_prev, bin_next, .. } = self.records[slot];
+        let BlockRecord { bin_prev, bin_next, .. } = self.records[slot];
         self.records[bin_next].bin_prev = bin_prev; // the sentinel's if it was the last
         self.lead(bin, bin_prev, bin_next);
     }

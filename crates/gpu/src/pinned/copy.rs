@@ -162,7 +162,7 @@ impl Lane {
         let (Some(_), Some(at)) = (host.block, device.address(&lease)?) else { return Ok(()) };
         let (start, size) = (host.start.cast::<u8>(), host.bytes());
         let shared = self.arena().inner();
-        let (driver, stream) = (&shared.driver, self.known().live());
+        let (driver, lane) = (&shared.driver, self.known());
         // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held.
         // On an asynchronous driver both stay until the copy is complete: `device_use` keeps the
         // block of `host` until the host has seen that, and gives no access to it; the use of
@@ -173,16 +173,16 @@ impl Lane {
         if !shared.capabilities.asynchronous {
             return Ok(start_copy()?);
         }
-        if stream.is_capturing()? {
+        if lane.ask_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
         let event = DriverEvent::new(driver)?;
         host.device_use = DeviceUse::Unproven;
         let queued = start_copy();
-        let recorded = queued.is_ok() && event.record(stream).is_ok();
+        let recorded = queued.is_ok() && event.record(lane).is_ok();
         // A capture that began meanwhile contains the copy and the event: a query of the event
         // would invalidate the capture, and the copy may be replayed at any time.
-        if stream.is_capturing()? {
+        if lane.ask_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
         if recorded {
@@ -190,7 +190,7 @@ impl Lane {
             return Ok(());
         }
         // The copy may be queued, with no event after it.
-        stream.synchronize()?;
+        lane.synchronize()?;
         host.device_use = DeviceUse::None;
         Ok(queued?)
     }
@@ -253,18 +253,6 @@ impl<T: Pod> PinnedCopy<T> {
             buffer.device_use = DeviceUse::None;
         }
         Ok(buffer)
-    }
-
-    /// Returns the number of elements.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.buffer.len()
-    }
-
-    /// Returns `true` if there are no elements.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.buffer.is_empty()
     }
 }
 

@@ -20,7 +20,7 @@ use super::driver::{PinnedDriver, SegmentFigures};
 use crate::api::arena::{DeviceArena, limit_text};
 use crate::driver::{DeviceAddress, Driver, DriverError, HostMemory};
 use crate::exec::lane::DriverEvent;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::types::Region;
 use crate::types::error::{Bound, DeviceError, is_captures};
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -177,14 +177,9 @@ impl PinnedPool {
     pub fn snapshot(&self) -> PinnedSnapshot {
         let shared = &self.0;
         let PinnedConfig { kind, high_watermark, low_watermark, .. } = shared.config;
-        let arena = shared.arena.snapshot();
-        let snapshot = PinnedSnapshot {
-            arena,
-            kind,
-            high_watermark,
-            low_watermark,
-            ..PinnedSnapshot::default()
-        };
+        let mut snapshot = PinnedSnapshot { arena: shared.arena.snapshot(), ..Default::default() };
+        (snapshot.kind, snapshot.high_watermark) = (kind, high_watermark);
+        snapshot.low_watermark = low_watermark;
         if shared.check_here().is_err() {
             return snapshot;
         }
@@ -263,7 +258,8 @@ impl PoolShared {
         &self,
         len: usize,
     ) -> Result<Option<PinnedBlock>, DeviceError> {
-        let (size, align) = self.arena.inner().layout::<T>(len, Region::Dynamic, Origin::BUFFER)?;
+        let (size, align) =
+            self.arena.inner().layout::<T>(len, Region::Dynamic, RequestOrigin::BUFFER)?;
         if size.is_zero() {
             return Ok(None);
         }

@@ -11,24 +11,24 @@ use std::sync::Arc;
 use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
-use crate::state::event::{Events, LaneNumber, decay_nanos, requested};
+use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::granules::Leave;
-use crate::state::growth::Steps;
-use crate::state::moves::{DeferredRelease, MoveState};
+use crate::state::growth::GrowthSteps;
+use crate::state::moves::MoveState;
 use crate::state::outstanding::{Captured, Outstanding};
-use crate::state::pending::{Dependencies, Uses};
+use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::RawBlocks;
+use crate::state::region::CacheCounts;
 use crate::state::region::{
     AllocRequest, AllocTarget, PlacedRun, Placement, Region, RegionState, Search, end_of,
 };
-use crate::state::region::{CacheCounts, Swept};
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};
-use crate::state::sleep::{Phase, Sleep};
-use crate::state::streams::{StreamKey, Streams};
+use crate::state::sleep::{Sleep, SleepPhase};
+use crate::state::streams::{StreamKey, StreamTable};
 use crate::types::compact::DeviceCosts;
-use crate::types::config::ArenaConfig;
+use crate::types::config::{ArenaConfig, decay_nanos};
 use crate::types::error::DeviceError;
 use crate::types::sleep::SleepState;
 use crate::types::snapshot::ArenaSnapshot;
@@ -81,10 +81,10 @@ pub(crate) struct ArenaState {
     /// The counts and peaks of a snapshot, which only grow. Its other figures are computed.
     pub(crate) totals: ArenaSnapshot,
     pub(crate) aging: Aging,
-    pub(crate) steps: Steps,
+    pub(crate) steps: GrowthSteps,
     /// `true` if the driver may keep memory of released segments until a trim.
     pub(crate) untrimmed: bool,
-    pub(crate) streams: Streams,
+    pub(crate) streams: StreamTable,
     /// The live raw blocks, by address.
     pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
@@ -92,7 +92,7 @@ pub(crate) struct ArenaState {
     pub(crate) moves: MoveState,
     pub(crate) costs: DeviceCosts,
     /// The clock, and the recorder of the events, if there is one.
-    pub(crate) events: Events,
+    pub(crate) events: EventLog,
     /// The number of lanes that were opened.
     lanes: u64,
     pub(crate) outlook: CompactionEstimate,
@@ -121,15 +121,15 @@ impl ArenaState {
             divide_from: Moment::ORIGIN,
             totals: ArenaSnapshot::default(),
             aging: Aging::new(config.decay),
-            steps: Steps::new(config.growth),
+            steps: GrowthSteps::new(config.growth),
             untrimmed: false,
-            streams: Streams::new(),
+            streams: StreamTable::new(),
             backend,
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
             costs: DeviceCosts::default(),
-            events: Events { clock, recorder: config.recorder.clone() },
+            events: EventLog { clock, recorder: config.recorder.clone() },
             lanes: 0,
             outlook: CompactionEstimate::default(),
         }
@@ -404,7 +404,7 @@ impl ArenaState {
         claim: Dependencies,
     ) {
         let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
-        let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
+        let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
@@ -415,18 +415,6 @@ impl ArenaState {
     /// Frees a live block.
     pub(crate) fn release(&mut self, region: Region, placed: Placement) {
         self.release_after(region, placed, &[]);
-    }
-
-    /// Frees a block that its owner has freed while it moved.
-    pub(crate) fn release_deferred(&mut self, region: Region, freed: DeferredRelease) {
-        let DeferredRelease { placed, streams } = freed;
-        self.release_after(region, placed, &streams);
-    }
-
-    /// Frees a cached block.
-    pub(crate) fn release_swept(&mut self, swept: Swept) {
-        let ((region, placed), stream) = swept;
-        self.release_after(region, placed, stream.as_slice());
     }
 
     /// Adds the counts of a dropped cache, which is empty.
@@ -456,7 +444,7 @@ impl ArenaState {
         // No work is started on a block whose contents are lost, and its memory may be lost too.
         let is_unused =
             self.sleep.is_quiet || (self.region(region).pins.is_lost(placed.id) && !is_copied);
-        let uses = if is_unused { Uses::default() } else { self.uses(streams) };
+        let uses = if is_unused { StreamUses::default() } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
@@ -621,7 +609,7 @@ impl ArenaState {
         caches: &CacheCounts,
     ) -> ArenaSnapshot {
         let size = ByteSize::new;
-        let is_asleep = matches!(self.sleep.phase, Phase::Asleep | Phase::Waking);
+        let is_asleep = matches!(self.sleep.phase, SleepPhase::Asleep | SleepPhase::Waking);
         let of = |region| self.region(region).snapshot(region, caches, is_asleep);
         let regions = Region::ALL.map(of);
         let totals = &self.totals;
@@ -665,14 +653,14 @@ impl ArenaState {
 
     /// Returns the uses to wait for when a block is freed that these streams, or unknown ones,
     /// used.
-    pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
+    pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> StreamUses {
         if !self.capabilities.asynchronous {
-            return Uses::default();
+            return StreamUses::default();
         }
         if streams.is_empty() {
-            return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
+            return StreamUses::of([self.streams.use_now(StreamKey::CONTEXT)]);
         }
-        Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
+        StreamUses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
     }
 
     /// Returns `true` if freed or imported memory waits for the end of work.

@@ -15,7 +15,7 @@ use crate::driver::{DeviceAddress, StreamHandle};
 use crate::state::event::LaneNumber;
 use crate::state::region::{Placement, RegionState};
 use crate::state::region_index::BlockName;
-use crate::state::streams::{StreamKey, Streams};
+use crate::state::streams::{StreamKey, StreamTable};
 use crate::types::Region;
 
 /// The maximum number of streams that a raw block remembers. With one more, the block counts as
@@ -74,7 +74,7 @@ impl RawUser {
     }
 
     /// Returns the stream, which is known from here on.
-    pub(crate) fn stream(self, streams: &mut Streams) -> Option<StreamKey> {
+    pub(crate) fn stream(self, streams: &mut StreamTable) -> Option<StreamKey> {
         match self {
             Self::Lane(stream, _) => stream,
             Self::Guest(handle) => Some(streams.key_of(handle)),

@@ -10,10 +10,10 @@
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::state::backing::Backing;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::granules::Leave;
 use crate::state::moves::Pins;
-use crate::state::pending::{Dependencies, Pending, Uses};
+use crate::state::pending::{Dependencies, Pending, StreamUses};
 use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
@@ -67,13 +67,13 @@ pub(crate) struct AllocRequest {
     /// The size that the caller requested.
     pub(crate) requested: u64,
     /// The origin of the request.
-    pub(crate) origin: Origin,
+    pub(crate) origin: RequestOrigin,
 }
 
 impl AllocRequest {
     /// Returns the same request with another origin.
     #[inline]
-    pub(crate) const fn by(self, origin: Origin) -> Self {
+    pub(crate) const fn by(self, origin: RequestOrigin) -> Self {
         Self { origin, ..self }
     }
 
@@ -85,7 +85,7 @@ impl AllocRequest {
         }
         let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
         let (align, requested) = (align.get(), bytes.get());
-        Some(Self { size, align, requested, origin: Origin::BUFFER })
+        Some(Self { size, align, requested, origin: RequestOrigin::BUFFER })
     }
 }
 
@@ -290,7 +290,7 @@ impl RegionState {
     /// Records a touched span as pending, joined with its neighbours of the same uses. A segment of
     /// a driver without virtual memory has no neighbours.
     #[inline(never)]
-    fn defer(&mut self, span: Span, uses: Uses) {
+    fn defer(&mut self, span: Span, uses: StreamUses) {
         let gone = self.pending.insert(span, uses, !self.segment.is_whole());
         for (left, right) in gone.into_iter().flatten() {
             self.border_parts(left, right, |segment, left, right, both| {
@@ -326,7 +326,7 @@ impl RegionState {
 
     /// Frees a block's span, immediately or when its uses are complete. Returns `true` if granules
     /// became idle.
-    fn free_or_defer(&mut self, span: Span, uses: Uses) -> bool {
+    fn free_or_defer(&mut self, span: Span, uses: StreamUses) -> bool {
         if uses.is_empty() {
             return self.segment.untouch(span);
         }
@@ -355,7 +355,7 @@ impl RegionState {
     pub(crate) fn cancel_placement(
         &mut self,
         placed: Placement,
-        parts: impl IntoIterator<Item = (Span, Uses)>,
+        parts: impl IntoIterator<Item = (Span, StreamUses)>,
     ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.end_operation(placed.id);
@@ -371,7 +371,11 @@ impl RegionState {
     }
 
     /// Frees a live block with these uses. Returns `true` if granules became idle.
-    pub(crate) fn release(&mut self, placed: Placement, uses: Uses) -> Result<bool, StaleBlock> {
+    pub(crate) fn release(
+        &mut self,
+        placed: Placement,
+        uses: StreamUses,
+    ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
@@ -386,7 +390,7 @@ impl RegionState {
         &mut self,
         placed: Placement,
         requested: u64,
-        uses: Uses,
+        uses: StreamUses,
     ) -> Result<Option<Placement>, StaleBlock> {
         let placed = self.refreshed(placed);
         let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
@@ -660,12 +664,6 @@ impl RegionState {
 //
 // The caches count their allocations and frees without the state's lock. A snapshot adds the
 // counts, and the state takes them over when a cache is dropped.
-
-/// A block of a region.
-pub(crate) type Kept = (Region, Placement);
-
-/// A block that was taken out of a cache, and the stream of the cache's lane, if it has one.
-pub(crate) type Swept = (Kept, Option<StreamKey>);
 
 /// The counts of a cache since the arena was opened.
 #[derive(Clone, Copy, Debug, Default)]

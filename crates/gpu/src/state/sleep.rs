@@ -28,7 +28,7 @@ use lowtide_core::decay::DecayTime;
 
 /// The phase of an arena between awake and asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum SleepPhase {
     #[default]
     Awake,
     /// Waiting for leases. The number identifies the drain.
@@ -56,14 +56,14 @@ pub(crate) type StoredCopy = (DeviceAddress, StoreSpan);
 /// Saved contents.
 pub(crate) struct Saved {
     pub(crate) runs: Vec<SavedRun>,
-    pub(crate) stores: Vec<Store>,
+    pub(crate) stores: Vec<SleepStore>,
 }
 
 /// The sleep state of an arena.
 #[derive(Default)]
 pub(crate) struct Sleep {
     pub(crate) config: SleepConfig,
-    pub(crate) phase: Phase,
+    pub(crate) phase: SleepPhase,
     /// The number of drains begun.
     drains: u64,
     /// Rings when the last lease is dropped or the drain is cancelled.
@@ -87,7 +87,7 @@ pub(crate) struct Sleep {
     /// The contents of sleeping blocks.
     pub(crate) saved: Option<Saved>,
     /// The stores without contents.
-    pub(crate) idle: IdleStores,
+    pub(crate) idle: SleepStores,
     /// The number of times that copies were begun on the stream, and the last of these whose end
     /// the host has seen.
     copying: u64,
@@ -120,22 +120,22 @@ impl Sleep {
 
     pub(crate) const fn state(&self) -> SleepState {
         match self.phase {
-            Phase::Awake => SleepState::Awake,
-            Phase::Draining(_) | Phase::Suspending => SleepState::Draining,
-            Phase::Asleep => SleepState::Asleep,
-            Phase::Waking => SleepState::Waking,
+            SleepPhase::Awake => SleepState::Awake,
+            SleepPhase::Draining(_) | SleepPhase::Suspending => SleepState::Draining,
+            SleepPhase::Asleep => SleepState::Asleep,
+            SleepPhase::Waking => SleepState::Waking,
         }
     }
 
     /// Returns `true` if the arena may use and hand out memory.
     #[inline]
     pub(crate) const fn is_open(&self) -> bool {
-        matches!(self.phase, Phase::Awake | Phase::Draining(_))
+        matches!(self.phase, SleepPhase::Awake | SleepPhase::Draining(_))
     }
 
     /// Returns `true` if blocks may be moved.
     pub(crate) fn is_awake(&self) -> bool {
-        self.phase == Phase::Awake
+        self.phase == SleepPhase::Awake
     }
 
     /// Returns `true` if an operation or future waits for the arena to be awake.
@@ -145,24 +145,24 @@ impl Sleep {
 
     /// Begins to wait for leases if the arena is awake. Returns the drain's number.
     pub(crate) fn begin_drain(&mut self) -> Option<u64> {
-        if self.phase != Phase::Awake {
+        if self.phase != SleepPhase::Awake {
             return None;
         }
         self.drains += 1;
-        self.phase = Phase::Draining(self.drains);
+        self.phase = SleepPhase::Draining(self.drains);
         self.bell = Some(Bell::new());
         Some(self.drains)
     }
 
     /// Ends the wait for leases. The waiting operation itself calls this, so no bell is rung.
-    pub(crate) fn end_drain(&mut self, phase: Phase) {
+    pub(crate) fn end_drain(&mut self, phase: SleepPhase) {
         (self.phase, self.bell) = (phase, None);
     }
 
     /// Cancels a drain, if there is one, because the arena is used.
     fn cancel_drain(&mut self) {
-        if matches!(self.phase, Phase::Draining(_)) {
-            self.phase = Phase::Awake;
+        if matches!(self.phase, SleepPhase::Draining(_)) {
+            self.phase = SleepPhase::Awake;
             if let Some(bell) = self.bell.take() {
                 bell.ring();
             }
@@ -189,9 +189,9 @@ impl Sleep {
     /// Ends a sleep or a wake, or an attempt. The caller calls the returned wakers with the lock
     /// released.
     #[must_use]
-    pub(crate) fn finish(&mut self, phase: Phase) -> Vec<Waker> {
+    pub(crate) fn finish(&mut self, phase: SleepPhase) -> Vec<Waker> {
         self.phase = phase;
-        self.is_quiet = phase == Phase::Asleep;
+        self.is_quiet = phase == SleepPhase::Asleep;
         self.is_queueing = false;
         std::mem::take(&mut self.wakers).into_values().collect()
     }
@@ -254,7 +254,7 @@ impl Sleep {
     pub(crate) fn due(&self) -> Option<Moment> {
         let idle_since = self.left_at + self.config.idle_after?;
         let due = idle_since.max(self.awake_since + self.config.min_awake);
-        (self.phase == Phase::Awake).then(|| due.max(self.not_before))
+        (self.phase == SleepPhase::Awake).then(|| due.max(self.not_before))
     }
 
     /// Keeps the arena from falling asleep by itself before this time.
@@ -299,7 +299,7 @@ impl Sleep {
     /// Returns the time at which the last idle store is to be released, if blocks of this size are
     /// live; never during a wake.
     pub(crate) fn store_due(&self, need: ByteSize, decay: DecayTime) -> Moment {
-        if self.phase == Phase::Waking {
+        if self.phase == SleepPhase::Waking {
             return Moment::NEVER;
         }
         self.idle.due(self.config.stores_max, need, decay)
@@ -323,7 +323,7 @@ impl fmt::Debug for Sleep {
 
 impl Saved {
     /// Takes out the stores without contents.
-    pub(crate) fn take_surplus(&mut self) -> Vec<Store> {
+    pub(crate) fn take_surplus(&mut self) -> Vec<SleepStore> {
         let used = self.runs.iter().map(|run| run.store + 1).max().unwrap_or(0);
         self.stores.split_off(used.min(self.stores.len()))
     }
@@ -432,7 +432,7 @@ const QUIET_AFTER_WAKE: Duration = Duration::from_millis(100);
 pub(crate) type HostReservation = Box<dyn Any + Send>;
 
 /// Host memory for contents.
-pub(crate) struct Store {
+pub(crate) struct SleepStore {
     pub(crate) handle: HostStore,
     pub(crate) size: ByteSize,
     /// Dropped after the store is released, by code that may call the budget.
@@ -441,8 +441,8 @@ pub(crate) struct Store {
 
 /// The stores without contents.
 #[derive(Default)]
-pub(crate) struct IdleStores {
-    stores: Vec<Store>,
+pub(crate) struct SleepStores {
+    stores: Vec<SleepStore>,
     /// The last time at which stores became idle, or the arena woke.
     since: Moment,
     /// The bytes prepared for the next sleep, which may be more than the limit.
@@ -450,9 +450,9 @@ pub(crate) struct IdleStores {
     is_preparing: bool,
 }
 
-impl IdleStores {
+impl SleepStores {
     /// Adds stores.
-    pub(crate) fn put(&mut self, stores: Vec<Store>, now: Moment) {
+    pub(crate) fn put(&mut self, stores: Vec<SleepStore>, now: Moment) {
         if self.stores.is_empty() {
             self.stores = stores;
         } else {
@@ -462,12 +462,12 @@ impl IdleStores {
     }
 
     /// Takes all stores.
-    pub(crate) fn take(&mut self) -> Vec<Store> {
+    pub(crate) fn take(&mut self) -> Vec<SleepStore> {
         std::mem::take(&mut self.stores)
     }
 
     /// Takes the last store.
-    pub(crate) fn pop(&mut self) -> Option<Store> {
+    pub(crate) fn pop(&mut self) -> Option<SleepStore> {
         self.stores.pop()
     }
 
@@ -492,7 +492,7 @@ impl IdleStores {
             return None;
         }
         self.prepared = kept;
-        let usable = |store: &Store| store.size.get() / granularity.get() * granularity.get();
+        let usable = |store: &SleepStore| store.size.get() / granularity.get() * granularity.get();
         let mut missing = kept.get().saturating_sub(self.stores.iter().map(usable).sum());
         let most = store_max(granularity);
         let mut sizes = Vec::new();
@@ -599,9 +599,9 @@ mod tests {
 mod store_tests {
     use super::*;
 
-    fn idle(sizes: &[ByteSize]) -> IdleStores {
-        let store = |size| Store { handle: HostStore::new(1), size, reservation: None };
-        let mut idle = IdleStores::default();
+    fn idle(sizes: &[ByteSize]) -> SleepStores {
+        let store = |size| SleepStore { handle: HostStore::new(1), size, reservation: None };
+        let mut idle = SleepStores::default();
         idle.put(sizes.iter().map(|size| store(*size)).collect(), Moment::ORIGIN);
         idle
     }

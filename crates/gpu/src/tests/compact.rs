@@ -6,7 +6,7 @@ mod concurrent;
 
 use std::sync::Arc;
 
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::region::AllocRequest;
 use crate::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
@@ -429,7 +429,7 @@ fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
     let inner = arena.inner();
     let request = |size, align| {
-        let origin = Origin::BUFFER;
+        let origin = RequestOrigin::BUFFER;
         let wanted = AllocRequest { size, align, requested: size, origin };
         inner.alloc_block(Region::Dynamic, wanted, None).expect("room")
     };
@@ -437,7 +437,7 @@ fn aligned_blocks_stay_aligned() {
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
     inner.lock_state().region_mut(Region::Dynamic).pins.pin(first.id);
-    inner.release(Region::Dynamic, gone);
+    inner.run_now(|state| state.release(Region::Dynamic, gone));
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {
         let told = |moved: Moved| {
@@ -447,8 +447,8 @@ fn aligned_blocks_stay_aligned() {
         arena.compact(options, told).expect("no error");
     }
     assert_eq!(moves, 1);
-    inner.release(Region::Dynamic, block);
-    inner.release(Region::Dynamic, first);
+    inner.run_now(|state| state.release(Region::Dynamic, block));
+    inner.run_now(|state| state.release(Region::Dynamic, first));
     arena.validate();
 }
 

@@ -22,7 +22,7 @@ use super::*;
 use crate::driver::{DeviceAddress, Driver, StreamHandle};
 use crate::engine::alloc::{self, Begun};
 use crate::engine::context::Call;
-use crate::engine::context::{Called, Caller, OpContext, Step, Surroundings, run_outside, step};
+use crate::engine::context::{Called, Caller, OpContext, OpStep, Surroundings, run_outside, step};
 use crate::engine::{access, completion, move_block, release, resize, resume, stores, suspend};
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
@@ -213,25 +213,25 @@ impl<'a> World<'a> {
         let cx = &self.ports[running.cx];
         loop {
             match step(cx, &mut self.slot, running.operation.as_mut()) {
-                Step::Done(ended) => {
+                OpStep::Done(ended) => {
                     self.free_ports.push(running.cx);
                     drop(self.running.swap_remove(nth));
                     self.end(ended);
                     break;
                 }
-                Step::Call(call) => {
+                OpStep::Call(call) => {
                     running.asked = StepRequest::Call(call);
                     break;
                 }
-                Step::Wait { is_repeated } => {
+                OpStep::Wait { is_repeated } => {
                     self.changes += u64::from(!is_repeated);
                     running.asked = StepRequest::Change(self.changes);
                     return;
                 }
                 // No time passes for the operation: the deadline of a drain is now.
-                Step::WaitUntil(..) => {}
+                OpStep::WaitUntil(..) => {}
                 // Others continue before it takes the lock again.
-                Step::Outside => {
+                OpStep::Outside => {
                     run_outside(cx, running.operation.as_mut());
                     running.asked = StepRequest::Step;
                     break;

@@ -10,10 +10,10 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 use super::steps::StepSurroundings;
 use super::*;
 use crate::driver::Driver as _;
-use crate::engine::context::{Caller, OpContext, Step, step};
+use crate::engine::context::{Caller, OpContext, OpStep, step};
 use crate::state::region::CacheCounts;
 use crate::state::region::{AllocRequest, AllocTarget, Search};
-use crate::state::sleep::Phase;
+use crate::state::sleep::SleepPhase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -40,8 +40,8 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
     for leases in [0, 1, 2, 2, 3] {
         slot.as_deref_mut().expect("no step is made").leases = leases;
         match step(&cx, &mut slot, operation.as_mut()) {
-            Step::Wait { is_repeated } => seen.push(is_repeated),
-            step => assert!(matches!(step, Step::Done(())), "{step:?}"),
+            OpStep::Wait { is_repeated } => seen.push(is_repeated),
+            step => assert!(matches!(step, OpStep::Done(())), "{step:?}"),
         }
     }
     assert_eq!(seen, [false, true, false, true]);
@@ -58,7 +58,7 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
     let (placed, claim) = state.place(target, Search::Usual).expect("room");
     let backend = sim.backend();
-    for phase in [Phase::Awake, Phase::Draining(1), Phase::Suspending] {
+    for phase in [SleepPhase::Awake, SleepPhase::Draining(1), SleepPhase::Suspending] {
         state.sleep.phase = phase;
         let snapshot = state.snapshot("falling", backend, &CacheCounts::default());
         snapshot.validate();

@@ -10,8 +10,6 @@ use std::time::Duration;
 
 use crate::driver::Driver;
 use crate::record::{Recorder, Recording};
-use crate::state::event::decay_nanos;
-pub use crate::state::growth::Growth;
 use crate::types::error::DeviceError;
 use crate::types::sleep::SleepConfig;
 use lowtide_core::bytes::ByteSize;
@@ -132,5 +130,34 @@ impl ArenaConfig {
             })
         };
         self.recorder.as_ref().map(begin).transpose()
+    }
+}
+
+/// The amount that an arena commits at a time for a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Growth {
+    /// Only the granules that the block needs.
+    #[default]
+    SameAsRequested,
+    /// Doubling steps, like ONNX Runtime's `kNextPowerOfTwo`: fewer driver calls, more unused
+    /// memory. Memory committed beyond the block is idle and decays.
+    NextPowerOfTwo {
+        /// The first step.
+        initial: ByteSize,
+        /// The first step after a shrink.
+        after_shrink: ByteSize,
+        /// The maximum step; a larger block gets only the granules that it needs. Zero equals
+        /// [`Growth::SameAsRequested`].
+        cap: ByteSize,
+    },
+}
+
+/// Returns a decay time as recordings have it: `None` for never.
+pub(crate) fn decay_nanos(time: DecayTime) -> Option<u64> {
+    match time {
+        DecayTime::AtOnce => Some(0),
+        DecayTime::Within(time) => Some(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)),
+        DecayTime::Never => None,
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
 
-use super::layout_model::{Block, LayoutModel};
+use super::layout_model::{LayoutModel, ModelBlock};
 use super::plan::{Draft, Hold, places};
 use crate::index::{ALIGN, Span};
 
@@ -78,7 +78,7 @@ fn empty(draft: &mut Draft, segments: &[Span], segment: Span, assessed: u64) -> 
 }
 
 /// Returns a place for a block in another active segment: in the smallest free span that fits.
-fn place(draft: &Draft, segments: &[Span], block: Block) -> Option<u64> {
+fn place(draft: &Draft, segments: &[Span], block: ModelBlock) -> Option<u64> {
     let Hold::Moves { align, .. } = block.hold else { return None };
     let (size, from) = (block.span.size, block.span.offset);
     let is_target = |span: &Span| {
@@ -108,7 +108,7 @@ fn place(draft: &Draft, segments: &[Span], block: Block) -> Option<u64> {
 const MISSES_MAX: usize = 256;
 
 /// A granule that might be cleared.
-struct Candidate {
+struct GranuleCandidate {
     granule: u64,
     /// The bytes of the blocks that touch the granule.
     bytes: u64,
@@ -143,7 +143,7 @@ pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -
 }
 
 /// Returns the granules at the ends of blocks, those with the least cost per gain first.
-fn candidates(draft: &Draft) -> Vec<Candidate> {
+fn candidates(draft: &Draft) -> Vec<GranuleCandidate> {
     let model = &draft.model;
     let mut granules: Vec<u64> = Vec::new();
     for part in model.parts() {
@@ -159,13 +159,14 @@ fn candidates(draft: &Draft) -> Vec<Candidate> {
         let bytes = touching.iter().map(|block| block.span.size).sum();
         let movable = touching.iter().all(|&block| draft.is_movable(block));
         let worth = movable && bytes <= draft.left();
-        worth.then(|| Candidate { granule, bytes, freed: model.alone(hull) })
+        worth.then(|| GranuleCandidate { granule, bytes, freed: model.alone(hull) })
     };
-    let mut candidates: Vec<Candidate> = granules.into_iter().filter_map(assess).collect();
+    let mut candidates: Vec<GranuleCandidate> = granules.into_iter().filter_map(assess).collect();
     // Compares the bytes moved per granule freed, without a division.
     candidates.sort_by(|a, b| {
-        let product =
-            |c: &Candidate, other: &Candidate| u128::from(c.bytes) * u128::from(other.freed.max(1));
+        let product = |c: &GranuleCandidate, other: &GranuleCandidate| {
+            u128::from(c.bytes) * u128::from(other.freed.max(1))
+        };
         product(a, b).cmp(&product(b, a)).then(a.granule.cmp(&b.granule))
     });
     candidates
@@ -206,14 +207,14 @@ fn span_of(model: &LayoutModel, granule: u64) -> Span {
 }
 
 /// Returns the span from the first block to the end of the last.
-fn hull(blocks: &[Block]) -> Option<Span> {
+fn hull(blocks: &[ModelBlock]) -> Option<Span> {
     let (first, last) = (blocks.first()?.span, blocks.last()?.span);
     Some(Span { offset: first.offset, size: last.end() - first.offset })
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use super::super::plan::{Move, Part, Plan, Target, plan};
+    use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, plan};
     use super::*;
     use crate::index::End;
     use crate::tests::compact::Chance;
@@ -221,7 +222,7 @@ mod tests {
     const GRANULE: u64 = 4096;
 
     /// Returns segments of random sizes with walls between them, and blocks in them.
-    fn layout(chance: &mut Chance) -> (Vec<Part>, Vec<Span>) {
+    fn layout(chance: &mut Chance) -> (Vec<LayoutPart>, Vec<Span>) {
         let (mut parts, mut segments, mut at) = (Vec::new(), Vec::new(), 0);
         for _ in 0..=chance.below(20) {
             let size = GRANULE * (1 + chance.below(4));
@@ -230,28 +231,30 @@ mod tests {
             let is_empty = chance.below(4) == 0;
             while at < end {
                 let size = (ALIGN * (1 + chance.below(8))).min(end - at);
-                let before: Option<&mut Part> = parts.last_mut();
+                let before: Option<&mut LayoutPart> = parts.last_mut();
                 if is_empty || chance.below(2) == 0 {
                     match before.filter(|part| part.hold.is_none()) {
                         Some(part) => part.span.size += size,
-                        None => parts.push(Part { span: Span { offset: at, size }, hold: None }),
+                        None => {
+                            parts.push(LayoutPart { span: Span { offset: at, size }, hold: None })
+                        }
                     }
                 } else {
                     let moves = Hold::Moves { end: End::Low, align: ALIGN };
                     let hold = if chance.below(20) == 0 { Hold::Stays } else { moves };
-                    parts.push(Part { span: Span { offset: at, size }, hold: Some(hold) });
+                    parts.push(LayoutPart { span: Span { offset: at, size }, hold: Some(hold) });
                 }
                 at += size;
             }
             let wall = Span { offset: at, size: GRANULE };
-            parts.push(Part { span: wall, hold: Some(Hold::Stays) });
+            parts.push(LayoutPart { span: wall, hold: Some(Hold::Stays) });
             at += GRANULE;
         }
         (parts, segments)
     }
 
     /// Applies the moves to the parts, in order. Each move goes into space that is free then.
-    fn carry_out(parts: &[Part], plan: &Plan) -> Vec<Span> {
+    fn carry_out(parts: &[LayoutPart], plan: &CompactPlan) -> Vec<Span> {
         let blocks = parts.iter().filter(|part| part.hold.is_some());
         let mut blocks: Vec<Span> = blocks.map(|part| part.span).collect();
         for made in &plan.moves {
@@ -274,14 +277,14 @@ mod tests {
         for _ in 0..2000 {
             let (parts, segments) = layout(&mut chance);
             let budget = if chance.below(2) == 0 { u64::MAX } else { chance.below(40_000) };
-            let plan = plan(&parts, GRANULE, Target::Segments(&segments), budget);
+            let plan = plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget);
             let active = |blocks: &[Span]| -> Vec<bool> {
                 let touches =
                     |of: &Span, block: &Span| block.offset < of.end() && of.offset < block.end();
                 segments.iter().map(|of| blocks.iter().any(|it| touches(of, it))).collect()
             };
             let (was, is) =
-                (active(&carry_out(&parts, &Plan { moves: vec![], ..plan.clone() })), {
+                (active(&carry_out(&parts, &CompactPlan { moves: vec![], ..plan.clone() })), {
                     active(&carry_out(&parts, &plan))
                 });
             let bytes = |active: &[bool]| -> u64 {
@@ -299,10 +302,11 @@ mod tests {
     fn the_emptiest_goes_first_and_the_budget_holds() {
         let block = |offset, size| {
             let hold = Hold::Moves { end: End::Low, align: ALIGN };
-            Part { span: Span { offset, size }, hold: Some(hold) }
+            LayoutPart { span: Span { offset, size }, hold: Some(hold) }
         };
-        let free = |offset, size| Part { span: Span { offset, size }, hold: None };
-        let wall = |offset| Part { span: Span { offset, size: 4096 }, hold: Some(Hold::Stays) };
+        let free = |offset, size| LayoutPart { span: Span { offset, size }, hold: None };
+        let wall =
+            |offset| LayoutPart { span: Span { offset, size: 4096 }, hold: Some(Hold::Stays) };
         let parts = [
             block(0, 2048),
             free(2048, 2048),
@@ -312,7 +316,7 @@ mod tests {
             wall(12_288),
         ];
         let segments = [0, 8192].map(|offset| Span { offset, size: 4096 });
-        let of = |budget| plan(&parts, GRANULE, Target::Segments(&segments), budget).moves;
+        let of = |budget| plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget).moves;
         assert_eq!(of(u64::MAX), [Move { from: 8192, to: 2048, size: 256 }]);
         assert_eq!(of(255), []);
     }

@@ -22,7 +22,7 @@
 
 use std::collections::BTreeMap;
 
-use super::layout_model::{Block, LayoutModel};
+use super::layout_model::{LayoutModel, ModelBlock};
 use super::{contiguous, granules};
 use crate::index::{ALIGN, End, Span};
 
@@ -50,7 +50,7 @@ impl Hold {
 
 /// A block, or a free span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct LayoutPart {
     pub(crate) span: Span,
     /// The restriction of the block; `None` for a free span.
     pub(crate) hold: Option<Hold>,
@@ -58,7 +58,7 @@ pub(crate) struct Part {
 
 /// The target of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Target<'a> {
+pub(crate) enum CompactTarget<'a> {
     /// As many granules as possible without a block.
     Granules,
     /// As many bytes as possible in segments without a block. The segments are in the order of
@@ -133,7 +133,7 @@ impl Move {
 
 /// Moves, and their figures.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct CompactPlan {
     pub(crate) moves: Vec<Move>,
     /// The bytes that are moved. A slide counts once.
     pub(crate) bytes: u64,
@@ -147,36 +147,51 @@ pub(crate) struct Plan {
 ///
 /// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
 /// something.
-pub(crate) fn plan(parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
+pub(crate) fn plan(
+    parts: &[LayoutPart],
+    granule: u64,
+    target: CompactTarget<'_>,
+    budget: u64,
+) -> CompactPlan {
     plan_in(PASSES_MAX, parts, granule, target, budget)
 }
 
 /// Returns a lower bound of the gain of a plan without a budget: makes a plan with few passes.
-pub(crate) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan {
+pub(crate) fn outlook(
+    parts: &[LayoutPart],
+    granule: u64,
+    target: CompactTarget<'_>,
+) -> CompactPlan {
     plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
 }
 
-fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
+fn plan_in(
+    passes: usize,
+    parts: &[LayoutPart],
+    granule: u64,
+    target: CompactTarget<'_>,
+    budget: u64,
+) -> CompactPlan {
     debug_assert!(granule.is_power_of_two());
     let model = LayoutModel::new(parts, granule);
     let mut draft = Draft { model, moves: Vec::new(), bytes: 0, budget, passes };
     let before = (draft.model.active(), draft.largest());
     let mut segment_bytes = None;
     match target {
-        Target::Granules => granules::plan(&mut draft),
-        Target::Segments(segments) => {
+        CompactTarget::Granules => granules::plan(&mut draft),
+        CompactTarget::Segments(segments) => {
             segment_bytes = Some(granules::plan_segments(&mut draft, segments))
         }
-        Target::Contiguous(size) => contiguous::plan(&mut draft, size),
+        CompactTarget::Contiguous(size) => contiguous::plan(&mut draft, size),
     }
-    if !matches!(target, Target::Contiguous(_)) {
+    if !matches!(target, CompactTarget::Contiguous(_)) {
         draft.moves = without_detours(&draft.moves);
         draft.bytes = draft.moves.iter().map(|made| made.size).sum();
     }
     let after = (draft.model.active(), draft.largest());
     let active = segment_bytes.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
-    Plan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
+    CompactPlan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
 }
 
 /// A plan in the making.
@@ -214,15 +229,15 @@ impl Draft {
     }
 
     /// Returns `true` if a block may move and the budget can ever pay for the move.
-    pub(super) const fn is_movable(&self, block: Block) -> bool {
+    pub(super) const fn is_movable(&self, block: ModelBlock) -> bool {
         matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
     }
 
     /// Moves a block on the model and records the move.
-    pub(super) fn relocate(&mut self, block: Block, to: u64) {
+    pub(super) fn relocate(&mut self, block: ModelBlock, to: u64) {
         let Span { offset: from, size } = block.span;
         self.model.lift(block);
-        self.model.put(Block { span: Span { offset: to, size }, ..block });
+        self.model.put(ModelBlock { span: Span { offset: to, size }, ..block });
         self.moves.push(Move { from, to, size });
         self.bytes += size;
     }
@@ -235,7 +250,7 @@ impl Draft {
             debug_assert!(moved.is_some_and(|block| block.span.offset == to));
             if let Some(block) = moved {
                 self.model.lift(block);
-                self.model.put(Block { span: Span { offset: from, size }, ..block });
+                self.model.put(ModelBlock { span: Span { offset: from, size }, ..block });
             }
             self.bytes -= size;
         }
@@ -247,7 +262,7 @@ impl Draft {
     /// Examines [`LOOKS`] free spans and the largest.
     pub(super) fn place(
         &mut self,
-        block: Block,
+        block: ModelBlock,
         cleared: Span,
         spared: Option<Span>,
     ) -> Option<(u64, u64)> {

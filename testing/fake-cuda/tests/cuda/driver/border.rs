@@ -51,7 +51,7 @@ fn next_after_a_loan() -> bool {
     let (fake, bed, arena, lane) = start();
     let exported =
         lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room").export().expect("awake");
-    let mut slice = foreign(&bed.two, exported.address(), exported.len());
+    let mut slice = foreign(&bed.two, exported.address(), exported.buffer().len());
     bed.two.memcpy_htod(&vec![9; 2 * UNIT], &mut *slice).expect("queued");
     drop(exported);
     let mut next = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
@@ -75,7 +75,7 @@ fn a_buffer_that_comes_back_from_a_loan_has_its_view_and_its_contents_through_a_
     let (fake, bed, arena, lane) = start();
     let exported =
         lane.alloc::<u8>(2 * UNIT, Region::Stable).expect("room").export().expect("awake");
-    let mut slice = foreign(&bed.two, exported.address(), exported.len());
+    let mut slice = foreign(&bed.two, exported.address(), exported.buffer().len());
     bed.two.memcpy_htod(&vec![9; 2 * UNIT], &mut *slice).expect("queued");
     let_go(slice);
     let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };

@@ -46,7 +46,7 @@ fn work_on(world: &World, worker: &mut Worker, nth: usize) -> Act {
     let (at, on) = (away.exported.address(), away.foreign.stream());
     if writes && !away.rest.is_shared {
         away.rest.is_lost.set(false);
-        (away.rest.mark, away.rest.written) = (mark, away.exported.bytes());
+        (away.rest.mark, away.rest.written) = (mark, away.exported.buffer().bytes());
         let (size, pattern) = (away.rest.written, Pattern::new(mark));
         return world.insist(|sim| sim.fill(on, at, size, pattern));
     }
@@ -67,7 +67,7 @@ pub(super) fn end(world: &World, worker: &mut Worker) -> Act {
     work_on(world, worker, nth)?;
     let Away { exported, rest, foreign } = worker.away.swap_remove(nth);
     if worker.one_in(2) {
-        let (size, region) = (exported.len(), exported.buffer().region());
+        let (size, region) = (exported.buffer().len(), exported.buffer().region());
         drop(exported);
         worker.later.extend(rest.also);
         // As likely as not where the foreign stream is at work.
