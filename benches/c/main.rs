@@ -6,7 +6,6 @@
 //! and the same block every time. The library is loaded by `dlopen`, as an engine loads it.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
 #[path = "../common/mod.rs"]
@@ -15,7 +14,6 @@ mod common;
 
 use std::ffi::{CString, c_int, c_void};
 use std::hint::black_box;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::ptr;
 use std::sync::Arc;
@@ -23,7 +21,7 @@ use std::sync::Arc;
 use clap::{Parser, ValueEnum};
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
-use lowtide_gpu::{ArenaConfig, ByteSize, DeviceArena, HostDriver, Region};
+use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, DeviceArena, HostDriver, Region};
 
 use crate::common::callgrind;
 use crate::common::figures::Figures;
@@ -66,14 +64,14 @@ fn main() -> ExitCode {
     })
 }
 
-/// Prints the figures; returns whether the goals hold.
+/// Measures the figures; returns whether the goals hold.
 fn measure() -> Result<bool, String> {
-    let [rust, c, torch] = [Kind::Rust, Kind::C, Kind::Torch].map(instructions);
-    let (rust, c, torch) = (rust?, c?, torch?);
-    println!("figure engines.rust.pair_instructions {rust:.0} instructions");
-    println!("figure engines.torch.pair_instructions {:.0} instructions", torch - rust);
     let mut figures = Figures::default();
-    figures.at_most("engines.c.pair_instructions", c - rust, "instructions", GOAL);
+    let rust = instructions(Kind::Rust)?;
+    let [c, torch] = [instructions(Kind::C)? - rust, instructions(Kind::Torch)? - rust];
+    figures.add("engines.rust.pair_instructions", rust, "instructions");
+    figures.add("engines.torch.pair_instructions", torch, "instructions");
+    figures.at_most("engines.c.pair_instructions", c, "instructions", GOAL);
     Ok(figures.print())
 }
 
@@ -84,18 +82,15 @@ fn instructions(kind: Kind) -> Result<f64, String> {
 }
 
 /// The pairs in Rust.
-fn rust(pairs: usize) -> Result<(), String> {
+fn rust(pairs: usize) -> Result<(), BoxError> {
     let clock = Arc::new(SystemClock::new());
-    let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("rust"));
-    let arena = arena.map_err(|error| error.to_string())?;
+    let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("rust"))?;
     // SAFETY: the host driver has no streams.
-    let lane = unsafe { arena.lane(StreamHandle::new(STREAM as u64)) };
-    let lane = lane.map_err(|error| error.to_string())?;
+    let lane = unsafe { arena.lane(StreamHandle::new(STREAM as u64)) }?;
     for _ in 0..pairs {
         let size = black_box(ByteSize::of(SIZE));
-        let block = lane.alloc_raw(size, ByteSize::new(256), Region::Dynamic);
-        let block = block.map_err(|error| error.to_string())?;
-        lane.free(black_box(block.at)).map_err(|error| error.to_string())?;
+        let block = lane.alloc_raw(size, ByteSize::new(256), Region::Dynamic)?;
+        lane.free(black_box(block.at))?;
     }
     Ok(())
 }
@@ -108,20 +103,21 @@ type TorchAlloc = unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void
 type TorchFree = unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
 
 /// The pairs through the library.
-fn c(kind: Kind, pairs: usize) -> Result<(), String> {
-    let path =
-        CString::new(library()?.to_string_lossy().as_bytes()).map_err(|it| it.to_string())?;
+fn c(kind: Kind, pairs: usize) -> Result<(), BoxError> {
+    // Cargo built it beside this program.
+    let path = std::env::current_exe()?.with_file_name("liblowtide_c.so");
+    let path = CString::new(path.to_string_lossy().as_bytes())?;
     // SAFETY: a C string; the library's initialisers are Rust's own, which start nothing.
     let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
     if library.is_null() {
-        return Err("the library does not load".to_owned());
+        return Err("liblowtide_c.so does not load".into());
     }
     macro_rules! function {
         ($name:literal, $type:ty) => {{
             // SAFETY: a library that stays loaded, and a C string.
             let found = unsafe { libc::dlsym(library, $name.as_ptr()) };
             if found.is_null() {
-                return Err(format!("the library has no {:?}", $name));
+                return Err(format!("the library has no {:?}", $name).into());
             }
             // SAFETY: not null, and the function of this name in the header has this type.
             unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
@@ -144,7 +140,7 @@ fn c(kind: Kind, pairs: usize) -> Result<(), String> {
     // SAFETY: takes a number.
     let chosen = unsafe { set_default(allocator) };
     if (opened, chosen) != (0, 0) {
-        return Err("the library opens no allocator".to_owned());
+        return Err("the library opens no allocator".into());
     }
     let stream: *mut c_void = ptr::without_provenance_mut(STREAM);
     let (alloc, free) = (function!(c"lowtide_alloc", Alloc), function!(c"lowtide_free", Free));
@@ -165,15 +161,8 @@ fn c(kind: Kind, pairs: usize) -> Result<(), String> {
         // SAFETY: as above; nothing uses the block.
         let freed = unsafe { free(allocator, 0, black_box(block), stream) };
         if (had, freed) != (0, 0) {
-            return Err(format!("a pair failed: {had}, {freed}"));
+            return Err(format!("a pair failed: {had}, {freed}").into());
         }
     }
     Ok(())
-}
-
-/// Returns the path of the library that Cargo built beside this program.
-fn library() -> Result<PathBuf, String> {
-    let program = std::env::current_exe().map_err(|error| error.to_string())?;
-    let path = program.parent().map(|folder| folder.join("liblowtide_c.so"));
-    path.filter(|path| path.exists()).ok_or_else(|| "no liblowtide_c.so".to_owned())
 }

@@ -11,6 +11,7 @@ pub(crate) mod callgrind;
 pub(crate) mod figures;
 pub(crate) mod http;
 pub(crate) mod process;
+pub(crate) mod sim;
 
 /// Runs a bench with its command line. Exit codes: 0 if it returns `true`; 1 if it returns `false`
 /// or an error.

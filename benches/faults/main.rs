@@ -8,48 +8,37 @@
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
-mod capture;
+mod admission;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
-mod dropped;
-mod health;
+mod device;
 mod log;
-#[cfg(target_os = "linux")]
-mod pinned;
 #[path = "../proxy/mod.rs"]
 mod proxy;
-mod readme;
-mod runaway;
-#[path = "../../tests/support/mod.rs"]
-mod support;
-mod swap;
+mod service;
 
-use std::net::SocketAddr;
 use std::process::ExitCode;
 
 use clap::Parser;
-use lowtide::{BoxError, ByteSize};
-use tokio::runtime::Runtime;
+use lowtide::BoxError;
 
-use crate::common::process::{self, Process};
+use crate::common::figures::Figures;
 
 lowtide::global_allocator!(balanced);
 
-/// Stages a fault, prints its `figure NAME VALUE UNIT` lines, and fails if a goal does not hold.
-type Part = fn(&Cli) -> Result<(), BoxError>;
+/// Stages a fault and adds its figures.
+type Part = fn(&Cli, &mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
 const PARTS: &[(&str, Part)] = &[
-    ("capture", |_| capture::run()),
-    ("dropped", |_| dropped::run()),
-    ("health", |_| health::run()),
-    ("log", |_| log::run()),
-    #[cfg(target_os = "linux")]
-    ("pinned", |_| pinned::run()),
-    ("readme", readme::run),
-    ("runaway", runaway::run),
-    ("swap", |_| swap::run()),
+    ("capture", |_, figures| device::capture(figures)),
+    ("health", |_, figures| admission::health(figures)),
+    ("log", |_, figures| log::run(figures)),
+    ("pinned", |_, figures| device::pinned(figures)),
+    ("readme", service::readme),
+    ("runaway", service::runaway),
+    ("swap", |_, figures| admission::swap(figures)),
 ];
 
 #[derive(Clone, Debug, Parser)]
@@ -72,8 +61,9 @@ fn main() -> ExitCode {
             let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
             let part = PARTS.iter().find(|(known, _)| known == name);
             let unknown = || format!("unknown part {name:?}, expected one of {names:?}");
-            let (_, run) = part.ok_or_else(unknown)?;
-            run(&cli).map(|()| true)
+            let mut figures = Figures::default();
+            part.ok_or_else(unknown)?.1(&cli, &mut figures)?;
+            Ok(figures.print())
         }
     })
 }
@@ -90,31 +80,4 @@ fn run_all(is_sample: bool) -> Result<bool, BoxError> {
         }
     }
     if failed.is_empty() { Ok(true) } else { Err(format!("missed goals: {failed:?}").into()) }
-}
-
-/// Starts this program as the service of a part, in a memory cgroup, and waits until it prints its
-/// address.
-fn start(part: &str) -> Result<(Process, SocketAddr), BoxError> {
-    let mut command = common::own()?;
-    command.args([part, "--serve"]);
-    let mut service = Process::start_in_group(&command, ByteSize::mib(256))?;
-    let address = service.first_line()?;
-    Ok((service, address))
-}
-
-/// Runs a part: as its service if this process is to be that, else as its clients, if a memory
-/// cgroup can be made here.
-fn stage(
-    cli: &Cli,
-    serve: fn() -> Result<(), BoxError>,
-    measure: fn(&Runtime, bool) -> Result<(), BoxError>,
-) -> Result<(), BoxError> {
-    if cli.serve {
-        return serve();
-    }
-    if let Err(reason) = process::group(ByteSize::mib(256)) {
-        println!("skipped: {reason}");
-        return Ok(());
-    }
-    measure(&tokio::runtime::Builder::new_multi_thread().enable_all().build()?, cli.ci)
 }

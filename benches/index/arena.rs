@@ -55,18 +55,6 @@ impl Peer for Arena {
     fn free(&mut self, block: Buffer<u8>) {
         drop(block);
     }
-
-    fn taken(&self) -> u64 {
-        self.0.glance().committed.get()
-    }
-
-    fn largest_free(&self) -> u64 {
-        self.0.snapshot().largest_free.get()
-    }
-
-    fn live(&self) -> u64 {
-        self.0.glance().live.get()
-    }
 }
 
 /// All figures of the arena.
@@ -77,29 +65,14 @@ pub(crate) fn measure(figures: &mut Figures) {
 }
 
 fn pairs(figures: &mut Figures) {
-    for (name, front) in [("arena", None), ("arena.without_front", Some(ByteSize::ZERO))] {
-        let mut arena = Arena::open(ByteSize::MAX);
-        if let Some(front) = front {
-            arena.0.set_thread_cache(front);
-        }
-        // Commits what the loops need; the second time, what the caches keep of all of them.
-        for _ in 0..2 {
-            let _ = work::loops(&mut arena);
-        }
-        let before = arena.driver_calls();
-        let [pair, batch, ping_pong, chain] = work::loops(&mut arena);
-        figures.add(format!("{name}.pair.median_ns"), pair, "ns");
-        figures.add(format!("{name}.batch_1kib.median_ns"), batch, "ns");
-        figures.add(format!("{name}.ping_pong_1mib.median_ns"), ping_pong, "ns");
-        figures.add(format!("{name}.chain.median_ns"), chain, "ns");
-        let calls = arena.driver_calls() - before;
-        figures.add(format!("{name}.pair.driver_calls"), calls as f64, "calls");
-    }
+    let mut arena = Arena::open(ByteSize::MAX);
+    work::pair(&mut arena); // commits, and the size becomes one that the caches keep
+    let before = arena.driver_calls();
+    figures.add("arena.pair.median_ns", work::pair(&mut arena), "ns");
+    figures.add("arena.pair.driver_calls", (arena.driver_calls() - before) as f64, "calls");
     let mut arena = Arena::open(ByteSize::MAX);
     let mut mix = Mix::filled(&mut arena, SEEDS[0], MIX_LIVE);
-    let nanos = mix.timed(ROUND, |todo| work::act(&mut arena, todo));
-    figures.add("arena.random_mix.median_ns".to_owned(), work::permille(&nanos, 500) as f64, "ns");
-    figures.add("arena.random_mix.p999_ns".to_owned(), work::permille(&nanos, 999) as f64, "ns");
+    figures.add("arena.random_mix.median_ns", median(&mix.timed(&mut arena, ROUND)), "ns");
 }
 
 /// Runs a thread's round: each buffer in turn is given up for a new one of its size.
@@ -130,41 +103,17 @@ fn own_loop() {
     }
 }
 
-/// The cases that are compared.
-#[derive(Clone, Copy)]
-enum Kind {
-    /// Both threads on one arena.
-    Shared,
-    /// The loop that allocates nothing.
-    Loop,
-    /// Each thread on an arena of its own.
-    Apart,
-}
-
-impl Kind {
-    const ALL: [Self; 3] = [Self::Shared, Self::Loop, Self::Apart];
-
-    fn play(self, shared: &DeviceArena, own: &DeviceArena) {
-        match self {
-            Self::Shared => turns(shared),
-            Self::Loop => own_loop(),
-            Self::Apart => turns(own),
-        }
-    }
-}
-
-/// Wall nanoseconds for each turn, by kind and by the number of threads less one; and how many
-/// locks were found taken once the threads had begun.
-fn walls(arena: &DeviceArena) -> ([[Vec<f64>; 2]; 3], u64) {
+/// Wall nanoseconds of each round, on the arena and of the loop, of one thread and of two; and how
+/// many locks were found taken once the threads had begun.
+fn walls(arena: &DeviceArena) -> ([[Vec<f64>; 2]; 2], u64) {
     let (barrier, warm) = (Barrier::new(2), AtomicU64::new(0));
-    let rounds: Vec<_> = (0..=ROUNDS)
-        .flat_map(|round| Kind::ALL.map(|kind| (round, kind)))
-        .flat_map(|(round, kind)| [1, 2].map(|threads| (round, kind, threads)))
-        .collect();
+    let rounds = || {
+        let kinds = (0..=ROUNDS).flat_map(|round| [(round, 0), (round, 1)]);
+        kinds.flat_map(|(round, kind)| [(round, kind, 1), (round, kind, 2)])
+    };
     // The same two threads for all rounds; the second sits out those of one.
     let run = |first: bool| {
-        let own = Arena::open(ByteSize::MAX).0;
-        let time = |&(round, kind, threads): &(usize, Kind, usize)| {
+        let time = |(round, kind, threads)| {
             barrier.wait();
             if first && round <= 1 {
                 // The sizes get hot, and the threads find homes: what was taken then is no matter.
@@ -173,42 +122,32 @@ fn walls(arena: &DeviceArena) -> ([[Vec<f64>; 2]; 3], u64) {
             barrier.wait();
             let start = Instant::now();
             if first || threads == 2 {
-                kind.play(arena, &own);
+                if kind == 0 { turns(arena) } else { own_loop() }
             }
-            start.elapsed().as_nanos() as f64 / ROUND as f64
+            start.elapsed().as_nanos() as f64
         };
-        rounds.iter().map(time).collect::<Vec<_>>()
+        rounds().map(time).collect::<Vec<_>>()
     };
-    let mut found = <[[Vec<f64>; 2]; 3]>::default();
+    let mut found = <[[Vec<f64>; 2]; 2]>::default();
     let (mine, others) = std::thread::scope(|scope| {
         let other = scope.spawn(|| run(false));
         (run(true), other.join().unwrap_or_default())
     });
-    for ((&(round, kind, threads), mine), other) in rounds.iter().zip(mine).zip(others) {
+    for (((round, kind, threads), mine), other) in rounds().zip(mine).zip(others) {
         if round > 0 {
-            found[kind as usize][threads - 1].push(mine.max(other));
+            found[kind][threads - 1].push(mine.max(other));
         }
     }
     (found, arena.snapshot().lock_contended_total - warm.into_inner())
 }
 
 fn two_threads(figures: &mut Figures) {
-    let arena = Arena::open(ByteSize::MAX).0;
-    let (walls, contended) = walls(&arena);
-    let ratio = |[one, two]: &[Vec<f64>; 2]| {
+    let (walls, contended) = walls(&Arena::open(ByteSize::MAX).0);
+    let [ours, own] = walls.each_ref().map(|[one, two]| {
         median(&one.iter().zip(two).map(|(one, two)| two / one).collect::<Vec<_>>())
-    };
-    let [ours, own, apart] = walls.each_ref().map(ratio);
-    let mut add = |name: &str, value: f64, unit| {
-        figures.add(format!("arena.two_threads.{name}"), value, unit);
-    };
-    add("one_thread_ns", median(&walls[0][0]), "ns");
-    add("wall_ns", median(&walls[0][1]), "ns");
-    add("wall_ratio", ours, "ratio");
-    add("loop_wall_ratio", own, "ratio");
-    add("apart_wall_ratio", apart, "ratio");
-    add("wall_ratio_over_loop", ours / own, "ratio");
-    add("contended_locks", contended as f64, "locks");
+    });
+    figures.add("arena.two_threads.wall_ratio_over_loop", ours / own, "ratio");
+    figures.add("arena.two_threads.contended_locks", contended as f64, "locks");
 }
 
 fn load90(figures: &mut Figures) {
@@ -219,17 +158,13 @@ fn load90(figures: &mut Figures) {
         let mut mix = Mix::filled(&mut arena, seed, LOAD90_LIVE);
         for _ in 0..LOAD90_STEPS / 1_000 {
             mix.play(&mut arena, 1_000);
-            end = active_per_live(&arena);
+            let snapshot = arena.0.snapshot();
+            end = snapshot.active.as_f64() / snapshot.live.as_f64();
             worst = worst.max(end);
         }
         failures += mix.failures;
     }
-    figures.add("arena.virtual.load90.failures".to_owned(), failures as f64, "failures");
-    figures.add("arena.virtual.load90.active_per_live.worst".to_owned(), worst, "ratio");
-    figures.add("arena.virtual.load90.active_per_live.end".to_owned(), end, "ratio");
-}
-
-fn active_per_live(arena: &Arena) -> f64 {
-    let snapshot = arena.0.snapshot();
-    snapshot.active.as_f64() / snapshot.live.as_f64()
+    figures.add("arena.virtual.load90.failures", failures as f64, "failures");
+    figures.add("arena.virtual.load90.active_per_live.worst", worst, "ratio");
+    figures.add("arena.virtual.load90.active_per_live.end", end, "ratio");
 }

@@ -15,33 +15,39 @@ mod chance;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
-mod count;
-mod granules;
-mod ours;
 #[path = "../peers/mod.rs"]
 #[allow(dead_code, reason = "another bench uses more of them")]
 mod peers;
-mod tlsf;
+mod pools;
 mod work;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 
-use crate::common::figures::Figures;
-use crate::count::Counted;
-use crate::granules::Layout;
-use crate::ours::Ours;
+use crate::common::callgrind;
+use crate::common::figures::{Figures, median, quantile};
 use crate::peers::{Bfc, CuArena, Extend, Offset, Peer};
-use crate::tlsf::Tlsf;
+use crate::pools::{Nobody, Ours, Tlsf, virtual_load90};
 use crate::work::{MIX_LIVE, Mix, POOL, SEEDS};
 
 /// Steps of the timed mix.
 const STEPS: usize = 1_000_000;
 /// Times that the timed mix is played; the median of each figure counts.
 const ROUNDS: usize = 5;
+/// Steps of the shorter of two runs whose instructions are counted.
+const COUNTED: u32 = 50_000;
 /// Blocks, free ones counted, that `offset-allocator` is told to be ready for: its default.
 const BLOCKS_MAX: u32 = 1 << 17;
+
+/// The allocators whose instructions are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Counted {
+    Ours,
+    OffsetAllocator,
+    Rlsf,
+    Nobody,
+}
 
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What the block index costs and how well it places")]
@@ -84,7 +90,7 @@ const TIMED: &[(&str, f64)] = &[
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         if let Some(who) = cli.be {
-            count::be(who, cli.steps);
+            be(who, cli.steps);
             return Ok(true);
         }
         let mut figures = Figures::default();
@@ -112,49 +118,57 @@ fn times(figures: &mut Figures) {
     timed(figures, "", || Ours::new(POOL));
     timed(figures, "peer.offset-allocator.", || Offset::new(POOL, BLOCKS_MAX));
     timed(figures, "peer.rlsf.", || Tlsf::new(POOL));
+    let nanos = work::beside_holes(&mut Ours::new(POOL));
+    figures.add("index.holes_8192.median_ns", nanos, "ns");
 }
 
-fn timed<P: Peer + Send>(figures: &mut Figures, prefix: &str, make: impl Fn() -> P) {
-    let mut add =
-        |name: &str, value: f64| figures.add(format!("{prefix}index.{name}"), value, "ns");
-    let loops = ["pair_8mib", "batch_1kib", "ping_pong_1mib", "chain"];
-    for (name, nanos) in loops.iter().zip(work::loops(&mut make())) {
-        add(&format!("{name}.median_ns"), nanos);
-    }
+fn timed<P: Peer>(figures: &mut Figures, prefix: &str, make: impl Fn() -> P) {
     for round in 0..ROUNDS {
         let mut peer = make();
         let mut mix = Mix::filled(&mut peer, SEEDS[round % SEEDS.len()], MIX_LIVE);
-        let nanos = mix.timed(STEPS, |todo| work::act(&mut peer, todo));
-        for (share, name) in [(500, "median_ns"), (990, "p99_ns"), (999, "p999_ns")] {
-            add(&format!("random_mix.{name}"), work::permille(&nanos, share) as f64);
-        }
+        let nanos = mix.timed(&mut peer, STEPS);
+        let name = format!("{prefix}index.random_mix");
+        figures.add(format!("{name}.median_ns"), median(&nanos), "ns");
+        figures.add(format!("{name}.p999_ns"), quantile(&nanos, 0.999), "ns");
     }
-    add("holes_8192.median_ns", work::beside_holes(&mut make(), 520) as f64);
-    add("holes_8192_own_bin.median_ns", work::beside_holes(&mut make(), 996) as f64);
 }
 
+/// The process that is counted: plays so many steps of the mix.
+fn be(who: Counted, steps: usize) {
+    fn run<P: Peer>(mut peer: P, steps: usize) {
+        Mix::filled(&mut peer, SEEDS[0], MIX_LIVE).play(&mut peer, steps);
+    }
+    match who {
+        Counted::Ours => run(Ours::new(POOL), steps),
+        Counted::OffsetAllocator => run(Offset::new(POOL, BLOCKS_MAX), steps),
+        Counted::Rlsf => run(Tlsf::new(POOL), steps),
+        Counted::Nobody => run(Nobody, steps),
+    }
+}
+
+/// Instructions of an operation of the mix, less those of a loop without an allocator: what chance
+/// and bookkeeping of the bench cost is not counted.
 fn instructions(figures: &mut Figures) {
+    let of = |who: Counted| {
+        let name = who.to_possible_value().map(|value| value.get_name().to_owned());
+        callgrind::per_step(&["--be", &name.unwrap_or_default(), "--steps"], COUNTED)
+    };
     for (prefix, who) in [
         ("", Counted::Ours),
         ("peer.offset-allocator.", Counted::OffsetAllocator),
         ("peer.rlsf.", Counted::Rlsf),
     ] {
-        match count::count(who) {
-            Ok(count) => {
-                figures.add(
-                    format!("{prefix}index.random_mix.instructions"),
-                    count,
-                    "instructions",
-                );
-            }
-            Err(why) => println!("skipped: {prefix}index.random_mix.instructions: {why}"),
+        let name = format!("{prefix}index.random_mix.instructions");
+        match of(who).and_then(|all| Ok(all - of(Counted::Nobody)?)) {
+            Ok(count) => figures.add(name, count, "instructions"),
+            Err(why) => println!("skipped: {name}: {why}"),
         }
     }
 }
 
 fn failures(figures: &mut Figures) {
     let bfc = |extend| move |seed| work::load90(Bfc::new(extend, POOL), seed);
-    let of: [(&str, &dyn Fn(u64) -> u64); 5] = [
+    let of: [(&str, &dyn Fn(u64) -> f64); 5] = [
         ("", &|seed| work::load90(Ours::new(POOL), seed)),
         ("peer.offset-allocator.", &|seed| work::load90(Offset::new(POOL, BLOCKS_MAX), seed)),
         ("peer.cuarena-model.", &|seed| work::load90(CuArena::new(POOL), seed)),
@@ -164,26 +178,27 @@ fn failures(figures: &mut Figures) {
     for (prefix, failures) in of {
         for seed in SEEDS {
             let name = format!("{prefix}index.load90.failures.seed{seed}");
-            figures.add(name, failures(seed) as f64, "failures");
+            figures.add(name, failures(seed), "failures");
         }
     }
 }
 
 fn virtual_memory(figures: &mut Figures) {
-    for layout in Layout::ALL {
-        let all = SEEDS.map(|seed| granules::load90(layout, seed));
-        let most = |of: fn(&granules::Outcome) -> f64| all.iter().map(of).fold(0.0, f64::max);
-        let name = format!("index.virtual.{}", layout.name());
-        figures.add(format!("{name}.load90.failures"), most(|one| one.failures as f64), "failures");
-        figures.add(format!("{name}.active_per_live.worst"), most(|one| one.worst), "ratio");
-        figures.add(format!("{name}.active_per_live.end"), most(|one| one.end), "ratio");
-        figures.add(
-            format!("{name}.small_alone.live_mib"),
-            most(|one| one.small_mib as f64),
-            "MiB",
-        );
-        let pinned = most(|one| one.pinned_mib as f64);
-        figures.add(format!("{name}.small_alone.active_mib"), pinned, "MiB");
+    for (ranges, name) in [(1, "together"), (2, "two_ranges")] {
+        let all = SEEDS.map(|seed| virtual_load90(ranges, seed));
+        for (at, (end, unit)) in [
+            ("load90.failures", "failures"),
+            ("active_per_live.worst", "ratio"),
+            ("active_per_live.end", "ratio"),
+            ("small_alone.live_mib", "MiB"),
+            ("small_alone.active_mib", "MiB"),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let most = all.iter().map(|one| one[at]).fold(0.0, f64::max);
+            figures.add(format!("index.virtual.{name}.{end}"), most, unit);
+        }
     }
 }
 
@@ -194,12 +209,12 @@ fn metadata(figures: &mut Figures) {
     for blocks in 1..20_000 {
         let _ = pool.alloc(256);
         if blocks >= 1_000 {
-            worst = worst.max(pool.index.metadata() as f64 / f64::from(blocks));
+            worst = worst.max(pool.0.metadata() as f64 / f64::from(blocks));
         }
     }
-    figures.add("index.metadata.bytes_per_block_worst".to_owned(), worst, "bytes");
+    figures.add("index.metadata.bytes_per_block_worst", worst, "bytes");
     let mut pool = Ours::new(POOL);
     Mix::filled(&mut pool, SEEDS[0], MIX_LIVE).play(&mut pool, STEPS);
-    let each = pool.metadata_per_block();
-    figures.add("index.metadata.bytes_per_block".to_owned(), each, "bytes");
+    let each = pool.0.metadata() as f64 / pool.0.blocks().count() as f64;
+    figures.add("index.metadata.bytes_per_block", each, "bytes");
 }

@@ -14,25 +14,49 @@ mod brute;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
-mod instance;
 #[path = "../../crates/planner/tests/planner/peers.rs"]
 mod peers;
 #[path = "../../crates/planner/tests/planner/random.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod random;
 
+use std::fs::File;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use flate2::read::GzDecoder;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
-use lowtide_planner::{Budget, Demand, Heuristic, Plan, Planner, Problem};
+use lowtide_planner::{Budget, Demand, Ends, Heuristic, Plan, Planner, Problem};
 
-use crate::common::figures::Figures;
+use crate::common::figures::{self, Figures};
 use crate::common::process::kernel_value;
-use crate::instance::{CAPACITY, INSTANCES, Instance, LARGEST};
 use crate::random::{Gaps, Kind};
+
+/// The capacity of the instances of MiniMalloc's challenging set.
+const CAPACITY: u64 = 1_048_576;
+
+/// The instances, as they lie beside the tests: the name, the file, and the seconds for the
+/// smallest peak. Those of the set have the capacity in their files' names.
+const INSTANCES: [(&str, &str, u64); 12] = [
+    ("A", "A.1048576.csv", 10),
+    ("B", "B.1048576.csv", 10),
+    ("C", "C.1048576.csv", 10),
+    ("D", "D.1048576.csv", 10),
+    ("E", "E.1048576.csv", 10),
+    ("F", "F.1048576.csv", 10),
+    ("I", "I.1048576.csv", 10),
+    ("J", "J.1048576.csv", 10),
+    ("resnet50", "resnet50.csv", 10),
+    ("G_1", "G_1.csv", 10),
+    ("pangu_2.6B", "pangu_2.6B.csv.gz", 2),
+    (LARGEST, "S_1.csv.gz", 10),
+];
+
+/// The one with the most buffers.
+const LARGEST: &str = "S_1";
 
 /// Lookups of one timed loop.
 const LOOKUPS: usize = 10_000_000;
@@ -93,8 +117,10 @@ fn main() -> ExitCode {
         }
         let mut figures = Figures::default();
         let mut ratios = Vec::new();
-        for instance in INSTANCES {
-            ratios.extend(measure(&mut figures, instance, &cli));
+        for (name, file, seconds) in INSTANCES {
+            let problem = read(file);
+            let budget = Duration::from_secs(seconds);
+            ratios.extend(measure(&mut figures, name, &problem, budget, &cli));
         }
         let mean = ratios.iter().sum::<f64>() / ByteSize::of(ratios.len()).as_f64();
         figures.add("plan.set.10ms.mean_peak_per_bound", mean, "ratio");
@@ -108,88 +134,99 @@ fn main() -> ExitCode {
     })
 }
 
+fn read(file: &str) -> Problem {
+    let folder =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/planner/tests/data/planning");
+    let opened = File::open(folder.join(file)).expect("an instance of the project");
+    let problem = if file.ends_with(".gz") {
+        Problem::read_csv(GzDecoder::new(opened), Ends::AsNamed)
+    } else {
+        Problem::read_csv(opened, Ends::AsNamed)
+    };
+    problem.expect("a file of its field")
+}
+
 /// Measures an instance. Returns the peak after 10 ms over the bound, if it is of the set.
-fn measure(figures: &mut Figures, instance: &Instance, cli: &Cli) -> Option<f64> {
-    let problem = instance.problem();
-    let name = instance.name;
+fn measure(
+    figures: &mut Figures,
+    name: &str,
+    problem: &Problem,
+    budget: Duration,
+    cli: &Cli,
+) -> Option<f64> {
+    let is_of_set = name.len() == 1;
+    let figure = |end: &str| format!("plan.{name}.{end}");
     let bound = problem.lower_bound().unwrap_or(ByteSize::MAX);
     let mut ratio_10ms = None;
-    if instance.has_capacity {
+    if is_of_set {
         let seconds = median(cli.rounds, || {
             let started = Instant::now();
-            let plan = solve(&problem, Duration::from_secs(20), CAPACITY);
+            let plan = solve(problem, Duration::from_secs(20), CAPACITY);
             let found = plan.peak().get() <= CAPACITY;
             if found { started.elapsed().as_secs_f64() } else { f64::INFINITY }
         });
-        figures.add(format!("plan.{name}.seconds"), seconds, "s");
+        figures.add(figure("seconds"), seconds, "s");
         if !cli.counted {
-            figures.set_goals(&[(&format!("plan.{name}.seconds"), SECONDS)]);
+            figures.set_goals(&[(&figure("seconds"), SECONDS)]);
         }
-        let short = || per(solve(&problem, Duration::from_millis(10), 0).peak(), bound);
+        let short = || per(solve(problem, Duration::from_millis(10), 0).peak(), bound);
         let ratio = median(cli.rounds, short);
-        figures.add(format!("plan.{name}.10ms.peak_per_bound"), ratio, "ratio");
+        figures.add(figure("10ms.peak_per_bound"), ratio, "ratio");
         ratio_10ms = Some(ratio);
     }
     if !cli.ci || !matches!(name, "D" | "J") {
-        least(figures, instance, &problem, cli);
+        least(figures, name, problem, budget, cli);
     }
-    let (mut best, models) =
-        (ByteSize::MAX, [peers::ggml(&problem), peers::onnx_runtime(&problem)]);
+    let models = [peers::ggml(problem), peers::onnx_runtime(problem)].map(ByteSize::new);
+    let mut best = models[0].min(models[1]);
     for heuristic in Heuristic::ALL {
         let theirs = problem.plan_by(heuristic).expect("it has plans").peak();
         best = best.min(theirs);
-        let figure = format!("plan.{name}.peer.{}.peak_per_bound", heuristic.name());
-        figures.add(figure, per(theirs, bound), "ratio");
+        let end = format!("peer.{}.peak_per_bound", heuristic.name());
+        figures.add(figure(&end), per(theirs, bound), "ratio");
     }
-    best = models.into_iter().map(ByteSize::new).fold(best, ByteSize::min);
-    let second = solve(&problem, Duration::from_secs(1), 0);
-    let figure = format!("plan.{name}.1s.peak_per_best_peer");
-    figures.at_most(figure, per(second.peak(), best), "ratio", 1.0);
-    if instance.has_capacity {
+    let second = solve(problem, Duration::from_secs(1), 0);
+    figures.at_most(figure("1s.peak_per_best_peer"), per(second.peak(), best), "ratio", 1.0);
+    if is_of_set {
         let clock = SystemClock::new();
         let time = Duration::from_millis(if cli.ci { 250 } else { 1_000 });
-        let budget = Budget { time, nodes: u64::MAX };
-        let planner = Planner::new(&clock).budget(budget);
+        let planner = Planner::new(&clock).budget(Budget { time, nodes: u64::MAX });
         let mut planner = planner.segments_of(ByteSize::new(SEGMENT));
-        let plan = planner.plan(&problem).expect("no buffer has a fixed offset");
-        let ggml = ByteSize::new(peers::ggml_segments(&problem, SEGMENT)).as_f64();
-        let total = plan.peak().as_f64();
-        figures.at_most(format!("plan.{name}.segments.total"), total, "bytes", ggml);
-        figures.add(format!("plan.{name}.segments.ggml_total"), ggml, "bytes");
+        let plan = planner.plan(problem).expect("no buffer has a fixed offset");
+        let ggml = ByteSize::new(peers::ggml_segments(problem, SEGMENT)).as_f64();
+        figures.at_most(figure("segments.total"), plan.peak().as_f64(), "bytes", ggml);
     }
     ratio_10ms
 }
 
-/// The least peak within the instance's budget, and what that takes.
-fn least(figures: &mut Figures, instance: &Instance, problem: &Problem, cli: &Cli) {
-    let name = instance.name;
-    let longest = Duration::from_secs(if cli.ci { 2 } else { 60 });
-    let budget = instance.budget.min(longest);
-    let before = reset_resident();
+/// The least peak within the budget, and what that takes.
+fn least(figures: &mut Figures, name: &str, problem: &Problem, budget: Duration, cli: &Cli) {
+    let budget = if cli.ci { budget.min(Duration::from_secs(2)) } else { budget };
+    // Forgets the most that was resident, where the system allows.
+    drop(std::fs::write("/proc/self/clear_refs", "5"));
     let mut solved: Vec<(Plan, f64)> = (0..cli.rounds.max(1))
         .map(|_| {
             let started = Instant::now();
             (solve(problem, budget, 0), started.elapsed().as_secs_f64())
         })
         .collect();
-    let resident = resident_mib("VmHWM:");
+    let resident = kernel_value("/proc/self/status", "VmHWM:").unwrap_or(0);
     solved.sort_by_key(|(plan, _)| plan.peak());
     let (plan, seconds) = &solved[solved.len() / 2];
-    if !instance.has_capacity {
-        figures.add(format!("plan.{name}.seconds"), *seconds, "s");
-    }
     let bound = problem.lower_bound().unwrap_or(ByteSize::MAX);
-    figures.add(format!("plan.{name}.peak"), plan.peak().as_f64(), "bytes");
-    figures.add(format!("plan.{name}.bound"), plan.bound().as_f64(), "bytes");
-    figures.add(format!("plan.{name}.peak_per_bound"), per(plan.peak(), bound), "ratio");
-    let proven = f64::from(u8::from(plan.is_optimal()));
-    figures.add(format!("plan.{name}.proven"), proven, "of 1");
-    if PROVEN.contains(&name) {
-        figures.set_floor(&format!("plan.{name}.proven"), 1.0);
+    let figure = |end: &str| format!("plan.{name}.{end}");
+    if name.len() > 1 {
+        figures.add(figure("seconds"), *seconds, "s");
     }
-    figures.add(format!("plan.{name}.resident_mib"), resident - before, "MiB");
-    if instance.name == LARGEST {
-        figures.add("plan.resident_mib", resident, "MiB");
+    figures.add(figure("peak"), plan.peak().as_f64(), "bytes");
+    figures.add(figure("peak_per_bound"), per(plan.peak(), bound), "ratio");
+    figures.add(figure("proven"), f64::from(u8::from(plan.is_optimal())), "of 1");
+    if PROVEN.contains(&name) {
+        figures.set_floor(&figure("proven"), 1.0);
+    }
+    if name == LARGEST {
+        let mib = ByteSize::kib(resident).as_f64() / ByteSize::mib(1).as_f64();
+        figures.add("plan.resident_mib", mib, "MiB");
     }
 }
 
@@ -202,9 +239,7 @@ fn solve(problem: &Problem, time: Duration, enough: u64) -> Plan {
 
 /// The median of what it says.
 fn median(rounds: usize, act: impl FnMut() -> f64) -> f64 {
-    let mut values: Vec<f64> = std::iter::repeat_with(act).take(rounds.max(1)).collect();
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
+    figures::median(&std::iter::repeat_with(act).take(rounds.max(1)).collect::<Vec<_>>())
 }
 
 fn per(one: ByteSize, other: ByteSize) -> f64 {
@@ -213,7 +248,7 @@ fn per(one: ByteSize, other: ByteSize) -> f64 {
 
 /// Measures one lookup of an offset, in a random order of buffers.
 fn lookups(figures: &mut Figures) {
-    let problem = INSTANCES[0].problem();
+    let problem = read(INSTANCES[0].1);
     let plan = solve(&problem, Duration::from_millis(10), 0);
     let mut random = random::Random::new(5);
     let count = problem.demands().len() as u64;
@@ -250,18 +285,6 @@ fn one_rule(figures: &mut Figures, rounds: usize) {
         plan.map_or(f64::INFINITY, |_| micros)
     });
     figures.add("plan.one_rule_us", each, "us");
-}
-
-/// Returns the resident memory of this process, or its peak for `VmHWM:`, in MiB.
-fn resident_mib(which: &str) -> f64 {
-    let kib = kernel_value("/proc/self/status", which).unwrap_or(0);
-    ByteSize::kib(kib).as_f64() / ByteSize::mib(1).as_f64()
-}
-
-/// Forgets the most that was resident, where the system allows; says what is now.
-fn reset_resident() -> f64 {
-    drop(std::fs::write("/proc/self/clear_refs", "5"));
-    resident_mib("VmRSS:")
 }
 
 fn against_brute_force(figures: &mut Figures, cli: &Cli) {

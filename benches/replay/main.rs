@@ -1,34 +1,48 @@
 //! Replay: what recorded allocations of model code need of the device, in our arena and in peers.
 //!
-//! Each trace goes through the public API of an arena over the host driver, with idle memory given
-//! back at once, with the default decay, and with ever smaller limits; then through the peers. It
-//! prints the most that each took from the device for the most that was live. Peaks do not depend
-//! on the machine; times do.
+//! Each trace goes through an arena over the host driver, with idle memory given back at once and
+//! with the default decay, of whose time nothing passes; then through the peers. The figures are
+//! the most that each took from the device for the most that was live, and calls: they do not
+//! depend on the machine. Live counts what was asked for, before any rounding.
 //!
-//! Exit codes: 0 every goal held; 1 one was missed, or a trace could not be replayed; 2 a file is
-//! no trace.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
-#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+//! Exit codes: 0 every goal held; 1 one was missed, or a file is no trace.
 
-mod ours;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod common;
 #[path = "../peers/mod.rs"]
 #[allow(dead_code, reason = "another bench uses more of them")]
 mod peers;
+mod player;
 mod rivals;
-mod table;
+#[allow(dead_code, reason = "another bench uses more of it")]
 mod trace;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
+use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, HostDriver};
 
-use crate::table::Row;
+use crate::common::figures::{Figures, count};
+use crate::player::Player;
 use crate::trace::Trace;
 
-/// The project's own traces.
-const OWN: [&str; 5] =
-    ["bert-embed", "gpt2-generate", "llama-generate", "vit-images", "gpt2-train"];
+/// Goals of the project's own traces: what a trace of a few blocks needs is a granule, and no
+/// fault.
+const RATIO_MAX: f64 = 1.06;
+const MEAN_MAX: f64 = 1.03;
+/// With the default decay, which services run: the most committed per live, to three digits, and
+/// the most driver calls of each trace.
+const DEFAULT_DECAY: [(&str, f64, f64); 5] = [
+    ("bert-embed", 1.122, 52.0),
+    ("gpt2-generate", 1.031, 27.0),
+    ("llama-generate", 1.012, 38.0),
+    ("vit-images", 1.085, 57.0),
+    ("gpt2-train", 1.144, 89.0),
+];
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What recorded allocations of model code need of the device")]
@@ -36,56 +50,74 @@ struct Cli {
     /// Recordings to replay in place of the project's own traces: JSON lines, plain or compressed
     /// with gzip.
     files: Vec<PathBuf>,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> ExitCode {
-    // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("replay: a bench of seconds, not a test: run `cargo bench --bench replay`");
-        return ExitCode::SUCCESS;
-    }
-    let Cli { mut files, .. } = Cli::parse();
-    let own = files.is_empty();
-    if own {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
-        files = OWN.iter().map(|name| folder.join(format!("{name}.jsonl.gz"))).collect();
-    }
-    let traces = match open(&files) {
-        Ok(traces) => traces,
-        Err(error) => {
-            eprintln!("replay: {error}");
-            return ExitCode::from(2);
-        }
-    };
-    let mut rows = Vec::new();
-    for trace in traces {
-        match ours::measure(&trace) {
-            Ok(ours) => rows.push(Row { peers: rivals::needs(&trace), ours, trace }),
-            Err(error) => {
-                eprintln!("replay: {}: {error}", trace.name);
-                return ExitCode::FAILURE;
+    common::main(|Cli { files }| {
+        let own = trace::own();
+        let (files, is_own) = if files.is_empty() { (&own[..], true) } else { (&files[..], false) };
+        let (mut figures, mut ratios) = (Figures::default(), Vec::new());
+        for file in files {
+            let trace = Trace::open(file)?;
+            if figures.of(&format!("replay.{}.driver_calls", trace.name)).is_some() {
+                return Err(format!("{}: expected another name", file.display()).into());
             }
+            ratios.push(measure(&trace, is_own, &mut figures)?);
         }
-    }
-    if table::print(&rows, own) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        let mean = ratios.iter().sum::<f64>() / count(ratios.len() as u64);
+        figures.add("replay.mean.committed_per_live", mean, "ratio");
+        if is_own {
+            figures.set_goals(&[("replay.mean.committed_per_live", MEAN_MAX)]);
+        }
+        Ok(figures.print())
+    })
 }
 
-/// Reads all files, or says what is wrong with one; no two may be called the same.
-fn open(files: &[PathBuf]) -> Result<Vec<Trace>, String> {
-    let mut traces: Vec<Trace> = Vec::new();
-    for file in files {
-        let trace = Trace::open(file).map_err(|error| error.to_string())?;
-        if traces.iter().any(|other| other.name == trace.name) {
-            return Err(format!(
-                "{}: expected a new name: {} is there",
-                file.display(),
-                trace.name
-            ));
-        }
-        traces.push(trace);
+/// Measures a trace. Returns what was committed for each byte that was live at most.
+fn measure(trace: &Trace, is_own: bool, figures: &mut Figures) -> Result<f64, BoxError> {
+    let name = format!("replay.{}", trace.name);
+    let per_live = |bytes: u64| count(bytes) / count(trace.live_peak);
+    let (peak, kept, calls) = replay(trace, DecayTime::AtOnce)?;
+    let ratio = per_live(peak);
+    figures.add(format!("{name}.committed_per_live"), ratio, "ratio");
+    figures.at_most(format!("{name}.committed_after_unload_bytes"), count(kept), "bytes", 0.0);
+    figures.add(format!("{name}.driver_calls"), count(calls), "calls");
+    let (peak, kept, calls) = replay(trace, ArenaConfig::new("").decay)?;
+    let name_of = |end: &str| format!("{name}.default_decay.{end}");
+    figures.add(name_of("committed_per_live"), per_live(peak), "ratio");
+    figures.add(name_of("committed_after_unload_bytes"), count(kept), "bytes");
+    figures.add(name_of("driver_calls"), count(calls), "calls");
+    if is_own {
+        figures.set_goals(&[(&format!("{name}.committed_per_live"), RATIO_MAX)]);
     }
-    Ok(traces)
+    let goal = DEFAULT_DECAY.iter().find(|(name, ..)| is_own && *name == trace.name);
+    if let Some((_, most, calls)) = goal {
+        figures.set_goals(&[
+            (&name_of("committed_per_live"), most + 5e-4),
+            (&name_of("driver_calls"), *calls),
+        ]);
+    }
+    for need in rivals::needs(trace) {
+        let name = format!("peer.{}.{name}.committed_per_live", need.peer);
+        need.taken_peak.into_iter().for_each(|it| figures.add(&*name, per_live(it), "ratio"));
+    }
+    Ok(ratio)
+}
+
+/// Replays a trace. Returns the most that was committed at once, what stays committed when all was
+/// freed and what is due was released, and the calls that committed or decommitted.
+fn replay(trace: &Trace, decay: DecayTime) -> Result<(u64, u64, u64), BoxError> {
+    let config = ArenaConfig { decay, ..ArenaConfig::new(&trace.name) };
+    let mut player = Player::new(trace, Arc::new(HostDriver::new()), config)?;
+    let mut peak = ByteSize::ZERO;
+    for &event in &trace.events {
+        player.play(event)?;
+        // Before what is due is released: the most that it was in between.
+        peak = peak.max(player.arena.glance().committed);
+        if decay == DecayTime::AtOnce {
+            player.decay()?;
+        }
+    }
+    let end = player.arena.snapshot();
+    Ok((peak.get(), end.committed.get(), end.commits_total + end.decommits_total))
 }

@@ -13,12 +13,18 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::MultiGzDecoder;
 use serde::Deserialize;
-use thiserror::Error;
 
 /// The first bytes of a file that gzip wrote.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 /// The most bytes that a block may have: what no device has.
 const BLOCK_MAX: u64 = 1 << 48;
+
+/// The project's own traces.
+pub(crate) fn own() -> [PathBuf; 5] {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
+    ["bert-embed", "gpt2-generate", "llama-generate", "vit-images", "gpt2-train"]
+        .map(|name| folder.join(format!("{name}.jsonl.gz")))
+}
 
 /// An event of a block; blocks are numbered from 0 in the order of their allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,17 +46,7 @@ pub(crate) struct Trace {
     /// The most blocks that are live at once.
     pub(crate) blocks_peak: usize,
     /// The events before which a mark stands.
-    #[allow(dead_code, reason = "another bench uses it")]
     pub(crate) marks: Vec<usize>,
-}
-
-/// The reason why a file is no trace.
-#[derive(Debug, Error)]
-pub(crate) enum TraceError {
-    #[error("{path}: {error}", path = path.display())]
-    Read { path: PathBuf, error: std::io::Error },
-    #[error("{path}: line {line}: {what}", path = path.display())]
-    Line { path: PathBuf, line: usize, what: String },
 }
 
 /// A line of a recording.
@@ -79,26 +75,34 @@ enum Line {
 
 impl Trace {
     /// Reads a file, plain or compressed.
-    pub(crate) fn open(path: &Path) -> Result<Self, TraceError> {
-        let failed = |error| TraceError::Read { path: path.to_owned(), error };
+    ///
+    /// # Errors
+    /// The system's, or the line that is wrong and what was expected.
+    pub(crate) fn open(path: &Path) -> Result<Self, String> {
+        let failed = |error: std::io::Error| format!("{}: {error}", path.display());
         let mut file = BufReader::new(File::open(path).map_err(failed)?);
-        let gzip = file.fill_buf().map_err(failed)?.starts_with(&GZIP);
+        let is_gzip = file.fill_buf().map_err(failed)?.starts_with(&GZIP);
         let text: Box<dyn Read> =
-            if gzip { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
-        let mut reader = Reader::default();
-        let mut lines = 0;
-        let wrong = |line, what| TraceError::Line { path: path.to_owned(), line, what };
+            if is_gzip { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
+        let (mut reader, mut number) = (Reader::default(), 0);
+        let wrong = |line, what| Err(format!("{}: line {line}: {what}", path.display()));
         for line in BufReader::new(text).lines() {
-            lines += 1;
-            let line = serde_json::from_str(&line.map_err(failed)?)
-                .map_err(|error| wrong(lines, error.to_string()))?;
-            reader.line(line).map_err(|what| wrong(lines, what))?;
+            number += 1;
+            let line = serde_json::from_str(&line.map_err(failed)?);
+            if let Err(what) = line.map_err(|it| it.to_string()).and_then(|it| reader.line(it)) {
+                return wrong(number, what);
+            }
         }
-        let trace = reader.end(path);
+        let Reader { mut trace, live, .. } = reader;
         if trace.events.is_empty() {
-            return Err(wrong(lines, "the file ends here: expected the event `alloc`".to_owned()));
+            return wrong(number, "the file ends here: expected the event `alloc`".to_owned());
         }
-        Ok(trace)
+        // What is live where the recording was cut short.
+        trace.events.extend(live.into_values().map(|(block, _)| Event::Free { block }));
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let name = name.strip_suffix(".gz").unwrap_or(&name);
+        let name = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
+        Ok(Self { name: name.split_whitespace().collect::<Vec<_>>().join("-"), ..trace })
     }
 }
 
@@ -115,38 +119,35 @@ impl Reader {
     /// Takes one line, or says what is wrong with it.
     fn line(&mut self, line: Line) -> Result<(), String> {
         match line {
-            Line::Alloc { address, bytes } => self.alloc(address, bytes),
-            Line::Free { address } => self.free(address),
+            Line::Alloc { address, bytes } => self.alloc(address, bytes)?,
+            Line::Free { address } => self.free(address)?,
             Line::Resize { address, bytes } => {
                 self.free(address)?;
-                self.alloc(address, bytes)
+                self.alloc(address, bytes)?;
             }
             Line::Move { address, to } => {
                 let block = self.take(address)?;
                 self.live.insert(to, block);
-                Ok(())
             }
-            Line::Mark => {
-                self.trace.marks.push(self.trace.events.len());
-                Ok(())
-            }
-            Line::Other => Ok(()),
+            Line::Mark => self.trace.marks.push(self.trace.events.len()),
+            Line::Other => {}
         }
+        Ok(())
     }
 
     fn alloc(&mut self, address: u64, bytes: u64) -> Result<(), String> {
         if bytes == 0 || bytes > BLOCK_MAX {
             return Err(format!("expected from 1 to {BLOCK_MAX} bytes, found {bytes}"));
         }
-        let block = self.trace.blocks;
+        let (block, trace) = (self.trace.blocks, &mut self.trace);
         if self.live.insert(address, (block, bytes)).is_some() {
             return Err(format!("expected a free address, found {address}, where a block is live"));
         }
-        self.trace.blocks += 1;
+        trace.blocks += 1;
         self.live_bytes += bytes;
-        self.trace.live_peak = self.trace.live_peak.max(self.live_bytes);
-        self.trace.blocks_peak = self.trace.blocks_peak.max(self.live.len());
-        self.trace.events.push(Event::Alloc { block, bytes });
+        trace.live_peak = trace.live_peak.max(self.live_bytes);
+        trace.blocks_peak = trace.blocks_peak.max(self.live.len());
+        trace.events.push(Event::Alloc { block, bytes });
         Ok(())
     }
 
@@ -160,15 +161,5 @@ impl Reader {
     fn take(&mut self, address: u64) -> Result<(usize, u64), String> {
         let block = self.live.remove(&address);
         block.ok_or_else(|| format!("expected the address of a live block, found {address}"))
-    }
-
-    /// Frees what is live where the recording was cut short.
-    fn end(self, path: &Path) -> Trace {
-        let Self { mut trace, live, .. } = self;
-        trace.events.extend(live.into_values().map(|(block, _)| Event::Free { block }));
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let name = name.strip_suffix(".gz").unwrap_or(&name);
-        let name = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
-        Trace { name: name.split_whitespace().collect::<Vec<_>>().join("-"), ..trace }
     }
 }

@@ -23,9 +23,10 @@ use std::thread;
 use clap::Parser;
 use lowtide::clock::{Clock as _, SystemClock};
 
+use crate::common::figures::{Figures, count};
 use crate::harness::Schedule;
 
-/// Failures that are shown in full.
+/// Failures of a thread that are shown in full.
 const SHOWN: u64 = 5;
 
 #[derive(Clone, Debug, Parser)]
@@ -42,72 +43,70 @@ struct Cli {
     threads: usize,
 }
 
-#[derive(Debug, Default)]
-struct Totals {
-    next: AtomicU64,
-    run: AtomicU64,
-    failed: AtomicU64,
-    acts: AtomicU64,
-    sleeps: AtomicU64,
-    moves: AtomicU64,
-    refused: AtomicU64,
-    driver_calls: AtomicU64,
-    unsafe_unmaps: AtomicU64,
-}
+/// What is counted, in the order of the figures.
+const COUNTS: [(&str, &str); 8] = [
+    ("run", "schedules"),
+    ("failed", "schedules"),
+    ("acts", "acts"),
+    ("sleeps", "sleeps"),
+    ("moves", "moves"),
+    ("refused", "bookings"),
+    ("driver_calls", "calls"),
+    ("unsafe_unmaps", "unmaps"),
+];
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        let (totals, clock) = (Totals::default(), SystemClock::new());
+        let (next, clock) = (AtomicU64::new(0), SystemClock::new());
         let start = clock.now();
+        let mut totals = [0; COUNTS.len()];
         thread::scope(|scope| {
-            for _ in 0..cli.threads.max(1) {
-                scope.spawn(|| run(&totals, cli.from, cli.count));
+            let running: Vec<_> = (0..cli.threads.max(1))
+                .map(|_| scope.spawn(|| run(&next, cli.from, cli.count)))
+                .collect();
+            for found in running.into_iter().map(|one| one.join().expect("no thread panics")) {
+                totals.iter_mut().zip(found).for_each(|(total, more)| *total += more);
             }
         });
         let seconds = (clock.now() - start).as_secs_f64();
-        println!("{} schedules in {seconds:.1} s", totals.run.load(Ordering::Relaxed));
-        let figure = |name: &str, of: &AtomicU64, unit: &str| {
-            println!("figure schedules.{name} {} {unit}", of.load(Ordering::Relaxed));
-        };
-        figure("run", &totals.run, "schedules");
-        figure("failed", &totals.failed, "schedules");
-        figure("acts", &totals.acts, "acts");
-        figure("sleeps", &totals.sleeps, "sleeps");
-        figure("moves", &totals.moves, "moves");
-        figure("refused", &totals.refused, "bookings");
-        figure("driver_calls", &totals.driver_calls, "calls");
-        figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
-        Ok(totals.failed.load(Ordering::Relaxed) == 0)
+        println!("{} schedules in {seconds:.1} s", totals[0]);
+        let mut figures = Figures::default();
+        for ((name, unit), total) in COUNTS.into_iter().zip(totals) {
+            figures.add(format!("schedules.{name}"), count(total), unit);
+        }
+        figures.set_goals(&[("schedules.failed", 0.0)]);
+        Ok(figures.print())
     })
 }
 
-/// Runs schedules until all have been taken.
-fn run(totals: &Totals, from: u64, count: u64) {
+/// Runs schedules until all have been taken, and returns the counts.
+fn run(next: &AtomicU64, from: u64, count: u64) -> [u64; COUNTS.len()] {
+    let mut totals = [0; COUNTS.len()];
     loop {
-        let nth = totals.next.fetch_add(1, Ordering::Relaxed);
+        let nth = next.fetch_add(1, Ordering::Relaxed);
         if nth >= count {
-            return;
+            return totals;
         }
-        let add = |to: &AtomicU64, more: u64| to.fetch_add(more, Ordering::Relaxed);
-        let outcome = Schedule::of(from + nth).run();
-        add(&totals.run, 1);
-        match outcome {
-            Ok(done) => {
-                add(&totals.acts, done.acts);
-                add(&totals.sleeps, done.sleeps);
-                add(&totals.moves, done.moves);
-                add(&totals.refused, done.refused);
-                add(&totals.driver_calls, done.driver_calls);
-                add(&totals.unsafe_unmaps, done.unsafe_unmaps);
-            }
+        let found = match Schedule::of(from + nth).run() {
+            Ok(done) => [
+                1,
+                0,
+                done.acts,
+                done.sleeps,
+                done.moves,
+                done.refused,
+                done.driver_calls,
+                done.unsafe_unmaps,
+            ],
             Err(failure) => {
-                add(&totals.unsafe_unmaps, failure.unsafe_unmaps);
-                if add(&totals.failed, 1) < SHOWN {
+                if totals[1] < SHOWN {
                     let seed = failure.schedule.seed;
                     eprintln!("{failure}");
                     eprintln!("again: cargo bench --bench schedules -- --from {seed} --count 1");
                 }
+                [1, 1, 0, 0, 0, 0, 0, failure.unsafe_unmaps]
             }
-        }
+        };
+        totals.iter_mut().zip(found).for_each(|(total, more)| *total += more);
     }
 }

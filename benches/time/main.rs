@@ -10,24 +10,21 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
+mod blocks;
 #[path = "../index/chance.rs"]
 mod chance;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
+mod device;
 mod pauses;
+#[path = "../replay/player.rs"]
+#[allow(dead_code, reason = "another bench uses more of it")]
 mod player;
-mod refusals;
-mod scattered;
-mod schedule;
-mod silence;
-mod sleep;
-mod streams;
 #[path = "../replay/trace.rs"]
 #[allow(dead_code, reason = "another bench uses more of it")]
 mod trace;
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -36,18 +33,12 @@ use lowtide_gpu::BoxError;
 use crate::common::figures::Figures;
 use crate::trace::Trace;
 
-/// The project's own traces.
-const TRACES: [&str; 5] =
-    ["bert-embed", "gpt2-generate", "llama-generate", "vit-images", "gpt2-train"];
 /// Of chance.
 const SEEDS: [u64; 3] = [42, 7, 1234];
 
 #[derive(Clone, Copy, Debug, Parser)]
 #[command(about = "What an arena gives back as time passes, and what that costs")]
 struct Cli {
-    /// Only the first trace, with the first seed; goals are judged all the same.
-    #[arg(long)]
-    quick: bool,
     /// Judges no time: the speed of the simulation is printed and has no goal.
     #[arg(long)]
     counted: bool,
@@ -76,7 +67,7 @@ const EVENTS_MIN: f64 = 1_000_000.0;
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::default();
-        measure(cli, &mut figures)?;
+        measure(&mut figures)?;
         figures.set_goals(GOALS);
         if !cli.counted {
             figures.set_floor("simulation.events_per_second", EVENTS_MIN);
@@ -85,18 +76,12 @@ fn main() -> ExitCode {
     })
 }
 
-fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
-    let few = if cli.quick { 1 } else { usize::MAX };
-    let seeds = &SEEDS[..SEEDS.len().min(few)];
-    let mut traces = Vec::new();
-    for name in TRACES.iter().take(few) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
-        traces.push(Trace::open(&folder.join(format!("{name}.jsonl.gz")))?);
-    }
-    pauses::measure(&traces, seeds, figures)?;
-    silence::measure(figures)?;
-    streams::measure(figures)?;
-    sleep::measure(figures)?;
-    refusals::measure(seeds, figures)?;
-    scattered::measure(seeds, figures)
+fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+    let traces = trace::own().map(|file| Trace::open(&file));
+    pauses::measure(&traces.into_iter().collect::<Result<Vec<_>, _>>()?, &SEEDS, figures)?;
+    device::silence(figures)?;
+    device::streams(figures)?;
+    device::sleep(figures)?;
+    blocks::refusals(&SEEDS, figures)?;
+    blocks::scattered(&SEEDS, figures)
 }

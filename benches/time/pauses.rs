@@ -1,33 +1,45 @@
-//! Traces with pauses: what is retained over time, and the driver calls that the pauses cause.
+//! Recorded allocations with pauses between the requests: what is retained over time, and the
+//! driver calls that the pauses cause, over the host driver and a clock that the bench moves.
+//!
+//! A burst is what a trace has between two of its marks: the load, a request or a training step,
+//! the unload. Its events are 10 us apart. After each burst stands a gap. What is live at the end
+//! of a burst, the weights of the loaded model among it, stays live through the gap. A trace is
+//! played as often as it takes to have 60 gaps, from load to unload each time. Gaps are evenly
+//! distributed by logarithm, from the seed alone: the same for each trace.
+//!
+//! Retained is committed less live, summed over virtual time.
+//!
+//! Invariant: the clock never passes a moment at which a look is due.
 
-use lowtide_gpu::ArenaConfig;
-use lowtide_gpu::BoxError;
-use lowtide_gpu::ByteSize;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use lowtide_gpu::clock::{Clock as _, Moment};
 use lowtide_gpu::decay::DecayTime;
+use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, DeviceError, HostDriver};
 
-use crate::common::figures::Figures;
-use crate::player::{Long, Outcome, Short, play};
-use crate::schedule::{bursts, repeats};
+use crate::chance::Chance;
+use crate::common::figures::{Figures, count};
+use crate::player::Player;
 use crate::trace::Trace;
+
+/// From one event of a burst to the next.
+const EVENT_APART: Duration = Duration::from_micros(10);
+/// Gaps of a schedule at least.
+const GAPS: usize = 60;
+/// The shortest and the longest gap, in seconds.
+const GAP: (f64, f64) = (0.1, 600.0);
+/// The number of times that a whole trace is repeated, and its gaps: from one use of a granule to
+/// the next it is never 10 s.
+const REPEATS: usize = 4;
+const REPEATS_GAP: (f64, f64) = (0.1, 8.0);
 
 /// Calls of CUDA's virtual-memory interface for a handle that leaves: unmap, release.
 const CALLS_OUT: u64 = 2;
 /// And for one that comes: create, map, set access.
 const CALLS_IN: u64 = 3;
-
-/// Sums over traces and seeds.
-#[derive(Clone, Copy, Debug, Default)]
-struct Sums {
-    worst: f64,
-    short: Short,
-    /// Calls beyond those of the first pass, where the whole trace is repeated.
-    repeats: u64,
-    long: Long,
-    recommits: u64,
-    recommit_nanos: f64,
-    looks: u64,
-    gaps: u64,
-}
 
 /// All figures of pauses.
 pub(crate) fn measure(
@@ -35,99 +47,177 @@ pub(crate) fn measure(
     seeds: &[u64],
     figures: &mut Figures,
 ) -> Result<(), BoxError> {
-    let mut sums = Sums::default();
-    for trace in traces {
-        of_trace(trace, seeds, &mut sums, figures)?;
-    }
-    let Sums { short, long, .. } = sums;
-    figures.add("decay.retained_byte_seconds.ratio", sums.worst, "ratio");
-    figures.add("decay.looks_per_gap", count(sums.looks) / count(sums.gaps), "looks");
-    figures.add("decay.short_gap.gaps", count(short.gaps), "gaps");
-    let extra = count(short.extra_calls + sums.repeats);
-    figures.add("decay.short_gap.extra_driver_calls", extra, "calls");
-    figures.add("decay.short_gap.decommits", count(short.decommits), "calls");
-    figures.add("decay.long_gap.gaps", count(long.gaps), "gaps");
-    let per_gap = |calls| count(calls) / count(long.gaps.max(1));
-    figures.add("decay.long_gap.decommits_per_gap", per_gap(long.decommits), "calls");
-    figures.add("decay.long_gap.commits_per_gap", per_gap(long.commits), "calls");
-    let handles = long.granules_left * CALLS_OUT + long.granules_back * CALLS_IN;
-    let each = count(handles) / count(long.granules_left.max(1));
-    figures.add("decay.long_gap.driver_calls_per_handle", each, "calls");
-    let delay = sums.recommit_nanos / count(sums.recommits.max(1));
-    figures.add("decay.recommit.mean_delay_ns", delay, "ns");
-    Ok(())
-}
-
-fn of_trace(
-    trace: &Trace,
-    seeds: &[u64],
-    sums: &mut Sums,
-    figures: &mut Figures,
-) -> Result<(), BoxError> {
     let default = ArenaConfig::new("").decay;
     let DecayTime::Within(time) = default else {
         return Err("the default decay time is no time".into());
     };
-    let (mut ours_worst, mut at_once_worst): (f64, f64) = (0.0, 0.0);
-    let mut calls = [0; 3];
-    for &seed in seeds {
+    let (mut worst, mut extra, mut left, mut back) = (0.0_f64, 0, 0, 0);
+    for (trace, &seed) in traces.iter().flat_map(|it| seeds.iter().map(move |seed| (it, seed))) {
         let bursts = bursts(trace, seed);
-        let of = |decay| play(trace, &bursts, decay, time);
-        let (ours, never, at_once) = (of(default)?, of(DecayTime::Never)?, of(DecayTime::AtOnce)?);
-        ours_worst = ours_worst.max(ratio(ours, never));
-        at_once_worst = at_once_worst.max(ratio(at_once, never));
-        for (sum, one) in calls.iter_mut().zip([ours, never, at_once]) {
-            *sum += one.driver_calls;
-        }
-        sums.note(ours, bursts.len());
-        let repeats = repeats(trace, seed);
-        let ours = play(trace, &repeats, default, time)?;
+        let ours = play(trace, &bursts, default, time)?;
+        let never = play(trace, &bursts, DecayTime::Never, time)?;
+        worst = worst.max(ours.retained_byte_seconds / never.retained_byte_seconds);
+        left += ours.granules_left;
+        back += ours.granules_back;
+        // Calls beyond those of the first pass, where the whole trace is repeated.
+        let mut chance = Chance::new(seed);
+        let whole = || Burst { events: 0..trace.events.len(), gap: gap(&mut chance, REPEATS_GAP) };
+        let repeats: Vec<_> = std::iter::repeat_with(whole).take(REPEATS).collect();
+        let all = play(trace, &repeats, default, time)?;
         let once = play(trace, &repeats[..1], DecayTime::Never, time)?;
-        sums.repeats += ours.driver_calls.abs_diff(once.driver_calls);
+        extra += ours.extra_calls + all.driver_calls.abs_diff(once.driver_calls);
     }
-    sums.worst = sums.worst.max(ours_worst);
-    let name = format!("decay.{}", trace.name);
-    figures.add(format!("{name}.retained_byte_seconds.ratio"), ours_worst, "ratio");
-    figures.add(format!("{name}.at_once.retained_byte_seconds.ratio"), at_once_worst, "ratio");
-    for (kind, calls) in ["", "keep_all.", "at_once."].iter().zip(calls) {
-        figures.add(format!("{name}.{kind}driver_calls"), count(calls), "calls");
-    }
+    figures.add("decay.retained_byte_seconds.ratio", worst, "ratio");
+    figures.add("decay.short_gap.extra_driver_calls", count(extra), "calls");
+    let each = count(left * CALLS_OUT + back * CALLS_IN) / count(left.max(1));
+    figures.add("decay.long_gap.driver_calls_per_handle", each, "calls");
     Ok(())
 }
 
-impl Sums {
-    fn note(&mut self, one: Outcome, gaps: usize) {
-        self.short = short_sum(self.short, one.short);
-        self.long = long_sum(self.long, one.long);
-        self.recommits += one.recommits;
-        self.recommit_nanos += one.recommit_nanos;
-        self.looks += one.looks;
-        self.gaps += ByteSize::of(gaps).get();
+/// A burst, and the gap after it.
+#[derive(Clone, Debug)]
+struct Burst {
+    /// Its events in the trace.
+    events: Range<usize>,
+    gap: Duration,
+}
+
+/// The bursts of a trace in their order; after the last one nothing is live.
+fn bursts(trace: &Trace, seed: u64) -> Vec<Burst> {
+    let mut chance = Chance::new(seed);
+    let starts = trace.marks.iter().copied();
+    let ends = trace.marks.iter().copied().skip(1).chain([trace.events.len()]);
+    // Events before the first mark, where there are such, belong to the first burst.
+    let mut parts: Vec<_> = starts.zip(ends).map(|(start, end)| start..end).collect();
+    match parts.first_mut() {
+        Some(first) => first.start = 0,
+        None => parts.push(0..trace.events.len()),
     }
+    let passes = GAPS.div_ceil(parts.len());
+    let all = (0..passes).flat_map(|_| parts.iter().cloned());
+    all.map(|events| Burst { events, gap: gap(&mut chance, GAP) }).collect()
 }
 
-fn ratio(one: Outcome, keep_all: Outcome) -> f64 {
-    one.retained_byte_seconds / keep_all.retained_byte_seconds
+fn gap(chance: &mut Chance, (shortest, longest): (f64, f64)) -> Duration {
+    const STEPS: usize = 1 << 20;
+    let unit = u32::try_from(chance.below(STEPS)).map_or(0.0, f64::from) / f64::from(1 << 20);
+    Duration::from_secs_f64(shortest * (longest / shortest).powf(unit))
 }
 
-fn short_sum(one: Short, other: Short) -> Short {
-    Short {
-        gaps: one.gaps + other.gaps,
-        decommits: one.decommits + other.decommits,
-        extra_calls: one.extra_calls + other.extra_calls,
+/// The result of a whole schedule.
+#[derive(Clone, Copy, Debug, Default)]
+struct Outcome {
+    retained_byte_seconds: f64,
+    /// Commits and decommits.
+    driver_calls: u64,
+    /// In gaps shorter than the decay time: decommits of memory that had been needed within it,
+    /// and commits of the bursts after such gaps.
+    extra_calls: u64,
+    /// In longer ones, and in the bursts after them.
+    granules_left: u64,
+    granules_back: u64,
+}
+
+/// An arena on a schedule: lets time pass as a control thread would, and counts.
+struct Run {
+    player: Player,
+    /// Tells the gaps apart.
+    short_below: Duration,
+    /// The most bytes that were active at any time in the last `short_below`: until when so many
+    /// were; later ones are fewer.
+    needed: VecDeque<(Moment, ByteSize)>,
+    outcome: Outcome,
+    /// Decommits, and those of them that took what had been needed.
+    decommits: u64,
+    early: u64,
+}
+
+/// Plays a schedule.
+fn play(
+    trace: &Trace,
+    bursts: &[Burst],
+    decay: DecayTime,
+    short_below: Duration,
+) -> Result<Outcome, DeviceError> {
+    let config = ArenaConfig { decay, ..ArenaConfig::new(&trace.name) };
+    let player = Player::new(trace, Arc::new(HostDriver::new()), config)?;
+    let granule = player.arena.capabilities().granularity.get();
+    let (needed, outcome) = (VecDeque::new(), Outcome::default());
+    let mut run = Run { player, short_below, needed, outcome, decommits: 0, early: 0 };
+    let (mut after_long, mut after_early) = (false, false);
+    let mut before = run.player.arena.snapshot();
+    for burst in bursts {
+        for &event in &trace.events[burst.events.clone()] {
+            run.player.play(event)?;
+            run.pass(EVENT_APART)?;
+        }
+        let start = run.player.arena.snapshot();
+        if after_long {
+            let committed = start.committed_bytes_total - before.committed_bytes_total;
+            run.outcome.granules_back += committed / granule;
+        }
+        if after_early {
+            run.outcome.extra_calls += start.commits_total - before.commits_total;
+        }
+        let early = run.early;
+        run.pass(burst.gap)?;
+        before = run.player.arena.snapshot();
+        after_long = burst.gap >= short_below;
+        after_early = !after_long && run.early > early;
+        if after_long {
+            let left = before.decommitted_bytes_total - start.decommitted_bytes_total;
+            run.outcome.granules_left += left / granule;
+        } else {
+            run.outcome.extra_calls += run.early - early;
+        }
     }
+    run.outcome.driver_calls = before.commits_total + before.decommits_total;
+    Ok(run.outcome)
 }
 
-fn long_sum(one: Long, other: Long) -> Long {
-    Long {
-        gaps: one.gaps + other.gaps,
-        decommits: one.decommits + other.decommits,
-        commits: one.commits + other.commits,
-        granules_left: one.granules_left + other.granules_left,
-        granules_back: one.granules_back + other.granules_back,
+impl Run {
+    /// Lets time pass; looks at idle memory whenever that is due.
+    fn pass(&mut self, time: Duration) -> Result<(), DeviceError> {
+        let end = self.player.clock.now() + time;
+        loop {
+            let now = self.player.clock.now();
+            let due = self.player.arena.next_decay().max(now);
+            if due > end {
+                self.advance(end - now);
+                return Ok(());
+            }
+            self.advance(due - now);
+            let released = self.player.arena.decay(due)?.released;
+            if !released.is_zero() {
+                let before = self.decommits;
+                self.decommits = self.player.arena.snapshot().decommits_total;
+                if self.player.arena.glance().committed < self.peak(due) {
+                    self.early += self.decommits - before;
+                }
+            } else if due == now && self.player.arena.next_decay() <= now {
+                // It wants to be looked at again and again, and there is nothing to be had.
+                self.advance(end - now);
+                return Ok(());
+            }
+        }
     }
-}
 
-fn count(number: u64) -> f64 {
-    ByteSize::new(number).as_f64()
+    fn advance(&mut self, step: Duration) {
+        let glance = self.player.arena.glance();
+        let retained = glance.committed.saturating_sub(glance.live);
+        self.outcome.retained_byte_seconds += retained.as_f64() * step.as_secs_f64();
+        self.player.clock.advance(step);
+        let active = glance.committed.saturating_sub(glance.idle);
+        while self.needed.back().is_some_and(|&(_, peak)| peak <= active) {
+            self.needed.pop_back();
+        }
+        self.needed.push_back((self.player.clock.now(), active));
+    }
+
+    fn peak(&mut self, now: Moment) -> ByteSize {
+        while self.needed.front().is_some_and(|&(until, _)| now - until >= self.short_below) {
+            self.needed.pop_front();
+        }
+        self.needed.front().map_or(ByteSize::ZERO, |&(_, peak)| peak)
+    }
 }

@@ -6,6 +6,9 @@
 //! Invariant: every program gets the same requests in the same order.
 #![expect(clippy::disallowed_methods, reason = "it idles in real time")]
 
+#[path = "../../engines/src/process.rs"]
+#[allow(dead_code, unreachable_pub, reason = "the other bench uses more of it")]
+mod process;
 mod requests;
 mod server;
 mod similarities;
@@ -16,7 +19,7 @@ use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use plain::BoxError;
+pub(crate) use plain::BoxError;
 
 use self::requests::Words;
 use self::server::{Program, Server};
@@ -40,20 +43,6 @@ const SOON: &str = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0"
 const IDLE_MIB: f64 = 98.0;
 const UNLOADED_MIB: f64 = 12.0;
 const CPU_RATIO: f64 = 1.03;
-
-/// MiB at the points of a cycle, and what its burst took.
-#[derive(Clone, Copy, Debug)]
-struct Cycle {
-    base: f64,
-    loaded: f64,
-    /// Largest resident set of load and burst, files included.
-    peak: f64,
-    idle: f64,
-    unloaded: f64,
-    thousand_faults: f64,
-    p50_ms: f64,
-    p99_ms: f64,
-}
 
 fn main() -> Result<ExitCode, BoxError> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
@@ -86,6 +75,9 @@ fn main() -> Result<ExitCode, BoxError> {
     Ok(if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// A figure, its value and its unit.
+type Figure = (&'static str, f64, &'static str);
+
 /// Prints the medians of some cycles, and returns those of idle and of unloaded.
 fn cycles(
     name: &str,
@@ -94,44 +86,42 @@ fn cycles(
     words: &Words,
 ) -> Result<(f64, f64), BoxError> {
     let mut server = Server::start(program, model, IDLE_UNLOAD)?;
-    let mut cycles = Vec::new();
-    for seed in 1..=CYCLES {
-        let cycle = cycle(&mut server, words, seed)?;
-        println!("{name} {cycle:.1?}");
-        cycles.push(cycle);
-    }
-    let figure = |end: &str, of: fn(&Cycle) -> f64, unit: &str| {
-        let value = median(cycles.iter().map(of));
-        println!("figure {name}.{end} {value:.1} {unit}");
+    let cycles = (1..=CYCLES).map(|seed| cycle(&mut server, words, seed));
+    let cycles = cycles.collect::<Result<Vec<_>, _>>()?;
+    let medians = [0, 1, 2, 3, 4, 5, 6, 7].map(|at| {
+        let (figure, _, unit) = cycles[0][at];
+        let value = median(cycles.iter().map(|cycle| cycle[at].1));
+        println!("figure {name}.{figure} {value:.1} {unit}");
         value
-    };
-    figure("base_mib", |cycle| cycle.base, "MiB");
-    figure("loaded_mib", |cycle| cycle.loaded, "MiB");
-    figure("peak_mib", |cycle| cycle.peak, "MiB");
-    let idle = figure("idle_mib", |cycle| cycle.idle, "MiB");
-    let unloaded = figure("unloaded_mib", |cycle| cycle.unloaded, "MiB");
-    figure("thousand_faults", |cycle| cycle.thousand_faults, "thousands");
-    figure("p50_ms", |cycle| cycle.p50_ms, "ms");
-    figure("p99_ms", |cycle| cycle.p99_ms, "ms");
-    Ok((idle, unloaded))
+    });
+    Ok((medians[0], medians[1]))
 }
 
-fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<Cycle, BoxError> {
-    let base = server.anonymous_mib()?;
-    server.reset_peak()?;
+/// The peak is that of the resident set, files included, of load and burst.
+fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<[Figure; 8], BoxError> {
+    let base = server.kernel.anonymous_mib()?;
+    server.kernel.reset_peak()?;
     embed(server, br#"{"texts":["tide"]}"#)?;
-    let loaded = server.anonymous_mib()?;
-    let faults = server.faults()?;
+    let loaded = server.kernel.anonymous_mib()?;
+    let faults = server.kernel.used()?.faults;
     let mut times = burst(server, words, seed)?;
-    let (peak, faults) = (server.peak_mib()?, server.faults()? - faults);
+    let (peak, faults) = (server.kernel.peak_mib()?, server.kernel.used()?.faults - faults);
     sleep(IDLE);
-    let idle = server.anonymous_mib()?;
+    let idle = server.kernel.anonymous_mib()?;
     sleep(UNLOADED);
-    let unloaded = server.anonymous_mib()?;
+    let unloaded = server.kernel.anonymous_mib()?;
     times.sort_by(f64::total_cmp);
     let at = |part: usize| times.get(times.len() * part / 100).copied().unwrap_or(f64::NAN);
-    let (p50_ms, p99_ms) = (at(50), at(99));
-    Ok(Cycle { base, loaded, peak, idle, unloaded, thousand_faults: faults / 1e3, p50_ms, p99_ms })
+    Ok([
+        ("idle_mib", idle, "MiB"),
+        ("unloaded_mib", unloaded, "MiB"),
+        ("base_mib", base, "MiB"),
+        ("loaded_mib", loaded, "MiB"),
+        ("peak_mib", peak, "MiB"),
+        ("thousand_faults", faults / 1e3, "thousands"),
+        ("p50_ms", at(50), "ms"),
+        ("p99_ms", at(99), "ms"),
+    ])
 }
 
 /// Sends the requests of a burst one after the other, and returns their times in ms.
@@ -167,10 +157,10 @@ fn cpu_ratio(
         burst(server, words, 0)?; // loads the model
     }
     let seconds = |server: &mut Server, seed| {
-        let before = server.cpu_seconds()?;
+        let before = server.kernel.used()?.cpu_seconds;
         burst(server, words, seed)?;
         sleep(IDLE);
-        Ok::<_, BoxError>(server.cpu_seconds()? - before)
+        Ok::<_, BoxError>(server.kernel.used()?.cpu_seconds - before)
     };
     let mut ratios = Vec::new();
     for seed in 1..=pairs {

@@ -1,6 +1,5 @@
-//! A server in a process of its own: its start, requests to it, and the kernel's figures for it.
+//! A server in a process of its own: its start, and requests to it.
 
-use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
@@ -8,8 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use plain::BoxError;
 
-/// Ticks a second of the times in `/proc`.
-const TICKS: f64 = 100.0;
+use crate::process::Proc;
 
 /// How a server is started.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +23,7 @@ pub(crate) struct Program<'a> {
 #[derive(Debug)]
 pub(crate) struct Server {
     child: Child,
+    pub(crate) kernel: Proc,
     stream: BufReader<TcpStream>,
 }
 
@@ -50,7 +49,8 @@ impl Server {
         match connected {
             Some(Ok(stream)) => {
                 stream.set_nodelay(true)?;
-                Ok(Self { child, stream: BufReader::new(stream) })
+                let kernel = Proc(child.id().to_string());
+                Ok(Self { child, kernel, stream: BufReader::new(stream) })
             }
             other => {
                 child.kill()?;
@@ -91,53 +91,6 @@ impl Server {
         let mut body = vec![0; length];
         self.stream.read_exact(&mut body)?;
         Ok((status, body))
-    }
-
-    /// Anonymous memory, in MiB.
-    pub(crate) fn anonymous_mib(&self) -> Result<f64, BoxError> {
-        self.mib("smaps_rollup", "Anonymous:")
-    }
-
-    /// The largest resident set since [`Server::reset_peak`], in MiB.
-    pub(crate) fn peak_mib(&self) -> Result<f64, BoxError> {
-        self.mib("status", "VmHWM:")
-    }
-
-    /// Makes the present resident set the peak.
-    pub(crate) fn reset_peak(&self) -> Result<(), BoxError> {
-        Ok(fs::write(self.file("clear_refs"), "5")?)
-    }
-
-    /// CPU seconds of all threads so far, those that ended too.
-    pub(crate) fn cpu_seconds(&self) -> Result<f64, BoxError> {
-        let (user, kernel) = (self.stat(11)?, self.stat(12)?);
-        Ok((user + kernel) / TICKS)
-    }
-
-    /// Page faults without a read of a file so far.
-    pub(crate) fn faults(&self) -> Result<f64, BoxError> {
-        self.stat(7)
-    }
-
-    /// A field of `/proc/PID/stat`, counted from the one behind the name.
-    fn stat(&self, number: usize) -> Result<f64, BoxError> {
-        let stat = fs::read_to_string(self.file("stat"))?;
-        // The name of the program, in parentheses, may hold spaces.
-        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-        let field = fields.split_whitespace().nth(number).ok_or("/proc/PID/stat is too short")?;
-        Ok(field.parse()?)
-    }
-
-    fn mib(&self, file: &str, field: &str) -> Result<f64, BoxError> {
-        let text = fs::read_to_string(self.file(file))?;
-        let line = text.lines().find_map(|line| line.strip_prefix(field));
-        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
-        let kib: f64 = kib.ok_or_else(|| format!("{file} has no {field}"))?.trim().parse()?;
-        Ok(kib / 1024.0)
-    }
-
-    fn file(&self, name: &str) -> String {
-        format!("/proc/{}/{name}", self.child.id())
     }
 }
 

@@ -9,8 +9,8 @@
 
 mod burst;
 pub mod process;
-mod serve;
 
+use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use lowtide_ort::ort;
 use lowtide_ort::ort::session::Session;
 
 use crate::burst::Batch;
-use crate::process::AnonymousPeak;
+use crate::process::{AnonymousPeak, Proc};
 
 /// Any error ends the program.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -116,25 +116,8 @@ pub trait Service {
     }
 }
 
-/// MiB at the points of a cycle.
-#[derive(Clone, Copy, Debug)]
-struct Cycle {
-    base: f64,
-    /// Largest resident set during the load, files included.
-    load_peak: f64,
-    loaded: f64,
-    /// Largest resident set during the burst, files included.
-    resident_peak: f64,
-    /// Largest anonymous memory during the burst.
-    peak: f64,
-    idle: f64,
-    unloaded: f64,
-    thousand_faults: f64,
-    cpu_seconds: f64,
-    /// Milliseconds of a request.
-    p50: f64,
-    p99: f64,
-}
+/// A figure, its value and its unit.
+type Figure = (&'static str, f64, &'static str);
 
 /// Runs the cycles and prints the figures, or obeys the standard input; whether the goals hold.
 ///
@@ -142,20 +125,21 @@ struct Cycle {
 /// Those of the service, or that the kernel's files cannot be read.
 pub fn run(arguments: &Arguments, service: &mut dyn Service) -> Result<bool, BoxError> {
     if arguments.name == "serve" {
-        serve::obey(service)?;
+        obey(service)?;
         return Ok(true);
     }
     let mut cycles = Vec::new();
     for seed in 1..=arguments.cycles {
-        let cycle = cycle(service, seed)?;
-        println!("{} {cycle:.1?}", arguments.name);
-        cycles.push(cycle);
+        cycles.push(cycle(service, seed)?);
     }
     let mut figures = figures(&cycles);
     if let Some((measured, recovered)) = service.measured_and_recovered() {
         // The first load also leaves tables that ONNX Runtime reuses.
-        let real = median(&cycles, |cycle| cycle.loaded - cycle.base);
-        let unloads = u32::try_from(cycles.len()).map_or(f64::NAN, f64::from);
+        let grown: Vec<_> = cycles
+            .iter()
+            .map(|cycle| value(cycle, "loaded_mib") - value(cycle, "base_mib"))
+            .collect();
+        let (real, unloads) = (median(grown), float(cycles.len()));
         figures.push(("measured_mib", measured, "MiB"));
         figures.push(("measured_ratio", measured / real, "times"));
         figures.push(("recovered_ratio", recovered / unloads / real, "times"));
@@ -163,86 +147,93 @@ pub fn run(arguments: &Arguments, service: &mut dyn Service) -> Result<bool, Box
     for (figure, value, unit) in &figures {
         println!("figure {}.{figure} {value:.3} {unit}", arguments.name);
     }
-    Ok(hold(&figures, &arguments.goals))
+    let missed = arguments.goals.iter().filter(|Goal { figure, bound, is_upper }| {
+        let value = value(&figures, figure);
+        let holds = if *is_upper { value <= *bound } else { value >= *bound };
+        if !holds {
+            println!("missed: {figure} {value:.3}, goal {bound}");
+        }
+        !holds
+    });
+    Ok(missed.count() == 0)
 }
 
-fn median(cycles: &[Cycle], of: impl Fn(&Cycle) -> f64) -> f64 {
-    let mut values: Vec<_> = cycles.iter().map(of).collect();
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+/// Runs bursts at the command of another program, so that two programs take turns. Each line of the
+/// standard input is the seed of a burst. The answer is a line with the CPU time in seconds, the
+/// page faults, and the milliseconds of each request.
+fn obey(service: &mut dyn Service) -> Result<(), BoxError> {
+    service.load()?;
+    for line in stdin().lock().lines() {
+        let found = burst(service, line?.trim().parse()?, false)?;
+        let mut out = stdout().lock();
+        write!(out, "{} {}", found.cpu_seconds, found.faults)?;
+        found.milliseconds.iter().try_for_each(|time| write!(out, " {time:.3}"))?;
+        writeln!(out)?;
+        out.flush()?;
+    }
+    Ok(())
 }
 
-type Figure = (&'static str, f64, &'static str);
-
-fn figures(cycles: &[Cycle]) -> Vec<Figure> {
-    let of = |of: fn(&Cycle) -> f64| median(cycles, of);
-    let mut figures = vec![
-        ("base_mib", of(|cycle| cycle.base), "MiB"),
-        ("load_peak_mib", of(|cycle| cycle.load_peak), "MiB"),
-        ("loaded_mib", of(|cycle| cycle.loaded), "MiB"),
-        ("peak_mib", of(|cycle| cycle.peak), "MiB"),
-        ("resident_peak_mib", of(|cycle| cycle.resident_peak), "MiB"),
-        ("thousand_faults", of(|cycle| cycle.thousand_faults), "thousands"),
-        ("cpu_s", of(|cycle| cycle.cpu_seconds), "s"),
-        ("p50_ms", of(|cycle| cycle.p50), "ms"),
-        ("p99_ms", of(|cycle| cycle.p99), "ms"),
-        ("idle_mib", of(|cycle| cycle.idle), "MiB"),
-        ("unloaded_mib", of(|cycle| cycle.unloaded), "MiB"),
-        ("unloaded_over_base_mib", of(|cycle| cycle.unloaded - cycle.base), "MiB"),
-    ];
+/// Returns the medians of the cycles, and what grows with them.
+fn figures(cycles: &[Vec<Figure>]) -> Vec<Figure> {
+    let of = |at: usize| median(cycles.iter().map(|cycle| cycle[at].1).collect());
+    let names = cycles.first().map_or(&[][..], |cycle| cycle);
+    let mut figures: Vec<_> =
+        names.iter().enumerate().map(|(at, (name, _, unit))| (*name, of(at), *unit)).collect();
     // What ONNX Runtime keeps from its first session on, such as the schemas of its operators.
-    let first = cycles.first().map_or(f64::NAN, |cycle| cycle.unloaded - cycle.base);
+    let first = value(names, "unloaded_over_base_mib");
     figures.push(("first_unloaded_over_base_mib", first, "MiB"));
     // Of the later half, so that the first loads do not count.
     let later = cycles.get(cycles.len() / 2..).unwrap_or_default();
     if let [first, .., last] = later {
-        let steps = u32::try_from(later.len() - 1).map_or(f64::NAN, f64::from);
-        let kib = (last.unloaded - first.unloaded) * 1024.0 / steps;
-        figures.push(("slope_kib", kib, "KiB/cycle"));
+        let grown = value(last, "unloaded_mib") - value(first, "unloaded_mib");
+        figures.push(("slope_kib", grown * 1024.0 / float(later.len() - 1), "KiB/cycle"));
     }
     figures
 }
 
-/// Whether all goals hold; prints those that do not.
-fn hold(figures: &[Figure], goals: &[Goal]) -> bool {
-    let missed = goals.iter().filter(|goal| {
-        let found = figures.iter().find(|(figure, ..)| *figure == goal.figure);
-        let value = found.map_or(f64::NAN, |(_, value, _)| *value);
-        let holds = if goal.is_upper { value <= goal.bound } else { value >= goal.bound };
-        if !holds {
-            println!("missed: {goal:?}");
-        }
-        !holds
-    });
-    missed.count() == 0
+fn value(figures: &[Figure], name: &str) -> f64 {
+    figures.iter().find(|(figure, ..)| *figure == name).map_or(f64::NAN, |(_, value, _)| *value)
 }
 
-fn cycle(service: &mut dyn Service, seed: u64) -> Result<Cycle, BoxError> {
-    let base = process::anonymous_mib()?;
-    process::reset_peak()?;
+fn float(count: usize) -> f64 {
+    u32::try_from(count).map_or(f64::NAN, f64::from)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Runs a cycle. The peaks but one are of the resident set, files included.
+fn cycle(service: &mut dyn Service, seed: u64) -> Result<Vec<Figure>, BoxError> {
+    let own = Proc::own();
+    let base = own.anonymous_mib()?;
+    own.reset_peak()?;
     service.load()?;
-    let loaded = process::anonymous_mib()?;
-    let load_peak = process::peak_mib()?;
-    process::reset_peak()?;
+    let (loaded, load_peak) = (own.anonymous_mib()?, own.peak_mib()?);
+    own.reset_peak()?;
     let burst = burst(service, seed, true)?;
-    let resident_peak = process::peak_mib()?;
+    let resident_peak = own.peak_mib()?;
     sleep(IDLE);
-    let idle = process::anonymous_mib()?;
+    let idle = own.anonymous_mib()?;
     service.unload()?;
     sleep(UNLOADED);
-    Ok(Cycle {
-        base,
-        load_peak,
-        loaded,
-        resident_peak,
-        peak: burst.peak,
-        idle,
-        unloaded: process::anonymous_mib()?,
-        thousand_faults: burst.faults / 1e3,
-        cpu_seconds: burst.cpu_seconds,
-        p50: percentile(&burst.milliseconds, 0.5),
-        p99: percentile(&burst.milliseconds, 0.99),
-    })
+    let unloaded = own.anonymous_mib()?;
+    Ok(vec![
+        ("base_mib", base, "MiB"),
+        ("load_peak_mib", load_peak, "MiB"),
+        ("loaded_mib", loaded, "MiB"),
+        ("peak_mib", burst.peak, "MiB"),
+        ("resident_peak_mib", resident_peak, "MiB"),
+        ("thousand_faults", burst.faults / 1e3, "thousands"),
+        ("cpu_s", burst.cpu_seconds, "s"),
+        ("p50_ms", percentile(&burst.milliseconds, 0.5), "ms"),
+        ("p99_ms", percentile(&burst.milliseconds, 0.99), "ms"),
+        ("idle_mib", idle, "MiB"),
+        ("unloaded_mib", unloaded, "MiB"),
+        ("unloaded_over_base_mib", unloaded - base, "MiB"),
+    ])
 }
 
 /// What a burst took.
@@ -261,9 +252,11 @@ fn burst(service: &mut dyn Service, seed: u64, is_watched: bool) -> Result<Burst
     let batches: Vec<_> = burst::of(seed).collect();
     let mut milliseconds = Vec::with_capacity(batches.len());
     let peak = AnonymousPeak::default();
-    let before = process::used()?;
+    let before = Proc::own().used()?;
     std::thread::scope(|scope| {
-        let watch = is_watched.then(|| peak.start(scope));
+        if is_watched {
+            peak.start(scope);
+        }
         let requests = batches.iter().try_for_each(|batch| {
             let start = Instant::now();
             service.request(&mut |session| infer(session, batch))?;
@@ -271,10 +264,9 @@ fn burst(service: &mut dyn Service, seed: u64, is_watched: bool) -> Result<Burst
             Ok::<(), BoxError>(())
         });
         peak.end();
-        drop(watch);
         requests
     })?;
-    let after = process::used()?;
+    let after = Proc::own().used()?;
     milliseconds.sort_by(f64::total_cmp);
     Ok(Burst {
         peak: peak.end(),

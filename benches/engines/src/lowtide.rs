@@ -1,7 +1,6 @@
 //! ONNX Runtime as `docs/ENGINES.md` recommends it, in the profile `balanced` unless
 //! `LOWTIDE_PROFILE` names another one. With feature `interpose`, jemalloc serves ONNX Runtime as
-//! well. `ENGINES_ARENA=heap` takes the memory of runs from a heap arena, and
-//! `ENGINES_ARENA=engine` leaves it to ONNX Runtime.
+//! well.
 #![expect(clippy::disallowed_methods, reason = "it waits in real time")]
 
 use std::process::ExitCode;
@@ -9,15 +8,11 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
-use lowtide::admission::{Cost, ManagedBuilder, Resource as _};
-use lowtide::config::{DeviceChoice, OrtPlace};
-use lowtide::decay::DecayTime;
-use lowtide::heap::HostArena;
+use lowtide::admission::{Cost, Resource as _};
+use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
-use lowtide_ort::ort::ep::CPU;
 use lowtide_ort::ort::session::Session;
-use lowtide_ort::ort::session::builder::SessionBuilder;
-use lowtide_ort::{LoadedSession, ManagedSession, Runtime};
+use lowtide_ort::{ManagedSession, Runtime};
 
 lowtide::global_allocator!(balanced);
 
@@ -65,63 +60,11 @@ impl Service for Lowtide {
     }
 }
 
-/// ONNX Runtime without the allocator, as a profile sets it up.
-fn by_profile(memory: &Memory, mut builder: SessionBuilder) -> Result<SessionBuilder, BoxError> {
-    type Failed = lowtide_ort::ort::Error<SessionBuilder>;
-    let text = |error: Failed| error.to_string();
-    let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
-    builder = builder.with_config_entry("session.use_env_allocators", "0").map_err(text)?;
-    let mut pattern = true;
-    for setting in memory.config().profile.value.onnxruntime(cpus) {
-        let is_on = setting.value != "false";
-        builder = match (setting.place, setting.key) {
-            (OrtPlace::SessionOption, "enable_cpu_mem_arena") => {
-                let cpu = CPU::default().with_arena_allocator(is_on).build();
-                builder.with_execution_providers([cpu]).map_err(text)?
-            }
-            (OrtPlace::SessionOption, "enable_mem_pattern") => {
-                pattern = is_on;
-                builder
-            }
-            _ => builder,
-        };
-    }
-    Ok(builder.with_memory_pattern(pattern).map_err(text)?)
-}
-
-/// Opens ONNX Runtime, and returns a session of the model.
-fn open(memory: &Memory, arguments: &Arguments) -> Result<ManagedBuilder<LoadedSession>, BoxError> {
-    let model = arguments.model.clone();
-    let kind = std::env::var("ENGINES_ARENA").unwrap_or_default();
-    let pattern = std::env::var("ENGINES_PATTERN").is_ok();
-    Ok(match &*kind {
-        "heap" => {
-            let arena = HostArena::new("runs")?;
-            arena.set_decay(DecayTime::Within(Duration::from_secs(1)))?;
-            let runtime = Runtime::open_in(memory, &arguments.library, arena)?;
-            runtime.session("embedder", model)
-        }
-        "engine" => {
-            let runtime = Runtime::open(memory, &arguments.library)?;
-            let weak = memory.downgrade();
-            runtime.session_with("embedder", model, move |builder| {
-                by_profile(&weak.upgrade().ok_or("the service ends")?, builder)
-            })
-        }
-        _ if pattern => {
-            let runtime = Runtime::open(memory, &arguments.library)?;
-            runtime.session_with("embedder", model, move |builder| {
-                Ok(builder.with_memory_pattern(true).map_err(|error| error.to_string())?)
-            })
-        }
-        _ => Runtime::open(memory, &arguments.library)?.session("embedder", model),
-    })
-}
-
 fn main() -> Result<ExitCode, BoxError> {
     let arguments = Arguments::read()?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    let model = open(&memory, &arguments)?.idle(IDLE_UNLOAD);
+    let runtime = Runtime::open(&memory, &arguments.library)?;
+    let model = runtime.session("embedder", arguments.model.clone()).idle(IDLE_UNLOAD);
     let model = memory.register(model)?;
     let mut service = Lowtide { memory, model };
     let held = engines::run(&arguments, &mut service)?;

@@ -7,7 +7,7 @@
 //! alternates, so that a change of the machine's speed affects both alike.
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use engines::{BoxError, percentile};
 
@@ -56,25 +56,18 @@ impl Program {
         Ok(())
     }
 
-    fn end(mut self) -> Result<Ended, BoxError> {
+    /// Ends it, and prints the figures of its requests.
+    fn end(mut self, name: &str) -> Result<Vec<f64>, BoxError> {
         drop(self.commands);
         self.child.wait()?;
         self.milliseconds.sort_by(f64::total_cmp);
         self.thousand_faults.sort_by(f64::total_cmp);
-        Ok(Ended {
-            thousand_faults: percentile(&self.thousand_faults, 0.5),
-            p50: percentile(&self.milliseconds, 0.5),
-            p99: percentile(&self.milliseconds, 0.99),
-            cpu_seconds: self.cpu_seconds,
-        })
+        let faults = percentile(&self.thousand_faults, 0.5);
+        println!("figure {name}.p50_ms {:.2} ms", percentile(&self.milliseconds, 0.5));
+        println!("figure {name}.p99_ms {:.2} ms", percentile(&self.milliseconds, 0.99));
+        println!("figure {name}.warm_thousand_faults {faults:.2} thousands");
+        Ok(self.cpu_seconds)
     }
-}
-
-struct Ended {
-    cpu_seconds: Vec<f64>,
-    thousand_faults: f64,
-    p50: f64,
-    p99: f64,
 }
 
 /// The mean of the logarithms of the ratios, and the half width of its interval.
@@ -85,7 +78,7 @@ fn mean_and_half_width(logarithms: &[f64]) -> (f64, f64) {
     (mean, QUANTILE * (squares / (count - 1.0) / count).sqrt())
 }
 
-fn main() -> Result<ExitCode, BoxError> {
+fn main() -> Result<(), BoxError> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let [pairs, name, library, model, program, reference] = &*arguments else {
         return Err("expected PAIRS NAME LIBRARY MODEL PROGRAM REFERENCE".into());
@@ -100,18 +93,12 @@ fn main() -> Result<ExitCode, BoxError> {
         }
         both.into_iter().try_for_each(|program| program.burst(seed, counts))?;
     }
-    let (first, second) = (first.end()?, second.end()?);
-    let of_pairs = first.cpu_seconds.iter().zip(&second.cpu_seconds);
-    let logarithms: Vec<_> = of_pairs.map(|(one, other)| (one / other).ln()).collect();
+    let (first, second) = (first.end(name)?, second.end(&format!("{name}.reference"))?);
+    let logarithms: Vec<_> =
+        first.iter().zip(&second).map(|(one, other)| (one / other).ln()).collect();
     let (mean, half) = mean_and_half_width(&logarithms);
-    println!("figure {name}.cpu_ratio {:.4} times", mean.exp());
-    println!("figure {name}.cpu_ratio_low {:.4} times", (mean - half).exp());
-    println!("figure {name}.cpu_ratio_high {:.4} times", (mean + half).exp());
-    for (end, of) in [("", &first), (".reference", &second)] {
-        println!("figure {name}{end}.p50_ms {:.2} ms", of.p50);
-        println!("figure {name}{end}.p99_ms {:.2} ms", of.p99);
-        println!("figure {name}{end}.warm_thousand_faults {:.2} thousands", of.thousand_faults);
+    for (end, log) in [("", mean), ("_low", mean - half), ("_high", mean + half)] {
+        println!("figure {name}.cpu_ratio{end} {:.4} times", log.exp());
     }
-    println!("pairs: {}, of {} requests each", logarithms.len(), 32);
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }

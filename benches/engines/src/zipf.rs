@@ -17,7 +17,8 @@ use std::thread::{scope, sleep};
 use std::time::Duration;
 
 use candle_core::Device;
-use engines::{BoxError, answer, process};
+use engines::process::Proc;
+use engines::{BoxError, answer};
 use lowtide::admission::{AcquireError, Budget, Managed, Resource as _, ResourceStats};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
@@ -123,7 +124,7 @@ fn watch(memory: &Memory, counts: &Counts) {
     let limit = LIMIT.as_f64() / 1_048_576.0;
     while !counts.ended.load(SeqCst) {
         let ledger = memory.admission().ledger(Budget::Host);
-        let is_over = process::anonymous_mib().map_or(true, |held| held > limit)
+        let is_over = Proc::own().anonymous_mib().map_or(true, |held| held > limit)
             || ledger.reserved_bytes() > ledger.ceiling();
         counts.over_limit.fetch_add(u64::from(is_over), SeqCst);
         sleep(LOOK);

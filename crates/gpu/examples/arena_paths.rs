@@ -13,11 +13,11 @@
 //! Invariant: the driver of every path but `warm_pair` does nothing, so that only the arena's own
 //! work is counted.
 #![expect(unsafe_code, reason = "implements a driver")]
-#![expect(clippy::print_stderr, reason = "it names the paths that it knows")]
+#![expect(clippy::print_stdout, reason = "it names the paths that it knows")]
 
 use std::env;
+use std::error::Error;
 use std::hint::black_box;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -48,37 +48,22 @@ fn measured<T>(path: impl FnOnce() -> T) -> T {
     black_box(path())
 }
 
-fn main() -> ExitCode {
+fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = env::args().skip(1);
     let (path, times) = (arguments.next(), arguments.next().and_then(|times| times.parse().ok()));
     let Some((path, times)) = path.zip(times) else {
-        eprintln!("usage: arena_paths PATH TIMES, where PATH is {PATHS}");
-        return ExitCode::SUCCESS;
+        println!("usage: arena_paths PATH TIMES, where PATH is {PATHS}");
+        return Ok(());
     };
-    match run(&path, times) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => {
-            eprintln!("unknown path {path:?}: expected {PATHS}");
-            ExitCode::FAILURE
-        }
-        Err(error) => {
-            eprintln!("{path}: {error}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-/// Runs a path so often. Returns `false` if there is none of this name.
-fn run(path: &str, times: usize) -> Result<bool, DeviceError> {
-    match path {
+    match &*path {
         "warm_pair" => warm_pair(times)?,
         "warm" => warm(times)?,
         "cold_alloc" => cold_alloc(times)?,
         "drop" => free(times)?,
-        "sleep" | "wake" => sleep_and_wake(path, times)?,
-        _ => return Ok(false),
+        "sleep" | "wake" => sleep_and_wake(&path, times)?,
+        _ => return Err(format!("unknown path {path:?}: expected {PATHS}").into()),
     }
-    Ok(true)
+    Ok(())
 }
 
 /// Opens an arena that keeps no blocks in caches of threads, over the driver that does nothing.
@@ -88,7 +73,11 @@ fn open() -> Result<DeviceArena, DeviceError> {
         thread_cache: ByteSize::ZERO,
         ..ArenaConfig::new("paths")
     };
-    DeviceArena::open(Arc::new(NoDriver::new()), Arc::new(ManualClock::new()), config)
+    DeviceArena::open(
+        Arc::new(NoDriver(AtomicU64::new(1 << 40))),
+        Arc::new(ManualClock::new()),
+        config,
+    )
 }
 
 /// An allocation from the thread's cache and the drop into it.
@@ -166,18 +155,14 @@ fn fill(
     Ok(())
 }
 
-/// A driver that hands out addresses, and does nothing else.
+/// A driver that hands out addresses, from this one on, and does nothing else. Its streams and
+/// stores have addresses for numbers.
 #[derive(Debug)]
-struct NoDriver {
-    /// The next free address.
-    address: AtomicU64,
-    /// The next number of a stream or a store.
-    number: AtomicU64,
-}
+struct NoDriver(AtomicU64);
 
 impl NoDriver {
-    const fn new() -> Self {
-        Self { address: AtomicU64::new(1 << 40), number: AtomicU64::new(1) }
+    fn take(&self) -> u64 {
+        self.0.fetch_add(GRANULE as u64, Ordering::Relaxed)
     }
 }
 
@@ -205,7 +190,7 @@ unsafe impl Driver for NoDriver {
     }
 
     fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
-        Ok(DeviceAddress::new(self.address.fetch_add(size.get(), Ordering::Relaxed)))
+        Ok(DeviceAddress::new(self.0.fetch_add(size.get(), Ordering::Relaxed)))
     }
 
     unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
@@ -252,7 +237,7 @@ unsafe impl Driver for NoDriver {
     }
 
     fn stream_create(&self) -> Result<StreamHandle, DriverError> {
-        Ok(StreamHandle::new(self.number.fetch_add(1, Ordering::Relaxed)))
+        Ok(StreamHandle::new(self.take()))
     }
 
     unsafe fn stream_destroy(&self, _: StreamHandle) -> Result<(), DriverError> {
@@ -264,7 +249,7 @@ unsafe impl Driver for NoDriver {
     }
 
     fn host_store_create(&self, _: ByteSize) -> Result<HostStore, DriverError> {
-        Ok(HostStore::new(self.number.fetch_add(1, Ordering::Relaxed)))
+        Ok(HostStore::new(self.take()))
     }
 
     unsafe fn host_store_destroy(&self, _: HostStore) -> Result<(), DriverError> {

@@ -31,21 +31,15 @@ mod cases;
 #[path = "gpu_check/cli.rs"]
 mod cli;
 #[path = "gpu_check/cuarena.rs"]
-mod cuarena;
+pub(crate) mod cuarena;
 #[path = "../tests/gpu/contract/cuda.rs"]
 mod cuda;
-#[path = "gpu_check/decay.rs"]
-mod decay;
-#[path = "gpu_check/governor.rs"]
-mod governor;
-#[path = "gpu_check/holes.rs"]
-mod holes;
+#[path = "gpu_check/memory.rs"]
+mod memory;
 #[path = "gpu_check/pairs.rs"]
 mod pairs;
 #[path = "gpu_check/process.rs"]
 mod process;
-#[path = "gpu_check/processes.rs"]
-mod processes;
 #[path = "gpu_check/report.rs"]
 pub(crate) mod report;
 #[path = "gpu_check/rig.rs"]
@@ -55,13 +49,59 @@ mod sleep;
 #[path = "gpu_check/torture/mod.rs"]
 mod torture;
 
-use cases::{CASES, Fault, Outcome};
-pub(crate) use cli::{Args, Part};
+use cases::{CASES, Outcome};
+pub(crate) use cli::Args;
 use process::Plant;
 use report::Report;
 use rig::Rig;
 
-type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
+/// Measures a part; `On` takes the opened device.
+#[derive(Debug)]
+enum Run {
+    Bare(fn(&Args, &mut Report<'_>) -> Outcome),
+    On(fn(&Rig<'_>, &mut Report<'_>) -> Outcome),
+}
+
+/// A part of the check.
+#[derive(Debug)]
+pub(crate) struct Check {
+    /// The name on the command line and in results.
+    pub(crate) name: &'static str,
+    about: &'static str,
+    /// The seconds after which it is killed by default. At the default sizes each needs a third of
+    /// them or less, by the costs that other projects have measured.
+    limit_s: u64,
+    run: Run,
+}
+
+pub(crate) type Part = &'static Check;
+
+const fn part(name: &'static str, about: &'static str, limit_s: u64, run: Run) -> Check {
+    Check { name, about, limit_s, run }
+}
+
+/// The parts, in the order in which they run: the first always, the last only on request, as it
+/// breaks the context.
+static PARTS: &[Check] = &[
+    part("device", "The device's name and properties; runs always", 60, Run::Bare(identified)),
+    part("processes", "The processes on it, as NVML lists them", 60, Run::On(memory::processes)),
+    part("contract", "The contract of an arena, on each backend", 120, Run::Bare(contract)),
+    part("calls", "The driver's calls by handle size", 90, Run::Bare(calls::calls)),
+    part("pair", "An allocation and its free, next to cudarc's", 60, Run::On(pairs::pair)),
+    part("lanes", "The same from many threads", 60, Run::On(pairs::lanes)),
+    part("cuarena", "The loops of cuArena's own benchmark", 60, Run::On(cuarena::cuarena)),
+    part("decay", "A burst, and the release of its memory", 60, Run::On(pairs::decay)),
+    part("sleep-keep", "Sleep and wake with contents kept", 240, Run::On(sleep::keep)),
+    part("sleep-discard", "The same, contents discarded", 60, Run::On(sleep::discard)),
+    part("fragmentation", "Random sizes at two thirds", 60, Run::On(memory::fragmentation)),
+    part("remap", "Memory at other addresses, against a copy", 60, Run::On(memory::remap)),
+    part("compact", "Live blocks compacted, against a copy", 60, Run::On(memory::compact)),
+    part("governor", "cudarc's own, from a governed pool", 60, Run::On(pairs::governor)),
+    part("torture", "Every word checked on eight lanes", 60, Run::On(torture::torture)),
+    part(PROVOKE, "Unmaps under a kernel; on request", 60, Run::Bare(calls::provoke)),
+];
+
+const PROVOKE: &str = "provoke";
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -76,8 +116,8 @@ fn main() -> ExitCode {
 /// This program, with the same arguments, for one part.
 fn itself(part: Part) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(std::env::args_os().skip(1)).args(["--child", part.name()]);
-    if part == Part::Torture {
+    command.args(std::env::args_os().skip(1)).args(["--child", part.name]);
+    if part.name == "torture" {
         // By default streams share eight hardware queues, and one may wait for another's kernel.
         command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     }
@@ -87,35 +127,25 @@ fn itself(part: Part) -> io::Result<Command> {
 /// Runs everything that is wanted, each part in a process of its own; returns the exit code.
 pub(crate) fn check_apart(args: &Args, report: &mut Report<'_>, start: process::Start<'_>) -> u8 {
     process::supervise(args, report, start);
-    finish(args, report)
+    report.finish(args)
 }
 
 /// Runs everything that is wanted in this process; returns the exit code.
 pub(crate) fn check(args: &Args, report: &mut Report<'_>) -> u8 {
-    for part in Part::all().filter(|part| args.wants(*part)) {
-        report.line(&format!("part: {}", part.name()));
+    for part in PARTS.iter().filter(|part| args.wants(part.name)) {
+        report.line(&format!("part: {}", part.name));
         run(args, part, report);
-        let is_unknown = part == Part::Device && !report.failed.is_empty();
+        let is_unknown = part.name == PARTS[0].name && !report.failed.is_empty();
         if is_unknown || report.skipped.is_some() {
             break;
         }
     }
-    finish(args, report)
-}
-
-fn finish(args: &Args, report: &mut Report<'_>) -> u8 {
-    if report.skipped.is_none() {
-        report.goals();
-    }
-    if let Some(path) = &args.json {
-        report.save(path);
-    }
-    report.exit_code()
+    report.finish(args)
 }
 
 /// Runs a part as a child process; returns the exit code.
 pub(crate) fn child(args: &Args, part: Part, report: &mut Report<'_>) -> u8 {
-    report.plant = args.plant.iter().find(|(_, of)| *of == part).map(|(plant, _)| *plant);
+    report.plant = args.plant.iter().find(|(_, of)| of.name == part.name).map(|(it, _)| *it);
     run(args, part, report);
     report.end();
     report.exit_code()
@@ -123,35 +153,14 @@ pub(crate) fn child(args: &Args, part: Part, report: &mut Report<'_>) -> u8 {
 
 /// Runs a part in this process; if it fails or panics, the report contains the error.
 fn run(args: &Args, part: Part, report: &mut Report<'_>) {
-    if let Some(cause) = failure(|| run_part(args, part, report)) {
-        report.fail(part.name(), cause);
+    let cause = failure(|| match part.run {
+        _ if report.plant == Some(Plant::Lose) => torture::lose_context(&Rig::open(args)?),
+        Run::Bare(measure) => measure(args, report),
+        Run::On(measure) => measure(&Rig::open(args)?, report),
+    });
+    if let Some(cause) = cause {
+        report.fail(part.name, cause);
     }
-}
-
-fn run_part(args: &Args, part: Part, report: &mut Report<'_>) -> Outcome {
-    let measure: Measure = match part {
-        Part::Device => return identified(args, report),
-        Part::Contract => return contract(args, report),
-        Part::Calls => return calls::calls(args, report),
-        Part::Provoke => return calls::provoke(args, report),
-        Part::Processes => processes::processes,
-        Part::Pair => pairs::pair,
-        Part::Lanes => pairs::lanes,
-        Part::Cuarena => cuarena::cuarena,
-        Part::Decay => decay::decay,
-        Part::SleepKeep => sleep::keep,
-        Part::SleepDiscard => sleep::discard,
-        Part::Fragmentation => holes::fragmentation,
-        Part::Remap => holes::remap,
-        Part::Compact => holes::compact,
-        Part::Governor => governor::governor,
-        Part::Torture => torture::torture,
-    };
-    let rig = Rig::open(args)?;
-    if report.plant == Some(Plant::Lose) {
-        torture::lose_context(&rig)?;
-    }
-    measure(&rig, report)
 }
 
 /// Returns the error of what fails or panics.
@@ -174,25 +183,33 @@ fn identified(args: &Args, report: &mut Report<'_>) -> Outcome {
         report.no_device(&found.to_string());
         return Ok(());
     }
-    report.fact("driver", &found.to_string());
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
     let version = rig.driver.driver_version();
     let capabilities = rig.driver.capabilities();
-    report.fact("device", &device.name);
-    report.fact("uuid", &device.uuid.to_string());
-    report.fact("driver_version", &format!("{}.{}", version / 1000, version % 1000 / 10));
-    report.fact("backend", &rig.driver.backend().to_string());
-    report.fact("granularity", &capabilities.granularity.to_string());
-    report.fact("remap", &capabilities.remap.to_string());
-    report.figure("gpu.memory.total_bytes", total.as_f64(), "bytes");
-    report.figure("gpu.memory.headroom_bytes", headroom.as_f64(), "bytes");
+    for (name, value) in [
+        ("driver", found.to_string()),
+        ("device", device.name.clone()),
+        ("uuid", device.uuid.to_string()),
+        ("driver_version", format!("{}.{}", version / 1000, version % 1000 / 10)),
+        ("backend", rig.driver.backend().to_string()),
+        ("granularity", capabilities.granularity.to_string()),
+        ("remap", capabilities.remap.to_string()),
+    ] {
+        report.fact(name, &value);
+    }
     let taken = total.saturating_sub(headroom);
     // The context's own memory, and that of other processes when it was created; then the growth
     // since.
     let floor = rig.driver.context_overhead().unwrap_or(taken);
-    report.figure("gpu.memory.context_overhead_bytes", floor.as_f64(), "bytes");
-    report.figure("gpu.memory.unmanaged_bytes", taken.saturating_sub(floor).as_f64(), "bytes");
+    for (name, bytes) in [
+        ("total", total),
+        ("headroom", headroom),
+        ("context_overhead", floor),
+        ("unmanaged", taken.saturating_sub(floor)),
+    ] {
+        report.figure(&format!("gpu.memory.{name}_bytes"), bytes.as_f64(), "bytes");
+    }
     Ok(())
 }
 
@@ -202,20 +219,17 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
         let options = CudaOptions { backend: Some(backend), ..rig::options(args) };
         let device = match cuda::Cuda::open(options) {
             Ok(device) => device,
-            Err(fault) if is_refused(&fault) => {
+            Err(fault) => {
+                if !matches!(fault.downcast_ref(), Some(CudaError::NoSuchBackend { .. })) {
+                    return Err(fault);
+                }
                 report.line(&format!("contract not run: {fault}"));
                 continue;
             }
-            Err(fault) => return Err(fault),
         };
         for &(name, case) in CASES {
             report.case(&format!("{backend}: {name}"), failure(|| case(&device)));
         }
     }
     Ok(())
-}
-
-/// Returns `true` if the device does not support a backend.
-fn is_refused(fault: &Fault) -> bool {
-    matches!(fault.downcast_ref(), Some(CudaError::NoSuchBackend { .. }))
 }

@@ -8,171 +8,84 @@
 
 use lowtide_core::bytes::ByteSize;
 
-/// A call of the CUDA driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Call {
-    /// `cuMemAddressReserve`
-    AddressReserve,
-    /// `cuMemAddressFree`
-    AddressFree,
-    /// `cuMemCreate`
-    Create,
-    /// `cuMemMap`
-    Map,
-    /// `cuMemSetAccess`
-    SetAccess,
-    /// `cuMemUnmap`
-    Unmap,
-    /// `cuMemRelease`
-    Release,
-    /// `cuMemGetInfo`
-    GetInfo,
-    /// `cuMemcpyDtoD`, and the wait for it
-    Copy,
-    /// `cuMemcpyDtoDAsync`
-    CopyAsync,
-    /// `cuMemcpyDtoHAsync`
-    Offload,
-    /// `cuMemcpyHtoDAsync`
-    Restore,
-    /// `cuMemHostAlloc`
-    HostAlloc,
-    /// `cuMemFreeHost`
-    HostFree,
-    /// `cuStreamCreate`
-    StreamCreate,
-    /// `cuStreamDestroy`
-    StreamDestroy,
-    /// `cuStreamWaitEvent`
-    StreamWaitEvent,
-    /// `cuStreamSynchronize`
-    StreamSynchronize,
-    /// `cuStreamIsCapturing`
-    StreamIsCapturing,
-    /// `cuStreamBeginCapture`
-    BeginCapture,
-    /// `cuStreamEndCapture`
-    EndCapture,
-    /// `cuEventCreate`
-    EventCreate,
-    /// `cuEventDestroy`
-    EventDestroy,
-    /// `cuEventRecord`
-    EventRecord,
-    /// `cuEventQuery`
-    EventQuery,
-    /// `cuEventSynchronize`
-    EventSynchronize,
-    /// `cuCtxSynchronize`
-    Synchronize,
-    /// `cuLaunchKernel`
-    Launch,
-    /// `cuLaunchHostFunc`
-    LaunchHostFunction,
-    /// `cuGraphLaunch`
-    GraphLaunch,
-    /// `cuGraphExecDestroy`
-    GraphDestroy,
-    /// `cuMemRetainAllocationHandle`
-    RetainHandle,
-    /// `cuMemAlloc`
-    Alloc,
-    /// `cuMemFree`
-    Free,
-    /// `cuMemAllocManaged`
-    AllocManaged,
-    /// `cuMemAllocFromPoolAsync`
-    AllocAsync,
-    /// `cuMemFreeAsync`
-    FreeAsync,
-    /// `cuMemPoolCreate`
-    PoolCreate,
-    /// `cuMemPoolDestroy`
-    PoolDestroy,
-    /// `cuMemPoolTrimTo`
-    PoolTrim,
-    /// `cuMemsetD8Async`
-    Set,
-    /// `cuMemHostRegister`
-    HostRegister,
-    /// `cuMemHostUnregister`
-    HostUnregister,
-    /// `cuStreamQuery`
-    StreamQuery,
-    /// `cuGraphInstantiate`
-    GraphInstantiate,
+/// Declares the calls: the name here, the name in cuda.h, and the guess at its cost: nanoseconds a
+/// call, nanoseconds a handle, nanoseconds a MiB.
+macro_rules! calls {
+    ($($call:ident $name:literal $guess:expr,)*) => {
+        /// A call of the CUDA driver.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Call {
+            $(
+                #[doc = concat!("`", $name, "`")]
+                $call,
+            )*
+        }
+
+        impl Call {
+            /// All kinds, in order.
+            pub const ALL: [Self; Self::COUNT] = [$(Self::$call,)*];
+        }
+
+        const TABLE: &[(&str, [u64; 3])] = &[$(($name, $guess),)*];
+    };
 }
 
-/// Every call with its name in cuda.h, and the guess at its cost: nanoseconds a call, nanoseconds
-/// a handle, nanoseconds a MiB.
-const TABLE: [(Call, &str, [u64; 3]); Call::COUNT] = [
-    (Call::AddressReserve, "cuMemAddressReserve", [3_000, 0, 0]),
-    (Call::AddressFree, "cuMemAddressFree", [3_000, 0, 0]),
-    (Call::Create, "cuMemCreate", [30_000, 0, 1_000]),
-    (Call::Map, "cuMemMap", [2_000, 0, 0]),
-    (Call::SetAccess, "cuMemSetAccess", [10_000, 10_000, 0]),
-    (Call::Unmap, "cuMemUnmap", [10_000, 5_000, 0]),
-    (Call::Release, "cuMemRelease", [2_000, 0, 0]),
-    (Call::GetInfo, "cuMemGetInfo", [10_000, 0, 0]),
-    (Call::Copy, "cuMemcpyDtoD", [10_000, 0, 1_000]),
-    (Call::CopyAsync, "cuMemcpyDtoDAsync", [3_000, 0, 1_000]),
-    (Call::Offload, "cuMemcpyDtoHAsync", [3_000, 0, 20_000]),
-    (Call::Restore, "cuMemcpyHtoDAsync", [3_000, 0, 20_000]),
-    (Call::HostAlloc, "cuMemHostAlloc", [50_000, 0, 100_000]),
-    (Call::HostFree, "cuMemFreeHost", [50_000, 0, 50_000]),
-    (Call::StreamCreate, "cuStreamCreate", [20_000, 0, 0]),
-    (Call::StreamDestroy, "cuStreamDestroy", [10_000, 0, 0]),
-    (Call::StreamWaitEvent, "cuStreamWaitEvent", [500, 0, 0]),
-    (Call::StreamSynchronize, "cuStreamSynchronize", [5_000, 0, 0]),
-    (Call::StreamIsCapturing, "cuStreamIsCapturing", [100, 0, 0]),
-    (Call::BeginCapture, "cuStreamBeginCapture", [5_000, 0, 0]),
-    (Call::EndCapture, "cuStreamEndCapture", [10_000, 0, 0]),
-    (Call::EventCreate, "cuEventCreate", [1_000, 0, 0]),
-    (Call::EventDestroy, "cuEventDestroy", [1_000, 0, 0]),
-    (Call::EventRecord, "cuEventRecord", [1_000, 0, 0]),
-    (Call::EventQuery, "cuEventQuery", [500, 0, 0]),
-    (Call::EventSynchronize, "cuEventSynchronize", [5_000, 0, 0]),
-    (Call::Synchronize, "cuCtxSynchronize", [10_000, 0, 0]),
-    (Call::Launch, "cuLaunchKernel", [3_000, 0, 0]),
-    (Call::LaunchHostFunction, "cuLaunchHostFunc", [3_000, 0, 0]),
-    (Call::GraphLaunch, "cuGraphLaunch", [5_000, 0, 0]),
-    (Call::GraphDestroy, "cuGraphExecDestroy", [5_000, 0, 0]),
-    (Call::RetainHandle, "cuMemRetainAllocationHandle", [2_000, 0, 0]),
-    (Call::Alloc, "cuMemAlloc", [30_000, 0, 1_000]),
-    (Call::Free, "cuMemFree", [30_000, 0, 500]),
-    (Call::AllocManaged, "cuMemAllocManaged", [30_000, 0, 1_000]),
-    (Call::AllocAsync, "cuMemAllocFromPoolAsync", [3_000, 0, 0]),
-    (Call::FreeAsync, "cuMemFreeAsync", [2_000, 0, 0]),
-    (Call::PoolCreate, "cuMemPoolCreate", [20_000, 0, 0]),
-    (Call::PoolDestroy, "cuMemPoolDestroy", [20_000, 0, 0]),
-    (Call::PoolTrim, "cuMemPoolTrimTo", [20_000, 0, 500]),
-    (Call::Set, "cuMemsetD8Async", [3_000, 0, 500]),
-    (Call::HostRegister, "cuMemHostRegister", [50_000, 0, 100_000]),
-    (Call::HostUnregister, "cuMemHostUnregister", [50_000, 0, 50_000]),
-    (Call::StreamQuery, "cuStreamQuery", [500, 0, 0]),
-    (Call::GraphInstantiate, "cuGraphInstantiate", [20_000, 0, 0]),
-];
+calls! {
+    AddressReserve "cuMemAddressReserve" [3_000, 0, 0],
+    AddressFree "cuMemAddressFree" [3_000, 0, 0],
+    Create "cuMemCreate" [30_000, 0, 1_000],
+    Map "cuMemMap" [2_000, 0, 0],
+    SetAccess "cuMemSetAccess" [10_000, 10_000, 0],
+    Unmap "cuMemUnmap" [10_000, 5_000, 0],
+    Release "cuMemRelease" [2_000, 0, 0],
+    GetInfo "cuMemGetInfo" [10_000, 0, 0],
+    Copy "cuMemcpyDtoD" [10_000, 0, 1_000], // and the wait for it
+    CopyAsync "cuMemcpyDtoDAsync" [3_000, 0, 1_000],
+    Offload "cuMemcpyDtoHAsync" [3_000, 0, 20_000],
+    Restore "cuMemcpyHtoDAsync" [3_000, 0, 20_000],
+    HostAlloc "cuMemHostAlloc" [50_000, 0, 100_000],
+    HostFree "cuMemFreeHost" [50_000, 0, 50_000],
+    StreamCreate "cuStreamCreate" [20_000, 0, 0],
+    StreamDestroy "cuStreamDestroy" [10_000, 0, 0],
+    StreamWaitEvent "cuStreamWaitEvent" [500, 0, 0],
+    StreamSynchronize "cuStreamSynchronize" [5_000, 0, 0],
+    StreamIsCapturing "cuStreamIsCapturing" [100, 0, 0],
+    BeginCapture "cuStreamBeginCapture" [5_000, 0, 0],
+    EndCapture "cuStreamEndCapture" [10_000, 0, 0],
+    EventCreate "cuEventCreate" [1_000, 0, 0],
+    EventDestroy "cuEventDestroy" [1_000, 0, 0],
+    EventRecord "cuEventRecord" [1_000, 0, 0],
+    EventQuery "cuEventQuery" [500, 0, 0],
+    EventSynchronize "cuEventSynchronize" [5_000, 0, 0],
+    Synchronize "cuCtxSynchronize" [10_000, 0, 0],
+    Launch "cuLaunchKernel" [3_000, 0, 0],
+    LaunchHostFunction "cuLaunchHostFunc" [3_000, 0, 0],
+    GraphLaunch "cuGraphLaunch" [5_000, 0, 0],
+    GraphDestroy "cuGraphExecDestroy" [5_000, 0, 0],
+    RetainHandle "cuMemRetainAllocationHandle" [2_000, 0, 0],
+    Alloc "cuMemAlloc" [30_000, 0, 1_000],
+    Free "cuMemFree" [30_000, 0, 500],
+    AllocManaged "cuMemAllocManaged" [30_000, 0, 1_000],
+    AllocAsync "cuMemAllocFromPoolAsync" [3_000, 0, 0],
+    FreeAsync "cuMemFreeAsync" [2_000, 0, 0],
+    PoolCreate "cuMemPoolCreate" [20_000, 0, 0],
+    PoolDestroy "cuMemPoolDestroy" [20_000, 0, 0],
+    PoolTrim "cuMemPoolTrimTo" [20_000, 0, 500],
+    Set "cuMemsetD8Async" [3_000, 0, 500],
+    HostRegister "cuMemHostRegister" [50_000, 0, 100_000],
+    HostUnregister "cuMemHostUnregister" [50_000, 0, 50_000],
+    StreamQuery "cuStreamQuery" [500, 0, 0],
+    GraphInstantiate "cuGraphInstantiate" [20_000, 0, 0],
+}
 
 impl Call {
     /// The number of kinds of calls.
-    pub const COUNT: usize = Self::GraphInstantiate as usize + 1;
-
-    /// All kinds, in order.
-    pub const ALL: [Self; Self::COUNT] = {
-        let mut all = [Self::AddressReserve; Self::COUNT];
-        let mut at = 0;
-        while at < Self::COUNT {
-            all[at] = TABLE[at].0;
-            assert!(all[at] as usize == at, "the table is in order");
-            at += 1;
-        }
-        all
-    };
+    pub const COUNT: usize = TABLE.len();
 
     /// Returns the function's name in cuda.h, without a version suffix.
     #[must_use]
     pub const fn name(self) -> &'static str {
-        TABLE[self as usize].1
+        TABLE[self as usize].0
     }
 
     /// Returns `true` if a graph capture may forbid the call by capture modes alone: calls that
@@ -247,8 +160,11 @@ const MIB: u64 = ByteSize::mib(1).get();
 
 impl Default for DriverCosts {
     fn default() -> Self {
-        let row = |[call_ns, handle_ns, mib_ns]: [u64; 3]| Cost { call_ns, handle_ns, mib_ns };
-        Self { rows: TABLE.map(|(_, _, guess)| row(guess)) }
+        let row = |call: Call| {
+            let [call_ns, handle_ns, mib_ns] = TABLE[call as usize].1;
+            Cost { call_ns, handle_ns, mib_ns }
+        };
+        Self { rows: Call::ALL.map(row) }
     }
 }
 

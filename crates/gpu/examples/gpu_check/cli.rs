@@ -9,86 +9,20 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::RangedU64ValueParser;
-use clap::{Parser, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
+use clap::{Parser, ValueEnum as _};
 use lowtide_gpu::ByteSize;
 
-use super::process::{Plant, plant};
+use super::process::Plant;
 use super::torture::LANES;
-
-/// A part of the check, in the order in which they run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Part {
-    /// The device's name and properties; runs always.
-    Device,
-    /// The processes on the device, as NVML lists them.
-    Processes,
-    /// The contract that an arena keeps over every driver, case by case, on each backend.
-    Contract,
-    /// The driver's single calls: cost, stalls, and a sweep over handle sizes.
-    Calls,
-    /// An allocation and its free, alone and next to cudarc's.
-    Pair,
-    /// The same from many threads.
-    Lanes,
-    /// The loops of cuArena's own benchmark.
-    Cuarena,
-    /// A burst, and the release of its memory.
-    Decay,
-    /// Sleep and wake with contents kept.
-    SleepKeep,
-    /// Sleep and wake with contents discarded.
-    SleepDiscard,
-    /// Random sizes at two thirds of the memory.
-    Fragmentation,
-    /// Memory remapped to other addresses, against a copy.
-    Remap,
-    /// Live blocks compacted, against a copy.
-    Compact,
-    /// cudarc's own allocations from a governed pool.
-    Governor,
-    /// Random work of kernels on eight lanes with every word checked, under sleeps, decay and
-    /// compactions.
-    Torture,
-    /// Memory unmapped while a kernel uses it, once; only on request, as it breaks the context.
-    Provoke,
-}
-
-impl Part {
-    /// All parts, in order.
-    pub(crate) fn all() -> impl Iterator<Item = Self> {
-        Self::value_variants().iter().copied()
-    }
-
-    /// The name on the command line and in results.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Device => "device",
-            Self::Processes => "processes",
-            Self::Contract => "contract",
-            Self::Calls => "calls",
-            Self::Pair => "pair",
-            Self::Lanes => "lanes",
-            Self::Cuarena => "cuarena",
-            Self::Decay => "decay",
-            Self::SleepKeep => "sleep-keep",
-            Self::SleepDiscard => "sleep-discard",
-            Self::Fragmentation => "fragmentation",
-            Self::Remap => "remap",
-            Self::Compact => "compact",
-            Self::Governor => "governor",
-            Self::Torture => "torture",
-            Self::Provoke => "provoke",
-        }
-    }
-}
+use super::{PARTS, PROVOKE, Part};
 
 /// Checks lowtide's guarantees on this machine's GPU, and measures their costs.
 #[derive(Clone, Debug, Parser)]
 #[command(args_override_self = true)]
 pub(crate) struct Args {
     /// Runs these parts only, with commas between them.
-    #[arg(long, value_enum, value_delimiter = ',')]
+    #[arg(long, value_parser = parts(), value_delimiter = ',')]
     pub(crate) only: Vec<Part>,
     /// The device's ordinal, as the driver counts.
     #[arg(long, default_value_t = 0)]
@@ -112,7 +46,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) in_process: bool,
     /// Runs this part as a child process.
-    #[arg(long, value_enum, hide = true)]
+    #[arg(long, value_parser = parts(), hide = true)]
     pub(crate) child: Option<Part>,
     /// Lets a part abort, hang or panic after its first result, or lose the context before, to test
     /// this program.
@@ -201,39 +135,52 @@ pub(crate) struct Args {
 
 impl Args {
     /// Returns `true` if a part should run.
-    pub(crate) fn wants(&self, part: Part) -> bool {
-        match part {
-            Part::Device => true,
-            Part::Provoke => self.only.contains(&part),
-            _ => self.only.is_empty() || self.only.contains(&part),
-        }
+    pub(crate) fn wants(&self, name: &str) -> bool {
+        let is_named = self.only.iter().any(|part| part.name == name);
+        name == PARTS[0].name || is_named || self.only.is_empty() && name != PROVOKE
     }
 
-    /// The time after which a part is killed. At the default sizes each needs a third of it or
-    /// less, by the costs that other projects have measured.
+    /// The time after which a part is killed.
     pub(crate) fn deadline(&self, part: Part) -> Duration {
-        let given = |of: Option<Part>| self.deadline.iter().rev().find(|(it, _)| *it == of);
-        let given = given(Some(part)).or_else(|| given(None)).map(|(_, time)| *time);
-        let usual = Duration::from_secs(match part {
-            Part::Contract => 120,
-            Part::Calls if self.thorough => 480,
-            Part::Calls => 90,
-            Part::SleepKeep => 240,
-            _ => 60,
-        });
-        let usual = if part == Part::Torture { usual + self.torture_seconds } else { usual };
-        given.unwrap_or(usual)
+        let given = |of: Option<&str>| {
+            let mut all = self.deadline.iter().rev();
+            all.find(|(it, _)| it.map(|part| part.name) == of).map(|(_, time)| *time)
+        };
+        let usual = Duration::from_secs(part.limit_s);
+        let usual = match part.name {
+            "calls" if self.thorough => Duration::from_secs(480),
+            "torture" => usual + self.torture_seconds,
+            _ => usual,
+        };
+        given(Some(part.name)).or_else(|| given(None)).unwrap_or(usual)
     }
+}
+
+/// Reads the name of a part.
+fn parts() -> impl TypedValueParser<Value = Part> {
+    let names = PARTS.iter().map(|part| PossibleValue::new(part.name).help(part.about));
+    PossibleValuesParser::new(names).try_map(|name| named(&name))
+}
+
+fn named(name: &str) -> Result<Part, String> {
+    let part = PARTS.iter().find(|part| part.name == name);
+    part.ok_or_else(|| format!("{name:?} is no part"))
 }
 
 /// Reads `DURATION` or `PART=DURATION`.
 fn deadline(text: &str) -> Result<(Option<Part>, Duration), String> {
     let (part, time) = match text.split_once('=') {
-        Some((part, time)) => (Some(Part::from_str(part, false)?), time),
+        Some((part, time)) => (Some(named(part)?), time),
         None => (None, text),
     };
     let time = humantime::parse_duration(time).map_err(|error| format!("{error}: {time}"))?;
     Ok((part, time))
+}
+
+/// Reads `KIND=PART`.
+fn plant(text: &str) -> Result<(Plant, Part), String> {
+    let (kind, part) = text.split_once('=').ok_or("expected KIND=PART")?;
+    Ok((Plant::from_str(kind, false)?, named(part)?))
 }
 
 /// Reads a number of seconds, or a time with a unit.

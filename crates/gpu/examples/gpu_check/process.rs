@@ -10,17 +10,18 @@
 //!
 //! Invariant: every wanted part is in the report's list of parts exactly once.
 
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::thread;
 use std::time::Duration;
 
 use clap::ValueEnum;
 use lowtide_gpu::clock::{Bell, Clock, Moment, SystemClock};
 
-use super::cli::{Args, Part};
+use super::cli::Args;
 use super::report::{Ended, Report};
+use super::{PARTS, Part};
 
 /// A part does not begin with less time than this.
 const LEAST: Duration = Duration::from_secs(1);
@@ -42,20 +43,20 @@ pub(crate) fn supervise(args: &Args, report: &mut Report<'_>, start: Start<'_>) 
     let clock = SystemClock::new();
     let end = clock.now() + args.budget;
     let mut skipped = None;
-    for part in Part::all().filter(|part| args.wants(*part)) {
+    for part in PARTS.iter().filter(|part| args.wants(part.name)) {
         let left = end - clock.now();
         let limit = args.deadline(part).min(left);
         let is_late = (left < LEAST).then_some("no time left in the budget");
         if let Some(why) = skipped.or(is_late) {
-            report.part(part.name(), Ended::Skipped(why), Duration::ZERO);
+            report.part(part.name, Ended::Skipped(why), Duration::ZERO);
         } else {
-            report.line(&format!("part: {} (at most {limit:.0?})", part.name()));
+            report.line(&format!("part: {} (at most {limit:.0?})", part.name));
             let began = clock.now();
             let ended = run(&clock, part, limit, report, start);
-            if part == Part::Device && ended != Ended::Ran {
+            if part.name == PARTS[0].name && ended != Ended::Ran {
                 skipped = Some("the device was not identified");
             }
-            report.part(part.name(), ended, clock.now() - began);
+            report.part(part.name, ended, clock.now() - began);
         }
         if let Some(path) = &args.json {
             report.save(path);
@@ -79,15 +80,14 @@ fn run(
     let mut child = match started {
         Ok(child) => child,
         Err(error) => {
-            report.fail(part.name(), format!("cannot start a process: {error}"));
+            report.fail(part.name, format!("cannot start a process: {error}"));
             return Ended::Failed;
         }
     };
     let end = clock.now() + limit;
     let failures = report.failed.len();
     report.ended = false;
-    let lines = child.stdout.take().map(read);
-    let is_whole = lines.is_none_or(|lines| take(clock, &lines, end, report));
+    let is_whole = take(clock, &mut child, end, report);
     let status = if is_whole { wait(clock, &mut child, end) } else { None };
     let Some(status) = status else {
         // An error means that it has just ended.
@@ -103,26 +103,19 @@ fn run(
     if report.failed.len() > failures { Ended::Failed } else { Ended::Ran }
 }
 
-/// Reads lines in a thread, which ends with the output.
-fn read(output: impl Read + Send + 'static) -> Receiver<String> {
+/// Takes lines until the output ends: `true`; or until the time is over: `false`. A thread reads
+/// them, which ends with the output.
+fn take(clock: &SystemClock, child: &mut Child, end: Moment, report: &mut Report<'_>) -> bool {
+    let Some(output) = child.stdout.take() else { return true };
     let (sender, lines) = sync_channel(LINES);
     thread::spawn(move || {
-        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
-            if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+        let lines = BufReader::new(output).split(b'\n').map_while(Result::ok);
+        for line in lines.map(|line| String::from_utf8_lossy(&line).into_owned()) {
+            if sender.send(line).is_err() {
                 break;
             }
         }
     });
-    lines
-}
-
-/// Takes lines until the output ends: `true`; or until the time is over: `false`.
-fn take(
-    clock: &SystemClock,
-    lines: &Receiver<String>,
-    end: Moment,
-    report: &mut Report<'_>,
-) -> bool {
     loop {
         match lines.recv_timeout(end - clock.now()) {
             Ok(line) => report.take(&line),
@@ -179,10 +172,4 @@ impl Plant {
             Self::Lose => {}
         }
     }
-}
-
-/// Reads `KIND=PART`.
-pub(crate) fn plant(text: &str) -> Result<(Plant, Part), String> {
-    let (kind, part) = text.split_once('=').ok_or("expected KIND=PART")?;
-    Ok((Plant::from_str(kind, false)?, Part::from_str(part, false)?))
 }

@@ -11,77 +11,53 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::cli::Args;
 use super::process::Plant;
 
 /// The name under which a results file that cannot be written counts as a failed part.
 const RESULTS: &str = "results file";
 
-/// The goal of a figure.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Wanted {
-    AtMost(f64),
-    AtLeast(f64),
-}
-
-use Wanted::{AtLeast, AtMost};
-
-impl Wanted {
-    fn holds(self, value: f64) -> bool {
-        match self {
-            AtMost(most) => value <= most,
-            AtLeast(least) => value >= least,
-        }
-    }
-
-    fn text(self) -> String {
-        match self {
-            AtMost(most) => format!("<= {most}"),
-            AtLeast(least) => format!(">= {least}"),
-        }
-    }
-}
-
-/// The goals, in the order of the parts.
-pub(crate) const GOALS: &[(&str, Wanted)] = &[
-    ("gpu.pair.median_ns", AtMost(60.0)),
-    ("gpu.pair.driver_calls", AtMost(0.0)),
-    ("gpu.pair.speedup_over_async", AtLeast(4.0)),
-    ("gpu.pair.speedup_over_raw_async", AtLeast(4.0)),
-    ("gpu.lanes16.throughput_ratio", AtLeast(8.0)),
-    ("gpu.cuarena.b1.median_us", AtMost(0.06)),
-    ("gpu.cuarena.b1.p999_over_median", AtMost(10.0)),
-    ("gpu.cuarena.b2.median_us", AtMost(47.7)),
-    ("gpu.cuarena.b2.p999_over_median", AtMost(10.0)),
-    ("gpu.cuarena.b3.median_us", AtMost(0.06)),
-    ("gpu.cuarena.b3.p999_over_median", AtMost(10.0)),
-    ("gpu.cuarena.b4.median_us", AtMost(0.65)),
-    ("gpu.cuarena.b4.p999_over_median", AtMost(10.0)),
-    ("gpu.cuarena.b5.median_us", AtMost(0.05)),
-    ("gpu.cuarena.b5.p999_over_median", AtMost(10.0)),
-    ("gpu.cuarena.b6.median_us", AtMost(0.09)),
-    ("gpu.cuarena.b6.p999_over_median", AtMost(10.0)),
-    ("gpu.decay.returned_ratio", AtLeast(0.95)),
-    ("gpu.decay.p99_ratio", AtMost(2.0)),
-    ("gpu.sleep_keep.freed_ratio", AtLeast(0.99)),
-    ("gpu.sleep_keep.warm_sleep_ratio", AtLeast(0.5)),
-    ("gpu.sleep_keep.warm_wake_ratio", AtLeast(0.85)),
-    ("gpu.sleep_keep.copy_rate_ratio", AtLeast(0.85)),
-    ("gpu.sleep_keep.cycles", AtLeast(100.0)),
-    ("gpu.sleep_keep.bytes_changed", AtMost(0.0)),
-    ("gpu.sleep_discard.ratio", AtMost(1.15)),
-    ("gpu.fragmentation.failures", AtMost(0.0)),
-    ("gpu.fragmentation.remap_speedup", AtLeast(5.0)),
-    ("gpu.compact.copy_rate_ratio", AtLeast(0.85)),
-    ("gpu.governor.p50_speedup", AtLeast(10.0)),
-    ("gpu.governor.idle_held_bytes", AtMost(0.0)),
-    ("gpu.torture.wrong_words", AtMost(0.0)),
-    ("gpu.torture.added_launch_p99_us", AtMost(1_000.0)),
+/// The goals, in the order of the parts: the figure, and the most (`<=`) or the least that it may be.
+pub(crate) const GOALS: &[(&str, &str, f64)] = &[
+    ("gpu.pair.median_ns", "<=", 60.0),
+    ("gpu.pair.driver_calls", "<=", 0.0),
+    ("gpu.pair.speedup_over_async", ">=", 4.0),
+    ("gpu.pair.speedup_over_raw_async", ">=", 4.0),
+    ("gpu.lanes16.throughput_ratio", ">=", 8.0),
+    ("gpu.cuarena.b1.median_us", "<=", 0.06),
+    ("gpu.cuarena.b1.p999_over_median", "<=", 10.0),
+    ("gpu.cuarena.b2.median_us", "<=", 47.7),
+    ("gpu.cuarena.b2.p999_over_median", "<=", 10.0),
+    ("gpu.cuarena.b3.median_us", "<=", 0.06),
+    ("gpu.cuarena.b3.p999_over_median", "<=", 10.0),
+    ("gpu.cuarena.b4.median_us", "<=", 0.65),
+    ("gpu.cuarena.b4.p999_over_median", "<=", 10.0),
+    ("gpu.cuarena.b5.median_us", "<=", 0.05),
+    ("gpu.cuarena.b5.p999_over_median", "<=", 10.0),
+    ("gpu.cuarena.b6.median_us", "<=", 0.09),
+    ("gpu.cuarena.b6.p999_over_median", "<=", 10.0),
+    ("gpu.decay.returned_ratio", ">=", 0.95),
+    ("gpu.decay.p99_ratio", "<=", 2.0),
+    ("gpu.sleep_keep.freed_ratio", ">=", 0.99),
+    ("gpu.sleep_keep.warm_sleep_ratio", ">=", 0.5),
+    ("gpu.sleep_keep.warm_wake_ratio", ">=", 0.85),
+    ("gpu.sleep_keep.copy_rate_ratio", ">=", 0.85),
+    ("gpu.sleep_keep.cycles", ">=", 100.0),
+    ("gpu.sleep_keep.bytes_changed", "<=", 0.0),
+    ("gpu.sleep_discard.ratio", "<=", 1.15),
+    ("gpu.fragmentation.failures", "<=", 0.0),
+    ("gpu.fragmentation.remap_speedup", ">=", 5.0),
+    ("gpu.compact.copy_rate_ratio", ">=", 0.85),
+    ("gpu.governor.p50_speedup", ">=", 10.0),
+    ("gpu.governor.idle_held_bytes", "<=", 0.0),
+    ("gpu.torture.wrong_words", "<=", 0.0),
+    ("gpu.torture.added_launch_p99_us", "<=", 1_000.0),
 ];
 
 /// How a part ended.
@@ -99,38 +75,30 @@ pub(crate) enum Ended {
 }
 
 impl Ended {
-    const fn word(&self) -> &'static str {
+    /// Returns a word for it, and the details.
+    fn text(&self) -> (&'static str, String) {
         match self {
-            Self::Ran => "ran",
-            Self::Failed => "failed",
-            Self::Killed(_) => "killed",
-            Self::Died(_) => "died",
-            Self::Skipped(_) => "skipped",
-        }
-    }
-
-    fn detail(&self) -> String {
-        match self {
-            Self::Ran | Self::Failed => String::new(),
-            Self::Killed(limit) => format!("deadline of {limit:?}"),
-            Self::Died(how) => how.clone(),
-            Self::Skipped(why) => (*why).to_owned(),
+            Self::Ran => ("ran", String::new()),
+            Self::Failed => ("failed", String::new()),
+            Self::Killed(limit) => ("killed", format!("deadline of {limit:?}")),
+            Self::Died(how) => ("died", how.clone()),
+            Self::Skipped(why) => ("skipped", (*why).to_owned()),
         }
     }
 }
 
 /// Everything that was found, written down as it is found.
+#[derive(Default)]
 pub(crate) struct Report<'a> {
-    out: &'a mut dyn Write,
+    /// `None` once a line could not be written.
+    out: Option<&'a mut dyn Write>,
     /// Writes a JSON object a line, for [`Report::take`] in another process; else text for people.
     as_records: bool,
-    /// The first write error; nothing is written after it.
-    broken: Option<io::Error>,
     /// The planted fault, which the first figure or case triggers.
     pub(crate) plant: Option<Plant>,
     pub(crate) figures: BTreeMap<String, (f64, String)>,
     /// The cases of the contract, with the error of each failed one.
-    pub(crate) cases: Vec<(String, Option<String>)>,
+    cases: Vec<(String, Option<String>)>,
     /// Parts that could not run, and why.
     pub(crate) failed: Vec<(String, String)>,
     /// How each part ended, in order, and the time that it took.
@@ -145,19 +113,7 @@ pub(crate) struct Report<'a> {
 impl<'a> Report<'a> {
     /// Creates a report that writes lines for people.
     pub(crate) fn new(out: &'a mut dyn Write) -> Self {
-        Self {
-            out,
-            as_records: false,
-            broken: None,
-            plant: None,
-            figures: BTreeMap::new(),
-            cases: Vec::new(),
-            failed: Vec::new(),
-            parts: Vec::new(),
-            facts: BTreeMap::new(),
-            skipped: None,
-            ended: false,
-        }
+        Self { out: Some(out), ..Self::default() }
     }
 
     /// Creates a report that writes a record a line, for the process that reads them.
@@ -211,9 +167,9 @@ impl<'a> Report<'a> {
     }
 
     fn write(&mut self, line: String) {
-        if self.broken.is_none() {
-            let written = writeln!(self.out, "{line}").and_then(|()| self.out.flush());
-            self.broken = written.err();
+        let Some(out) = &mut self.out else { return };
+        if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+            self.out = None;
         }
     }
 
@@ -264,7 +220,8 @@ impl<'a> Report<'a> {
     /// Notes how a part ended.
     pub(crate) fn part(&mut self, name: &'static str, ended: Ended, took: Duration) {
         if !matches!(ended, Ended::Ran | Ended::Failed) {
-            self.line(&format!("part {}: {name}: {}", ended.word(), ended.detail()));
+            let (word, detail) = ended.text();
+            self.line(&format!("part {word}: {name}: {detail}"));
         }
         self.parts.push((name, ended, took));
     }
@@ -298,25 +255,34 @@ impl<'a> Report<'a> {
     }
 
     /// The goals, each with the measured value and whether it holds.
-    fn measured(&self) -> impl Iterator<Item = (&'static str, Wanted, Option<(f64, bool)>)> {
-        GOALS.iter().map(|&(name, wanted)| {
+    fn measured(&self) -> impl Iterator<Item = (&'static str, String, Option<(f64, bool)>)> {
+        GOALS.iter().map(|&(name, order, bound)| {
             let value = self.figures.get(name).map(|&(value, _)| value);
-            (name, wanted, value.map(|value| (value, wanted.holds(value))))
+            let holds = |value| if order == "<=" { value <= bound } else { value >= bound };
+            (name, format!("{order} {bound}"), value.map(|value| (value, holds(value))))
         })
     }
 
+    /// Ends the check: writes the table of goals and the results. Returns the exit code.
+    pub(crate) fn finish(&mut self, args: &Args) -> u8 {
+        if self.skipped.is_none() {
+            self.goals();
+        }
+        if let Some(path) = &args.json {
+            self.save(path);
+        }
+        self.exit_code()
+    }
+
     /// Writes the table of goals.
-    pub(crate) fn goals(&mut self) {
-        let mut lines = vec![
-            String::new(),
-            format!("{:<34} {:>8} {:>12}  holds", "goal", "wanted", "measured"),
-        ];
+    fn goals(&mut self) {
+        let mut lines = vec![format!("\n{:<34} {:>8} {:>12}  holds", "goal", "wanted", "measured")];
         for (name, wanted, found) in self.measured() {
             let (measured, holds) = match found {
                 None => ("-".to_owned(), "not measured"),
                 Some((value, holds)) => (format!("{value:.3}"), if holds { "yes" } else { "NO" }),
             };
-            lines.push(format!("{name:<34} {:>8} {measured:>12}  {holds}", wanted.text()));
+            lines.push(format!("{name:<34} {wanted:>8} {measured:>12}  {holds}"));
         }
         let wrong = self.cases.iter().filter(|(_, fault)| fault.is_some()).count();
         lines.push(format!("failed cases: {wrong} of {}", self.cases.len()));
@@ -325,7 +291,7 @@ impl<'a> Report<'a> {
             if *ended != Ended::Ran {
                 failed.insert(name);
             }
-            let (word, detail, s) = (ended.word(), ended.detail(), took.as_secs_f64());
+            let ((word, detail), s) = (ended.text(), took.as_secs_f64());
             lines.push(format!("part {name:<14} {word:<8} {s:>6.1} s  {detail}"));
         }
         lines.push(format!("parts that did not run to their end: {}", failed.len()));
@@ -334,21 +300,22 @@ impl<'a> Report<'a> {
 
     /// Everything, for programs.
     fn json(&self) -> Value {
-        let figures = self.figures.iter();
-        let figures: serde_json::Map<_, _> = figures
-            .map(|(name, (value, unit))| (name.clone(), json!({ "value": value, "unit": unit })))
-            .collect();
-        let goals = self.measured().map(|(name, wanted, found)| {
+        let figures = self
+            .figures
+            .iter()
+            .map(|(name, (value, unit))| (name.clone(), json!({ "value": value, "unit": unit })));
+        let goals = self.measured().map(|(name, goal, found)| {
             let (measured, holds) = found.unzip();
-            json!({ "name": name, "goal": wanted.text(), "measured": measured, "holds": holds })
+            json!({ "name": name, "goal": goal, "measured": measured, "holds": holds })
         });
-        let cases = self.cases.iter();
-        let cases = cases
+        let cases = self
+            .cases
+            .iter()
             .map(|(name, fault)| json!({ "name": name, "held": fault.is_none(), "fault": fault }));
         let failed = self.failed.iter();
         let failed = failed.map(|(part, cause)| json!({ "part": part, "cause": cause }));
         let parts = self.parts.iter().map(|(part, ended, took)| {
-            let (word, detail) = (ended.word(), ended.detail());
+            let (word, detail) = ended.text();
             json!({ "part": part, "ended": word, "detail": detail, "s": took.as_secs_f64() })
         });
         json!({
@@ -356,7 +323,7 @@ impl<'a> Report<'a> {
             "skipped": self.skipped,
             "device": self.facts,
             "cases": cases.collect::<Value>(),
-            "figures": figures,
+            "figures": figures.collect::<serde_json::Map<_, _>>(),
             "goals": goals.collect::<Value>(),
             "parts_failed": failed.collect::<Value>(),
             "parts": parts.collect::<Value>(),
@@ -368,7 +335,7 @@ impl<'a> Report<'a> {
         let all_ran = self.parts.iter().all(|(_, ended, _)| *ended == Ended::Ran);
         if self.cases.iter().any(|(_, fault)| fault.is_some()) {
             1
-        } else if self.failed.is_empty() && self.broken.is_none() && all_ran {
+        } else if self.failed.is_empty() && self.out.is_some() && all_ran {
             0
         } else {
             2

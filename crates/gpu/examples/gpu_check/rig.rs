@@ -2,13 +2,14 @@
 //!
 //! Copies are cudarc's, unmodified; time is the crate's clock. It decides nothing.
 //!
-//! Invariant: `words(n, at, seed)` always returns the same value.
+//! Invariant: `word(block, at, seed)` always returns the same value.
 #![expect(unsafe_code, reason = "allocations without an arena, whose contents are never read")]
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, PinnedHostSlice, result};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, PinnedHostSlice};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Bell, Clock, SystemClock};
 use lowtide_gpu::decay::DecayTime;
@@ -21,9 +22,6 @@ use super::cli::Args;
 
 /// The share of the device's headroom that a part takes at most.
 const SHARE: f64 = 0.85;
-
-/// Words that are looked at, at each of a few places of a block.
-const SAMPLE: usize = 512;
 
 /// The device and the command line.
 pub(crate) struct Rig<'a> {
@@ -58,23 +56,24 @@ impl<'a> Rig<'a> {
 
     /// So much, or what fits of it into the headroom with some to spare; whole blocks.
     pub(crate) fn fitting(&self, wanted: ByteSize, block: ByteSize) -> Result<ByteSize, Fault> {
-        let most = self.headroom()?.scaled(SHARE);
-        whole_blocks(wanted.min(most), block)
+        whole_blocks(wanted.min(self.headroom()?.scaled(SHARE)), block)
     }
 
-    /// Opens an arena that releases only memory that was idle for this long.
+    /// Opens an arena that releases only memory that was idle for this long, and a lane of a stream
+    /// of its own.
     pub(crate) fn arena(
         &self,
         name: &str,
         limit: ByteSize,
         decay: DecayTime,
-    ) -> Result<DeviceArena, Fault> {
+    ) -> Result<(DeviceArena, Lane), Fault> {
         let config = ArenaConfig { limit, decay, ..ArenaConfig::new(name) };
         let clock: Arc<dyn Clock> = self.clock.clone();
-        Ok(DeviceArena::open(self.driver.clone(), clock, config)?)
+        let arena = DeviceArena::open(self.driver.clone(), clock, config)?;
+        let lane = self.lane(&arena)?;
+        Ok((arena, lane))
     }
 
-    /// A lane of a stream of its own.
     pub(crate) fn lane(&self, arena: &DeviceArena) -> Result<Lane, Fault> {
         Ok(arena.cuda_lane(&self.context.new_stream()?)?)
     }
@@ -164,65 +163,36 @@ fn word(block: usize, at: usize, seed: u64) -> u64 {
 }
 
 /// Writes the pattern of each block into it.
-pub(crate) fn fill(
-    lane: &Lane,
-    blocks: &mut [Buffer<u64>],
-    staging: &mut [u64],
-    seed: u64,
-) -> Outcome {
+pub(crate) fn fill(lane: &Lane, blocks: &mut [Buffer<u64>], seed: u64) -> Outcome {
     for (number, block) in blocks.iter_mut().enumerate() {
-        for (at, to) in staging.iter_mut().enumerate() {
-            *to = word(number, at, seed);
-        }
+        let words: Vec<_> = (0..block.len()).map(|at| word(number, at, seed)).collect();
         let lease = lane.enter()?;
-        stream(lane)?.memcpy_htod(&*staging, &mut block.cuda_mut(&lease)?)?;
+        stream(lane)?.memcpy_htod(&words, &mut block.cuda_mut(&lease)?)?;
         stream(lane)?.synchronize()?;
     }
     Ok(())
 }
 
-/// Returns the number of bytes of a block that differ from those written, at a few places that vary
-/// by round.
-pub(crate) fn changed_samples(
-    lane: &Lane,
-    (number, block): (usize, &Buffer<u64>),
-    round: usize,
-    seed: u64,
-) -> Result<u64, Fault> {
-    let span = SAMPLE.min(block.len());
-    let room = block.len() - span;
-    let middle = (round.wrapping_mul(7_919) + number * 104_729) % (room + 1);
-    let mut changed = 0;
-    for start in [0, middle, room] {
-        let lease = lane.enter()?;
-        let slice = block.cuda(&lease)?;
-        let found = stream(lane)?.clone_dtoh(&slice.slice(start..start + span))?;
-        stream(lane)?.synchronize()?;
-        changed += different(&found, (number, start), seed);
-    }
-    Ok(changed)
-}
-
-/// The same of all bytes of it.
+/// Returns the number of bytes in these words of a block that differ from those written.
 pub(crate) fn changed(
     lane: &Lane,
     (number, block): (usize, &Buffer<u64>),
-    staging: &mut [u64],
+    words: Range<usize>,
     seed: u64,
 ) -> Result<u64, Fault> {
-    staging.fill(0);
     let lease = lane.enter()?;
-    stream(lane)?.memcpy_dtoh(block.cuda(&lease)?, staging)?;
+    let found = stream(lane)?.clone_dtoh(&block.cuda(&lease)?.slice(words.clone()))?;
     stream(lane)?.synchronize()?;
-    Ok(different(staging, (number, 0), seed))
-}
-
-fn different(found: &[u64], (number, start): (usize, usize), seed: u64) -> u64 {
-    let bytes = found.iter().zip(start..).map(|(&found, at)| {
+    let bytes = found.iter().zip(words).map(|(&found, at)| {
         let differs = (found ^ word(number, at, seed)).to_ne_bytes();
         differs.iter().filter(|&&byte| byte != 0).count() as u64
     });
-    bytes.sum()
+    Ok(bytes.sum())
+}
+
+/// The same of all bytes of all blocks.
+pub(crate) fn changed_all(lane: &Lane, held: &[Buffer<u64>], seed: u64) -> Result<u64, Fault> {
+    held.iter().enumerate().map(|it| changed(lane, it, 0..it.1.len(), seed)).sum()
 }
 
 /// Device memory from cudarc, freed on drop, without an arena.
@@ -243,40 +213,14 @@ pub(crate) fn page_locked(
     Ok(unsafe { context.alloc_pinned_with_flags(words, 0) }?)
 }
 
-/// `cuMemAllocAsync` and `cuMemFreeAsync`, and nothing else. The stream's context is current.
-pub(crate) fn raw_pair(stream: &CudaStream, len: usize) -> Outcome {
-    // SAFETY: the stream is alive; the contents are never read.
-    let at = unsafe { result::malloc_async(stream.cu_stream(), len) }?;
-    // SAFETY: allocated above, freed once, in the order of the same stream.
-    Ok(unsafe { result::free_async(at, stream.cu_stream()) }?)
-}
-
-/// Measures a copy within the device, from one block into another.
-pub(crate) fn copied(
-    rig: &Rig<'_>,
-    lane: &Lane,
-    from: &Buffer<u64>,
-    to: &mut Buffer<u64>,
-) -> Result<Duration, Fault> {
-    let (lease, stream) = (lane.enter()?, stream(lane)?);
-    let (from, mut to) = (from.cuda(&lease)?, to.cuda_mut(&lease)?);
-    stream.synchronize()?;
-    let copy = || stream.memcpy_dtod(from, &mut to).and_then(|()| stream.synchronize());
-    Ok(rig.timed(copy)?.0)
-}
-
 /// Returns the median; NaN if there are no values.
 pub(crate) fn median(values: &[f64]) -> f64 {
-    quantile(values, 50)
+    quantile(values, 500)
 }
 
-/// Returns the value below or at which this percentage of the values lies; NaN if there are none.
-pub(crate) fn quantile(values: &[f64], hundredths: usize) -> f64 {
-    per_mille(values, 10 * hundredths)
-}
-
-/// The same of thousandths.
-pub(crate) fn per_mille(values: &[f64], thousandths: usize) -> f64 {
+/// Returns the value below or at which so many thousandths of the values lie; NaN if there are
+/// none.
+pub(crate) fn quantile(values: &[f64], thousandths: usize) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let at = (sorted.len() * thousandths / 1_000).min(sorted.len().saturating_sub(1));
@@ -292,9 +236,9 @@ pub(crate) fn nanos(took: Duration) -> f64 {
     took.as_secs_f64() * 1e9
 }
 
-/// Returns the process's resident bytes, if the kernel reports them.
-pub(crate) fn resident() -> Option<ByteSize> {
-    kernel_bytes("/proc/self/status", "VmRSS:")
+/// Returns the process's resident bytes; 0 if the kernel does not report them.
+pub(crate) fn resident() -> ByteSize {
+    kernel_bytes("/proc/self/status", "VmRSS:").unwrap_or_default()
 }
 
 /// Reads an entry in kB of one of the kernel's files.

@@ -18,12 +18,15 @@ use lowtide_gpu::{Buffer, Contents, DeviceArena, Lane, SleepOptions};
 use super::cases::{Fault, Outcome};
 use super::report::Report;
 use super::rig::{
-    Rig, blocks, changed, changed_samples, fill, float, kernel_bytes, median, page_locked, rate,
+    Rig, blocks, changed, changed_all, fill, float, kernel_bytes, median, page_locked, rate,
     stream, whole_blocks, words_of,
 };
 
 /// The time allowed for the driver to report memory as free, which may lag.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Words that are looked at after each wake, at each of three places of a block.
+const SAMPLE: usize = 512;
 
 const DISCARD: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
@@ -32,20 +35,20 @@ const DISCARD: SleepOptions =
 /// is reused.
 pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (block, seed) = (rig.args.block, rig.args.seed);
-    let size = rig.fitting(rig.args.sleep_size.min(host_share()), block)?;
-    let mut staging = vec![0_u64; words_of(block)?];
-    let arena = rig.arena("sleep_keep", ByteSize::MAX, DecayTime::Never)?;
-    let lane = rig.lane(&arena)?;
+    // Half of the host's memory, if the kernel reports it.
+    let share = kernel_bytes("/proc/meminfo", "MemAvailable:").map(|bytes| bytes.scaled(0.5));
+    let most = rig.args.sleep_size.min(share.unwrap_or(ByteSize::MAX));
+    let size = rig.fitting(most, block)?;
+    let (arena, lane) = rig.arena("sleep_keep", ByteSize::MAX, DecayTime::Never)?;
     let mut held = blocks(&lane, size, block)?;
     report.figure("gpu.sleep_keep.bytes", size.as_f64(), "bytes");
     let [to_host, to_device, plain] = plain(rig, &lane, &mut held, block)?;
     report.figure("gpu.baseline.to_host_bytes_per_s", to_host, "bytes/s");
     report.figure("gpu.baseline.to_device_bytes_per_s", to_device, "bytes/s");
     report.figure("gpu.sleep_keep.plain_bytes_per_s", plain, "bytes/s");
-    fill(&lane, &mut held, &mut staging, seed)?;
-    let mut seen = Seen { freed: f64::INFINITY, ..Seen::default() };
+    fill(&lane, &mut held, seed)?;
     let addresses = addresses(&lane, &held)?;
-    let mut usual = Seen { freed: f64::INFINITY, ..Seen::default() };
+    let (mut usual, mut seen) = (Seen::default(), Seen::default());
     for _ in 0..rig.args.repetitions {
         cycle(rig, &arena, &mut usual)?;
     }
@@ -58,29 +61,23 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         }
     }
     arena.set_stores_max(ByteSize::MAX);
+    let mut differ = 0;
     let outcome = (0..rig.args.cycles).try_for_each(|round| {
         cycle(rig, &arena, &mut seen)?;
-        for it in held.iter().enumerate() {
-            seen.changed += changed_samples(&lane, it, round, seed)?;
-        }
-        seen.cycles += 1;
+        differ += sampled(&lane, &held, round, seed)?;
         Ok::<_, Fault>(())
     });
-    report.figure("gpu.sleep_keep.freed_ratio", seen.freed, "of what was committed");
+    let freed = seen.freed.iter().copied().fold(f64::INFINITY, f64::min);
+    report.figure("gpu.sleep_keep.freed_ratio", freed, "of what was committed");
     report.figure("gpu.sleep_keep.sleep_bytes_per_s", median(&seen.down), "bytes/s");
     report.figure("gpu.sleep_keep.wake_bytes_per_s", median(&seen.up), "bytes/s");
     report.figure("gpu.sleep_keep.copy_rate_ratio", median(&seen.both) / plain, "of a plain copy");
-    if let Some(&first) = seen.both.first() {
-        report.figure("gpu.sleep_keep.first_bytes_per_s", first, "bytes/s");
-    }
     let ratio = median(&usual.both) / plain;
     report.figure("gpu.sleep_keep.released_rate_ratio", ratio, "of a plain copy");
-    report.figure("gpu.sleep_keep.cycles", float(seen.cycles), "cycles");
+    report.figure("gpu.sleep_keep.cycles", float(seen.both.len()), "cycles");
     outcome?;
-    for it in held.iter().enumerate() {
-        seen.changed += changed(&lane, it, &mut staging, seed)?;
-    }
-    report.figure("gpu.sleep_keep.bytes_changed", float(seen.changed), "bytes");
+    differ += changed_all(&lane, &held, seed)?;
+    report.figure("gpu.sleep_keep.bytes_changed", float(differ), "bytes");
     if addresses != self::addresses(&lane, &held)? {
         return Err("the address of a block has changed".into());
     }
@@ -88,41 +85,47 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     Ok(arena.close()?)
 }
 
-/// The results of the cycles.
+/// Returns the number of changed bytes at a few places of each block, which vary by round.
+fn sampled(lane: &Lane, held: &[Buffer<u64>], round: usize, seed: u64) -> Result<u64, Fault> {
+    let mut differ = 0;
+    for (number, block) in held.iter().enumerate() {
+        let span = SAMPLE.min(block.len());
+        let room = block.len() - span;
+        let middle = (round.wrapping_mul(7_919) + number * 104_729) % (room + 1);
+        for start in [0, middle, room] {
+            differ += changed(lane, (number, block), start..start + span, seed)?;
+        }
+    }
+    Ok(differ)
+}
+
+/// The results of the cycles: the fractions of the committed memory that the driver got back, and
+/// bytes a second.
 #[derive(Default)]
 struct Seen {
-    /// The smallest of all cycles.
-    freed: f64,
+    freed: Vec<f64>,
     down: Vec<f64>,
     up: Vec<f64>,
     both: Vec<f64>,
-    cycles: u64,
-    changed: u64,
 }
 
 fn cycle(rig: &Rig<'_>, arena: &DeviceArena, seen: &mut Seen) -> Outcome {
     let committed = arena.snapshot().committed;
     let before = rig.headroom()?;
     let (down, slept) = rig.timed(|| arena.sleep(SleepOptions::default()))?;
-    seen.freed = seen.freed.min(freed(rig, before, committed)?);
-    let (up, woken) = rig.timed(|| arena.wake())?;
-    if slept.offloaded != woken.restored {
-        return Err(
-            format!("{} were offloaded, {} restored", slept.offloaded, woken.restored).into()
-        );
-    }
-    seen.down.push(rate(slept.offloaded, down));
-    seen.up.push(rate(woken.restored, up));
-    seen.both.push(rate(slept.offloaded.saturating_add(woken.restored), down + up));
-    Ok(())
-}
-
-/// Returns the fraction of the committed memory that the driver got back.
-fn freed(rig: &Rig<'_>, before: ByteSize, committed: ByteSize) -> Result<f64, Fault> {
-    rig.poll(PATIENCE, Duration::from_millis(10), || {
+    seen.freed.push(rig.poll(PATIENCE, Duration::from_millis(10), || {
         let ratio = rig.headroom()?.saturating_sub(before).as_f64() / committed.as_f64();
         Ok((ratio >= 0.99, ratio))
-    })
+    })?);
+    let (up, woken) = rig.timed(|| arena.wake())?;
+    let (out, back) = (slept.offloaded, woken.restored);
+    if out != back {
+        return Err(format!("{out} were offloaded, {back} restored").into());
+    }
+    seen.down.push(rate(out, down));
+    seen.up.push(rate(back, up));
+    seen.both.push(rate(out.saturating_add(back), down + up));
+    Ok(())
 }
 
 /// Bytes a second of plain copies: all blocks out, all in, and both.
@@ -149,9 +152,10 @@ fn plain(
             }
             Ok(stream.synchronize()?)
         })?;
-        rates[0].push(rate(bytes, down));
-        rates[1].push(rate(bytes, up));
-        rates[2].push(rate(bytes.saturating_add(bytes), down + up));
+        let both = (bytes.saturating_add(bytes), down + up);
+        for (rates, (bytes, took)) in rates.iter_mut().zip([(bytes, down), (bytes, up), both]) {
+            rates.push(rate(bytes, took));
+        }
     }
     Ok(rates.map(|rates| median(&rates)))
 }
@@ -168,8 +172,7 @@ fn addresses(lane: &Lane, held: &[Buffer<u64>]) -> Result<Vec<u64>, Fault> {
 pub(crate) fn discard(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let block = rig.args.block;
     let size = rig.fitting(rig.args.sleep_size, block)?;
-    let arena = rig.arena("sleep_discard", ByteSize::MAX, DecayTime::Never)?;
-    let lane = rig.lane(&arena)?;
+    let (arena, lane) = rig.arena("sleep_discard", ByteSize::MAX, DecayTime::Never)?;
     let held = blocks(&lane, size, block)?;
     let (mut whole, mut downs, mut ups) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..rig.args.repetitions {
@@ -192,8 +195,7 @@ pub(crate) fn discard(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
 
 /// Measures the seconds to commit as much for new blocks, and to release it after they are freed.
 fn unmaps_and_commits(rig: &Rig<'_>, size: ByteSize) -> Result<f64, Fault> {
-    let arena = rig.arena("calls_alone", ByteSize::MAX, DecayTime::Never)?;
-    let lane = rig.lane(&arena)?;
+    let (arena, lane) = rig.arena("calls_alone", ByteSize::MAX, DecayTime::Never)?;
     // Runs of at most 1 GiB, as a sleep makes its calls.
     let block = size.min(ByteSize::gib(1));
     let size = whole_blocks(size, block).unwrap_or(block);
@@ -211,9 +213,4 @@ fn unmaps_and_commits(rig: &Rig<'_>, size: ByteSize) -> Result<f64, Fault> {
     drop(lane);
     arena.close()?;
     Ok(median(&all))
-}
-
-/// Returns half of the available host memory; a very large value if the kernel does not report it.
-fn host_share() -> ByteSize {
-    kernel_bytes("/proc/meminfo", "MemAvailable:").map_or(ByteSize::MAX, |bytes| bytes.scaled(0.5))
 }

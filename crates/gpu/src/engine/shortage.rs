@@ -134,7 +134,7 @@ fn figures(failure: &AllocFailure) -> (ByteSize, Bound, ByteSize) {
 // reach a caller.
 
 /// The number of blocks and free spans that a plan covers in each range of each region. A plan then
-/// takes about 4 ms (`benches/time`).
+/// takes about 4 ms.
 const PARTS_MAX: usize = 256;
 
 /// The time between plans, as a multiple of the last plan's duration. Errors come in bursts: with

@@ -10,7 +10,7 @@
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::{CudaContext, sys};
 
 use super::super::cases::{Fault, Outcome};
 
@@ -66,18 +66,13 @@ impl Gpu {
         let location = Location { kind: 1, ordinal: context.cu_device() };
         let prop = Prop { kind: 1, shareable: 0, location, windows: 0, flags: [0; 8] };
         let mut gpu = Self { context, prop, granularity: 1 };
-        gpu.granularity = gpu.granule(false).unwrap_or(1).max(1);
+        gpu.granularity = gpu.granule().unwrap_or(1).max(1);
         Ok(gpu)
     }
 
-    /// Asks the granularity, the smallest or the recommended one.
-    pub(crate) fn granule(&self, recommended: bool) -> Result<usize, Fault> {
-        use sys::CUmemAllocationGranularity_flags as Kind;
-        let kind = if recommended {
-            Kind::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        } else {
-            Kind::CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        };
+    /// Asks the smallest granularity.
+    pub(crate) fn granule(&self) -> Result<usize, Fault> {
+        let kind = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         let (mut bytes, prop) = (0, ptr::from_ref(&self.prop).cast());
         // SAFETY: both references outlive the call.
         let code = unsafe { sys::cuMemGetAllocationGranularity(&mut bytes, prop, kind) };
@@ -114,91 +109,68 @@ impl Drop for Physical {
     }
 }
 
-/// A reserved range of device addresses, cut in pieces of one handle each.
+/// A reserved range of device addresses, cut in pieces of one handle each, which are mapped and
+/// unmapped in their order.
 pub(crate) struct Range {
     pub(crate) base: u64,
     piece: usize,
-    mapped: Vec<bool>,
+    count: usize,
+    mapped: std::ops::Range<usize>,
     access: Access,
-    is_reserved: bool,
 }
 
 impl Range {
     /// Reserves `count` pieces of `piece` bytes; multiples of the granularity.
     pub(crate) fn reserve(gpu: &Gpu, piece: usize, count: usize) -> Result<Self, Fault> {
-        let mapped = vec![false; count];
         let access = Access { location: gpu.prop.location, flags: 3 };
         let mut base = 0;
         // SAFETY: the reference outlives the call.
         let code =
             unsafe { sys::cuMemAddressReserve(&mut base, piece.saturating_mul(count), 0, 0, 0) };
         checked("cuMemAddressReserve", code)?;
-        Ok(Self { base, piece, mapped, access, is_reserved: true })
+        Ok(Self { base, piece, count, mapped: 0..0, access })
     }
 
-    fn at(&self, index: usize) -> u64 {
-        self.base + (index * self.piece) as u64
-    }
-
-    fn bytes(&self) -> usize {
-        self.piece * self.mapped.len()
+    /// The address and the bytes of a piece, or of all.
+    fn span(&self, index: Option<usize>) -> (u64, usize) {
+        match index {
+            Some(index) => (self.base + (index * self.piece) as u64, self.piece),
+            None => (self.base, self.piece * self.count),
+        }
     }
 
     pub(crate) fn map(&mut self, index: usize, physical: &Physical) -> Outcome {
-        let (at, handle) = (self.at(index), physical.0.unwrap_or(0));
+        let ((at, bytes), handle) = (self.span(Some(index)), physical.0.unwrap_or(0));
         // SAFETY: the handle is alive while `physical` is; a refused address is an error code.
-        checked("cuMemMap", unsafe { sys::cuMemMap(at, self.piece, 0, handle, 0) })?;
-        self.mapped[index] = true;
+        checked("cuMemMap", unsafe { sys::cuMemMap(at, bytes, 0, handle, 0) })?;
+        self.mapped.end = index + 1;
         Ok(())
     }
 
-    pub(crate) fn set_access(&self, index: usize) -> Outcome {
-        self.access_to(self.at(index), self.piece)
-    }
-
-    /// Access to the whole range in one call.
-    pub(crate) fn set_access_all(&self) -> Outcome {
-        self.access_to(self.base, self.bytes())
-    }
-
-    fn access_to(&self, at: u64, bytes: usize) -> Outcome {
-        let access = ptr::from_ref(&self.access).cast();
+    /// Gives access to a piece, or to all in one call.
+    pub(crate) fn set_access(&self, index: Option<usize>) -> Outcome {
+        let ((at, bytes), access) = (self.span(index), ptr::from_ref(&self.access).cast());
         // SAFETY: the reference outlives the call and one description is passed.
         checked("cuMemSetAccess", unsafe { sys::cuMemSetAccess(at, bytes, access, 1) })
     }
 
     /// The handle behind a piece, with a reference of its own.
     pub(crate) fn retain(&self, index: usize) -> Result<Physical, Fault> {
-        let (mut handle, at) = (0, ptr::without_provenance_mut(usize::try_from(self.at(index))?));
+        let (mut handle, (at, _)) = (0, self.span(Some(index)));
+        let at = ptr::without_provenance_mut(usize::try_from(at)?);
         // SAFETY: the address is only looked up, never read.
         let code = unsafe { sys::cuMemRetainAllocationHandle(&mut handle, at) };
         checked("cuMemRetainAllocationHandle", code).map(|()| Physical(Some(handle)))
     }
 
-    pub(crate) fn unmap(&mut self, index: usize) -> Outcome {
+    /// Unmaps a piece, or all in one call.
+    pub(crate) fn unmap(&mut self, index: Option<usize>) -> Outcome {
+        let (at, bytes) = self.span(index);
         // SAFETY: the range is this owner's and host code holds no reference into it; a kernel
         // that still used it would be a fault on the device and an error code here.
-        checked("cuMemUnmap", unsafe { sys::cuMemUnmap(self.at(index), self.piece) })?;
-        self.mapped[index] = false;
+        checked("cuMemUnmap", unsafe { sys::cuMemUnmap(at, bytes) })?;
+        self.mapped.start = index.map_or(self.mapped.end, |index| index + 1);
         Ok(())
-    }
-
-    /// Unmaps the whole range in one call.
-    pub(crate) fn unmap_all(&mut self) -> Outcome {
-        // SAFETY: as in `unmap`.
-        checked("cuMemUnmap", unsafe { sys::cuMemUnmap(self.base, self.bytes()) })?;
-        self.mapped.fill(false);
-        Ok(())
-    }
-
-    /// Writes 64 bytes at the start and reads them back.
-    pub(crate) fn write_and_read(&self) -> Outcome {
-        let mut read = [0_u8; 64];
-        // SAFETY: an address without memory is an error code and no host access.
-        unsafe { result::memset_d8_sync(self.base, 0x5A, read.len()) }?;
-        // SAFETY: the array has the length that is passed.
-        unsafe { result::memcpy_dtoh_sync(&mut read, self.base) }?;
-        if read == [0x5A; 64] { Ok(()) } else { Err(format!("read {read:?}, wrote 0x5A").into()) }
     }
 
     /// Frees the addresses; every piece must be unmapped.
@@ -207,21 +179,19 @@ impl Range {
     }
 
     fn end(&mut self) -> Outcome {
-        if !std::mem::take(&mut self.is_reserved) {
+        let (at, bytes) = self.span(None);
+        if std::mem::take(&mut self.count) == 0 {
             return Ok(());
         }
         // SAFETY: the base and length of one reservation, freed once.
-        let code = unsafe { sys::cuMemAddressFree(self.base, self.bytes()) };
-        checked("cuMemAddressFree", code)
+        checked("cuMemAddressFree", unsafe { sys::cuMemAddressFree(at, bytes) })
     }
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
-        for index in 0..self.mapped.len() {
-            if self.mapped[index] {
-                let _ = self.unmap(index);
-            }
+        for index in self.mapped.clone() {
+            let _ = self.unmap(Some(index));
         }
         let _ = self.end();
     }

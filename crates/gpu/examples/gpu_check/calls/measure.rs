@@ -1,7 +1,6 @@
 //! One cycle of the calls, each timed, with an optional load on another stream.
 //!
-//! It records the calls made, the calls that the load's kernel did not outlive, and the device time
-//! between the load's events. It prints nothing and decides nothing.
+//! It records the calls made, and the device time between the load's events. It prints nothing and decides nothing.
 //!
 //! Invariant: a call is recorded only if the load's kernels were still running when it began.
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
@@ -11,13 +10,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{
-    CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg, result, sys,
-};
+use cudarc::driver::{CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg, sys};
 use cudarc::nvrtc::Ptx;
 
 use super::super::cases::{Fault, Outcome};
-use super::super::rig::{float, median};
 use super::gpu::{Gpu, Physical, Range};
 
 /// The bytes that the load's kernel works on: a power of two.
@@ -64,7 +60,7 @@ impl Load {
         let piece = LOAD_BYTES.next_multiple_of(gpu.granularity);
         let mut buffer = Range::reserve(gpu, piece, 1)?;
         buffer.map(0, &Physical::create(gpu, piece)?)?;
-        buffer.set_access(0)?;
+        buffer.set_access(Some(0))?;
         let cores = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         let mut load = Self {
             kernel: context
@@ -166,23 +162,8 @@ impl Load {
 pub(crate) struct Seen {
     /// Host time of each call, in order, in microseconds.
     pub(crate) costs_us: Vec<f64>,
-    /// Calls at whose end the load had ended too.
-    pub(crate) outlasted: usize,
-    /// Host time from the last call's end to the load's end, in microseconds.
-    pub(crate) remaining_us: Vec<f64>,
     /// Device time between the load's events, in microseconds.
     pub(crate) gaps_us: Vec<f64>,
-}
-
-impl Seen {
-    /// Calls a second, and the medians of the first and the last tenth of the calls.
-    pub(crate) fn growth(&self) -> (f64, f64, f64) {
-        let costs = &self.costs_us;
-        let tenth = (costs.len() / 10).max(1).min(costs.len());
-        let (first, last) = (&costs[..tenth], &costs[costs.len() - tenth..]);
-        let rate = float(costs.len()) * 1e6 / costs.iter().sum::<f64>().max(1e-3);
-        (rate, median(first), median(last))
-    }
 }
 
 /// The records of all calls by name, and the concurrent load. `_all` = one call for the range.
@@ -190,8 +171,6 @@ impl Seen {
 pub(crate) struct Watch<'l> {
     load: Option<&'l mut Load>,
     seen: Vec<(&'static str, Seen)>,
-    /// Host bytes resident while everything was mapped.
-    pub(crate) mapped_rss: u64,
 }
 
 impl<'l> Watch<'l> {
@@ -223,7 +202,6 @@ impl<'l> Watch<'l> {
         });
         let seen = &mut self.seen[at].1;
         let mut made = Vec::with_capacity(count);
-        let mut ended = Instant::now();
         for index in 0..count {
             if let Some(load) = self.load.as_deref_mut()
                 && load.is_done()?
@@ -233,16 +211,12 @@ impl<'l> Watch<'l> {
             }
             let began = Instant::now();
             let result = each(index);
-            ended = Instant::now();
+            let took = began.elapsed();
             made.push(result?);
-            seen.costs_us.push((ended - began).as_secs_f64() * 1e6);
-            if let Some(load) = self.load.as_deref_mut() {
-                seen.outlasted += usize::from(load.is_done()?);
-            }
+            seen.costs_us.push(took.as_secs_f64() * 1e6);
         }
         if let Some(load) = self.load.as_deref_mut() {
             load.finish(&mut seen.gaps_us)?;
-            seen.remaining_us.push(ended.elapsed().as_secs_f64() * 1e6);
         }
         Ok(made)
     }
@@ -262,31 +236,21 @@ impl<'l> Watch<'l> {
         let handles = self.phase("create", count, |_| Physical::create(gpu, piece))?;
         self.phase("map", count, |index| range.map(index, &handles[index]))?;
         if all {
-            self.phase("set_access_all", 1, |_| range.set_access_all())?;
+            self.phase("set_access_all", 1, |_| range.set_access(None))?;
         } else {
-            self.phase("set_access", count, |index| range.set_access(index))?;
+            self.phase("set_access", count, |index| range.set_access(Some(index)))?;
         }
-        self.mapped_rss = self.mapped_rss.max(super::rss_bytes());
         self.phase("retain", count.min(16), |index| range.retain(index))?;
-        self.phase("granularity", 1, |_| gpu.granule(false))?;
+        self.phase("granularity", 1, |_| gpu.granule())?;
         if all {
-            self.phase("unmap_all", 1, |_| range.unmap_all())?;
+            self.phase("unmap_all", 1, |_| range.unmap(None))?;
         } else {
-            self.phase("unmap", count, |index| range.unmap(index))?;
+            self.phase("unmap", count, |index| range.unmap(Some(index)))?;
         }
         let mut handles = handles.into_iter();
         self.phase("release", count, |_| handles.next().map_or(Ok(()), Physical::release))?;
         let mut range = Some(range);
         self.phase("address_free", 1, |_| range.take().map_or(Ok(()), Range::free))?;
-        Ok(())
-    }
-
-    /// cuMemFree, of which the manual says that it waits: shows that a wait would be seen.
-    pub(crate) fn plain_free(&mut self, bytes: usize) -> Outcome {
-        // SAFETY: the context is current; the memory is never used.
-        let at = unsafe { result::malloc_sync(bytes) }?;
-        // SAFETY: allocated above and freed once.
-        self.phase("plain_free", 1, |_| Ok(unsafe { result::free_sync(at) }?))?;
         Ok(())
     }
 }

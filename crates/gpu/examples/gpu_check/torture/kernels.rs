@@ -80,14 +80,13 @@ impl Kernels {
         // SAFETY: written by the first kernel below before it is read.
         let at = unsafe { result::malloc_sync(64 << 10) }?;
         let words = Words { at, count: 16 << 10, seed: 1 };
-        let ran = self
-            .fill(&stream, words, Duration::from_millis(1))
-            .and_then(|()| self.check(&stream, words, Duration::ZERO))
-            .and_then(|()| self.wrong_after(&stream))
-            .and_then(|right| {
-                self.check(&stream, Words { seed: 2, ..words }, Duration::ZERO)?;
-                Ok((right.words, self.wrong_after(&stream)?.words))
-            });
+        let found = |words: Words| -> Result<u64, Fault> {
+            self.queue(&stream, words, Duration::ZERO, true)?;
+            stream.synchronize()?;
+            Ok(self.wrong()?.words)
+        };
+        let ran = self.queue(&stream, words, Duration::from_millis(1), false);
+        let ran = ran.and_then(|()| Ok((found(words)?, found(Words { seed: 2, ..words })?)));
         stream.synchronize()?;
         // SAFETY: allocated above, and all work on it is done.
         unsafe { result::free_sync(at) }?;
@@ -102,29 +101,25 @@ impl Kernels {
         }
     }
 
-    fn wrong_after(&self, stream: &CudaStream) -> Result<Wrong, Fault> {
-        stream.synchronize()?;
-        self.wrong()
-    }
-
-    /// Queues a kernel that waits for so long and then writes the pattern.
-    pub(super) fn fill(&self, stream: &CudaStream, words: Words, delay: Duration) -> Outcome {
-        let (Words { at, count, seed }, ns) = (words, nanoseconds(delay));
-        let mut launch = stream.launch_builder(&self.fill);
+    /// Queues a kernel that waits for so long and then writes the pattern, or the one that then
+    /// counts the words that differ.
+    pub(super) fn queue(
+        &self,
+        stream: &CudaStream,
+        words: Words,
+        delay: Duration,
+        is_check: bool,
+    ) -> Outcome {
+        let (Words { at, count, seed }, ns) = (words, delay.as_nanos());
+        let ns = u64::try_from(ns).unwrap_or(u64::MAX);
+        let mut launch = stream.launch_builder(if is_check { &self.check } else { &self.fill });
         launch.arg(&at).arg(&count).arg(&seed).arg(&ns);
-        // SAFETY: the kernel takes these four (torture.ptx), and writes within the words, which
-        // the caller's lease keeps alive until it is done.
-        unsafe { launch.launch(GRID) }?;
-        Ok(())
-    }
-
-    /// Queues a kernel that waits for so long and then counts the words that differ.
-    pub(super) fn check(&self, stream: &CudaStream, words: Words, delay: Duration) -> Outcome {
-        let (Words { at, count, seed }, ns) = (words, nanoseconds(delay));
-        let mut launch = stream.launch_builder(&self.check);
-        launch.arg(&at).arg(&count).arg(&seed).arg(&ns).arg(&self.counts);
-        // SAFETY: the kernel takes these five (torture.ptx), reads within the words and adds to the
-        // counts, which live until the device is idle.
+        if is_check {
+            launch.arg(&self.counts);
+        }
+        // SAFETY: the kernels take these four, and one the counts (torture.ptx). They stay within
+        // the words, which the caller's lease keeps alive until they are done; the counts live
+        // until the device is idle.
         unsafe { launch.launch(GRID) }?;
         Ok(())
     }
@@ -142,7 +137,7 @@ impl Kernels {
     /// Queues a kernel that waits and touches nothing, and waits for it.
     pub(super) fn launch_and_wait(&self, stream: &CudaStream) -> Outcome {
         let nothing = Words { at: self.counts, count: 0, seed: 0 };
-        self.fill(stream, nothing, Duration::ZERO)?;
+        self.queue(stream, nothing, Duration::ZERO, false)?;
         Ok(stream.synchronize()?)
     }
 
@@ -150,7 +145,7 @@ impl Kernels {
     pub(super) fn lose_context(&self, stream: &CudaStream) -> Result<(), DriverError> {
         let nowhere = Words { at: 1 << 20, count: 1, seed: 0 };
         // The launch succeeds; the wait says what became of it.
-        let _ = self.fill(stream, nowhere, Duration::ZERO);
+        let _ = self.queue(stream, nowhere, Duration::ZERO, false);
         stream.synchronize()
     }
 }
@@ -163,8 +158,4 @@ impl Drop for Kernels {
             let _ = unsafe { result::free_sync(self.counts) };
         }
     }
-}
-
-fn nanoseconds(delay: Duration) -> u64 {
-    u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -14,9 +14,10 @@
 mod kernels;
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -66,7 +67,6 @@ struct Counts {
     steps: AtomicU64,
     blocks: AtomicU64,
     kernels: AtomicU64,
-    refused: AtomicU64,
     released: AtomicU64,
     sleeps: AtomicU64,
     moves: AtomicU64,
@@ -105,7 +105,7 @@ pub(crate) fn torture(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let start = rig.clock.now();
     let shared = Shared {
         rig,
-        arena: rig.arena("torture", size, DecayTime::from_duration(DECAY))?,
+        arena: rig.arena("torture", size, DecayTime::from_duration(DECAY))?.0,
         kernels,
         counts: Counts::default(),
         seed: AtomicU32::new(1),
@@ -124,19 +124,15 @@ pub(crate) fn torture(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         let launcher = scope.spawn(move || {
             shared.stopping(|| latencies(rig, &shared.kernels, unrelated, LAUNCHES, ended))
         });
-        let panicked = || Fault::from("a thread panicked");
-        let done: Vec<Outcome> = workers
-            .into_iter()
-            .map(|worker| worker.join().unwrap_or_else(|_| Err(panicked())))
-            .collect();
+        let done: Vec<_> = workers.into_iter().map(ScopedJoinHandle::join).collect();
         ended.store(true, Ordering::Relaxed);
-        (launcher.join().unwrap_or_else(|_| Err(panicked())), done)
+        (launcher.join(), done)
     });
     let took = rig.clock.now() - start;
-    let outcome = done.into_iter().collect::<Outcome>();
+    let outcome = done.into_iter().flatten().collect::<Outcome>();
     let wrong = shared.kernels.wrong();
     write_counts(&shared.counts, took, report);
-    if let Ok(busy) = busy {
+    if let Ok(Ok(busy)) = busy {
         write_latencies(&quiet, &busy, report);
     }
     let wrong = wrong?;
@@ -177,10 +173,10 @@ fn write_latencies(quiet: &[f64], busy: &[f64], report: &mut Report<'_>) {
     for (when, took_us) in [("quiet_launch", quiet), ("launch", busy)] {
         for share in [50, 99] {
             let name = format!("gpu.torture.{when}_p{share}_us");
-            report.figure(&name, quantile(took_us, share), "us");
+            report.figure(&name, quantile(took_us, 10 * share), "us");
         }
     }
-    let added = (quantile(busy, 99) - quantile(quiet, 99)).max(0.0);
+    let added = (quantile(busy, 990) - quantile(quiet, 990)).max(0.0);
     report.figure("gpu.torture.added_launch_p99_us", added, "us");
 }
 
@@ -190,7 +186,6 @@ fn write_counts(counts: &Counts, took: Duration, report: &mut Report<'_>) {
         ("steps", &counts.steps, "steps"),
         ("blocks", &counts.blocks, "blocks"),
         ("kernels", &counts.kernels, "kernels"),
-        ("refused", &counts.refused, "allocations"),
         ("released_bytes", &counts.released, "bytes"),
         ("sleeps", &counts.sleeps, "sleeps"),
         ("moves", &counts.moves, "moves"),
@@ -209,16 +204,8 @@ pub(crate) fn lose_context(rig: &Rig<'_>) -> Outcome {
 impl Shared<'_> {
     /// Stops the other threads if this one fails or panics.
     fn stopping<T>(&self, act: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
-        struct Stop<'a>(&'a AtomicBool);
-        impl Drop for Stop<'_> {
-            fn drop(&mut self) {
-                if thread::panicking() {
-                    self.0.store(true, Ordering::Relaxed);
-                }
-            }
-        }
-        let _stop = Stop(&self.stop);
-        let done = act();
+        let done = catch_unwind(AssertUnwindSafe(act));
+        let done = done.unwrap_or_else(|_| Err("a thread panicked".into()));
         if done.is_err() {
             self.stop.store(true, Ordering::Relaxed);
         }
@@ -232,9 +219,6 @@ impl Shared<'_> {
             || self.rig.clock.now() >= self.end
     }
 }
-
-/// Queues a kernel that waits and then works on these words.
-type Kernel = fn(&Kernels, &CudaStream, Words, Duration) -> Outcome;
 
 /// A block with its pattern.
 struct Live {
@@ -346,15 +330,12 @@ impl<'a> Worker<'a> {
         let buffer = match self.queues[at].lane.alloc::<u32>(count, Region::Dynamic) {
             Ok(buffer) => buffer,
             // Other threads and work that is not done may have the rest of the limit.
-            Err(DeviceError::OutOfMemory { .. }) => {
-                add(&self.shared.counts.refused, 1);
-                return self.free();
-            }
+            Err(DeviceError::OutOfMemory { .. }) => return self.free(),
             Err(error) => return Err(error.into()),
         };
         let seed = self.shared.seed.fetch_add(1, Ordering::Relaxed);
         let mut block = Live { buffer, seed, lane: at };
-        self.launch(&mut block, at, Kernels::fill)?;
+        self.launch(&mut block, at, false)?;
         self.live_bytes = self.live_bytes.saturating_add(block.buffer.bytes());
         add(&self.shared.counts.blocks, 1);
         self.live.push_back(block);
@@ -379,8 +360,8 @@ impl<'a> Worker<'a> {
         DELAYS.0 + (DELAYS.1 - DELAYS.0).mul_f64(share * share)
     }
 
-    /// Queues a kernel with a block on one of the lanes.
-    fn launch(&mut self, block: &mut Live, on: usize, kernel: Kernel) -> Outcome {
+    /// Queues the kernel that writes a block, or the one that checks it, on one of the lanes.
+    fn launch(&mut self, block: &mut Live, on: usize, is_check: bool) -> Outcome {
         let (own, other) = (&self.queues[block.lane], &self.queues[on]);
         let mut lease = own.lane.enter()?;
         if on != block.lane {
@@ -392,7 +373,7 @@ impl<'a> Worker<'a> {
         let at = block.buffer.address(&lease)?.ok_or("a block without address")?.get();
         let words = Words { at, count: block.buffer.len() as u64, seed: block.seed };
         let delay = self.delay();
-        kernel(&self.shared.kernels, &self.queues[on].stream, words, delay)?;
+        self.shared.kernels.queue(&self.queues[on].stream, words, delay, is_check)?;
         drop(lease);
         add(&self.shared.counts.kernels, 1);
         self.queues[on].queued()
@@ -400,7 +381,7 @@ impl<'a> Worker<'a> {
 
     /// Compares a block with its pattern.
     fn check(&mut self, block: &mut Live) -> Outcome {
-        self.launch(block, block.lane, Kernels::check)
+        self.launch(block, block.lane, true)
     }
 
     fn take(&mut self) -> Option<Live> {
@@ -423,7 +404,7 @@ impl<'a> Worker<'a> {
     fn check_on(&mut self, any: bool) -> Outcome {
         let Some(mut block) = self.take() else { return Ok(()) };
         let lane = if any { self.random.index(self.queues.len()) } else { block.lane };
-        self.launch(&mut block, lane, Kernels::check)?;
+        self.launch(&mut block, lane, true)?;
         self.live.push_back(block);
         Ok(())
     }

@@ -1,7 +1,5 @@
-//! Captures of graphs on streams that are no lanes, while an arena decays on another thread.
-//!
-//! A decay that waited for the whole context, or asked an event in the default mode of its thread,
-//! failed with code 900 and invalidated every capture of the process.
+//! Faults of a device, over the fake libcuda with unmodified cudarc: captured graphs that a decay
+//! spoiled, and safe code that raced with copies from and to page-locked memory.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -16,6 +14,13 @@ use lowtide::device::{ArenaConfig, DeviceArena, Region};
 use lowtide::{BoxError, ByteSize};
 use lowtide_fake_cuda::{Fake, Options};
 
+use crate::common::figures::{Figures, count};
+
+#[cfg(target_os = "linux")]
+#[path = "../../testing/fake-cuda/tests/cuda/driver/pinned_schedule.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+mod pinned_schedule;
+
 /// The number of captures that are begun.
 const CAPTURES: u64 = 1_000;
 
@@ -25,7 +30,11 @@ const PERIOD: Duration = Duration::from_millis(10);
 /// Bytes of each block that is freed before a capture.
 const BLOCK: usize = 1 << 20;
 
-pub(crate) fn run() -> Result<(), BoxError> {
+/// Captures graphs on streams that are no lanes, while an arena decays on another thread.
+///
+/// A decay that waited for the whole context, or asked an event in the default mode of its thread,
+/// failed with code 900 and invalidated every capture of the process.
+pub(crate) fn capture(figures: &mut Figures) -> Result<(), BoxError> {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let driver = Arc::new(CudaDriver::open(CudaOptions::default())?);
     let context = CudaContext::new(0)?;
@@ -39,7 +48,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
     };
     let arena = DeviceArena::open(driver, Arc::clone(&clock), config)?;
     let lane = arena.cuda_lane(&own)?;
-    let mut spoiled = 0_u64;
+    let mut spoiled = 0;
     let failed = std::thread::scope(|scope| -> Result<u64, BoxError> {
         let ((decayed, decays), (stop, stopped)) = (channel(), channel::<()>());
         let (arena, clock) = (&arena, &clock);
@@ -67,14 +76,49 @@ pub(crate) fn run() -> Result<(), BoxError> {
         drop(stop);
         decay.join().map_err(|_| "the thread that decays panicked".into())
     })?;
-    println!("figure faults.capture.captures {CAPTURES} count");
-    println!("figure faults.capture.spoiled {spoiled} count");
+    figures.add("faults.capture.captures", count(CAPTURES), "count");
+    figures.at_most("faults.capture.spoiled", count(spoiled), "count", 0.0);
     drop((lane, own, foreign));
     arena.close()?;
     drop((arena, context));
     fake.assert_clean();
-    if spoiled > 0 || failed > 0 {
-        return Err(format!("{spoiled} captures were spoiled, {failed} decays failed").into());
+    if failed > 0 { Err(format!("{failed} decays failed").into()) } else { Ok(()) }
+}
+
+/// Runs random schedules of safe code and copies.
+#[cfg(target_os = "linux")]
+pub(crate) fn pinned(figures: &mut Figures) -> Result<(), BoxError> {
+    /// Schedules; each seed is one.
+    const SCHEDULES: u64 = 100_000;
+    /// Schedules on one device, which is then replaced.
+    const ON_ONE_DEVICE: u64 = 20;
+    /// Races that are shown in full.
+    const SHOWN: usize = 3;
+    let fake = Fake::start(Options::default());
+    let (mut all, mut shown) = (pinned_schedule::Done::default(), 0);
+    for first in (0..SCHEDULES).step_by(20) {
+        // Half of them with work as late as possible, the others in random order.
+        let order = u32::from(first / ON_ONE_DEVICE % 2 == 1);
+        let bed = pinned_schedule::Bed::new(&fake, order, first);
+        for seed in first..first + ON_ONE_DEVICE {
+            match bed.run(seed) {
+                Ok(done) => all.add(done),
+                Err(race) => {
+                    if shown < SHOWN {
+                        eprintln!("seed {}: {race}", race.seed);
+                    }
+                    shown += 1;
+                    all.add(race.done);
+                }
+            }
+        }
     }
+    figures.add("faults.pinned.schedules", count(SCHEDULES), "schedules");
+    figures.at_most("faults.pinned.races", count(all.races), "races", 0.0);
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn pinned(_: &mut Figures) -> Result<(), BoxError> {
     Ok(())
 }

@@ -11,23 +11,17 @@ use lowtide::BoxError;
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::clock::{Clock as _, SystemClock};
 
-use crate::common::figures::Figures;
+use crate::common::figures::{Figures, count};
 
 #[allow(dead_code, reason = "its start is not called here")]
 #[path = "../../crates/gpu/examples/gpu_check.rs"]
-mod program;
+pub(crate) mod program;
 
 use program::report::{Ended, Report};
 use program::{Args, check, check_apart};
 
 /// The first argument of a child process.
 const CHILD: &str = "--gpu-check";
-
-/// Every tenth wait of a stream for an event is dropped.
-const DROPPED: u64 = 10;
-
-/// Runs of the torture, each with a seed of its own.
-const SEEDS: u64 = 10;
 
 /// Sizes that the fake, which moves byte by byte, handles quickly.
 const SMALL: &[&str] = &[
@@ -43,18 +37,9 @@ const SMALL: &[&str] = &[
     "--torture-block=256KiB",
 ];
 
-const fn device(order: u32, seed: u64) -> Options {
-    Options {
-        order,
-        flags: 0,
-        seed,
-        capacity: 1 << 30,
-        granularity: 64 << 10,
-        address_space: 0,
-        context_overhead: 16 << 20,
-        devices: 1,
-        driver_version: 12_080,
-    }
+fn device(order: u32, seed: u64) -> Options {
+    let (capacity, granularity) = (1 << 30, 64 << 10);
+    Options { order, seed, capacity, granularity, devices: 1, ..Options::default() }
 }
 
 /// Runs a part if this process was started for one.
@@ -65,51 +50,35 @@ pub(crate) fn child() -> Option<ExitCode> {
     let args = Args::parse_from(std::env::args().skip(1));
     let _fake = Fake::start(device(2, 0));
     let mut out = std::io::stdout();
-    let code = program::child(&args, args.child?, &mut Report::records(&mut out));
-    Some(ExitCode::from(code))
+    Some(ExitCode::from(program::child(&args, args.child?, &mut Report::records(&mut out))))
 }
 
-/// Measures the torture, and the parts that end badly.
-pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+/// Measures the seconds until a run finds that every tenth wait of a stream for an event is
+/// missing: the most of ten seeds.
+pub(crate) fn torture(figures: &mut Figures) -> Result<(), BoxError> {
     let mut worst = 0.0_f64;
-    for seed in 1..=SEEDS {
-        worst = worst.max(found_s(seed)?);
+    for seed in 1..=10 {
+        let fake = Fake::start(device(1, seed));
+        fake.drop_waits(10);
+        let run_seed = format!("--seed={seed}");
+        let more = ["--only=torture", "--torture-seconds=60", &run_seed];
+        let args = Args::try_parse_from(SMALL.iter().copied().chain(more))?;
+        let (mut text, clock) = (Vec::new(), SystemClock::new());
+        let mut report = Report::new(&mut text);
+        let start = clock.now();
+        check(&args, &mut report);
+        worst = worst.max((clock.now() - start).as_secs_f64());
+        if report.figures.get("gpu.torture.wrong_words").is_none_or(|(words, _)| *words == 0.0) {
+            let text = String::from_utf8_lossy(&text);
+            return Err(format!("seed {seed}: not found; {text}").into());
+        }
     }
     figures.at_most("gpu.torture.found_s", worst, "s", 5.0);
     Ok(())
 }
 
-/// Measures which results are left when others' parts end badly.
+/// Measures the share of the other parts that ran and left a figure, while four ended badly.
 pub(crate) fn killed(figures: &mut Figures) -> Result<(), BoxError> {
-    figures.at_least("gpu.killed_part.results_kept", results_kept()?, "of the others' parts", 1.0);
-    Ok(())
-}
-
-/// The seconds until a run with this seed finds that waits are missing.
-fn found_s(seed: u64) -> Result<f64, BoxError> {
-    let fake = Fake::start(device(1, seed));
-    fake.drop_waits(DROPPED);
-    let run_seed = format!("--seed={seed}");
-    let more = ["--only=torture", "--torture-seconds=60", &run_seed];
-    let args = Args::try_parse_from(SMALL.iter().copied().chain(more))?;
-    let mut text = Vec::new();
-    let mut report = Report::new(&mut text);
-    let clock = SystemClock::new();
-    let start = clock.now();
-    check(&args, &mut report);
-    let took = (clock.now() - start).as_secs_f64();
-    let wrong = report.figures.get("gpu.torture.wrong_words").map_or(0.0, |(words, _)| *words);
-    let dropped = fake.dropped_waits();
-    println!("seed {seed}: {wrong} wrong words found in {took:.3} s, {dropped} waits dropped");
-    if wrong > 0.0 {
-        Ok(took)
-    } else {
-        Err(format!("seed {seed}: not found; {}", String::from_utf8_lossy(&text)).into())
-    }
-}
-
-/// The share of the other parts that ran and left a figure, while four ended badly.
-fn results_kept() -> Result<f64, BoxError> {
     let more = [
         "--only=pair,lanes,decay,remap,compact,torture",
         "--plant=abort=pair,hang=lanes,panic=decay,lose=remap",
@@ -122,27 +91,26 @@ fn results_kept() -> Result<f64, BoxError> {
     let mut report = Report::new(&mut text);
     let start = |part: program::Part| {
         let mut command = Command::new(std::env::current_exe()?);
-        command.arg(CHILD).args(&all[1..]).args(["--child", part.name()]);
+        command.arg(CHILD).args(&all[1..]).args(["--child", part.name]);
         Ok(command)
     };
     check_apart(&args, &mut report, &start);
-    let is_kept = |name: &str, figure: &str| {
-        let ran = report.parts.iter().any(|(part, ended, _)| *part == name && *ended == Ended::Ran);
-        ran && report.figures.contains_key(figure)
-    };
     let others = [
         ("device", "gpu.memory.total_bytes"),
         ("compact", "gpu.compact.copy_rate_ratio"),
         ("torture", "gpu.torture.wrong_words"),
     ];
-    let kept = others.iter().filter(|(name, figure)| is_kept(name, figure)).count();
-    let ended: Vec<_> = report.parts.iter().map(|(name, ended, _)| (*name, ended)).collect();
-    println!("parts: {ended:?}");
-    let bad = ended.iter().filter(|(_, ended)| **ended != Ended::Ran).count();
+    let kept = others.iter().filter(|(name, figure)| {
+        let ran = |(part, ended, _): &(&str, Ended, _)| part == name && *ended == Ended::Ran;
+        report.parts.iter().any(ran) && report.figures.contains_key(*figure)
+    });
+    let kept = count(kept.count() as u64) / count(others.len() as u64);
+    let bad = report.parts.iter().filter(|(_, ended, _)| *ended != Ended::Ran).count();
     if bad != 4 {
-        return Err(format!("4 parts should have ended badly: {ended:?}").into());
+        return Err(format!("4 parts should have ended badly: {:?}", report.parts).into());
     }
-    Ok(f64::from(u32::try_from(kept)?) / f64::from(u32::try_from(others.len())?))
+    figures.at_least("gpu.killed_part.results_kept", kept, "of the others' parts", 1.0);
+    Ok(())
 }
 
 /// Builds the program as it is copied to a machine with a GPU, and measures its file.
@@ -157,7 +125,7 @@ pub(crate) fn binary(figures: &mut Figures) -> Result<(), BoxError> {
         return Err(format!("cargo {arguments} failed").into());
     }
     let file = target.join("gpu-check/examples/gpu_check");
-    let kib = u32::try_from(std::fs::metadata(file)?.len() / 1024)?;
-    figures.at_most("gpu.check.binary_mib", f64::from(kib) / 1024.0, "MiB", 10.0);
+    let mib = count(std::fs::metadata(file)?.len()) / f64::from(1 << 20);
+    figures.at_most("gpu.check.binary_mib", mib, "MiB", 10.0);
     Ok(())
 }
