@@ -41,7 +41,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "no-event-wait",
         about: "a stream that reuses another stream's memory does not wait for it",
-        text: "        port.does(CallKind::StreamWaits { stream, event }).await?;\n",
+        text: "        cx.does(Call::StreamWaits { stream, event }).await?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,
@@ -65,7 +65,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "stale-owner",
         about: "a stream stays known after its last lane is dropped",
-        text: "    port.with(|state| state.streams.retire(stream));\n",
+        text: "    cx.with(|state| state.streams.retire(stream));\n",
         replacement: "    if stream != StreamKey::CONTEXT {\n        return;\n    }\n",
         test: SCHEDULES,
         is_sample: false,
@@ -73,7 +73,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "stale-call",
         about: "the end of a stream does not wait for calls that use its handle",
-        text: "    port.wait_while(|state| state.streams.is_lent(stream)).await;\n",
+        text: "    cx.wait_while(|state| state.streams.is_lent(stream)).await;\n",
         replacement: "",
         test: "schedules::calls::no_call_is_made_with_the_handle_of_a_stream_that_is_gone",
         is_sample: false,
@@ -89,7 +89,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the blocks is complete",
-        text: "port.does(CallKind::WaitForEvent { event: event.handle }).await.map(|()| true)\n",
+        text: "cx.does(Call::WaitForEvent { event: event.handle }).await.map(|()| true)\n",
         replacement: "Ok::<_, DriverError>(true)\n",
         test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
         is_sample: false,
@@ -105,7 +105,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "unwaited-copies",
         about: "a compaction lets leases in before its copies are complete",
-        text: "        waited = port.does(CallKind::SynchronizeStream { stream }).await;\n",
+        text: "        waited = cx.does(Call::SynchronizeStream { stream }).await;\n",
         replacement: "        let _ = stream;\n",
         test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
         is_sample: false,
@@ -113,9 +113,9 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-claim",
         about: "a failed allocation frees its space as if nothing had been pending there",
-        text: "state.cancel_placement(region, placed, claim, port.clock);\n                \
+        text: "state.cancel_placement(region, placed, claim);\n                \
                Err(failure",
-        replacement: "state.cancel_placement(region, placed, Claim::default(), port.clock);\n\
+        replacement: "state.cancel_placement(region, placed, Dependencies::default());\n\
                       Err(failure",
         test: SCHEDULES,
         is_sample: false,
@@ -140,22 +140,22 @@ const MUTANTS: &[Mutant] = &[
         name: "lock-across-call",
         about: "a driver call is made with the arena's lock held",
         text: "            drop(locked);\n            match step {\n                \
-               Step::Done(outcome) => return outcome,\n                \
-               Step::Call(call) => port.complete(call.perform(driver)),\n",
-        replacement: "            if let Step::Call(call) = step {\n                \
-                      port.complete(call.perform(driver));\n                continue;\n            \
+               OpStep::Done(outcome) => return outcome,\n                \
+               OpStep::Call(call) => cx.complete(call.perform(driver)),\n",
+        replacement: "            if let OpStep::Call(call) = step {\n                \
+                      cx.complete(call.perform(driver));\n                continue;\n            \
                       }\n            drop(locked);\n            match step {\n                \
-                      Step::Done(outcome) => return outcome,\n                \
-                      Step::Call(_) => {}\n",
+                      OpStep::Done(outcome) => return outcome,\n                \
+                      OpStep::Call(_) => {}\n",
         test: "schedules::calls::no_call_is_made_with_the_lock_held",
         is_sample: true,
     },
     Mutant {
         name: "lost-result",
         about: "granules of a call whose result is not recorded yet count as released",
-        text: "    let outcome = call_to_release(port, leaving).await;\n",
-        replacement: "    port.with(|state| state.end_leave(leaving, true, port.clock));\n    \
-                      let outcome = call_to_release(port, leaving).await;\n    \
+        text: "    let outcome = call_to_release(cx, leaving).await;\n",
+        replacement: "    cx.with(|state| state.end_leave(leaving, true));\n    \
+                      let outcome = call_to_release(cx, leaving).await;\n    \
                       if outcome.is_ok() {\n        return outcome;\n    }\n",
         test: SCHEDULES,
         is_sample: false,
@@ -163,8 +163,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "sleep-before-done",
         about: "the arena falls asleep without waiting for work under leases",
-        text: "        complete_used(port).await?;\n        \
-               stores::complete_copies(port).await?;\n",
+        text: "        complete_used(cx).await?;\n        \
+               stores::complete_copies(cx).await?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,
@@ -182,21 +182,20 @@ const MUTANTS: &[Mutant] = &[
         name: "release-before-done",
         about: "imported memory is released without a wait",
         text: "let after = state.uses(&[]);",
-        replacement: "let after = crate::state::pending::Uses::NONE;",
+        replacement: "let after = crate::state::pending::StreamUses::default();",
         test: "interop::imported::\
                adopted_memory_is_released_only_after_all_work_of_the_context",
         is_sample: true,
     },
 ];
 
-const RECORD: &str =
-    "    port.does(CallKind::RecordEvent { event: event.handle, stream }).await?;\n";
+const RECORD: &str = "    cx.does(Call::RecordEvent { event: event.handle, stream }).await?;\n";
 
-const CHECKED_RECORD: &str = r#"    if port.asks(CallKind::IsCapturing { stream }).await? {
+const CHECKED_RECORD: &str = r#"    if cx.asks(Call::IsCapturing { stream }).await? {
         return Err(captures("cuEventRecord"));
     }
-    port.does(CallKind::RecordEvent { event: event.handle, stream }).await?;
-    if port.asks(CallKind::IsCapturing { stream }).await? {
+    cx.does(Call::RecordEvent { event: event.handle, stream }).await?;
+    if cx.asks(Call::IsCapturing { stream }).await? {
         return Err(captures("cuEventRecord"));
     }
 "#;

@@ -92,7 +92,7 @@ mod api;
 mod engine;
 mod exec;
 pub mod index;
-mod observe;
+pub mod map;
 mod pinned;
 pub mod record;
 mod state;
@@ -102,33 +102,24 @@ pub use lowtide_core::{BoxError, ByteSize, clock, decay};
 pub use lowtide_gpu_driver as driver;
 pub use lowtide_planner as plan;
 
-pub use api::arena::DeviceArena;
+pub use api::arena::{DeviceArena, ShortageCallback};
 pub use api::buffer::Buffer;
 pub use api::compact::BlockPin;
-pub use api::config::ArenaConfig;
-pub use api::interop::{ExportError, Exported, Imported};
-pub use api::lane::Lane;
-pub use api::lease::Lease;
+pub use api::interop::{Exported, Imported};
+pub use api::lane::{Lane, Lease};
 pub use api::planned::{Planned, PlannedMemory};
 pub use api::raw::RawBlock;
 pub use api::release::DecayReport;
-pub use api::shortage::ShortageCallback;
 pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
-pub use map::ArenaMap;
-pub use observe::map;
-pub use observe::occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
+pub use map::{ArenaMap, ArenaOccupancy, OccupancyCell, RegionOccupancy};
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
-pub use pinned::{
-    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedKind, PinnedPool, PinnedSnapshot,
-};
-pub use types::compact::{CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
-pub use types::config::Growth;
-pub use types::costs::DeviceCosts;
-pub use types::error::{Bound, DeviceError, ImportError};
-pub use types::region::Region;
-pub use types::shortage::{Shortage, ShortageInfo};
+pub use pinned::{PinnedBuffer, PinnedConfig, PinnedCopy, PinnedKind, PinnedPool, PinnedSnapshot};
+pub use types::Region;
+pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Goal, Moved, StopReason};
+pub use types::config::{ArenaConfig, Growth};
+pub use types::error::{Bound, DeviceError, DeviceErrorWith, Shortage};
 pub use types::sleep::{
     Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState, WakeReport,
 };

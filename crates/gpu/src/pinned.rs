@@ -25,8 +25,6 @@ mod copy;
 mod cuda;
 mod driver;
 mod pool;
-mod snapshot;
-mod unfinished;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -38,18 +36,17 @@ use bytemuck::Pod;
 use self::pool::{PinnedBlock, PoolShared};
 use crate::api::raw::RawBlock;
 use crate::driver::HostMemory;
-use crate::exec::handles::DriverEvent;
-use crate::state::event::Origin;
+use crate::exec::lane::DriverEvent;
+use crate::state::event::RequestOrigin;
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
-pub use self::copy::{PinnedCopy, PinnedCopyError};
+pub use self::copy::PinnedCopy;
 #[cfg(feature = "cuda")]
 pub use self::cuda::PinnedView;
-pub use self::pool::PinnedPool;
-pub use self::snapshot::PinnedSnapshot;
+pub use self::pool::{PinnedPool, PinnedSnapshot};
 
 /// Elements in memory of a pinned pool. Freed when dropped.
 ///
@@ -268,7 +265,7 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
         let arena = &self.pool.arena;
-        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic, Origin::BUFFER)?;
+        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic, RequestOrigin::BUFFER)?;
         if let Some(block) = self.block.filter(|_| !bytes.is_zero())
             && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {

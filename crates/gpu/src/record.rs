@@ -7,16 +7,12 @@
 //!
 //! Invariant: the sink receives complete lines in order, or an error is stored.
 
-mod json;
-
-use std::fmt;
+use std::fmt::{self, Display, Write as _};
 use std::io::Write;
 use std::mem;
 use std::sync::Arc;
 
-use thiserror::Error;
-
-pub(crate) use self::json::Line;
+use crate::driver::DeviceAddress;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -74,47 +70,11 @@ const WAIT_FROM: usize = 256 << 10;
 /// [`ArenaConfig::recorder`]: crate::ArenaConfig::recorder
 #[derive(Clone)]
 pub struct Recorder {
-    inner: Arc<Inner>,
+    inner: Arc<RecorderInner>,
 }
 
-/// The reason that a recorder stopped. The arena continues to work.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum RecordError {
-    /// The sink returned an error.
-    #[error("the recording's sink failed: {message}")]
-    Sink {
-        /// The sink's error message.
-        message: String,
-    },
-    /// The sink panicked.
-    #[error("the recording's sink panicked: {message}")]
-    Panicked {
-        /// The panic message.
-        message: String,
-    },
-    /// The recording reached its size limit; the lines written so far are complete.
-    #[error("recording reached its size limit ({most})")]
-    Full {
-        /// The size limit.
-        most: ByteSize,
-    },
-    /// Too many lines are waiting to be written, because the sink itself uses the arena without
-    /// end.
-    #[error("the recording's sink is too slow: {waiting} wait to be written, limit {most}")]
-    Overrun {
-        /// The bytes that are waiting.
-        waiting: ByteSize,
-        /// The limit of waiting bytes.
-        most: ByteSize,
-    },
-    /// The process is a fork of the one that created the recorder.
-    #[error("the recorder was created before a fork")]
-    Forked,
-}
-
-struct Inner {
-    lines: Mutex<Lines>,
+struct RecorderInner {
+    lines: Mutex<RecordedLines>,
     /// The number of waiting bytes: a copy that is readable without the lock.
     waiting: AtomicUsize,
     sink: Mutex<Sink>,
@@ -124,7 +84,7 @@ struct Inner {
 }
 
 /// The lines that the sink has not received yet. No other code is called under their lock.
-struct Lines {
+struct RecordedLines {
     /// The arena's name, once it is open.
     arena: Option<String>,
     is_over: bool,
@@ -134,7 +94,7 @@ struct Lines {
     /// The size limit of the recording, and the bytes written.
     most: ByteSize,
     written: ByteSize,
-    error: Option<RecordError>,
+    error: Option<DeviceError>,
     /// `true` once the error was logged.
     is_logged: bool,
 }
@@ -156,7 +116,7 @@ impl Recorder {
     /// Creates a recorder that writes at most `most` bytes, in complete lines.
     #[must_use]
     pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
-        let lines = Lines {
+        let lines = RecordedLines {
             arena: None,
             is_over: false,
             text: String::new(),
@@ -168,7 +128,7 @@ impl Recorder {
         };
         let sink = Sink { to: Some(Box::new(sink)), spare: String::new() };
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(RecorderInner {
                 lines: Mutex::new(lines),
                 waiting: AtomicUsize::new(0),
                 sink: Mutex::new(sink),
@@ -181,8 +141,8 @@ impl Recorder {
     /// Returns the reason that the recording stopped early; `None` while it runs or after it was
     /// finished.
     #[must_use]
-    pub fn error(&self) -> Option<RecordError> {
-        self.lines().map_or(Some(RecordError::Forked), |lines| lines.error.clone())
+    pub fn error(&self) -> Option<DeviceError> {
+        self.lines().map_or(Some(DeviceError::Forked), |lines| lines.error.clone())
     }
 
     /// Writes all pending lines to the sink and flushes it. Does nothing if called by the sink
@@ -190,9 +150,9 @@ impl Recorder {
     ///
     /// # Errors
     /// The error of [`Recorder::error`].
-    pub fn flush(&self) -> Result<(), RecordError> {
+    pub fn flush(&self) -> Result<(), DeviceError> {
         if !self.inner.birth.is_here() {
-            return Err(RecordError::Forked);
+            return Err(DeviceError::Forked);
         }
         if self.inner.is_writing() {
             return Ok(());
@@ -206,7 +166,7 @@ impl Recorder {
     ///
     /// # Errors
     /// The error of [`Recorder::error`].
-    pub fn finish(&self) -> Result<(), RecordError> {
+    pub fn finish(&self) -> Result<(), DeviceError> {
         if let Some(mut lines) = self.lines() {
             lines.end();
         }
@@ -214,7 +174,7 @@ impl Recorder {
     }
 
     /// Returns the lines; `None` in a forked child, in which another thread may have held the lock.
-    fn lines(&self) -> Option<MutexGuard<'_, Lines>> {
+    fn lines(&self) -> Option<MutexGuard<'_, RecordedLines>> {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
 
@@ -281,7 +241,7 @@ impl Drop for Recording {
     }
 }
 
-impl Lines {
+impl RecordedLines {
     fn write(
         &mut self,
         at: Moment,
@@ -300,13 +260,15 @@ impl Lines {
         if written > self.most {
             self.text.truncate(before);
             self.is_over = true;
-            self.error = Some(RecordError::Full { most: self.most });
+            self.error = Some(stopped(format!("its size limit of {} is reached", self.most)));
             return;
         }
         self.written = written;
         if self.text.len() > WAITING_MAX {
             let [waiting, most] = [self.text.len(), WAITING_MAX].map(ByteSize::of);
-            self.stop(RecordError::Overrun { waiting, most });
+            self.stop(stopped(format!(
+                "the sink is too slow: {waiting} wait for it, limit {most}"
+            )));
         }
     }
 
@@ -319,7 +281,7 @@ impl Lines {
     }
 
     /// Stops the recording with this error.
-    fn stop(&mut self, error: RecordError) {
+    fn stop(&mut self, error: DeviceError) {
         self.is_over = true;
         self.text = String::new();
         self.error.get_or_insert(error);
@@ -332,7 +294,7 @@ impl Lines {
     }
 }
 
-impl Inner {
+impl RecorderInner {
     /// Returns `true` if this thread is within the sink.
     fn is_writing(&self) -> bool {
         self.writer.load(Ordering::Relaxed) == here()
@@ -367,8 +329,8 @@ impl Inner {
             });
             failed = match written {
                 Ok(Ok(())) => None,
-                Ok(Err(error)) => Some(RecordError::Sink { message: error.to_string() }),
-                Err(message) => Some(RecordError::Panicked { message }),
+                Ok(Err(error)) => Some(stopped(format!("the sink failed: {error}"))),
+                Err(message) => Some(stopped(format!("the sink panicked: {message}"))),
             };
         }
         let done = if is_over || failed.is_some() { sink.to.take() } else { None };
@@ -385,7 +347,7 @@ impl Inner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for RecorderInner {
     /// Drops the sink, which is foreign code: nothing may unwind out of a drop.
     fn drop(&mut self) {
         // In a forked child another thread may have held the lock.
@@ -415,5 +377,86 @@ impl Eq for Recorder {}
 impl fmt::Debug for Recorder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Recorder").field("error", &self.error()).finish_non_exhaustive()
+    }
+}
+
+// Writes JSON objects, a line each. This module knows no arena.
+//
+// Invariant: a finished line is one JSON object and one newline, whatever its texts contain.
+
+/// Returns the error of a recording that stopped.
+const fn stopped(reason: String) -> DeviceError {
+    DeviceError::Recording { reason }
+}
+
+/// A line that is being written: an object whose first key is the time. Allocates nothing while the
+/// text has room.
+pub(crate) struct Line<'a>(&'a mut String);
+
+impl<'a> Line<'a> {
+    /// Begins the line of an event.
+    pub(crate) fn new(text: &'a mut String, at: Moment, event: &str) -> Self {
+        // Writing to a string cannot fail, here and below.
+        let nanos = at.since_origin().as_nanos();
+        let _ = write!(text, "{{\"time_ns\":{nanos},\"event\":\"{event}\"");
+        Self(text)
+    }
+
+    /// Adds a number; nothing for `None`.
+    pub(crate) fn number(&mut self, key: &str, value: impl Into<Option<u64>>) -> &mut Self {
+        if let Some(value) = value.into() {
+            let _ = write!(self.0, ",\"{key}\":{value}");
+        }
+        self
+    }
+
+    /// Adds a number of bytes.
+    pub(crate) fn bytes(&mut self, key: &str, value: ByteSize) -> &mut Self {
+        self.number(key, value.get())
+    }
+
+    /// Adds the address of a block or of granules.
+    pub(crate) fn address(&mut self, at: DeviceAddress) -> &mut Self {
+        self.number("address", at.get())
+    }
+
+    /// Adds a limit; nothing for [`ByteSize::MAX`], which is none.
+    pub(crate) fn limit(&mut self, key: &str, value: ByteSize) -> &mut Self {
+        self.number(key, Some(value.get()).filter(|&limit| limit != u64::MAX))
+    }
+
+    /// Adds a boolean.
+    pub(crate) fn flag(&mut self, key: &str, value: bool) -> &mut Self {
+        let _ = write!(self.0, ",\"{key}\":{value}");
+        self
+    }
+
+    /// Adds a text.
+    pub(crate) fn text(&mut self, key: &str, value: impl Display) -> &mut Self {
+        let _ = write!(self.0, ",\"{key}\":\"");
+        let _ = write!(Escaped(self.0), "{value}");
+        self.0.push('"');
+        self
+    }
+
+    /// Ends the line.
+    pub(crate) fn end(self) {
+        self.0.push_str("}\n");
+    }
+}
+
+/// Writes the inside of a JSON string.
+struct Escaped<'a>(&'a mut String);
+
+impl fmt::Write for Escaped<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for char in text.chars() {
+            match char {
+                '"' | '\\' => self.0.extend(['\\', char]),
+                '\0'..' ' => write!(self.0, "\\u{:04x}", u32::from(char))?,
+                _ => self.0.push(char),
+            }
+        }
+        Ok(())
     }
 }

@@ -10,31 +10,32 @@
 //! arena lives as long as one of its handles, buffers or leases.
 #![expect(unsafe_code, reason = "addresses are given back if the arena does not open")]
 
-use lowtide_core::log;
 use std::fmt;
 use std::sync::Arc;
 
-use bytemuck::Pod;
-
 use crate::api::buffer::Buffer;
-use crate::api::config::ArenaConfig;
-use crate::api::lease::Lease;
+use crate::api::lane::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::suspend::next_sleep;
-use crate::engine::{raw_block, resume, stores};
-use crate::exec::cache_bins::{BlockList, Key};
+use crate::engine::{completion, import, raw_block, resume, stores};
+use crate::exec::cache_bins::{BlockList, CacheKey};
+use crate::exec::callbacks::Callbacks;
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
 use crate::index::ALIGN;
 use crate::state::arena::ArenaState;
-use crate::state::event::{Events, Origin};
+use crate::state::event::RequestOrigin;
 use crate::state::region::{AllocRequest, Region, RegionState};
-use crate::types::error::DeviceError;
+use crate::types::compact::DeviceCosts;
+use crate::types::config::ArenaConfig;
+use crate::types::error::{DeviceError, Shortage};
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
+use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::log;
 
 /// A device arena. A cheap handle: clones refer to the same arena.
 ///
@@ -96,9 +97,7 @@ impl DeviceArena {
         };
         let regions = backings.map(|ground| RegionState::new(ground, granule));
         let device = (capabilities, driver.backend());
-        let mut state =
-            ArenaState::new(regions, granule, config.state_config(), device, clock.now());
-        state.events = Events(config.recorder.clone());
+        let state = ArenaState::new(regions, granule, &config, device, Arc::clone(&clock));
         let limit = config.limit;
         let cache = (config.thread_cache, config.decay);
         let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, recording));
@@ -134,31 +133,29 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays
     /// usable after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, align) = self.inner.layout::<T>(len, region, Origin::BUFFER)?;
-        let wanted = AllocRequest::new(bytes, align);
-        match wanted.and_then(|wanted| self.kept(self.shards.here(), region, wanted)) {
-            Some(owned) => Ok(Buffer::new(owned, len)),
-            None => self.alloc_as(wanted, None, len, region),
-        }
+        self.alloc_for(None, len, region)
     }
 
-    /// Like [`DeviceArena::alloc`], for the stream of a lane.
-    pub(crate) fn alloc_on<T: Pod>(
+    /// Like [`DeviceArena::alloc`], for the stream of a lane if given.
+    #[inline]
+    pub(crate) fn alloc_for<T: Pod>(
         &self,
-        lane: &Arc<LaneInner>,
+        lane: Option<&Arc<LaneInner>>,
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let origin = Origin { lane: lane.number, ..Origin::BUFFER };
+        let origin =
+            RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
-        if let (Some(wanted), Some(shard)) = (wanted, lane.shard())
+        let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard());
+        if let (Some(wanted), Some(shard)) = (wanted, shard)
             && let Some(mut owned) = self.kept(shard, region, wanted)
         {
-            owned.lanes.add(Arc::clone(lane));
+            lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
             return Ok(Buffer::new(owned, len));
         }
-        self.alloc_as(wanted, Some(lane), len, region)
+        self.alloc_as(wanted, lane, len, region)
     }
 
     /// Allocates a block as requested, for the stream of a lane if given. Returns a buffer of `len`
@@ -193,14 +190,14 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, _) = self.inner.layout::<T>(len, region, Origin::RESERVE)?;
+        let (bytes, _) = self.inner.layout::<T>(len, region, RequestOrigin::RESERVE)?;
         let shard = self.shards.here();
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let Some(wanted) = AllocRequest::new(whole, granule) else {
             return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
         };
-        let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
+        let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(RequestOrigin::RESERVE) };
         let placed = self.inner.alloc_block(region, wanted, None)?;
         self.inner.run_now(|state| state.totals.reserves_total += 1);
         Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))
@@ -257,8 +254,7 @@ impl DeviceArena {
     /// # Ok::<(), DeviceError>(())
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.inner.run_here(|state| state.set_limit(limit, &*self.inner.clock)).is_ok() {
-            self.inner.flush_events();
+        if self.inner.run_here(|state| state.set_limit(limit)).is_ok() {
             log!(info, arena = self.name(), limit = limit_text(limit), "arena limit set");
         }
     }
@@ -304,11 +300,11 @@ impl DeviceArena {
         }
         let is_closing = was_open.is_ok();
         let closed = was_open.and_then(|_| {
-            inner.complete_all()?;
-            inner.release_imports();
+            inner.run(completion::complete_all)?;
+            inner.run(import::release_imports);
             inner.run(resume::wake_if_empty);
             inner.run(stores::release_idle);
-            self.empty()
+            self.purge().map(drop)
         });
         match &closed {
             Ok(()) => inner.push_event("close", |line| line),
@@ -332,10 +328,8 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
-        let (bytes, left) =
-            self.inner.run_here(|state| raw_block::reset(state, &*self.inner.clock))?;
+        let (bytes, left) = self.inner.run_here(raw_block::reset)?;
         self.inner.end_streams(&left);
-        self.inner.flush_events();
         Ok(bytes)
     }
 
@@ -425,7 +419,7 @@ impl DeviceArena {
         if wanted.size > shard.room() || wanted.align > ALIGN {
             return None;
         }
-        let owned = shard.take(Key::new(region, wanted.size), wanted.requested)?;
+        let owned = shard.take(CacheKey::new(region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
         if self.inner.is_fresh(region, placed) {
             return Some(owned);
@@ -477,7 +471,7 @@ impl ArenaInner {
         &self,
         len: usize,
         region: Region,
-        origin: Origin,
+        origin: RequestOrigin,
     ) -> Result<(ByteSize, ByteSize), DeviceError> {
         self.check_open()?;
         let (element, align) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
@@ -502,11 +496,84 @@ impl ArenaInner {
         region: Region,
         bytes: u64,
         align: ByteSize,
-        origin: Origin,
+        origin: RequestOrigin,
     ) {
         let align = align.get();
         let request = AllocRequest { size: bytes, align, requested: bytes, origin };
-        self.run_now(|state| state.note_too_large(region, request, &*self.clock));
-        self.flush_events();
+        self.run_now(|state| state.note_too_large(region, request));
+    }
+}
+
+/// Keeps a callback registered; see [`DeviceArena::on_shortage`].
+#[must_use = "the callback is registered for as long as this is kept"]
+pub struct ShortageCallback {
+    callbacks: Arc<Callbacks>,
+    number: u64,
+}
+
+impl DeviceArena {
+    /// Registers a callback that releases memory when this arena has too little left: thread caches
+    /// are empty, pending work of streams is complete, and all idle memory together would not be
+    /// enough (then it stays committed). Called before an allocation, a resize or a wake fails. All
+    /// registered callbacks are called in order of registration, on the thread that is short. Each
+    /// returns `true` if it released memory. If any did, the allocation is retried once.
+    ///
+    /// A callback runs without a lock and may use the arena. Its own allocations call no callbacks;
+    /// they fail if the arena is being woken. It must not wait for a thread that allocates here,
+    /// which may be waiting for this run; nor for a lock that another thread holds while allocating
+    /// here: use `try_lock`. A panic is counted and logged; the other callbacks still run.
+    ///
+    /// It stays registered until the return value is dropped. No call starts after that; a call in
+    /// progress on another thread finishes, and the callback is dropped then. A callback that holds
+    /// a handle of the arena keeps it open until then. In a forked child no callback is registered.
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    /// use lowtide_gpu::ByteSize;
+    /// use lowtide_gpu::clock::SystemClock;
+    /// use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+    ///
+    /// let config = ArenaConfig { limit: ByteSize::mib(8), ..ArenaConfig::new("model") };
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let cache = Arc::new(Mutex::new(vec![arena.alloc::<u8>(6 << 20, Region::Dynamic)?]));
+    /// let evict = arena.on_shortage({
+    ///     let cache = Arc::clone(&cache);
+    ///     move |_| cache.try_lock().is_ok_and(|mut cache| cache.pop().is_some())
+    /// });
+    /// let needed = arena.alloc::<u8>(4 << 20, Region::Dynamic)?; // evicts the cache
+    /// assert!(cache.lock().unwrap().is_empty());
+    /// # drop((evict, needed));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn on_shortage(
+        &self,
+        callback: impl Fn(&Shortage<'_>) -> bool + Send + Sync + 'static,
+    ) -> ShortageCallback {
+        let callbacks = Arc::clone(&self.inner().callbacks);
+        let number = callbacks.register(Box::new(callback));
+        ShortageCallback { callbacks, number }
+    }
+
+    /// Sets the costs of the device's calls, for later operations. Does nothing in a forked child.
+    ///
+    /// They determine whether an arena that is short of memory remaps idle memory, or releases it
+    /// and commits other memory. They also limit the batches of a
+    /// [compaction](DeviceArena::compact).
+    pub fn set_costs(&self, costs: DeviceCosts) {
+        let _ = self.inner().run_here(|state| state.costs = costs);
+    }
+}
+
+impl Drop for ShortageCallback {
+    /// Removes the callback without waiting for a call in progress. Does nothing in a forked child.
+    fn drop(&mut self) {
+        self.callbacks.forget(self.number);
+    }
+}
+
+impl fmt::Debug for ShortageCallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ShortageCallback").field("number", &self.number).finish_non_exhaustive()
     }
 }

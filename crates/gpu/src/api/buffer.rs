@@ -20,9 +20,9 @@ use bytemuck::Pod;
 
 use crate::api::compact::BlockPin;
 use crate::api::lane::Lane;
-use crate::api::lease::Lease;
+use crate::api::lane::Lease;
 use crate::driver::DeviceAddress;
-use crate::engine::place::resolve;
+use crate::engine::access::resolve;
 use crate::exec::inner::ArenaInner;
 #[cfg(feature = "cuda")]
 use crate::exec::lane::LaneInner;
@@ -30,7 +30,7 @@ use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 #[cfg(feature = "cuda")]
 use crate::exec::view::ViewSlot;
 use crate::state::arena::ArenaState;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::region::{AllocRequest, Placement, Region};
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -160,7 +160,7 @@ impl<T: Pod> Buffer<T> {
         self.check_uncaptured()?;
         let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = inner.layout::<T>(len, region, Origin::BUFFER)?;
+        let (bytes, align) = inner.layout::<T>(len, region, RequestOrigin::BUFFER)?;
         let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
@@ -174,13 +174,13 @@ impl<T: Pod> Buffer<T> {
                 Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::for_lanes(inner, self.owned.lanes.iter().cloned())?;
-                    let old = inner.run(async |port| resolve(port, region, old).await)?;
+                    let old = inner.run(async |cx| resolve(cx, region, old).await)?;
                     Some(inner.resize_by_copy(region, old, wanted)?)
                 }
             },
         };
         if let (None, Some(old)) = (block, self.owned.block) {
-            inner.release(region, old);
+            inner.run_now(|state| state.release(region, old));
         }
         (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())
@@ -242,12 +242,11 @@ impl<T: Pod> Buffer<T> {
             let (inner, id) = (&shard.inner, block.id);
             inner.run_now(|state| {
                 state.region_mut(region).pins.set_contents(id, contents);
-                state.events.push(&*inner.clock, "contents", |line| {
+                state.events.push("contents", |line| {
                     line.number("address", state.region(region).address_of(id))
                         .text("contents", contents.map_or("usual", Contents::name))
                 });
             });
-            inner.flush_events();
         }
         Ok(())
     }
@@ -349,7 +348,7 @@ impl BlockPlace {
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
-        let block = inner.run(async |port| resolve(port, region, block).await)?;
+        let block = inner.run(async |cx| resolve(cx, region, block).await)?;
         self.at.store(block.at.get(), Ordering::Relaxed);
         self.moves.store(block.moves, Ordering::Release);
         Ok(block.at)

@@ -16,15 +16,15 @@ use lowtide_core::log;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
+use crate::engine::access;
 use crate::engine::compact::{Layout, batch_limit};
-use crate::engine::move_block::{BatchOutcome, MovedBlock, Refusal, move_batch};
-use crate::engine::place;
+use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_batch};
 use crate::exec::inner::ArenaInner;
-use crate::state::compact::batch::first_batch;
+use crate::state::compact::plan::first_batch;
 use crate::state::region_index::BlockName;
-use crate::types::compact::{CompactError, CompactOptions, CompactReport, Moved, StopReason};
-use crate::types::error::DeviceError;
-use crate::types::region::Region;
+use crate::types::Region;
+use crate::types::compact::{CompactOptions, CompactReport, Moved, StopReason};
+use crate::types::error::{DeviceError, DeviceErrorWith};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
 
@@ -45,8 +45,7 @@ impl BlockPin {
     /// Pins a block, after waiting for the end of its move if it moves.
     pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
-            inner.run(async |port| place::pin(port, region, id).await);
-            inner.flush_events();
+            inner.run(async |cx| access::pin(cx, region, id).await);
         }
         Self { inner: Arc::clone(inner), region, id }
     }
@@ -56,15 +55,12 @@ impl Drop for BlockPin {
     /// Unpins the block, under the arena's lock. Does nothing in a forked child.
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
-        let unpinned = self.inner.run_here(|state| {
+        let _ = self.inner.run_here(|state| {
             state.region_mut(self.region).pins.unpin(id);
-            state.events.push(&*self.inner.clock, "unpin", |line| {
+            state.events.push("unpin", |line| {
                 line.number("address", state.region(self.region).address_of(id))
             });
         });
-        if unpinned.is_ok() {
-            self.inner.flush_events();
-        }
     }
 }
 
@@ -127,21 +123,21 @@ impl DeviceArena {
     /// ```
     ///
     /// # Errors
-    /// [`CompactError`], with the result until then: [`DeviceError::Driver`] if a copy or a commit
-    /// failed, with the block at its old place; [`DeviceError::ContentsLost`] if a block had to
-    /// overlap its old place, and both the copy and undoing it failed; [`DeviceError::Callback`] if
-    /// `moved` panicked; [`DeviceError::Forked`].
+    /// With the result until then: [`DeviceError::Driver`] if a copy or a commit failed, with the
+    /// block at its old place; [`DeviceError::ContentsLost`] if a block had to overlap its old
+    /// place, and both the copy and undoing it failed; [`DeviceError::Callback`] if `moved`
+    /// panicked; [`DeviceError::Forked`]. Completed moves stay.
     pub fn compact(
         &self,
         options: CompactOptions,
         mut moved: impl FnMut(Moved),
-    ) -> Result<CompactReport, CompactError> {
+    ) -> Result<CompactReport, DeviceErrorWith<CompactReport>> {
         let mut done = CompactReport::default();
         let inner = self.inner();
         if let Err(error) = inner.check_here() {
-            return Err(CompactError { error, done: Box::new(done) });
+            return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
-        let Some(_turn) = Turn::take(inner) else {
+        let Some(_turn) = CompactionTurn::take(inner) else {
             done.stopped = StopReason::Busy;
             return Ok(done);
         };
@@ -149,12 +145,12 @@ impl DeviceArena {
         inner.empty_caches();
         let outcome = make_moves(inner, options, &mut done, &mut moved);
         if let Err(error) = inner.check_here() {
-            return Err(CompactError { error, done: Box::new(done) });
+            return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
         done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
         inner.run_now(|state| {
             done.largest_span = ByteSize::new(state.region(options.region).largest_span());
-            state.events.push(&*inner.clock, "compact", |line| {
+            state.events.push("compact", |line| {
                 line.text("region", options.region.name())
                     .number("moves", done.moves)
                     .bytes("moved", done.moved)
@@ -162,7 +158,6 @@ impl DeviceArena {
                     .text("stopped", done.stopped.name())
             });
         });
-        inner.flush_events();
         log!(
             debug,
             arena = self.name(),
@@ -176,7 +171,7 @@ impl DeviceArena {
         inner.debug_validate();
         match outcome {
             Ok(_) => Ok(done),
-            Err(error) => Err(CompactError { error, done: Box::new(done) }),
+            Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
         }
     }
 }
@@ -199,7 +194,7 @@ fn make_moves(
         let named = planned.iter().filter_map(|made| Some((*layout.names.get(&made.from)?, *made)));
         let named: Vec<_> = named.collect();
         done.skipped += (planned.len() - named.len()) as u64;
-        let outcome = inner.run(async |port| move_batch(port, options, &named).await);
+        let outcome = inner.run(async |cx| move_batch(cx, options, &named).await);
         (made_idle, made_active) = (made_idle + outcome.idle, made_active + outcome.active);
         for &MovedBlock { id, made, .. } in &outcome.moved {
             layout.names.remove(&made.from);
@@ -212,9 +207,9 @@ fn make_moves(
         report(inner, options.region, &outcome, moved)?;
         match (outcome.error, outcome.refusal) {
             (Some(error), _) => return Err(error),
-            (None, Some(Refusal::Busy)) => return Ok(StopReason::Busy),
+            (None, Some(BatchRefusal::Busy)) => return Ok(StopReason::Busy),
             // It may be known after a call of the program, and not during this one.
-            (None, Some(Refusal::Unprovable)) => {
+            (None, Some(BatchRefusal::Unprovable)) => {
                 done.skipped += rest.len() as u64;
                 break;
             }
@@ -244,9 +239,9 @@ fn report(
 }
 
 /// The turn of a compaction. At most one is in progress.
-struct Turn<'a>(&'a ArenaInner);
+struct CompactionTurn<'a>(&'a ArenaInner);
 
-impl<'a> Turn<'a> {
+impl<'a> CompactionTurn<'a> {
     fn take(inner: &'a ArenaInner) -> Option<Self> {
         let is_taken =
             inner.run_now(|state| std::mem::replace(&mut state.moves.is_compacting, true));
@@ -254,7 +249,7 @@ impl<'a> Turn<'a> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for CompactionTurn<'_> {
     fn drop(&mut self) {
         let _ = self.0.run_here(|state| state.moves.is_compacting = false);
     }

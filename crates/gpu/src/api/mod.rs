@@ -3,15 +3,11 @@
 pub(crate) mod arena;
 pub(crate) mod buffer;
 pub(crate) mod compact;
-pub(crate) mod config;
 pub(crate) mod interop;
 pub(crate) mod lane;
-pub(crate) mod lease;
-pub(crate) mod map;
 pub(crate) mod planned;
 pub(crate) mod raw;
 pub(crate) mod release;
-pub(crate) mod shortage;
 pub(crate) mod sleep;
 #[cfg(feature = "cuda")]
 pub(crate) mod view;

@@ -11,11 +11,11 @@ use std::ops::Range;
 
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
-use crate::api::lease::Lease;
+use crate::api::lane::Lease;
 use crate::driver::DeviceAddress;
 use crate::plan::{BufferId, Place, Plan};
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use crate::types::sleep::Contents;
 use lowtide_core::bytes::ByteSize;
 

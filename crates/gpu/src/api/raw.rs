@@ -15,11 +15,11 @@ use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::engine::{completion, raw_block};
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, Placement};
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// A raw block from [`DeviceArena::alloc_raw`].
@@ -166,7 +166,7 @@ impl DeviceArena {
         let inner = self.inner();
         let known = inner.run_here(|state| state.streams.find(stream))?;
         if let Some(key) = known {
-            inner.run(async |port| completion::end_stream(port, key, true).await);
+            inner.run(async |cx| completion::end_stream(cx, key, true).await);
         }
         Ok(())
     }
@@ -208,8 +208,7 @@ impl DeviceArena {
     /// [`DeviceError::Forked`].
     pub unsafe fn release_captured(&self) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
-        let bytes = inner.run_here(|state| state.release_captured(&*inner.clock))?;
-        inner.flush_events();
+        let bytes = inner.run_here(|state| state.release_captured())?;
         Ok(bytes)
     }
 
@@ -232,7 +231,7 @@ impl DeviceArena {
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        let origin = Origin { lane: user.and_then(RawUser::number), ..Origin::RAW };
+        let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
         let largest_align = inner.capabilities.granularity;
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
@@ -268,10 +267,8 @@ impl DeviceArena {
         user: Option<RawUser>,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
-        let (freed, left) =
-            inner.run_here(|state| raw_block::free(state, at, user, &*inner.clock))??;
+        let (freed, left) = inner.run_here(|state| raw_block::free(state, at, user))??;
         inner.end_streams(&left);
-        inner.flush_events();
         Ok(RawBlock::of(freed))
     }
 
@@ -325,10 +322,8 @@ impl DeviceArena {
 
     fn record_use_by(&self, at: DeviceAddress, user: RawUser) -> Result<(), DeviceError> {
         let inner = self.inner();
-        let left =
-            inner.run_here(|state| raw_block::record_use(state, at, user, &*inner.clock))??;
+        let left = inner.run_here(|state| raw_block::record_use(state, at, user))??;
         inner.end_streams(&left);
-        inner.flush_events();
         Ok(())
     }
 

@@ -15,8 +15,10 @@ use lowtide_core::log;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
-use crate::engine::port::Surroundings as _;
-use crate::engine::release::{give_back, release_down_to};
+use crate::engine::completion::{self, look_for_ends};
+use crate::engine::context::Surroundings as _;
+use crate::engine::import;
+use crate::engine::release::{release_down_to, release_granules};
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::engine::split::release_stuck;
 use crate::engine::stores;
@@ -68,23 +70,22 @@ impl DeviceArena {
         inner.check_here()?;
         inner.cool_caches();
         inner.run(wake_if_empty);
-        inner.run(async |port| stores::decay(port, now).await);
-        inner.look_for_ends(false)?;
-        inner.release_imports();
-        let (given, released, next) = inner.run(async |port| {
-            let ages = port.with(|state| state.aging.ages(now));
-            let mut given = give_back(port, u64::MAX, Some(ages)).await;
-            given.granules += release_stuck(port, Some(ages)).await;
-            port.with(|state| {
+        inner.run(async |cx| stores::decay(cx, now).await);
+        inner.run(async |cx| look_for_ends(cx, false).await)?;
+        inner.run(import::release_imports);
+        let (given, released, next) = inner.run(async |cx| {
+            let ages = cx.with(|state| state.aging.ages(now));
+            let mut given = release_granules(cx, u64::MAX, Some(ages)).await;
+            given.granules += release_stuck(cx, Some(ages)).await;
+            cx.with(|state| {
                 state.set_looked(now, given.error.is_some());
                 let released = ByteSize::new(state.bytes_of(given.granules));
-                state.events.push(port.clock, "decay", |line| {
+                state.events.push("decay", |line| {
                     line.bytes("released", released).flag("ok", given.error.is_none())
                 });
                 (given, released, inner.next_look(state))
             })
         });
-        inner.flush_events();
         inner.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
@@ -113,8 +114,7 @@ impl DeviceArena {
             if time == DecayTime::AtOnce {
                 inner.empty_caches();
             }
-            inner.run_now(|state| state.set_decay(time, &*inner.clock));
-            inner.flush_events();
+            inner.run_now(|state| state.set_decay(time));
         }
     }
 
@@ -170,12 +170,7 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], [`DeviceError::Forked`].
     pub fn wait_for_pending(&self) -> Result<(), DeviceError> {
         self.inner().check_here()?;
-        self.inner().complete_pending()
-    }
-
-    /// Releases all idle memory, as a part of another operation.
-    pub(crate) fn empty(&self) -> Result<(), DeviceError> {
-        self.down_to(ByteSize::ZERO, "trim", note_trim).map(drop)
+        self.inner().run(completion::complete_pending)
     }
 
     fn down_to(
@@ -189,27 +184,26 @@ impl DeviceArena {
         inner.empty_caches();
         inner.run(wake_if_empty);
         inner.run(stores::release_over_limit);
-        inner.look_for_ends(true)?;
-        inner.release_imports();
-        let (released, error) = inner.run(async |port| {
-            let (mut granules, error) = release_down_to(port, keep).await;
+        inner.run(async |cx| look_for_ends(cx, true).await)?;
+        inner.run(import::release_imports);
+        let (released, error) = inner.run(async |cx| {
+            let (mut granules, error) = release_down_to(cx, keep).await;
             // Each turn but the last divides a handle. New handles are stuck in none.
-            while error.is_none() && port.with(|state| state.backed()) > keep.get() {
-                match release_stuck(port, None).await {
+            while error.is_none() && cx.with(|state| state.backed()) > keep.get() {
+                match release_stuck(cx, None).await {
                     0 => break,
                     released => granules += released,
                 }
             }
-            port.with(|state| {
+            cx.with(|state| {
                 let bytes = state.bytes_of(granules);
                 note(state, bytes);
-                state.events.push(port.clock, act, |line| {
-                    line.number("released", bytes).flag("ok", error.is_none())
-                });
+                state
+                    .events
+                    .push(act, |line| line.number("released", bytes).flag("ok", error.is_none()));
                 (ByteSize::new(bytes), error)
             })
         });
-        inner.flush_events();
         inner.debug_validate();
         if !released.is_zero() {
             log!(debug, arena = self.name(), %keep, %released, "idle memory released");

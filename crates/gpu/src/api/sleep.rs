@@ -23,12 +23,12 @@ use std::thread;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
-use crate::api::lease::Lease;
+use crate::api::lane::Lease;
 use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
 use crate::engine::stores;
 use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::inner::ArenaInner;
-use crate::state::sleep::Phase;
+use crate::state::sleep::SleepPhase;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
 use lowtide_core::bytes::ByteSize;
@@ -112,8 +112,7 @@ impl DeviceArena {
         let inner = self.inner();
         inner.check_open()?;
         inner.empty_caches();
-        let outcome = inner.run(async |port| suspend(port, options).await);
-        inner.flush_events();
+        let outcome = inner.run(async |cx| suspend(cx, options).await);
         inner.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
@@ -140,7 +139,9 @@ impl DeviceArena {
     pub fn wake(&self) -> Result<WakeReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        finish_wake(inner, inner.run(wake))
+        let report = inner.run(wake)?;
+        inner.debug_validate();
+        Ok(report)
     }
 
     /// Like [`DeviceArena::wake`], for a thread that must not wait: it fails if the arena is
@@ -151,7 +152,9 @@ impl DeviceArena {
     pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        finish_wake(inner, inner.run(wake_at_once))
+        let report = inner.run(wake_at_once)?;
+        inner.debug_validate();
+        Ok(report)
     }
 
     /// Returns the sleep state; awake for a closed arena.
@@ -194,7 +197,7 @@ impl DeviceArena {
     pub fn prepare_stores(&self, options: SleepOptions) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
-        inner.run(async |port| stores::prepare(port, options, |_| true).await)
+        inner.run(async |cx| stores::prepare(cx, options, |_| true).await)
     }
 
     /// Sets the maximum host memory for contents that stays allocated after a wake
@@ -208,7 +211,7 @@ impl DeviceArena {
     pub fn set_stores_max(&self, stores_max: ByteSize) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            inner.run(async |port| stores::set_stores_max(port, stores_max).await);
+            inner.run(async |cx| stores::set_stores_max(cx, stores_max).await);
         }
     }
 
@@ -300,7 +303,7 @@ impl DeviceArena {
         let config = inner.run_now(|state| state.sleep.config);
         let options = SleepOptions { drain: Duration::ZERO, ..config.options };
         let prepared =
-            inner.run(async |port| stores::prepare(port, options, |state| state.leases == 0).await);
+            inner.run(async |cx| stores::prepare(cx, options, |state| state.leases == 0).await);
         let outcome = prepared.and_then(|_| self.try_sleep(options));
         let Err(error) = outcome else { return outcome.map(Some) };
         // An allocation that cancels the sleep is not a lease. Without a pause the sleep would be
@@ -371,14 +374,14 @@ impl Future for EnterFuture {
         let wait = this.arena.run_now(|state| {
             let before = *before.get_or_insert(state.sleep.attempts);
             let wake_timeout = match state.sleep.phase {
-                Phase::Awake | Phase::Draining(_) => return Ok(None),
-                Phase::Asleep => {
+                SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(None),
+                SleepPhase::Asleep => {
                     if let Some(error) = state.sleep.failed_since(before) {
                         return Err(error);
                     }
                     Some(begin_wake(state))
                 }
-                Phase::Suspending | Phase::Waking => None,
+                SleepPhase::Suspending | SleepPhase::Waking => None,
             };
             Ok(Some((wake_timeout, waker.take().map(|waker| state.sleep.register(waits, waker)))))
         });
@@ -404,13 +407,12 @@ impl Future for EnterFuture {
 fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), DeviceError> {
     let inner = Arc::clone(arena);
     let wake = move || {
-        let _ = inner.run(async |port| resume(port, wake_timeout).await);
-        inner.flush_events();
+        let _ = inner.run(async |cx| resume(cx, wake_timeout).await);
     };
     let thread = thread::Builder::new().name("lowtide-wake".to_owned());
     thread.spawn(wake).map(drop).map_err(|error| {
         let error = DeviceError::Thread { message: error.to_string() };
-        arena.run(async |port| fail_wake(port, &error).await);
+        arena.run(async |cx| fail_wake(cx, &error).await);
         error
     })
 }
@@ -422,16 +424,4 @@ impl Drop for EnterFuture {
         let waker = self.arena.run_here(|state| state.sleep.unregister(waits));
         let _ = caught(|| drop(waker)); // foreign code; nothing may unwind out of a drop
     }
-}
-
-/// Delivers the events of a wake, and checks the state in debug builds.
-fn finish_wake(
-    inner: &ArenaInner,
-    outcome: Result<WakeReport, DeviceError>,
-) -> Result<WakeReport, DeviceError> {
-    inner.flush_events();
-    if outcome.is_ok() {
-        inner.debug_validate();
-    }
-    outcome
 }

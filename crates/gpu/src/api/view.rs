@@ -22,7 +22,7 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::interop::Imported;
 use crate::api::lane::Lane;
-use crate::api::lease::Lease;
+use crate::api::lane::Lease;
 use crate::driver::StreamHandle;
 use crate::exec::lane::{Keeps, LaneInner};
 use crate::exec::view::{Order, no_stream};

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
-use crate::state::compact::batch::BatchLimit;
-use crate::state::compact::plan::{self, Hold, Part, Plan, Target};
+use crate::state::compact::plan::BatchLimit;
+use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart};
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
+use crate::types::Region;
 use crate::types::compact::{CompactOptions, Goal};
-use crate::types::region::Region;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);
@@ -23,7 +23,7 @@ const BLOCKED_MAX: Duration = Duration::from_millis(1);
 /// The layout of a region at one instant.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    parts: Vec<Part>,
+    parts: Vec<LayoutPart>,
     /// The blocks, by offset.
     pub(crate) names: BTreeMap<u64, BlockName>,
     /// The segments, on drivers that allocate segments.
@@ -45,10 +45,12 @@ impl Layout {
     }
 
     /// Plans a compaction.
-    pub(crate) fn plan(&self, options: CompactOptions) -> Plan {
+    pub(crate) fn plan(&self, options: CompactOptions) -> CompactPlan {
         let target = match options.goal {
-            Goal::Granules => self.segments.as_deref().map_or(Target::Granules, Target::Segments),
-            Goal::Contiguous(size) => Target::Contiguous(size.get()),
+            Goal::Granules => {
+                self.segments.as_deref().map_or(CompactTarget::Granules, CompactTarget::Segments)
+            }
+            Goal::Contiguous(size) => CompactTarget::Contiguous(size.get()),
         };
         plan::plan(&self.parts, self.granule, target, options.budget.get())
     }
@@ -67,21 +69,28 @@ pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
 
 /// Returns blocks and free spans in address order. The wall between the ranges is included as a
 /// block that does not move.
-fn parts(state: &ArenaState, options: CompactOptions) -> Vec<Part> {
+fn parts(state: &ArenaState, options: CompactOptions) -> Vec<LayoutPart> {
     let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
     // A requested free span is for a large block.
     if options.goal == Goal::Granules {
         let wall = state.region(options.region).index.wall();
-        parts.extend(wall.map(|span| Part { span, hold: Some(Hold::Wall) }));
+        parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
         parts.extend(parts_of(state, options, End::High));
     }
     parts
 }
 
 /// Returns the blocks and free spans of one range of a region in address order.
-fn parts_of(state: &ArenaState, options: CompactOptions, end: End) -> impl Iterator<Item = Part> {
+fn parts_of(
+    state: &ArenaState,
+    options: CompactOptions,
+    end: End,
+) -> impl Iterator<Item = LayoutPart> {
     let blocks = state.region(options.region).index.blocks_of(end);
-    blocks.map(move |(span, id)| Part { span, hold: id.map(|id| hold(state, options, id, span)) })
+    blocks.map(move |(span, id)| LayoutPart {
+        span,
+        hold: id.map(|id| hold(state, options, id, span)),
+    })
 }
 
 /// Returns the first blocks and free spans of one range of a region, at most this many; the last of
@@ -91,7 +100,7 @@ pub(crate) fn first_parts(
     options: CompactOptions,
     end: End,
     parts_max: usize,
-) -> Vec<Part> {
+) -> Vec<LayoutPart> {
     let mut parts: Vec<_> = parts_of(state, options, end).take(parts_max).collect();
     if parts.len() == parts_max
         && let Some(last) = parts.last_mut()

@@ -19,12 +19,11 @@
 //! Invariants: a use counts as complete only after the host has seen it; neither a decay, a
 //! compaction nor background work waits for the context.
 
-use super::call::{Answer, CallKind};
-use super::port::Port;
-use crate::driver::{DriverError, StreamHandle};
+use super::context::{Call, OpContext};
+use crate::driver::{DriverError, EventHandle, StreamHandle};
 use crate::state::arena::ArenaState;
-use crate::state::pending::Uses;
-use crate::state::streams::{Event, Pick, StreamKey, Use, Wait};
+use crate::state::pending::StreamUses;
+use crate::state::streams::{Pick, StreamEvent, StreamKey, StreamUse, Wait};
 use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
 
 /// Orders the next work of a stream after these uses, or the next user if no stream is given. With
@@ -33,15 +32,15 @@ use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
 ///
 /// # Errors
 /// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) for a capture. Then nothing is reused.
-pub(super) async fn come_after(
-    port: &Port<'_>,
+pub(super) async fn order_after(
+    cx: &OpContext<'_>,
     taker: Option<StreamKey>,
-    uses: &Uses,
+    uses: &StreamUses,
 ) -> Result<(), DriverError> {
     for of in uses.iter() {
-        if let Some((event, epoch)) = event_after(port, of, taker).await? {
-            let waited = wait_for(port, event, Use { epoch, ..of }, taker).await;
-            port.with(|state| state.streams.release_event(event));
+        if let Some((event, epoch)) = event_after(cx, of, taker).await? {
+            let waited = wait_for(cx, event, StreamUse { epoch, ..of }, taker).await;
+            cx.with(|state| state.streams.release_event(event));
             waited?;
         }
     }
@@ -51,15 +50,15 @@ pub(super) async fn come_after(
 /// Returns the event to wait for so that `taker` comes after a use, and the event's epoch. Returns
 /// `None` if `taker` already comes after the use.
 async fn event_after(
-    port: &Port<'_>,
-    of: Use,
+    cx: &OpContext<'_>,
+    of: StreamUse,
     taker: Option<StreamKey>,
-) -> Result<Option<(Event, u64)>, DriverError> {
+) -> Result<Option<(StreamEvent, u64)>, DriverError> {
     loop {
-        match port.with(|state| state.streams.how(of, taker)) {
+        match cx.with(|state| state.streams.how(of, taker)) {
             Wait::Nothing => return Ok(None),
             Wait::For(event, epoch) => return Ok(Some((event, epoch))),
-            Wait::Record(epoch) => match record(port, of.stream, epoch).await {
+            Wait::Record(epoch) => match record(cx, of.stream, epoch).await {
                 Some(Ok(event)) => return Ok(Some((event, epoch))),
                 // The stream ended meanwhile: it has an event, or is waited for with all others.
                 None => continue,
@@ -67,58 +66,58 @@ async fn event_after(
             },
             Wait::Context => {}
         }
-        return complete_all(port).await.map(|()| None);
+        return complete_all(cx).await.map(|()| None);
     }
 }
 
 /// Makes a taker's stream, or this thread, wait for an event that was recorded after a use.
 async fn wait_for(
-    port: &Port<'_>,
-    event: Event,
-    of: Use,
+    cx: &OpContext<'_>,
+    event: StreamEvent,
+    of: StreamUse,
     taker: Option<StreamKey>,
 ) -> Result<(), DriverError> {
     let event = event.handle;
     // The caller allocates for a lane of this stream, and holds the lane until the operation ends.
     let stream =
-        taker.and_then(|taker| Some((taker, port.with(|state| state.streams.handle(taker))?)));
+        taker.and_then(|taker| Some((taker, cx.with(|state| state.streams.handle(taker))?)));
     if let Some((taker, stream)) = stream {
-        if port.asks(CallKind::IsCapturing { stream }).await? {
+        if cx.asks(Call::IsCapturing { stream }).await? {
             return Err(captures("cuStreamWaitEvent"));
         }
-        port.does(CallKind::StreamWaits { stream, event }).await?;
-        port.with(|state| state.streams.ordered(taker, of.stream, of.epoch));
+        cx.does(Call::StreamWaits { stream, event }).await?;
+        cx.with(|state| state.streams.ordered(taker, of.stream, of.epoch));
         return Ok(());
     }
-    if is_any_capturing(port).await? {
+    if is_any_capturing(cx).await? {
         return Err(captures("cuEventSynchronize"));
     }
-    port.does(CallKind::WaitForEvent { event }).await?;
-    mark_complete(port, of);
+    cx.does(Call::WaitForEvent { event }).await?;
+    mark_complete(cx, of);
     Ok(())
 }
 
 /// Records that all uses of a stream up to an epoch are complete.
-fn mark_complete(port: &Port<'_>, of: Use) {
-    port.with(|state| state.mark_complete(of.stream, of.epoch, port.clock));
+fn mark_complete(cx: &OpContext<'_>, of: StreamUse) {
+    cx.with(|state| state.mark_complete(of.stream, of.epoch));
 }
 
 /// Records the end of a stream's work so far, so that others can wait for it. Does not wait.
 ///
 /// # Errors
 /// The driver's; [`CAPTURES`](crate::types::error::CAPTURES) while the stream captures a graph.
-pub(crate) async fn mark_end(port: &Port<'_>, stream: StreamKey) -> Result<(), DriverError> {
-    let Some(epoch) = port.with(|state| state.streams.close(stream)) else { return Ok(()) };
-    let Some(recorded) = record(port, stream, epoch).await else { return Ok(()) };
+pub(crate) async fn mark_end(cx: &OpContext<'_>, stream: StreamKey) -> Result<(), DriverError> {
+    let Some(epoch) = cx.with(|state| state.streams.close(stream)) else { return Ok(()) };
+    let Some(recorded) = record(cx, stream, epoch).await else { return Ok(()) };
     let event = recorded?;
-    port.with(|state| state.streams.release_event(event));
+    cx.with(|state| state.streams.release_event(event));
     Ok(())
 }
 
 /// Records that a lane is dropped. If the stream has no other lane, marks the end of the stream's
 /// work, if possible, and forgets the stream.
-pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
-    let is_last = port.with(|state| {
+pub(crate) async fn leave_stream(cx: &OpContext<'_>, stream: StreamKey) {
+    let is_last = cx.with(|state| {
         let is_last = state.streams.leave(stream);
         if is_last && state.sleep.forget_used(stream) {
             // Work of the stream under leases is waited for by an event, or with all other work.
@@ -127,32 +126,32 @@ pub(crate) async fn leave_stream(port: &Port<'_>, stream: StreamKey) {
         is_last
     });
     if is_last {
-        end_stream(port, stream, false).await;
+        end_stream(cx, stream, false).await;
     }
 }
 
 /// Records the end of the work of a stream that neither a lane nor a guest uses, if possible, and
 /// forgets the stream. With `is_lost`, also a stream that guests use, which is about to be
 /// destroyed. When this returns, no call uses the stream's handle any more.
-pub(crate) async fn end_stream(port: &Port<'_>, stream: StreamKey, is_lost: bool) {
-    let _ = mark_end(port, stream).await;
+pub(crate) async fn end_stream(cx: &OpContext<'_>, stream: StreamKey, is_lost: bool) {
+    let _ = mark_end(cx, stream).await;
     if is_lost {
-        port.with(|state| state.streams.lose(stream));
+        cx.with(|state| state.streams.lose(stream));
     }
-    port.with(|state| state.streams.retire(stream));
-    port.wait_while(|state| state.streams.is_lent(stream)).await;
-    port.with(|state| state.forget_stream(stream));
+    cx.with(|state| state.streams.retire(stream));
+    cx.wait_while(|state| state.streams.is_lent(stream)).await;
+    cx.with(|state| state.forget_stream(stream));
 }
 
 /// Returns `true` if a stream captures a graph: one that the program names, or one of those that
 /// the arena knows.
-pub(crate) async fn is_any_capturing(port: &Port<'_>) -> Result<bool, DriverError> {
-    if port.with(|state| !state.streams.capturing.is_empty()) {
+pub(crate) async fn is_any_capturing(cx: &OpContext<'_>) -> Result<bool, DriverError> {
+    if cx.with(|state| !state.streams.capturing.is_empty()) {
         return Ok(true);
     }
     let mut last = None;
-    while let Some(stream) = port.with(|state| state.streams.next_alive(last)) {
-        if is_capturing(port, stream).await.transpose()? == Some(true) {
+    while let Some(stream) = cx.with(|state| state.streams.next_alive(last)) {
+        if is_capturing(cx, stream).await.transpose()? == Some(true) {
             return Ok(true);
         }
         last = Some(stream);
@@ -161,10 +160,10 @@ pub(crate) async fn is_any_capturing(port: &Port<'_>) -> Result<bool, DriverErro
 }
 
 /// Returns `true` if a stream captures a graph; `None` if the stream has ended.
-async fn is_capturing(port: &Port<'_>, key: StreamKey) -> Option<Result<bool, DriverError>> {
-    let stream = port.with(|state| state.streams.export(key))?;
-    let answer = port.asks(CallKind::IsCapturing { stream }).await;
-    let is_gone = port.with(|state| note_call(state, key, answer.as_ref().err()));
+async fn is_capturing(cx: &OpContext<'_>, key: StreamKey) -> Option<Result<bool, DriverError>> {
+    let stream = cx.with(|state| state.streams.export(key))?;
+    let answer = cx.asks(Call::IsCapturing { stream }).await;
+    let is_gone = cx.with(|state| note_call(state, key, answer.as_ref().err()));
     (!is_gone).then_some(answer)
 }
 
@@ -179,21 +178,25 @@ fn note_call(state: &mut ArenaState, key: StreamKey, error: Option<&DriverError>
 }
 
 /// Records an event of a closed epoch and returns the event, held; `None` if the stream has ended.
-async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Event, DriverError>> {
-    let event = match event_to_record(port).await {
+async fn record(
+    cx: &OpContext<'_>,
+    key: StreamKey,
+    epoch: u64,
+) -> Option<Result<StreamEvent, DriverError>> {
+    let event = match event_to_record(cx).await {
         Ok(event) => event,
         Err(error) => return Some(Err(error)),
     };
     // Dropping the last lane waits in `end_stream` until the handle is returned below.
-    let Some(stream) = port.with(|state| state.streams.export(key)) else {
-        port.with(|state| state.streams.put_back(event));
+    let Some(stream) = cx.with(|state| state.streams.export(key)) else {
+        cx.with(|state| state.streams.restore(event));
         return None;
     };
-    let recorded = record_uncaptured(port, event, stream).await;
-    let is_gone = port.with(|state| {
+    let recorded = record_uncaptured(cx, event, stream).await;
+    let is_gone = cx.with(|state| {
         match recorded {
             Ok(()) => state.streams.recorded(key, epoch, event),
-            Err(_) => state.streams.put_back(event),
+            Err(_) => state.streams.restore(event),
         }
         note_call(state, key, recorded.as_ref().err())
     });
@@ -204,15 +207,15 @@ async fn record(port: &Port<'_>, key: StreamKey, epoch: u64) -> Option<Result<Ev
 /// and never complete, and querying it would invalidate the capture. Another thread may begin a
 /// capture at any time, so this is checked again after the record.
 async fn record_uncaptured(
-    port: &Port<'_>,
-    event: Event,
+    cx: &OpContext<'_>,
+    event: StreamEvent,
     stream: StreamHandle,
 ) -> Result<(), DriverError> {
-    if port.asks(CallKind::IsCapturing { stream }).await? {
+    if cx.asks(Call::IsCapturing { stream }).await? {
         return Err(captures("cuEventRecord"));
     }
-    port.does(CallKind::RecordEvent { event: event.handle, stream }).await?;
-    if port.asks(CallKind::IsCapturing { stream }).await? {
+    cx.does(Call::RecordEvent { event: event.handle, stream }).await?;
+    if cx.asks(Call::IsCapturing { stream }).await? {
         return Err(captures("cuEventRecord"));
     }
     Ok(())
@@ -225,25 +228,25 @@ async fn record_uncaptured(
 ///
 /// # Errors
 /// The driver's.
-pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(), DriverError> {
-    if !port.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
+pub(crate) async fn look_for_ends(cx: &OpContext<'_>, may_wait: bool) -> Result<(), DriverError> {
+    if !cx.with(|state| state.capabilities.asynchronous && state.is_awaiting()) {
         return Ok(());
     }
     let (mut is_provable, mut failed, mut last) = (true, None, None);
-    while let Some(stream) = port.with(|state| state.streams.next_unmarked(last)) {
+    while let Some(stream) = cx.with(|state| state.streams.next_unmarked(last)) {
         last = Some(stream);
-        let marked = match is_markable(port, stream) {
-            true => Some(mark_end(port, stream).await),
+        let marked = match is_markable(cx, stream) {
+            true => Some(mark_end(cx, stream).await),
             false => None,
         };
-        is_provable &= marked == Some(Ok(())) && is_markable(port, stream);
+        is_provable &= marked == Some(Ok(())) && is_markable(cx, stream);
         failed = failed.or_else(|| marked.and_then(Result::err));
     }
-    let waits = may_wait && !port.is_background();
-    if !is_provable && waits && !is_any_capturing(port).await? {
-        return complete_all(port).await;
+    let waits = may_wait && !cx.is_background();
+    if !is_provable && waits && !is_any_capturing(cx).await? {
+        return complete_all(cx).await;
     }
-    query_events(port).await?;
+    query_events(cx).await?;
     failed.filter(|error| !is_captures(error)).map_or(Ok(()), Err)
 }
 
@@ -253,23 +256,22 @@ pub(crate) async fn look_for_ends(port: &Port<'_>, may_wait: bool) -> Result<(),
 ///
 /// # Errors
 /// The driver's.
-pub(crate) async fn query_events(port: &Port<'_>) -> Result<(), DriverError> {
+pub(crate) async fn query_events(cx: &OpContext<'_>) -> Result<(), DriverError> {
     let mut last = None;
-    while let Some(stream) = port.with(|state| state.streams.next_with_events(last)) {
+    while let Some(stream) = cx.with(|state| state.streams.next_with_events(last)) {
         last = Some(stream);
         let (mut unknown, mut pick) = (0..u64::MAX, Pick::First);
         loop {
-            let found =
-                port.with(|state| state.streams.event_between(stream, unknown.clone(), pick));
+            let found = cx.with(|state| state.streams.event_between(stream, unknown.clone(), pick));
             let Some((epoch, event)) = found else { break };
-            let is_complete = port.asks(CallKind::QueryEvent { event: event.handle }).await;
-            port.with(|state| state.streams.release_event(event));
+            let is_complete = cx.asks(Call::QueryEvent { event: event.handle }).await;
+            cx.with(|state| state.streams.release_event(event));
             pick = match pick {
                 Pick::First if is_complete == Ok(true) => Pick::Last,
                 _ => Pick::Middle,
             };
             if is_complete? {
-                mark_complete(port, Use { stream, epoch });
+                mark_complete(cx, StreamUse { stream, epoch });
                 unknown.start = epoch + 1;
             } else {
                 unknown.end = epoch;
@@ -283,13 +285,13 @@ pub(crate) async fn query_events(port: &Port<'_>) -> Result<(), DriverError> {
 /// are recorded, they are queried first, so that there are at most about twice as many events as
 /// epochs in progress, even if no thread checks for idle memory. A failed query is reported by the
 /// next check.
-async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
-    if let Some(event) = port.with(|state| state.streams.spare()) {
+async fn event_to_record(cx: &OpContext<'_>) -> Result<StreamEvent, DriverError> {
+    if let Some(event) = cx.with(|state| state.streams.spare()) {
         return Ok(event);
     }
-    if port.with(|state| state.streams.is_crowded()) {
-        let _ = query_events(port).await;
-        let spare = port.with(|state| {
+    if cx.with(|state| state.streams.is_crowded()) {
+        let _ = query_events(cx).await;
+        let spare = cx.with(|state| {
             state.streams.note_asked();
             state.streams.spare()
         });
@@ -297,10 +299,8 @@ async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
             return Ok(event);
         }
     }
-    match port.perform(CallKind::CreateEvent).await? {
-        Answer::Event(handle) => Ok(port.with(|state| state.streams.add_event(handle))),
-        answer => unreachable!("{answer:?} to the creation of an event"),
-    }
+    let handle = EventHandle::new(cx.perform(Call::CreateEvent).await?);
+    Ok(cx.with(|state| state.streams.add_event(handle)))
 }
 
 /// Waits until every recorded use is complete: uses of freed memory, of the streams of lanes, and
@@ -309,21 +309,21 @@ async fn event_to_record(port: &Port<'_>) -> Result<Event, DriverError> {
 ///
 /// # Errors
 /// `Capturing`; the driver's.
-pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
-    if !port.with(|state| state.capabilities.asynchronous) {
+pub(crate) async fn complete_used(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+    if !cx.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
-    check_capturing(port).await?;
-    let is_known = port.with(|state| {
+    check_capturing(cx).await?;
+    let is_known = cx.with(|state| {
         let is_ours = state.raw.is_empty() && state.outstanding.imported.count() == 0;
         let is_known = state.sleep.is_use_known() && is_ours;
         state.streams.use_all_now();
         is_known
     });
-    if !(is_known && complete_by_events(port).await?) {
-        complete_all(port).await?;
+    if !(is_known && complete_by_events(cx).await?) {
+        complete_all(cx).await?;
     }
-    port.with(|state| state.sleep.complete());
+    cx.with(|state| state.sleep.complete());
     Ok(())
 }
 
@@ -332,14 +332,14 @@ pub(crate) async fn complete_used(port: &Port<'_>) -> Result<(), DeviceError> {
 ///
 /// # Errors
 /// `Capturing`; the driver's.
-pub(crate) async fn complete_pending(port: &Port<'_>) -> Result<(), DeviceError> {
-    let is_known = port.with(|state| state.sleep.is_use_known() && !state.streams.has_lost_uses());
-    if !port.with(|state| state.capabilities.asynchronous && (!is_known || state.is_awaiting())) {
+pub(crate) async fn complete_pending(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+    let is_known = cx.with(|state| state.sleep.is_use_known() && !state.streams.has_lost_uses());
+    if !cx.with(|state| state.capabilities.asynchronous && (!is_known || state.is_awaiting())) {
         return Ok(());
     }
-    check_capturing(port).await?;
-    if !(is_known && complete_by_events(port).await?) {
-        complete_all(port).await?;
+    check_capturing(cx).await?;
+    if !(is_known && complete_by_events(cx).await?) {
+        complete_all(cx).await?;
     }
     Ok(())
 }
@@ -366,22 +366,22 @@ pub(super) enum Proof {
 /// The driver's.
 ///
 /// [`MoveState`]: crate::state::moves::MoveState
-pub(super) async fn complete_live(port: &Port<'_>, proof: Proof) -> Result<bool, DriverError> {
-    if !port.with(|state| state.capabilities.asynchronous) {
+pub(super) async fn complete_live(cx: &OpContext<'_>, proof: Proof) -> Result<bool, DriverError> {
+    if !cx.with(|state| state.capabilities.asynchronous) {
         return Ok(true);
     }
-    if !port.with(|state| state.sleep.is_use_known()) || is_any_capturing(port).await? {
+    if !cx.with(|state| state.sleep.is_use_known()) || is_any_capturing(cx).await? {
         return Ok(false);
     }
     // Work on raw blocks needs no lease. Another block may have their memory by now.
     let is_known = |state: &mut ArenaState| {
         state.moves.is_proved() && state.streams.unfinished().next().is_none()
     };
-    if proof != Proof::WaitAgain && port.with(is_known) {
+    if proof != Proof::WaitAgain && cx.with(is_known) {
         return Ok(true);
     }
-    let leases = port.with(|state| state.unleased());
-    let uses: Vec<_> = port.with(|state| {
+    let leases = cx.with(|state| state.unleased());
+    let uses: Vec<_> = cx.with(|state| {
         // A later query asks for the events of an earlier one: a new event would not be complete.
         let is_asked = proof == Proof::Query && state.moves.is_asked(leases);
         if !is_asked {
@@ -390,30 +390,30 @@ pub(super) async fn complete_live(port: &Port<'_>, proof: Proof) -> Result<bool,
         state.streams.unfinished().collect()
     });
     for of in &uses {
-        match mark_end(port, of.stream).await {
+        match mark_end(cx, of.stream).await {
             Err(error) if is_captures(&error) => return Ok(false),
             marked => marked?,
         }
     }
     for of in uses {
-        let (event, epoch) = match port.with(|state| state.streams.how(of, None)) {
+        let (event, epoch) = match cx.with(|state| state.streams.how(of, None)) {
             Wait::Nothing => continue,
             Wait::For(event, epoch) => (event, epoch),
             // The stream has ended without an event.
             Wait::Record(_) | Wait::Context => return Ok(false),
         };
         let is_complete = if proof == Proof::Query {
-            port.asks(CallKind::QueryEvent { event: event.handle }).await
+            cx.asks(Call::QueryEvent { event: event.handle }).await
         } else {
-            port.does(CallKind::WaitForEvent { event: event.handle }).await.map(|()| true)
+            cx.does(Call::WaitForEvent { event: event.handle }).await.map(|()| true)
         };
-        port.with(|state| state.streams.release_event(event));
+        cx.with(|state| state.streams.release_event(event));
         if !is_complete? {
             return Ok(false);
         }
-        mark_complete(port, Use { epoch, ..of });
+        mark_complete(cx, StreamUse { epoch, ..of });
     }
-    port.with(|state| {
+    cx.with(|state| {
         if state.sleep.is_use_known() {
             state.note_complete(leases)
         }
@@ -425,53 +425,49 @@ pub(super) async fn complete_live(port: &Port<'_>, proof: Proof) -> Result<bool,
 ///
 /// # Errors
 /// `Capturing`; the driver's.
-pub(super) async fn check_capturing(port: &Port<'_>) -> Result<(), DeviceError> {
-    if is_any_capturing(port).await? {
-        return Err(DeviceError::Capturing { arena: port.with(|state| state.name.clone()) });
+pub(super) async fn check_capturing(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+    if is_any_capturing(cx).await? {
+        return Err(DeviceError::Capturing { arena: cx.with(|state| state.name.clone()) });
     }
     Ok(())
 }
 
 /// Waits for an event after the recorded uses of every stream. Returns `false` if a use has no
 /// event and can get none.
-async fn complete_by_events(port: &Port<'_>) -> Result<bool, DriverError> {
+async fn complete_by_events(cx: &OpContext<'_>) -> Result<bool, DriverError> {
     let mut last = None;
-    while let Some(stream) = port.with(|state| state.streams.next_unmarked(last)) {
-        if !is_markable(port, stream) || mark_end(port, stream).await.is_err() {
+    while let Some(stream) = cx.with(|state| state.streams.next_unmarked(last)) {
+        if !is_markable(cx, stream) || mark_end(cx, stream).await.is_err() {
             return Ok(false);
         }
         last = Some(stream);
     }
-    while let Some((of, event)) = port.with(|state| state.streams.waiting()) {
-        let waited = port.does(CallKind::WaitForEvent { event: event.handle }).await;
-        port.with(|state| state.streams.release_event(event));
+    while let Some((of, event)) = cx.with(|state| state.streams.waiting()) {
+        let waited = cx.does(Call::WaitForEvent { event: event.handle }).await;
+        cx.with(|state| state.streams.release_event(event));
         waited?;
-        mark_complete(port, of);
+        mark_complete(cx, of);
     }
     // A stream that ended meanwhile may have no event.
-    Ok(port.with(|state| state.streams.next_unmarked(None)).is_none())
+    Ok(cx.with(|state| state.streams.next_unmarked(None)).is_none())
 }
 
 /// Returns the arena's own stream, on which it queues copies. Creates it at the first use.
 ///
 /// # Errors
 /// The driver's.
-pub(super) async fn own_stream(port: &Port<'_>) -> Result<StreamHandle, DriverError> {
-    if let Some(stream) = port.with(|state| state.sleep.stream) {
+pub(super) async fn own_stream(cx: &OpContext<'_>) -> Result<StreamHandle, DriverError> {
+    if let Some(stream) = cx.with(|state| state.sleep.stream) {
         return Ok(stream);
     }
-    match port.perform(CallKind::CreateStream).await? {
-        Answer::Stream(stream) => {
-            port.with(|state| state.sleep.stream = Some(stream));
-            Ok(stream)
-        }
-        answer => unreachable!("{answer:?} to the creation of a stream"),
-    }
+    let stream = StreamHandle::new(cx.perform(Call::CreateStream).await?);
+    cx.with(|state| state.sleep.stream = Some(stream));
+    Ok(stream)
 }
 
 /// Returns `true` if an event can be recorded on a stream, which is so until the stream ends.
-fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
-    port.with(|state| state.streams.handle(stream)).is_some()
+fn is_markable(cx: &OpContext<'_>, stream: StreamKey) -> bool {
+    cx.with(|state| state.streams.handle(stream)).is_some()
 }
 
 /// Waits until the device has completed all its work, and records that. Does nothing on a driver
@@ -481,22 +477,22 @@ fn is_markable(port: &Port<'_>, stream: StreamKey) -> bool {
 /// The driver's: the device may still work. [`CAPTURES`](crate::types::error::CAPTURES) while the
 /// stream of a lane captures a graph, which the wait would invalidate. `Background` in background
 /// work, before any call: see the head of this file.
-pub(crate) async fn complete_all(port: &Port<'_>) -> Result<(), DriverError> {
-    if !port.with(|state| state.capabilities.asynchronous) {
+pub(crate) async fn complete_all(cx: &OpContext<'_>) -> Result<(), DriverError> {
+    if !cx.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
-    if port.is_background() {
+    if cx.is_background() {
         return Err(DriverError::Background { call: "cuCtxSynchronize" });
     }
-    if is_any_capturing(port).await? {
+    if is_any_capturing(cx).await? {
         return Err(captures("cuCtxSynchronize"));
     }
-    let (closed, leases) = port.with(|state| {
+    let (closed, leases) = cx.with(|state| {
         let is_exported = state.outstanding.exported.count > 0;
         (state.streams.close_all(), state.unleased().filter(|_| !is_exported))
     });
-    port.does(CallKind::SynchronizeContext).await?;
-    closed.into_iter().for_each(|of| mark_complete(port, of));
-    port.with(|state| state.note_complete(leases));
+    cx.does(Call::SynchronizeContext).await?;
+    closed.into_iter().for_each(|of| mark_complete(cx, of));
+    cx.with(|state| state.note_complete(leases));
     Ok(())
 }

@@ -8,12 +8,11 @@
 use lowtide_core::log;
 use std::mem::ManuallyDrop;
 
-use super::port::Port;
+use super::context::OpContext;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::outstanding::{Due, Release};
-use crate::types::error::ImportError;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
 
@@ -24,14 +23,14 @@ pub(crate) fn import(
     at: DeviceAddress,
     size: ByteSize,
     release: Release,
-) -> Result<(), (ImportError, Release)> {
+) -> Result<(), (&'static str, Release)> {
     let is_own = |&region: &Region| state.region(region).segment.overlaps(at, size);
     if Region::ALL.iter().any(is_own) {
-        return Err((ImportError::OfArena, release));
+        return Err(("it overlaps the arena's own memory", release));
     }
     let imported = &mut state.outstanding.imported;
     if imported.overlaps(at.get(), size.get()) {
-        return Err((ImportError::Imported, release));
+        return Err(("it overlaps imported memory that is not released", release));
     }
     imported.import(at.get(), size.get(), release);
     Ok(())
@@ -50,11 +49,11 @@ pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress, is_captured: boo
 /// Calls the release functions of values that are dropped and whose work is complete. Calls at most
 /// as many as wait now, so that a function which imports and drops more does not keep this call
 /// running. Returns the number of calls.
-pub(crate) async fn release_imports(port: &Port<'_>) -> u64 {
+pub(crate) async fn release_imports(cx: &OpContext<'_>) -> u64 {
     let mut called = 0;
-    let waiting = port.with(|state| state.outstanding.imported.waiting());
+    let waiting = cx.with(|state| state.outstanding.imported.waiting());
     while called < waiting {
-        let due = port.with(|state| {
+        let due = cx.with(|state| {
             let streams = &state.streams;
             let due = state.outstanding.imported.take(|of| streams.is_done(of));
             state.totals.releases_total += u64::from(due.is_some());
@@ -62,29 +61,29 @@ pub(crate) async fn release_imports(port: &Port<'_>) -> u64 {
         });
         let Some(due) = due else { break };
         called += 1;
-        call_release(port, due).await;
+        call_release(cx, due).await;
     }
     called
 }
 
-async fn call_release(port: &Port<'_>, Due { at, size, release }: Due) {
-    let outcome = port.outside(|| caught(|| release(at, size))).await;
+async fn call_release(cx: &OpContext<'_>, Due { at, size, release }: Due) {
+    let outcome = cx.outside(|| caught(|| release(at, size))).await;
     if let Err(message) = outcome {
-        port.with(|state| state.totals.release_panics_total += 1);
-        port.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked")).await;
+        cx.with(|state| state.totals.release_panics_total += 1);
+        cx.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked")).await;
     }
 }
 
 /// Releases imported memory that the device no longer uses, at the end of the arena, and drops the
 /// other release functions uncalled. Returns the number of those, and their bytes.
-pub(crate) async fn end_imports(port: &Port<'_>) -> (u64, ByteSize) {
-    release_imports(port).await;
+pub(crate) async fn end_imports(cx: &OpContext<'_>) -> (u64, ByteSize) {
+    release_imports(cx).await;
     let mut left = (0, ByteSize::ZERO);
-    while let Some(due) = port.with(|state| state.outstanding.imported.take_any()) {
+    while let Some(due) = cx.with(|state| state.outstanding.imported.take_any()) {
         let Due { size, release, .. } = due;
         left = (left.0 + 1, left.1.saturating_add(size));
         // The function is foreign code, and nothing may unwind out of a drop.
-        let _ = port.outside(|| caught(|| drop(release))).await;
+        let _ = cx.outside(|| caught(|| drop(release))).await;
     }
     left
 }

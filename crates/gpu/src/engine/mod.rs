@@ -1,21 +1,19 @@
 //! The operations of an arena, as sequences of steps on its state.
 
+pub(crate) mod access;
 pub(crate) mod alloc;
-pub(crate) mod alloc_error;
-pub(crate) mod call;
+pub(crate) mod commit;
 pub(crate) mod compact;
 pub(crate) mod completion;
-pub(crate) mod enter;
+pub(crate) mod context;
 pub(crate) mod import;
 pub(crate) mod move_block;
-pub(crate) mod place;
-pub(crate) mod port;
 pub(crate) mod raw_block;
 pub(crate) mod release;
 pub(crate) mod remap;
 pub(crate) mod resize;
 pub(crate) mod resume;
-pub(crate) mod retry;
+pub(crate) mod shortage;
 pub(crate) mod split;
 pub(crate) mod stores;
 pub(crate) mod suspend;

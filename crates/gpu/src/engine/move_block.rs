@@ -18,24 +18,22 @@
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 
-use super::alloc::ensure_committed;
-use super::call::CallKind;
+use super::commit::ensure_committed;
 use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
-use super::port::Port;
+use super::context::{Call, OpContext};
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
 use crate::state::moves::MovingBatch;
-use crate::state::pending::{Claim, Uses};
+use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
+use crate::types::Region;
 use crate::types::compact::CompactOptions;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
 
 /// The maximum number of waits for work of new leases before a batch is given up as busy. A guess:
 /// each takes as long as that work.
@@ -54,7 +52,7 @@ pub(crate) struct MovedBlock {
 
 /// The reason that a batch moved nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum BatchRefusal {
     /// A lease is held or requested, or the arena sleeps or is falling asleep.
     Busy,
     /// Work of an unknown stream may use live blocks, or a stream captures a graph.
@@ -69,7 +67,7 @@ pub(crate) struct BatchOutcome {
     /// The number of blocks that stay, although no error occurred: the block or its new place has
     /// changed, there is no memory for it, or its uses are unknown.
     pub(crate) skipped: u64,
-    pub(crate) refusal: Option<Refusal>,
+    pub(crate) refusal: Option<BatchRefusal>,
     /// The bytes of granules that the moves made idle, and the bytes that they made active.
     pub(crate) idle: u64,
     pub(crate) active: u64,
@@ -80,7 +78,7 @@ pub(crate) struct BatchOutcome {
 
 /// The reason that a block does not move now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Refused {
+enum PlaceRefusal {
     /// No block moves now.
     Busy,
     /// The block or its new place has changed, or its uses are unknown.
@@ -89,7 +87,7 @@ enum Refused {
 
 /// A block with the place that was taken for it, as arriving.
 #[derive(Clone, Copy, Debug)]
-struct Taken {
+struct TakenPlace {
     id: BlockName,
     made: Move,
     placed: Placement,
@@ -103,7 +101,7 @@ struct Taken {
 #[derive(Debug)]
 struct Batch {
     options: CompactOptions,
-    taken: Vec<Taken>,
+    taken: Vec<TakenPlace>,
     /// The stream of the copies; `None` if the driver copies before its call returns.
     stream: Option<StreamHandle>,
     outcome: BatchOutcome,
@@ -121,7 +119,7 @@ enum Start {
 
 /// The contents of a block after the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copied {
+enum CopyOutcome {
     /// They are at the new place.
     Whole,
     /// They are at the old place.
@@ -133,7 +131,7 @@ enum Copied {
 #[derive(Debug, Default)]
 struct Copies {
     /// The contents of each block that was reached before an error.
-    contents: Vec<Copied>,
+    contents: Vec<CopyOutcome>,
     error: Option<DriverError>,
     /// `true` if the end of queued copies was not observed.
     is_unfinished: bool,
@@ -142,20 +140,20 @@ struct Copies {
 /// Moves blocks that may still move and are still at the place that the plan recorded. No place of
 /// one block overlaps a place of another.
 pub(crate) async fn move_batch(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     options: CompactOptions,
     moves: &[(BlockName, Move)],
 ) -> BatchOutcome {
     let taken = Vec::with_capacity(moves.len());
     let mut batch = Batch { options, taken, stream: None, outcome: BatchOutcome::default() };
-    match prepare(port, moves, &mut batch).await {
+    match prepare(cx, moves, &mut batch).await {
         Ok(true) => {
-            let copies = copy_all(port, &batch).await;
-            end(port, &mut batch, copies).await;
+            let copies = copy_all(cx, &batch).await;
+            end(cx, &mut batch, copies).await;
         }
         stopped => {
             batch.outcome.error = stopped.err();
-            port.with(|state| batch.cancel_all(state, port.clock));
+            cx.with(|state| batch.cancel_all(state));
         }
     }
     batch.outcome
@@ -164,23 +162,23 @@ pub(crate) async fn move_batch(
 /// Takes the places, commits them, waits until no work uses live blocks, and marks the blocks as
 /// moving. Returns `false` if no block moves.
 async fn prepare(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     moves: &[(BlockName, Move)],
     batch: &mut Batch,
 ) -> Result<bool, DeviceError> {
     for &(id, made) in moves {
-        match port.with(|state| take_place(state, batch.options, id, made)) {
+        match cx.with(|state| take_place(state, batch.options, id, made)) {
             Ok(taken) => batch.taken.push(taken),
-            Err(Refused::Skipped) => {
+            Err(PlaceRefusal::Skipped) => {
                 batch.outcome.skipped += 1;
                 continue;
             }
-            Err(Refused::Busy) => return Ok(batch.refuse(Refusal::Busy)),
+            Err(PlaceRefusal::Busy) => return Ok(batch.refuse(BatchRefusal::Busy)),
         }
-        match ensure_committed(port, batch.options.region, made.room()).await {
+        match ensure_committed(cx, batch.options.region, made.room()).await {
             Err(failure) if failure.error.is_out_of_memory() => {
                 let last = batch.taken.len() - 1;
-                port.with(|state| batch.skip(state, last, port.clock));
+                cx.with(|state| batch.skip(state, last));
             }
             committed => committed.map_err(|failure| *failure.error)?,
         }
@@ -188,23 +186,23 @@ async fn prepare(
     if batch.taken.is_empty() {
         return Ok(false);
     }
-    if port.with(|state| state.capabilities.asynchronous) {
-        batch.stream = Some(own_stream(port).await?);
+    if cx.with(|state| state.capabilities.asynchronous) {
+        batch.stream = Some(own_stream(cx).await?);
     }
     let has_raw = batch.taken.iter().any(|taken| taken.is_raw);
     let proof = if has_raw { Proof::WaitAgain } else { Proof::Wait };
     for _ in 0..ROUNDS_MAX {
-        if !complete_live(port, proof).await? {
+        if !complete_live(cx, proof).await? {
             batch.outcome.skipped += batch.taken.len() as u64;
-            return Ok(batch.refuse(Refusal::Unprovable));
+            return Ok(batch.refuse(BatchRefusal::Unprovable));
         }
-        match port.with(|state| batch.begin(state, port.clock)) {
+        match cx.with(|state| batch.begin(state)) {
             Start::Begun => return Ok(!batch.taken.is_empty()),
             Start::Again => {}
             Start::Busy => break,
         }
     }
-    Ok(batch.refuse(Refusal::Busy))
+    Ok(batch.refuse(BatchRefusal::Busy))
 }
 
 /// Takes the planned place for a block, as arriving.
@@ -213,20 +211,20 @@ fn take_place(
     options: CompactOptions,
     id: BlockName,
     made: Move,
-) -> Result<Taken, Refused> {
+) -> Result<TakenPlace, PlaceRefusal> {
     if is_busy(state) {
-        return Err(Refused::Busy);
+        return Err(PlaceRefusal::Busy);
     }
     if !may_move(state, options, id, made) {
-        return Err(Refused::Skipped);
+        return Err(PlaceRefusal::Skipped);
     }
     let (region, span) = (options.region, made.room());
     let is_raw = raw_at(state, region, made.from).is_some();
     let active = state.active();
-    let placed = state.region_mut(region).take_room(span).ok_or(Refused::Skipped)?;
+    let placed = state.region_mut(region).take_room(span).ok_or(PlaceRefusal::Skipped)?;
     let missing = state.region(region).segment.missing(span).granules;
     let active = state.active() - active + state.bytes_of(missing);
-    Ok(Taken { id, made, placed, active, is_raw })
+    Ok(TakenPlace { id, made, placed, active, is_raw })
 }
 
 /// Returns `true` if no block moves now.
@@ -258,34 +256,35 @@ fn is_known(state: &ArenaState, options: CompactOptions, made: Move) -> bool {
     }
     let is_alive = |&stream: &StreamKey| state.streams.handle(stream).is_some();
     raw_at(state, options.region, made.from).is_none_or(|raw| {
-        raw.users.with(|streams| !streams.is_empty() && streams.iter().all(is_alive))
+        let streams = raw.users.streams();
+        !streams.is_empty() && streams.iter().all(is_alive)
     })
 }
 
 impl Batch {
     /// Records that no block moves. Returns `false`.
-    const fn refuse(&mut self, refusal: Refusal) -> bool {
+    const fn refuse(&mut self, refusal: BatchRefusal) -> bool {
         self.outcome.refusal = Some(refusal);
         false
     }
 
     /// Returns a taken place, and counts its block as skipped.
-    fn skip(&mut self, state: &mut ArenaState, nth: usize, clock: &dyn Clock) {
+    fn skip(&mut self, state: &mut ArenaState, nth: usize) {
         let taken = self.taken.remove(nth);
-        state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
+        state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
         self.outcome.skipped += 1;
     }
 
     /// Returns all taken places.
-    fn cancel_all(&mut self, state: &mut ArenaState, clock: &dyn Clock) {
+    fn cancel_all(&mut self, state: &mut ArenaState) {
         for taken in self.taken.drain(..) {
-            state.cancel_placement(self.options.region, taken.placed, Claim::default(), clock);
+            state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
         }
     }
 
     /// Marks the blocks that may still move as moving, if no lease was granted since the work was
     /// waited for. Skips the others.
-    fn begin(&mut self, state: &mut ArenaState, clock: &dyn Clock) -> Start {
+    fn begin(&mut self, state: &mut ArenaState) -> Start {
         if is_busy(state) {
             return Start::Busy;
         }
@@ -293,9 +292,9 @@ impl Batch {
             return Start::Again;
         }
         for nth in (0..self.taken.len()).rev() {
-            let Taken { id, made, .. } = self.taken[nth];
+            let TakenPlace { id, made, .. } = self.taken[nth];
             if !may_move(state, self.options, id, made) {
-                self.skip(state, nth, clock);
+                self.skip(state, nth);
             }
         }
         if !self.taken.is_empty() {
@@ -307,12 +306,12 @@ impl Batch {
 }
 
 /// Copies the blocks of a batch, in order, until a copy fails, and waits for the end of the copies.
-async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
+async fn copy_all(cx: &OpContext<'_>, batch: &Batch) -> Copies {
     let mut copies = Copies::default();
     for taken in &batch.taken {
-        let ends = port.with(|state| ends_of(state, batch.options.region, taken.made));
-        match copy_block(port, batch.stream, ends, taken.made).await {
-            Ok(()) => copies.contents.push(Copied::Whole),
+        let ends = cx.with(|state| ends_of(state, batch.options.region, taken.made));
+        match copy_block(cx, batch.stream, ends, taken.made).await {
+            Ok(()) => copies.contents.push(CopyOutcome::Whole),
             Err((error, contents)) => {
                 copies.contents.push(contents);
                 copies.error = Some(error);
@@ -324,7 +323,7 @@ async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
     // Two attempts: if the second wait succeeds, the copies are complete.
     let mut waited = Ok(());
     for _ in 0..2 {
-        waited = port.does(CallKind::SynchronizeStream { stream }).await;
+        waited = cx.does(Call::SynchronizeStream { stream }).await;
         if waited.is_ok() {
             return copies;
         }
@@ -332,7 +331,7 @@ async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
     copies.is_unfinished = true;
     copies.error = copies.error.or_else(|| waited.err());
     for (contents, taken) in copies.contents.iter_mut().zip(&batch.taken) {
-        *contents = if taken.made.overlaps() { Copied::Lost } else { Copied::Undone };
+        *contents = if taken.made.overlaps() { CopyOutcome::Lost } else { CopyOutcome::Undone };
     }
     copies
 }
@@ -342,16 +341,16 @@ async fn copy_all(port: &Port<'_>, batch: &Batch) -> Copies {
 /// # Errors
 /// The driver's, and where the contents are then.
 async fn copy_block(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
     ends: [DeviceAddress; 2],
     made: Move,
-) -> Result<(), (DriverError, Copied)> {
+) -> Result<(), (DriverError, CopyOutcome)> {
     let mut done = Vec::new();
     for piece in made.pieces() {
-        if let Err(error) = copy_piece(port, stream, (ends, made), piece).await {
-            let undone = undo(port, stream, (ends, made), done).await;
-            return Err((error, undone.map_or(Copied::Lost, |()| Copied::Undone)));
+        if let Err(error) = copy_piece(cx, stream, (ends, made), piece).await {
+            let undone = undo(cx, stream, (ends, made), done).await;
+            return Err((error, undone.map_or(CopyOutcome::Lost, |()| CopyOutcome::Undone)));
         }
         done.push(piece);
     }
@@ -360,13 +359,13 @@ async fn copy_block(
 
 /// Copies pieces back, in reverse order.
 async fn undo(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
     block: ([DeviceAddress; 2], Move),
     done: Vec<Move>,
 ) -> Result<(), DriverError> {
     for Move { from, to, size } in done.into_iter().rev() {
-        copy_piece(port, stream, block, Move { from: to, to: from, size }).await?;
+        copy_piece(cx, stream, block, Move { from: to, to: from, size }).await?;
     }
     Ok(())
 }
@@ -376,7 +375,7 @@ async fn undo(
 /// block. The ends of one piece do not overlap: [`Move::pieces`] cuts a slide accordingly, and its
 /// copies run in the order of the stream.
 async fn copy_piece(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
     (ends, made): ([DeviceAddress; 2], Move),
     piece: Move,
@@ -389,64 +388,58 @@ async fn copy_piece(
         at.checked_add(ByteSize::new(offset.saturating_sub(start))).unwrap_or(at)
     };
     let (from, to, size) = (address(piece.from), address(piece.to), ByteSize::new(piece.size));
-    port.does(match stream {
-        Some(stream) => CallKind::QueueCopy { from, to, size, stream },
-        None => CallKind::Copy { from, to, size },
+    cx.does(match stream {
+        Some(stream) => Call::QueueCopy { from, to, size, stream },
+        None => Call::Copy { from, to, size },
     })
     .await
 }
 
 /// Records the end of a batch: the blocks that were copied are at their new places.
-async fn end(port: &Port<'_>, batch: &mut Batch, copies: Copies) {
+async fn end(cx: &OpContext<'_>, batch: &mut Batch, copies: Copies) {
     let Copies { contents, error, is_unfinished } = copies;
     batch.outcome.error = error.map(Into::into);
-    let unfinished = port.with(|state| {
+    let unfinished = cx.with(|state| {
         let stream = batch.stream.filter(|_| is_unfinished).map(|it| state.streams.enter(it));
-        let uses = stream.map(|key| Uses::of([state.streams.use_now(key)]));
+        let uses = stream.map(|key| StreamUses::of([state.streams.use_now(key)]));
         let moving = state.moves.moving.take();
         for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
             let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
             let of = contents.get(nth).copied();
-            if of == Some(Copied::Whole) {
-                batch.end_move(state, taken, freed.is_some(), port.clock);
+            if of == Some(CopyOutcome::Whole) {
+                batch.end_move(state, taken, freed.is_some());
             } else {
                 let uses = uses.clone().filter(|_| of.is_some());
-                batch.undo_move(state, taken, (of, uses), freed.is_some(), port.clock);
+                batch.undo_move(state, taken, (of, uses), freed.is_some());
             }
             if let Some(freed) = freed {
-                state.release_deferred(batch.options.region, freed, port.clock);
+                state.release_after(batch.options.region, freed.placed, &freed.streams);
             }
         }
         stream
     });
     if let Some(stream) = unfinished {
-        leave_stream(port, stream).await;
+        leave_stream(cx, stream).await;
     }
 }
 
 impl Batch {
     /// Records that a block is at its new place.
-    fn end_move(
-        &mut self,
-        state: &mut ArenaState,
-        taken: Taken,
-        is_freed: bool,
-        clock: &dyn Clock,
-    ) {
-        let Taken { id, made, placed, active, .. } = taken;
+    fn end_move(&mut self, state: &mut ArenaState, taken: TakenPlace, is_freed: bool) {
+        let TakenPlace { id, made, placed, active, .. } = taken;
         let region = self.options.region;
         let [from, to] = ends_of(state, region, made);
         let active_before = state.active();
         if state.region_mut(region).trade(id, placed) {
             for left in [placed.span, made.source()] {
-                state.note_idle(region, left, clock);
+                state.note_idle(region, left);
             }
         }
         self.outcome.idle += active_before.saturating_sub(state.active());
         self.outcome.active += active;
         state.totals.moves_total += 1;
         state.totals.moved_bytes_total += made.size;
-        state.events.push(clock, "move", |line| {
+        state.events.push("move", |line| {
             line.number("size", made.size).address(from).number("to", to.get())
         });
         state.readdress(region, from, id);
@@ -458,23 +451,22 @@ impl Batch {
     fn undo_move(
         &mut self,
         state: &mut ArenaState,
-        taken: Taken,
-        (contents, uses): (Option<Copied>, Option<Uses>),
+        taken: TakenPlace,
+        (contents, uses): (Option<CopyOutcome>, Option<StreamUses>),
         is_freed: bool,
-        clock: &dyn Clock,
     ) {
-        let Taken { id, made, placed, .. } = taken;
+        let TakenPlace { id, made, placed, .. } = taken;
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
-        state.cancel_placement(region, placed, Claim { parts }, clock);
+        state.cancel_placement(region, placed, Dependencies { parts });
         if is_freed {
             return;
         }
         if is_copied {
             state.region_mut(region).pins.note_copied(id);
         }
-        if contents == Some(Copied::Lost) {
+        if contents == Some(CopyOutcome::Lost) {
             state.region_mut(region).lose(id);
             let size = ByteSize::new(made.size);
             self.outcome.error = Some(DeviceError::ContentsLost { region, size });

@@ -2,20 +2,19 @@
 //!
 //! An unknown address is an error with the reason, and changes nothing.
 
+use super::access::wait_until_still;
 use super::alloc::{self, Begun};
-use super::place::wait_until_still;
-use super::port::Port;
+use super::context::OpContext;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::failure::AllocFailure;
 use crate::state::raw::{RawUse, RawUser, Users};
 use crate::state::region::{AllocTarget, Placement};
 use crate::state::region_index::BlockName;
-use crate::state::streams::{StreamKey, Streams};
+use crate::state::streams::{StreamKey, StreamTable};
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
 
 /// Allocates a raw block after the first step. Returns the block's place, which is fixed from here
 /// on.
@@ -23,14 +22,14 @@ use lowtide_core::clock::Clock;
 /// # Errors
 /// Those of [`alloc`](alloc::alloc).
 pub(crate) async fn alloc(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     (target, begun): (AllocTarget, Begun),
     is_guest: bool,
 ) -> Result<Placement, AllocFailure> {
     let (region, user) = (target.region, (target.taker, is_guest));
-    let placed = alloc::alloc(port, (target, begun)).await?;
-    wait_until_still(port, region, placed.id).await;
-    port.with(|state| {
+    let placed = alloc::alloc(cx, (target, begun)).await?;
+    wait_until_still(cx, region, placed.id).await;
+    cx.with(|state| {
         let placed = state.region(region).refreshed(placed);
         insert(state, region, placed, user);
         Ok(placed)
@@ -69,16 +68,15 @@ pub(crate) fn free(
     state: &mut ArenaState,
     at: DeviceAddress,
     user: Option<RawUser>,
-    clock: &dyn Clock,
 ) -> Result<((Region, Placement), Left), DeviceError> {
     let Some(mut raw) = state.raw.remove(at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, &raw);
     if let Some(user) = user
         && add(&mut state.streams, &mut raw, user, &mut left)
     {
-        note_use(state, (raw.region, raw.placed.id), user, clock);
+        note_use(state, (raw.region, raw.placed.id), user);
     }
-    release(state, &raw, clock);
+    release(state, &raw);
     Ok(((raw.region, raw.placed), left))
 }
 
@@ -90,18 +88,16 @@ pub(crate) fn record_use(
     state: &mut ArenaState,
     at: DeviceAddress,
     user: RawUser,
-    clock: &dyn Clock,
 ) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, raw);
     let (block, is_new) =
         ((raw.region, raw.placed.id), add(&mut state.streams, raw, user, &mut left));
-    raw.with_guests(|streams| {
-        streams.iter().for_each(|&stream| state.streams.add_guest(stream));
-        left.retain(|stream| !streams.contains(stream));
-    });
+    let guests = raw.guests();
+    guests.iter().for_each(|&stream| state.streams.add_guest(stream));
+    left.retain(|stream| !guests.contains(stream));
     if is_new {
-        note_use(state, block, user, clock);
+        note_use(state, block, user);
     }
     Ok(left)
 }
@@ -116,18 +112,18 @@ pub(crate) fn record_unknown_use(
 ) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
     let left = leave(&mut state.streams, raw);
-    raw.users = Users::ANY;
+    raw.users = Users::default();
     Ok(left)
 }
 
 /// Records that a raw block is a guest of no stream any more.
-fn leave(streams: &mut Streams, raw: &RawUse) -> Left {
-    raw.with_guests(|of| of.iter().copied().filter(|&stream| streams.leave_guest(stream)).collect())
+fn leave(streams: &mut StreamTable, raw: &RawUse) -> Left {
+    raw.guests().iter().copied().filter(|&stream| streams.leave_guest(stream)).collect()
 }
 
 /// Adds the user of a call to the users of a raw block that was [left](leave). Returns `true` if
 /// the use was unknown.
-fn add(streams: &mut Streams, raw: &mut RawUse, user: RawUser, left: &mut Left) -> bool {
+fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Left) -> bool {
     let stream = user.stream(streams);
     if let Some(stream) = stream.filter(|_| user.is_guest())
         && streams.is_unused(stream)
@@ -170,35 +166,29 @@ pub(crate) fn find_containing(
 }
 
 /// Frees every raw block. Returns their bytes.
-pub(crate) fn reset(state: &mut ArenaState, clock: &dyn Clock) -> (ByteSize, Left) {
+pub(crate) fn reset(state: &mut ArenaState) -> (ByteSize, Left) {
     let all = state.raw.take_all();
-    all.iter().for_each(|raw| release(state, raw, clock));
+    all.iter().for_each(|raw| release(state, raw));
     let left = all.iter().flat_map(|raw| leave(&mut state.streams, raw)).collect();
     let blocks = all.len() as u64;
     let bytes = all.iter().map(|raw| ByteSize::new(raw.placed.span.size)).sum();
-    state.events.push(clock, "reset", |line| line.number("blocks", blocks).bytes("size", bytes));
+    state.events.push("reset", |line| line.number("blocks", blocks).bytes("size", bytes));
     (bytes, left)
 }
 
 /// Frees a raw block whose address has already been forgotten; holds it if a graph may have
 /// captured it.
-fn release(state: &mut ArenaState, raw: &RawUse, clock: &dyn Clock) {
-    raw.users.with(|streams| {
-        if raw.is_captured || state.streams.captures(streams) {
-            return state.hold_block(raw.region, raw.placed);
-        }
-        state.release_after(raw.region, raw.placed, streams, clock);
-    });
+fn release(state: &mut ArenaState, raw: &RawUse) {
+    let streams = raw.users.streams();
+    if raw.is_captured || state.streams.captures(streams) {
+        return state.hold_block(raw.region, raw.placed);
+    }
+    state.release_after(raw.region, raw.placed, streams);
 }
 
-fn note_use(
-    state: &mut ArenaState,
-    (region, id): (Region, BlockName),
-    user: RawUser,
-    clock: &dyn Clock,
-) {
+fn note_use(state: &mut ArenaState, (region, id): (Region, BlockName), user: RawUser) {
     if let Some(lane) = user.number() {
-        state.note_use(region, id, lane, clock);
+        state.note_use(region, id, lane);
     }
 }
 

@@ -7,8 +7,7 @@
 //!
 //! Invariant: only granules that no block touches leave.
 
-use super::call::CallKind;
-use super::port::Port;
+use super::context::{Call, OpContext};
 use super::stores::end_copies;
 use crate::driver::DriverError;
 use crate::state::aging::Ages;
@@ -22,7 +21,7 @@ pub(crate) const CALLS_MAX: usize = 32;
 
 /// The result of a release.
 #[derive(Debug, Default)]
-pub(crate) struct Released {
+pub(crate) struct ReleasedGranules {
     /// Granules released.
     pub(crate) granules: u64,
     /// The driver's error, if a call failed; the granules of that call and of later ones stay.
@@ -35,11 +34,15 @@ pub(crate) struct Released {
 
 /// Releases up to `granules` idle granules, in at most [`CALLS_MAX`] calls; with ages, only expired
 /// ones. A segment leaves whole, and then the driver is trimmed so that it keeps no segment.
-pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>) -> Released {
-    let mut released = Released::default();
-    if port.with(|state| state.sleep.may_be_copied()) {
-        released.unlocked = port.with(|state| !state.sleep.is_queueing);
-        match end_copies(port).await {
+pub(crate) async fn release_granules(
+    cx: &OpContext<'_>,
+    granules: u64,
+    ages: Option<Ages>,
+) -> ReleasedGranules {
+    let mut released = ReleasedGranules::default();
+    if cx.with(|state| state.sleep.may_be_copied()) {
+        released.unlocked = cx.with(|state| !state.sleep.is_queueing);
+        match end_copies(cx).await {
             Ok(true) => {}
             outcome => {
                 released.error = outcome.err();
@@ -47,28 +50,31 @@ pub(crate) async fn give_back(port: &Port<'_>, granules: u64, ages: Option<Ages>
             }
         }
     }
-    let untrimmed = port.with(|state| std::mem::take(&mut state.untrimmed));
+    let untrimmed = cx.with(|state| std::mem::take(&mut state.untrimmed));
     let mut cursors = [Cursor::START; Region::ALL.len()];
     for _ in 0..CALLS_MAX {
         let left = granules.saturating_sub(released.granules);
-        let next = port.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));
+        let next = cx.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));
         let Some(leaving) = next else { break };
         released.unlocked = true;
-        if let Err(error) = take_away(port, leaving).await {
+        if let Err(error) = take_away(cx, leaving).await {
             released.error = Some(error);
             break;
         }
         released.granules += leaving.run.granules();
     }
-    trim(port, untrimmed, &mut released).await;
+    trim(cx, untrimmed, &mut released).await;
     released
 }
 
 /// Releases idle memory until at most `keep` bytes are committed, or nothing is idle. Returns the
 /// granules released, and the driver's error.
-pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Option<DriverError>) {
+pub(crate) async fn release_down_to(
+    cx: &OpContext<'_>,
+    keep: ByteSize,
+) -> (u64, Option<DriverError>) {
     // Memory that the driver kept is trimmed as well, so at least one turn is made.
-    let (granules, mut untrimmed) = port.with(|state| {
+    let (granules, mut untrimmed) = cx.with(|state| {
         let stays = state.backed().saturating_sub(state.leaving());
         let excess = stays.saturating_sub(keep.get());
         (state.granules_for(excess.min(state.idle())), state.untrimmed)
@@ -77,7 +83,7 @@ pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Op
     // Each turn except the last releases at least one granule: at most `granules` turns.
     while released < granules || std::mem::take(&mut untrimmed) {
         untrimmed = false;
-        let given = give_back(port, granules.saturating_sub(released), None).await;
+        let given = release_granules(cx, granules.saturating_sub(released), None).await;
         released += given.granules;
         // If none was released, another operation took the idle memory.
         if given.error.is_some() || given.granules == 0 {
@@ -89,35 +95,35 @@ pub(crate) async fn release_down_to(port: &Port<'_>, keep: ByteSize) -> (u64, Op
 
 /// Releases the memory of a marked run, or the whole segment on drivers that allocate segments, and
 /// records the result.
-async fn take_away(port: &Port<'_>, leaving: PlacedRun) -> Result<(), DriverError> {
-    let outcome = call_to_release(port, leaving).await;
-    port.with(|state| state.end_leave(leaving, outcome.is_ok(), port.clock));
+async fn take_away(cx: &OpContext<'_>, leaving: PlacedRun) -> Result<(), DriverError> {
+    let outcome = call_to_release(cx, leaving).await;
+    cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
     outcome
 }
 
 /// Makes the call that releases the memory of a marked run. The caller records the result.
 pub(super) async fn call_to_release(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     leaving: PlacedRun,
 ) -> Result<(), DriverError> {
     let PlacedRun { at, size, handle, .. } = leaving;
-    let kind = if port.with(|state| state.is_whole()) {
-        CallKind::DestroySegment { at, size }
+    let kind = if cx.with(|state| state.is_whole()) {
+        Call::DestroySegment { at, size }
     } else {
-        CallKind::Decommit { at, size, handle }
+        Call::Decommit { at, size, handle }
     };
-    port.does(kind).await
+    cx.does(kind).await
 }
 
 /// Trims the driver, so that it keeps no memory of released segments.
-async fn trim(port: &Port<'_>, untrimmed: bool, released: &mut Released) {
-    let is_whole = port.with(|state| state.is_whole());
+async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut ReleasedGranules) {
+    let is_whole = cx.with(|state| state.is_whole());
     if !untrimmed && (!is_whole || released.granules == 0) {
         return;
     }
     released.unlocked = true;
-    if let Err(error) = port.does(CallKind::Trim).await {
-        port.with(|state| state.untrimmed = true);
+    if let Err(error) = cx.does(Call::Trim).await {
+        cx.with(|state| state.untrimmed = true);
         released.is_of_trim = released.error.is_none();
         released.error.get_or_insert(error);
     }

@@ -15,8 +15,7 @@
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
 
-use super::call::CallKind;
-use super::port::Port;
+use super::context::{Call, OpContext};
 use super::release::CALLS_MAX;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
@@ -24,7 +23,6 @@ use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
 use crate::state::region::{PlacedRun, Region};
 use crate::state::segment::{Cursor, Run};
-use lowtide_core::clock::Clock;
 use lowtide_core::log;
 
 /// The granules of one driver call: the source and the target of the memory.
@@ -49,44 +47,38 @@ pub(crate) struct Remapped {
 /// Holds the lock while it checks every idle granule. Makes at most [`CALLS_MAX`] driver calls,
 /// plus one for each gap in the bare granules.
 pub(super) async fn remap_idle(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     span: Span,
     granules: u64,
 ) -> Remapped {
-    let pairs = port.with(|state| begin_remap(state, region, span, granules, port.clock));
-    let remapped = remap(port, pairs).await;
+    let pairs = cx.with(|state| begin_remap(state, region, span, granules));
+    let remapped = remap(cx, pairs).await;
     if let Some(error) = &remapped.error {
-        port.log(|arena| log!(debug, arena, %error, "remap failed")).await;
+        cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
     }
     remapped
 }
 
 /// Moves the memory of marked pairs in order until a call fails, and records every result.
-pub(super) async fn remap(port: &Port<'_>, pairs: Vec<Pair>) -> Remapped {
+pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> Remapped {
     let mut remapped = Remapped::default();
     for pair in pairs {
         if remapped.error.is_none() {
             let PlacedRun { at: from, size, handle, .. } = pair.from;
-            match port.does(CallKind::Remap { from, to: pair.at, size, handle }).await {
+            match cx.does(Call::Remap { from, to: pair.at, size, handle }).await {
                 Ok(()) => remapped.granules += pair.to.granules(),
                 Err(error) => remapped.error = Some(error),
             }
         }
-        port.with(|state| end_remap(state, pair, remapped.error.is_none(), port.clock));
+        cx.with(|state| end_remap(state, pair, remapped.error.is_none()));
     }
     remapped
 }
 
 /// Marks up to this many idle granules as leaving, the longest idle ones first, and as many bare
 /// granules of a touched span as arriving.
-fn begin_remap(
-    state: &mut ArenaState,
-    region: Region,
-    span: Span,
-    granules: u64,
-    clock: &dyn Clock,
-) -> Vec<Pair> {
+fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64) -> Vec<Pair> {
     if state.sleep.may_be_copied() {
         return Vec::new(); // a release waits for the copies first
     }
@@ -94,7 +86,7 @@ fn begin_remap(
         return Vec::new();
     }
     let granules = granules.min(state.region(region).segment.bare(span));
-    let ages = state.aging.ages(clock.now());
+    let ages = state.aging.ages(state.events.clock.now());
     let Some(age) = age_of_oldest(state, granules, ages) else { return Vec::new() };
     let older = ages.waiting(age.saturating_add(1));
     let mut leaving = Vec::new();
@@ -145,7 +137,7 @@ fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
 }
 
 /// Records the result of a remap.
-fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) {
+fn end_remap(state: &mut ArenaState, pair: Pair, done: bool) {
     let Pair { from, region, to, at } = pair;
     state.region_mut(from.region).end_leave(from.run, done);
     state.region_mut(region).segment.end_arrive(to, done);
@@ -153,7 +145,7 @@ fn end_remap(state: &mut ArenaState, pair: Pair, done: bool, clock: &dyn Clock) 
     if done {
         state.totals.remaps_total += 1;
         state.totals.remapped_bytes_total += from.size.get();
-        state.events.push(clock, "remap", |line| {
+        state.events.push("remap", |line| {
             line.bytes("size", from.size).address(from.at).number("to", at.get())
         });
     }

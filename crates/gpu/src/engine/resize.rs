@@ -2,17 +2,17 @@
 //!
 //! Invariant: after an error the block is unchanged.
 
-use super::alloc::ensure_committed;
-use super::call::CallKind;
+use super::access::{check_whole, wait_until_still};
+use super::commit::ensure_committed;
 use super::completion::complete_all;
-use super::place::{check_whole, wait_until_still};
-use super::port::Port;
+use super::context::Call;
+use super::context::OpContext;
 use super::resume::awake;
-use super::retry::run_ladder;
+use super::shortage::run_ladder;
 use crate::driver::DriverError;
 use crate::state::failure::AllocFailure;
 use crate::state::region::Placement;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Resizes a live block in place; returns `None` if the block cannot grow there.
@@ -21,7 +21,7 @@ use lowtide_core::bytes::ByteSize;
 /// A shortage, after which [`resize_after_shortage`] may succeed; `ContentsLost`. The block is
 /// unchanged.
 pub(crate) async fn resize_in_place(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     placed: Placement,
     requested: u64,
@@ -29,24 +29,24 @@ pub(crate) async fn resize_in_place(
     // The arena may fall asleep while the block moves, and the block may move while the arena
     // wakes.
     loop {
-        awake(port).await.map_err(AllocFailure::uncounted)?;
-        if !port.with(|state| state.moves.is_moving(region, placed.id)) {
+        awake(cx).await.map_err(AllocFailure::uncounted)?;
+        if !cx.with(|state| state.moves.is_moving(region, placed.id)) {
             break;
         }
-        wait_until_still(port, region, placed.id).await;
+        wait_until_still(cx, region, placed.id).await;
     }
     // The block's place is current here: no later check is made.
-    port.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
-    let begun = port.with(|state| {
-        let resized = state.begin_resize(region, placed, requested, port.clock)?;
+    cx.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
+    let begun = cx.with(|state| {
+        let resized = state.begin_resize(region, placed, requested)?;
         state.region_mut(region).pins.begin_operation(resized.id);
         Some(resized)
     });
     let Some(resized) = begun else { return Ok(None) };
-    let outcome = ensure_committed(port, region, resized.span).await;
-    port.with(|state| {
+    let outcome = ensure_committed(cx, region, resized.span).await;
+    cx.with(|state| {
         state.region_mut(region).pins.end_operation(resized.id);
-        state.end_resize(region, [placed, resized], outcome.is_ok(), port.clock);
+        state.end_resize(region, [placed, resized], outcome.is_ok());
         if let Err(failure) = outcome {
             return Err(failure.with_figures(state));
         }
@@ -59,12 +59,12 @@ pub(crate) async fn resize_in_place(
 /// # Errors
 /// Those of [`resize_in_place`].
 pub(crate) async fn resize_after_shortage(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     placed: Placement,
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
-    run_ladder(port, region, async |_| resize_in_place(port, region, placed, requested).await).await
+    run_ladder(cx, region, async |_| resize_in_place(cx, region, placed, requested).await).await
 }
 
 /// Copies the contents of a live block to a new one, and frees the old one. The caller holds a
@@ -73,7 +73,7 @@ pub(crate) async fn resize_after_shortage(
 /// # Errors
 /// The driver's: the old block is unchanged, and the new one free.
 pub(crate) async fn copy_to(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     region: Region,
     old: Placement,
     mut new: Placement,
@@ -81,11 +81,11 @@ pub(crate) async fn copy_to(
     let size = ByteSize::new(old.requested.min(new.requested));
     // Uses of the old block by streams precede the copy. The caller owns the old block and holds a
     // lease, so neither block moves or loses its memory. Only this operation knows the new block.
-    let mut copied = complete_all(port).await;
+    let mut copied = complete_all(cx).await;
     if copied.is_ok() {
-        copied = port.does(CallKind::Copy { from: old.at, to: new.at, size }).await;
+        copied = cx.does(Call::Copy { from: old.at, to: new.at, size }).await;
     }
-    port.with(|state| {
+    cx.with(|state| {
         if copied.is_ok() {
             let pins = &mut state.region_mut(region).pins;
             if pins.take_discarded(old.id) {
@@ -94,10 +94,10 @@ pub(crate) async fn copy_to(
                 pins.discard(new.id);
                 new.moves = Placement::STALE;
             }
-            state.release(region, old, port.clock);
+            state.release(region, old);
         } else {
-            state.release(region, new, port.clock);
-            state.events.push(port.clock, "alloc_failed", |line| {
+            state.release(region, new);
+            state.events.push("alloc_failed", |line| {
                 let line = line.text("kind", "resize").text("region", region.name());
                 line.number("bytes", new.requested).text("why", "driver")
             });

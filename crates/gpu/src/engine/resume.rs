@@ -15,20 +15,19 @@ use std::cell::RefCell;
 use std::task::Waker;
 use std::time::Duration;
 
-use super::call::CallKind;
 use super::completion::check_capturing;
-use super::port::Port;
-use super::release::give_back;
-use super::retry::call_for_room;
+use super::context::{Call, OpContext};
+use super::release::release_granules;
+use super::shortage::call_for_room;
 use super::stores::{self, copy_error};
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};
 use crate::state::segment::Run;
-use crate::state::sleep::{Phase, StoredCopy};
+use crate::state::sleep::{SleepPhase, StoredCopy};
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use crate::types::sleep::WakeReport;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Bell;
@@ -71,67 +70,68 @@ impl Incoming {
 /// # Errors
 /// The errors of a wake.
 #[inline]
-pub(crate) async fn awake(port: &Port<'_>) -> Result<(), DeviceError> {
-    if port.with(|state| state.sleep.is_open()) {
+pub(crate) async fn awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+    if cx.with(|state| state.sleep.is_open()) {
         return Ok(());
     }
     // Boxed: the operations that call this stay small.
-    Box::pin(wait_awake(port)).await
+    Box::pin(wait_awake(cx)).await
 }
 
-async fn wait_awake(port: &Port<'_>) -> Result<(), DeviceError> {
-    let before = port.with(|state| state.sleep.attempts);
+async fn wait_awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+    let before = cx.with(|state| state.sleep.attempts);
     loop {
-        match port.with(|state| state.sleep.phase) {
-            Phase::Awake | Phase::Draining(_) => return Ok(()),
+        match cx.with(|state| state.sleep.phase) {
+            SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(()),
             // This may be the callback that the waking thread waits for.
-            Phase::Waking if port.is_within_callback() => return Err(not_awake(port)),
-            Phase::Waking => port.wait_while(|state| state.sleep.phase == Phase::Waking).await,
-            // This may be the thread that puts the arena to sleep.
-            Phase::Suspending if port.is_within_budget() => return Err(not_awake(port)),
-            Phase::Suspending => {
-                port.with(|state| state.sleep.entering += 1);
-                port.wait_while(is_suspending).await;
-                port.with(|state| state.sleep.entering -= 1);
+            SleepPhase::Waking if cx.is_within_callback() => {
+                return Err(cx.with(|state| state.not_awake()));
             }
-            Phase::Asleep => {
-                if let Some(error) = port.with(|state| state.sleep.failed_since(before)) {
+            SleepPhase::Waking => {
+                cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await
+            }
+            // This may be the thread that puts the arena to sleep.
+            SleepPhase::Suspending if cx.is_within_budget() => {
+                return Err(cx.with(|state| state.not_awake()));
+            }
+            SleepPhase::Suspending => {
+                cx.with(|state| state.sleep.entering += 1);
+                cx.wait_while(is_suspending).await;
+                cx.with(|state| state.sleep.entering -= 1);
+            }
+            SleepPhase::Asleep => {
+                if let Some(error) = cx.with(|state| state.sleep.failed_since(before)) {
                     return Err(error);
                 }
-                let wake_timeout = port.with(begin_wake);
-                resume(port, wake_timeout).await?;
+                let wake_timeout = cx.with(begin_wake);
+                resume(cx, wake_timeout).await?;
             }
         }
     }
 }
 
 fn is_suspending(state: &ArenaState) -> bool {
-    state.sleep.phase == Phase::Suspending
-}
-
-/// Returns the error for an operation that the arena's sleep state does not allow.
-pub(super) fn not_awake(port: &Port<'_>) -> DeviceError {
-    port.with(|state| DeviceError::State { arena: state.name.clone(), state: state.sleep.state() })
+    state.sleep.phase == SleepPhase::Suspending
 }
 
 /// Wakes the arena, or waits for the operation that is waking it.
 ///
 /// # Errors
 /// `State` if it is awake; the errors of the wake.
-pub(crate) async fn wake(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
-    let before = port.with(|state| state.sleep.attempts);
+pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
+    let before = cx.with(|state| state.sleep.attempts);
     // A sleep in progress ends first.
-    if !port.is_within_budget() {
-        port.wait_while(is_suspending).await;
+    if !cx.is_within_budget() {
+        cx.wait_while(is_suspending).await;
     }
-    match port.with(|state| state.sleep.phase) {
-        Phase::Asleep => resume(port, port.with(begin_wake)).await,
-        Phase::Waking if !port.is_within_callback() => {
-            port.wait_while(|state| state.sleep.phase == Phase::Waking).await;
-            let failed = port.with(|state| state.sleep.failed_since(before));
+    match cx.with(|state| state.sleep.phase) {
+        SleepPhase::Asleep => resume(cx, cx.with(begin_wake)).await,
+        SleepPhase::Waking if !cx.is_within_callback() => {
+            cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await;
+            let failed = cx.with(|state| state.sleep.failed_since(before));
             failed.map_or_else(|| Ok(WakeReport::default()), Err)
         }
-        _ => Err(not_awake(port)),
+        _ => Err(cx.with(|state| state.not_awake())),
     }
 }
 
@@ -139,78 +139,78 @@ pub(crate) async fn wake(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
 ///
 /// # Errors
 /// `State` if it is not asleep; the errors of the wake.
-pub(crate) async fn wake_at_once(port: &Port<'_>) -> Result<WakeReport, DeviceError> {
-    if port.with(|state| state.sleep.phase) != Phase::Asleep {
-        return Err(not_awake(port));
+pub(crate) async fn wake_at_once(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
+    if cx.with(|state| state.sleep.phase) != SleepPhase::Asleep {
+        return Err(cx.with(|state| state.not_awake()));
     }
-    port.with(begin_wake);
-    resume(port, Duration::ZERO).await
+    cx.with(begin_wake);
+    resume(cx, Duration::ZERO).await
 }
 
 /// Wakes a sleeping arena that has no blocks left, and releases its stores. Makes no other driver
 /// call.
-pub(crate) async fn wake_if_empty(port: &Port<'_>) {
-    if port.with(|state| sleeps_empty(state)) {
-        let _ = wake(port).await; // another thread may have woken it first
-        stores::release_idle(port).await;
+pub(crate) async fn wake_if_empty(cx: &OpContext<'_>) {
+    if cx.with(|state| sleeps_empty(state)) {
+        let _ = wake(cx).await; // another thread may have woken it first
+        stores::release_idle(cx).await;
     }
 }
 
 /// Returns `true` if the arena sleeps and has no blocks left.
 pub(crate) fn sleeps_empty(state: &ArenaState) -> bool {
-    state.sleep.phase == Phase::Asleep && state.live() == 0
+    state.sleep.phase == SleepPhase::Asleep && state.live() == 0
 }
 
 /// Marks a sleeping arena as waking; returns the time for which the wake may retry.
 pub(crate) fn begin_wake(state: &mut ArenaState) -> Duration {
-    state.sleep.phase = Phase::Waking;
+    state.sleep.phase = SleepPhase::Waking;
     state.sleep.config.wake_timeout
 }
 
 /// Completes a wake: the arena is awake, or asleep again after an error. If memory is short,
 /// retries for `wake_timeout`.
 pub(crate) async fn resume(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     wake_timeout: Duration,
 ) -> Result<WakeReport, DeviceError> {
-    let runs = port.with(|state| mark_incoming(state, true));
+    let runs = cx.with(|state| mark_incoming(state, true));
     let incoming = RefCell::new(Incoming { runs, committed: 0 });
-    let outcome = restore(port, &incoming, wake_timeout).await;
+    let outcome = restore(cx, &incoming, wake_timeout).await;
     let Incoming { runs, committed } = incoming.into_inner();
     match outcome {
-        Ok(restored) => Ok(finish(port, &runs, restored).await),
+        Ok(restored) => Ok(finish(cx, &runs, restored).await),
         // In the child of a callback that forked, the state is out of reach.
         Err(DeviceError::Forked) => Err(DeviceError::Forked),
-        Err(error) => Err(abort(port, &runs, committed, error).await),
+        Err(error) => Err(abort(cx, &runs, committed, error).await),
     }
 }
 
 /// Commits all memory and copies the contents back; returns the bytes copied.
 async fn restore(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     incoming: &RefCell<Incoming>,
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
     // The wait for the copies would invalidate a capture.
-    if port.with(|state| has_copies(state)) {
-        check_capturing(port).await?;
+    if cx.with(|state| has_copies(state)) {
+        check_capturing(cx).await?;
     }
     let (mut restored, mut retries) = (ByteSize::ZERO, RETRIES);
     let mut queued = 0;
     while incoming.borrow().next().is_some() {
-        commit_step(port, incoming, (&mut retries, wake_timeout / RETRIES)).await?;
-        let copied = copy_step(port, incoming, &mut queued).await;
-        restored = restored.saturating_add(copied.map_err(|error| copy_error(port, error))?);
+        commit_step(cx, incoming, (&mut retries, wake_timeout / RETRIES)).await?;
+        let copied = copy_step(cx, incoming, &mut queued).await;
+        restored = restored.saturating_add(copied.map_err(|error| copy_error(cx, error))?);
     }
-    let copied = stores::queue_copies(port, stayed_copies).await;
-    restored = restored.saturating_add(copied.map_err(|error| copy_error(port, error))?);
-    stores::complete_own_copies(port).await.map_err(|error| copy_error(port, error))?;
+    let copied = stores::queue_copies(cx, stayed_copies).await;
+    restored = restored.saturating_add(copied.map_err(|error| copy_error(cx, error))?);
+    stores::complete_own_copies(cx).await.map_err(|error| copy_error(cx, error))?;
     Ok(restored)
 }
 
 /// Queues the copies of the contents of all runs that are committed and have no copies yet.
 async fn copy_step(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     incoming: &RefCell<Incoming>,
     queued: &mut usize,
 ) -> Result<ByteSize, DriverError> {
@@ -222,7 +222,7 @@ async fn copy_step(
         };
         let Some(run) = next else { return Ok(copied) };
         let bytes =
-            stores::queue_copies(port, |state| touched_copies(state, run.region, run.run)).await?;
+            stores::queue_copies(cx, |state| touched_copies(state, run.region, run.run)).await?;
         copied = copied.saturating_add(bytes);
         *queued += 1;
     }
@@ -231,16 +231,16 @@ async fn copy_step(
 /// Commits the next run to restore. If memory is short, calls the callbacks and waits between
 /// retries.
 async fn commit_step(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     incoming: &RefCell<Incoming>,
     (retries, pause): (&mut u32, Duration),
 ) -> Result<(), DeviceError> {
-    let attempt = async |_: Search| commit_next(port, incoming).await;
+    let attempt = async |_: Search| commit_next(cx, incoming).await;
     loop {
         let Some(next) = incoming.borrow().next() else { return Ok(()) };
-        let outcome = match commit_next(port, incoming).await {
+        let outcome = match commit_next(cx, incoming).await {
             Err(failure) if failure.is_shortage() => {
-                call_for_room(port, next.region, failure, &attempt).await
+                call_for_room(cx, next.region, failure, &attempt).await
             }
             outcome => outcome,
         };
@@ -249,7 +249,7 @@ async fn commit_step(
             Err(failure) if failure.is_shortage() && *retries > 0 && !pause.is_zero() => {
                 *retries -= 1;
                 // The bell never rings: only time passes.
-                port.wait_until(Bell::new(), port.clock.now() + pause).await;
+                cx.wait_until(Bell::new(), cx.clock.now() + pause).await;
             }
             Err(failure) => return Err(without(*failure.error, incoming.borrow().missing())),
         }
@@ -258,22 +258,22 @@ async fn commit_step(
 
 /// Commits the next run to restore. Memory being committed counts as committed, and so counts
 /// against a limit that was lowered meanwhile.
-async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<(), AllocFailure> {
+async fn commit_next(cx: &OpContext<'_>, incoming: &RefCell<Incoming>) -> Result<(), AllocFailure> {
     // Each turn but the last skips a granule to restore, or releases one that is idle.
     loop {
         let Some(next) = incoming.borrow().next() else { return Ok(()) };
         let PlacedRun { at, size, handle, .. } = next;
-        let over = port.with(|state| state.over_limit(0));
+        let over = cx.with(|state| state.over_limit(0));
         let cause = if over > 0 {
             Cause::Limit { over }
         } else {
-            match port.does(CallKind::Commit { at, size, handle }).await {
+            match cx.does(Call::Commit { at, size, handle }).await {
                 Ok(()) => {
                     incoming.borrow_mut().committed += 1;
                     return Ok(());
                 }
                 Err(DriverError::OutOfMemory { .. }) if next.run.has_large_handles() => {
-                    port.with(|state| in_small_handles(port, state, &mut incoming.borrow_mut()));
+                    cx.with(|state| in_small_handles(state, &mut incoming.borrow_mut()));
                     continue;
                 }
                 Err(DriverError::OutOfMemory { .. }) => Cause::Device,
@@ -283,101 +283,101 @@ async fn commit_next(port: &Port<'_>, incoming: &RefCell<Incoming>) -> Result<()
             }
         };
         let bytes = if over > 0 { over } else { size.get() };
-        if !make_room(port, incoming, bytes).await {
+        if !make_room(cx, incoming, bytes).await {
             let failure = AllocFailure::of(cause, size.get());
-            return Err(port.with(|state| failure.with_figures(state)));
+            return Err(cx.with(|state| failure.with_figures(state)));
         }
     }
 }
 
 /// Skips memory of blocks that were freed meanwhile, or else releases idle memory, such as that of
 /// a freed block with [`Contents::Stay`](crate::Contents::Stay). Returns `true` if there was any.
-async fn make_room(port: &Port<'_>, incoming: &RefCell<Incoming>, bytes: u64) -> bool {
-    if port.with(|state| skip_freed(port, state, &mut incoming.borrow_mut())) {
+async fn make_room(cx: &OpContext<'_>, incoming: &RefCell<Incoming>, bytes: u64) -> bool {
+    if cx.with(|state| skip_freed(state, &mut incoming.borrow_mut())) {
         return true;
     }
     // Memory of a block that was freed may still be the target of a copy.
-    if stores::complete_own_copies(port).await.is_err() {
+    if stores::complete_own_copies(cx).await.is_err() {
         return false;
     }
-    let granules = port.with(|state| state.granules_for(bytes));
-    give_back(port, granules, None).await.granules > 0
+    let granules = cx.with(|state| state.granules_for(bytes));
+    release_granules(cx, granules, None).await.granules > 0
 }
 
 /// Makes the arena awake. The stores become idle, and stay in the accounting.
-async fn finish(port: &Port<'_>, runs: &[PlacedRun], restored: ByteSize) -> WakeReport {
+async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> WakeReport {
     let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
     // All memory is committed. This comes before the arena is awake, because it may be asleep again
     // the moment after.
-    port.surroundings.set_asleep(false);
-    let wakers = port.with(|state| {
+    cx.surroundings.set_asleep(false);
+    let wakers = cx.with(|state| {
         for run in runs {
-            state.end_commit(run.region, run.run, true, port.clock);
+            state.end_commit(run.region, run.run, true);
         }
-        let now = port.clock.now();
+        let now = cx.clock.now();
         let saved = state.sleep.saved.take();
         state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
         state.totals.wakes_total += 1;
         state.sleep.end_wake(None, now);
-        state.events.push(port.clock, "wake", |line| {
+        state.events.push("wake", |line| {
             line.bytes("committed", report.committed).bytes("restored", report.restored)
         });
-        state.sleep.finish(Phase::Awake)
+        state.sleep.finish(SleepPhase::Awake)
     });
-    call_wakers(port, wakers).await;
+    call_wakers(cx, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
         let committed = report.committed;
-        port.log(|arena| log!(info, arena, %committed, %restored, "arena awake")).await;
+        cx.log(|arena| log!(info, arena, %committed, %restored, "arena awake")).await;
     }
     report
 }
 
 /// Releases the memory of a failed wake. The arena is asleep again.
 async fn abort(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     runs: &[PlacedRun],
     committed: usize,
     error: DeviceError,
 ) -> DeviceError {
     // Copies in progress keep their memory here: the next wake fills it again.
-    let is_done = stores::complete_own_copies(port).await.is_ok();
+    let is_done = stores::complete_own_copies(cx).await.is_ok();
     let mut stays = Vec::with_capacity(runs.len());
     for (nth, &PlacedRun { at, size, handle, .. }) in runs.iter().enumerate() {
         let has_left = nth >= committed
-            || (is_done && port.does(CallKind::Decommit { at, size, handle }).await.is_ok());
+            || (is_done && cx.does(Call::Decommit { at, size, handle }).await.is_ok());
         stays.push(!has_left);
     }
-    let wakers = port.with(|state| {
+    let wakers = cx.with(|state| {
         for (run, &stays) in runs.iter().zip(&stays) {
-            state.end_commit(run.region, run.run, stays, port.clock);
+            state.end_commit(run.region, run.run, stays);
         }
         state.totals.wake_failures_total += 1;
-        state.sleep.end_wake(Some(error.clone()), port.clock.now());
-        state.events.push(port.clock, "wake_failed", |line| line.text("error", &error));
-        state.sleep.finish(Phase::Asleep)
+        state.sleep.end_wake(Some(error.clone()), cx.clock.now());
+        state.events.push("wake_failed", |line| line.text("error", &error));
+        state.sleep.finish(SleepPhase::Asleep)
     });
-    call_wakers(port, wakers).await;
-    port.log(|arena| log!(warn, arena, %error, "arena wake failed")).await;
+    call_wakers(cx, wakers).await;
+    cx.log(|arena| log!(warn, arena, %error, "arena wake failed")).await;
     error
 }
 
 /// Ends a wake for which no thread could be started. The arena is asleep again.
-pub(crate) async fn fail_wake(port: &Port<'_>, error: &DeviceError) {
-    let wakers = port.with(|state| {
+pub(crate) async fn fail_wake(cx: &OpContext<'_>, error: &DeviceError) {
+    let wakers = cx.with(|state| {
         state.totals.wake_failures_total += 1;
-        state.sleep.end_wake(Some(error.clone()), port.clock.now());
-        state.sleep.finish(Phase::Asleep)
+        state.sleep.end_wake(Some(error.clone()), cx.clock.now());
+        state.sleep.finish(SleepPhase::Asleep)
     });
-    call_wakers(port, wakers).await;
+    call_wakers(cx, wakers).await;
 }
 
 /// Wakes the futures that wait for the end of a transition.
-pub(super) async fn call_wakers(port: &Port<'_>, wakers: Vec<Waker>) {
+pub(super) async fn call_wakers(cx: &OpContext<'_>, wakers: Vec<Waker>) {
     if wakers.is_empty() {
         return;
     }
     let wake = |waker: Waker| drop(caught(|| waker.wake()));
-    port.outside(|| wakers.into_iter().for_each(wake)).await;
+    cx.outside(|| wakers.into_iter().for_each(wake)).await;
 }
 
 /// Returns the error of a wake. `missing` bytes were counted as committed but were never committed.
@@ -404,18 +404,18 @@ fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
 }
 
 /// Divides the next run to restore into handles of one granule.
-fn in_small_handles(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) {
+fn in_small_handles(state: &mut ArenaState, incoming: &mut Incoming) {
     let Some(next) = incoming.next() else { return };
-    state.end_commit(next.region, next.run, false, port.clock);
+    state.end_commit(next.region, next.run, false);
     let small = mark_incoming(state, false);
     incoming.runs.splice(incoming.committed..=incoming.committed, small);
 }
 
 /// Skips memory to restore that no block touches any more. Returns `true` if there was any.
-fn skip_freed(port: &Port<'_>, state: &mut ArenaState, incoming: &mut Incoming) -> bool {
+fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     let before = incoming.bytes();
     for run in incoming.runs.split_off(incoming.committed) {
-        state.end_commit(run.region, run.run, false, port.clock);
+        state.end_commit(run.region, run.run, false);
     }
     incoming.runs.extend(mark_incoming(state, true));
     incoming.bytes() < before

@@ -21,12 +21,11 @@
 
 use std::time::Duration;
 
-use super::call::CallKind;
 use super::compact::hold;
 use super::completion::{Proof, complete_live};
+use super::context::{Call, OpContext};
 use super::move_block::is_busy;
-use super::port::Port;
-use super::release::give_back;
+use super::release::release_granules;
 use super::remap::{Pair, remap};
 use crate::driver::DriverError;
 use crate::index::Span;
@@ -34,12 +33,12 @@ use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Hold;
 use crate::state::moves::MovingBatch;
-use crate::state::pending::Claim;
+use crate::state::pending::Dependencies;
 use crate::state::region::{AllocRequest, PlacedRun, Placement};
 use crate::state::region_index::BlockName;
 use crate::state::segment::{Run, Runs};
+use crate::types::Region;
 use crate::types::compact::CompactOptions;
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
@@ -62,7 +61,7 @@ struct Split {
 }
 
 /// An error after which the handle was not divided; `true` if contents were lost.
-struct Failure {
+struct DivideFailure {
     error: DriverError,
     is_lost: bool,
 }
@@ -70,29 +69,29 @@ struct Failure {
 /// Divides handles. With ages, only if too much memory is stuck, and only handles whose idle
 /// memory has expired. Returns the number of granules released; 0 if no handle can be divided now.
 /// A failure is logged.
-pub(crate) async fn release_stuck(port: &Port<'_>, ages: Option<Ages>) -> u64 {
+pub(crate) async fn release_stuck(cx: &OpContext<'_>, ages: Option<Ages>) -> u64 {
     let mut granules = 0;
     for _ in 0..HANDLES_MAX {
-        if !port.with(|state| may_begin(state, ages)) {
+        if !cx.with(|state| may_begin(state, ages)) {
             break;
         }
-        if !complete_live(port, Proof::Query).await.unwrap_or(false) {
+        if !complete_live(cx, Proof::Query).await.unwrap_or(false) {
             break;
         }
-        let Some(handle) = port.with(|state| choose(state, ages)) else {
+        let Some(handle) = cx.with(|state| choose(state, ages)) else {
             // What has not expired yet is due later.
-            port.with(|state| {
+            cx.with(|state| {
                 if choose(state, None).is_none() {
                     state.divide_from = Moment::NEVER;
                 }
             });
             break;
         };
-        if ages.is_none() && make_room(port, handle).await {
+        if ages.is_none() && make_room(cx, handle).await {
             continue; // the handle may be gone
         }
-        let Some(released) = split(port, handle).await else {
-            port.with(|state| state.divide_from = port.clock.now() + RETRY_AFTER);
+        let Some(released) = split(cx, handle).await else {
+            cx.with(|state| state.divide_from = cx.clock.now() + RETRY_AFTER);
             break;
         };
         granules += released;
@@ -146,40 +145,40 @@ fn over(blocks: &[(Span, BlockName)], of: Span) -> &[(Span, BlockName)] {
 }
 
 /// Divides a handle. Returns the number of granules released; `None` if it stays.
-async fn split(port: &Port<'_>, handle: PlacedRun) -> Option<u64> {
+async fn split(cx: &OpContext<'_>, handle: PlacedRun) -> Option<u64> {
     let region = handle.region;
-    let scratch = take_scratch(port, handle).await?;
+    let scratch = take_scratch(cx, handle).await?;
     let mut released = None;
-    if let Some(split) = port.with(|state| begin(state, handle, scratch)) {
-        let divided = divide(port, &split).await;
-        port.with(|state| end(port, state, region, divided.as_ref().err()));
+    if let Some(split) = cx.with(|state| begin(state, handle, scratch)) {
+        let divided = divide(cx, &split).await;
+        cx.with(|state| end(state, region, divided.as_ref().err()));
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
-            Err(Failure { error, is_lost }) => {
-                port.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
+            Err(DivideFailure { error, is_lost }) => {
+                cx.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
                     .await;
             }
         }
     }
-    return_scratch(port, region, scratch);
+    return_scratch(cx, region, scratch);
     released
 }
 
 /// Releases idle memory if the limit leaves no room for the new memory of a handle. Returns `true`
 /// if it has released some.
-async fn make_room(port: &Port<'_>, handle: PlacedRun) -> bool {
-    let over = port.with(|state| {
+async fn make_room(cx: &OpContext<'_>, handle: PlacedRun) -> bool {
+    let over = cx.with(|state| {
         let touched = state.region(handle.region).segment.touched_runs(handle.run);
         state.granules_for(state.over_limit(state.bytes_of(sum_of(&touched))))
     });
-    over > 0 && give_back(port, over, None).await.granules > 0
+    over > 0 && release_granules(cx, over, None).await.granules > 0
 }
 
 /// Takes a place without memory, and commits it in handles of one granule. Returns `None` if there
 /// is no room.
-async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
+async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement> {
     let region = handle.region;
-    let (scratch, run) = port.with(|state| {
+    let (scratch, run) = cx.with(|state| {
         let touched = state.region(region).segment.touched_runs(handle.run);
         let size = ByteSize::new(state.bytes_of(sum_of(&touched)));
         if state.over_limit(size.get()) > 0 {
@@ -193,18 +192,18 @@ async fn take_scratch(port: &Port<'_>, handle: PlacedRun) -> Option<Placement> {
         Some((scratch, runs.pop()?))
     })?;
     let PlacedRun { at, size, handle, .. } =
-        port.with(|state| state.region(region).placed_run(region, run));
-    let committed = port.does(CallKind::Commit { at, size, handle }).await;
-    port.with(|state| state.end_commit(region, run, committed.is_ok(), port.clock));
+        cx.with(|state| state.region(region).placed_run(region, run));
+    let committed = cx.does(Call::Commit { at, size, handle }).await;
+    cx.with(|state| state.end_commit(region, run, committed.is_ok()));
     if committed.is_ok() {
         return Some(scratch);
     }
-    return_scratch(port, region, scratch);
+    return_scratch(cx, region, scratch);
     None
 }
 
-fn return_scratch(port: &Port<'_>, region: Region, scratch: Placement) {
-    port.with(|state| state.cancel_placement(region, scratch, Claim::default(), port.clock));
+fn return_scratch(cx: &OpContext<'_>, region: Region, scratch: Placement) {
+    cx.with(|state| state.cancel_placement(region, scratch, Dependencies::default()));
 }
 
 /// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and
@@ -235,28 +234,28 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
 
 /// Copies the contents to the new memory, releases the handle, and moves the new memory to where
 /// the contents were.
-async fn divide(port: &Port<'_>, split: &Split) -> Result<(), Failure> {
+async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), DivideFailure> {
     let PlacedRun { at, size, handle, .. } = split.handle;
-    if let Err(error) = copy(port, split, Direction::Out).await {
-        port.with(|state| state.end_leave(split.handle, false, port.clock));
-        return Err(Failure { error, is_lost: false });
+    if let Err(error) = copy(cx, split, Direction::Out).await {
+        cx.with(|state| state.end_leave(split.handle, false));
+        return Err(DivideFailure { error, is_lost: false });
     }
-    if let Err(error) = port.does(CallKind::Decommit { at, size, handle }).await {
+    if let Err(error) = cx.does(Call::Decommit { at, size, handle }).await {
         // The handle is still there, without its contents.
-        let is_lost = copy(port, split, Direction::Back).await.is_err();
-        port.with(|state| state.end_leave(split.handle, false, port.clock));
-        return Err(Failure { error, is_lost });
+        let is_lost = copy(cx, split, Direction::Back).await.is_err();
+        cx.with(|state| state.end_leave(split.handle, false));
+        return Err(DivideFailure { error, is_lost });
     }
-    let pairs = port.with(|state| begin_remaps(port, state, split));
-    let error = remap(port, pairs).await.error;
-    error.map_or(Ok(()), |error| Err(Failure { error, is_lost: true }))
+    let pairs = cx.with(|state| begin_remaps(state, split));
+    let error = remap(cx, pairs).await.error;
+    error.map_or(Ok(()), |error| Err(DivideFailure { error, is_lost: true }))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
 /// blocks touch. Returns the runs in pairs of the same length.
-fn begin_remaps(port: &Port<'_>, state: &mut ArenaState, split: &Split) -> Vec<Pair> {
+fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
     let Split { handle, touched, scratch } = split;
-    state.end_leave(*handle, true, port.clock);
+    state.end_leave(*handle, true);
     let of = state.region_mut(handle.region);
     let mut first = of.segment.granules_of(scratch.span).start;
     let mut pairs = Vec::with_capacity(touched.len());
@@ -281,29 +280,29 @@ enum Direction {
 }
 
 /// Copies the contents of the touched granules, and waits for each copy.
-async fn copy(port: &Port<'_>, split: &Split, direction: Direction) -> Result<(), DriverError> {
+async fn copy(cx: &OpContext<'_>, split: &Split, direction: Direction) -> Result<(), DriverError> {
     let mut scratch = split.scratch.at;
     for &run in &split.touched {
-        let (at, size) = port.with(|state| state.region(split.handle.region).segment.place_of(run));
+        let (at, size) = cx.with(|state| state.region(split.handle.region).segment.place_of(run));
         let (from, to) = match direction {
             Direction::Out => (at, scratch),
             Direction::Back => (scratch, at),
         };
-        port.does(CallKind::Copy { from, to, size }).await?;
+        cx.does(Call::Copy { from, to, size }).await?;
         scratch = scratch.checked_add(size).unwrap_or(scratch);
     }
     Ok(())
 }
 
 /// Ends the move of the blocks, and frees those whose owners freed them meanwhile.
-fn end(port: &Port<'_>, state: &mut ArenaState, region: Region, failure: Option<&Failure>) {
+fn end(state: &mut ArenaState, region: Region, failure: Option<&DivideFailure>) {
     let Some(batch) = state.moves.moving.take() else { return };
     for (id, freed) in batch.into_blocks() {
         if failure.is_some_and(|failure| failure.is_lost) {
             state.region_mut(region).lose(id);
         }
         if let Some(freed) = freed {
-            state.release_deferred(region, freed, port.clock);
+            state.release_after(region, freed.placed, &freed.streams);
         }
     }
 }

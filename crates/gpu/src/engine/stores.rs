@@ -16,27 +16,24 @@
 
 use std::cell::{Cell, RefCell};
 
-use super::call::{Answer, CallKind};
 use super::completion::{is_any_capturing, own_stream};
-use super::port::Port;
-use super::resume::not_awake;
-use crate::driver::{DriverError, StreamHandle};
+use super::context::{Call, OpContext};
+use crate::driver::{DriverError, HostStore, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
-use crate::state::sleep::{Phase, Saved, StoredCopy, lay_out};
-use crate::state::stores::{HostReservation, Store};
+use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};
+use crate::types::Region;
 use crate::types::error::{DeviceError, captures, is_captures};
-use crate::types::region::Region;
 use crate::types::sleep::{Contents, HostBudget, SleepOptions};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
 /// Calls or drops the foreign code of a budget. The error is the message of a panic in that code.
-async fn call_budget<T>(port: &Port<'_>, act: impl FnOnce() -> T) -> Result<T, String> {
+async fn call_budget<T>(cx: &OpContext<'_>, act: impl FnOnce() -> T) -> Result<T, String> {
     let (mut act, mut result) = (Some(act), None);
     let mut call = || result = act.take().map(|act| act());
-    port.outside(|| port.surroundings.call_budget(&mut call)).await?;
+    cx.outside(|| cx.surroundings.call_budget(&mut call)).await?;
     Ok(result.expect("the closure has run"))
 }
 
@@ -47,44 +44,48 @@ async fn call_budget<T>(port: &Port<'_>, act: impl FnOnce() -> T) -> Result<T, S
 /// `HostBudget`, `Capturing`, or the driver's. No device memory was released, and the stores are
 /// idle.
 pub(super) async fn save(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     outgoing: &[OutgoingRun],
 ) -> Result<Option<Saved>, DeviceError> {
     let kept = outgoing.iter().filter(|run| run.contents == Contents::Keep);
     let kept = kept.map(|run| (run.place.region, run.place.run));
-    let (mut saved, missing) = port.with(|state| {
+    let (mut saved, missing) = cx.with(|state| {
         let stores = state.sleep.idle.take();
         let sizes: Vec<_> = stores.iter().map(|store| store.size).collect();
         let (runs, missing) = lay_out(kept, ByteSize::new(state.bytes_of(1)), &sizes);
         (Saved { runs, stores }, missing)
     });
     let is_empty = saved.runs.is_empty();
-    let outcome = if is_empty { Ok(()) } else { fill(port, &mut saved, &missing).await };
+    let outcome = if is_empty { Ok(()) } else { fill(cx, &mut saved, &missing).await };
     let surplus = if outcome.is_ok() { saved.take_surplus() } else { Vec::new() };
-    port.with(|state| state.sleep.idle.put(surplus, port.clock.now()));
+    cx.with(|state| state.sleep.idle.put(surplus, cx.clock.now()));
     match outcome {
         Ok(()) => Ok((!is_empty).then_some(saved)),
         Err(error) => {
-            put_back(port, saved);
+            restore(cx, saved);
             Err(error)
         }
     }
 }
 
 /// Makes the stores of a sleep that did not happen idle.
-pub(super) fn put_back(port: &Port<'_>, saved: Saved) {
-    port.with(|state| state.sleep.idle.put(saved.stores, port.clock.now()));
+pub(super) fn restore(cx: &OpContext<'_>, saved: Saved) {
+    cx.with(|state| state.sleep.idle.put(saved.stores, cx.clock.now()));
 }
 
 /// Creates the missing stores, and copies the contents into all of them.
-async fn fill(port: &Port<'_>, saved: &mut Saved, missing: &[ByteSize]) -> Result<(), DeviceError> {
+async fn fill(
+    cx: &OpContext<'_>,
+    saved: &mut Saved,
+    missing: &[ByteSize],
+) -> Result<(), DeviceError> {
     let stores = RefCell::new(&mut saved.stores);
     let add = |store| {
         stores.borrow_mut().push(store);
         true
     };
-    create(port, missing, add).await?;
-    copy_out(port, saved).await.map_err(|error| copy_error(port, error))
+    create(cx, missing, add).await?;
+    copy_out(cx, saved).await.map_err(|error| copy_error(cx, error))
 }
 
 /// Creates the stores that a sleep with these options would need, while `goes_on` holds and the
@@ -93,32 +94,32 @@ async fn fill(port: &Port<'_>, saved: &mut Saved, missing: &[ByteSize]) -> Resul
 /// # Errors
 /// `State` if the arena is not awake, `HostBudget`, or the driver's; stores created before stay.
 pub(crate) async fn prepare(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     options: SleepOptions,
     goes_on: impl Fn(&ArenaState) -> bool,
 ) -> Result<ByteSize, DeviceError> {
-    if !port.with(|state| state.sleep.is_open()) {
-        return Err(not_awake(port));
+    if !cx.with(|state| state.sleep.is_open()) {
+        return Err(cx.with(|state| state.not_awake()));
     }
-    let Some(missing) = port.with(|state| {
+    let Some(missing) = cx.with(|state| {
         let kept = ByteSize::new(state.bytes_of(kept_granules(state, options)));
         state.sleep.idle.begin_prepare(kept, ByteSize::new(state.bytes_of(1)))
     }) else {
         return Ok(ByteSize::ZERO);
     };
     let created = Cell::new(ByteSize::ZERO);
-    let add = |store: Store| {
+    let add = |store: SleepStore| {
         created.set(created.get().saturating_add(store.size));
-        port.with(|state| {
-            state.sleep.idle.put(vec![store], port.clock.now());
+        cx.with(|state| {
+            state.sleep.idle.put(vec![store], cx.clock.now());
             state.sleep.is_open() && goes_on(state)
         })
     };
-    let outcome = create(port, &missing, add).await;
-    port.with(|state| state.sleep.idle.end_prepare());
+    let outcome = create(cx, &missing, add).await;
+    cx.with(|state| state.sleep.idle.end_prepare());
     let bytes = created.get();
     if !bytes.is_zero() {
-        port.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
+        cx.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
     }
     outcome.map(|()| bytes)
 }
@@ -131,9 +132,9 @@ fn kept_granules(state: &ArenaState, options: SleepOptions) -> u64 {
 }
 
 /// Returns the error for copies that could not be queued or waited for.
-pub(super) fn copy_error(port: &Port<'_>, error: DriverError) -> DeviceError {
+pub(super) fn copy_error(cx: &OpContext<'_>, error: DriverError) -> DeviceError {
     if is_captures(&error) {
-        return DeviceError::Capturing { arena: port.with(|state| state.name.clone()) };
+        return DeviceError::Capturing { arena: cx.with(|state| state.name.clone()) };
     }
     error.into()
 }
@@ -141,40 +142,37 @@ pub(super) fn copy_error(port: &Port<'_>, error: DriverError) -> DeviceError {
 /// Creates stores, until `add` returns `false`. All of them are reserved before the first is
 /// created.
 async fn create(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     sizes: &[ByteSize],
-    add: impl Fn(Store) -> bool,
+    add: impl Fn(SleepStore) -> bool,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
     }
-    let budget = port.with(|state| state.sleep.budget.clone());
+    let budget = cx.with(|state| state.sleep.budget.clone());
     let mut reserved = Vec::new();
-    let outcome = create_reserved(port, budget.as_deref(), (sizes, &mut reserved), add).await;
+    let outcome = create_reserved(cx, budget.as_deref(), (sizes, &mut reserved), add).await;
     // The budget may have been replaced meanwhile, so this may drop it.
-    let _ = call_budget(port, || drop((reserved, budget))).await;
+    let _ = call_budget(cx, || drop((reserved, budget))).await;
     outcome
 }
 
 async fn create_reserved(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     budget: Option<&dyn HostBudget>,
     (sizes, reserved): (&[ByteSize], &mut Vec<HostReservation>),
-    add: impl Fn(Store) -> bool,
+    add: impl Fn(SleepStore) -> bool,
 ) -> Result<(), DeviceError> {
     if let Some(budget) = budget {
-        reserve(port, budget, sizes, reserved).await?;
+        reserve(cx, budget, sizes, reserved).await?;
     }
     for &size in sizes {
-        let handle = match port.perform(CallKind::CreateStore { size }).await? {
-            Answer::Store(store) => store,
-            answer => unreachable!("{answer:?} to the creation of a store"),
-        };
+        let handle = HostStore::new(cx.perform(Call::CreateStore { size }).await?);
         let mut reservation = reserved.pop();
         if let (Some(budget), Some(reservation)) = (budget, &mut reservation) {
-            let _ = call_budget(port, || budget.settle(&mut **reservation)).await;
+            let _ = call_budget(cx, || budget.settle(&mut **reservation)).await;
         }
-        if !add(Store { handle, size, reservation }) {
+        if !add(SleepStore { handle, size, reservation }) {
             break;
         }
     }
@@ -183,15 +181,15 @@ async fn create_reserved(
 
 /// Reserves host memory for each store, the last one first.
 async fn reserve(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     budget: &dyn HostBudget,
     sizes: &[ByteSize],
     reserved: &mut Vec<HostReservation>,
 ) -> Result<(), DeviceError> {
     for &size in sizes.iter().rev() {
-        let arena = port.with(|state| state.name.clone());
+        let arena = cx.with(|state| state.name.clone());
         let bytes = sizes.iter().copied().sum();
-        match call_budget(port, || budget.reserve(size)).await {
+        match call_budget(cx, || budget.reserve(size)).await {
             Ok(Ok(reservation)) => reserved.push(reservation),
             Ok(Err(reason)) => return Err(DeviceError::HostBudget { arena, bytes, reason }),
             Err(message) => return Err(DeviceError::Callback { message }),
@@ -201,16 +199,16 @@ async fn reserve(
 }
 
 /// Copies contents into their stores.
-async fn copy_out(port: &Port<'_>, saved: &Saved) -> Result<(), DriverError> {
-    let stream = own_stream(port).await?;
-    let copies = port.with(|state| {
+async fn copy_out(cx: &OpContext<'_>, saved: &Saved) -> Result<(), DriverError> {
+    let stream = own_stream(cx).await?;
+    let copies = cx.with(|state| {
         state.sleep.begin_copies();
         saved.copies(|region| &state.region(region).segment)
     });
     for (at, to) in copies {
-        port.does(CallKind::Offload { at, to, stream }).await?;
+        cx.does(Call::Offload { at, to, stream }).await?;
     }
-    complete_own_copies(port).await
+    complete_own_copies(cx).await
 }
 
 /// Queues copies of saved contents to their places, and does not wait for them. Returns the bytes.
@@ -219,10 +217,10 @@ async fn copy_out(port: &Port<'_>, saved: &Saved) -> Result<(), DriverError> {
 /// # Errors
 /// The driver's; copies may be in progress.
 pub(super) async fn queue_copies(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     copies: impl Fn(&ArenaState) -> Vec<StoredCopy>,
 ) -> Result<ByteSize, DriverError> {
-    let (copies, stream) = port.with(|state| {
+    let (copies, stream) = cx.with(|state| {
         let copies = copies(state);
         if !copies.is_empty() {
             state.sleep.begin_copies();
@@ -231,7 +229,7 @@ pub(super) async fn queue_copies(
     });
     for &(at, from) in &copies {
         let stream = stream.expect("contents are saved on the arena's stream");
-        port.does(CallKind::Restore { from, at, stream }).await?;
+        cx.does(Call::Restore { from, at, stream }).await?;
     }
     Ok(copies.iter().map(|(_, span)| span.size).sum())
 }
@@ -240,20 +238,20 @@ pub(super) async fn queue_copies(
 ///
 /// # Errors
 /// The driver's; copies may still be in progress.
-pub(super) async fn complete_own_copies(port: &Port<'_>) -> Result<(), DriverError> {
-    port.with(|state| state.sleep.is_queueing = false);
-    complete_copies(port).await
+pub(super) async fn complete_own_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
+    cx.with(|state| state.sleep.is_queueing = false);
+    complete_copies(cx).await
 }
 
 /// Waits for the copies that are queued now. While another operation queues more, only that
 /// operation knows when they are complete. Fails if a stream captures a graph.
-async fn wait_for_copies(port: &Port<'_>, stream: StreamHandle) -> Result<(), DriverError> {
-    let queued = port.with(|state| state.sleep.queued());
-    if is_any_capturing(port).await? {
+async fn wait_for_copies(cx: &OpContext<'_>, stream: StreamHandle) -> Result<(), DriverError> {
+    let queued = cx.with(|state| state.sleep.queued());
+    if is_any_capturing(cx).await? {
         return Err(captures("cuStreamSynchronize"));
     }
-    port.does(CallKind::SynchronizeStream { stream }).await?;
-    port.with(|state| state.sleep.end_copies(queued));
+    cx.does(Call::SynchronizeStream { stream }).await?;
+    cx.with(|state| state.sleep.end_copies(queued));
     Ok(())
 }
 
@@ -261,9 +259,9 @@ async fn wait_for_copies(port: &Port<'_>, stream: StreamHandle) -> Result<(), Dr
 ///
 /// # Errors
 /// The driver's: the copies may still be in progress.
-pub(super) async fn complete_copies(port: &Port<'_>) -> Result<(), DriverError> {
-    match port.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied())) {
-        Some(stream) => wait_for_copies(port, stream).await,
+pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
+    match cx.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied())) {
+        Some(stream) => wait_for_copies(cx, stream).await,
         None => Ok(()),
     }
 }
@@ -275,35 +273,35 @@ pub(super) async fn complete_copies(port: &Port<'_>) -> Result<(), DriverError> 
 ///
 /// # Errors
 /// The driver's: the copies may still be in progress.
-pub(crate) async fn end_copies(port: &Port<'_>) -> Result<bool, DriverError> {
-    let stream = port.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing));
+pub(crate) async fn end_copies(cx: &OpContext<'_>) -> Result<bool, DriverError> {
+    let stream = cx.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing));
     let Some(stream) = stream else { return Ok(false) };
-    wait_for_copies(port, stream).await?;
-    Ok(port.with(|state| !state.sleep.may_be_copied()))
+    wait_for_copies(cx, stream).await?;
+    Ok(cx.with(|state| !state.sleep.may_be_copied()))
 }
 
 /// Sets the limit of idle stores, and releases what exceeds it.
-pub(crate) async fn set_stores_max(port: &Port<'_>, stores_max: ByteSize) {
-    port.with(|state| {
+pub(crate) async fn set_stores_max(cx: &OpContext<'_>, stores_max: ByteSize) {
+    cx.with(|state| {
         state.sleep.config.stores_max = stores_max;
         state.sleep.idle.unprepare();
     });
-    release_over_limit(port).await;
+    release_over_limit(cx).await;
 }
 
 /// Releases all idle stores. Returns their bytes.
-pub(crate) async fn release_idle(port: &Port<'_>) -> ByteSize {
-    release_while(port, |_| true).await
+pub(crate) async fn release_idle(cx: &OpContext<'_>) -> ByteSize {
+    release_while(cx, |_| true).await
 }
 
 /// Releases the idle stores beyond the limit.
-pub(crate) async fn release_over_limit(port: &Port<'_>) {
-    release_while(port, |state| state.sleep.is_over_limit()).await;
+pub(crate) async fn release_over_limit(cx: &OpContext<'_>) {
+    release_while(cx, |state| state.sleep.is_over_limit()).await;
 }
 
 /// Releases the idle stores that are due at `now`.
-pub(crate) async fn decay(port: &Port<'_>, now: Moment) {
-    release_while(port, |state| store_due(state) <= now).await;
+pub(crate) async fn decay(cx: &OpContext<'_>, now: Moment) {
+    release_while(cx, |state| store_due(state) <= now).await;
 }
 
 /// Returns the time at which the next idle store is to be released.
@@ -315,17 +313,16 @@ pub(crate) fn store_due(state: &ArenaState) -> Moment {
 /// Releases idle stores, the last one first, while they are in excess, and returns their bytes.
 /// Ends when a wake begins: releasing a store keeps the driver busy. Stores that the driver does
 /// not free stay idle.
-async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool) -> ByteSize {
-    let (released, left) = destroy_while(port, is_excess).await;
+async fn release_while(cx: &OpContext<'_>, is_excess: impl Fn(&ArenaState) -> bool) -> ByteSize {
+    let (released, left) = destroy_while(cx, is_excess).await;
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
         let left = left.into_iter().rev().collect();
-        port.with(|state| state.sleep.idle.put(left, port.clock.now()));
-        port.log(|arena| log!(warn, arena, %bytes, "host memory of a sleep not released yet"))
-            .await;
+        cx.with(|state| state.sleep.idle.put(left, cx.clock.now()));
+        cx.log(|arena| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
     }
     if !released.is_zero() {
-        port.log(|arena| log!(debug, arena, bytes = %released, "host memory of a sleep released"))
+        cx.log(|arena| log!(debug, arena, bytes = %released, "host memory of a sleep released"))
             .await;
     }
     released
@@ -334,21 +331,21 @@ async fn release_while(port: &Port<'_>, is_excess: impl Fn(&ArenaState) -> bool)
 /// Destroys idle stores, the last one first, while they are in excess. Returns the bytes of those
 /// that are gone, and the others.
 async fn destroy_while(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     is_excess: impl Fn(&ArenaState) -> bool,
-) -> (ByteSize, Vec<Store>) {
+) -> (ByteSize, Vec<SleepStore>) {
     let (mut released, mut left) = (ByteSize::ZERO, Vec::new());
     loop {
-        let last = port.with(|state| {
-            let may = state.sleep.phase != Phase::Waking;
+        let last = cx.with(|state| {
+            let may = state.sleep.phase != SleepPhase::Waking;
             if may && is_excess(state) { state.sleep.idle.pop() } else { None }
         });
         let Some(store) = last else { break };
-        match destroy(port, &store).await {
+        match destroy(cx, &store).await {
             Ok(()) => {
                 released = released.saturating_add(store.size);
                 if store.reservation.is_some() {
-                    let _ = call_budget(port, || drop(store)).await;
+                    let _ = call_budget(cx, || drop(store)).await;
                 }
             }
             Err(_) => left.push(store),
@@ -358,31 +355,29 @@ async fn destroy_while(
 }
 
 /// Destroys a store that is no longer in the state, once no copy is in progress.
-async fn destroy(port: &Port<'_>, store: &Store) -> Result<(), DriverError> {
-    complete_copies(port).await?;
-    port.does(CallKind::DestroyStore { store: store.handle }).await
+async fn destroy(cx: &OpContext<'_>, store: &SleepStore) -> Result<(), DriverError> {
+    complete_copies(cx).await?;
+    cx.does(Call::DestroyStore { store: store.handle }).await
 }
 
 /// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may
 /// still use are leaked.
-pub(crate) async fn end(port: &Port<'_>) {
-    let is_copying = port.with(|state| {
+pub(crate) async fn end(cx: &OpContext<'_>) {
+    let is_copying = cx.with(|state| {
         let stores = state.sleep.saved.take().map(|saved| saved.stores);
-        state.sleep.idle.put(stores.unwrap_or_default(), port.clock.now());
+        state.sleep.idle.put(stores.unwrap_or_default(), cx.clock.now());
         state.sleep.may_be_copied()
     });
     let mut left = Vec::new();
     if !is_copying {
-        (_, left) = destroy_while(port, |_| true).await;
+        (_, left) = destroy_while(cx, |_| true).await;
     }
-    left.extend(port.with(|state| state.sleep.idle.take()));
+    left.extend(cx.with(|state| state.sleep.idle.take()));
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
-        port.log(
-            |arena| log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked"),
-        )
-        .await;
+        cx.log(|arena| log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked"))
+            .await;
     }
-    let budget = port.with(|state| state.sleep.budget.take());
-    let _ = call_budget(port, || drop((budget, left))).await; // nothing unwinds out of a drop
+    let budget = cx.with(|state| state.sleep.budget.take());
+    let _ = call_budget(cx, || drop((budget, left))).await; // nothing unwinds out of a drop
 }

@@ -15,22 +15,21 @@
 //! it and its contents are in the copies;
 //! `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
 
-use super::call::CallKind;
 use super::completion::complete_used;
-use super::port::{Port, ShutCaches};
+use super::context::{Call, OpContext, ShutCaches};
 use super::release::call_to_release;
-use super::resume::{call_wakers, not_awake};
+use super::resume::call_wakers;
 use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::region::{PlacedRun, RegionState};
-use crate::state::sleep::{Phase, Saved};
+use crate::state::sleep::{Saved, SleepPhase};
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::clock::Moment;
 
 /// The maximum number of waits for all uses. If more memory is freed during each of them, the arena
 /// stays awake. A guess.
@@ -49,20 +48,20 @@ struct Suspension {
 /// # Errors
 /// Those of [`DeviceArena::sleep`](crate::DeviceArena::sleep).
 pub(crate) async fn suspend(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     options: SleepOptions,
 ) -> Result<SleepReport, DeviceError> {
-    port.with(|state| check_same_address(state))?;
+    cx.with(|state| check_same_address(state))?;
     // Read before the state is visible: a clock advanced from then on reaches the deadline.
-    let deadline = port.clock.now() + options.drain;
-    let Some(drain) = port.with(|state| state.sleep.begin_drain()) else {
-        let error = not_awake(port);
-        return Err(port.with(|state| recorded(state, port.clock, error)));
+    let deadline = cx.clock.now() + options.drain;
+    let Some(drain) = cx.with(|state| state.sleep.begin_drain()) else {
+        let error = cx.with(|state| state.not_awake());
+        return Err(cx.with(|state| recorded(state, error)));
     };
     // Cached blocks have memory, and caches hand them out without the arena's lock.
-    let _shut = ShutCaches::shut(port).await;
-    match drain_leases(port, (drain, deadline)).await {
-        Ok(()) => release_memory(port, options).await,
+    let _shut = ShutCaches::shut(cx).await;
+    match drain_leases(cx, (drain, deadline)).await {
+        Ok(()) => release_memory(cx, options).await,
         Err(error) => Err(error),
     }
 }
@@ -78,15 +77,15 @@ fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
 
 /// Waits until no lease is held, and then blocks new leases.
 async fn drain_leases(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     (drain, deadline): (u64, Moment),
 ) -> Result<(), DeviceError> {
     loop {
-        let now = port.clock.now();
-        let bell = port.with(|state| {
-            if state.sleep.phase != Phase::Draining(drain) {
+        let now = cx.clock.now();
+        let bell = cx.with(|state| {
+            if state.sleep.phase != SleepPhase::Draining(drain) {
                 let error = cancelled(state);
-                return Err(recorded(state, port.clock, error));
+                return Err(recorded(state, error));
             }
             let exported = &state.outstanding.exported;
             let arena = state.name.clone();
@@ -94,7 +93,7 @@ async fn drain_leases(
                 let (count, bytes) = (exported.count, ByteSize::new(exported.bytes));
                 DeviceError::Exported { arena, count, bytes }
             } else if state.leases == 0 {
-                state.sleep.end_drain(Phase::Suspending);
+                state.sleep.end_drain(SleepPhase::Suspending);
                 return Ok(None);
             } else if let Some(bell) = state.sleep.bell.clone().filter(|_| now < deadline) {
                 return Ok(Some(bell));
@@ -102,11 +101,11 @@ async fn drain_leases(
                 let held_for = now - state.sleep.leased_since;
                 DeviceError::Leased { arena, leases: state.leases, held_for }
             };
-            state.sleep.end_drain(Phase::Awake);
-            Err(recorded(state, port.clock, error))
+            state.sleep.end_drain(SleepPhase::Awake);
+            Err(recorded(state, error))
         })?;
         let Some(bell) = bell else { return Ok(()) };
-        port.wait_until(bell, deadline).await;
+        cx.wait_until(bell, deadline).await;
     }
 }
 
@@ -115,58 +114,58 @@ fn cancelled(state: &ArenaState) -> DeviceError {
 }
 
 /// Records the reason the arena does not fall asleep, and returns the error.
-fn recorded(state: &mut ArenaState, clock: &dyn Clock, error: DeviceError) -> DeviceError {
+fn recorded(state: &mut ArenaState, error: DeviceError) -> DeviceError {
     let now = state.sleep.state();
-    state.note_sleepless(clock, &error, now);
+    state.note_sleepless(&error, now);
     error
 }
 
 /// Runs the steps from the last lease to the end of the sleep. The arena is awake again after an
 /// error.
 async fn release_memory(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     options: SleepOptions,
 ) -> Result<SleepReport, DeviceError> {
     let mut suspension = Suspension { options, runs: Vec::new(), saved: None };
-    if let Err(error) = prepare(port, &mut suspension).await {
-        return Err(abort(port, suspension, error).await);
+    if let Err(error) = prepare(cx, &mut suspension).await {
+        return Err(abort(cx, suspension, error).await);
     }
-    match release_runs(port, &suspension.runs).await {
+    match release_runs(cx, &suspension.runs).await {
         Ok(()) => {
             let gone = vec![true; suspension.runs.len()];
-            Ok(finish(port, suspension, &gone, None).await)
+            Ok(finish(cx, suspension, &gone, None).await)
         }
-        Err((nth, error)) => Err(rollback(port, suspension, nth, error).await),
+        Err((nth, error)) => Err(rollback(cx, suspension, nth, error).await),
     }
 }
 
 /// Marks the memory to release, and saves its contents. If this fails, no memory has left.
-async fn prepare(port: &Port<'_>, suspension: &mut Suspension) -> Result<(), DeviceError> {
-    suspension.runs = mark_outgoing(port, suspension.options).await?;
-    suspension.saved = stores::save(port, &suspension.runs).await?;
-    port.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
+async fn prepare(cx: &OpContext<'_>, suspension: &mut Suspension) -> Result<(), DeviceError> {
+    suspension.runs = mark_outgoing(cx, suspension.options).await?;
+    suspension.saved = stores::save(cx, &suspension.runs).await?;
+    cx.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
 }
 
 /// Waits for the calls that were in progress when the last lease was dropped, and for all uses of
 /// memory. Then marks the memory to release.
 async fn mark_outgoing(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     options: SleepOptions,
 ) -> Result<Vec<OutgoingRun>, DeviceError> {
     for _ in 0..ROUNDS_MAX {
-        port.wait_while(is_busy).await;
-        complete_used(port).await?;
-        stores::complete_copies(port).await?;
+        cx.wait_while(is_busy).await;
+        complete_used(cx).await?;
+        stores::complete_copies(cx).await?;
         // This also waits for the uses of memory that was freed meanwhile.
-        if !port.with(|state| is_busy(state) || state.pending() > 0) {
-            port.with(|state| check_same_address(state))?;
-            return Ok(port.with(|state| {
+        if !cx.with(|state| is_busy(state) || state.pending() > 0) {
+            cx.with(|state| check_same_address(state))?;
+            return Ok(cx.with(|state| {
                 state.sleep.is_quiet = true;
                 outgoing_runs(state, options)
             }));
         }
     }
-    Err(port.with(|state| cancelled(state)))
+    Err(cx.with(|state| cancelled(state)))
 }
 
 /// Returns `true` while calls that place, move, commit or release are in progress.
@@ -193,33 +192,36 @@ fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingR
 
 /// Releases the memory of all runs, in order. The error has the number of the run that was not
 /// released; the runs before it are released.
-async fn release_runs(port: &Port<'_>, runs: &[OutgoingRun]) -> Result<(), (usize, DriverError)> {
+async fn release_runs(
+    cx: &OpContext<'_>,
+    runs: &[OutgoingRun],
+) -> Result<(), (usize, DriverError)> {
     for (nth, run) in runs.iter().enumerate() {
-        call_to_release(port, run.place).await.map_err(|error| (nth, error))?;
+        call_to_release(cx, run.place).await.map_err(|error| (nth, error))?;
     }
-    if port.with(|state| state.is_whole()) && port.does(CallKind::Trim).await.is_err() {
-        port.with(|state| state.untrimmed = true); // for the next decay
+    if cx.with(|state| state.is_whole()) && cx.does(Call::Trim).await.is_err() {
+        cx.with(|state| state.untrimmed = true); // for the next decay
     }
     Ok(())
 }
 
 /// Undoes a sleep of which no memory has left: the arena is awake again.
-async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
+async fn abort(cx: &OpContext<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
     let Suspension { runs, saved, .. } = suspension;
-    let wakers = port.with(|state| {
-        runs.iter().for_each(|run| state.end_leave(run.place, false, port.clock));
-        state.note_sleepless(port.clock, &error, SleepState::Awake);
-        state.sleep.finish(Phase::Awake)
+    let wakers = cx.with(|state| {
+        runs.iter().for_each(|run| state.end_leave(run.place, false));
+        state.note_sleepless(&error, SleepState::Awake);
+        state.sleep.finish(SleepPhase::Awake)
     });
-    call_wakers(port, wakers).await;
+    call_wakers(cx, wakers).await;
     // The arena is open: nothing waits for this.
     if let Some(saved) = saved {
-        stores::put_back(port, saved);
+        stores::restore(cx, saved);
     }
     if matches!(error, DeviceError::SleepCancelled { .. }) {
-        stores::release_over_limit(port).await;
+        stores::release_over_limit(cx).await;
     } else {
-        stores::release_idle(port).await;
+        stores::release_idle(cx).await;
     }
     error
 }
@@ -227,65 +229,65 @@ async fn abort(port: &Port<'_>, suspension: Suspension, error: DeviceError) -> D
 /// Restores the runs before one that was not released. If that fails, releases all runs that can
 /// be.
 async fn rollback(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     suspension: Suspension,
     nth: usize,
     error: DriverError,
 ) -> DeviceError {
     let error = DeviceError::from(error);
-    if port.with(|state| state.is_whole()) {
+    if cx.with(|state| state.is_whole()) {
         // No block is live, so no block is lost.
-        let wakers = port.with(|state| {
+        let wakers = cx.with(|state| {
             for (at, run) in suspension.runs.iter().enumerate() {
-                state.end_leave(run.place, at < nth, port.clock);
+                state.end_leave(run.place, at < nth);
             }
             state.untrimmed |= nth > 0;
-            state.note_sleepless(port.clock, &error, SleepState::Awake);
-            state.sleep.finish(Phase::Awake)
+            state.note_sleepless(&error, SleepState::Awake);
+            state.sleep.finish(SleepPhase::Awake)
         });
-        call_wakers(port, wakers).await;
+        call_wakers(cx, wakers).await;
         return error;
     }
     let mut committed = 0;
-    if restore(port, &suspension, nth, &mut committed).await.is_ok() {
+    if restore(cx, &suspension, nth, &mut committed).await.is_ok() {
         // The contents of the run that did not leave are lost as well.
-        port.with(|state| note_discarded(state, &suspension.runs[..=nth]));
-        return abort(port, suspension, error).await;
+        cx.with(|state| note_discarded(state, &suspension.runs[..=nth]));
+        return abort(cx, suspension, error).await;
     }
     // Copies in progress keep their memory here.
-    let is_done = stores::complete_own_copies(port).await.is_ok();
+    let is_done = stores::complete_own_copies(cx).await.is_ok();
     let mut gone = Vec::with_capacity(suspension.runs.len());
     for (at, run) in suspension.runs.iter().enumerate() {
         let is_gone = at < nth && at >= committed;
-        gone.push(is_gone || (is_done && call_to_release(port, run.place).await.is_ok()));
+        gone.push(is_gone || (is_done && call_to_release(cx, run.place).await.is_ok()));
     }
-    finish(port, suspension, &gone, Some(&error)).await;
+    finish(cx, suspension, &gone, Some(&error)).await;
     error
 }
 
 /// Commits the first `nth` runs again, and restores their contents.
 async fn restore(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     suspension: &Suspension,
     nth: usize,
     committed: &mut usize,
 ) -> Result<(), DriverError> {
     for run in &suspension.runs[..nth] {
         let PlacedRun { at, size, handle, .. } = run.place;
-        port.does(CallKind::Commit { at, size, handle }).await?;
+        cx.does(Call::Commit { at, size, handle }).await?;
         *committed += 1;
     }
     let copies = |state: &ArenaState| {
         let of = |region| &state.region(region).segment;
         suspension.saved.as_ref().map(|saved| saved.copies(of)).unwrap_or_default()
     };
-    stores::queue_copies(port, copies).await?;
-    stores::complete_own_copies(port).await
+    stores::queue_copies(cx, copies).await?;
+    stores::complete_own_copies(cx).await
 }
 
 /// Makes the arena asleep, and records the released runs; with an error if one was not released.
 async fn finish(
-    port: &Port<'_>,
+    cx: &OpContext<'_>,
     suspension: Suspension,
     gone: &[bool],
     error: Option<&DeviceError>,
@@ -294,11 +296,11 @@ async fn finish(
     let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
     let offloaded = kept.map(|run| run.place.size).sum();
     let mut report = SleepReport { offloaded, ..SleepReport::default() };
-    port.surroundings.set_asleep(true);
-    let wakers = port.with(|state| {
+    cx.surroundings.set_asleep(true);
+    let wakers = cx.with(|state| {
         note_discarded(state, &runs);
         for (OutgoingRun { place, .. }, &is_gone) in runs.iter().zip(gone) {
-            state.end_leave(*place, is_gone, port.clock);
+            state.end_leave(*place, is_gone);
             if is_gone {
                 report.released = report.released.saturating_add(place.size);
             }
@@ -307,16 +309,16 @@ async fn finish(
         state.totals.sleeps_total += 1;
         report.stayed = ByteSize::new(state.backed());
         match error {
-            None => state.events.push(port.clock, "sleep", |line| {
+            None => state.events.push("sleep", |line| {
                 line.bytes("released", report.released)
                     .bytes("offloaded", report.offloaded)
                     .bytes("stayed", report.stayed)
             }),
-            Some(error) => state.note_sleepless(port.clock, error, SleepState::Asleep),
+            Some(error) => state.note_sleepless(error, SleepState::Asleep),
         }
-        state.sleep.finish(Phase::Asleep)
+        state.sleep.finish(SleepPhase::Asleep)
     });
-    call_wakers(port, wakers).await;
+    call_wakers(cx, wakers).await;
     report
 }
 

@@ -13,8 +13,8 @@
 use std::mem::ManuallyDrop;
 
 use crate::exec::thread_cache::BlockHandle;
-use crate::state::cached::CacheCounts;
-use crate::types::region::Region;
+use crate::state::region::CacheCounts;
+use crate::types::Region;
 
 /// The number of requests for a size, reduced when the size cools.
 type UseCount = u8;
@@ -37,9 +37,9 @@ const WAYS: usize = 4;
 
 /// The key of a block size in a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Key(u64);
+pub(crate) struct CacheKey(u64);
 
-impl Key {
+impl CacheKey {
     /// The key of no block.
     const NONE: Self = Self(0);
 
@@ -115,23 +115,23 @@ impl Drop for BlockList {
 }
 
 /// The blocks of one size.
-struct Class {
-    key: Key,
+struct CacheClass {
+    key: CacheKey,
     uses: UseCount,
     /// The smallest number of blocks since the last check: that many were not needed.
     least: u32,
     blocks: BlockList,
 }
 
-impl Class {
-    const VACANT: Self = Self { key: Key::NONE, uses: 0, least: 0, blocks: BlockList::EMPTY };
+impl CacheClass {
+    const VACANT: Self = Self { key: CacheKey::NONE, uses: 0, least: 0, blocks: BlockList::EMPTY };
 }
 
 /// The blocks in the cache of one shard.
 #[derive(Default)]
 pub(crate) struct ThreadCache {
     /// Empty until the first request, then `SETS x WAYS`.
-    classes: Vec<Class>,
+    classes: Vec<CacheClass>,
     /// The number of blocks.
     kept: usize,
     pub(crate) tally: CacheCounts,
@@ -141,9 +141,9 @@ impl ThreadCache {
     /// Returns the entry of a size. If the size has no entry, cools the coldest of the set without
     /// blocks, and replaces it if it is cold.
     #[inline]
-    fn claim(&mut self, key: Key) -> Option<&mut Class> {
+    fn claim(&mut self, key: CacheKey) -> Option<&mut CacheClass> {
         if self.classes.is_empty() {
-            self.classes.extend((0..SETS * WAYS).map(|_| Class::VACANT));
+            self.classes.extend((0..SETS * WAYS).map(|_| CacheClass::VACANT));
         }
         let set = key.ways();
         let ways = &mut self.classes[set..set + WAYS];
@@ -159,12 +159,12 @@ impl ThreadCache {
         if coldest.uses > 0 {
             return None;
         }
-        *coldest = Class { key, ..Class::VACANT };
+        *coldest = CacheClass { key, ..CacheClass::VACANT };
         Some(coldest)
     }
 
     #[inline]
-    pub(crate) fn take(&mut self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
+    pub(crate) fn take(&mut self, key: CacheKey, requested: u64) -> Option<Box<BlockHandle>> {
         let class = self.claim(key)?;
         class.uses = USES_MAX.min(class.uses + 1);
         let mut owned = class.blocks.pop()?;
@@ -189,7 +189,7 @@ impl ThreadCache {
         if self.kept >= BLOCKS_MAX || self.tally.cached() + placed.span.size > room {
             return Err(owned);
         }
-        let Some(hot) = self.hot(Key::new(owned.region, placed.span.size)) else {
+        let Some(hot) = self.hot(CacheKey::new(owned.region, placed.span.size)) else {
             return Err(owned);
         };
         self.kept += 1;
@@ -201,13 +201,13 @@ impl ThreadCache {
 
     /// Returns `true` if blocks of this size are kept.
     #[cfg(feature = "cuda")]
-    pub(crate) fn is_hot(&self, key: Key) -> bool {
+    pub(crate) fn is_hot(&self, key: CacheKey) -> bool {
         self.hot(key).is_some()
     }
 
     /// Returns the entry of a size if the size is hot.
     #[inline]
-    fn hot(&self, key: Key) -> Option<usize> {
+    fn hot(&self, key: CacheKey) -> Option<usize> {
         let set = key.ways();
         let mut ways = self.classes.get(set..set + WAYS)?.iter();
         ways.position(|class| class.key == key && class.uses >= HOT).map(|way| set + way)
@@ -228,7 +228,7 @@ impl ThreadCache {
     }
 
     /// Takes out the blocks that were freed first, all but this many of each size.
-    fn cut(&mut self, keep: impl Fn(&Class) -> u32, out: &mut BlockList) {
+    fn cut(&mut self, keep: impl Fn(&CacheClass) -> u32, out: &mut BlockList) {
         for class in &mut self.classes {
             let mut gone = class.blocks.split_off(keep(class));
             class.least = class.blocks.len;

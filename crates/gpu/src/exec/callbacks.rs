@@ -15,13 +15,13 @@
 //! registered at its start at most once, in the order of registration; a thread that makes a run
 //! waits for none.
 
-use lowtide_core::log;
 use std::cell::Cell;
 use std::sync::Arc;
 
-use crate::engine::port::Called;
-use crate::types::shortage::Shortage;
+use crate::engine::context::Called;
+use crate::types::error::Shortage;
 use lowtide_core::fork::Birth;
+use lowtide_core::log;
 use lowtide_core::sync::{Condvar, Mutex, caught, lock, wait};
 
 pub(crate) type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
@@ -55,11 +55,11 @@ struct CallbacksState {
     /// The number of the last registration.
     numbered: u64,
     /// The run in progress.
-    run: Option<Run>,
+    run: Option<CallbackRun>,
 }
 
 /// A run of the callbacks.
-struct Run {
+struct CallbackRun {
     /// The number of the last callback that was registered when the run began.
     last: u64,
     /// `true` if the thread was within a callback of another arena before.
@@ -70,10 +70,13 @@ struct Run {
 thread_local! {
     /// `true` while this thread calls callbacks, of any arena.
     static WITHIN: Cell<bool> = const { Cell::new(false) };
+    /// `true` while this thread is within a call of a host budget, which is foreign code.
+    static WITHIN_BUDGET: Cell<bool> = const { Cell::new(false) };
 }
 #[cfg(lowtide_loom)]
 loom::thread_local! {
     static WITHIN: Cell<bool> = Cell::new(false);
+    static WITHIN_BUDGET: Cell<bool> = Cell::new(false);
 }
 
 /// Returns `true` if this thread is within a callback, of any arena.
@@ -119,7 +122,7 @@ impl Callbacks {
         let mut waited = false;
         while !state.entries.is_empty() {
             if state.run.is_none() {
-                state.run = Some(Run { last: state.numbered, within });
+                state.run = Some(CallbackRun { last: state.numbered, within });
                 WITHIN.with(|of| of.set(true));
                 return Some(waited);
             }
@@ -175,4 +178,19 @@ impl Callbacks {
         let nth = state.entries.partition_point(|entry| entry.number <= after);
         state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
     }
+}
+
+/// Returns `true` if this thread is within a call of a host budget. Such a thread may be the one
+/// that puts the arena to sleep, and so must not wait for the end of that sleep.
+pub(crate) fn is_within_budget() -> bool {
+    WITHIN_BUDGET.with(Cell::get)
+}
+
+/// Calls or drops the foreign code of a budget, with no lock held. The error is the message of a
+/// panic in that code.
+pub(crate) fn call_budget(act: &mut dyn FnMut()) -> Result<(), String> {
+    let before = WITHIN_BUDGET.with(|of| of.replace(true));
+    let outcome = caught(act);
+    WITHIN_BUDGET.with(|of| of.set(before));
+    outcome
 }

@@ -14,10 +14,10 @@ use std::ops::{ControlFlow, Deref, DerefMut};
 use std::pin::{Pin, pin};
 
 use crate::driver::Driver;
-use crate::engine::port::{Caller, Port, Step, Surroundings, run_outside, step};
-use crate::exec::{budget, callbacks};
+use crate::engine::context::{Caller, OpContext, OpStep, Surroundings, run_outside, step};
+use crate::exec::callbacks;
 use crate::state::arena::ArenaState;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +25,7 @@ use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lo
 
 /// The state of an arena, its lock, and everything that operations on it need.
 pub(crate) struct Executor {
-    guarded: Mutex<Slot>,
+    guarded: Mutex<StateSlot>,
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
@@ -33,7 +33,7 @@ pub(crate) struct Executor {
 }
 
 /// The slot of the state under the lock.
-struct Slot {
+struct StateSlot {
     /// The state; `None` while an operation makes a step.
     state: Option<Box<ArenaState>>,
     /// The number of threads that wait for a change.
@@ -49,15 +49,15 @@ pub(crate) struct World<'a> {
 }
 
 /// The locked state.
-pub(crate) struct Locked<'a> {
+pub(crate) struct LockedState<'a> {
     executor: &'a Executor,
-    /// The slot; `None` only in [`Locked::wait`].
-    slot: Option<MutexGuard<'a, Slot>>,
+    /// The slot; `None` only in [`LockedState::wait`].
+    slot: Option<MutexGuard<'a, StateSlot>>,
 }
 
 impl Executor {
     pub(crate) fn new(state: ArenaState) -> Self {
-        let slot = Slot { state: Some(Box::new(state)), watchers: 0 };
+        let slot = StateSlot { state: Some(Box::new(state)), watchers: 0 };
         let (guarded, changed) = (Mutex::new(slot), Condvar::new());
         let moves = [AtomicU64::new(0), AtomicU64::new(0)];
         Self { guarded, changed, moves, birth: Birth::now() }
@@ -71,14 +71,14 @@ impl Executor {
 
     /// Locks the state. Measures the wait if another thread holds the lock.
     #[inline]
-    pub(crate) fn lock_state(&self, clock: &dyn Clock) -> Locked<'_> {
+    pub(crate) fn lock_state(&self, clock: &dyn Clock) -> LockedState<'_> {
         self.try_lock_state().unwrap_or_else(|| self.lock_state_contended(clock))
     }
 
     #[cold]
-    fn lock_state_contended(&self, clock: &dyn Clock) -> Locked<'_> {
+    fn lock_state_contended(&self, clock: &dyn Clock) -> LockedState<'_> {
         let from = clock.now();
-        let mut locked = Locked { executor: self, slot: Some(lock(&self.guarded)) };
+        let mut locked = LockedState { executor: self, slot: Some(lock(&self.guarded)) };
         locked.totals.lock_contended_total += 1;
         locked.totals.lock_wait_total += clock.now() - from;
         locked
@@ -86,8 +86,8 @@ impl Executor {
 
     /// Locks the state if no other thread holds the lock.
     #[inline]
-    pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
-        Some(Locked { executor: self, slot: Some(try_lock(&self.guarded)?) })
+    pub(crate) fn try_lock_state(&self) -> Option<LockedState<'_>> {
+        Some(LockedState { executor: self, slot: Some(try_lock(&self.guarded)?) })
     }
 
     /// Returns the number of moved blocks of a region when the lock was last released.
@@ -103,7 +103,7 @@ impl Executor {
         clock: &dyn Clock,
         act: impl FnOnce(&mut ArenaState) -> T,
     ) -> T {
-        // Without `Locked`, which would make a drop of a block 2 % slower.
+        // Without `LockedState`, which would make a drop of a block 2 % slower.
         let Some(mut guard) = try_lock(&self.guarded) else {
             return act(&mut self.lock_state_contended(clock));
         };
@@ -144,10 +144,10 @@ impl Executor {
     pub(crate) fn run<T>(
         &self,
         world: World<'_>,
-        operation: impl AsyncFnOnce(&Port<'_>) -> T,
+        operation: impl AsyncFnOnce(&OpContext<'_>) -> T,
     ) -> T {
-        let port = Port::new(world.clock, caller(), world.surroundings);
-        self.drive(self.lock_state(world.clock), world, &port, pin!(operation(&port)))
+        let cx = OpContext::new(world.clock, caller(), world.surroundings);
+        self.drive(self.lock_state(world.clock), world, &cx, pin!(operation(&cx)))
     }
 
     /// Makes a first step, and if that is not enough, runs the operation that continues it to its
@@ -157,14 +157,14 @@ impl Executor {
         &self,
         world: World<'_>,
         first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
-        operation: impl AsyncFnOnce(&Port<'_>, B) -> T,
+        operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
     ) -> T {
         let mut locked = self.lock_state(world.clock);
         match first(&mut locked) {
             ControlFlow::Break(outcome) => outcome,
             ControlFlow::Continue(begun) => {
-                let port = Port::new(world.clock, caller(), world.surroundings);
-                self.drive(locked, world, &port, pin!(operation(&port, begun)))
+                let cx = OpContext::new(world.clock, caller(), world.surroundings);
+                self.drive(locked, world, &cx, pin!(operation(&cx, begun)))
             }
         }
     }
@@ -172,29 +172,29 @@ impl Executor {
     /// Makes the steps of an operation, from a locked state.
     fn drive<'a, F: Future>(
         &'a self,
-        mut locked: Locked<'a>,
+        mut locked: LockedState<'a>,
         World { driver, clock, .. }: World<'_>,
-        port: &Port<'_>,
+        cx: &OpContext<'_>,
         mut operation: Pin<&mut F>,
     ) -> F::Output {
         loop {
-            let step = locked.step(port, operation.as_mut());
-            if let Step::Wait { is_repeated } = step {
+            let step = locked.step(cx, operation.as_mut());
+            if let OpStep::Wait { is_repeated } = step {
                 locked = locked.wait(is_repeated);
                 continue;
             }
             drop(locked);
             match step {
-                Step::Done(outcome) => return outcome,
-                Step::Call(call) => port.complete(call.perform(driver)),
-                Step::Wait { .. } => {}
-                Step::WaitUntil(bell, deadline) => {
+                OpStep::Done(outcome) => return outcome,
+                OpStep::Call(call) => cx.complete(call.perform(driver)),
+                OpStep::Wait { .. } => {}
+                OpStep::WaitUntil(bell, deadline) => {
                     clock.wait_until(&bell, deadline);
                 }
-                Step::Outside => {
-                    run_outside(port, operation.as_mut());
+                OpStep::Outside => {
+                    run_outside(cx, operation.as_mut());
                     if !self.is_here() {
-                        return end_in_child(port, operation.as_mut());
+                        return end_in_child(cx, operation.as_mut());
                     }
                 }
             }
@@ -209,9 +209,9 @@ impl Executor {
 /// # Panics
 /// If the operation needs the state: it did not expect a fork.
 #[cold]
-fn end_in_child<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) -> F::Output {
-    match step(port, &mut None, operation) {
-        Step::Done(outcome) => outcome,
+fn end_in_child<F: Future>(cx: &OpContext<'_>, operation: Pin<&mut F>) -> F::Output {
+    match step(cx, &mut None, operation) {
+        OpStep::Done(outcome) => outcome,
         _ => panic!("in the child of a fork, an arena makes no calls"),
     }
 }
@@ -220,12 +220,12 @@ fn end_in_child<F: Future>(port: &Port<'_>, operation: Pin<&mut F>) -> F::Output
 fn caller() -> Caller {
     Caller {
         is_within_callback: callbacks::is_within(),
-        is_within_budget: budget::is_within(),
+        is_within_budget: callbacks::is_within_budget(),
         is_background: is_background(),
     }
 }
 
-impl Locked<'_> {
+impl LockedState<'_> {
     /// Releases the lock until another thread has changed the state. May return earlier. A
     /// repeated wait notifies no other thread: this thread has changed nothing since the last one.
     pub(crate) fn wait(mut self, is_repeated: bool) -> Self {
@@ -245,15 +245,15 @@ impl Locked<'_> {
     }
 
     /// Lets an operation make its next step on the state.
-    fn step<F: Future>(&mut self, port: &Port<'_>, operation: Pin<&mut F>) -> Step<F::Output> {
+    fn step<F: Future>(&mut self, cx: &OpContext<'_>, operation: Pin<&mut F>) -> OpStep<F::Output> {
         match self.slot.as_deref_mut() {
-            Some(slot) => step(port, &mut slot.state, operation),
+            Some(slot) => step(cx, &mut slot.state, operation),
             None => unreachable!("only a wait has no slot"),
         }
     }
 }
 
-impl Deref for Locked<'_> {
+impl Deref for LockedState<'_> {
     type Target = ArenaState;
 
     #[inline]
@@ -265,7 +265,7 @@ impl Deref for Locked<'_> {
     }
 }
 
-impl DerefMut for Locked<'_> {
+impl DerefMut for LockedState<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut ArenaState {
         match &mut self.slot {
@@ -275,7 +275,7 @@ impl DerefMut for Locked<'_> {
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedState<'_> {
     /// Publishes the changes, and notifies the threads that wait for a change.
     #[inline]
     fn drop(&mut self) {

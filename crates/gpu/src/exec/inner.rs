@@ -8,36 +8,37 @@
 //! state; the arena's memory lives as long as a handle, a buffer or a lease of the arena.
 #![expect(unsafe_code, reason = "the end of the arena gives its memory up")]
 
-use lowtide_core::log;
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::ControlFlow;
-use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
+use std::{fmt, ptr};
 
 use crate::driver::{Capabilities, Driver};
+use crate::engine::alloc::{self, Begun};
 use crate::engine::completion::query_events;
+use crate::engine::context::{Called, OpContext, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
-use crate::engine::port::{Called, Port, Surroundings};
-use crate::engine::stores;
-use crate::exec::budget;
+use crate::engine::shortage::record_failure;
+use crate::engine::{raw_block, resize, stores};
 use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
-use crate::exec::executor::{Executor, Locked, World};
+use crate::exec::executor::{Executor, LockedState, World};
 use crate::exec::lane::Lanes;
-use crate::exec::reserve;
-use crate::exec::thread_cache::{BlockHandle, CacheShard};
+use crate::exec::thread_cache::CacheShard;
+use crate::exec::{callbacks, reserve};
 use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
-use crate::state::cached::CacheCounts;
-use crate::state::region::{Placement, Region};
+use crate::state::event::RequestOrigin;
+use crate::state::failure::AllocFailure;
+use crate::state::raw::RawUser;
+use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
 use crate::state::streams::StreamKey;
-use crate::types::error::DeviceError;
-use crate::types::shortage::Shortage;
+use crate::types::error::{DeviceError, Shortage};
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
+use lowtide_core::log;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
@@ -257,19 +258,28 @@ impl ArenaInner {
 
     /// Locks the state.
     #[inline]
-    pub(crate) fn lock_state(&self) -> Locked<'_> {
+    pub(crate) fn lock_state(&self) -> LockedState<'_> {
         self.executor.lock_state(&*self.clock)
     }
 
     /// Locks the state if no other thread holds the lock.
     #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) fn try_lock_state(&self) -> Option<Locked<'_>> {
+    pub(crate) fn try_lock_state(&self) -> Option<LockedState<'_>> {
         self.executor.try_lock_state()
     }
 
-    /// Reads or changes the state, without a wait or a driver call.
+    /// Reads or changes the state, without a wait or a driver call. Called without holding a lock:
+    /// the sink of a recorder may block, and may use the arena.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+        let outcome = self.run_under_lock(act);
+        self.flush_events();
+        outcome
+    }
+
+    /// Like [`ArenaInner::run_now`], for callers that hold a lock. Does not call the sink.
+    #[inline]
+    fn run_under_lock<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         self.executor.run_now(&*self.clock, act)
     }
 
@@ -298,23 +308,23 @@ impl ArenaInner {
         fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
     ) {
         if self.is_recorded() {
-            self.run_now(|state| state.events.push(&*self.clock, name, fields));
-            self.flush_events();
+            self.run_now(|state| state.events.push(name, fields));
         }
     }
 
-    /// Lets the recorder write waiting lines. Called at the end of an operation, without holding a
-    /// lock: its sink may block, and may use the arena.
+    /// Lets the recorder write waiting lines.
     #[inline]
-    pub(crate) fn flush_events(&self) {
+    fn flush_events(&self) {
         if let Some(Recording(recorder)) = &self.recording {
             recorder.pass_on();
         }
     }
 
     /// Runs an operation to its end on this thread.
-    pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&Port<'_>) -> T) -> T {
-        self.executor.run(self.world(), operation)
+    pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&OpContext<'_>) -> T) -> T {
+        let outcome = self.executor.run(self.world(), operation);
+        self.flush_events();
+        outcome
     }
 
     /// Makes a first step, and continues it with an operation if that is not enough.
@@ -322,9 +332,11 @@ impl ArenaInner {
     pub(crate) fn run_after<B, T>(
         &self,
         first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
-        operation: impl AsyncFnOnce(&Port<'_>, B) -> T,
+        operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
     ) -> T {
-        self.executor.run_after(self.world(), first, operation)
+        let outcome = self.executor.run_after(self.world(), first, operation);
+        self.flush_events();
+        outcome
     }
 
     fn world(&self) -> World<'_> {
@@ -374,29 +386,18 @@ impl ArenaInner {
         DeviceError::Unsupported { what: "host access", backend: self.driver.backend() }
     }
 
-    /// Frees a block in the arena: only updates bookkeeping.
-    pub(crate) fn release(&self, region: Region, placed: Placement) {
-        self.run_now(|state| state.release(region, placed, &*self.clock));
-        self.flush_events();
-    }
-
-    /// Frees a block that these lanes, or unknown ones, used, in the arena.
-    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: Option<&Lanes>) {
-        let Some(lanes) = lanes.filter(|lanes| !lanes.is_empty()) else {
-            return self.release(region, placed);
-        };
+    /// Frees a block that these lanes used, or unknown ones if there is none, in the arena: only
+    /// updates bookkeeping.
+    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: &Lanes) {
         match lanes.only() {
-            Some(lane) => self.release_by(region, placed, lane.key.as_slice()),
+            Some(lane) => {
+                self.run_now(|state| state.release_after(region, placed, lane.key.as_slice()))
+            }
             None => {
                 let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
-                self.release_by(region, placed, &streams);
+                self.run_now(|state| state.release_after(region, placed, &streams));
             }
         }
-    }
-
-    fn release_by(&self, region: Region, placed: Placement, streams: &[StreamKey]) {
-        self.run_now(|state| state.release_after(region, placed, streams, &*self.clock));
-        self.flush_events();
     }
 
     /// Frees cached blocks in the arena. Their handles are to be dropped without a lock.
@@ -404,10 +405,7 @@ impl ArenaInner {
         if blocks.is_empty() {
             return;
         }
-        self.run_now(|state| {
-            let swept = blocks.iter().filter_map(BlockHandle::swept);
-            swept.for_each(|swept| state.release_swept(swept, &*self.clock));
-        });
+        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
     }
 
     /// Records that a cache holds a block.
@@ -495,7 +493,7 @@ impl ArenaInner {
         let mut caches = CacheCounts::default();
         still.iter().for_each(|cache| caches.add(cache.tally));
         let mut snapshot =
-            self.run_now(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
+            self.run_under_lock(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
@@ -513,18 +511,18 @@ impl ArenaInner {
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
-        self.run_now(|state| state.is_closed = true);
+        self.run_under_lock(|state| state.is_closed = true);
         // From here on the caches are empty and hand out no block, and the arena checks `closed`
         // under its lock before handing one out.
         self.empty_all(&sweep, &mut blocks);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.run_now(|state| state.outstanding.imported.held());
+        let held = self.run_under_lock(|state| state.outstanding.imported.held());
         if count == 0 && held == 0 {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
-        self.run_now(|state| state.is_closed = false);
+        self.run_under_lock(|state| state.is_closed = false);
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
@@ -608,7 +606,7 @@ impl Surroundings for ArenaInner {
     }
 
     fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
-        budget::call(act)
+        callbacks::call_budget(act)
     }
 }
 
@@ -674,5 +672,128 @@ impl fmt::Debug for ArenaInner {
             .field("driver", &self.driver)
             .field("largest", &self.largest)
             .finish_non_exhaustive()
+    }
+}
+
+// Runs operations of the engine for the handles of an arena. An allocation and a resize run
+// several, one after the other, from the first step to the error.
+
+impl ArenaInner {
+    /// Allocates a block with committed memory. The stream may use the block immediately, in stream
+    /// order; any stream may if `None`. O(1), plus the granules if some must be committed.
+    ///
+    /// # Errors
+    /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
+    pub(crate) fn alloc_block(
+        &self,
+        region: Region,
+        wanted: AllocRequest,
+        taker: Option<StreamKey>,
+    ) -> Result<Placement, DeviceError> {
+        self.alloc_target(AllocTarget { region, wanted, taker })
+    }
+
+    fn alloc_target(&self, target: AllocTarget) -> Result<Placement, DeviceError> {
+        let first = |state: &mut ArenaState| {
+            let begun = alloc::begin(state, target);
+            self.caches.note_live(state.live(), state.limit.get());
+            match begun {
+                Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
+                begun => ControlFlow::Continue((target, begun)),
+            }
+        };
+        let outcome = self.run_after(first, alloc::alloc);
+        outcome.map_err(|failure| self.record_failure(target.region, failure, target.wanted))
+    }
+
+    /// Allocates a raw block, like [`ArenaInner::alloc_block`], for the next work of a user, or of
+    /// any stream.
+    ///
+    /// # Errors
+    /// Those of [`ArenaInner::alloc_block`].
+    pub(crate) fn alloc_raw_block(
+        &self,
+        region: Region,
+        wanted: AllocRequest,
+        user: Option<RawUser>,
+    ) -> Result<Placement, DeviceError> {
+        let is_guest = user.is_some_and(RawUser::is_guest);
+        let mut taker = None;
+        let first = |state: &mut ArenaState| {
+            taker = user.and_then(|user| raw_block::enter(state, user));
+            let target = AllocTarget { region, wanted, taker };
+            let begun = alloc::begin(state, target);
+            self.caches.note_live(state.live(), state.limit.get());
+            if let Begun::Done(placed) = begun {
+                raw_block::insert(state, region, placed, (taker, is_guest));
+                return ControlFlow::Break(Ok(placed));
+            }
+            ControlFlow::Continue((target, begun))
+        };
+        let rest = async |cx: &OpContext<'_>, begun| raw_block::alloc(cx, begun, is_guest).await;
+        self.run_after(first, rest).map_err(|failure| {
+            let error = self.record_failure(region, failure, wanted);
+            self.leave_guest(taker.filter(|_| is_guest));
+            error
+        })
+    }
+
+    /// Records that a raw block is not a guest of a stream after all.
+    #[cold]
+    fn leave_guest(&self, stream: Option<StreamKey>) {
+        let leave = |state: &mut ArenaState| stream.filter(|&key| state.streams.leave_guest(key));
+        self.end_streams(self.run_here(leave).ok().flatten().as_slice());
+    }
+
+    /// Counts a failure, and returns the error for the caller.
+    fn record_failure(
+        &self,
+        region: Region,
+        failure: AllocFailure,
+        what: AllocRequest,
+    ) -> DeviceError {
+        if self.check_here().is_err() {
+            return DeviceError::Forked; // a callback forked, and this process is the child
+        }
+        self.run(async |cx| record_failure(cx, region, failure, what).await)
+    }
+
+    /// Resizes a live block in place; returns `None` if the block cannot grow there.
+    ///
+    /// # Errors
+    /// The errors of an allocation, or `ContentsLost`; the block is unchanged.
+    pub(crate) fn resize_in_place(
+        &self,
+        region: Region,
+        placed: Placement,
+        requested: u64,
+    ) -> Result<Option<Placement>, DeviceError> {
+        let outcome =
+            self.run(async |cx| resize::resize_in_place(cx, region, placed, requested).await);
+        let outcome = match outcome {
+            Err(failure) if failure.is_shortage() => self
+                .run(async |cx| resize::resize_after_shortage(cx, region, placed, requested).await),
+            outcome => outcome,
+        };
+        let what =
+            AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
+        outcome.map_err(|failure| self.record_failure(region, failure, what))
+    }
+
+    /// Allocates a larger block, copies the contents of a live block to it, and frees the old
+    /// block. The caller holds a lease, so neither block moves.
+    ///
+    /// # Errors
+    /// The errors of an allocation, or the driver's if the copy fails; the old block is unchanged.
+    pub(crate) fn resize_by_copy(
+        &self,
+        region: Region,
+        old: Placement,
+        wanted: AllocRequest,
+    ) -> Result<Placement, DeviceError> {
+        let target = AllocTarget { region, wanted: wanted.by(RequestOrigin::RESIZE), taker: None };
+        let new = self.alloc_target(target)?;
+        let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
+        copied.map_err(Into::into)
     }
 }

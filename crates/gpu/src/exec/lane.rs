@@ -9,9 +9,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::driver::StreamHandle;
+use crate::driver::{Driver, DriverError, EventHandle, StreamHandle};
 use crate::engine::completion::{end_stream, leave_stream};
-use crate::exec::handles::LiveStream;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
 #[cfg(feature = "cuda")]
@@ -20,7 +19,8 @@ use crate::state::event::LaneNumber;
 use crate::state::raw::RawUser;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::region::Region;
+use crate::types::Region;
+use lowtide_core::fork::Birth;
 
 /// A stream that the arena knows, for as long as the stream may be used.
 pub(crate) struct LaneInner {
@@ -114,10 +114,9 @@ impl LaneInner {
         if inner.capabilities.asynchronous || inner.is_recorded() {
             inner.run_now(|state| {
                 key = state.capabilities.asynchronous.then(|| state.streams.enter(stream));
-                number = Some(state.open_lane(stream, &*inner.clock));
+                number = Some(state.open_lane(stream));
             });
         }
-        inner.flush_events();
         let shard = key.map(|key| CacheShard::of_lane(inner, key));
         Self { inner: Arc::clone(inner), stream, key, shard, number, keeps }
     }
@@ -135,11 +134,23 @@ impl LaneInner {
         RawUser::Lane(self.key, self.number)
     }
 
-    /// Returns the lane's stream, for calls of an asynchronous driver.
-    pub(crate) fn live(&self) -> LiveStream<'_> {
-        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped, with
-        // which this ends: contract of `new`.
-        unsafe { LiveStream::new(&*self.inner.driver, self.stream) }
+    /// Asks an asynchronous driver if the lane's stream captures a graph.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn ask_capturing(&self) -> Result<bool, DriverError> {
+        // SAFETY: the stream is of the arena's driver and exists until the lane is dropped: contract
+        // of `new`.
+        unsafe { self.inner.driver.is_capturing(self.stream) }
+    }
+
+    /// Waits until all work of the lane's stream is complete, on an asynchronous driver.
+    ///
+    /// # Errors
+    /// The driver's: the work may still be in progress.
+    pub(crate) fn synchronize(&self) -> Result<(), DriverError> {
+        // SAFETY: as above.
+        unsafe { self.inner.driver.stream_synchronize(self.stream) }
     }
 
     /// Returns the cudarc stream of the lane, if it has one.
@@ -151,7 +162,7 @@ impl LaneInner {
     /// Returns `true` if the lane's stream captures a graph.
     #[cfg(feature = "cuda")]
     pub(crate) fn is_capturing(&self) -> bool {
-        let ask = || self.live().is_capturing() == Ok(true);
+        let ask = || self.ask_capturing() == Ok(true);
         self.cuda().map_or_else(ask, |stream| is_capturing(stream))
     }
 }
@@ -162,15 +173,14 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn end_streams(&self, streams: &[StreamKey]) {
         for &stream in streams {
-            self.run(async |port| end_stream(port, stream, false).await);
+            self.run(async |cx| end_stream(cx, stream, false).await);
         }
     }
 
     /// Records that a lane uses a block.
     pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
         if let Some(lane) = lane.number.filter(|_| self.is_recorded()) {
-            self.run_now(|state| state.note_use(region, id, lane, &*self.clock));
-            self.flush_events();
+            self.run_now(|state| state.note_use(region, id, lane));
         }
     }
 }
@@ -191,7 +201,7 @@ impl Drop for LaneInner {
             shard.discard_views(true);
         }
         if let Some(key) = self.key {
-            self.inner.run(async |port| leave_stream(port, key).await);
+            self.inner.run(async |cx| leave_stream(cx, key).await);
         }
         if let Some(lane) = self.number {
             let stream = self.stream;
@@ -205,5 +215,73 @@ impl Drop for LaneInner {
 impl fmt::Debug for LaneInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
+/// An event of a driver. Destroyed when this value is dropped.
+pub(crate) struct DriverEvent {
+    driver: Arc<dyn Driver>,
+    handle: EventHandle,
+    birth: Birth,
+}
+
+impl DriverEvent {
+    /// Creates an event that marks no work.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn new(driver: &Arc<dyn Driver>) -> Result<Self, DriverError> {
+        let handle = driver.event_create()?;
+        Ok(Self { driver: Arc::clone(driver), handle, birth: Birth::now() })
+    }
+
+    /// Marks the work that the lane's stream has now, with this event.
+    ///
+    /// # Errors
+    /// The driver's; the marked work is unspecified then.
+    pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
+        self.assert_of(lane);
+        // SAFETY: this owns the event, and the stream exists until the lane is dropped; both are of
+        // this driver: asserted above.
+        unsafe { self.driver.event_record(self.handle, lane.stream) }
+    }
+
+    /// Returns `true` if the marked work is complete. Does not block.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn is_complete(&self) -> Result<bool, DriverError> {
+        // SAFETY: this owns the event.
+        unsafe { self.driver.event_query(self.handle) }
+    }
+
+    /// Waits until the marked work is complete.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn wait(&self) -> Result<(), DriverError> {
+        // SAFETY: this owns the event.
+        unsafe { self.driver.event_synchronize(self.handle) }
+    }
+
+    fn assert_of(&self, lane: &LaneInner) {
+        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
+        assert!(is_ours, "an event and a lane of two drivers");
+    }
+}
+
+impl Drop for DriverEvent {
+    /// Destroys the event without waiting. Does nothing in a forked child.
+    fn drop(&mut self) {
+        if self.birth.is_here() {
+            // SAFETY: this owns the event, and nothing can be called with it any more.
+            let _ = unsafe { self.driver.event_destroy(self.handle) };
+        }
+    }
+}
+
+impl fmt::Debug for DriverEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").field("handle", &self.handle).finish_non_exhaustive()
     }
 }

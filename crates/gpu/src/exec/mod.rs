@@ -1,14 +1,10 @@
 //! Runs operations: the lock of the state, driver calls, thread caches.
 
-pub(crate) mod brief;
-pub(crate) mod budget;
 pub(crate) mod cache_bins;
 pub(crate) mod callbacks;
 pub(crate) mod executor;
-pub(crate) mod handles;
 pub(crate) mod inner;
 pub(crate) mod lane;
-pub(crate) mod operations;
 pub(crate) mod reserve;
 pub(crate) mod thread_cache;
 #[cfg(feature = "cuda")]

@@ -13,8 +13,12 @@ use crate::state::backing::Backing;
 use crate::state::region_index;
 use crate::state::segment::Segment;
 use crate::state::segment_list::SegmentList;
-use crate::types::config::RESERVE;
 use lowtide_core::bytes::ByteSize;
+
+/// The address space of a region if neither the device's memory nor a limit is known. 512 GiB: more
+/// than the memory of any current GPU (288 GiB), and 1/256 of the 128 TiB that an `x86_64` process
+/// has.
+const RESERVE: ByteSize = ByteSize::gib(512);
 
 /// The maximum address space to request: below `isize::MAX`, so that every block can be a slice,
 /// and a multiple of every granule.

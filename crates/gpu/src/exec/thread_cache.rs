@@ -26,25 +26,23 @@
 #![expect(unsafe_code, reason = "a block that holds its shard is put into that shard")]
 
 use std::cell::Cell;
-#[cfg(feature = "cuda")]
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
-use crate::exec::brief::{Brief, BriefGuard, brief, try_brief};
-use crate::exec::cache_bins::{BlockList, Key, ThreadCache};
+use crate::exec::cache_bins::{BlockList, CacheKey, ThreadCache};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
-use crate::exec::view::{self, EndedViews, Kept, Order, ViewSlot};
+use crate::exec::view::{self, CachedView, EndedViews, Order, ViewSlot};
 use crate::state::arena::ArenaState;
-use crate::state::cached::Swept;
 use crate::state::region::{Placement, Region};
 use crate::state::streams::StreamKey;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 #[cfg(feature = "cuda")]
 use lowtide_core::sync::{Mutex, lock};
+#[cfg(feature = "cuda")]
+use std::mem::ManuallyDrop;
 
 /// The maximum number of shards of an arena.
 const HOMES_MAX: usize = 64;
@@ -173,19 +171,22 @@ impl BlockHandle {
 
     #[cfg(feature = "cuda")]
     fn is_hot(&self) -> bool {
-        let cache = brief(&self.shard.cache);
-        self.block.is_some_and(|placed| cache.is_hot(Key::new(self.region, placed.span.size)))
+        let cache = spin_lock(&self.shard.cache);
+        self.block.is_some_and(|placed| cache.is_hot(CacheKey::new(self.region, placed.span.size)))
     }
 
-    /// Describes a cached block so that the arena can free it.
-    pub(crate) fn swept(&self) -> Option<Swept> {
-        Some(((self.region, self.block?), self.shard.stream))
+    /// Frees a cached block in the arena. The handle is to be dropped without a lock.
+    pub(crate) fn release_into(&self, state: &mut ArenaState) {
+        if let Some(placed) = self.block {
+            state.release_after(self.region, placed, self.shard.stream.as_slice());
+        }
     }
 
     /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
-            let lanes = (!self.foreign).then_some(&self.lanes);
+            let unknown = Lanes::default();
+            let lanes = if self.foreign { &unknown } else { &self.lanes };
             self.shard.inner.release_after(self.region, placed, lanes);
         }
     }
@@ -199,7 +200,7 @@ impl BlockHandle {
         // the shard: so `shard` is not used after that, and the guard's last act is a store to the
         // lock, an atomic, whose reference need not outlive the store.
         let shard = unsafe { &*Arc::as_ptr(&self.shard) };
-        let Some(mut cache) = try_brief(&shard.cache) else {
+        let Some(mut cache) = try_spin_lock(&shard.cache) else {
             shard.inner.note_contended();
             return Err(self);
         };
@@ -232,7 +233,7 @@ pub(crate) struct CacheShard {
     pub(crate) inner: Arc<ArenaInner>,
     /// The stream, for a lane's shard.
     stream: Option<StreamKey>,
-    cache: Brief<ThreadCache>,
+    cache: SpinLock<ThreadCache>,
     /// Cached byte count, readable without the lock.
     cached: AtomicU64,
     /// The views of blocks that left the cache of a lane.
@@ -242,7 +243,7 @@ pub(crate) struct CacheShard {
 
 impl CacheShard {
     fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
-        let cache = Brief::new(ThreadCache::default());
+        let cache = SpinLock::new(ThreadCache::default());
         Self {
             inner,
             stream,
@@ -255,7 +256,7 @@ impl CacheShard {
 
     /// Leaves a view to the lane; discards it if the lane has ended.
     #[cfg(feature = "cuda")]
-    pub(crate) fn leave_view(&self, kept: Box<dyn Kept>) {
+    pub(crate) fn leave_view(&self, kept: Box<dyn CachedView>) {
         let kept = lock(&self.views).add(kept);
         view::discard(&self.inner, kept);
     }
@@ -296,7 +297,7 @@ impl CacheShard {
     /// shard's lane has ended.
     pub(crate) fn retire(&self) {
         let mut blocks = BlockList::default();
-        let mut cache = brief(&self.cache);
+        let mut cache = spin_lock(&self.cache);
         let mut state = self.inner.lock_state();
         self.empty_into(&mut cache, &mut state, &mut blocks);
         state.add_cache(&std::mem::take(&mut cache.tally));
@@ -313,7 +314,7 @@ impl CacheShard {
     pub(crate) fn give_up(&self) -> bool {
         let mut blocks = BlockList::default();
         if self.cached() > 0 {
-            let mut cache = brief(&self.cache);
+            let mut cache = spin_lock(&self.cache);
             self.empty_into(&mut cache, &mut self.inner.lock_state(), &mut blocks);
             drop(cache);
         }
@@ -323,9 +324,7 @@ impl CacheShard {
     /// Frees the cached blocks in the arena. The handles are left to be dropped without a lock.
     fn empty_into(&self, cache: &mut ThreadCache, state: &mut ArenaState, blocks: &mut BlockList) {
         cache.empty(blocks);
-        for swept in blocks.iter().filter_map(BlockHandle::swept) {
-            state.release_swept(swept, &*self.inner.clock);
-        }
+        blocks.iter().for_each(|owned| owned.release_into(state));
         self.cached.store(0, Ordering::Relaxed);
     }
 
@@ -334,8 +333,8 @@ impl CacheShard {
     /// If the cache has none but holds much memory, that returns to the arena, so that the block is
     /// placed in all free space: around cached blocks it would be placed as around live ones.
     #[inline]
-    pub(crate) fn take(&self, key: Key, requested: u64) -> Option<Box<BlockHandle>> {
-        let Some(mut cache) = try_brief(&self.cache) else {
+    pub(crate) fn take(&self, key: CacheKey, requested: u64) -> Option<Box<BlockHandle>> {
+        let Some(mut cache) = try_spin_lock(&self.cache) else {
             self.inner.note_contended();
             // Loom runs an execution many times, so no cached block may outlive one.
             if !cfg!(lowtide_loom) {
@@ -356,7 +355,7 @@ impl CacheShard {
 
     /// Takes all blocks out of the cache.
     pub(crate) fn empty(&self, out: &mut BlockList) {
-        let mut cache = brief(&self.cache);
+        let mut cache = spin_lock(&self.cache);
         cache.empty(out);
         self.cached.store(0, Ordering::Relaxed);
     }
@@ -364,7 +363,7 @@ impl CacheShard {
     /// Halves the heat of every size, and takes out the blocks of sizes that are no longer hot and
     /// those that were not needed since the last call. Returns `true` if any blocks stay.
     pub(crate) fn cool(&self, out: &mut BlockList) -> bool {
-        let mut cache = brief(&self.cache);
+        let mut cache = spin_lock(&self.cache);
         cache.cool(out);
         self.cached.store(cache.tally.cached(), Ordering::Relaxed);
         cache.tally.cached() > 0
@@ -377,8 +376,8 @@ impl CacheShard {
     }
 
     /// Locks the cache. Its figures are valid until the guard is dropped.
-    pub(crate) fn still(&self) -> BriefGuard<'_, ThreadCache> {
-        brief(&self.cache)
+    pub(crate) fn still(&self) -> SpinLockGuard<'_, ThreadCache> {
+        spin_lock(&self.cache)
     }
 }
 
@@ -438,4 +437,33 @@ fn move_thread() -> usize {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let _ = NUMBER.try_with(|current| current.set(number));
     number
+}
+
+// Locks for critical sections of a few instructions. In a build for model checking, loom's locks.
+
+/// A lock for critical sections of a few instructions that is almost never contended. Acquiring the
+/// lock costs one atomic operation, and releasing it none. A waiting thread yields.
+#[cfg(not(lowtide_loom))]
+type SpinLock<T> = spin::mutex::SpinMutex<T, spin::Yield>;
+#[cfg(not(lowtide_loom))]
+pub(crate) use spin::mutex::SpinMutexGuard as SpinLockGuard;
+
+#[cfg(lowtide_loom)]
+pub(crate) use loom::sync::{Mutex as SpinLock, MutexGuard as SpinLockGuard};
+
+/// Takes a spin lock.
+fn spin_lock<T>(lock: &SpinLock<T>) -> SpinLockGuard<'_, T> {
+    #[cfg(not(lowtide_loom))]
+    return lock.lock();
+    #[cfg(lowtide_loom)]
+    return lowtide_core::sync::lock(lock);
+}
+
+/// Takes a spin lock if it is free.
+#[inline]
+pub(crate) fn try_spin_lock<T>(lock: &SpinLock<T>) -> Option<SpinLockGuard<'_, T>> {
+    #[cfg(not(lowtide_loom))]
+    return lock.try_lock();
+    #[cfg(lowtide_loom)]
+    return lowtide_core::sync::try_lock(lock);
 }

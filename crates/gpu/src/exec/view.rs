@@ -33,6 +33,7 @@ use cudarc::driver::{
 };
 use lowtide_core::log;
 
+use crate::engine::completion;
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::types::error::{DeviceError, is_of_capture};
@@ -41,11 +42,11 @@ use lowtide_core::sync::{Mutex, caught, lock};
 
 /// The slice of a block, if the block was viewed.
 #[derive(Default)]
-pub(crate) struct ViewSlot(Mutex<Slot>);
+pub(crate) struct ViewSlot(Mutex<ViewState>);
 
 #[derive(Default)]
-struct Slot {
-    kept: Option<Box<dyn Kept>>,
+struct ViewState {
+    kept: Option<Box<dyn CachedView>>,
     /// `true` if other streams may have used the slice since the lane's stream waited for them.
     is_used: bool,
     /// `true` if the stream could not wait for the events that others recorded on a dropped slice.
@@ -66,7 +67,7 @@ pub(crate) enum Order {
 }
 
 /// A slice of elements of some type.
-pub(crate) trait Kept: Any + Send + Sync {
+pub(crate) trait CachedView: Any + Send + Sync {
     fn stream(&self) -> &Arc<CudaStream>;
 
     /// Makes the stream wait for the events of the slice, if their handles are known.
@@ -81,14 +82,14 @@ pub(crate) trait Kept: Any + Send + Sync {
 }
 
 /// On the heap, so that it does not move while references to the slice exist.
-struct KeptSlice<T> {
+struct CachedSlice<T> {
     slice: ManuallyDrop<CudaSlice<T>>,
     at: u64,
     /// The handles of the slice's events, once they are known; zero for none.
     events: Option<[usize; 2]>,
 }
 
-impl<T: Pod> Kept for KeptSlice<T> {
+impl<T: Pod> CachedView for CachedSlice<T> {
     fn stream(&self) -> &Arc<CudaStream> {
         self.slice.stream()
     }
@@ -153,7 +154,7 @@ impl ViewSlot {
         place: (u64, usize),
     ) -> Result<*const CudaSlice<T>, DeviceError> {
         let mut slot = lock(&self.0);
-        let is_there = |kept: &KeptSlice<T>| (kept.at, kept.slice.len()) == place;
+        let is_there = |kept: &CachedSlice<T>| (kept.at, kept.slice.len()) == place;
         if !slot.slice::<T>().is_some_and(is_there) {
             // No reference to a replaced slice exists: it would be under a lease, and no buffer
             // moves or is resized while a lease is held.
@@ -162,7 +163,7 @@ impl ViewSlot {
             slot.loose |= order == Order::Unknown;
             slot.captured |= order == Order::Captured;
             if slot.loose {
-                inner.complete_all()?;
+                inner.run(completion::complete_all)?;
                 slot.loose = false;
             }
             if let Some(shard) = lane.and_then(LaneInner::shard) {
@@ -180,7 +181,7 @@ impl ViewSlot {
 
     pub(crate) fn kept_mut<T: Pod>(&mut self) -> Option<&mut CudaSlice<T>> {
         let kept: &mut dyn Any = self.slot_mut().kept.as_deref_mut()?;
-        kept.downcast_mut::<KeptSlice<T>>().map(|kept| &mut *kept.slice)
+        kept.downcast_mut::<CachedSlice<T>>().map(|kept| &mut *kept.slice)
     }
 
     /// Makes the slice's stream wait for the streams that used the slice, and keeps the slice.
@@ -230,17 +231,17 @@ impl ViewSlot {
     }
 
     /// Takes the slice out.
-    pub(crate) fn take(&mut self) -> Option<Box<dyn Kept>> {
+    pub(crate) fn take(&mut self) -> Option<Box<dyn CachedView>> {
         self.slot_mut().kept.take()
     }
 
-    fn slot_mut(&mut self) -> &mut Slot {
+    fn slot_mut(&mut self) -> &mut ViewState {
         self.0.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-impl Slot {
-    fn slice<T: Pod>(&self) -> Option<&KeptSlice<T>> {
+impl ViewState {
+    fn slice<T: Pod>(&self) -> Option<&CachedSlice<T>> {
         let kept: &dyn Any = self.kept.as_deref()?;
         kept.downcast_ref()
     }
@@ -249,14 +250,14 @@ impl Slot {
 /// The slices of blocks that left a lane's cache.
 #[derive(Default)]
 pub(crate) struct EndedViews {
-    slices: Vec<Box<dyn Kept>>,
+    slices: Vec<Box<dyn CachedView>>,
     /// `true` if the lane has ended: nothing discards the slices later.
     is_over: bool,
 }
 
 impl EndedViews {
     /// Adds a slice. Returns the slice if the caller must discard it.
-    pub(crate) fn add(&mut self, kept: Box<dyn Kept>) -> Option<Box<dyn Kept>> {
+    pub(crate) fn add(&mut self, kept: Box<dyn CachedView>) -> Option<Box<dyn CachedView>> {
         if self.is_over {
             return Some(kept);
         }
@@ -265,7 +266,7 @@ impl EndedViews {
     }
 
     /// Takes out all slices; none while their stream captures, unless the lane has ended.
-    pub(crate) fn take(&mut self, is_over: bool) -> Vec<Box<dyn Kept>> {
+    pub(crate) fn take(&mut self, is_over: bool) -> Vec<Box<dyn CachedView>> {
         self.is_over |= is_over;
         let kept = self.slices.first().filter(|_| !is_over);
         if kept.is_some_and(|kept| is_capturing(kept.stream())) {
@@ -280,7 +281,7 @@ fn make<T: Pod>(
     inner: &ArenaInner,
     lane: Option<&LaneInner>,
     (at, len): (u64, usize),
-) -> Result<KeptSlice<T>, DeviceError> {
+) -> Result<CachedSlice<T>, DeviceError> {
     let stream = lane.and_then(LaneInner::cuda).ok_or_else(|| no_stream(inner))?;
     let made = keeping_current(stream, || {
         // SAFETY: the block is live, or the memory imported and not released; it has room for the
@@ -289,11 +290,11 @@ fn make<T: Pod>(
         unsafe { stream.upgrade_device_ptr::<T>(at, len) }
     });
     let slice = made.map_err(|message| DeviceError::View { message })?;
-    Ok(KeptSlice { slice: ManuallyDrop::new(slice), at, events: None })
+    Ok(CachedSlice { slice: ManuallyDrop::new(slice), at, events: None })
 }
 
 /// Discards a slice.
-pub(crate) fn discard(inner: &ArenaInner, kept: Option<Box<dyn Kept>>) -> Order {
+pub(crate) fn discard(inner: &ArenaInner, kept: Option<Box<dyn CachedView>>) -> Order {
     let Some(kept) = kept else { return Order::After };
     if inner.check_here().is_err() {
         let _ = ManuallyDrop::new(kept); // its context belongs to the parent

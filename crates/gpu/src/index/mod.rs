@@ -27,15 +27,13 @@
 //! blocks ever had the same id.
 
 mod bins;
-mod change;
-mod find;
 mod records;
 
 use std::hint::select_unpredictable;
 use std::num::NonZeroU64;
 
 use bins::{Bin, Bins};
-use records::{FREE, LIVE, NONE, Record, Records};
+use records::{BlockRecord, BlockRecords, FREE, LIVE, NONE};
 
 /// The unit of offsets and sizes in bytes. 256 is the alignment of `cuMemAlloc`.
 pub const ALIGN: u64 = 256;
@@ -118,23 +116,6 @@ const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 #[error("block is not live: already released")]
 pub struct StaleBlock;
 
-/// The reason that two blocks cannot be exchanged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ExchangeError {
-    /// One of them is not live.
-    #[error(transparent)]
-    Stale(#[from] StaleBlock),
-    /// Their sizes differ and they are not neighbours.
-    #[error("cannot exchange {left:?} and {right:?}: expected equal sizes or neighbours")]
-    Unlike {
-        /// The span of the first block.
-        left: Span,
-        /// The span of the second block.
-        right: Span,
-    },
-}
-
 /// The blocks of one range of offsets.
 ///
 /// Metadata: 32 bytes per block, live or free, of any size (48 right after the table grew), and 8
@@ -144,7 +125,7 @@ pub enum ExchangeError {
 pub struct BlockIndex {
     span: u64,
     live: u64,
-    records: Records,
+    records: BlockRecords,
     bins: Bins,
     generation: NonZeroU64,
 }
@@ -166,7 +147,7 @@ impl BlockIndex {
     #[must_use]
     pub fn with_room(span: u64, blocks: usize) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
-        let (records, bins) = (Records::new(blocks), Bins::new());
+        let (records, bins) = (BlockRecords::new(blocks), Bins::new());
         let mut index = Self { span, live: 0, records, bins, generation: ANCESTOR };
         if span > 0 {
             let all = Span { offset: 0, size: span };
@@ -234,7 +215,7 @@ impl BlockIndex {
     }
 
     #[inline]
-    fn settle_at(&mut self, place: find::FreePlace, wanted: Request) -> (BlockId, Span) {
+    fn settle_at(&mut self, place: FreePlace, wanted: Request) -> (BlockId, Span) {
         let span = Span { offset: place.start, size: wanted.size };
         debug_assert!(span.offset.is_multiple_of(wanted.align));
         (self.carve(place.slot, place.bin, span), span)
@@ -245,7 +226,7 @@ impl BlockIndex {
     /// # Errors
     /// [`StaleBlock`] if the block is not live.
     pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
-        let Record { offset, size, prev, next, .. } = *self.live_record(id)?;
+        let BlockRecord { offset, size, prev, next, .. } = *self.live_record(id)?;
         let span = Span { offset, size };
         self.live -= size;
         let (before, after) = (self.records[prev], self.records[next]);
@@ -277,7 +258,7 @@ impl BlockIndex {
     /// # Errors
     /// [`StaleBlock`] if the block is not live.
     pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
-        self.live_record(id).map(Record::span)
+        self.live_record(id).map(BlockRecord::span)
     }
 
     /// Returns the bytes of all live blocks.
@@ -371,7 +352,7 @@ impl BlockIndex {
         assert_eq!(filed, free_blocks, "every free block is filed once");
     }
 
-    fn live_record(&self, id: BlockId) -> Result<&Record, StaleBlock> {
+    fn live_record(&self, id: BlockId) -> Result<&BlockRecord, StaleBlock> {
         match self.records.find(id.slot) {
             Some(record) if record.generation() == id.generation.get() => Ok(record),
             _ => Err(StaleBlock),
@@ -385,7 +366,7 @@ impl BlockIndex {
         self.generation = self.generation.saturating_add(1);
         self.live += span.size;
         let generation = self.generation;
-        let Record { offset, size, prev, next, .. } = self.records[slot];
+        let BlockRecord { offset, size, prev, next, .. } = self.records[slot];
         let (front, back) = (span.offset - offset, offset + size - span.end());
         if front == 0 && back == 0 {
             self.unfile_from(bin, slot);
@@ -455,7 +436,7 @@ impl BlockIndex {
     /// Takes a free block out of this bin, in which it is.
     #[inline(always)]
     fn unfile_from(&mut self, bin: Bin, slot: u32) {
-        let Record { bin_prev, bin_next, .. } = self.records[slot];
+        let BlockRecord { bin_prev, bin_next, .. } = self.records[slot];
         self.records[bin_next].bin_prev = bin_prev; // the sentinel's if it was the last
         self.lead(bin, bin_prev, bin_next);
     }
@@ -479,5 +460,248 @@ impl BlockIndex {
             at = self.records[slot].bin_next;
             (slot != NONE).then_some(slot)
         })
+    }
+}
+
+// Changes of blocks in place: resize, placement at a given offset, exchange.
+//
+// This module does not move contents: the caller moves them before or after the call, and updates
+// users of the old offset.
+//
+// Invariants: those of the index; a failed call changes nothing.
+
+impl BlockIndex {
+    /// Makes exactly this span live, if all of it is free and its ends are multiples of [`ALIGN`].
+    ///
+    /// Not O(1): it searches the free blocks of the span's size or more, in the worst case all of
+    /// them.
+    ///
+    /// ```
+    /// use lowtide_gpu::index::{BlockIndex, Span};
+    ///
+    /// let mut index = BlockIndex::new(1 << 20);
+    /// let span = Span { offset: 4096, size: 512 };
+    /// let id = index.take_at(span).ok_or("not free")?;
+    /// assert_eq!(index.span_of(id), Ok(span));
+    /// assert_eq!(index.take_at(span), None);
+    /// # Ok::<(), &str>(())
+    /// ```
+    pub fn take_at(&mut self, span: Span) -> Option<BlockId> {
+        span.offset.checked_add(span.size)?;
+        let aligned = span.offset.is_multiple_of(ALIGN) && span.size.is_multiple_of(ALIGN);
+        if span.size == 0 || !aligned || !self.records.have_room() {
+            return None;
+        }
+        let slot = self.free_around(span)?;
+        let bin = Bin::of(self.records[slot].size);
+        Some(self.carve(slot, bin, span))
+    }
+
+    /// Resizes a live block in place (0 counts as 1) and returns its new span; `None`, with nothing
+    /// changed, if there is no room after it. The rest of a smaller size is free. O(1).
+    ///
+    /// # Errors
+    /// [`StaleBlock`] if the block is not live.
+    pub fn resize(&mut self, id: BlockId, size: u64) -> Result<Option<Span>, StaleBlock> {
+        let span = self.span_of(id)?;
+        let Some(size) = size.max(1).checked_next_multiple_of(ALIGN) else { return Ok(None) };
+        let next = self.records[id.slot].next;
+        let after = self.records[next];
+        let beside = if next != NONE && after.is_free() { after.size } else { 0 };
+        // The range is below 2^64, and both spans are in it.
+        let rest = match (span.size + beside).checked_sub(size) {
+            None => return Ok(None),
+            Some(rest) if rest == beside => return Ok(Some(span)),
+            Some(rest) => rest,
+        };
+        if beside == 0 && !self.records.have_room() {
+            return Ok(None);
+        }
+        self.records[id.slot].size = size;
+        self.live = self.live - span.size + size;
+        let left = Span { offset: span.offset + size, size: rest };
+        if beside == 0 {
+            let slot = self.records.insert(left, FREE, id.slot, next);
+            self.file(slot, left);
+        } else if rest == 0 {
+            self.unfile(next);
+            self.records.remove(next);
+        } else {
+            self.reshape(next, Bin::of(beside), left);
+        }
+        Ok(Some(Span { size, ..span }))
+    }
+
+    /// Exchanges the places of two live blocks; each keeps its id and its size. Returns `false`, with
+    /// nothing changed, if one is not live or neither condition below holds. O(1).
+    ///
+    /// Blocks of equal size can be anywhere; blocks of different sizes must be neighbours, and then
+    /// span the same range in reverse order.
+    ///
+    /// ```
+    /// use lowtide_gpu::index::{BlockIndex, End, Request};
+    ///
+    /// let mut index = BlockIndex::new(1 << 20);
+    /// let mut take = |size| index.take(Request { size, align: 256, end: End::Low }, |_| 0);
+    /// let ((a, _), (b, _)) = take(256).zip(take(1024)).ok_or("no room")?;
+    /// assert!(index.exchange(a, b));
+    /// assert_eq!(index.span_of(b).map(|span| span.offset), Ok(0));
+    /// assert_eq!(index.span_of(a).map(|span| span.offset), Ok(1024));
+    /// # Ok::<(), &str>(())
+    /// ```
+    #[must_use]
+    pub fn exchange(&mut self, a: BlockId, b: BlockId) -> bool {
+        let (Ok(left), Ok(right)) = (self.span_of(a), self.span_of(b)) else { return false };
+        if a == b {
+            return true;
+        }
+        if self.records[a.slot].next == b.slot {
+            self.records.swap_neighbours(a.slot, b.slot);
+        } else if self.records[b.slot].next == a.slot {
+            self.records.swap_neighbours(b.slot, a.slot);
+        } else if left.size == right.size {
+            self.records.swap_equals(a.slot, b.slot);
+        } else {
+            return false;
+        }
+        true
+    }
+
+    /// Returns the free block that holds all of a span.
+    fn free_around(&self, span: Span) -> Option<u32> {
+        let mut bin = self.bins.at_or_above(Bin::of(span.size));
+        while let Some(at) = bin {
+            let around = self.filed(at).find(|&slot| {
+                let free = self.records[slot].span();
+                free.offset <= span.offset && span.end() <= free.end()
+            });
+            if around.is_some() {
+                return around;
+            }
+            bin = self.bins.above(at);
+        }
+        None
+    }
+}
+
+// Chooses the place of a request: examines some free blocks, and picks the best place.
+//
+// This module changes nothing.
+//
+// Invariants: at most `(BINS_LOOKED + 1) x LOOKS_PER_BIN` blocks are examined, except for
+// `take_cheapest`; the place found is in a free block and at a multiple of the request's
+// alignment.
+
+/// The number of blocks of one bin that are examined. 8: with 4, sizes that lie close together
+/// activate more granules, with 16 nothing is gained (`docs/BENCHMARKS_APPENDIX.md`, measured by
+/// `benches/index`).
+const LOOKS_PER_BIN: u32 = 8;
+
+/// The number of bins searched for a block that costs nothing. 4: between 1 and 16 it hardly
+/// matters (`docs/BENCHMARKS_APPENDIX.md`, measured by `benches/index`).
+const BINS_LOOKED: u32 = 4;
+
+/// A place for a request, in one free block.
+#[derive(Clone, Copy, Debug)]
+struct FreePlace {
+    slot: u32,
+    bin: Bin,
+    start: u64,
+    cost: u64,
+}
+
+impl BlockIndex {
+    /// Returns the best place for a request whose size is a multiple of [`ALIGN`], and whose
+    /// alignment is at least that.
+    fn find(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<FreePlace> {
+        let mut bin = self.bins.at_or_above(Bin::of(wanted.size))?;
+        let mut best = FreePlace { slot: NONE, bin, start: 0, cost: u64::MAX };
+        for looked in 1..=BINS_LOOKED + 1 {
+            self.look(bin, wanted, cost, &mut best);
+            if best.cost == 0 || (looked >= BINS_LOOKED && best.slot != NONE) {
+                break;
+            }
+            bin = match self.bins.above(bin) {
+                // Every block of this bin holds the request, at any offset.
+                Some(above) if looked == BINS_LOOKED => {
+                    let sure = Bin::holding(wanted.size.checked_add(wanted.align - ALIGN)?)?;
+                    self.bins.at_or_above(sure.max(above))?
+                }
+                Some(above) => above,
+                None => break,
+            };
+        }
+        (best.slot != NONE).then_some(best)
+    }
+
+    /// Returns the cheapest place of all, at either end of any free block; of equal places the
+    /// first. Stops at a place that costs nothing.
+    fn find_cheapest(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<FreePlace> {
+        let mut best: Option<FreePlace> = None;
+        let mut next = self.bins.at_or_above(Bin::of(wanted.size));
+        while let Some(bin) = next {
+            for slot in self.filed(bin) {
+                let free = self.records[slot].span();
+                let starts = [End::Low, End::High].map(|end| fit(free, Request { end, ..wanted }));
+                for start in starts.into_iter().flatten() {
+                    let cost = cost(Span { offset: start, size: wanted.size });
+                    if best.is_none_or(|best| cost < best.cost) {
+                        best = Some(FreePlace { slot, bin, start, cost });
+                    }
+                    if cost == 0 {
+                        return best;
+                    }
+                }
+            }
+            next = self.bins.above(bin);
+        }
+        best
+    }
+
+    /// Examines the first blocks of a bin for a better place than the best so far. At the same
+    /// cost, a place in an earlier bin fits better.
+    fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut FreePlace) {
+        let mut slot = self.bins.head(bin);
+        for _ in 0..LOOKS_PER_BIN {
+            if slot == NONE {
+                break;
+            }
+            let record = &self.records[slot];
+            if let Some(start) = fit(record.span(), wanted) {
+                let cost = cost(Span { offset: start, size: wanted.size });
+                if cost < best.cost || best.slot == NONE {
+                    *best = FreePlace { slot, bin, start, cost };
+                    if cost == 0 && wanted.end == End::Low {
+                        return; // a bin begins with its lowest block, as far as filing compared
+                    }
+                } else if cost == best.cost && bin == best.bin {
+                    let nearer = match wanted.end {
+                        End::Low => start < best.start,
+                        End::High => start > best.start,
+                    };
+                    if nearer {
+                        (best.slot, best.start) = (slot, start);
+                    }
+                }
+            }
+            slot = record.bin_next;
+        }
+    }
+}
+
+/// Returns the offset of the request in a free block, if it fits.
+const fn fit(free: Span, wanted: Request) -> Option<u64> {
+    if free.size < wanted.size {
+        return None;
+    }
+    match wanted.end {
+        End::Low => {
+            let skipped = free.offset.wrapping_neg() & (wanted.align - 1);
+            if skipped <= free.size - wanted.size { Some(free.offset + skipped) } else { None }
+        }
+        End::High => {
+            let start = (free.end() - wanted.size) & !(wanted.align - 1);
+            if start >= free.offset { Some(start) } else { None }
+        }
     }
 }

@@ -30,7 +30,7 @@ const RECORDS_MAX: usize = 1 << 31;
 /// One block. Two records fit in one cache line, and none crosses two.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(32))]
-pub(super) struct Record {
+pub(super) struct BlockRecord {
     pub(super) offset: u64,
     pub(super) size: u64,
     /// For a free block, its neighbours in the bin. For a live block, both fields together are the
@@ -43,9 +43,9 @@ pub(super) struct Record {
     pub(super) next: u32,
 }
 
-const _: () = assert!(size_of::<Record>() == 32, "what BlockIndex says of its metadata");
+const _: () = assert!(size_of::<BlockRecord>() == 32, "what BlockIndex says of its metadata");
 
-impl Record {
+impl BlockRecord {
     const VACANT: Self =
         Self { offset: 0, size: 0, bin_prev: NONE, bin_next: NONE, prev: NONE, next: NONE };
 
@@ -72,17 +72,17 @@ impl Record {
 
 /// All records of one index.
 #[derive(Debug)]
-pub(super) struct Records {
-    records: Vec<Record>,
+pub(super) struct BlockRecords {
+    records: Vec<BlockRecord>,
     vacant: u32,
 }
 
-impl Records {
+impl BlockRecords {
     /// Creates a table with room for this many blocks, and for the sentinel.
     pub(super) fn new(blocks: usize) -> Self {
         // The sentinel reads as live for any value of `bin_prev`, and its offset is above all
         // others.
-        let sentinel = Record { offset: u64::MAX, bin_next: u32::MAX, ..Record::VACANT };
+        let sentinel = BlockRecord { offset: u64::MAX, bin_next: u32::MAX, ..BlockRecord::VACANT };
         let mut records = Self {
             records: Vec::with_capacity(blocks.saturating_add(1).max(ROOM_MIN)),
             vacant: NONE,
@@ -98,18 +98,18 @@ impl Records {
 
     /// Returns the bytes of the table.
     pub(super) const fn metadata(&self) -> usize {
-        self.records.capacity() * size_of::<Record>()
+        self.records.capacity() * size_of::<BlockRecord>()
     }
 
     /// Returns the record of this number, if there is one.
-    pub(super) fn find(&self, slot: u32) -> Option<&Record> {
+    pub(super) fn find(&self, slot: u32) -> Option<&BlockRecord> {
         self.records.get(slot as usize)
     }
 
     /// Returns every live block, in the order of the table.
     pub(super) fn live(&self) -> impl Iterator<Item = Span> {
         let records = self.records.iter().skip(1); // the sentinel reads as live
-        records.filter(|record| !record.is_free()).map(Record::span)
+        records.filter(|record| !record.is_free()).map(BlockRecord::span)
     }
 
     /// Creates a record for a block between two neighbours, and links them to it.
@@ -124,7 +124,7 @@ impl Records {
         let Span { offset, size } = span;
         let record = &mut self[slot];
         let vacant = record.next;
-        *record = Record { offset, size, prev, next, ..Record::VACANT };
+        *record = BlockRecord { offset, size, prev, next, ..BlockRecord::VACANT };
         record.set_generation(generation);
         self.vacant = vacant;
         slot
@@ -175,21 +175,21 @@ impl Records {
         if count == self.records.capacity() {
             self.records.reserve_exact(count / 2);
         }
-        self.records.push(Record::VACANT);
+        self.records.push(BlockRecord::VACANT);
         count as u32
     }
 }
 
-impl Index<u32> for Records {
-    type Output = Record;
+impl Index<u32> for BlockRecords {
+    type Output = BlockRecord;
 
-    fn index(&self, slot: u32) -> &Record {
+    fn index(&self, slot: u32) -> &BlockRecord {
         &self.records[slot as usize]
     }
 }
 
-impl IndexMut<u32> for Records {
-    fn index_mut(&mut self, slot: u32) -> &mut Record {
+impl IndexMut<u32> for BlockRecords {
+    fn index_mut(&mut self, slot: u32) -> &mut BlockRecord {
         &mut self.records[slot as usize]
     }
 }

@@ -5,8 +5,8 @@
 //! Invariants: `low_watermark <= high_watermark` in every open pool; the segment size is rounded
 //! and clamped, never rejected.
 
-use crate::api::config::ArenaConfig;
 use crate::driver::{HOST_GRANULARITY, HostMemory};
+use crate::types::config::ArenaConfig;
 use crate::types::config::Growth;
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;

@@ -17,15 +17,13 @@ use std::fmt;
 use std::ptr::NonNull;
 
 use bytemuck::Pod;
-use thiserror::Error;
 
 use super::{DeviceUse, PinnedBuffer};
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::exec::handles::DriverEvent;
-use crate::types::error::DeviceError;
-use crate::types::error::is_captures;
+use crate::exec::lane::DriverEvent;
+use crate::types::error::{DeviceError, DeviceErrorWith, is_captures};
 use lowtide_core::bytes::ByteSize;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.
@@ -37,24 +35,6 @@ use lowtide_core::bytes::ByteSize;
 #[must_use = "`wait` returns the buffer after the copy is complete"]
 pub struct PinnedCopy<T: Pod> {
     buffer: PinnedBuffer<T>,
-}
-
-/// A copy that was not started, with the buffer.
-#[derive(Debug, Error)]
-#[error("{error}")]
-#[expect(clippy::exhaustive_structs, reason = "a buffer and why")]
-pub struct PinnedCopyError<T: Pod> {
-    /// The buffer; quarantined if a copy of it may be queued.
-    pub buffer: Box<PinnedBuffer<T>>,
-    /// The reason.
-    pub error: DeviceError,
-}
-
-impl<T: Pod> From<PinnedCopyError<T>> for DeviceError {
-    /// Returns the error; the buffer is freed.
-    fn from(refused: PinnedCopyError<T>) -> Self {
-        refused.error
-    }
 }
 
 /// The destination of a copy.
@@ -126,7 +106,7 @@ impl Lane {
         &self,
         from: PinnedBuffer<T>,
         to: &mut Buffer<T>,
-    ) -> Result<PinnedCopy<T>, PinnedCopyError<T>> {
+    ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
         self.copy_pinned(from, to, To::Device)
     }
 
@@ -152,7 +132,7 @@ impl Lane {
         &self,
         from: &mut Buffer<T>,
         to: PinnedBuffer<T>,
-    ) -> Result<PinnedCopy<T>, PinnedCopyError<T>> {
+    ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
         self.copy_pinned(to, from, To::Host)
     }
 
@@ -161,11 +141,11 @@ impl Lane {
         mut host: PinnedBuffer<T>,
         device: &mut Buffer<T>,
         to: To,
-    ) -> Result<PinnedCopy<T>, PinnedCopyError<T>> {
+    ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
         assert_room(&host, device);
         match self.queue_copy(&mut host, device, to) {
             Ok(()) => Ok(PinnedCopy { buffer: host }),
-            Err(error) => Err(PinnedCopyError { buffer: Box::new(host), error }),
+            Err(error) => Err(DeviceErrorWith { error, value: Box::new(host) }),
         }
     }
 
@@ -182,7 +162,7 @@ impl Lane {
         let (Some(_), Some(at)) = (host.block, device.address(&lease)?) else { return Ok(()) };
         let (start, size) = (host.start.cast::<u8>(), host.bytes());
         let shared = self.arena().inner();
-        let (driver, stream) = (&shared.driver, self.known().live());
+        let (driver, lane) = (&shared.driver, self.known());
         // SAFETY: `host` owns its block, and `device` is borrowed and committed: a lease is held.
         // On an asynchronous driver both stay until the copy is complete: `device_use` keeps the
         // block of `host` until the host has seen that, and gives no access to it; the use of
@@ -193,16 +173,16 @@ impl Lane {
         if !shared.capabilities.asynchronous {
             return Ok(start_copy()?);
         }
-        if stream.is_capturing()? {
+        if lane.ask_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
         let event = DriverEvent::new(driver)?;
         host.device_use = DeviceUse::Unproven;
         let queued = start_copy();
-        let recorded = queued.is_ok() && event.record(stream).is_ok();
+        let recorded = queued.is_ok() && event.record(lane).is_ok();
         // A capture that began meanwhile contains the copy and the event: a query of the event
         // would invalidate the capture, and the copy may be replayed at any time.
-        if stream.is_capturing()? {
+        if lane.ask_capturing()? {
             return Err(DeviceError::Capturing { arena: shared.name.clone() });
         }
         if recorded {
@@ -210,7 +190,7 @@ impl Lane {
             return Ok(());
         }
         // The copy may be queued, with no event after it.
-        stream.synchronize()?;
+        lane.synchronize()?;
         host.device_use = DeviceUse::None;
         Ok(queued?)
     }
@@ -273,18 +253,6 @@ impl<T: Pod> PinnedCopy<T> {
             buffer.device_use = DeviceUse::None;
         }
         Ok(buffer)
-    }
-
-    /// Returns the number of elements.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.buffer.len()
-    }
-
-    /// Returns `true` if there are no elements.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.buffer.is_empty()
     }
 }
 

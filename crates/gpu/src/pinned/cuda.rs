@@ -77,7 +77,7 @@ impl<T: Pod> PinnedView<'_, T> {
     fn export(&self, stream: &CudaStream) -> usize {
         let is_ours = stream.cu_stream().addr() as u64 == self.lane.stream().get();
         assert!(is_ours, "copy on another stream than the view's lane");
-        if !matches!(self.lane.known().live().is_capturing(), Ok(false)) {
+        if !matches!(self.lane.known().ask_capturing(), Ok(false)) {
             return 0;
         }
         self.exported.store(true, Ordering::Relaxed);
@@ -115,11 +115,11 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
             return;
         }
         if self.exported.load(Ordering::Relaxed) {
-            let (shared, stream) = (self.lane.arena().inner(), self.lane.known().live());
+            let (shared, lane) = (self.lane.arena().inner(), self.lane.known());
             // A stream that captures cannot be waited for, and an attempt would invalidate the
             // capture.
-            let waited = match stream.is_capturing() {
-                Ok(false) => stream.synchronize().map_err(Into::into),
+            let waited = match lane.ask_capturing() {
+                Ok(false) => lane.synchronize().map_err(Into::into),
                 Ok(true) => Err(DeviceError::Capturing { arena: shared.name.clone() }),
                 Err(error) => Err(error.into()),
             };

@@ -31,30 +31,16 @@ use lowtide_core::sync::{Mutex, lock};
 pub(super) struct PinnedDriver {
     host: Arc<dyn Driver>,
     kind: PinnedKind,
-    segments: Mutex<Segments>,
+    segments: Mutex<HostSegments>,
 }
 
 #[derive(Debug, Default)]
-struct Segments {
+struct HostSegments {
     by_start: BTreeMap<DeviceAddress, HostSegment>,
     /// The error of the last allocation, if it was a lock limit.
     lock_limit: Option<DriverError>,
-    figures: SegmentFigures,
-}
-
-impl Segments {
-    fn add(&mut self, at: DeviceAddress, segment: HostSegment) {
-        let total = self.figures.of(segment.memory);
-        *total = total.saturating_add(segment.size);
-        self.by_start.insert(at, segment);
-    }
-
-    fn remove(&mut self, at: DeviceAddress) -> Option<HostSegment> {
-        let segment = self.by_start.remove(&at)?;
-        let total = self.figures.of(segment.memory);
-        *total = total.saturating_sub(segment.size);
-        Some(segment)
-    }
+    /// The number of segments that are pageable because locking failed.
+    fallbacks_total: u64,
 }
 
 /// One allocation of host memory.
@@ -88,15 +74,6 @@ pub(super) struct SegmentFigures {
     pub(super) fallbacks_total: u64,
 }
 
-impl SegmentFigures {
-    const fn of(&mut self, memory: HostMemory) -> &mut ByteSize {
-        match memory {
-            HostMemory::PageLocked => &mut self.page_locked,
-            HostMemory::Pageable => &mut self.pageable,
-        }
-    }
-}
-
 impl PinnedDriver {
     pub(super) fn new(host: Arc<dyn Driver>, kind: PinnedKind) -> Self {
         Self { host, kind, segments: Mutex::default() }
@@ -118,7 +95,16 @@ impl PinnedDriver {
     }
 
     pub(super) fn figures(&self) -> SegmentFigures {
-        lock(&self.segments).figures
+        let segments = lock(&self.segments);
+        let of = |memory| {
+            let segments = segments.by_start.values().filter(|it| it.memory == memory);
+            segments.map(|it| it.size).sum()
+        };
+        SegmentFigures {
+            page_locked: of(HostMemory::PageLocked),
+            pageable: of(HostMemory::Pageable),
+            fallbacks_total: segments.fallbacks_total,
+        }
     }
 
     /// Allocates memory of the pool's kind.
@@ -195,14 +181,14 @@ unsafe impl Driver for PinnedDriver {
             Err(error) => return Err(error),
         };
         let at = segment.address();
-        segments.figures.fallbacks_total += u64::from(segment.memory != self.kind.first());
-        segments.add(at, segment);
+        segments.fallbacks_total += u64::from(segment.memory != self.kind.first());
+        segments.by_start.insert(at, segment);
         Ok(at)
     }
 
     unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
         // Removed before it is freed: another thread may then get the same address.
-        let Some(segment) = lock(&self.segments).remove(at) else {
+        let Some(segment) = lock(&self.segments).by_start.remove(&at) else {
             return Err(DriverError::Misaligned { at, size, granularity: HOST_ALIGNMENT });
         };
         let HostSegment { start, size, memory } = segment;
@@ -210,7 +196,7 @@ unsafe impl Driver for PinnedDriver {
         // table. Every use of it is complete (contract of this function).
         let freed = unsafe { self.host.host_free(start, size, memory) };
         if freed.is_err() {
-            lock(&self.segments).add(at, segment);
+            lock(&self.segments).by_start.insert(at, segment);
         }
         freed
     }

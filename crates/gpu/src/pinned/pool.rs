@@ -14,19 +14,17 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use bytemuck::Pod;
-
 use super::PinnedBuffer;
 use super::config::{PinnedConfig, PinnedKind};
 use super::driver::{PinnedDriver, SegmentFigures};
-use super::snapshot::PinnedSnapshot;
-use super::unfinished::UnfinishedBlocks;
 use crate::api::arena::{DeviceArena, limit_text};
-use crate::driver::{DeviceAddress, Driver, HostMemory};
-use crate::state::event::Origin;
-use crate::types::error::{Bound, DeviceError};
-use crate::types::region::Region;
-use crate::types::snapshot::ArenaGlance;
+use crate::driver::{DeviceAddress, Driver, DriverError, HostMemory};
+use crate::exec::lane::DriverEvent;
+use crate::state::event::RequestOrigin;
+use crate::types::Region;
+use crate::types::error::{Bound, DeviceError, is_captures};
+use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
+use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::log;
@@ -179,14 +177,9 @@ impl PinnedPool {
     pub fn snapshot(&self) -> PinnedSnapshot {
         let shared = &self.0;
         let PinnedConfig { kind, high_watermark, low_watermark, .. } = shared.config;
-        let arena = shared.arena.snapshot();
-        let snapshot = PinnedSnapshot {
-            arena,
-            kind,
-            high_watermark,
-            low_watermark,
-            ..PinnedSnapshot::default()
-        };
+        let mut snapshot = PinnedSnapshot { arena: shared.arena.snapshot(), ..Default::default() };
+        (snapshot.kind, snapshot.high_watermark) = (kind, high_watermark);
+        snapshot.low_watermark = low_watermark;
         if shared.check_here().is_err() {
             return snapshot;
         }
@@ -265,7 +258,8 @@ impl PoolShared {
         &self,
         len: usize,
     ) -> Result<Option<PinnedBlock>, DeviceError> {
-        let (size, align) = self.arena.inner().layout::<T>(len, Region::Dynamic, Origin::BUFFER)?;
+        let (size, align) =
+            self.arena.inner().layout::<T>(len, Region::Dynamic, RequestOrigin::BUFFER)?;
         if size.is_zero() {
             return Ok(None);
         }
@@ -340,5 +334,165 @@ impl Drop for PoolShared {
 impl fmt::Debug for PoolShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PoolShared").field("arena", &self.arena).finish_non_exhaustive()
+    }
+}
+
+// Blocks of buffers that were dropped before the host observed the end of their copies.
+//
+// The drop of a buffer calls this, and the pool's calls that need or release memory. Such a block
+// stays live in the arena, so that the arena neither reuses it nor frees or closes its segment.
+// The block is pending while its event is not known to be complete, and is then freed in the
+// arena. If the event cannot be queried, or there is none, the block is quarantined: it is never
+// freed, and its segment stays until the process ends.
+//
+// The list has at most one entry per live block. Events are queried with no lock held.
+//
+// Invariant: `pending + quarantined <= live bytes of the arena`.
+
+/// The blocks of a pool that a device may still use although their buffers are dropped.
+#[derive(Debug, Default)]
+pub(super) struct UnfinishedBlocks {
+    /// Pending blocks, except those whose events are being queried.
+    waiting: Vec<WaitingBlock>,
+    pub(super) pending: ByteSize,
+    pub(super) quarantined: ByteSize,
+}
+
+/// A block that a copy uses until an event is complete.
+#[derive(Debug)]
+struct WaitingBlock {
+    at: DeviceAddress,
+    size: ByteSize,
+    event: DriverEvent,
+}
+
+impl PoolShared {
+    /// Frees a block that no copy uses. Does nothing in a forked child.
+    pub(super) fn free(&self, at: DeviceAddress) {
+        let freed = self.arena.free(at);
+        debug_assert!(freed.is_ok() || self.check_here().is_err(), "{at} is live: {freed:?}");
+    }
+
+    /// Frees a block once its copy is complete. Does nothing in a forked child.
+    pub(super) fn free_after(&self, at: DeviceAddress, event: DriverEvent) {
+        let Some(size) = self.size_of(at) else { return };
+        let mut blocks = lock(&self.unfinished);
+        blocks.pending = blocks.pending.saturating_add(size);
+        blocks.waiting.push(WaitingBlock { at, size, event });
+    }
+
+    /// Quarantines a block. Does nothing in a forked child.
+    pub(super) fn quarantine(&self, at: DeviceAddress) {
+        let Some(bytes) = self.size_of(at) else { return };
+        let mut blocks = lock(&self.unfinished);
+        blocks.quarantined = blocks.quarantined.saturating_add(bytes);
+        drop(blocks);
+        log!(warn, pool = self.name(), %bytes, "pinned block quarantined");
+    }
+
+    /// Frees the pending blocks whose copies are complete, without waiting for any. Returns `true`
+    /// if there was one.
+    pub(super) fn free_completed(&self) -> bool {
+        self.free_completed_by(DriverEvent::is_complete)
+    }
+
+    /// Waits for the copies of all pending blocks, and frees the blocks.
+    pub(super) fn wait_for_copies(&self) {
+        self.free_completed_by(|event| event.wait().map(|()| true));
+    }
+
+    fn free_completed_by(
+        &self,
+        is_complete: impl Fn(&DriverEvent) -> Result<bool, DriverError>,
+    ) -> bool {
+        let mut waiting = std::mem::take(&mut lock(&self.unfinished).waiting);
+        let (mut completed, mut freed, mut lost) = (Vec::new(), ByteSize::ZERO, ByteSize::ZERO);
+        waiting.retain(|block| match is_complete(&block.event) {
+            Ok(true) => {
+                completed.push(block.at);
+                freed = freed.saturating_add(block.size);
+                false
+            }
+            Ok(false) => true,
+            // The event was not queried, because a stream captures a graph.
+            Err(error) if is_captures(&error) => true,
+            Err(error) => {
+                let (pool, bytes) = (self.name(), block.size);
+                log!(warn, pool, %bytes, %error, "pinned block quarantined");
+                lost = lost.saturating_add(block.size);
+                false
+            }
+        });
+        let mut blocks = lock(&self.unfinished);
+        blocks.waiting.append(&mut waiting);
+        blocks.pending = blocks.pending.saturating_sub(freed.saturating_add(lost));
+        blocks.quarantined = blocks.quarantined.saturating_add(lost);
+        drop(blocks);
+        completed.iter().for_each(|&at| self.free(at));
+        !completed.is_empty()
+    }
+
+    /// Returns the size of a live block; `None` in a forked child.
+    fn size_of(&self, at: DeviceAddress) -> Option<ByteSize> {
+        let block = self.arena.raw_block(at);
+        debug_assert!(block.is_ok() || self.check_here().is_err(), "{at} is live: {block:?}");
+        block.ok().map(|block| block.size)
+    }
+}
+
+// The figures of a pinned pool: those of its arena, and those that the arena does not know.
+//
+// Plain values; this module calls no driver. The parts are read one after the other, so calls of
+// other threads may be included in some and not in others.
+//
+// Invariants, without such calls: `page_locked + pageable = arena.committed`;
+// `pending + quarantined <= arena.live`.
+
+/// The figures of a pinned pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct PinnedSnapshot {
+    /// The figures of the pool's arena. Its live blocks are those of buffers, and the pending and
+    /// quarantined ones.
+    pub arena: ArenaSnapshot,
+    /// The kind of memory that the pool was opened for.
+    pub kind: PinnedKind,
+    /// Bytes of blocks whose buffers were dropped while a copy was queued that is not known to be
+    /// complete. They become free in [`PinnedPool::maintain`](super::PinnedPool::maintain), or in
+    /// an allocation that needs them.
+    pub pending: ByteSize,
+    /// Bytes of blocks whose buffers were dropped, and that a copy may still use, because a wait or
+    /// the recording of an event failed. They are neither reused nor freed until the process ends.
+    pub quarantined: ByteSize,
+    /// Committed bytes that are page-locked.
+    pub page_locked: ByteSize,
+    /// Committed bytes that are pageable.
+    pub pageable: ByteSize,
+    /// The number of segments that are pageable because locking failed, as the pool's kind allows.
+    pub fallbacks_total: u64,
+    /// Idle memory above which some is released.
+    pub high_watermark: ByteSize,
+    /// Idle memory that stays after a release.
+    pub low_watermark: ByteSize,
+}
+
+impl PinnedSnapshot {
+    /// Returns the bytes of blocks held by callers, after rounding.
+    #[must_use]
+    pub const fn live(&self) -> ByteSize {
+        self.arena.live.saturating_sub(self.pending).saturating_sub(self.quarantined)
+    }
+
+    /// Checks the identities, which hold if no other thread uses the pool.
+    ///
+    /// # Panics
+    /// If an identity is violated.
+    pub fn validate(&self) {
+        self.arena.validate();
+        let committed = self.page_locked.saturating_add(self.pageable);
+        assert_eq!(committed, self.arena.committed, "page_locked + pageable = committed");
+        let unfinished = self.pending.saturating_add(self.quarantined);
+        assert!(unfinished <= self.arena.live, "pending + quarantined <= live: {self:?}");
     }
 }

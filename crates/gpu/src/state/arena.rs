@@ -6,27 +6,29 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
 //! it; those of [`Aging`].
 
+use std::sync::Arc;
+
 use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
-use crate::state::cached::{CacheCounts, Swept};
-use crate::state::event::{Events, LaneNumber, decay_nanos, requested};
+use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::granules::Leave;
-use crate::state::growth::Steps;
-use crate::state::moves::{DeferredRelease, MoveState};
+use crate::state::growth::GrowthSteps;
+use crate::state::moves::MoveState;
 use crate::state::outstanding::{Captured, Outstanding};
-use crate::state::pending::{Claim, Uses};
+use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::RawBlocks;
+use crate::state::region::CacheCounts;
 use crate::state::region::{
     AllocRequest, AllocTarget, PlacedRun, Placement, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};
-use crate::state::sleep::{Phase, Sleep};
-use crate::state::streams::{StreamKey, Streams};
-use crate::types::config::StateConfig;
-use crate::types::costs::DeviceCosts;
+use crate::state::sleep::{Sleep, SleepPhase};
+use crate::state::streams::{StreamKey, StreamTable};
+use crate::types::compact::DeviceCosts;
+use crate::types::config::{ArenaConfig, decay_nanos};
 use crate::types::error::DeviceError;
 use crate::types::sleep::SleepState;
 use crate::types::snapshot::ArenaSnapshot;
@@ -65,8 +67,6 @@ pub(crate) struct ArenaState {
     pub(crate) backend: Backend,
     /// `true` if the arena hands out no more blocks.
     pub(crate) is_closed: bool,
-    /// The number of driver calls requested.
-    pub(crate) calls: u64,
     /// The number of recorded results of driver calls on granules.
     pub(crate) results: u64,
     pub(crate) leases: u32,
@@ -81,18 +81,18 @@ pub(crate) struct ArenaState {
     /// The counts and peaks of a snapshot, which only grow. Its other figures are computed.
     pub(crate) totals: ArenaSnapshot,
     pub(crate) aging: Aging,
-    pub(crate) steps: Steps,
+    pub(crate) steps: GrowthSteps,
     /// `true` if the driver may keep memory of released segments until a trim.
     pub(crate) untrimmed: bool,
-    pub(crate) streams: Streams,
+    pub(crate) streams: StreamTable,
     /// The live raw blocks, by address.
     pub(crate) raw: RawBlocks,
     /// Exports, and imported memory that is not released.
     pub(crate) outstanding: Outstanding,
     pub(crate) moves: MoveState,
     pub(crate) costs: DeviceCosts,
-    /// The recorder of the events, if there is one.
-    pub(crate) events: Events,
+    /// The clock, and the recorder of the events, if there is one.
+    pub(crate) events: EventLog,
     /// The number of lanes that were opened.
     lanes: u64,
     pub(crate) outlook: CompactionEstimate,
@@ -102,35 +102,34 @@ impl ArenaState {
     pub(crate) fn new(
         regions: [RegionState; 2],
         granularity: ByteSize,
-        config: StateConfig,
+        config: &ArenaConfig,
         (capabilities, backend): (Capabilities, Backend),
-        now: Moment,
+        clock: Arc<dyn Clock>,
     ) -> Self {
         Self {
-            name: config.name,
+            name: config.name.clone(),
             regions,
             granularity: granularity.get(),
             capabilities,
             is_closed: false,
-            calls: 0,
             results: 0,
             leases: 0,
-            sleep: Sleep::new(now, &config.sleep),
+            sleep: Sleep::new(clock.now(), &config.sleep),
             limit: config.limit,
             handle_max: config.handle_max.get(),
             handles_min: u64::from(config.handles_min).max(1),
             divide_from: Moment::ORIGIN,
             totals: ArenaSnapshot::default(),
             aging: Aging::new(config.decay),
-            steps: Steps::new(config.growth),
+            steps: GrowthSteps::new(config.growth),
             untrimmed: false,
-            streams: Streams::new(),
+            streams: StreamTable::new(),
             backend,
             raw: RawBlocks::default(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
             costs: DeviceCosts::default(),
-            events: Events::default(),
+            events: EventLog { clock, recorder: config.recorder.clone() },
             lanes: 0,
             outlook: CompactionEstimate::default(),
         }
@@ -234,7 +233,7 @@ impl ArenaState {
         &mut self,
         AllocTarget { region, wanted, taker }: AllocTarget,
         search: Search,
-    ) -> Result<(Placement, Claim), AllocFailure> {
+    ) -> Result<(Placement, Dependencies), AllocFailure> {
         let shares = self.shares_granules() && search == Search::Usual;
         let search = if shares { Search::AmongLarge } else { search };
         let placed = self.region_mut(region).place(wanted, search, taker);
@@ -252,15 +251,9 @@ impl ArenaState {
     }
 
     /// Records that a placed block has its memory and is allocated.
-    pub(crate) fn mark_live(
-        &mut self,
-        region: Region,
-        request: AllocRequest,
-        placed: Placement,
-        clock: &dyn Clock,
-    ) {
+    pub(crate) fn mark_live(&mut self, region: Region, request: AllocRequest, placed: Placement) {
         self.region_mut(region).mark_live(placed);
-        self.events.push(clock, "alloc", |line| {
+        self.events.push("alloc", |line| {
             requested(line, region, request).number("size", placed.span.size).address(placed.at)
         });
         self.totals.allocs_total += 1;
@@ -280,34 +273,27 @@ impl ArenaState {
         region: Region,
         placed: Placement,
         requested: u64,
-        clock: &dyn Clock,
     ) -> Option<Placement> {
         let idle = self.idle();
         let uses = self.uses(&[]);
         let resized = self.region_mut(region).begin_resize(placed, requested, uses);
         debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         if self.idle() > idle {
-            self.note_idle(region, placed.span, clock);
+            self.note_idle(region, placed.span);
         }
         resized.ok().flatten()
     }
 
     /// Records the result of committing the memory that a resized block grew by.
-    pub(crate) fn end_resize(
-        &mut self,
-        region: Region,
-        change: [Placement; 2],
-        done: bool,
-        clock: &dyn Clock,
-    ) {
+    pub(crate) fn end_resize(&mut self, region: Region, change: [Placement; 2], done: bool) {
         let [before, after] = change;
         let idle = self.idle();
         self.region_mut(region).end_resize(before, after, done);
         if self.idle() > idle {
-            self.note_idle(region, after.span, clock);
+            self.note_idle(region, after.span);
         }
         if done {
-            self.events.push(clock, "resize", |line| {
+            self.events.push("resize", |line| {
                 line.number("bytes", after.requested)
                     .number("size", after.span.size)
                     .address(after.at)
@@ -338,8 +324,8 @@ impl ArenaState {
     }
 
     /// Records that memory was committed.
-    fn note_committed(&mut self, at: DeviceAddress, size: ByteSize, clock: &dyn Clock) {
-        self.events.push(clock, "commit", |line| line.bytes("size", size).address(at));
+    fn note_committed(&mut self, at: DeviceAddress, size: ByteSize) {
+        self.events.push("commit", |line| line.bytes("size", size).address(at));
         self.totals.commits_total += 1;
         self.totals.committed_bytes_total += size.get();
         self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
@@ -351,37 +337,42 @@ impl ArenaState {
     }
 
     /// Records the result of a commit.
-    pub(crate) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
+    pub(crate) fn end_commit(&mut self, region: Region, run: Run, done: bool) {
         let segment = &mut self.region_mut(region).segment;
         let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
         self.results += 1;
         if done {
-            self.note_committed(at, size, clock);
+            self.note_committed(at, size);
         }
         if done && self.idle() > 0 {
             let span = self.region(region).segment.span_of(run);
-            self.note_idle(region, span, clock); // some of it was committed ahead
+            self.note_idle(region, span); // some of it was committed ahead
         }
+    }
+
+    /// Returns the error of an operation that needs another state of the arena.
+    pub(crate) fn not_awake(&self) -> DeviceError {
+        DeviceError::State { arena: self.name.clone(), state: self.sleep.state() }
     }
 
     /// Records one more lease of an open arena, which cancels a drain.
     ///
     /// # Errors
     /// `TooManyLeases`.
-    pub(crate) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
+    pub(crate) fn enter(&mut self) -> Result<(), DeviceError> {
         let leases = self.leases.checked_add(1);
         self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
         self.moves.leases_total += 1;
-        self.sleep.enter(self.leases == 1, || clock.now());
+        self.sleep.enter(self.leases == 1, || self.events.clock.now());
         Ok(())
     }
 
     /// Records that a lease was dropped.
-    pub(crate) fn leave(&mut self, clock: &dyn Clock) {
+    pub(crate) fn leave(&mut self) {
         self.leases -= 1;
         if self.leases == 0 {
-            self.sleep.leave(clock.now());
+            self.sleep.leave(self.events.clock.now());
         }
     }
 
@@ -410,38 +401,20 @@ impl ArenaState {
         &mut self,
         region: Region,
         placed: Placement,
-        claim: Claim,
-        clock: &dyn Clock,
+        claim: Dependencies,
     ) {
         let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
-        let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
+        let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
-            self.note_idle(region, placed.span, clock);
+            self.note_idle(region, placed.span);
         }
     }
 
     /// Frees a live block.
-    pub(crate) fn release(&mut self, region: Region, placed: Placement, clock: &dyn Clock) {
-        self.release_after(region, placed, &[], clock);
-    }
-
-    /// Frees a block that its owner has freed while it moved.
-    pub(crate) fn release_deferred(
-        &mut self,
-        region: Region,
-        freed: DeferredRelease,
-        clock: &dyn Clock,
-    ) {
-        let DeferredRelease { placed, streams } = freed;
-        self.release_after(region, placed, &streams, clock);
-    }
-
-    /// Frees a cached block.
-    pub(crate) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
-        let ((region, placed), stream) = swept;
-        self.release_after(region, placed, stream.as_slice(), clock);
+    pub(crate) fn release(&mut self, region: Region, placed: Placement) {
+        self.release_after(region, placed, &[]);
     }
 
     /// Adds the counts of a dropped cache, which is empty.
@@ -461,7 +434,6 @@ impl ArenaState {
         region: Region,
         placed: Placement,
         streams: &[StreamKey],
-        clock: &dyn Clock,
     ) {
         if self.moves.defer_release(region, placed, streams) {
             return;
@@ -472,18 +444,17 @@ impl ArenaState {
         // No work is started on a block whose contents are lost, and its memory may be lost too.
         let is_unused =
             self.sleep.is_quiet || (self.region(region).pins.is_lost(placed.id) && !is_copied);
-        let uses = if is_unused { Uses::NONE } else { self.uses(streams) };
+        let uses = if is_unused { StreamUses::default() } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees_total += 1;
             if went_idle {
-                self.note_idle(region, placed.span, clock);
+                self.note_idle(region, placed.span);
             }
-            self.events.push(clock, "free", |line| {
-                line.number("size", placed.span.size).address(placed.at)
-            });
+            self.events
+                .push("free", |line| line.number("size", placed.span.size).address(placed.at));
         }
     }
 
@@ -497,9 +468,9 @@ impl ArenaState {
 
     /// Frees what graphs may have captured, after all work of the device. Returns the bytes of the
     /// blocks.
-    pub(crate) fn release_captured(&mut self, clock: &dyn Clock) -> ByteSize {
+    pub(crate) fn release_captured(&mut self) -> ByteSize {
         let Captured { blocks, imports, bytes } = std::mem::take(&mut self.outstanding.captured);
-        blocks.into_iter().for_each(|(region, placed)| self.release(region, placed, clock));
+        blocks.into_iter().for_each(|(region, placed)| self.release(region, placed));
         for at in imports {
             let after = self.uses(&[]);
             self.outstanding.imported.let_go(at.get(), after);
@@ -528,14 +499,14 @@ impl ArenaState {
     }
 
     /// Records the result of a decommit.
-    pub(crate) fn end_leave(&mut self, leaving: PlacedRun, done: bool, clock: &dyn Clock) {
+    pub(crate) fn end_leave(&mut self, leaving: PlacedRun, done: bool) {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
         self.results += 1;
         if done {
             self.totals.decommits_total += 1;
             self.totals.decommitted_bytes_total += leaving.size.get();
             let PlacedRun { at, size, .. } = leaving;
-            self.events.push(clock, "decommit", |line| line.bytes("size", size).address(at));
+            self.events.push("decommit", |line| line.bytes("size", size).address(at));
         }
         if self.idle() == 0 {
             self.aging.clear();
@@ -554,53 +525,40 @@ impl ArenaState {
         self.aging.set_looked(now, oldest, failed);
     }
 
-    pub(crate) fn set_decay(&mut self, time: DecayTime, clock: &dyn Clock) {
-        let stamp = self.aging.set_time(time, clock.now());
+    pub(crate) fn set_decay(&mut self, time: DecayTime) {
+        let stamp = self.aging.set_time(time, self.events.clock.now());
         for region in &mut self.regions {
             let all = Span { offset: 0, size: region.segment.extent() };
             region.segment.stamp(all, stamp);
         }
-        self.events.push(clock, "decay_time", |line| line.number("decay_ns", decay_nanos(time)));
+        self.events.push("decay_time", |line| line.number("decay_ns", decay_nanos(time)));
     }
 
-    pub(crate) fn set_limit(&mut self, limit: ByteSize, clock: &dyn Clock) {
+    pub(crate) fn set_limit(&mut self, limit: ByteSize) {
         self.limit = limit;
-        self.events.push(clock, "limit", |line| line.limit("limit", limit));
+        self.events.push("limit", |line| line.limit("limit", limit));
     }
 
     /// Returns the number of a new lane of a stream.
-    pub(crate) fn open_lane(&mut self, stream: StreamHandle, clock: &dyn Clock) -> LaneNumber {
+    pub(crate) fn open_lane(&mut self, stream: StreamHandle) -> LaneNumber {
         let lane = LaneNumber::MIN.saturating_add(self.lanes);
         self.lanes += 1;
-        self.events.push(clock, "lane", |line| {
-            line.number("lane", lane.get()).number("stream", stream.get())
-        });
+        self.events
+            .push("lane", |line| line.number("lane", lane.get()).number("stream", stream.get()));
         lane
     }
 
     /// Records that a lane uses a block.
-    pub(crate) fn note_use(
-        &self,
-        region: Region,
-        id: BlockName,
-        lane: LaneNumber,
-        clock: &dyn Clock,
-    ) {
-        self.events.push(clock, "use", |line| {
+    pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: LaneNumber) {
+        self.events.push("use", |line| {
             line.number("address", self.region(region).address_of(id)).number("lane", lane.get())
         });
     }
 
     /// Records that the arena did not fall asleep, or only in part.
-    pub(crate) fn note_sleepless(
-        &mut self,
-        clock: &dyn Clock,
-        error: &DeviceError,
-        state: SleepState,
-    ) {
-        self.events.push(clock, "sleep_failed", |line| {
-            line.text("state", state.name()).text("error", error)
-        });
+    pub(crate) fn note_sleepless(&mut self, error: &DeviceError, state: SleepState) {
+        self.events
+            .push("sleep_failed", |line| line.text("state", state.name()).text("error", error));
     }
 
     /// Counts a failed request.
@@ -608,7 +566,6 @@ impl ArenaState {
         &mut self,
         (region, request): (Region, AllocRequest),
         (cause, error): (Cause, &DeviceError),
-        clock: &dyn Clock,
     ) {
         let failures = &mut self.totals.alloc_failures_total;
         let (count, why) = match cause {
@@ -619,7 +576,7 @@ impl ArenaState {
             Cause::Uncounted => return,
         };
         *count += 1;
-        self.events.push(clock, "alloc_failed", |line| {
+        self.events.push("alloc_failed", |line| {
             let is_limited =
                 matches!(error, DeviceError::OutOfMemory { .. }) && self.limit != ByteSize::MAX;
             let left = self.limit.get().saturating_sub(self.backed());
@@ -630,22 +587,16 @@ impl ArenaState {
     }
 
     /// Counts a request that is larger than its region.
-    pub(crate) fn note_too_large(
-        &mut self,
-        region: Region,
-        request: AllocRequest,
-        clock: &dyn Clock,
-    ) {
+    pub(crate) fn note_too_large(&mut self, region: Region, request: AllocRequest) {
         self.totals.alloc_failures_total.addresses += 1;
-        self.events.push(clock, "alloc_failed", |line| {
-            requested(line, region, request).text("why", "too_large")
-        });
+        self.events
+            .push("alloc_failed", |line| requested(line, region, request).text("why", "too_large"));
     }
 
     /// Records that granules of a span became idle.
-    pub(crate) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
+    pub(crate) fn note_idle(&mut self, region: Region, span: Span) {
         self.divide_from = Moment::ORIGIN;
-        if let Some(stamp) = self.aging.note_idle(|| clock.now()) {
+        if let Some(stamp) = self.aging.note_idle(|| self.events.clock.now()) {
             self.region_mut(region).segment.stamp(span, stamp);
         }
     }
@@ -658,7 +609,7 @@ impl ArenaState {
         caches: &CacheCounts,
     ) -> ArenaSnapshot {
         let size = ByteSize::new;
-        let is_asleep = matches!(self.sleep.phase, Phase::Asleep | Phase::Waking);
+        let is_asleep = matches!(self.sleep.phase, SleepPhase::Asleep | SleepPhase::Waking);
         let of = |region| self.region(region).snapshot(region, caches, is_asleep);
         let regions = Region::ALL.map(of);
         let totals = &self.totals;
@@ -702,14 +653,14 @@ impl ArenaState {
 
     /// Returns the uses to wait for when a block is freed that these streams, or unknown ones,
     /// used.
-    pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
+    pub(crate) fn uses(&mut self, streams: &[StreamKey]) -> StreamUses {
         if !self.capabilities.asynchronous {
-            return Uses::NONE;
+            return StreamUses::default();
         }
         if streams.is_empty() {
-            return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
+            return StreamUses::of([self.streams.use_now(StreamKey::CONTEXT)]);
         }
-        Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
+        StreamUses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
     }
 
     /// Returns `true` if freed or imported memory waits for the end of work.
@@ -723,11 +674,11 @@ impl ArenaState {
     }
 
     /// Records that a stream has completed all uses up to an epoch.
-    pub(crate) fn mark_complete(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
+    pub(crate) fn mark_complete(&mut self, stream: StreamKey, epoch: u64) {
         self.streams.complete(stream, epoch);
         for region in Region::ALL {
             for span in self.region_mut(region).mark_complete(stream, epoch) {
-                self.note_idle(region, span, clock);
+                self.note_idle(region, span);
             }
         }
         self.forget_stream(stream);
@@ -765,17 +716,11 @@ impl ArenaState {
     }
 
     /// Records the result of allocating a segment.
-    pub(crate) fn end_segment(
-        &mut self,
-        region: Region,
-        span: Span,
-        at: Option<DeviceAddress>,
-        clock: &dyn Clock,
-    ) {
+    pub(crate) fn end_segment(&mut self, region: Region, span: Span, at: Option<DeviceAddress>) {
         self.region_mut(region).end_segment(span, at);
         self.results += 1;
         if let Some(at) = at {
-            self.note_committed(at, ByteSize::new(span.size), clock);
+            self.note_committed(at, ByteSize::new(span.size));
         }
     }
 

@@ -12,7 +12,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::Missing;
+use crate::state::granules::MissingGranules;
 use crate::state::region_index::RegionIndex;
 use crate::state::segment::{Run, Runs, Segment};
 use crate::state::segment_list::{PieceView, SegmentList};
@@ -39,7 +39,7 @@ pub enum GranuleState {
 
 /// Adjoining addresses, as maps show them.
 #[derive(Debug)]
-pub(crate) struct AddressRange {
+pub(crate) struct CommittedRange {
     /// The first address.
     pub(crate) at: DeviceAddress,
     /// The offsets in the region.
@@ -249,11 +249,11 @@ impl Backing {
 
     /// Returns what a span lacks to be committed.
     #[inline]
-    pub(crate) fn missing(&self, span: Span) -> Missing {
+    pub(crate) fn missing(&self, span: Span) -> MissingGranules {
         match self {
             Self::Reserved(segment) => segment.missing(span),
             // The index offers only pieces that stay.
-            Self::SegmentList(_) => Missing::default(),
+            Self::SegmentList(_) => MissingGranules::default(),
         }
     }
 
@@ -348,20 +348,20 @@ impl Backing {
     }
 
     /// Returns every stretch of addresses, in the order of offsets.
-    pub(crate) fn stretches(&self) -> Vec<AddressRange> {
+    pub(crate) fn stretches(&self) -> Vec<CommittedRange> {
         match self {
             Self::Reserved(segment) => {
                 let span = Span { offset: 0, size: segment.reserved() };
                 let backed = segment.backed_runs().into_iter();
                 let backed = backed.map(|run| (segment.span_of(run), None)).collect();
-                vec![AddressRange { at: segment.base(), span, backed }]
+                vec![CommittedRange { at: segment.base(), span, backed }]
             }
             Self::SegmentList(pieces) => {
                 let stretch = |piece: PieceView| {
                     let is_active = piece.is_active;
                     let state = if is_active { GranuleState::Active } else { GranuleState::Idle };
                     let backed = vec![(piece.span, Some(state))];
-                    AddressRange { at: piece.at, span: piece.span, backed }
+                    CommittedRange { at: piece.at, span: piece.span, backed }
                 };
                 pieces.there().map(stretch).collect()
             }

@@ -7,19 +7,19 @@
 //! Invariant: an arena without a recorder builds no event and does not read the clock for one.
 
 use std::num::NonZeroU64;
+use std::sync::Arc;
 
 use crate::record::{Line, Recorder};
 use crate::state::region::AllocRequest;
-use crate::types::region::Region;
+use crate::types::Region;
 use lowtide_core::clock::Clock;
-use lowtide_core::decay::DecayTime;
 
 /// The number of a lane of an arena, from 1.
 pub(crate) type LaneNumber = NonZeroU64;
 
 /// The kind of a request for a block.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum RequestKind {
     Buffer,
     Raw,
     Reserve,
@@ -29,34 +29,36 @@ pub(crate) enum Kind {
 
 /// The source of a request for a block. Small, because each request carries it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Origin {
-    pub(crate) kind: Kind,
+pub(crate) struct RequestOrigin {
+    pub(crate) kind: RequestKind,
     /// The lane that the request is for.
     pub(crate) lane: Option<LaneNumber>,
 }
 
-impl Origin {
-    pub(crate) const BUFFER: Self = Self { kind: Kind::Buffer, lane: None };
-    pub(crate) const RAW: Self = Self { kind: Kind::Raw, lane: None };
-    pub(crate) const RESERVE: Self = Self { kind: Kind::Reserve, lane: None };
-    pub(crate) const RESIZE: Self = Self { kind: Kind::Resize, lane: None };
+impl RequestOrigin {
+    pub(crate) const BUFFER: Self = Self { kind: RequestKind::Buffer, lane: None };
+    pub(crate) const RAW: Self = Self { kind: RequestKind::Raw, lane: None };
+    pub(crate) const RESERVE: Self = Self { kind: RequestKind::Reserve, lane: None };
+    pub(crate) const RESIZE: Self = Self { kind: RequestKind::Resize, lane: None };
 }
 
-/// The recorder of an arena's events, if it has one.
-#[derive(Debug, Default)]
-pub(crate) struct Events(pub(crate) Option<Recorder>);
+/// The clock of an arena, and the recorder of its events, if it has one.
+#[derive(Debug)]
+pub(crate) struct EventLog {
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) recorder: Option<Recorder>,
+}
 
-impl Events {
+impl EventLog {
     /// Records an event that took effect now.
     #[inline]
     pub(crate) fn push(
         &self,
-        clock: &dyn Clock,
         name: &'static str,
         fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
     ) {
-        if let Some(recorder) = &self.0 {
-            recorder.write(clock, name, fields);
+        if let Some(recorder) = &self.recorder {
+            recorder.write(&*self.clock, name, fields);
         }
     }
 }
@@ -67,25 +69,16 @@ pub(crate) fn requested<'a, 'b>(
     region: Region,
     request: AllocRequest,
 ) -> &'a mut Line<'b> {
-    let Origin { kind, lane } = request.origin;
+    let RequestOrigin { kind, lane } = request.origin;
     let kind = match kind {
-        Kind::Buffer => "buffer",
-        Kind::Raw => "raw",
-        Kind::Reserve => "reserve",
-        Kind::Resize => "resize",
+        RequestKind::Buffer => "buffer",
+        RequestKind::Raw => "raw",
+        RequestKind::Reserve => "reserve",
+        RequestKind::Resize => "resize",
     };
     line.text("kind", kind)
         .text("region", region.name())
         .number("bytes", request.requested)
         .number("align", request.align)
         .number("lane", lane.map(NonZeroU64::get))
-}
-
-/// Returns a decay time as recordings have it: `None` for never.
-pub(crate) fn decay_nanos(time: DecayTime) -> Option<u64> {
-    match time {
-        DecayTime::AtOnce => Some(0),
-        DecayTime::Within(time) => Some(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)),
-        DecayTime::Never => None,
-    }
 }

@@ -7,8 +7,8 @@
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::region::RegionState;
+use crate::types::Region;
 use crate::types::error::{Bound, DeviceError, is_unwaited};
-use crate::types::region::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 

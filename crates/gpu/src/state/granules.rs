@@ -68,14 +68,14 @@ impl Word {
 
 /// What granules lack to be committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Missing {
+pub(crate) struct MissingGranules {
     /// The number of granules without lasting memory: bare or leaving.
     pub(crate) granules: u64,
     /// `true` if a driver call is in progress for one of the granules.
     pub(crate) is_moving: bool,
 }
 
-impl Missing {
+impl MissingGranules {
     /// Returns `true` if all granules are committed, and none is leaving.
     pub(crate) const fn is_nothing(self) -> bool {
         self.granules == 0 && !self.is_moving
@@ -229,8 +229,8 @@ impl Granules {
     }
 
     /// Returns what these granules lack to be committed.
-    pub(crate) fn missing(&self, range: Range<usize>) -> Missing {
-        let mut missing = Missing::default();
+    pub(crate) fn missing(&self, range: Range<usize>) -> MissingGranules {
+        let mut missing = MissingGranules::default();
         for (at, mask) in masks(range) {
             let word = self.words.get(at).copied().unwrap_or_default();
             missing.granules += count(mask & !(word.backed & !word.leaving));

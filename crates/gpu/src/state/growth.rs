@@ -9,13 +9,13 @@ use crate::types::config::Growth;
 
 /// The steps of one arena.
 #[derive(Debug)]
-pub(crate) struct Steps {
+pub(crate) struct GrowthSteps {
     growth: Growth,
     /// The next step, in bytes.
     next: u64,
 }
 
-impl Steps {
+impl GrowthSteps {
     pub(crate) const fn new(growth: Growth) -> Self {
         let next = match growth {
             Growth::SameAsRequested => 0,
@@ -61,8 +61,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn doubling() -> Steps {
-        Steps::new(Growth::NextPowerOfTwo {
+    fn doubling() -> GrowthSteps {
+        GrowthSteps::new(Growth::NextPowerOfTwo {
             initial: ByteSize::mib(1),
             after_shrink: ByteSize::mib(2),
             cap: ByteSize::gib(1),
@@ -85,6 +85,6 @@ mod tests {
         assert_eq!(steps.commit(1126 * MIB, u64::MAX), 1126 * MIB, "not 2 GiB");
         assert_eq!(steps.commit(600 * MIB, u64::MAX), 1024 * MIB);
         assert_eq!(steps.commit(600 * MIB, 700 * MIB), 700 * MIB, "the limit's room");
-        assert_eq!(Steps::new(Growth::SameAsRequested).commit(3 * MIB, u64::MAX), 3 * MIB);
+        assert_eq!(GrowthSteps::new(Growth::SameAsRequested).commit(3 * MIB, u64::MAX), 3 * MIB);
     }
 }

@@ -6,10 +6,13 @@
 
 use std::collections::BTreeMap;
 
+use crate::index::{ALIGN, End};
+use crate::state::compact::plan::Hold;
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::region::Region;
+use crate::types::Region;
+use crate::types::sleep::Contents;
 
 /// The blocks that a compaction moves now: one batch.
 #[derive(Debug)]
@@ -101,5 +104,169 @@ impl MoveState {
     /// Returns `true` if the work under all leases until now is known to be complete.
     pub(crate) fn is_proved(&self) -> bool {
         self.proved == Some(self.leases_total)
+    }
+}
+
+// Per-block settings: pins, alignments and copies in progress, which restrict moves, and the
+// treatment of contents.
+//
+// Most blocks have no entry: they may move to any multiple of 256 bytes. This module knows no
+// region and moves nothing.
+//
+// Invariant: an entry is not empty, and its block is live.
+
+/// The settings of a block that differs from the default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct PinEntry {
+    /// The number of pins.
+    pins: u32,
+    /// The alignment of its offset.
+    align: u64,
+    /// `true` if the contents were lost in a move.
+    is_lost: bool,
+    /// The treatment of the contents during sleep; `None` for the region's.
+    contents: Option<Contents>,
+    /// `true` if the contents were discarded, and the owner has not asked yet.
+    is_discarded: bool,
+}
+
+impl PinEntry {
+    const NONE: Self =
+        Self { pins: 0, align: ALIGN, is_lost: false, contents: None, is_discarded: false };
+}
+
+/// The blocks of a region that differ from the default.
+#[derive(Debug, Default)]
+pub(crate) struct Pins {
+    entries: BTreeMap<BlockName, PinEntry>,
+    /// The number of entries with a treatment of contents.
+    with_contents: usize,
+    /// Blocks that an operation has placed but not yet completed: about one per thread.
+    busy: Vec<BlockName>,
+    /// Blocks that a copy whose end was not observed may still use: none, unless the driver failed.
+    copied: Vec<BlockName>,
+}
+
+impl Pins {
+    /// Pins a block. It does not move until it is unpinned as often as it was pinned.
+    pub(crate) fn pin(&mut self, id: BlockName) {
+        self.change(id, |entry| entry.pins = entry.pins.saturating_add(1));
+    }
+
+    /// Unpins a block. Does nothing if the block was freed.
+    pub(crate) fn unpin(&mut self, id: BlockName) {
+        if self.entries.contains_key(&id) {
+            self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
+        }
+    }
+
+    /// Keeps a block from moving while an operation continues with it. At most one operation does.
+    pub(crate) fn begin_operation(&mut self, id: BlockName) {
+        self.busy.push(id);
+    }
+
+    /// Ends the operation of a block.
+    pub(crate) fn end_operation(&mut self, id: BlockName) {
+        if let Some(at) = self.busy.iter().position(|busy| *busy == id) {
+            self.busy.swap_remove(at);
+        }
+    }
+
+    /// Restricts a block to multiples of `align`.
+    pub(crate) fn align(&mut self, id: BlockName, align: u64) {
+        self.change(id, |entry| entry.align = align.max(ALIGN));
+    }
+
+    /// Records that the contents of a block were lost.
+    pub(crate) fn lose(&mut self, id: BlockName) {
+        self.change(id, |entry| entry.is_lost = true);
+    }
+
+    /// Returns the blocks whose contents were lost.
+    pub(crate) fn lost(&self) -> impl Iterator<Item = BlockName> {
+        self.entries.iter().filter(|(_, entry)| entry.is_lost).map(|(&id, _)| id)
+    }
+
+    pub(crate) fn is_lost(&self, id: BlockName) -> bool {
+        self.entries.get(&id).is_some_and(|entry| entry.is_lost)
+    }
+
+    /// Records that a copy whose end was not observed may still use a block.
+    pub(crate) fn note_copied(&mut self, id: BlockName) {
+        self.copied.push(id);
+    }
+
+    #[inline]
+    pub(crate) fn is_copied(&self, id: BlockName) -> bool {
+        self.copied.contains(&id)
+    }
+
+    /// Sets the treatment of a block's contents; `None` for the region's.
+    pub(crate) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
+        self.with_contents -= usize::from(self.contents(id).is_some());
+        self.with_contents += usize::from(contents.is_some());
+        self.change(id, |entry| entry.contents = contents);
+    }
+
+    /// Returns the treatment of a block's contents. One comparison if no block has its own.
+    pub(crate) fn contents(&self, id: BlockName) -> Option<Contents> {
+        if self.with_contents == 0 {
+            return None;
+        }
+        self.entries.get(&id)?.contents
+    }
+
+    /// Records that the contents of a block were discarded.
+    pub(crate) fn discard(&mut self, id: BlockName) {
+        self.entries.entry(id).or_insert(PinEntry::NONE).is_discarded = true;
+    }
+
+    /// Returns `true` if the contents were discarded since the last call.
+    pub(crate) fn take_discarded(&mut self, id: BlockName) -> bool {
+        let is_discarded = self.entries.get(&id).is_some_and(|entry| entry.is_discarded);
+        if is_discarded {
+            self.change(id, |entry| entry.is_discarded = false);
+        }
+        is_discarded
+    }
+
+    /// Removes the settings of a freed block. Two comparisons if no block has any.
+    pub(crate) fn forget(&mut self, id: BlockName) {
+        if !self.entries.is_empty() {
+            let gone = self.entries.remove(&id);
+            self.with_contents -= usize::from(gone.is_some_and(|entry| entry.contents.is_some()));
+        }
+        if !self.copied.is_empty() {
+            self.copied.retain(|&copied| copied != id);
+        }
+    }
+
+    /// Returns if and how a block of this end may move.
+    pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
+        let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
+        let is_in_use = self.busy.contains(&id) || self.copied.contains(&id);
+        if entry.pins > 0 || entry.is_lost || is_in_use {
+            return Hold::Stays;
+        }
+        Hold::Moves { end, align: entry.align }
+    }
+
+    /// Checks the invariant.
+    ///
+    /// # Panics
+    /// If the invariant is violated.
+    pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
+        assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
+        let with_contents = self.entries.values().filter(|entry| entry.contents.is_some());
+        assert_eq!(self.with_contents, with_contents.count());
+        assert!(self.busy.iter().chain(&self.copied).all(|&id| is_live(id)));
+    }
+
+    fn change(&mut self, id: BlockName, act: impl FnOnce(&mut PinEntry)) {
+        let entry = self.entries.entry(id).or_insert(PinEntry::NONE);
+        act(entry);
+        if *entry == PinEntry::NONE {
+            self.entries.remove(&id);
+        }
     }
 }

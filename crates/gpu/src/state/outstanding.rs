@@ -12,10 +12,10 @@ use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 
 use crate::driver::DeviceAddress;
-use crate::state::pending::Uses;
+use crate::state::pending::StreamUses;
 use crate::state::region::Placement;
-use crate::state::streams::Use;
-use crate::types::region::Region;
+use crate::state::streams::StreamUse;
+use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
@@ -52,7 +52,7 @@ struct ImportedRange {
     size: u64,
     release: Release,
     /// The uses that must complete before the release, once the value is dropped.
-    after: Option<Uses>,
+    after: Option<StreamUses>,
 }
 
 /// A range whose release function is to be called.
@@ -101,7 +101,7 @@ impl Imports {
     }
 
     /// Records that a range is no longer held.
-    pub(crate) fn let_go(&mut self, at: u64, after: Uses) {
+    pub(crate) fn let_go(&mut self, at: u64, after: StreamUses) {
         if let Some(entry) = self.entries.get_mut(&at)
             && entry.after.is_none()
         {
@@ -116,7 +116,7 @@ impl Imports {
     }
 
     /// Takes out a range whose uses are all complete, to release it.
-    pub(crate) fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
+    pub(crate) fn take(&mut self, is_done: impl Fn(StreamUse) -> bool) -> Option<Due> {
         let is_due =
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
@@ -192,9 +192,9 @@ mod tests {
         adoptions.import(100, 50, nothing());
         adoptions.import(200, 10, nothing());
         assert!(adoptions.take(|_| true).is_none(), "both are held");
-        let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
-        adoptions.let_go(200, Uses::of([of]));
-        adoptions.let_go(200, Uses::NONE);
+        let of = StreamUse { stream: StreamKey::CONTEXT, epoch: 3 };
+        adoptions.let_go(200, StreamUses::of([of]));
+        adoptions.let_go(200, StreamUses::default());
         assert!(adoptions.waiting() > 0 && adoptions.held() == 1);
         assert!(adoptions.take(|of| of.epoch < 3).is_none());
         let due = adoptions.take(|of| of.epoch <= 3).expect("done");

@@ -13,65 +13,52 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use smallvec::SmallVec;
+
 use crate::index::Span;
-use crate::state::streams::{StreamKey, Use};
+use crate::state::streams::{StreamKey, StreamUse};
 
 /// Uses that must be complete: at most one per stream, in the order of streams. One takes no memory
 /// of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Uses {
-    first: Option<Use>,
-    others: Vec<Use>,
-}
+pub(crate) struct StreamUses(SmallVec<[StreamUse; 1]>);
 
-impl Uses {
-    pub(crate) const NONE: Self = Self { first: None, others: Vec::new() };
-
+impl StreamUses {
     /// Creates the uses of a block.
     #[inline]
-    pub(crate) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
-        let mut all = Self::NONE;
+    pub(crate) fn of(uses: impl IntoIterator<Item = StreamUse>) -> Self {
+        let mut all = Self::default();
         uses.into_iter().for_each(|of| all.add(of));
         all
     }
 
     /// Adds a use. Of two uses on one stream, the later stays.
     #[inline]
-    pub(crate) fn add(&mut self, mut of: Use) {
-        let Some(first) = &mut self.first else {
-            self.first = Some(of);
-            return;
-        };
-        if first.stream == of.stream {
-            first.epoch = first.epoch.max(of.epoch);
-            return;
-        }
-        if of.stream < first.stream {
-            std::mem::swap(first, &mut of);
-        }
-        match self.others.binary_search_by_key(&of.stream, |known| known.stream) {
-            Ok(at) => self.others[at].epoch = self.others[at].epoch.max(of.epoch),
-            Err(at) => self.others.insert(at, of),
+    pub(crate) fn add(&mut self, of: StreamUse) {
+        match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
+            Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
+            Err(at) => self.0.insert(at, of),
         }
     }
 
     #[inline]
-    pub(crate) const fn is_empty(&self) -> bool {
-        self.first.is_none()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Returns the number of uses.
     fn len(&self) -> usize {
-        self.iter().count()
+        self.0.len()
     }
 
     /// Keeps the uses for which `holds` returns `true`.
-    pub(crate) fn only(self, holds: impl Fn(Use) -> bool) -> Self {
-        Self::of(self.iter().filter(|&of| holds(of)))
+    pub(crate) fn only(mut self, holds: impl Fn(StreamUse) -> bool) -> Self {
+        self.0.retain(|of| holds(*of));
+        self
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = Use> {
-        self.first.into_iter().chain(self.others.iter().copied())
+    pub(crate) fn iter(&self) -> impl Iterator<Item = StreamUse> {
+        self.0.iter().copied()
     }
 
     /// Returns `true` if all uses are on this stream, which then need not wait.
@@ -83,26 +70,26 @@ impl Uses {
 #[derive(Debug)]
 struct PendingSpan {
     size: u64,
-    uses: Uses,
+    uses: StreamUses,
 }
 
 /// The pending parts of a span that was taken for a block. They become pending again if the block
 /// is freed before its first use.
 #[derive(Debug, Default)]
-pub(crate) struct Claim {
+pub(crate) struct Dependencies {
     /// The pending parts, and the uses of each, which must complete before the block's first use.
-    pub(crate) parts: Vec<(Span, Uses)>,
+    pub(crate) parts: Vec<(Span, StreamUses)>,
 }
 
-impl Claim {
+impl Dependencies {
     /// Returns `true` if all uses are on this stream, which then need not wait.
     pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
         self.parts.iter().all(|(_, uses)| uses.is_of(stream))
     }
 
     /// Returns the uses of all parts.
-    pub(crate) fn uses(&self) -> Uses {
-        Uses::of(self.parts.iter().flat_map(|(_, uses)| uses.iter()))
+    pub(crate) fn uses(&self) -> StreamUses {
+        StreamUses::of(self.parts.iter().flat_map(|(_, uses)| uses.iter()))
     }
 }
 
@@ -111,8 +98,8 @@ pub(crate) type Border = (Span, Span);
 
 /// The changes of entries after a span was taken.
 #[derive(Debug, Default)]
-pub(crate) struct Taken {
-    pub(crate) claim: Claim,
+pub(crate) struct TakenParts {
+    pub(crate) claim: Dependencies,
     /// The borders at which entries were cut, in the order of the cuts.
     pub(crate) cuts: Vec<Border>,
 }
@@ -122,7 +109,7 @@ pub(crate) struct Taken {
 pub(crate) struct Pending {
     entries: BTreeMap<u64, PendingSpan>,
     /// Every use of every entry, with the offset of the entry.
-    by_use: BTreeSet<(Use, u64)>,
+    by_use: BTreeSet<(StreamUse, u64)>,
     bytes: u64,
 }
 
@@ -134,13 +121,18 @@ impl Pending {
 
     /// Returns the approximate bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
-        let uses = self.by_use.len() * (size_of::<Use>() + size_of::<(Use, u64)>());
+        let uses = self.by_use.len() * (size_of::<StreamUse>() + size_of::<(StreamUse, u64)>());
         self.entries.len() * size_of::<(u64, PendingSpan)>() + uses
     }
 
     /// Records a freed span. If it may be `joined`, it becomes one entry with adjoining ones of the
     /// same uses, which complete together. Returns the borders that are gone.
-    pub(crate) fn insert(&mut self, span: Span, uses: Uses, joined: bool) -> [Option<Border>; 2] {
+    pub(crate) fn insert(
+        &mut self,
+        span: Span,
+        uses: StreamUses,
+        joined: bool,
+    ) -> [Option<Border>; 2] {
         debug_assert!(!uses.is_empty() && self.is_clear(span), "freed once, and used");
         let (mut gone, mut whole) = ([None, None], span);
         let after = if joined { self.entries.get(&span.end()) } else { None };
@@ -196,8 +188,8 @@ impl Pending {
     }
 
     /// Takes a span out of the entries: from here on it belongs to a live block.
-    pub(crate) fn take(&mut self, span: Span) -> Taken {
-        let mut taken = Taken::default();
+    pub(crate) fn take(&mut self, span: Span) -> TakenParts {
+        let mut taken = TakenParts::default();
         loop {
             let over = self.over(span).next();
             let Some((was, uses)) = over.map(|(was, entry)| (was, entry.uses.clone())) else {
@@ -230,8 +222,8 @@ impl Pending {
     /// Records that a stream has completed all uses up to an epoch. Entries without other uses are
     /// no longer pending. Returns their spans.
     pub(crate) fn complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
-        let first = Use { stream, epoch: 0 };
-        let last = Use { stream, epoch };
+        let first = StreamUse { stream, epoch: 0 };
+        let last = StreamUse { stream, epoch };
         let done: Vec<_> = self.by_use.range((first, 0)..=(last, u64::MAX)).copied().collect();
         let mut free = Vec::new();
         for (of, offset) in done {
@@ -250,7 +242,7 @@ impl Pending {
 
     /// Returns `true` if an entry waits for a stream.
     pub(crate) fn has(&self, stream: StreamKey) -> bool {
-        let first = (Use { stream, epoch: 0 }, 0);
+        let first = (StreamUse { stream, epoch: 0 }, 0);
         self.by_use.range(first..).next().is_some_and(|(of, _)| of.stream == stream)
     }
 
@@ -266,9 +258,9 @@ impl Pending {
         spans.take_while(move |(of, _)| of.end() > span.offset)
     }
 
-    fn remove(&mut self, offset: u64) -> Uses {
+    fn remove(&mut self, offset: u64) -> StreamUses {
         let Some(PendingSpan { size, uses }) = self.entries.remove(&offset) else {
-            return Uses::NONE;
+            return StreamUses::default();
         };
         self.bytes -= size;
         for of in uses.iter() {
@@ -301,8 +293,8 @@ impl Pending {
 mod tests {
     use super::*;
 
-    fn on(stream: u64, epoch: u64) -> Use {
-        Use { stream: StreamKey::new(stream), epoch }
+    fn on(stream: u64, epoch: u64) -> StreamUse {
+        StreamUse { stream: StreamKey::new(stream), epoch }
     }
 
     fn span(offset: u64, end: u64) -> Span {
@@ -312,14 +304,14 @@ mod tests {
     #[test]
     fn who_takes_a_part_comes_after_its_uses_and_the_rest_stays_pending() {
         let mut pending = Pending::default();
-        pending.insert(span(0, 10), Uses::of([on(1, 3)]), true);
-        pending.insert(span(10, 20), Uses::of([on(1, 4), on(2, 1)]), true);
-        pending.insert(span(30, 40), Uses::of([on(2, 9)]), true);
+        pending.insert(span(0, 10), StreamUses::of([on(1, 3)]), true);
+        pending.insert(span(10, 20), StreamUses::of([on(1, 4), on(2, 1)]), true);
+        pending.insert(span(30, 40), StreamUses::of([on(2, 9)]), true);
         let one = Some(StreamKey::new(1));
         assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
         assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
         let taken = pending.take(span(5, 12));
-        assert_eq!(taken.claim.uses(), Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        assert_eq!(taken.claim.uses(), StreamUses::of([on(2, 1), on(1, 3), on(1, 4)]));
         let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
         assert_eq!(parts, [span(10, 12), span(5, 10)]);
         let cuts = [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))];
@@ -333,7 +325,7 @@ mod tests {
     fn adjoining_entries_of_the_same_uses_are_one() {
         let mut pending = Pending::default();
         let insert = |pending: &mut Pending, at, epoch| {
-            pending.insert(span(at, at + 10), Uses::of([on(1, epoch)]), true)
+            pending.insert(span(at, at + 10), StreamUses::of([on(1, epoch)]), true)
         };
         assert_eq!(insert(&mut pending, 0, 3), [None, None]);
         assert_eq!(insert(&mut pending, 20, 3), [None, None]);
@@ -352,8 +344,8 @@ mod tests {
     #[test]
     fn the_first_clear_place_is_after_what_others_use_and_may_be_ones_own() {
         let mut pending = Pending::default();
-        pending.insert(span(0, 10), Uses::of([on(1, 3)]), true);
-        pending.insert(span(20, 30), Uses::of([on(2, 1)]), true);
+        pending.insert(span(0, 10), StreamUses::of([on(1, 3)]), true);
+        pending.insert(span(20, 30), StreamUses::of([on(2, 1)]), true);
         let clear = |size, align, stream| {
             pending.first_clear(span(0, 64), (size, align), Some(StreamKey::new(stream)))
         };
@@ -369,8 +361,8 @@ mod tests {
     #[test]
     fn an_entry_is_pending_until_its_last_use_is_complete() {
         let mut pending = Pending::default();
-        pending.insert(span(0, 10), Uses::of([on(1, 1), on(2, 5)]), true);
-        pending.insert(span(10, 20), Uses::of([on(1, 2)]), true);
+        pending.insert(span(0, 10), StreamUses::of([on(1, 1), on(2, 5)]), true);
+        pending.insert(span(10, 20), StreamUses::of([on(1, 2)]), true);
         assert!(pending.has(StreamKey::new(2)) && !pending.has(StreamKey::new(3)));
         assert_eq!(pending.complete(StreamKey::new(1), 1), []);
         assert_eq!(pending.complete(StreamKey::new(2), 4), []);

@@ -9,66 +9,46 @@
 
 use std::collections::BTreeMap;
 
+use smallvec::SmallVec;
+
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::state::event::LaneNumber;
 use crate::state::region::{Placement, RegionState};
 use crate::state::region_index::BlockName;
-use crate::state::streams::{StreamKey, Streams};
-use crate::types::region::Region;
+use crate::state::streams::{StreamKey, StreamTable};
+use crate::types::Region;
 
 /// The maximum number of streams that a raw block remembers. With one more, the block counts as
 /// used by any stream. Twice the 32 streams that PyTorch has in a pool.
 const USERS_MAX: usize = 64;
 
-/// The streams that use a raw block: two words, because most blocks have one stream.
-#[derive(Debug)]
-pub(crate) struct Users {
-    /// The stream that the block was allocated on; [`StreamKey::CONTEXT`] if any stream may use it.
-    first: StreamKey,
-    /// The other streams, each once.
-    others: Option<Box<Others>>,
-}
-
+/// The streams that use a raw block, each once; none if any stream may use it. One takes no memory
+/// of its own.
 #[derive(Debug, Default)]
-struct Others(Vec<StreamKey>);
+pub(crate) struct Users(SmallVec<[StreamKey; 1]>);
 
 impl Users {
-    /// The users of a block that any stream may use.
-    pub(crate) const ANY: Self = Self { first: StreamKey::CONTEXT, others: None };
-
     fn of(first: Option<StreamKey>) -> Self {
-        Self { first: first.unwrap_or(StreamKey::CONTEXT), others: None }
+        Self(first.into_iter().collect())
     }
 
     /// Adds a stream. Returns `true` if it was unknown; for a block that any stream may use, none
     /// is.
     fn add(&mut self, stream: StreamKey) -> bool {
-        if self.first == StreamKey::CONTEXT || self.first == stream {
+        if self.0.is_empty() || self.0.contains(&stream) {
             return false;
         }
-        let others = &mut self.others.get_or_insert_default().0;
-        if others.contains(&stream) {
-            return false;
-        }
-        if others.len() + 1 < USERS_MAX {
-            others.push(stream);
+        if self.0.len() < USERS_MAX {
+            self.0.push(stream);
         } else {
-            *self = Self::ANY;
+            self.0.clear();
         }
         true
     }
 
-    /// Calls `act` with the streams; with none if they are unknown.
-    pub(crate) fn with<T>(&self, act: impl FnOnce(&[StreamKey]) -> T) -> T {
-        match &self.others {
-            _ if self.first == StreamKey::CONTEXT => act(&[]),
-            None => act(&[self.first]),
-            Some(others) => {
-                let all: Vec<_> =
-                    [self.first].into_iter().chain(others.0.iter().copied()).collect();
-                act(&all)
-            }
-        }
+    /// Returns the streams; none if they are unknown.
+    pub(crate) fn streams(&self) -> &[StreamKey] {
+        &self.0
     }
 }
 
@@ -94,7 +74,7 @@ impl RawUser {
     }
 
     /// Returns the stream, which is known from here on.
-    pub(crate) fn stream(self, streams: &mut Streams) -> Option<StreamKey> {
+    pub(crate) fn stream(self, streams: &mut StreamTable) -> Option<StreamKey> {
         match self {
             Self::Lane(stream, _) => stream,
             Self::Guest(handle) => Some(streams.key_of(handle)),
@@ -120,9 +100,9 @@ impl RawUse {
         stream.is_none_or(|stream| self.users.add(stream))
     }
 
-    /// Calls `act` with the streams that the block counts as a guest of.
-    pub(crate) fn with_guests<T>(&self, act: impl FnOnce(&[StreamKey]) -> T) -> T {
-        self.users.with(|streams| act(if self.is_guest { streams } else { &[] }))
+    /// Returns the streams that the block counts as a guest of.
+    pub(crate) fn guests(&self) -> &[StreamKey] {
+        if self.is_guest { self.users.streams() } else { &[] }
     }
 }
 
@@ -201,25 +181,21 @@ impl RawBlocks {
 mod tests {
     use super::*;
 
-    fn listed(users: &Users) -> Vec<StreamKey> {
-        users.with(<[_]>::to_vec)
-    }
-
     #[test]
     fn a_block_knows_each_stream_once_and_beyond_the_most_it_is_any_streams() {
         let key = StreamKey::new;
         let mut users = Users::of(Some(key(1)));
-        assert_eq!(listed(&users), [key(1)]);
+        assert_eq!(users.streams(), [key(1)]);
         assert!(!users.add(key(1)));
         for number in 2..=USERS_MAX as u64 {
             assert!(users.add(key(number)) && !users.add(key(number)));
         }
         let all: Vec<_> = (1..=USERS_MAX as u64).map(key).collect();
-        assert_eq!(listed(&users), all);
+        assert_eq!(users.streams(), all);
         assert!(!users.add(key(7)), "known");
         assert!(users.add(key(1_000)));
-        assert_eq!(listed(&users), []);
+        assert_eq!(users.streams(), []);
         assert!(!users.add(key(1_001)), "any stream already");
-        assert_eq!(listed(&Users::of(None)), []);
+        assert_eq!(Users::of(None).streams(), []);
     }
 }

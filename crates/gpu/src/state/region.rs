@@ -10,15 +10,14 @@
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span, StaleBlock};
 use crate::state::backing::Backing;
-use crate::state::cached::CacheCounts;
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::granules::Leave;
-use crate::state::pending::{Claim, Pending, Uses};
-use crate::state::pins::Pins;
+use crate::state::moves::Pins;
+use crate::state::pending::{Dependencies, Pending, StreamUses};
 use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{Cursor, Run};
 use crate::state::streams::StreamKey;
-pub(crate) use crate::types::region::Region;
+pub(crate) use crate::types::Region;
 use crate::types::snapshot::RegionSnapshot;
 use lowtide_core::bytes::ByteSize;
 
@@ -68,13 +67,13 @@ pub(crate) struct AllocRequest {
     /// The size that the caller requested.
     pub(crate) requested: u64,
     /// The origin of the request.
-    pub(crate) origin: Origin,
+    pub(crate) origin: RequestOrigin,
 }
 
 impl AllocRequest {
     /// Returns the same request with another origin.
     #[inline]
-    pub(crate) const fn by(self, origin: Origin) -> Self {
+    pub(crate) const fn by(self, origin: RequestOrigin) -> Self {
         Self { origin, ..self }
     }
 
@@ -86,7 +85,7 @@ impl AllocRequest {
         }
         let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
         let (align, requested) = (align.get(), bytes.get());
-        Some(Self { size, align, requested, origin: Origin::BUFFER })
+        Some(Self { size, align, requested, origin: RequestOrigin::BUFFER })
     }
 }
 
@@ -186,7 +185,7 @@ impl RegionState {
         wanted: AllocRequest,
         search: Search,
         taker: Option<StreamKey>,
-    ) -> Option<(Placement, Claim)> {
+    ) -> Option<(Placement, Dependencies)> {
         let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
@@ -270,9 +269,9 @@ impl RegionState {
     }
 
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
-    fn claim(&mut self, span: Span) -> Claim {
+    fn claim(&mut self, span: Span) -> Dependencies {
         if self.pending.bytes() == 0 {
-            return Claim::default();
+            return Dependencies::default();
         }
         let taken = self.pending.take(span);
         for (left, right) in taken.cuts {
@@ -291,7 +290,7 @@ impl RegionState {
     /// Records a touched span as pending, joined with its neighbours of the same uses. A segment of
     /// a driver without virtual memory has no neighbours.
     #[inline(never)]
-    fn defer(&mut self, span: Span, uses: Uses) {
+    fn defer(&mut self, span: Span, uses: StreamUses) {
         let gone = self.pending.insert(span, uses, !self.segment.is_whole());
         for (left, right) in gone.into_iter().flatten() {
             self.border_parts(left, right, |segment, left, right, both| {
@@ -327,7 +326,7 @@ impl RegionState {
 
     /// Frees a block's span, immediately or when its uses are complete. Returns `true` if granules
     /// became idle.
-    fn free_or_defer(&mut self, span: Span, uses: Uses) -> bool {
+    fn free_or_defer(&mut self, span: Span, uses: StreamUses) -> bool {
         if uses.is_empty() {
             return self.segment.untouch(span);
         }
@@ -356,7 +355,7 @@ impl RegionState {
     pub(crate) fn cancel_placement(
         &mut self,
         placed: Placement,
-        parts: impl IntoIterator<Item = (Span, Uses)>,
+        parts: impl IntoIterator<Item = (Span, StreamUses)>,
     ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.end_operation(placed.id);
@@ -372,7 +371,11 @@ impl RegionState {
     }
 
     /// Frees a live block with these uses. Returns `true` if granules became idle.
-    pub(crate) fn release(&mut self, placed: Placement, uses: Uses) -> Result<bool, StaleBlock> {
+    pub(crate) fn release(
+        &mut self,
+        placed: Placement,
+        uses: StreamUses,
+    ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
@@ -387,7 +390,7 @@ impl RegionState {
         &mut self,
         placed: Placement,
         requested: u64,
-        uses: Uses,
+        uses: StreamUses,
     ) -> Result<Option<Placement>, StaleBlock> {
         let placed = self.refreshed(placed);
         let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
@@ -496,6 +499,11 @@ impl RegionState {
         spans.map(|span| self.segment.bare_bytes(span)).sum()
     }
 
+    /// Returns `true` if the contents of a block were lost.
+    pub(crate) fn has_lost(&self) -> bool {
+        self.pins.lost().next().is_some()
+    }
+
     /// Returns the live spans without an order, in less time.
     pub(crate) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
         self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))
@@ -551,7 +559,7 @@ impl RegionState {
         self.pins.end_operation(room.id);
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
-        debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
+        debug_assert!(traded, "of one size, or neighbours");
         let (Ok(old), Ok(new)) = (old, self.index.span_of(id)) else { return false };
         let left = self.index.release(room.id);
         debug_assert_eq!(left.map(|left| left.size), Ok(room.span.size));
@@ -648,5 +656,58 @@ impl RegionState {
             self.live <= active || self.live - self.asleep() <= active,
             "no live block is bare"
         );
+    }
+}
+
+// Blocks in the caches of threads and lanes, as the state sees them: live, and counted by the
+// caches.
+//
+// The caches count their allocations and frees without the state's lock. A snapshot adds the
+// counts, and the state takes them over when a cache is dropped.
+
+/// The counts of a cache since the arena was opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CacheCounts {
+    /// The numbers of blocks handed out and put in. Blocks that later went from the cache to the
+    /// arena do not count.
+    pub(crate) allocs: u64,
+    pub(crate) frees: u64,
+    /// The bytes in the cache now, by region.
+    pub(crate) cached: [u64; 2],
+    /// The requested bytes of blocks handed out minus those of blocks put in, by region. Wraps.
+    pub(crate) requested: [u64; 2],
+}
+
+impl CacheCounts {
+    pub(crate) fn add(&mut self, other: Self) {
+        self.allocs += other.allocs;
+        self.frees += other.frees;
+        for region in Region::ALL.map(Region::number) {
+            self.cached[region] += other.cached[region];
+            let requested = &mut self.requested[region];
+            *requested = requested.wrapping_add(other.requested[region]);
+        }
+    }
+
+    /// Returns the bytes in the cache.
+    #[inline]
+    pub(crate) fn cached(&self) -> u64 {
+        self.cached.iter().sum()
+    }
+
+    /// Counts a block that was handed out.
+    #[inline]
+    pub(crate) fn went(&mut self, region: Region, size: u64, requested: u64) {
+        self.cached[region.number()] -= size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_add(requested);
+    }
+
+    /// Counts a block that was put in.
+    #[inline]
+    pub(crate) fn came(&mut self, region: Region, placed: &Placement) {
+        self.cached[region.number()] += placed.span.size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_sub(placed.requested);
     }
 }

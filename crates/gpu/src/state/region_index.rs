@@ -11,7 +11,7 @@
 //! Invariants: large range, wall and small range tile `[0, span)`; an id always refers to one
 //! range.
 
-use crate::index::{BlockId, BlockIndex, End, ExchangeError, Request, Span, StaleBlock};
+use crate::index::{BlockId, BlockIndex, End, Request, Span, StaleBlock};
 
 /// The small range gets one in this many addresses.
 const SMALL_PART: u64 = 9;
@@ -172,16 +172,9 @@ impl RegionIndex {
     }
 
     /// Like [`BlockIndex::exchange`], for two blocks of one range.
-    pub(crate) fn exchange(
-        &mut self,
-        name: BlockName,
-        other: BlockName,
-    ) -> Result<(), ExchangeError> {
-        if name.end() != other.end() {
-            let (left, right) = (self.span_of(name)?, self.span_of(other)?);
-            return Err(ExchangeError::Unlike { left, right });
-        }
-        self.at_end_mut(name.end()).0.exchange(name.id(), other.id())
+    pub(crate) fn exchange(&mut self, name: BlockName, other: BlockName) -> bool {
+        let end = name.end();
+        end == other.end() && self.at_end_mut(end).0.exchange(name.id(), other.id())
     }
 
     /// Returns the bytes of all live blocks.
@@ -282,7 +275,7 @@ mod tests {
         let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
         let (small, _) = ranges.take(request(512, End::High), |_| 0).expect("room");
         let (large, _) = ranges.take(request(512, End::Low), |_| 0).expect("room");
-        assert!(matches!(ranges.exchange(small, large), Err(ExchangeError::Unlike { .. })));
+        assert!(!ranges.exchange(small, large));
         let small = ranges.release(small).expect("live");
         assert!(small.offset > 64 * GRANULE && ranges.take_at(small).is_some());
         ranges.validate();

@@ -19,7 +19,7 @@ use smallvec::SmallVec;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Granules, Leave, Missing, Word};
+use crate::state::granules::{Granules, Leave, MissingGranules, Word};
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -88,7 +88,7 @@ impl Cursor {
 }
 
 /// The granules that a block covers.
-struct Cover {
+struct GranuleCover {
     /// Granules that the block covers in part, and may share.
     partly: [Option<usize>; 2],
     /// Granules that the block covers wholly.
@@ -209,14 +209,14 @@ impl Segment {
     }
 
     /// Returns what the span lacks to be committed.
-    pub(crate) fn missing(&self, span: Span) -> Missing {
+    pub(crate) fn missing(&self, span: Span) -> MissingGranules {
         let range = self.granules_of(span);
         if range.end <= self.middle {
             return self.low.missing(range); // as most
         }
         let [low, high] = self.parts(range);
         let (low, high) = (self.low.missing(low), self.high.missing(high));
-        Missing {
+        MissingGranules {
             granules: low.granules + high.granules,
             is_moving: low.is_moving || high.is_moving,
         }
@@ -516,12 +516,12 @@ impl Segment {
         granule(span.offset)..granule(span.end() + (self.granularity - 1))
     }
 
-    fn cover_of(&self, span: Span) -> Cover {
+    fn cover_of(&self, span: Span) -> GranuleCover {
         let Range { mut start, mut end } = self.granules_of(span);
         let mask = self.granularity - 1;
         let (cut_low, cut_high) = (span.offset & mask != 0, span.end() & mask != 0);
         if end - start == 1 && (cut_low || cut_high) {
-            return Cover { partly: [Some(start), None], wholly: 0..0 };
+            return GranuleCover { partly: [Some(start), None], wholly: 0..0 };
         }
         let mut partly = [None; 2];
         if cut_low {
@@ -532,7 +532,7 @@ impl Segment {
             end -= 1;
             partly[1] = Some(end);
         }
-        Cover { partly, wholly: start..end }
+        GranuleCover { partly, wholly: start..end }
     }
 
     /// Returns the parts of a range in the two halves, counted as each half counts.
@@ -625,7 +625,7 @@ mod tests {
 
     /// Checks that a span lacks what its granules lack together.
     fn check_missing(segment: &Segment, of: Span) {
-        let mut sum = Missing::default();
+        let mut sum = MissingGranules::default();
         for granule in segment.granules_of(of) {
             let one =
                 segment.missing(span(granule as u64 * GRANULE, (granule as u64 + 1) * GRANULE));
@@ -743,10 +743,10 @@ mod tests {
         let (head, tail) = (span(all.offset, middle.offset), span(middle.end(), all.end()));
         segment.touch(head);
         segment.touch(tail);
-        assert_eq!(segment.missing(all), Missing { granules: 5, is_moving: false });
+        assert_eq!(segment.missing(all), MissingGranules { granules: 5, is_moving: false });
         let runs = segment.begin_commit(all, 0, 1);
         assert_eq!(runs[..], [Run::of(&(0..2)), Run::of(&(3..6))]);
-        assert_eq!(segment.missing(all), Missing { granules: 0, is_moving: true });
+        assert_eq!(segment.missing(all), MissingGranules { granules: 0, is_moving: true });
         assert!(segment.missing(middle).is_nothing());
         segment.end_commit(runs[0], true);
         segment.end_commit(runs[1], false);

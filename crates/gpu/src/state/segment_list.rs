@@ -27,11 +27,11 @@ struct PieceEntry {
     size: u64,
     /// The block that holds the offsets in the index; `None` if blocks may use them.
     hold: Option<BlockName>,
-    piece: Option<Piece>,
+    piece: Option<PieceMemory>,
 }
 
 #[derive(Debug)]
-struct Piece {
+struct PieceMemory {
     at: DeviceAddress,
     state: PieceState,
     /// The number of live, pending or arriving spans in the piece.
@@ -49,7 +49,7 @@ enum PieceState {
     Leaving,
 }
 
-impl Piece {
+impl PieceMemory {
     fn is_idle(&self) -> bool {
         self.state == PieceState::Committed && self.touched == 0
     }
@@ -163,7 +163,7 @@ impl SegmentList {
         self.remove(index, wall.offset);
         self.put_wall(index, Span { offset: wall.offset, size: span.offset - wall.offset });
         self.put_wall(index, Span { offset: span.end(), size: wall.end() - span.end() });
-        let piece = Piece {
+        let piece = PieceMemory {
             at: DeviceAddress::new(0),
             state: PieceState::Committing,
             touched: 0,
@@ -201,8 +201,9 @@ impl SegmentList {
         if bytes == 0 {
             return None;
         }
-        let may_leave =
-            |piece: &Piece| piece.is_idle() && ages.is_none_or(|ages| ages.is_over(piece.stamp));
+        let may_leave = |piece: &PieceMemory| {
+            piece.is_idle() && ages.is_none_or(|ages| ages.is_over(piece.stamp))
+        };
         let idle = self.pieces().filter(|(_, piece)| may_leave(piece)).map(|(span, _)| span);
         let span = idle.min_by_key(|span| {
             let is_short = span.size < bytes;
@@ -342,21 +343,21 @@ impl SegmentList {
         if is_needed { self.granularity } else { 0 }
     }
 
-    fn pieces(&self) -> impl Iterator<Item = (Span, &Piece)> {
+    fn pieces(&self) -> impl Iterator<Item = (Span, &PieceMemory)> {
         self.entries.iter().filter_map(|(&offset, entry)| {
             Some((Span { offset, size: entry.size }, entry.piece.as_ref()?))
         })
     }
 
     /// Returns the piece that an offset lies in.
-    fn find(&self, offset: u64) -> Option<(Span, &Piece)> {
+    fn find(&self, offset: u64) -> Option<(Span, &PieceMemory)> {
         let (&start, entry) = self.entries.range(..=offset).next_back()?;
         let span = Span { offset: start, size: entry.size };
         entry.piece.as_ref().filter(|_| offset < span.end()).map(|piece| (span, piece))
     }
 
     /// Returns the piece that an offset lies in, and its size.
-    fn piece_mut(&mut self, offset: u64) -> Option<(u64, &mut Piece)> {
+    fn piece_mut(&mut self, offset: u64) -> Option<(u64, &mut PieceMemory)> {
         let found = self.entries.range_mut(..=offset).next_back();
         let found = found.filter(|(start, entry)| offset - **start < entry.size);
         let found = found.and_then(|(_, entry)| Some((entry.size, entry.piece.as_mut()?)));
@@ -372,7 +373,7 @@ impl SegmentList {
     }
 
     /// Puts an entry into a span, and takes the span's offsets, which are free.
-    fn put(&mut self, index: &mut RegionIndex, span: Span, piece: Option<Piece>) {
+    fn put(&mut self, index: &mut RegionIndex, span: Span, piece: Option<PieceMemory>) {
         let hold = index.take_at(span);
         debug_assert!(hold.is_some(), "{span:?} is free");
         self.held += span.size;

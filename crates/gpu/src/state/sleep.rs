@@ -7,19 +7,20 @@
 //! Invariants: `leases > 0 => awake or draining`; one operation at a time suspends or resumes the
 //! arena; an operation that waits for a wake gets its result, and one wake serves all that wait.
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::Duration;
 
-use crate::driver::{DeviceAddress, StoreSpan, StreamHandle};
+use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle};
 use crate::state::backing::Backing;
 use crate::state::segment::Run;
-use crate::state::stores::{IdleStores, Store, store_max, store_size};
 use crate::state::streams::StreamKey;
+use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::region::Region;
 use crate::types::sleep::{HostBudget, SleepConfig, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
@@ -27,7 +28,7 @@ use lowtide_core::decay::DecayTime;
 
 /// The phase of an arena between awake and asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum SleepPhase {
     #[default]
     Awake,
     /// Waiting for leases. The number identifies the drain.
@@ -55,14 +56,14 @@ pub(crate) type StoredCopy = (DeviceAddress, StoreSpan);
 /// Saved contents.
 pub(crate) struct Saved {
     pub(crate) runs: Vec<SavedRun>,
-    pub(crate) stores: Vec<Store>,
+    pub(crate) stores: Vec<SleepStore>,
 }
 
 /// The sleep state of an arena.
 #[derive(Default)]
 pub(crate) struct Sleep {
     pub(crate) config: SleepConfig,
-    pub(crate) phase: Phase,
+    pub(crate) phase: SleepPhase,
     /// The number of drains begun.
     drains: u64,
     /// Rings when the last lease is dropped or the drain is cancelled.
@@ -86,7 +87,7 @@ pub(crate) struct Sleep {
     /// The contents of sleeping blocks.
     pub(crate) saved: Option<Saved>,
     /// The stores without contents.
-    pub(crate) idle: IdleStores,
+    pub(crate) idle: SleepStores,
     /// The number of times that copies were begun on the stream, and the last of these whose end
     /// the host has seen.
     copying: u64,
@@ -119,22 +120,22 @@ impl Sleep {
 
     pub(crate) const fn state(&self) -> SleepState {
         match self.phase {
-            Phase::Awake => SleepState::Awake,
-            Phase::Draining(_) | Phase::Suspending => SleepState::Draining,
-            Phase::Asleep => SleepState::Asleep,
-            Phase::Waking => SleepState::Waking,
+            SleepPhase::Awake => SleepState::Awake,
+            SleepPhase::Draining(_) | SleepPhase::Suspending => SleepState::Draining,
+            SleepPhase::Asleep => SleepState::Asleep,
+            SleepPhase::Waking => SleepState::Waking,
         }
     }
 
     /// Returns `true` if the arena may use and hand out memory.
     #[inline]
     pub(crate) const fn is_open(&self) -> bool {
-        matches!(self.phase, Phase::Awake | Phase::Draining(_))
+        matches!(self.phase, SleepPhase::Awake | SleepPhase::Draining(_))
     }
 
     /// Returns `true` if blocks may be moved.
     pub(crate) fn is_awake(&self) -> bool {
-        self.phase == Phase::Awake
+        self.phase == SleepPhase::Awake
     }
 
     /// Returns `true` if an operation or future waits for the arena to be awake.
@@ -144,24 +145,24 @@ impl Sleep {
 
     /// Begins to wait for leases if the arena is awake. Returns the drain's number.
     pub(crate) fn begin_drain(&mut self) -> Option<u64> {
-        if self.phase != Phase::Awake {
+        if self.phase != SleepPhase::Awake {
             return None;
         }
         self.drains += 1;
-        self.phase = Phase::Draining(self.drains);
+        self.phase = SleepPhase::Draining(self.drains);
         self.bell = Some(Bell::new());
         Some(self.drains)
     }
 
     /// Ends the wait for leases. The waiting operation itself calls this, so no bell is rung.
-    pub(crate) fn end_drain(&mut self, phase: Phase) {
+    pub(crate) fn end_drain(&mut self, phase: SleepPhase) {
         (self.phase, self.bell) = (phase, None);
     }
 
     /// Cancels a drain, if there is one, because the arena is used.
     fn cancel_drain(&mut self) {
-        if matches!(self.phase, Phase::Draining(_)) {
-            self.phase = Phase::Awake;
+        if matches!(self.phase, SleepPhase::Draining(_)) {
+            self.phase = SleepPhase::Awake;
             if let Some(bell) = self.bell.take() {
                 bell.ring();
             }
@@ -188,9 +189,9 @@ impl Sleep {
     /// Ends a sleep or a wake, or an attempt. The caller calls the returned wakers with the lock
     /// released.
     #[must_use]
-    pub(crate) fn finish(&mut self, phase: Phase) -> Vec<Waker> {
+    pub(crate) fn finish(&mut self, phase: SleepPhase) -> Vec<Waker> {
         self.phase = phase;
-        self.is_quiet = phase == Phase::Asleep;
+        self.is_quiet = phase == SleepPhase::Asleep;
         self.is_queueing = false;
         std::mem::take(&mut self.wakers).into_values().collect()
     }
@@ -253,7 +254,7 @@ impl Sleep {
     pub(crate) fn due(&self) -> Option<Moment> {
         let idle_since = self.left_at + self.config.idle_after?;
         let due = idle_since.max(self.awake_since + self.config.min_awake);
-        (self.phase == Phase::Awake).then(|| due.max(self.not_before))
+        (self.phase == SleepPhase::Awake).then(|| due.max(self.not_before))
     }
 
     /// Keeps the arena from falling asleep by itself before this time.
@@ -298,7 +299,7 @@ impl Sleep {
     /// Returns the time at which the last idle store is to be released, if blocks of this size are
     /// live; never during a wake.
     pub(crate) fn store_due(&self, need: ByteSize, decay: DecayTime) -> Moment {
-        if self.phase == Phase::Waking {
+        if self.phase == SleepPhase::Waking {
             return Moment::NEVER;
         }
         self.idle.due(self.config.stores_max, need, decay)
@@ -322,7 +323,7 @@ impl fmt::Debug for Sleep {
 
 impl Saved {
     /// Takes out the stores without contents.
-    pub(crate) fn take_surplus(&mut self) -> Vec<Store> {
+    pub(crate) fn take_surplus(&mut self) -> Vec<SleepStore> {
         let used = self.runs.iter().map(|run| run.store + 1).max().unwrap_or(0);
         self.stores.split_off(used.min(self.stores.len()))
     }
@@ -412,6 +413,142 @@ pub(crate) fn lay_out(
     (saved, missing.collect())
 }
 
+// Stores: host memory for the contents of sleeping blocks, and those that hold none.
+//
+// A store becomes idle when the arena has woken, or when it was prepared for a sleep. The next
+// sleep takes the idle stores. This module decides how many stay until then, and makes no call.
+//
+// Invariant: a store is idle, holds saved contents, or is held by the operation that creates or
+// releases it; its reservation stays as long as the store.
+
+/// The maximum size of a store, if a granule is no larger.
+const STORE_MAX: ByteSize = ByteSize::gib(1);
+
+/// The time after a wake in which no store is released, so that the work of the caller that woke
+/// the arena starts before releases keep the driver busy. A guess.
+const QUIET_AFTER_WAKE: Duration = Duration::from_millis(100);
+
+/// A reservation with the host budget, released when it is dropped.
+pub(crate) type HostReservation = Box<dyn Any + Send>;
+
+/// Host memory for contents.
+pub(crate) struct SleepStore {
+    pub(crate) handle: HostStore,
+    pub(crate) size: ByteSize,
+    /// Dropped after the store is released, by code that may call the budget.
+    pub(crate) reservation: Option<HostReservation>,
+}
+
+/// The stores without contents.
+#[derive(Default)]
+pub(crate) struct SleepStores {
+    stores: Vec<SleepStore>,
+    /// The last time at which stores became idle, or the arena woke.
+    since: Moment,
+    /// The bytes prepared for the next sleep, which may be more than the limit.
+    prepared: ByteSize,
+    is_preparing: bool,
+}
+
+impl SleepStores {
+    /// Adds stores.
+    pub(crate) fn put(&mut self, stores: Vec<SleepStore>, now: Moment) {
+        if self.stores.is_empty() {
+            self.stores = stores;
+        } else {
+            self.stores.extend(stores);
+        }
+        self.since = now;
+    }
+
+    /// Takes all stores.
+    pub(crate) fn take(&mut self) -> Vec<SleepStore> {
+        std::mem::take(&mut self.stores)
+    }
+
+    /// Takes the last store.
+    pub(crate) fn pop(&mut self) -> Option<SleepStore> {
+        self.stores.pop()
+    }
+
+    /// Returns the bytes of all stores.
+    pub(crate) fn bytes(&self) -> ByteSize {
+        self.stores.iter().map(|store| store.size).sum()
+    }
+
+    /// Records the end of a wake, which has used what was prepared.
+    pub(crate) const fn end_wake(&mut self, now: Moment) {
+        (self.since, self.prepared) = (now, ByteSize::ZERO);
+    }
+
+    /// Begins to prepare stores for a sleep that keeps this much. Returns the sizes of the stores
+    /// to create; `None` if another operation prepares stores.
+    pub(crate) fn begin_prepare(
+        &mut self,
+        kept: ByteSize,
+        granularity: ByteSize,
+    ) -> Option<Vec<ByteSize>> {
+        if std::mem::replace(&mut self.is_preparing, true) {
+            return None;
+        }
+        self.prepared = kept;
+        let usable = |store: &SleepStore| store.size.get() / granularity.get() * granularity.get();
+        let mut missing = kept.get().saturating_sub(self.stores.iter().map(usable).sum());
+        let most = store_max(granularity);
+        let mut sizes = Vec::new();
+        while missing > 0 {
+            let size = missing.min(most.get());
+            missing -= size;
+            sizes.push(store_size(ByteSize::new(size)));
+        }
+        Some(sizes)
+    }
+
+    /// Ends the preparation.
+    pub(crate) const fn end_prepare(&mut self) {
+        self.is_preparing = false;
+    }
+
+    /// Records that no sleep uses what was prepared: only the limit counts from here on.
+    pub(crate) const fn unprepare(&mut self) {
+        self.prepared = ByteSize::ZERO;
+    }
+
+    /// Returns `true` if there is more than this limit and what was prepared.
+    pub(crate) fn is_over(&self, stores_max: ByteSize) -> bool {
+        self.bytes() > stores_max.max(self.prepared)
+    }
+
+    /// Returns the time at which the last store is to be released, with this limit, and if blocks
+    /// of this size are live: soon if there is more than the limit, after the decay time if it is
+    /// not needed.
+    pub(crate) fn due(&self, stores_max: ByteSize, need: ByteSize, decay: DecayTime) -> Moment {
+        let Some(last) = self.stores.last() else { return Moment::NEVER };
+        let soon = self.since + QUIET_AFTER_WAKE;
+        if self.is_over(stores_max) {
+            return soon;
+        }
+        let is_needed = self.bytes().saturating_sub(last.size) < need;
+        match decay {
+            DecayTime::AtOnce if !is_needed => soon,
+            DecayTime::Within(time) if !is_needed => soon.max(self.since + time),
+            _ => Moment::NEVER,
+        }
+    }
+}
+
+/// Returns the maximum size of a store: 1 GiB, or a granule, so that no single allocation is as
+/// large as the device.
+pub(crate) const fn store_max(granularity: ByteSize) -> ByteSize {
+    let granules = STORE_MAX.get() / granularity.get();
+    ByteSize::new(if granules > 1 { granules } else { 1 } * granularity.get())
+}
+
+/// Returns the size of a store for contents of this size.
+pub(crate) fn store_size(contents: ByteSize) -> ByteSize {
+    contents.next_multiple_of(HOST_GRANULARITY).unwrap_or(contents)
+}
+
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
@@ -455,5 +592,44 @@ mod tests {
         assert_eq!(missing, [ByteSize::mib(10)]);
         let (saved, missing) = of(&[ByteSize::mib(20), ByteSize::mib(2)]);
         assert_eq!((places(&saved), missing), (vec![(0..10, 0)], Vec::new()));
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod store_tests {
+    use super::*;
+
+    fn idle(sizes: &[ByteSize]) -> SleepStores {
+        let store = |size| SleepStore { handle: HostStore::new(1), size, reservation: None };
+        let mut idle = SleepStores::default();
+        idle.put(sizes.iter().map(|size| store(*size)).collect(), Moment::ORIGIN);
+        idle
+    }
+
+    #[test]
+    fn what_is_prepared_is_what_the_idle_stores_lack() {
+        let mut idle = idle(&[ByteSize::mib(3)]);
+        let kept = ByteSize::new((2 << 30) + (4 << 20));
+        let sizes = idle.begin_prepare(kept, ByteSize::mib(2));
+        assert_eq!(sizes, Some(vec![ByteSize::gib(1), ByteSize::gib(1), ByteSize::mib(2)]));
+        assert_eq!(idle.begin_prepare(kept, ByteSize::mib(2)), None, "one at a time");
+        idle.end_prepare();
+        assert_eq!(idle.begin_prepare(ByteSize::mib(2), ByteSize::mib(2)), Some(Vec::new()));
+    }
+
+    #[test]
+    fn a_store_is_due_beyond_the_limit_soon_and_beyond_the_need_after_the_decay_time() {
+        let sizes = [ByteSize::mib(4), ByteSize::mib(2)];
+        let time = Duration::from_secs(10);
+        let due = |max: u64, need: u64| {
+            let (max, need) = (ByteSize::mib(max), ByteSize::mib(need));
+            idle(&sizes).due(max, need, DecayTime::Within(time))
+        };
+        assert_eq!(due(5, 6), Moment::ORIGIN + QUIET_AFTER_WAKE);
+        assert_eq!(due(6, 5), Moment::NEVER, "the last store has a part of the need");
+        assert_eq!(due(6, 4), Moment::ORIGIN + time);
+        let never = idle(&sizes).due(ByteSize::mib(6), ByteSize::ZERO, DecayTime::Never);
+        assert_eq!(never, Moment::NEVER);
+        assert_eq!(idle(&[]).due(ByteSize::ZERO, ByteSize::ZERO, DecayTime::AtOnce), Moment::NEVER);
     }
 }

@@ -34,7 +34,7 @@ impl StreamKey {
 /// A use of a block. It is complete when all work that the stream had at the end of the epoch is
 /// complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Use {
+pub(crate) struct StreamUse {
     pub(crate) stream: StreamKey,
     pub(crate) epoch: u64,
 }
@@ -42,7 +42,7 @@ pub(crate) struct Use {
 /// An event of the arena. An operation that got the event holds it until it releases it; the event
 /// is not recorded again before that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Event {
+pub(crate) struct StreamEvent {
     nth: usize,
     pub(crate) handle: EventHandle,
 }
@@ -61,7 +61,7 @@ pub(crate) enum Wait {
     /// The uses are complete, or already precede the next work of the asking stream.
     Nothing,
     /// Wait for this event, of that epoch.
-    For(Event, u64),
+    For(StreamEvent, u64),
     /// Wait for an event that is still to be recorded on the stream of the use. Its epoch is this
     /// one, which is closed now.
     Record(u64),
@@ -70,7 +70,7 @@ pub(crate) enum Wait {
 }
 
 #[derive(Debug)]
-struct Stream {
+struct StreamState {
     /// `None` for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
     lanes: usize,
@@ -86,19 +86,19 @@ struct Stream {
     /// The epoch of the last use.
     used: u64,
     /// The recorded events by epoch.
-    events: BTreeMap<u64, Event>,
+    events: BTreeMap<u64, StreamEvent>,
     /// For other streams, the epoch up to which their uses precede this stream's next work.
     after: BTreeMap<StreamKey, u64>,
 }
 
-impl Stream {
+impl StreamState {
     fn new(handle: Option<StreamHandle>) -> Self {
         let (events, after) = (BTreeMap::new(), BTreeMap::new());
         Self { handle, lanes: 0, guests: 0, exported: 0, open: 1, done: 0, used: 0, events, after }
     }
 }
 
-impl Stream {
+impl StreamState {
     const fn is_unused(&self) -> bool {
         self.lanes == 0 && self.guests == 0
     }
@@ -112,8 +112,8 @@ impl Stream {
 
 /// All streams of an arena.
 #[derive(Debug)]
-pub(crate) struct Streams {
-    known: BTreeMap<StreamKey, Stream>,
+pub(crate) struct StreamTable {
+    known: BTreeMap<StreamKey, StreamState>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
     /// The streams of which the program said that they capture a graph.
@@ -121,7 +121,7 @@ pub(crate) struct Streams {
     /// The number of operations that hold each event, by the event's number.
     holders: Vec<u32>,
     /// Events that are not recorded.
-    spare: Vec<Event>,
+    spare: Vec<StreamEvent>,
     /// When this many events are in use, they are queried before another one is created.
     crowd: usize,
 }
@@ -130,9 +130,9 @@ pub(crate) struct Streams {
 /// times the number of events that a service's lanes have in progress between two checks.
 const CROWD_MIN: usize = 64;
 
-impl Streams {
+impl StreamTable {
     pub(crate) fn new() -> Self {
-        let known = BTreeMap::from([(StreamKey::CONTEXT, Stream::new(None))]);
+        let known = BTreeMap::from([(StreamKey::CONTEXT, StreamState::new(None))]);
         let last = StreamKey::CONTEXT;
         Self {
             known,
@@ -157,7 +157,7 @@ impl Streams {
     pub(crate) fn key_of(&mut self, handle: StreamHandle) -> StreamKey {
         *self.by_handle.entry(handle).or_insert_with(|| {
             self.last = StreamKey(self.last.0 + 1);
-            self.known.insert(self.last, Stream::new(Some(handle)));
+            self.known.insert(self.last, StreamState::new(Some(handle)));
             self.last
         })
     }
@@ -180,7 +180,7 @@ impl Streams {
         self.known.get_mut(&key).into_iter().for_each(|stream| stream.guests += 1);
     }
 
-    /// Like [`Streams::leave`], for a guest.
+    /// Like [`StreamTable::leave`], for a guest.
     pub(crate) fn leave_guest(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
         stream.guests = stream.guests.saturating_sub(1);
@@ -189,7 +189,7 @@ impl Streams {
 
     /// Returns `true` if neither a lane nor a guest uses the stream.
     pub(crate) fn is_unused(&self, key: StreamKey) -> bool {
-        self.known.get(&key).is_some_and(Stream::is_unused)
+        self.known.get(&key).is_some_and(StreamState::is_unused)
     }
 
     /// Returns `true` if one of these streams captures a graph; without streams, if any does.
@@ -242,7 +242,7 @@ impl Streams {
 
     /// Forgets an ended stream without pending uses.
     pub(crate) fn forget(&mut self, key: StreamKey, is_pending: bool) {
-        let ended = |stream: &Stream| {
+        let ended = |stream: &StreamState| {
             stream.handle.is_none() && stream.exported == 0 && stream.done >= stream.used
         };
         if key != StreamKey::CONTEXT && !is_pending && self.known.get(&key).is_some_and(ended) {
@@ -257,18 +257,18 @@ impl Streams {
     }
 
     /// Returns a use that ends now, for a block that is being freed.
-    pub(crate) fn use_now(&mut self, key: StreamKey) -> Use {
+    pub(crate) fn use_now(&mut self, key: StreamKey) -> StreamUse {
         let is_there = self.handle(key).is_some();
         let stream = if is_there { key } else { StreamKey::CONTEXT };
         let epoch = self.known.get_mut(&stream).map_or(0, |stream| {
             stream.used = stream.open;
             stream.open
         });
-        Use { stream, epoch }
+        StreamUse { stream, epoch }
     }
 
     /// Returns `true` if a use is known to be complete.
-    pub(crate) fn is_done(&self, of: Use) -> bool {
+    pub(crate) fn is_done(&self, of: StreamUse) -> bool {
         self.known.get(&of.stream).is_none_or(|stream| stream.done >= of.epoch)
     }
 
@@ -290,7 +290,7 @@ impl Streams {
     }
 
     /// Returns the way to order `taker`, or the host, after a use.
-    pub(crate) fn how(&mut self, of: Use, taker: Option<StreamKey>) -> Wait {
+    pub(crate) fn how(&mut self, of: StreamUse, taker: Option<StreamKey>) -> Wait {
         if taker == Some(of.stream) {
             return Wait::Nothing;
         }
@@ -317,7 +317,7 @@ impl Streams {
     }
 
     /// Records that an event was recorded after its epoch was closed.
-    pub(crate) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Event) {
+    pub(crate) fn recorded(&mut self, key: StreamKey, epoch: u64, event: StreamEvent) {
         match self.known.get_mut(&key) {
             Some(stream) if stream.done < epoch => {
                 stream.events.insert(epoch, event);
@@ -344,20 +344,20 @@ impl Streams {
     }
 
     /// Closes the current epoch of every stream: memory freed until now belongs to closed epochs.
-    pub(crate) fn close_all(&mut self) -> Vec<Use> {
-        let close = |(&stream, of): (&StreamKey, &mut Stream)| {
+    pub(crate) fn close_all(&mut self) -> Vec<StreamUse> {
+        let close = |(&stream, of): (&StreamKey, &mut StreamState)| {
             of.open += 1;
-            Use { stream, epoch: of.open - 1 }
+            StreamUse { stream, epoch: of.open - 1 }
         };
         self.known.iter_mut().map(close).collect()
     }
 
     /// Returns the first recorded event, of any stream, that is not known to be complete, and holds
     /// it.
-    pub(crate) fn waiting(&mut self) -> Option<(Use, Event)> {
-        let first = |(&stream, of): (&StreamKey, &Stream)| {
+    pub(crate) fn waiting(&mut self) -> Option<(StreamUse, StreamEvent)> {
+        let first = |(&stream, of): (&StreamKey, &StreamState)| {
             let (&epoch, &event) = of.events.first_key_value()?;
-            Some((Use { stream, epoch }, event))
+            Some((StreamUse { stream, epoch }, event))
         };
         let (of, event) = self.known.iter().find_map(first)?;
         self.holders[event.nth] += 1;
@@ -376,7 +376,7 @@ impl Streams {
         stream: StreamKey,
         epochs: Range<u64>,
         pick: Pick,
-    ) -> Option<(u64, Event)> {
+    ) -> Option<(u64, StreamEvent)> {
         let mut events = self.known.get(&stream)?.events.range(epochs.clone());
         let (&epoch, &event) = match pick {
             Pick::First => events.next(),
@@ -391,13 +391,13 @@ impl Streams {
     }
 
     /// Adds an event that was created. The creating operation holds it.
-    pub(crate) fn add_event(&mut self, handle: EventHandle) -> Event {
+    pub(crate) fn add_event(&mut self, handle: EventHandle) -> StreamEvent {
         self.holders.push(1);
-        Event { nth: self.holders.len() - 1, handle }
+        StreamEvent { nth: self.holders.len() - 1, handle }
     }
 
     /// Releases an event that an operation holds.
-    pub(crate) fn release_event(&mut self, event: Event) {
+    pub(crate) fn release_event(&mut self, event: StreamEvent) {
         self.holders[event.nth] -= 1;
     }
 
@@ -424,7 +424,7 @@ impl Streams {
     fn next_after(
         &self,
         after: Option<StreamKey>,
-        is_wanted: impl Fn(&Stream) -> bool,
+        is_wanted: impl Fn(&StreamState) -> bool,
     ) -> Option<StreamKey> {
         let from = after.map_or(Bound::Unbounded, Bound::Excluded);
         let mut later = self.known.range((from, Bound::Unbounded));
@@ -432,7 +432,7 @@ impl Streams {
     }
 
     /// Returns an event that no operation holds, to be recorded again, and holds it.
-    pub(crate) fn spare(&mut self) -> Option<Event> {
+    pub(crate) fn spare(&mut self) -> Option<StreamEvent> {
         let at = self.spare.iter().position(|event| self.holders[event.nth] == 0)?;
         let event = self.spare.swap_remove(at);
         self.holders[event.nth] += 1;
@@ -440,7 +440,7 @@ impl Streams {
     }
 
     /// Returns an event that was not recorded.
-    pub(crate) fn put_back(&mut self, event: Event) {
+    pub(crate) fn restore(&mut self, event: StreamEvent) {
         self.release_event(event);
         self.spare.push(event);
     }
@@ -455,13 +455,13 @@ impl Streams {
 
     /// Returns `true` if an event proves the end of some use, or will once it is recorded.
     pub(crate) fn is_provable(&self) -> bool {
-        let marks = |stream: &Stream| stream.handle.is_some() && stream.is_unmarked();
+        let marks = |stream: &StreamState| stream.handle.is_some() && stream.is_unmarked();
         self.known.values().any(|stream| !stream.events.is_empty() || marks(stream))
     }
 
     /// Returns the next stream after one whose uses no event covers yet, including the context.
     pub(crate) fn next_unmarked(&self, after: Option<StreamKey>) -> Option<StreamKey> {
-        self.next_after(after, Stream::is_unmarked)
+        self.next_after(after, StreamState::is_unmarked)
     }
 
     /// Counts all work of every stream until now as uses of memory.
@@ -479,10 +479,10 @@ impl Streams {
 
     /// Returns the last use of every stream that is not known to be complete, except those of
     /// unknown streams.
-    pub(crate) fn unfinished(&self) -> impl Iterator<Item = Use> {
+    pub(crate) fn unfinished(&self) -> impl Iterator<Item = StreamUse> {
         let known = self.known.iter().filter(|(stream, _)| **stream != StreamKey::CONTEXT);
         let unfinished = known.filter(|(_, of)| of.used > of.done);
-        unfinished.map(|(&stream, of)| Use { stream, epoch: of.used })
+        unfinished.map(|(&stream, of)| StreamUse { stream, epoch: of.used })
     }
 
     /// Checks the invariants.
@@ -504,7 +504,7 @@ impl Streams {
 mod tests {
     use super::*;
 
-    impl Streams {
+    impl StreamTable {
         /// Returns the number of known streams.
         fn count(&self) -> usize {
             self.known.len() - 1
@@ -513,7 +513,7 @@ mod tests {
 
     #[test]
     fn one_event_serves_all_epochs_before_it_and_is_used_again() {
-        let mut streams = Streams::new();
+        let mut streams = StreamTable::new();
         let (one, two) = (StreamHandle::new(11), StreamHandle::new(22));
         let (a, b) = (streams.enter(one), streams.enter(two));
         let first = streams.use_now(a);
@@ -540,7 +540,7 @@ mod tests {
 
     #[test]
     fn a_stream_is_not_forgotten_while_a_call_is_made_with_its_handle() {
-        let mut streams = Streams::new();
+        let mut streams = StreamTable::new();
         let handle = StreamHandle::new(11);
         let key = streams.enter(handle);
         assert_eq!(streams.export(key), Some(handle));
@@ -557,7 +557,7 @@ mod tests {
     /// Regression test: such an event was lost. It was never destroyed, nor recorded again.
     #[test]
     fn an_event_that_nobody_needed_any_more_when_its_stream_was_forgotten_is_spare() {
-        let mut streams = Streams::new();
+        let mut streams = StreamTable::new();
         let key = streams.enter(StreamHandle::new(11));
         let of = streams.use_now(key);
         // Two threads wait for the use at the same time: neither finds an event.
@@ -577,7 +577,7 @@ mod tests {
 
     #[test]
     fn a_handle_that_is_given_again_is_of_another_stream() {
-        let mut streams = Streams::new();
+        let mut streams = StreamTable::new();
         let handle = StreamHandle::new(11);
         let old = streams.enter(handle);
         assert_eq!(streams.enter(handle), old);

@@ -6,7 +6,7 @@ mod concurrent;
 
 use std::sync::Arc;
 
-use crate::state::event::Origin;
+use crate::state::event::RequestOrigin;
 use crate::state::region::AllocRequest;
 use crate::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
@@ -297,7 +297,7 @@ fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     let failed = arena.compact(ALL, |_| panic!("enough")).expect_err("it panics");
     assert_eq!(failed.error, DeviceError::Callback { message: "enough".to_owned() });
     // Regression test: the compaction reported that it had finished.
-    assert_eq!((failed.done.moves, failed.done.stopped), (1, StopReason::Failed));
+    assert_eq!((failed.value.moves, failed.value.stopped), (1, StopReason::Failed));
     assert_all_marked(&arena, &blocks);
     arena.validate();
     let done = arena.compact(ALL, |_| {}).expect("no error");
@@ -369,7 +369,7 @@ fn contents_that_a_slide_lost_are_never_shown_again() {
     driver.fail_from(Some(driver.calls() + 3));
     let failed = arena.compact(ALL, |_| {}).expect_err("a trial");
     let expected = DeviceError::ContentsLost { region: Region::Dynamic, size: ByteSize::mib(8) };
-    assert_eq!((failed.error, failed.done.moves), (expected.clone(), 0));
+    assert_eq!((failed.error, failed.value.moves), (expected.clone(), 0));
     driver.fail_from(None);
     let lease = arena.enter().expect("awake");
     assert_eq!(lost.slice(&lease).map(<[u64]>::len), Err(expected.clone()));
@@ -429,7 +429,7 @@ fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
     let inner = arena.inner();
     let request = |size, align| {
-        let origin = Origin::BUFFER;
+        let origin = RequestOrigin::BUFFER;
         let wanted = AllocRequest { size, align, requested: size, origin };
         inner.alloc_block(Region::Dynamic, wanted, None).expect("room")
     };
@@ -437,7 +437,7 @@ fn aligned_blocks_stay_aligned() {
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
     inner.lock_state().region_mut(Region::Dynamic).pins.pin(first.id);
-    inner.release(Region::Dynamic, gone);
+    inner.run_now(|state| state.release(Region::Dynamic, gone));
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {
         let told = |moved: Moved| {
@@ -447,8 +447,8 @@ fn aligned_blocks_stay_aligned() {
         arena.compact(options, told).expect("no error");
     }
     assert_eq!(moves, 1);
-    inner.release(Region::Dynamic, block);
-    inner.release(Region::Dynamic, first);
+    inner.run_now(|state| state.release(Region::Dynamic, block));
+    inner.run_now(|state| state.release(Region::Dynamic, first));
     arena.validate();
 }
 

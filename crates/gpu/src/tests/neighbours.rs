@@ -8,7 +8,7 @@
 
 use super::*;
 use crate::driver::Driver as _;
-use crate::state::pending::Claim;
+use crate::state::pending::Dependencies;
 use crate::state::region::{AllocRequest, AllocTarget, Placement, Search};
 use crate::state::segment::Cursor;
 
@@ -38,7 +38,7 @@ fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
 /// Removes a placed block, as after a failed call.
 fn cancel(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
-    inner.lock_state().cancel_placement(DYNAMIC, placed, Claim::default(), &*inner.clock);
+    inner.lock_state().cancel_placement(DYNAMIC, placed, Dependencies::default());
 }
 
 /// Places two blocks that wait for their memory, with this gap between them.
@@ -102,7 +102,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     neighbours.into_iter().for_each(|placed| cancel(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
     unsafe { driver.decommit(leaving.at, leaving.size, leaving.handle) }.expect("committed");
-    arena.inner().lock_state().end_leave(leaving, true, &*arena.inner().clock);
+    arena.inner().lock_state().end_leave(leaving, true);
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

@@ -21,16 +21,16 @@ use std::pin::Pin;
 use super::*;
 use crate::driver::{DeviceAddress, Driver, StreamHandle};
 use crate::engine::alloc::{self, Begun};
-use crate::engine::call::Call;
-use crate::engine::port::{Called, Caller, Port, Step, Surroundings, run_outside, step};
-use crate::engine::{completion, enter, move_block, release, resize, resume, stores, suspend};
+use crate::engine::context::Call;
+use crate::engine::context::{Called, Caller, OpContext, OpStep, Surroundings, run_outside, step};
+use crate::engine::{access, completion, move_block, release, resize, resume, stores, suspend};
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
 use crate::state::region::{AllocRequest, AllocTarget, Placement, RegionState, Search};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
-use crate::types::shortage::Shortage;
+use crate::types::error::Shortage;
 use lowtide_cuda_sim::{Order, Pattern, SimDriver, SimOptions, sample};
 
 /// The number of acts of a schedule.
@@ -102,7 +102,7 @@ enum Ended {
 }
 
 /// A request of an operation.
-enum Asked {
+enum StepRequest {
     Step,
     Call(Call),
     /// A change of the state after this many changes.
@@ -110,9 +110,9 @@ enum Asked {
 }
 
 struct Running<'a> {
-    port: usize,
+    cx: usize,
     operation: Pin<Box<dyn Future<Output = Ended> + 'a>>,
-    asked: Asked,
+    asked: StepRequest,
 }
 
 struct Lane {
@@ -125,7 +125,7 @@ struct World<'a> {
     slot: Option<Box<ArenaState>>,
     sim: &'a SimDriver,
     clock: &'a ManualClock,
-    ports: &'a [Port<'a>],
+    ports: &'a [OpContext<'a>],
     free_ports: Vec<usize>,
     running: Vec<Running<'a>>,
     blocks: Vec<StepBlock>,
@@ -168,10 +168,13 @@ impl<'a> World<'a> {
     }
 
     /// Begins an operation.
-    fn begin<F: Future<Output = Ended> + 'a>(&mut self, operation: impl FnOnce(&'a Port<'a>) -> F) {
-        let Some(port) = self.free_ports.pop() else { return };
-        let operation = Box::pin(operation(&self.ports[port]));
-        self.running.push(Running { port, operation, asked: Asked::Step });
+    fn begin<F: Future<Output = Ended> + 'a>(
+        &mut self,
+        operation: impl FnOnce(&'a OpContext<'a>) -> F,
+    ) {
+        let Some(cx) = self.free_ports.pop() else { return };
+        let operation = Box::pin(operation(&self.ports[cx]));
+        self.running.push(Running { cx, operation, asked: StepRequest::Step });
     }
 
     /// Continues a random operation.
@@ -180,24 +183,24 @@ impl<'a> World<'a> {
             return;
         }
         let nth = self.pick(self.running.len());
-        let asked = std::mem::replace(&mut self.running[nth].asked, Asked::Step);
+        let asked = std::mem::replace(&mut self.running[nth].asked, StepRequest::Step);
         match asked {
-            Asked::Step => {}
-            Asked::Change(seen) if seen == self.changes => {
-                self.running[nth].asked = Asked::Change(seen);
+            StepRequest::Step => {}
+            StepRequest::Change(seen) if seen == self.changes => {
+                self.running[nth].asked = StepRequest::Change(seen);
                 return;
             }
-            Asked::Change(_) => {}
-            Asked::Call(call) => {
+            StepRequest::Change(_) => {}
+            StepRequest::Call(call) => {
                 self.done.calls += 1;
                 let completion = call.perform(self.sim);
                 if self.is_lossy && self.one_in(400) {
                     self.done.lost += 1;
-                    self.free_ports.push(self.running.swap_remove(nth).port);
+                    self.free_ports.push(self.running.swap_remove(nth).cx);
                     self.changes += 1;
                     return;
                 }
-                self.ports[self.running[nth].port].complete(completion);
+                self.ports[self.running[nth].cx].complete(completion);
             }
         }
         self.step(nth);
@@ -207,30 +210,30 @@ impl<'a> World<'a> {
     fn step(&mut self, nth: usize) {
         self.done.steps += 1;
         let running = &mut self.running[nth];
-        let port = &self.ports[running.port];
+        let cx = &self.ports[running.cx];
         loop {
-            match step(port, &mut self.slot, running.operation.as_mut()) {
-                Step::Done(ended) => {
-                    self.free_ports.push(running.port);
+            match step(cx, &mut self.slot, running.operation.as_mut()) {
+                OpStep::Done(ended) => {
+                    self.free_ports.push(running.cx);
                     drop(self.running.swap_remove(nth));
                     self.end(ended);
                     break;
                 }
-                Step::Call(call) => {
-                    running.asked = Asked::Call(call);
+                OpStep::Call(call) => {
+                    running.asked = StepRequest::Call(call);
                     break;
                 }
-                Step::Wait { is_repeated } => {
+                OpStep::Wait { is_repeated } => {
                     self.changes += u64::from(!is_repeated);
-                    running.asked = Asked::Change(self.changes);
+                    running.asked = StepRequest::Change(self.changes);
                     return;
                 }
                 // No time passes for the operation: the deadline of a drain is now.
-                Step::WaitUntil(..) => {}
+                OpStep::WaitUntil(..) => {}
                 // Others continue before it takes the lock again.
-                Step::Outside => {
-                    run_outside(port, running.operation.as_mut());
-                    running.asked = Asked::Step;
+                OpStep::Outside => {
+                    run_outside(cx, running.operation.as_mut());
+                    running.asked = StepRequest::Step;
                     break;
                 }
             }
@@ -287,8 +290,7 @@ impl<'a> World<'a> {
         let lane = self.pick(self.lanes.len());
         let wanted = AllocRequest::new(size, ByteSize::new(256)).expect("not empty");
         let target = AllocTarget { region, wanted, taker: Some(self.lanes[lane].key) };
-        let clock = self.clock;
-        let begun = alloc::begin(self.state(), clock, target);
+        let begun = alloc::begin(self.state(), target);
         self.changes += 1;
         let block = move |placed| StepBlock { region, placed, lane, written: None };
         if let Begun::Done(placed) = begun {
@@ -298,12 +300,12 @@ impl<'a> World<'a> {
         if self.free_ports.is_empty() {
             // The first step needs the others.
             if let Begun::Placed(placed, claim) = begun {
-                self.state().cancel_placement(region, placed, claim, clock);
+                self.state().cancel_placement(region, placed, claim);
             }
             return;
         }
-        self.begin(|port| async move {
-            Ended::Allocated(alloc::alloc(port, (target, begun)).await.ok().map(block))
+        self.begin(|cx| async move {
+            Ended::Allocated(alloc::alloc(cx, (target, begun)).await.ok().map(block))
         });
     }
 
@@ -318,8 +320,8 @@ impl<'a> World<'a> {
     }
 
     fn free_block(&mut self, block: &StepBlock) {
-        let (key, clock) = (self.lanes[block.lane].key, self.clock);
-        self.state().release_after(block.region, block.placed, &[key], clock);
+        let key = self.lanes[block.lane].key;
+        self.state().release_after(block.region, block.placed, &[key]);
         self.changes += 1;
     }
 
@@ -364,8 +366,8 @@ impl<'a> World<'a> {
         let nth = self.pick(self.blocks.len());
         let block = self.blocks.swap_remove(nth);
         let size = 1 + self.chance.below(1 << 14);
-        self.begin(|port| async move {
-            let resized = resize::resize_in_place(port, block.region, block.placed, size).await;
+        self.begin(|cx| async move {
+            let resized = resize::resize_in_place(cx, block.region, block.placed, size).await;
             Ended::Resized(block, resized.ok().flatten())
         });
     }
@@ -373,28 +375,27 @@ impl<'a> World<'a> {
     fn release(&mut self) {
         let (now, keep) = (self.clock.now(), ByteSize::kib(4 * self.chance.below(16)));
         let decays = self.one_in(2);
-        self.begin(|port| async move {
-            let _ = completion::look_for_ends(port, !decays).await;
+        self.begin(|cx| async move {
+            let _ = completion::look_for_ends(cx, !decays).await;
             if decays {
-                let ages = port.with(|state| state.aging.ages(now));
-                let given = release::give_back(port, u64::MAX, Some(ages)).await;
-                port.with(|state| state.set_looked(now, given.error.is_some()));
+                let ages = cx.with(|state| state.aging.ages(now));
+                let given = release::release_granules(cx, u64::MAX, Some(ages)).await;
+                cx.with(|state| state.set_looked(now, given.error.is_some()));
             } else {
-                let _ = release::release_down_to(port, keep).await;
+                let _ = release::release_down_to(cx, keep).await;
             }
             Ended::Other
         });
     }
 
     fn enter(&mut self) {
-        self.begin(|port| async move { Ended::Entered(enter::enter(port).await.is_ok()) });
+        self.begin(|cx| async move { Ended::Entered(access::enter(cx).await.is_ok()) });
     }
 
     fn leave(&mut self) {
         if self.leases > 0 {
             self.leases -= 1;
-            let clock = self.clock;
-            self.state().leave(clock);
+            self.state().leave();
             self.changes += 1;
         }
     }
@@ -402,11 +403,11 @@ impl<'a> World<'a> {
     fn sleep(&mut self) {
         let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
         let sleeps = self.one_in(2);
-        self.begin(|port| async move {
+        self.begin(|cx| async move {
             if sleeps {
-                let _ = suspend::suspend(port, options).await;
+                let _ = suspend::suspend(cx, options).await;
             } else {
-                let _ = resume::wake_at_once(port).await;
+                let _ = resume::wake_at_once(cx).await;
             }
             Ended::Other
         });
@@ -427,8 +428,8 @@ impl<'a> World<'a> {
         let Some(to) = fits.map(|at| at.offset) else { return };
         let made = Move { from: span.offset, to, size: span.size };
         let options = CompactOptions::new(region);
-        self.begin(|port| async move {
-            let _ = move_block::move_batch(port, options, &[(id, made)]).await;
+        self.begin(|cx| async move {
+            let _ = move_block::move_batch(cx, options, &[(id, made)]).await;
             Ended::Other
         });
     }
@@ -436,11 +437,11 @@ impl<'a> World<'a> {
     fn complete(&mut self) {
         let lane = self.pick(self.lanes.len());
         let (key, waits) = (self.lanes[lane].key, self.one_in(2));
-        self.begin(|port| async move {
+        self.begin(|cx| async move {
             if waits {
-                let _ = completion::complete_pending(port).await;
+                let _ = completion::complete_pending(cx).await;
             } else {
-                let _ = completion::mark_end(port, key).await;
+                let _ = completion::mark_end(cx, key).await;
             }
             Ended::Other
         });
@@ -481,10 +482,10 @@ impl<'a> World<'a> {
             self.free_block(&block);
         }
         self.leave();
-        self.begin(|port| async move {
-            completion::complete_all(port).await.expect("nothing fails");
-            let _ = release::release_down_to(port, ByteSize::ZERO).await;
-            stores::end(port).await;
+        self.begin(|cx| async move {
+            completion::complete_all(cx).await.expect("nothing fails");
+            let _ = release::release_down_to(cx, ByteSize::ZERO).await;
+            stores::end(cx).await;
             Ended::Other
         });
         self.drive();
@@ -522,7 +523,7 @@ pub(super) fn state(sim: &SimDriver, clock: &ManualClock, config: &ArenaConfig) 
     let backings = reserve::backings(sim, STEP_GRANULE, (config.reserve, None)).expect("addresses");
     let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
     let of_driver = (sim.capabilities(), sim.backend());
-    ArenaState::new(regions, STEP_GRANULE, config.state_config(), of_driver, clock.now())
+    ArenaState::new(regions, STEP_GRANULE, config, of_driver, Arc::new(clock.clone()))
 }
 
 /// Runs the schedule of a seed.
@@ -548,8 +549,8 @@ fn play(seed: u64) -> Totals {
     });
     let lanes: Vec<_> = lanes.collect();
     let surroundings = StepSurroundings::default();
-    let port = |_| Port::new(&clock, Caller::default(), &surroundings);
-    let ports: Vec<_> = (0..OPERATIONS_MAX).map(port).collect();
+    let cx = |_| OpContext::new(&clock, Caller::default(), &surroundings);
+    let ports: Vec<_> = (0..OPERATIONS_MAX).map(cx).collect();
     let mut world = World {
         slot: Some(Box::new(state)),
         sim: &sim,
@@ -630,7 +631,7 @@ fn the_peak_of_committed_memory_counts_each_commit() {
     let options = CommitOptions { grow: false, large_handles: true };
     let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), options);
     for run in runs {
-        state.end_commit(Region::Dynamic, run, true, &clock);
+        state.end_commit(Region::Dynamic, run, true);
         state.validate();
     }
 }

@@ -135,7 +135,7 @@ impl Worker<'_> {
             }
             25..27 => self.alloc_raw(),
             27 => self.free_raw(),
-            28..32 => self.give_back(),
+            28..32 => self.release_granules(),
             32..37 => self.set(),
             37 => {
                 let huge = 1 << self.chance.below(40);
@@ -192,7 +192,7 @@ impl Worker<'_> {
         }
     }
 
-    fn give_back(&mut self) {
+    fn release_granules(&mut self) {
         let given = match self.chance.below(4) {
             0 => {
                 self.clock.advance(Duration::from_millis(self.chance.below(3000)));
@@ -252,7 +252,7 @@ fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool
                 _ => {}
             }
         });
-        let done = outcome.unwrap_or_else(|failed| *failed.done);
+        let done = outcome.unwrap_or_else(|failed| *failed.value);
         assert!(done.moved <= budget && told <= done.moved, "{done:?} of {budget}, {told} told");
         seen.moves.fetch_add(done.moves, Ordering::Relaxed);
     }

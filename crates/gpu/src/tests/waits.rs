@@ -10,10 +10,10 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 use super::steps::StepSurroundings;
 use super::*;
 use crate::driver::Driver as _;
-use crate::engine::port::{Caller, Port, Step, step};
-use crate::state::cached::CacheCounts;
+use crate::engine::context::{Caller, OpContext, OpStep, step};
+use crate::state::region::CacheCounts;
 use crate::state::region::{AllocRequest, AllocTarget, Search};
-use crate::state::sleep::Phase;
+use crate::state::sleep::SleepPhase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -31,17 +31,17 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
     let sim = steps::device(1, &mut Chance(1), &clock);
     let mut slot = Some(Box::new(steps::state(&sim, &clock, &config(ByteSize::mib(4)))));
     let surroundings = StepSurroundings::default();
-    let port = Port::new(&clock, Caller::default(), &surroundings);
+    let cx = OpContext::new(&clock, Caller::default(), &surroundings);
     let mut operation = std::pin::pin!(async {
-        port.wait_while(|state| state.leases < 2).await;
-        port.wait_while(|state| state.leases < 3).await;
+        cx.wait_while(|state| state.leases < 2).await;
+        cx.wait_while(|state| state.leases < 3).await;
     });
     let mut seen = Vec::new();
     for leases in [0, 1, 2, 2, 3] {
         slot.as_deref_mut().expect("no step is made").leases = leases;
-        match step(&port, &mut slot, operation.as_mut()) {
-            Step::Wait { is_repeated } => seen.push(is_repeated),
-            step => assert!(matches!(step, Step::Done(())), "{step:?}"),
+        match step(&cx, &mut slot, operation.as_mut()) {
+            OpStep::Wait { is_repeated } => seen.push(is_repeated),
+            step => assert!(matches!(step, OpStep::Done(())), "{step:?}"),
         }
     }
     assert_eq!(seen, [false, true, false, true]);
@@ -58,13 +58,13 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
     let (placed, claim) = state.place(target, Search::Usual).expect("room");
     let backend = sim.backend();
-    for phase in [Phase::Awake, Phase::Draining(1), Phase::Suspending] {
+    for phase in [SleepPhase::Awake, SleepPhase::Draining(1), SleepPhase::Suspending] {
         state.sleep.phase = phase;
         let snapshot = state.snapshot("falling", backend, &CacheCounts::default());
         snapshot.validate();
         assert_eq!((snapshot.live, snapshot.asleep), (ByteSize::ZERO, ByteSize::ZERO));
     }
-    state.cancel_placement(DYNAMIC, placed, claim, &clock);
+    state.cancel_placement(DYNAMIC, placed, claim);
     state.validate();
 }
 

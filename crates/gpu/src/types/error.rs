@@ -8,13 +8,12 @@
 
 use std::time::Duration;
 
-use thiserror::Error;
-
 use crate::driver::{Backend, DeviceAddress, DriverError};
-use crate::types::region::Region;
+use crate::types::Region;
 use crate::types::sleep::SleepState;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::short;
+use thiserror::Error;
 
 /// The bound that prevented an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,33 +23,8 @@ pub enum Bound {
     Limit,
     /// The memory of the driver, for the device or the host.
     Driver,
-}
-
-/// The reason memory cannot be imported.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ImportError {
-    /// It starts at address 0.
-    #[error("it starts at address 0")]
-    Null,
-    /// It has no bytes.
-    #[error("it has no bytes, expected at least 1 B")]
-    Empty,
-    /// Its address is not a multiple of this size.
-    #[error("expected an address that is a multiple of {0}")]
-    Misaligned(ByteSize),
-    /// It ends beyond the last address, or is larger than any object may be.
-    #[error("it ends beyond the last address")]
-    Endless,
-    /// It overlaps the arena's own address space.
-    #[error("it overlaps the arena's own memory")]
-    OfArena,
-    /// It overlaps imported memory that is not released yet.
-    #[error("it overlaps imported memory that is not released")]
-    Imported,
-    /// The arena's driver cannot use it; the text names its kind.
-    #[error("it is {0}")]
-    Elsewhere(&'static str),
+    /// The addresses of the region: no free span is long enough.
+    Addresses,
 }
 
 /// A failed operation on a device arena or a pinned pool.
@@ -298,16 +272,16 @@ pub enum DeviceError {
     },
     /// The memory cannot be imported. It still belongs to the caller, and the release function was
     /// not called.
-    #[error("arena {arena:?} cannot import {size} at {at}: {why}")]
-    ImportError {
+    #[error("arena {arena:?} cannot import {size} at {at}: {reason}")]
+    Import {
         /// Its first address.
         at: DeviceAddress,
         /// Its size; [`ByteSize::MAX`] if it overflows.
         size: ByteSize,
         /// The arena.
         arena: String,
-        /// The reason.
-        why: ImportError,
+        /// The reason, and what was expected.
+        reason: String,
     },
     /// A raw block or an export of 0 bytes was requested. A buffer may be empty.
     #[error("block size is 0 B: expected at least 1 B")]
@@ -351,6 +325,12 @@ pub enum DeviceError {
         /// The block's size.
         size: ByteSize,
     },
+    /// The recording stopped; the arena goes on without it.
+    #[error("recording stopped: {reason}")]
+    Recording {
+        /// The reason: the sink failed, panicked or is too slow, or the size limit is reached.
+        reason: String,
+    },
     /// The recorder already serves another arena.
     #[error("recorder is in use by arena {by:?}: expected one recorder per arena")]
     RecorderTaken {
@@ -373,11 +353,29 @@ pub enum DeviceError {
     Driver(#[from] DriverError),
 }
 
+/// The error of an operation that took a value, or did a part of its work, with that value.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{error}")]
+#[expect(clippy::exhaustive_structs, reason = "an error and a value")]
+pub struct DeviceErrorWith<T> {
+    /// The error.
+    pub error: DeviceError,
+    /// The unchanged value, or the work that was done.
+    pub value: Box<T>,
+}
+
+impl<T> From<DeviceErrorWith<T>> for DeviceError {
+    fn from(failed: DeviceErrorWith<T>) -> Self {
+        failed.error
+    }
+}
+
 /// Returns the bound of an allocation as text.
 fn bound_text(bound: Bound, limit: ByteSize) -> String {
     match bound {
         Bound::Limit => format!("limit {limit}"),
         Bound::Driver => "the driver is out of memory".to_owned(),
+        Bound::Addresses => "no address range".to_owned(),
     }
 }
 
@@ -424,4 +422,24 @@ pub(crate) fn is_of_capture(code: i64) -> bool {
 /// Returns `true` if a wait was not made because of a capture, or because there may be one.
 pub(crate) fn is_unwaited(error: &DriverError) -> bool {
     is_captures(error) || matches!(error, DriverError::Background { .. })
+}
+
+// The arguments of callbacks when memory is short.
+
+/// The argument of a shortage callback.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Shortage<'a> {
+    /// The arena's name.
+    pub arena: &'a str,
+    /// The region of the allocation. Idle memory of either region helps; addresses only of this
+    /// one.
+    pub region: Region,
+    /// The size of the block.
+    pub requested: ByteSize,
+    /// The resource that is short. If it is the device's memory, the arena has no idle memory.
+    pub bound: Bound,
+    /// Bytes above the limit after all idle memory is released: this many bytes of granules must
+    /// become idle. Zero if the limit is not the bound.
+    pub over: ByteSize,
 }

@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use crate::driver::Backend;
-use crate::types::region::Region;
+use crate::types::Region;
 use crate::types::sleep::SleepState;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;

@@ -13,7 +13,7 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::driver::host::HostDriver;
 use lowtide_gpu::driver::{DeviceAddress, StreamHandle};
-use lowtide_gpu::record::{RecordError, Recorder};
+use lowtide_gpu::record::Recorder;
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
 
 /// Calls of the release function, in this process.
@@ -208,8 +208,8 @@ fn child_code(
         matches!(arena.sleep_if_idle(lowtide_gpu::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
         !buffer.take_discarded(),
         arena.next_sleep() == lowtide_gpu::clock::Moment::NEVER,
-        recorder.finish() == Err(RecordError::Forked),
-        recorder.flush() == Err(RecordError::Forked),
+        recorder.finish() == Err(DeviceError::Forked),
+        recorder.flush() == Err(DeviceError::Forked),
         arena.limit().is_zero() && arena.next_decay() == lowtide_gpu::clock::Moment::NEVER,
     ];
     let first = refused.iter().position(|&refused| !refused);

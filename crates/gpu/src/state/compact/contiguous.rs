@@ -13,22 +13,22 @@
 
 use std::collections::VecDeque;
 
-use super::layout_model::Block;
-use super::plan::{Draft, Hold, PIECES_MAX, Part};
+use super::layout_model::ModelBlock;
+use super::plan::{Draft, Hold, LayoutPart, PIECES_MAX};
 use crate::index::{ALIGN, End, Span};
 
 /// The maximum number of windows to try to clear in one pass, the cheapest first. A guess.
 const WINDOWS_MAX: usize = 8;
 
 /// A stretch to clear, and the bytes of the blocks that touch it.
-struct Window {
+struct MoveWindow {
     span: Span,
     bytes: u64,
 }
 
 /// Neighbouring gaps to join, and the blocks between them.
 struct GapRun {
-    blocks: Vec<Block>,
+    blocks: Vec<ModelBlock>,
     bytes: u64,
     /// For each direction, down and up: `true` if all blocks may slide without too many copies.
     ways: [bool; 2],
@@ -68,7 +68,7 @@ fn pass(draft: &mut Draft, size: u64) {
 
 /// Clears the cheapest window that can be cleared for at most this many bytes, as far as the budget
 /// allows. Returns `true` if there is one.
-fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) -> bool {
+fn clear_a_window(draft: &mut Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> bool {
     let spared = draft.model.largest();
     for window in windows(draft, parts, size, bytes_max) {
         let moves = draft.moves.len();
@@ -91,20 +91,20 @@ fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) 
 }
 
 /// Returns the cheapest windows; of equal ones the highest first.
-fn windows(draft: &Draft, parts: &[Part], size: u64, bytes_max: u64) -> Vec<Window> {
+fn windows(draft: &Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> Vec<MoveWindow> {
     // Sums before each part: the bytes of blocks, and the number of blocks that stay.
     let mut sums = Vec::with_capacity(parts.len() + 1);
     let mut sum = (0, 0);
     for &part in parts {
         sums.push(sum);
         if let Some(hold) = part.hold {
-            let stays = !draft.is_movable(Block { span: part.span, hold });
+            let stays = !draft.is_movable(ModelBlock { span: part.span, hold });
             sum = (sum.0 + part.span.size, sum.1 + usize::from(stays));
         }
     }
     sums.push(sum);
     let end = parts.last().map_or(0, |part| part.span.end());
-    let mut windows: Vec<Window> = Vec::new();
+    let mut windows: Vec<MoveWindow> = Vec::new();
     for part in parts.iter().filter(|part| part.hold.is_none()) {
         let starts = [Some(part.span.offset), part.span.end().checked_sub(size)];
         for offset in starts.into_iter().flatten() {
@@ -116,7 +116,7 @@ fn windows(draft: &Draft, parts: &[Part], size: u64, bytes_max: u64) -> Vec<Wind
             let last = parts.partition_point(|part| part.span.offset < span.end());
             let bytes = sums[last].0 - sums[first].0;
             if sums[last].1 == sums[first].1 && bytes <= bytes_max {
-                windows.push(Window { span, bytes });
+                windows.push(MoveWindow { span, bytes });
             }
         }
     }
@@ -144,25 +144,28 @@ fn grow(draft: &mut Draft) {
 }
 
 /// Returns the parts between blocks that do not slide.
-fn sections<'a>(draft: &'a Draft, parts: &'a [Part]) -> impl Iterator<Item = &'a [Part]> {
+fn sections<'a>(
+    draft: &'a Draft,
+    parts: &'a [LayoutPart],
+) -> impl Iterator<Item = &'a [LayoutPart]> {
     parts.split(move |part| match part.hold {
         None => false,
         Some(hold) => {
-            let block = Block { span: part.span, hold };
+            let block = ModelBlock { span: part.span, hold };
             let aligned = matches!(hold, Hold::Moves { align, .. } if align > ALIGN);
             aligned || !draft.is_movable(block)
         }
     })
 }
 
-fn free_bytes(section: &[Part]) -> u64 {
+fn free_bytes(section: &[LayoutPart]) -> u64 {
     section.iter().filter(|part| part.hold.is_none()).map(|part| part.span.size).sum()
 }
 
 /// Returns the neighbouring gaps of at least this many bytes in total with the fewest bytes between
 /// them. O(parts).
-fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<GapRun> {
-    let mut best: Option<(u64, &[Part], [bool; 2])> = None;
+fn cheapest_run(draft: &Draft, parts: &[LayoutPart], size: u64) -> Option<GapRun> {
+    let mut best: Option<(u64, &[LayoutPart], [bool; 2])> = None;
     for section in sections(draft, parts) {
         // The parts `[first, last]` of the section, from a gap to a gap.
         let (mut first, mut free, mut moved) = (0, 0, 0);
@@ -194,7 +197,8 @@ fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<GapRun> {
         }
     }
     let (bytes, run, ways) = best?;
-    let blocks = run.iter().filter_map(|part| Some(Block { span: part.span, hold: part.hold? }));
+    let blocks =
+        run.iter().filter_map(|part| Some(ModelBlock { span: part.span, hold: part.hold? }));
     Some(GapRun { blocks: blocks.collect(), bytes, ways })
 }
 
@@ -224,7 +228,7 @@ impl Tallest {
 
 /// Returns `true`, per direction, if all blocks of a run, up to the largest, can slide: down into
 /// the first gap, and up into the last. The gap grows on the way.
-fn ways(ends: [Part; 2], largest: u64) -> [bool; 2] {
+fn ways(ends: [LayoutPart; 2], largest: u64) -> [bool; 2] {
     ends.map(|gap| gap.span.size.saturating_mul(PIECES_MAX) >= largest)
 }
 
@@ -252,8 +256,8 @@ fn slide(draft: &mut Draft, run: &GapRun) {
 }
 
 /// Returns the number of blocks that slide down, so that the fewest bytes leave their end.
-fn parting(blocks: &[Block]) -> usize {
-    let is_high = |block: &Block| matches!(block.hold, Hold::Moves { end: End::High, .. });
+fn parting(blocks: &[ModelBlock]) -> usize {
+    let is_high = |block: &ModelBlock| matches!(block.hold, Hold::Moves { end: End::High, .. });
     let low = blocks.iter().filter(|block| !is_high(block));
     let mut astray = low.map(|block| block.span.size).sum::<u64>();
     let (mut best, mut parting) = (astray, 0);

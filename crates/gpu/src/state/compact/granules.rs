@@ -1,21 +1,114 @@
-//! Clears granules: moves the blocks that touch one into holes of other active granules.
+//! Empties whole segments, on drivers that release segments and not granules: moves the blocks of a
+//! segment into holes of other segments that stay active.
 //!
-//! Granules are tried in the order of bytes to move per granule freed, each completely or not at
-//! all. A pass that frees a granule is followed by another, because moved blocks leave holes. A
-//! pass that frees none is the last.
+//! Segments with the fewest bytes to move per byte made idle come first. Each segment is emptied
+//! completely or not at all. No idle segment is used as a target. An emptied segment takes no
+//! block, so each pass empties at least one segment or is the last.
 //!
-//! Invariant: after each cleared granule, fewer granules are active than before it.
+//! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
 
-use super::layout_model::{Block, LayoutModel};
-use super::plan::{Draft, Hold};
-use crate::index::Span;
+use super::layout_model::{LayoutModel, ModelBlock};
+use super::plan::{Draft, Hold, places};
+use crate::index::{ALIGN, Span};
+
+/// The number of free spans examined for one block, the smallest that fit first.
+const LOOKS: usize = 16;
+
+/// Makes the plan for segments in the order of offsets. Returns the bytes of active segments before
+/// and after.
+pub(super) fn plan_segments(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
+    let active = |draft: &Draft| {
+        let active = segments.iter().filter(|segment| is_active(&draft.model, **segment));
+        active.map(|segment| segment.size).sum()
+    };
+    let before = active(draft);
+    for _ in 0..draft.passes {
+        let candidates = segment_candidates(draft, segments);
+        if !try_each(candidates, |(bytes, segment)| empty(draft, segments, segment, bytes)) {
+            break;
+        }
+    }
+    [before, active(draft)]
+}
+
+/// Returns `true` if there are blocks in a segment. Blocks do not cross its ends.
+fn is_active(model: &LayoutModel, segment: Span) -> bool {
+    model.before(segment.end()).is_some_and(|last| last.span.offset >= segment.offset)
+}
+
+/// Returns the segments that might be emptied, with the bytes of their blocks. Segments with the
+/// least cost per gain come first.
+fn segment_candidates(draft: &Draft, segments: &[Span]) -> Vec<(u64, Span)> {
+    let assess = |&segment: &Span| {
+        let blocks = draft.model.touching(segment);
+        let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
+        let movable = blocks.iter().all(|&block| draft.is_movable(block));
+        let worth = !blocks.is_empty() && movable && bytes <= draft.left();
+        worth.then_some((bytes, segment))
+    };
+    let mut candidates: Vec<_> = segments.iter().filter_map(assess).collect();
+    // Compares the bytes moved per byte freed, without a division.
+    candidates.sort_by(|(a_bytes, a), (b_bytes, b)| {
+        let product = |bytes: u64, size: u64| u128::from(bytes) * u128::from(size);
+        product(*a_bytes, b.size).cmp(&product(*b_bytes, a.size))
+    });
+    candidates
+}
+
+/// Moves all blocks out of a segment, or none if other blocks have moved here since it was
+/// assessed. Returns `true` if the segment was emptied.
+fn empty(draft: &mut Draft, segments: &[Span], segment: Span, assessed: u64) -> bool {
+    let mut blocks = draft.model.touching(segment);
+    let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
+    if bytes != assessed || bytes > draft.left() {
+        return false;
+    }
+    // The largest blocks first, because the fewest holes can take them.
+    blocks.sort_by_key(|block| std::cmp::Reverse(block.span.size));
+    let moves = draft.moves.len();
+    for block in blocks {
+        let to = if draft.is_movable(block) { place(draft, segments, block) } else { None };
+        let Some(to) = to else {
+            draft.undo(moves);
+            return false;
+        };
+        draft.relocate(block, to);
+    }
+    true
+}
+
+/// Returns a place for a block in another active segment: in the smallest free span that fits.
+fn place(draft: &Draft, segments: &[Span], block: ModelBlock) -> Option<u64> {
+    let Hold::Moves { align, .. } = block.hold else { return None };
+    let (size, from) = (block.span.size, block.span.offset);
+    let is_target = |span: &Span| {
+        let nth = segments.partition_point(|segment| segment.end() <= span.offset);
+        let segment = segments.get(nth).filter(|segment| segment.offset <= span.offset);
+        segment.is_some_and(|&segment| {
+            let is_own = (segment.offset..segment.end()).contains(&from);
+            !is_own && is_active(&draft.model, segment)
+        })
+    };
+    let spans = draft.model.at_least(size, from).filter(is_target).take(LOOKS);
+    let nowhere = Span { offset: 0, size: 0 };
+    let mut all = spans.flat_map(|span| places(span, nowhere, size, align.max(ALIGN)));
+    all.next()
+}
+
+// Clears granules: moves the blocks that touch one into holes of other active granules.
+//
+// Granules are tried in the order of bytes to move per granule freed, each completely or not at
+// all. A pass that frees a granule is followed by another, because moved blocks leave holes. A
+// pass that frees none is the last.
+//
+// Invariant: after each cleared granule, fewer granules are active than before it.
 
 /// The number of granules, or segments, in a row that could not be cleared before a pass ends.
 /// Later ones cost more.
 const MISSES_MAX: usize = 256;
 
 /// A granule that might be cleared.
-struct Candidate {
+struct GranuleCandidate {
     granule: u64,
     /// The bytes of the blocks that touch the granule.
     bytes: u64,
@@ -50,7 +143,7 @@ pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -
 }
 
 /// Returns the granules at the ends of blocks, those with the least cost per gain first.
-fn candidates(draft: &Draft) -> Vec<Candidate> {
+fn candidates(draft: &Draft) -> Vec<GranuleCandidate> {
     let model = &draft.model;
     let mut granules: Vec<u64> = Vec::new();
     for part in model.parts() {
@@ -66,13 +159,14 @@ fn candidates(draft: &Draft) -> Vec<Candidate> {
         let bytes = touching.iter().map(|block| block.span.size).sum();
         let movable = touching.iter().all(|&block| draft.is_movable(block));
         let worth = movable && bytes <= draft.left();
-        worth.then(|| Candidate { granule, bytes, freed: model.alone(hull) })
+        worth.then(|| GranuleCandidate { granule, bytes, freed: model.alone(hull) })
     };
-    let mut candidates: Vec<Candidate> = granules.into_iter().filter_map(assess).collect();
+    let mut candidates: Vec<GranuleCandidate> = granules.into_iter().filter_map(assess).collect();
     // Compares the bytes moved per granule freed, without a division.
     candidates.sort_by(|a, b| {
-        let product =
-            |c: &Candidate, other: &Candidate| u128::from(c.bytes) * u128::from(other.freed.max(1));
+        let product = |c: &GranuleCandidate, other: &GranuleCandidate| {
+            u128::from(c.bytes) * u128::from(other.freed.max(1))
+        };
         product(a, b).cmp(&product(b, a)).then(a.granule.cmp(&b.granule))
     });
     candidates
@@ -113,7 +207,117 @@ fn span_of(model: &LayoutModel, granule: u64) -> Span {
 }
 
 /// Returns the span from the first block to the end of the last.
-fn hull(blocks: &[Block]) -> Option<Span> {
+fn hull(blocks: &[ModelBlock]) -> Option<Span> {
     let (first, last) = (blocks.first()?.span, blocks.last()?.span);
     Some(Span { offset: first.offset, size: last.end() - first.offset })
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, plan};
+    use super::*;
+    use crate::index::End;
+    use crate::tests::compact::Chance;
+
+    const GRANULE: u64 = 4096;
+
+    /// Returns segments of random sizes with walls between them, and blocks in them.
+    fn layout(chance: &mut Chance) -> (Vec<LayoutPart>, Vec<Span>) {
+        let (mut parts, mut segments, mut at) = (Vec::new(), Vec::new(), 0);
+        for _ in 0..=chance.below(20) {
+            let size = GRANULE * (1 + chance.below(4));
+            segments.push(Span { offset: at, size });
+            let end = at + size;
+            let is_empty = chance.below(4) == 0;
+            while at < end {
+                let size = (ALIGN * (1 + chance.below(8))).min(end - at);
+                let before: Option<&mut LayoutPart> = parts.last_mut();
+                if is_empty || chance.below(2) == 0 {
+                    match before.filter(|part| part.hold.is_none()) {
+                        Some(part) => part.span.size += size,
+                        None => {
+                            parts.push(LayoutPart { span: Span { offset: at, size }, hold: None })
+                        }
+                    }
+                } else {
+                    let moves = Hold::Moves { end: End::Low, align: ALIGN };
+                    let hold = if chance.below(20) == 0 { Hold::Stays } else { moves };
+                    parts.push(LayoutPart { span: Span { offset: at, size }, hold: Some(hold) });
+                }
+                at += size;
+            }
+            let wall = Span { offset: at, size: GRANULE };
+            parts.push(LayoutPart { span: wall, hold: Some(Hold::Stays) });
+            at += GRANULE;
+        }
+        (parts, segments)
+    }
+
+    /// Applies the moves to the parts, in order. Each move goes into space that is free then.
+    fn carry_out(parts: &[LayoutPart], plan: &CompactPlan) -> Vec<Span> {
+        let blocks = parts.iter().filter(|part| part.hold.is_some());
+        let mut blocks: Vec<Span> = blocks.map(|part| part.span).collect();
+        for made in &plan.moves {
+            let nth = blocks.iter().position(|&span| span == made.source()).expect("it is there");
+            blocks.swap_remove(nth);
+            let to = made.destination();
+            let clear = |span: &Span| span.end() <= to.offset || to.end() <= span.offset;
+            assert!(blocks.iter().all(clear), "{made:?} goes where something is");
+            blocks.push(to);
+        }
+        blocks
+    }
+
+    #[test]
+    fn segments_are_emptied_whole_and_none_is_opened() {
+        let seed = 0x0DD5_EED5;
+        println!("seed {seed:#x}");
+        let mut chance = Chance(seed);
+        let mut emptied = 0;
+        for _ in 0..2000 {
+            let (parts, segments) = layout(&mut chance);
+            let budget = if chance.below(2) == 0 { u64::MAX } else { chance.below(40_000) };
+            let plan = plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget);
+            let active = |blocks: &[Span]| -> Vec<bool> {
+                let touches =
+                    |of: &Span, block: &Span| block.offset < of.end() && of.offset < block.end();
+                segments.iter().map(|of| blocks.iter().any(|it| touches(of, it))).collect()
+            };
+            let (was, is) =
+                (active(&carry_out(&parts, &CompactPlan { moves: vec![], ..plan.clone() })), {
+                    active(&carry_out(&parts, &plan))
+                });
+            let bytes = |active: &[bool]| -> u64 {
+                segments.iter().zip(active).filter(|(_, it)| **it).map(|(of, _)| of.size).sum()
+            };
+            assert!(is.iter().zip(&was).all(|(is, was)| *was || !is), "one was opened");
+            assert_eq!(plan.active, [bytes(&was) / GRANULE, bytes(&is) / GRANULE]);
+            assert!(plan.bytes <= budget && plan.moves.is_empty() == (was == is));
+            emptied += u64::from(was != is);
+        }
+        assert!(emptied > 200, "{emptied} plans emptied something");
+    }
+
+    #[test]
+    fn the_emptiest_goes_first_and_the_budget_holds() {
+        let block = |offset, size| {
+            let hold = Hold::Moves { end: End::Low, align: ALIGN };
+            LayoutPart { span: Span { offset, size }, hold: Some(hold) }
+        };
+        let free = |offset, size| LayoutPart { span: Span { offset, size }, hold: None };
+        let wall =
+            |offset| LayoutPart { span: Span { offset, size: 4096 }, hold: Some(Hold::Stays) };
+        let parts = [
+            block(0, 2048),
+            free(2048, 2048),
+            wall(4096),
+            block(8192, 256),
+            free(8448, 3840),
+            wall(12_288),
+        ];
+        let segments = [0, 8192].map(|offset| Span { offset, size: 4096 });
+        let of = |budget| plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget).moves;
+        assert_eq!(of(u64::MAX), [Move { from: 8192, to: 2048, size: 256 }]);
+        assert_eq!(of(255), []);
+    }
 }

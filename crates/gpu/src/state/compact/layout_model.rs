@@ -8,12 +8,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::plan::{Hold, Part};
+use super::plan::{Hold, LayoutPart};
 use crate::index::Span;
 
 /// A block of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct ModelBlock {
     pub(super) span: Span,
     pub(super) hold: Hold,
 }
@@ -35,7 +35,7 @@ pub(super) struct LayoutModel {
 
 impl LayoutModel {
     /// Creates a model of these parts, which are in address order and tile the region.
-    pub(super) fn new(parts: &[Part], granule: u64) -> Self {
+    pub(super) fn new(parts: &[LayoutPart], granule: u64) -> Self {
         let wall = parts.iter().find(|part| part.hold == Some(Hold::Wall));
         let wall = wall.map(|wall| wall.span.offset);
         let mut model = Self { granule, wall, ..Self::default() };
@@ -76,22 +76,22 @@ impl LayoutModel {
     }
 
     /// Returns blocks and free spans in address order.
-    pub(super) fn parts(&self) -> Vec<Part> {
-        let part = |offset, size, hold| Part { span: Span { offset, size }, hold };
+    pub(super) fn parts(&self) -> Vec<LayoutPart> {
+        let part = |offset, size, hold| LayoutPart { span: Span { offset, size }, hold };
         let blocks = self.blocks.iter().map(|(&at, &(size, hold))| part(at, size, Some(hold)));
         let free = self.free.iter().map(|(&at, &size)| part(at, size, None));
-        let mut parts: Vec<Part> = blocks.chain(free).collect();
+        let mut parts: Vec<LayoutPart> = blocks.chain(free).collect();
         parts.sort_unstable_by_key(|part| part.span.offset);
         parts
     }
 
     /// Returns the last block that begins before an offset.
-    pub(super) fn before(&self, offset: u64) -> Option<Block> {
+    pub(super) fn before(&self, offset: u64) -> Option<ModelBlock> {
         self.blocks.range(..offset).next_back().map(block)
     }
 
     /// Returns the first block that begins at an offset or after it.
-    pub(super) fn after(&self, offset: u64) -> Option<Block> {
+    pub(super) fn after(&self, offset: u64) -> Option<ModelBlock> {
         self.blocks.range(offset..).next().map(block)
     }
 
@@ -107,9 +107,9 @@ impl LayoutModel {
     }
 
     /// Returns the blocks that touch a span, in address order.
-    pub(super) fn touching(&self, span: Span) -> Vec<Block> {
+    pub(super) fn touching(&self, span: Span) -> Vec<ModelBlock> {
         let below = self.blocks.range(..span.end()).rev().map(block);
-        let mut touching: Vec<Block> =
+        let mut touching: Vec<ModelBlock> =
             below.take_while(|block| block.span.end() > span.offset).collect();
         touching.reverse();
         touching
@@ -126,7 +126,7 @@ impl LayoutModel {
     }
 
     /// Takes a block off the model. Its span becomes free.
-    pub(super) fn lift(&mut self, block: Block) {
+    pub(super) fn lift(&mut self, block: ModelBlock) {
         self.blocks.remove(&block.span.offset);
         self.active -= self.alone(block.span);
         let mut free = block.span;
@@ -142,7 +142,7 @@ impl LayoutModel {
     }
 
     /// Puts a block on the model, into a free span that holds it.
-    pub(super) fn put(&mut self, block: Block) {
+    pub(super) fn put(&mut self, block: ModelBlock) {
         let span = block.span;
         let around = self.free.range(..=span.offset).next_back();
         let around = around.map(|(&offset, &size)| Span { offset, size });
@@ -177,6 +177,6 @@ impl LayoutModel {
     }
 }
 
-fn block((&offset, &(size, hold)): (&u64, &(u64, Hold))) -> Block {
-    Block { span: Span { offset, size }, hold }
+fn block((&offset, &(size, hold)): (&u64, &(u64, Hold))) -> ModelBlock {
+    ModelBlock { span: Span { offset, size }, hold }
 }

@@ -1,14 +1,10 @@
 //! Plans compactions: which blocks to move, and to which place, from a copy of a region's layout.
 //!
 //! Pure: spans in, moves out ([`plan`](plan::plan)). It knows no region, driver or lock. Files:
-//! `layout_model` (blocks and free spans on which moves are tried), `granules`, `by_segment` and
-//! `contiguous` (one for each target), `detours` (moves that can be left out), `batch` (moves that
-//! are copied at the same time).
+//! `layout_model` (blocks and free spans on which moves are tried), `granules` and `contiguous` (one
+//! for each target), `plan` (the plan, its moves, and batches of them).
 
-pub(crate) mod batch;
-mod by_segment;
 mod contiguous;
-mod detours;
 mod granules;
 mod layout_model;
 pub(crate) mod plan;

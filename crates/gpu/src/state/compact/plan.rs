@@ -20,11 +20,10 @@
 //! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
 //! neither would grow, the plan is empty or a part of one that a larger budget completes.
 
-use super::by_segment;
-use super::contiguous;
-use super::detours::without_detours;
-use super::granules;
-use super::layout_model::{Block, LayoutModel};
+use std::collections::BTreeMap;
+
+use super::layout_model::{LayoutModel, ModelBlock};
+use super::{contiguous, granules};
 use crate::index::{ALIGN, End, Span};
 
 /// The restriction of a block's moves.
@@ -51,7 +50,7 @@ impl Hold {
 
 /// A block, or a free span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct LayoutPart {
     pub(crate) span: Span,
     /// The restriction of the block; `None` for a free span.
     pub(crate) hold: Option<Hold>,
@@ -59,7 +58,7 @@ pub(crate) struct Part {
 
 /// The target of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Target<'a> {
+pub(crate) enum CompactTarget<'a> {
     /// As many granules as possible without a block.
     Granules,
     /// As many bytes as possible in segments without a block. The segments are in the order of
@@ -134,7 +133,7 @@ impl Move {
 
 /// Moves, and their figures.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct CompactPlan {
     pub(crate) moves: Vec<Move>,
     /// The bytes that are moved. A slide counts once.
     pub(crate) bytes: u64,
@@ -148,34 +147,51 @@ pub(crate) struct Plan {
 ///
 /// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
 /// something.
-pub(crate) fn plan(parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
+pub(crate) fn plan(
+    parts: &[LayoutPart],
+    granule: u64,
+    target: CompactTarget<'_>,
+    budget: u64,
+) -> CompactPlan {
     plan_in(PASSES_MAX, parts, granule, target, budget)
 }
 
 /// Returns a lower bound of the gain of a plan without a budget: makes a plan with few passes.
-pub(crate) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan {
+pub(crate) fn outlook(
+    parts: &[LayoutPart],
+    granule: u64,
+    target: CompactTarget<'_>,
+) -> CompactPlan {
     plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
 }
 
-fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
+fn plan_in(
+    passes: usize,
+    parts: &[LayoutPart],
+    granule: u64,
+    target: CompactTarget<'_>,
+    budget: u64,
+) -> CompactPlan {
     debug_assert!(granule.is_power_of_two());
     let model = LayoutModel::new(parts, granule);
     let mut draft = Draft { model, moves: Vec::new(), bytes: 0, budget, passes };
     let before = (draft.model.active(), draft.largest());
     let mut segment_bytes = None;
     match target {
-        Target::Granules => granules::plan(&mut draft),
-        Target::Segments(segments) => segment_bytes = Some(by_segment::plan(&mut draft, segments)),
-        Target::Contiguous(size) => contiguous::plan(&mut draft, size),
+        CompactTarget::Granules => granules::plan(&mut draft),
+        CompactTarget::Segments(segments) => {
+            segment_bytes = Some(granules::plan_segments(&mut draft, segments))
+        }
+        CompactTarget::Contiguous(size) => contiguous::plan(&mut draft, size),
     }
-    if !matches!(target, Target::Contiguous(_)) {
+    if !matches!(target, CompactTarget::Contiguous(_)) {
         draft.moves = without_detours(&draft.moves);
         draft.bytes = draft.moves.iter().map(|made| made.size).sum();
     }
     let after = (draft.model.active(), draft.largest());
     let active = segment_bytes.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
-    Plan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
+    CompactPlan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
 }
 
 /// A plan in the making.
@@ -213,15 +229,15 @@ impl Draft {
     }
 
     /// Returns `true` if a block may move and the budget can ever pay for the move.
-    pub(super) const fn is_movable(&self, block: Block) -> bool {
+    pub(super) const fn is_movable(&self, block: ModelBlock) -> bool {
         matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
     }
 
     /// Moves a block on the model and records the move.
-    pub(super) fn relocate(&mut self, block: Block, to: u64) {
+    pub(super) fn relocate(&mut self, block: ModelBlock, to: u64) {
         let Span { offset: from, size } = block.span;
         self.model.lift(block);
-        self.model.put(Block { span: Span { offset: to, size }, ..block });
+        self.model.put(ModelBlock { span: Span { offset: to, size }, ..block });
         self.moves.push(Move { from, to, size });
         self.bytes += size;
     }
@@ -234,7 +250,7 @@ impl Draft {
             debug_assert!(moved.is_some_and(|block| block.span.offset == to));
             if let Some(block) = moved {
                 self.model.lift(block);
-                self.model.put(Block { span: Span { offset: from, size }, ..block });
+                self.model.put(ModelBlock { span: Span { offset: from, size }, ..block });
             }
             self.bytes -= size;
         }
@@ -246,7 +262,7 @@ impl Draft {
     /// Examines [`LOOKS`] free spans and the largest.
     pub(super) fn place(
         &mut self,
-        block: Block,
+        block: ModelBlock,
         cleared: Span,
         spared: Option<Span>,
     ) -> Option<(u64, u64)> {
@@ -303,4 +319,172 @@ pub(super) fn places(
         let fits = move |&at: &u64| at >= first && at.checked_add(size).is_some_and(|e| e <= end);
         low.into_iter().chain(high).filter(fits)
     })
+}
+
+// Cuts the moves of a plan into batches that are copied at the same time.
+//
+// Invariant: no place of one block in a batch, old or new, overlaps a place of another, so the
+// moves of a batch need no order.
+
+/// The bounds of a batch. A move that exceeds them is a batch of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BatchLimit {
+    pub(crate) bytes: u64,
+    pub(crate) copies: u64,
+}
+
+/// Returns the number of moves in the first batch of a plan: at least one, if there is a move.
+pub(crate) fn first_batch(moves: &[Move], limit: BatchLimit) -> usize {
+    let (mut bytes, mut copies) = (0_u64, 0_u64);
+    // The ends of the places, by offset.
+    let mut places: BTreeMap<u64, u64> = BTreeMap::new();
+    for (nth, &made) in moves.iter().enumerate() {
+        let spans = [made.source(), made.destination()];
+        let is_used = |offset: u64, end: u64| {
+            places.range(..end).next_back().is_some_and(|(_, &other)| other > offset)
+        };
+        (bytes, copies) = (bytes + made.size, copies + made.copies());
+        let is_full = bytes > limit.bytes || copies > limit.copies;
+        let depends = spans.iter().any(|span| is_used(span.offset, span.end()));
+        if nth > 0 && (is_full || depends) {
+            return nth;
+        }
+        if made.overlaps() {
+            let [from, to] = spans;
+            places.insert(from.offset.min(to.offset), from.end().max(to.end()));
+        } else {
+            places.extend(spans.map(|span| (span.offset, span.end())));
+        }
+    }
+    moves.len()
+}
+
+// Removes detours from a plan: a block that would move twice moves once, to its last place.
+//
+// Granules are cleared one after the other, so a block may move into a granule that is cleared
+// later. Its first move is left out if nothing else uses the place that the block leaves before
+// the second: the block stays there until then.
+//
+// Invariant: after all moves every block is where the plan with detours puts it, each move is
+// still possible once the moves before it are done, and no byte more is moved.
+
+/// Returns the moves without detours, in order. O(n log n).
+pub(super) fn without_detours(moves: &[Move]) -> Vec<Move> {
+    let mut made: Vec<Option<Move>> = Vec::with_capacity(moves.len());
+    // The last move of each block that has moved, by the block's present offset.
+    let mut last_moves: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut left = LeftSpans::default();
+    for (nth, &second) in moves.iter().enumerate() {
+        let mut next = second;
+        if let Some(before) = last_moves.remove(&second.from)
+            && let Some(first) = made[before]
+            && left.take(first.source())
+        {
+            let direct = Move { from: first.from, ..second };
+            if direct.distance() == 0 || !direct.overlaps() {
+                made[before] = None;
+                next = direct;
+            }
+        }
+        if next.distance() == 0 {
+            made.push(None); // back where it was
+            continue;
+        }
+        left.occupy(next.destination());
+        left.add(next.source());
+        last_moves.insert(next.to, nth);
+        made.push(Some(next));
+    }
+    made.into_iter().flatten().collect()
+}
+
+/// Spans that blocks have left, and that no block has used since. They do not overlap.
+#[derive(Default)]
+struct LeftSpans(BTreeMap<u64, u64>);
+
+impl LeftSpans {
+    fn add(&mut self, span: Span) {
+        self.0.insert(span.offset, span.size);
+    }
+
+    /// Removes a span. Returns `false` if it is not there as a whole.
+    fn take(&mut self, span: Span) -> bool {
+        let is_there = self.0.get(&span.offset) == Some(&span.size);
+        is_there && self.0.remove(&span.offset).is_some()
+    }
+
+    /// Removes all spans of which a part is used now.
+    fn occupy(&mut self, used: Span) {
+        let overlapping = self.0.range(..used.end()).rev();
+        let overlapping = overlapping.take_while(|&(offset, size)| offset + size > used.offset);
+        let offsets: Vec<u64> = overlapping.map(|(&offset, _)| offset).collect();
+        for offset in offsets {
+            self.0.remove(&offset);
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const LIMIT: BatchLimit = BatchLimit { bytes: 35, copies: 8 };
+
+    fn first(moves: &[(u64, u64, u64)]) -> usize {
+        let moves: Vec<_> = moves.iter().map(|&(from, to, size)| Move { from, to, size }).collect();
+        first_batch(&moves, LIMIT)
+    }
+
+    #[test]
+    fn a_batch_has_as_many_moves_as_the_limits_allow_and_at_least_one() {
+        let moves = [(0, 100, 10), (10, 110, 10), (20, 120, 10), (30, 130, 10)];
+        assert_eq!(first(&moves), 3);
+        assert_eq!(first(&[(0, 100, 50), (50, 150, 1)]), 1);
+        // A slide by 1 of 10 bytes takes ten copies.
+        assert_eq!(first(&[(0, 100, 1), (11, 10, 10)]), 1);
+        assert_eq!(first(&[]), 0);
+    }
+
+    #[test]
+    fn a_move_that_depends_on_another_is_in_a_later_batch() {
+        assert_eq!(first(&[(0, 100, 10), (50, 5, 10)]), 1, "into a place that is left");
+        assert_eq!(first(&[(0, 100, 10), (100, 200, 10)]), 1, "the same block");
+        assert_eq!(first(&[(10, 5, 10), (20, 15, 5)]), 1, "into a place that a slide leaves");
+        assert_eq!(first(&[(0, 100, 10), (20, 110, 10), (10, 90, 10)]), 3, "all apart");
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod detour_tests {
+    use super::*;
+
+    fn moves<const N: usize>(all: [(u64, u64); N]) -> Vec<Move> {
+        all.map(|(from, to)| Move { from, to, size: 10 }).into()
+    }
+
+    #[test]
+    fn a_block_that_would_move_twice_moves_once_and_last() {
+        let twice = moves([(0, 100), (50, 200), (100, 300), (300, 400)]);
+        assert_eq!(without_detours(&twice), moves([(50, 200), (0, 400)]));
+    }
+
+    #[test]
+    fn a_block_that_would_come_back_stays() {
+        assert_eq!(without_detours(&moves([(0, 100), (100, 0)])), []);
+    }
+
+    #[test]
+    fn a_detour_stays_if_the_first_place_is_used_meanwhile() {
+        let needed = moves([(0, 100), (50, 5), (100, 300)]);
+        assert_eq!(without_detours(&needed), needed);
+        // From the second place on it is a detour again.
+        let partly = moves([(0, 100), (50, 5), (100, 300), (300, 400)]);
+        assert_eq!(without_detours(&partly), moves([(0, 100), (50, 5), (100, 400)]));
+    }
+
+    #[test]
+    fn two_jumps_do_not_become_a_slide() {
+        let jumps = moves([(0, 100), (100, 5)]);
+        assert_eq!(without_detours(&jumps), jumps);
+    }
 }

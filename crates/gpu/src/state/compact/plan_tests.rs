@@ -4,7 +4,7 @@
 
 use lowtide_cuda_sim::sample;
 
-use super::plan::{Hold, Move, Part, Plan, Target, plan};
+use super::plan::{CompactPlan, CompactTarget, Hold, LayoutPart, Move, plan};
 use crate::index::{ALIGN, End, Span};
 
 const LOW: Hold = Hold::Moves { end: End::Low, align: ALIGN };
@@ -31,26 +31,26 @@ impl Cells {
         region
     }
 
-    fn parts(&self) -> Vec<Part> {
-        let mut parts: Vec<Part> = Vec::new();
+    fn parts(&self) -> Vec<LayoutPart> {
+        let mut parts: Vec<LayoutPart> = Vec::new();
         for (at, cell) in self.cells.iter().enumerate() {
             let span = Span { offset: at as u64 * ALIGN, size: ALIGN };
             let hold = cell.map(|(name, _)| self.blocks[name].2);
             let joins = cell.is_none_or(|(_, nth)| nth > 0);
             match parts.last_mut() {
                 Some(part) if joins && part.hold == hold => part.span.size += ALIGN,
-                _ => parts.push(Part { span, hold }),
+                _ => parts.push(LayoutPart { span, hold }),
             }
         }
         parts
     }
 
-    fn plan(&self, target: Target<'_>, budget: u64) -> Plan {
+    fn plan(&self, target: CompactTarget<'_>, budget: u64) -> CompactPlan {
         plan(&self.parts(), self.granule * ALIGN, target, budget.saturating_mul(ALIGN))
     }
 
     /// Copies the pieces of each move, and checks that no cell is lost.
-    fn execute(&mut self, plan: &Plan) {
+    fn execute(&mut self, plan: &CompactPlan) {
         for &made in &plan.moves {
             let (from, to) = (made.from / ALIGN, made.to / ALIGN);
             let name = self.blocks.iter().position(|block| block.0 == from).expect("a block");
@@ -108,7 +108,7 @@ impl Cells {
     }
 
     /// Makes a plan, checks every promise, and executes the plan. Returns the plan.
-    fn check(&mut self, target: Target<'_>, budget: u64) -> Plan {
+    fn check(&mut self, target: CompactTarget<'_>, budget: u64) -> CompactPlan {
         let before = self.figures();
         let plan = self.plan(target, budget);
         self.execute(&plan);
@@ -118,11 +118,11 @@ impl Cells {
         assert_eq!(plan.active, [before[0], after[0]]);
         assert_eq!(plan.largest, [before[1] * ALIGN, after[1] * ALIGN]);
         let gained = match target {
-            Target::Granules | Target::Segments(_) => {
+            CompactTarget::Granules | CompactTarget::Segments(_) => {
                 assert!(after[0] < before[0] || plan.moves.is_empty(), "moved for nothing");
                 after[0] < before[0]
             }
-            Target::Contiguous(size) => {
+            CompactTarget::Contiguous(size) => {
                 assert!(after[1] >= before[1], "worse than before: {plan:?}");
                 assert!(plan.moves.is_empty() || plan.largest[0] < size, "moved for nothing");
                 after[1] > before[1]
@@ -131,7 +131,7 @@ impl Cells {
         if budget == u64::MAX {
             assert!(gained || plan.moves.is_empty(), "moved for nothing: {plan:?}");
             assert_eq!(self.plan(target, budget).moves, [], "a second plan finds more");
-            if let Target::Contiguous(size) = target {
+            if let CompactTarget::Contiguous(size) = target {
                 let wanted = size.min(self.free() * ALIGN);
                 assert!(self.has_stays() || plan.largest[1] >= wanted, "short of {wanted}");
             }
@@ -200,8 +200,8 @@ fn every_small_region_is_planned_right_for_every_target_and_budget() {
     every(CELLS, &mut Vec::new(), &mut |parts| {
         for budget in [0, 1, 2, 3, u64::MAX] {
             let sizes = [2, 3, 4, u64::MAX];
-            let spans = sizes.map(|cells| Target::Contiguous(cells.saturating_mul(ALIGN)));
-            for target in spans.into_iter().chain([Target::Granules]) {
+            let spans = sizes.map(|cells| CompactTarget::Contiguous(cells.saturating_mul(ALIGN)));
+            for target in spans.into_iter().chain([CompactTarget::Granules]) {
                 let mut region = Cells::new(parts, 2);
                 region.check(target, budget);
                 plans += 1;
@@ -222,8 +222,8 @@ fn random_regions_keep_their_contents_and_get_no_worse() {
         let cells = 1 + chance.below(40);
         let region = random(&mut chance, parts, cells, stays, granule);
         let size = 1 + chance.below(region.cells.len() as u64);
-        let targets = [Target::Granules, Target::Contiguous(size * ALIGN)];
-        for target in targets.into_iter().chain([Target::Contiguous(u64::MAX)]) {
+        let targets = [CompactTarget::Granules, CompactTarget::Contiguous(size * ALIGN)];
+        for target in targets.into_iter().chain([CompactTarget::Contiguous(u64::MAX)]) {
             for budget in [u64::MAX, chance.below(80)] {
                 region.clone().check(target, budget);
             }
@@ -237,7 +237,7 @@ fn many_small_calls_reach_what_one_large_call_does() {
         println!("seed {seed}");
         let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let region = random(&mut chance, 40, 12, 0, 16);
-        for target in [Target::Contiguous(u64::MAX), Target::Contiguous(64 * ALIGN)] {
+        for target in [CompactTarget::Contiguous(u64::MAX), CompactTarget::Contiguous(64 * ALIGN)] {
             let mut whole = region.clone();
             let whole_plan = whole.check(target, u64::MAX);
             let mut parts = region.clone();
@@ -247,7 +247,7 @@ fn many_small_calls_reach_what_one_large_call_does() {
                 calls += 1;
                 assert!(calls < 400, "it goes on for ever");
             }
-            let Target::Contiguous(size) = target else { unreachable!() };
+            let CompactTarget::Contiguous(size) = target else { unreachable!() };
             let wanted = size.min(region.free() * ALIGN);
             assert!(parts.figures()[1] * ALIGN >= wanted, "{calls} calls");
             assert!(whole_plan.largest[1] >= wanted);
@@ -263,11 +263,11 @@ fn many_small_calls_free_as_many_granules_as_one_large_call() {
         let mut chance = Chance(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let region = random(&mut chance, 120, 10, 5, 16);
         let mut whole = region.clone();
-        whole.check(Target::Granules, u64::MAX);
+        whole.check(CompactTarget::Granules, u64::MAX);
         let mut parts = region.clone();
         let mut calls = 0;
         // Enough for any granule: 16 cells, and a block over each of its ends.
-        while !parts.check(Target::Granules, 40).moves.is_empty() {
+        while !parts.check(CompactTarget::Granules, 40).moves.is_empty() {
             calls += 1;
             assert!(calls < 400, "it goes on for ever");
         }
@@ -290,7 +290,7 @@ fn alternating(stays: Option<usize>) -> Cells {
 #[test]
 fn all_free_space_is_joined_with_as_few_moves_as_it_takes() {
     let mut region = alternating(None);
-    let plan = region.check(Target::Contiguous(u64::MAX), u64::MAX);
+    let plan = region.check(CompactTarget::Contiguous(u64::MAX), u64::MAX);
     assert_eq!(plan.largest[1], 4 * 32 * ALIGN);
     assert!(plan.moves.len() <= 2, "{plan:?}");
     assert!(plan.moves.iter().all(|made| !made.overlaps()));
@@ -298,19 +298,19 @@ fn all_free_space_is_joined_with_as_few_moves_as_it_takes() {
 
 #[test]
 fn what_is_wanted_is_joined_and_no_more() {
-    let plan = alternating(None).check(Target::Contiguous(64 * ALIGN), u64::MAX);
+    let plan = alternating(None).check(CompactTarget::Contiguous(64 * ALIGN), u64::MAX);
     assert_eq!((plan.moves.len(), plan.largest[1]), (1, 64 * ALIGN));
-    let plan = alternating(None).check(Target::Contiguous(32 * ALIGN), u64::MAX);
+    let plan = alternating(None).check(CompactTarget::Contiguous(32 * ALIGN), u64::MAX);
     assert_eq!(plan.moves, []);
 }
 
 #[test]
 fn blocks_that_stay_are_planned_around() {
     let mut region = alternating(Some(3));
-    let plan = region.check(Target::Contiguous(u64::MAX), u64::MAX);
+    let plan = region.check(CompactTarget::Contiguous(u64::MAX), u64::MAX);
     assert_eq!(plan.largest[1], 4 * 32 * ALIGN, "{plan:?}"); // all of it, on one side
     let mut region = Cells::new(&[(4, None), (4, Some(Hold::Stays)), (4, None)], 8);
-    for target in [Target::Granules, Target::Contiguous(u64::MAX)] {
+    for target in [CompactTarget::Granules, CompactTarget::Contiguous(u64::MAX)] {
         assert_eq!(region.check(target, u64::MAX).moves, []);
     }
 }
@@ -318,7 +318,7 @@ fn blocks_that_stay_are_planned_around() {
 #[test]
 fn a_slide_by_less_than_its_size_is_cut_into_pieces_of_the_distance() {
     let mut region = Cells::new(&[(1, None), (8, Some(LOW)), (3, None)], 4);
-    let plan = region.check(Target::Contiguous(u64::MAX), u64::MAX);
+    let plan = region.check(CompactTarget::Contiguous(u64::MAX), u64::MAX);
     assert_eq!(plan.moves, [Move { from: ALIGN, to: 0, size: 8 * ALIGN }]);
     assert_eq!(plan.moves[0].pieces().count(), 8);
     let up = Move { from: 0, to: 3 * ALIGN, size: 8 * ALIGN };
@@ -331,7 +331,7 @@ fn a_slide_by_less_than_its_size_is_cut_into_pieces_of_the_distance() {
 fn low_blocks_slide_down_and_high_blocks_slide_up() {
     let parts = [(2, None), (9, Some(LOW)), (2, None), (9, Some(HIGH)), (2, None)];
     let mut region = Cells::new(&parts, 8);
-    let plan = region.check(Target::Contiguous(u64::MAX), u64::MAX);
+    let plan = region.check(CompactTarget::Contiguous(u64::MAX), u64::MAX);
     let places: Vec<_> = plan.moves.iter().map(|made| made.to / ALIGN).collect();
     assert_eq!(places, [0, 15]);
 }
@@ -341,7 +341,7 @@ fn a_granule_that_little_pins_is_cleared_into_the_holes_of_full_ones() {
     // Granules of 8 cells: full but for two, one cell in an else empty one, full but for one.
     let parts = [(6, Some(LOW)), (5, None), (1, Some(LOW)), (4, None), (7, Some(LOW)), (1, None)];
     let mut region = Cells::new(&parts, 8);
-    let plan = region.check(Target::Granules, u64::MAX);
+    let plan = region.check(CompactTarget::Granules, u64::MAX);
     assert_eq!(plan.moves, [Move { from: 11 * ALIGN, to: 23 * ALIGN, size: ALIGN }]);
     assert_eq!(plan.active, [3, 2]);
 }
@@ -350,7 +350,7 @@ fn a_granule_that_little_pins_is_cleared_into_the_holes_of_full_ones() {
 fn large_blocks_are_moved_where_that_frees_granules() {
     let parts = [(3, Some(LOW)), (3, None), (3, Some(LOW)), (3, None), (6, Some(LOW)), (6, None)];
     let mut region = Cells::new(&parts, 2);
-    let plan = region.check(Target::Granules, u64::MAX);
+    let plan = region.check(CompactTarget::Granules, u64::MAX);
     assert_eq!(plan.active[1], 6, "{plan:?}");
 }
 
@@ -359,7 +359,7 @@ fn small_blocks_and_large_ones_are_not_mixed() {
     let parts = [(4, Some(LOW)), (12, None), (3, Some(HIGH)), (5, None), (8, Some(HIGH))];
     let mut region = Cells::new(&parts, 8);
     // The only hole in another active granule is among the large blocks.
-    assert_eq!(region.check(Target::Granules, u64::MAX).moves, []);
+    assert_eq!(region.check(CompactTarget::Granules, u64::MAX).moves, []);
 }
 
 #[test]
@@ -374,16 +374,16 @@ fn a_block_goes_only_to_multiples_of_its_alignment() {
         (7, None),
     ];
     let mut region = Cells::new(&parts, 8);
-    assert_eq!(region.check(Target::Granules, u64::MAX).moves, []);
+    assert_eq!(region.check(CompactTarget::Granules, u64::MAX).moves, []);
     let parts = [(4, Some(LOW)), (2, None), (2, Some(LOW)), (1, Some(aligned)), (7, None)];
-    let plan = Cells::new(&parts, 8).check(Target::Granules, u64::MAX);
+    let plan = Cells::new(&parts, 8).check(CompactTarget::Granules, u64::MAX);
     assert_eq!(plan.moves, [Move { from: 8 * ALIGN, to: 4 * ALIGN, size: ALIGN }]);
 }
 
 #[test]
 fn an_empty_region_and_a_full_one_need_no_moves() {
     for parts in [&[(64, None)][..], &[(64, Some(LOW))], &[]] {
-        for target in [Target::Granules, Target::Contiguous(u64::MAX)] {
+        for target in [CompactTarget::Granules, CompactTarget::Contiguous(u64::MAX)] {
             assert_eq!(Cells::new(parts, 8).check(target, u64::MAX).moves, []);
         }
     }
@@ -392,10 +392,10 @@ fn an_empty_region_and_a_full_one_need_no_moves() {
 #[test]
 fn a_slide_that_would_take_thousands_of_copies_is_not_planned() {
     let region = |gap| Cells::new(&[(gap, None), (4096, Some(LOW)), (gap, None)], 8);
-    for target in [Target::Granules, Target::Contiguous(u64::MAX)] {
+    for target in [CompactTarget::Granules, CompactTarget::Contiguous(u64::MAX)] {
         assert_eq!(region(3).plan(target, u64::MAX).moves, []);
     }
-    let plan = region(4).plan(Target::Contiguous(u64::MAX), u64::MAX);
+    let plan = region(4).plan(CompactTarget::Contiguous(u64::MAX), u64::MAX);
     assert_eq!((plan.moves.len(), plan.largest[1]), (1, 8 * ALIGN));
     assert_eq!(plan.moves[0].pieces().count(), 1024);
 }

@@ -7,9 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use lowtide_gpu::index::{
-    ALIGN, BlockId, BlockIndex, End, ExchangeError, Request, Span, StaleBlock,
-};
+use lowtide_gpu::index::{ALIGN, BlockId, BlockIndex, End, Request, Span, StaleBlock};
 
 /// Released names that are kept to be tried again.
 const STALE_MAX: usize = 16;
@@ -168,10 +166,10 @@ impl Pair {
         let outcome = self.index.exchange(a, b);
         let (low, high) = if left.offset < right.offset { (left, right) } else { (right, left) };
         if low.end() != high.offset && left.size != right.size {
-            assert_eq!(outcome, Err(ExchangeError::Unlike { left, right }));
+            assert!(!outcome);
             return false;
         }
-        assert_eq!(outcome, Ok(()));
+        assert!(outcome);
         if a != b {
             let (first, last) = if left.offset < right.offset { (a, b) } else { (b, a) };
             self.live.remove(&high.offset);
@@ -205,7 +203,7 @@ impl Pair {
             assert_eq!(self.index.span_of(id), Err(StaleBlock));
             assert_eq!(self.index.release(id), Err(StaleBlock));
             assert_eq!(self.index.resize(id, 1), Err(StaleBlock));
-            assert_eq!(self.index.exchange(id, id), Err(ExchangeError::Stale(StaleBlock)));
+            assert!(!self.index.exchange(id, id));
         }
     }
 

@@ -8,8 +8,8 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, ManualClock, Moment};
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, ExportError, HostDriver, Lane,
-    Region, SleepConfig, SleepOptions, SleepState,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, DeviceErrorWith, HostDriver,
+    Lane, Region, SleepConfig, SleepOptions, SleepState,
 };
 
 use super::support::{Bed, MIB};
@@ -23,7 +23,7 @@ fn at_once() -> SleepOptions {
 /// A buffer of a lane was lent; a foreign stream writes it, and is not done when the loan ends.
 fn written_by_a_stranger(bed: &Bed, lane: &Lane) -> Buffer<u8> {
     let exported = lane.alloc::<u8>(4 * MIB, DYNAMIC).expect("room").export().expect("awake");
-    let (at, size) = (exported.address(), exported.bytes());
+    let (at, size) = (exported.address(), exported.buffer().bytes());
     bed.sim.fill(bed.foreign, at, size, Pattern::new(1)).expect("queued");
     exported.end()
 }
@@ -56,7 +56,7 @@ fn slept() -> u64 {
         drop(lane.enter().expect("awake"));
         buffer.export().expect("awake")
     };
-    let (at, size) = (exported.address(), exported.bytes());
+    let (at, size) = (exported.address(), exported.buffer().bytes());
     bed.sim.fill(bed.foreign, at, size, Pattern::new(1)).expect("queued");
     let buffer = exported.end();
     bed.arena.sleep(at_once()).expect("asleep");
@@ -150,7 +150,7 @@ fn a_lent_block_stays_where_it_is_through_a_compaction_and_moves_after_its_retur
     };
     assert_eq!(here(exported.buffer()), exported.address());
     let at = exported.address();
-    bed.sim.fill(bed.foreign, at, exported.bytes(), Pattern::new(7)).expect("queued");
+    bed.sim.fill(bed.foreign, at, exported.buffer().bytes(), Pattern::new(7)).expect("queued");
     let buffer = exported.end();
     drop(blocks);
     let before = bed.arena.alloc::<u8>(part, DYNAMIC).expect("room");
@@ -165,7 +165,7 @@ fn a_lent_block_stays_where_it_is_through_a_compaction_and_moves_after_its_retur
 fn what_cannot_be_lent_comes_back_with_the_error() {
     let bed = Bed::new();
     let empty = bed.arena.alloc::<u8>(0, DYNAMIC).expect("nothing");
-    let ExportError { buffer, error } = empty.export().expect_err("no address");
+    let DeviceErrorWith { value: buffer, error } = empty.export().expect_err("no address");
     assert_eq!((buffer.len(), &error), (0, &DeviceError::ZeroSize));
     let buffer = bed.arena.alloc::<u8>(MIB, DYNAMIC).expect("room");
     bed.arena.sleep(at_once()).expect("asleep");
@@ -174,8 +174,8 @@ fn what_cannot_be_lent_comes_back_with_the_error() {
     bed.sim.forget_failures();
     assert!(matches!(refused.error, DeviceError::Driver(_)), "{refused}");
     assert_eq!(bed.arena.snapshot().exported_count, 0);
-    let exported = refused.buffer.export().expect("now it can");
-    assert_eq!((exported.len(), exported.is_empty()), (MIB, false));
+    let exported = refused.value.export().expect("now it can");
+    assert_eq!((exported.buffer().len(), exported.buffer().is_empty()), (MIB, false));
 }
 
 #[test]

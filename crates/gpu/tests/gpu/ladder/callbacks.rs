@@ -7,8 +7,7 @@ use std::thread;
 use lowtide_cuda_sim::{Call, SimError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Region, ShortageInfo,
-    SleepOptions,
+    ArenaConfig, Bound, Buffer, CompactOptions, DeviceArena, DeviceError, Region, SleepOptions,
 };
 
 use super::{DYNAMIC, GRANULE, config, device, mib, on_device, on_host, wait_until};
@@ -34,7 +33,11 @@ fn callbacks_come_after_idle_memory_and_before_the_error_in_the_order_of_registr
         let (order, held) = (Arc::clone(&order), Arc::clone(&held));
         arena.on_shortage(move |shortage| {
             assert_eq!((shortage.arena, shortage.region), ("ladder", DYNAMIC));
-            order.lock().expect("no panic").push((name, shortage.requested, shortage.cause));
+            order.lock().expect("no panic").push((
+                name,
+                shortage.requested,
+                (shortage.bound, shortage.over),
+            ));
             gives && evict(&held)
         })
     };
@@ -46,7 +49,7 @@ fn callbacks_come_after_idle_memory_and_before_the_error_in_the_order_of_registr
     drop(fits);
     let buffer = mib(&arena, 9).expect("the second gave 6 MiB");
     let (requested, over) = (ByteSize::mib(9), ByteSize::mib(6));
-    let cause = ShortageInfo::Limit { over };
+    let cause = (Bound::Limit, over);
     let asked = std::mem::take(&mut *order.lock().expect("no panic"));
     assert_eq!(asked, [("first", requested, cause), ("second", requested, cause)]);
     assert_eq!(arena.snapshot().shortage_callbacks_total, 2);
@@ -78,17 +81,17 @@ fn a_callback_is_told_that_the_device_or_the_addresses_are_what_is_missing() {
     let arena = on_device(&sim, config(ByteSize::MAX));
     let short = ArenaConfig { reserve: ByteSize::mib(16), ..config(ByteSize::MAX) };
     let short = on_device(&device(|_| {}), short);
-    for (arena, cause) in [(&arena, ShortageInfo::Device), (&short, ShortageInfo::Addresses)] {
+    for (arena, bound) in [(&arena, Bound::Driver), (&short, Bound::Addresses)] {
         let kept = mib(arena, 6).expect("room");
         let told = Arc::new(Mutex::new(None));
         let tell = Arc::clone(&told);
         let _callback = arena.on_shortage(move |shortage| {
-            *tell.lock().expect("no panic") = Some(shortage.cause);
+            *tell.lock().expect("no panic") = Some(shortage.bound);
             false
         });
         let refused = mib(arena, 12).expect_err("6 of it are taken");
         assert!(refused.is_out_of_memory(), "{refused}");
-        assert_eq!(*told.lock().expect("no panic"), Some(cause));
+        assert_eq!(*told.lock().expect("no panic"), Some(bound));
         drop(kept);
         arena.validate();
     }

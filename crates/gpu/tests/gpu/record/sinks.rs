@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::SystemClock;
-use lowtide_gpu::record::{RecordError, Recorder};
+use lowtide_gpu::record::Recorder;
 use lowtide_gpu::{ArenaConfig, DeviceArena, Region};
 
 use super::{Books, Kept, config, events, host, name, recorder};
@@ -64,9 +64,12 @@ fn a_sink_that_fails_or_panics_stops_the_recording_and_nothing_else() {
         use_it(&arena);
         let error = recorder.error().expect("it was found out");
         match panics {
-            true => assert!(matches!(&error, RecordError::Panicked { .. }), "{error}"),
+            true => assert!(error.to_string().contains("the sink panicked"), "{error}"),
             false => {
-                assert_eq!(error.to_string(), "the recording's sink failed: no room on the disk")
+                assert_eq!(
+                    error.to_string(),
+                    "recording stopped: the sink failed: no room on the disk"
+                )
             }
         }
         assert_eq!(*drops.lock().expect("ok"), 1, "the sink is let go of at once");
@@ -86,7 +89,9 @@ fn a_bounded_recording_ends_with_a_complete_line() {
         let arena = opened(recorder.clone());
         use_it(&arena);
         drop(arena);
-        assert_eq!(recorder.error(), Some(RecordError::Full { most: ByteSize::new(most) }));
+        let full = recorder.error().expect("full").to_string();
+        let limit = format!("its size limit of {} is reached", ByteSize::new(most));
+        assert!(full.contains(&limit), "{full}");
         let text = kept.text();
         assert!(text.len() as u64 <= most, "{} of {most}", text.len());
         assert!(text.len() as u64 + 300 > most, "{} of {most}", text.len());
@@ -173,7 +178,7 @@ fn a_sink_may_use_the_arena_and_one_that_never_stops_stops_the_recording() {
             assert!(events.iter().any(|event| is_own(&event)), "what the sink did is recorded");
         } else {
             let error = recorder.error().expect("more than waits");
-            assert!(matches!(error, RecordError::Overrun { .. }), "{error}");
+            assert!(error.to_string().contains("the sink is too slow"), "{error}");
         }
         arena.get().expect("set").validate();
     }

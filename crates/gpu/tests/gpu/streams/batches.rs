@@ -173,7 +173,7 @@ fn copies_whose_end_is_not_seen_leave_blocks_at_their_old_places() {
     all.sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
     let failed = all.arena.compact(COMPACT, |_| panic!("moved")).expect_err("a trial");
     assert!(matches!(failed.error, DeviceError::Driver(_)), "{failed}");
-    assert_eq!(failed.done.moves, 0);
+    assert_eq!(failed.value.moves, 0);
     assert!(!all.arena.snapshot().pending.is_zero(), "the copies may still write");
     all.sim.forget_failures();
     all.check();

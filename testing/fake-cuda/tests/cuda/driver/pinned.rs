@@ -218,7 +218,7 @@ fn a_copy_whose_event_cannot_be_recorded_is_waited_for_or_quarantined() {
         if nor_a_wait {
             let refused = started.expect_err("its end cannot be observed");
             assert!(matches!(refused.error, DeviceError::Driver(_)), "{refused}");
-            assert_quarantined(&pool, *refused.buffer);
+            assert_quarantined(&pool, *refused.value);
         } else {
             let copy = started.expect("it was waited for");
             assert_eq!(copy.is_complete(), Ok(true));
@@ -273,7 +273,7 @@ fn no_copy_of_a_pinned_buffer_is_captured() {
     bed.one.begin_capture(mode).expect("begun");
     let refused = lane.copy_to_device(filled(&pool, 1), &mut to).expect_err("a capture");
     assert!(matches!(refused.error, DeviceError::Capturing { .. }), "{refused}");
-    let mut from = *refused.buffer;
+    let mut from = *refused.value;
     holds(&from, 1);
     let graph = bed.one.end_capture(CUgraphInstantiate_flags(0)).expect("the capture is sound");
     graph.expect("a graph").launch().expect("launched");

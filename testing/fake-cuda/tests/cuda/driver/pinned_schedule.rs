@@ -393,7 +393,7 @@ impl Run<'_> {
                     let to = if to_device { &mut side.holds[..len / PART] } else { &mut holds };
                     to.fill(None);
                 }
-                self.hosts.push(Host { buffer: *refused.buffer, holds });
+                self.hosts.push(Host { buffer: *refused.value, holds });
             }
         }
         self.say(format!("lane copies {len} bytes, to device {to_device}: {said:?}"));

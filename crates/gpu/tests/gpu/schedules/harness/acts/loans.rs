@@ -6,7 +6,7 @@
 //! arena to see to.
 
 use lowtide_cuda_sim::Pattern;
-use lowtide_gpu::ExportError;
+use lowtide_gpu::DeviceErrorWith;
 
 use super::super::world::{Act, Away, Worker, World};
 use super::memory;
@@ -24,8 +24,8 @@ pub(super) fn export(world: &World, worker: &mut Worker) -> Act {
             worker.away.push(away);
             ordered
         }
-        Err(ExportError { buffer, error }) => {
-            worker.held.push(rest.with(buffer));
+        Err(DeviceErrorWith { value: buffer, error }) => {
+            worker.held.push(rest.with(*buffer));
             world.allowed(error)
         }
     }
@@ -46,7 +46,7 @@ fn work_on(world: &World, worker: &mut Worker, nth: usize) -> Act {
     let (at, on) = (away.exported.address(), away.foreign.stream());
     if writes && !away.rest.is_shared {
         away.rest.is_lost.set(false);
-        (away.rest.mark, away.rest.written) = (mark, away.exported.bytes());
+        (away.rest.mark, away.rest.written) = (mark, away.exported.buffer().bytes());
         let (size, pattern) = (away.rest.written, Pattern::new(mark));
         return world.insist(|sim| sim.fill(on, at, size, pattern));
     }
@@ -67,7 +67,7 @@ pub(super) fn end(world: &World, worker: &mut Worker) -> Act {
     work_on(world, worker, nth)?;
     let Away { exported, rest, foreign } = worker.away.swap_remove(nth);
     if worker.one_in(2) {
-        let (size, region) = (exported.len(), exported.buffer().region());
+        let (size, region) = (exported.buffer().len(), exported.buffer().region());
         drop(exported);
         worker.later.extend(rest.also);
         // As likely as not where the foreign stream is at work.

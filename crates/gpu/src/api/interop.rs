@@ -1,36 +1,196 @@
-//! Memory allocated by foreign code, used under the arena's leases and released by a
-//! function of that code.
+//! A buffer whose address is known to foreign code: a C library, ONNX Runtime, a captured graph.
 //!
-//! The arena does not commit, move or offload such memory. It provides leases, views, and the
-//! knowledge of when the device has completed its work. Dropping a value only updates bookkeeping,
-//! because a release may take long, as `cuMemFree` does. The program's next call that looks for
-//! idle memory (a purge, a trim, a close) waits until the whole context has completed its work, and
-//! calls the release function. A decay and the worker of a `Memory` do not wait: they call release
-//! functions only for values whose work is known to be complete.
+//! The export owns the buffer, so safe code cannot free, resize or move it meanwhile; forgetting
+//! the export leaks both. While an export exists the arena does not sleep. When the export ends,
+//! the uses by foreign streams are unknown, so all work of the device is waited for.
 //!
-//! Invariant: a release function is called at most once, after the host has seen the completion of
-//! all work that the context had when the value was dropped. The function is dropped uncalled only
-//! if the arena's last holder is dropped while the device may still work.
+//! Invariant: `exports of the arena = Exported values that are not dropped`.
 #![expect(unsafe_code, reason = "memory of others is seen as slices")]
 
-use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
-use std::slice;
 use std::sync::Arc;
-
-use bytemuck::Pod;
+use std::{fmt, slice};
 
 use crate::api::arena::DeviceArena;
-use crate::api::lane::Lane;
-use crate::api::lease::Lease;
+use crate::api::buffer::Buffer;
+use crate::api::compact::BlockPin;
+use crate::api::lane::{Lane, Lease};
 use crate::driver::{DeviceAddress, Owner};
-use crate::engine::import;
+use crate::engine::{completion, import};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::state::outstanding::Release;
-use crate::types::error::{DeviceError, ImportError};
+use crate::state::streams::StreamKey;
+use crate::types::error::{DeviceError, DeviceErrorWith};
+use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
+
+/// A buffer exported to code that keeps its address; from [`Buffer::export`].
+///
+/// Dropping it ends the export and frees the buffer; [`Exported::end`] returns the buffer. Neither
+/// waits or calls the driver.
+#[must_use = "dropping it ends the export and frees the buffer"]
+pub struct Exported<T: Pod> {
+    // Dropped in this order: the block is freed last.
+    loan: Loan,
+    pin: BlockPin,
+    buffer: Buffer<T>,
+    at: DeviceAddress,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Exports the buffer to code that keeps its address for longer than a lease: a C library, a
+    /// session of ONNX Runtime, a graph that captured it. No lease is needed during the export.
+    ///
+    /// Until the export ends the block stays live and at its address, also during compactions, and
+    /// the arena does not sleep ([`DeviceError::Exported`]). A sleeping arena is woken first.
+    /// Afterwards the memory counts as used by any stream of the context, including those unknown
+    /// to the arena: it is reused, moved, copied or released only after the host saw all of that
+    /// work complete. So a buffer that was ever exported is freed like one without a lane, and its
+    /// next user may wait for the whole device.
+    ///
+    /// The program orders the foreign work after earlier work of the buffer's stream, and the
+    /// stream's next work after it, as without an arena.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
+    /// use lowtide_gpu::{Region, SleepOptions};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    ///
+    /// let weights = arena.alloc_from(&[1.0_f32; 64], Region::Stable)?;
+    /// let exported = weights.export()?;
+    /// let (at, bytes) = (exported.address(), exported.buffer().bytes()); // for foreign code
+    /// assert_eq!((at.get() % 256, bytes.get()), (0, 256));
+    /// assert!(matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Exported { .. })));
+    /// let weights = exported.end(); // the foreign code no longer uses the address
+    /// arena.sleep(SleepOptions::default())?;
+    /// # drop(weights);
+    /// # Ok::<(), DeviceError>(())
+    /// ```
+    ///
+    /// An exported buffer cannot be freed or resized:
+    /// ```compile_fail,E0382
+    /// # use lowtide_gpu::{Buffer, DeviceError};
+    /// fn free_during_export(buffer: Buffer<f32>) -> Result<(), DeviceError> {
+    ///     let exported = buffer.export()?;
+    ///     drop(buffer);
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// With the buffer: [`DeviceError::ZeroSize`] if it has no bytes,
+    /// [`DeviceError::ContentsLost`], [`DeviceError::Forked`]; otherwise the errors of
+    /// [`DeviceArena::enter`](crate::DeviceArena::enter).
+    pub fn export(mut self) -> Result<Exported<T>, DeviceErrorWith<Self>> {
+        match self.begin_loan() {
+            Ok((loan, pin, at)) => Ok(Exported { loan, pin, buffer: self, at }),
+            Err(error) => Err(DeviceErrorWith { error, value: Box::new(self) }),
+        }
+    }
+
+    fn begin_loan(&mut self) -> Result<(Loan, BlockPin, DeviceAddress), DeviceError> {
+        // While the lease is held the arena is awake and no block moves. When it is dropped, the
+        // export is recorded.
+        let lease = self.enter()?;
+        let at = self.address(&lease)?.ok_or(DeviceError::ZeroSize)?;
+        let pin = self.pin()?;
+        let inner = Arc::clone(self.inner());
+        self.note_foreign();
+        let bytes = self.block_bytes();
+        inner.run_now(|state| {
+            state.outstanding.exported.count += 1;
+            state.outstanding.exported.bytes += bytes;
+        });
+        Ok((Loan { inner, bytes }, pin, at))
+    }
+}
+
+impl<T: Pod> Exported<T> {
+    /// Returns the buffer's address, valid until this is dropped or ended.
+    #[must_use]
+    pub const fn address(&self) -> DeviceAddress {
+        self.at
+    }
+
+    /// Returns the buffer for reading under a lease. The caller ensures that foreign code does not
+    /// write meanwhile.
+    #[must_use]
+    pub const fn buffer(&self) -> &Buffer<T> {
+        &self.buffer
+    }
+
+    /// Ends the export and returns the buffer. Foreign code must not start further work with the
+    /// address; work already started may continue.
+    pub fn end(self) -> Buffer<T> {
+        let Self { loan, pin, buffer, .. } = self;
+        drop(loan);
+        drop(pin);
+        buffer
+    }
+}
+
+impl<T: Pod> fmt::Debug for Exported<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exported").field("at", &self.at).field("buffer", &self.buffer).finish()
+    }
+}
+
+/// A count that keeps an arena from sleeping.
+struct Loan {
+    inner: Arc<ArenaInner>,
+    bytes: u64,
+}
+
+impl Drop for Loan {
+    /// Ends the export: only updates bookkeeping under the arena's lock. Does nothing in a forked
+    /// child.
+    fn drop(&mut self) {
+        let _ = self.inner.run_here(|state| {
+            state.outstanding.exported.count -= 1;
+            state.outstanding.exported.bytes -= self.bytes;
+            state.sleep.note_unused(self.inner.clock.now());
+            if state.capabilities.asynchronous {
+                state.sleep.note_used(StreamKey::CONTEXT);
+            }
+        });
+    }
+}
+
+impl Lease {
+    /// Checks that a lease belongs to this arena.
+    ///
+    /// # Errors
+    /// `ForeignLease`, `Forked`.
+    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<(), DeviceError> {
+        inner.check_here()?;
+        if Arc::ptr_eq(inner, &self.arena) {
+            return Ok(());
+        }
+        Err(DeviceError::ForeignLease {
+            buffer_of: inner.name.clone(),
+            lease_of: self.arena.name.clone(),
+        })
+    }
+}
+
+// Memory allocated by foreign code, used under the arena's leases and released by a
+// function of that code.
+//
+// The arena does not commit, move or offload such memory. It provides leases, views, and the
+// knowledge of when the device has completed its work. Dropping a value only updates bookkeeping,
+// because a release may take long, as `cuMemFree` does. The program's next call that looks for
+// idle memory (a purge, a trim, a close) waits until the whole context has completed its work, and
+// calls the release function. A decay and the worker of a `Memory` do not wait: they call release
+// functions only for values whose work is known to be complete.
+//
+// Invariant: a release function is called at most once, after the host has seen the completion of
+// all work that the context had when the value was dropped. The function is dropped uncalled only
+// if the arena's last holder is dropped while the device may still work.
 
 /// Elements in memory that foreign code allocated; from [`DeviceArena::import`].
 ///
@@ -102,7 +262,7 @@ impl DeviceArena {
     ///   while a mutable one is: on a device, in the order of its streams.
     ///
     /// # Errors
-    /// [`DeviceError::ImportError`] with the reason, as far as it can be detected: a driver with
+    /// [`DeviceError::Import`] with the reason, as far as it can be detected: a driver with
     /// host access cannot check memory of other code. [`DeviceError::Driver`],
     /// [`DeviceError::Closed`], [`DeviceError::Forked`]. The memory then still belongs to the
     /// caller: `release` is dropped and not called.
@@ -216,11 +376,11 @@ impl<T: Pod> Imported<T> {
         let inner = Arc::clone(&self.inner);
         drop(self);
         inner.check_here()?;
-        if inner.capabilities.asynchronous && inner.is_any_capturing()? {
+        if inner.capabilities.asynchronous && inner.run(completion::is_any_capturing)? {
             return Err(DeviceError::Capturing { arena: inner.name.clone() });
         }
-        inner.complete_all()?;
-        inner.release_imports();
+        inner.run(completion::complete_all)?;
+        inner.run(import::release_imports);
         Ok(())
     }
 
@@ -268,15 +428,15 @@ impl ArenaInner {
         self.check_open()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let size = bytes.map_or(ByteSize::MAX, ByteSize::of);
-        let refused = |why| DeviceError::ImportError { at, size, arena: self.name.clone(), why };
+        let refused = |reason| DeviceError::Import { at, size, arena: self.name.clone(), reason };
         look::<T>(at, bytes).map_err(refused)?;
         if let Owner::Elsewhere(what) = self.driver.owner_of(at, size)? {
-            return Err(refused(ImportError::Elsewhere(what)));
+            return Err(refused(format!("it is {what}")));
         }
         self.run_now(|state| match self.is_closed() {
             true => Err((self.was_closed(), release)),
             false => import::import(state, at, size, release)
-                .map_err(|(why, release)| (refused(why), release)),
+                .map_err(|(reason, release)| (refused(reason.to_owned()), release)),
         })
         // The release function is foreign code: it is dropped with the lock released.
         .map_err(|(error, _release)| error)?;
@@ -293,20 +453,18 @@ impl ArenaInner {
 }
 
 /// Checks a range on its own.
-fn look<T>(at: DeviceAddress, bytes: Option<usize>) -> Result<(), ImportError> {
+fn look<T>(at: DeviceAddress, bytes: Option<usize>) -> Result<(), String> {
     let align = ByteSize::of(align_of::<T>());
-    if at.get() == 0 {
-        return Err(ImportError::Null);
-    }
-    if bytes == Some(0) {
-        return Err(ImportError::Empty);
-    }
-    if !at.is_multiple_of(align) {
-        return Err(ImportError::Misaligned(align));
-    }
     let end = bytes.and_then(|bytes| at.get().checked_add(bytes as u64));
-    if end.is_none() {
-        return Err(ImportError::Endless);
+    if at.get() == 0 {
+        Err("it starts at address 0".to_owned())
+    } else if bytes == Some(0) {
+        Err("it has no bytes, expected at least 1 B".to_owned())
+    } else if !at.is_multiple_of(align) {
+        Err(format!("expected an address that is a multiple of {align}"))
+    } else if end.is_none() {
+        Err("it ends beyond the last address".to_owned())
+    } else {
+        Ok(())
     }
-    Ok(())
 }

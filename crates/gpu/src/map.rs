@@ -1,0 +1,409 @@
+//! A map of an arena: its blocks and granules at one instant.
+//!
+//! [`DeviceArena::map`](crate::DeviceArena::map) takes it. A granule that is being committed or
+//! released counts as committed. A block whose memory is not committed yet, or that is growing in
+//! place, counts as free, as in a snapshot.
+//!
+//! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
+//! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
+
+use crate::api::arena::DeviceArena;
+use crate::index::Span;
+use crate::state::arena::ArenaState;
+pub use crate::state::backing::GranuleState;
+use crate::state::backing::{Backing, CommittedRange};
+use crate::state::segment::Run;
+use crate::types::Region;
+use lowtide_core::bytes::ByteSize;
+
+/// A map of an arena at one instant.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaMap {
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
+    /// The arena's segments; none in a forked child.
+    pub segments: Vec<SegmentMap>,
+}
+
+/// One segment of an arena: all addresses of a region, or one segment of the driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentMap {
+    /// Its region.
+    pub region: Region,
+    /// Its first address.
+    pub base: u64,
+    /// Its address space in bytes.
+    pub size: ByteSize,
+    /// Runs of granules with committed memory, in address order. The other granules have none.
+    pub granules: Vec<GranuleRun>,
+    /// Live and pending blocks, in address order; the space between them is free.
+    pub blocks: Vec<BlockSpan>,
+}
+
+/// Adjacent granules in one state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GranuleRun {
+    /// Their offset in the segment.
+    pub offset: ByteSize,
+    /// Their size in bytes.
+    pub size: ByteSize,
+    /// Their state.
+    pub state: GranuleState,
+}
+
+/// A block that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockSpan {
+    /// Its offset in the segment.
+    pub offset: ByteSize,
+    /// Its size after rounding.
+    pub size: ByteSize,
+    /// Its state.
+    pub state: BlockState,
+}
+
+/// The state of a block that is not free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockState {
+    /// Held by a caller.
+    Live,
+    /// Freed by the caller; the device may still use it.
+    Pending,
+}
+
+/// Returns the segments of a region.
+pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
+    let of = state.region(region);
+    let ground = &of.segment;
+    let arrived = |span: &Span| ground.missing(*span).is_nothing();
+    let live = of.live_spans().filter(arrived).map(|span| (span, BlockState::Live));
+    let pending = of.pending.spans().map(|span| (span, BlockState::Pending));
+    let mut blocks: Vec<_> = live.chain(pending).collect();
+    blocks.sort_unstable_by_key(|(span, _)| span.offset);
+    let map = |CommittedRange { at, span, backed }: CommittedRange| {
+        let within =
+            |inner: Span| (ByteSize::new(inner.offset - span.offset), ByteSize::new(inner.size));
+        let first = blocks.partition_point(|(block, _)| block.offset < span.offset);
+        let inside = blocks[first..].iter().take_while(|(block, _)| block.offset < span.end());
+        let blocks = inside.map(|&(block, state)| {
+            let (offset, size) = within(block);
+            BlockSpan { offset, size, state }
+        });
+        let granules = backed.into_iter().flat_map(|run| by_state(ground, run));
+        let granules = granules.map(|(run, state)| {
+            let (offset, size) = within(run);
+            GranuleRun { offset, size, state }
+        });
+        SegmentMap {
+            region,
+            base: at.get(),
+            size: ByteSize::new(span.size),
+            granules: granules.collect(),
+            blocks: blocks.collect(),
+        }
+    };
+    ground.stretches().into_iter().map(map).collect()
+}
+
+/// Cuts a run of backed granules into runs of one state, in address order. A granule is active if a
+/// live, arriving or pending block touches it.
+pub(super) fn by_state(
+    ground: &Backing,
+    (span, state): (Span, Option<GranuleState>),
+) -> Vec<(Span, GranuleState)> {
+    if let Some(state) = state {
+        return vec![(span, state)];
+    }
+    let granule = ground.granularity();
+    let mut touched = ground.touched_runs(Run::of(&ground.granules_of(span)));
+    touched.sort_unstable_by_key(|run| run.range().start);
+    let (mut runs, mut at) = (Vec::new(), span.offset);
+    for run in touched {
+        let (offset, size) = (run.range().start as u64 * granule, run.granules() * granule);
+        runs.push((Span { offset: at, size: offset - at }, GranuleState::Idle));
+        runs.push((Span { offset, size }, GranuleState::Active));
+        at = offset + size;
+    }
+    runs.push((Span { offset: at, size: span.end() - at }, GranuleState::Idle));
+    runs.retain(|(run, _)| run.size > 0);
+    runs
+}
+
+impl DeviceArena {
+    /// Returns a map of all blocks and granules; empty in a forked child.
+    ///
+    /// Copies the metadata under the lock: time and memory grow with the number of blocks and
+    /// granules. Thread caches are flushed first; blocks that other threads cache meanwhile show as
+    /// live.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// let config = ArenaConfig::new("embedder");
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+    /// let map = arena.map();
+    /// assert_eq!(map.segments[1].blocks.len(), 1);
+    /// # drop(activations);
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    #[must_use]
+    pub fn map(&self) -> ArenaMap {
+        let inner = self.inner();
+        if inner.check_here().is_err() {
+            return ArenaMap::default();
+        }
+        inner.empty_caches();
+        inner.run_now(|state| ArenaMap {
+            granularity: ByteSize::new(state.bytes_of(1)),
+            segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
+        })
+    }
+
+    /// Returns the current usage, each region in at most `cells_max` cells (at least 2).
+    ///
+    /// Walks all blocks under the lock, a few ns each if the arena is awake, and allocates the
+    /// cells and an entry for each run of committed granules. Empty in a forked child.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide_gpu::clock::SystemClock;
+    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let config = ArenaConfig::new("embedder");
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let activations = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
+    /// let occupancy = arena.occupancy(64);
+    /// let live: u64 = occupancy.regions[1].occupancy.iter().map(|cell| cell.live.get()).sum();
+    /// assert_eq!((occupancy.regions[1].blocks, live), (1, 1 << 20));
+    /// # drop(activations);
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    #[must_use]
+    pub fn occupancy(&self, cells_max: usize) -> ArenaOccupancy {
+        let occupancy = self.inner().run_here(|state| {
+            let of = |&region: &Region| region_cells(state, region, cells_max);
+            let regions = Region::ALL.iter().map(of).collect();
+            ArenaOccupancy { granularity: ByteSize::new(state.bytes_of(1)), regions }
+        });
+        occupancy.unwrap_or_default()
+    }
+}
+
+// A coarse map of an arena: usage in a few hundred cells of address space.
+//
+// For pages that refresh often. Unlike [`DeviceArena::map`](crate::DeviceArena::map) it lists no
+// blocks and no addresses, and keeps thread caches: their blocks show as live. Blocks whose memory
+// is still being committed show as asleep. Empty addresses, the majority, have no cell.
+//
+// Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
+// committed memory; `cells <= cells_max`.
+
+/// The size of the smallest cell in bytes: a picture of an arena does not resolve smaller ones.
+const CELL_MIN: u64 = 4 << 10;
+
+/// A map of an arena in cells.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaOccupancy {
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
+    /// The regions in the order of [`Region::ALL`]; empty in a forked child.
+    pub regions: Vec<RegionOccupancy>,
+}
+
+/// A region in cells of one size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RegionOccupancy {
+    /// The region's name.
+    pub region: &'static str,
+    /// Bytes of each cell: a power of two.
+    pub cell: ByteSize,
+    /// The number of live blocks.
+    pub blocks: u64,
+    /// Cells with memory or a block, in address order.
+    pub occupancy: Vec<OccupancyCell>,
+}
+
+/// The usage of one cell. The rest of the cell has no memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OccupancyCell {
+    /// The cell's index in the region, from 0.
+    pub nth: u64,
+    /// Bytes of live blocks; more than `active` if they are asleep.
+    pub live: ByteSize,
+    /// Bytes of freed blocks that the device may still use.
+    pub pending: ByteSize,
+    /// Committed bytes of granules that a block touches.
+    pub active: ByteSize,
+    /// Committed bytes of granules that no block touches.
+    pub idle: ByteSize,
+}
+
+/// Returns the usage of a region in at most `cells_max` cells (at least 2).
+pub(crate) fn region_cells(
+    state: &ArenaState,
+    region: Region,
+    cells_max: usize,
+) -> RegionOccupancy {
+    let of = state.region(region);
+    let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
+    let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
+    let mut used: Vec<Span> = runs.iter().map(|(run, _)| *run).collect();
+    if !state.sleep.is_awake() || of.arriving > 0 || of.has_lost() {
+        // Some blocks have no memory, and may lie in other cells.
+        used.extend(of.live_spans_unordered());
+    }
+    used.sort_unstable_by_key(|span| span.offset);
+    let mut cells = Cells::over(&used, cells_max.max(2));
+    let mut blocks = 0;
+    for block in of.live_spans_unordered() {
+        blocks += 1;
+        cells.add(block, |sums| &mut sums.live);
+    }
+    of.pending.spans().for_each(|freed| cells.add(freed, |sums| &mut sums.pending));
+    for (run, state) in runs {
+        match state {
+            GranuleState::Active => cells.add(run, |sums| &mut sums.active),
+            GranuleState::Idle => cells.add(run, |sums| &mut sums.idle),
+        }
+    }
+    let (cell, occupancy) = (ByteSize::new(cells.size), cells.cells);
+    RegionOccupancy { region: region.name(), cell, blocks, occupancy }
+}
+
+/// Cells of one size, in address order.
+struct Cells {
+    size: u64,
+    cells: Vec<OccupancyCell>,
+    /// The index of the cell that was found last.
+    last: usize,
+}
+
+impl Cells {
+    /// Creates the cells of spans in address order: of the smallest size with which there are at
+    /// most `cells_max`.
+    fn over(spans: &[Span], cells_max: usize) -> Self {
+        let mut size = CELL_MIN;
+        // Ends, because each turn doubles the cells and at last two cells hold everything.
+        loop {
+            let mut cells: Vec<OccupancyCell> = Vec::new();
+            let is_enough = spans.iter().all(|span| {
+                let next = cells.last().map_or(0, |last| last.nth + 1);
+                let (first, end) = ((span.offset / size).max(next), span.end().div_ceil(size));
+                let room = (cells_max - cells.len()) as u64;
+                let nths = first..end.min(first.saturating_add(room));
+                cells.extend(nths.map(|nth| OccupancyCell { nth, ..OccupancyCell::default() }));
+                end.saturating_sub(first) <= room
+            });
+            if is_enough {
+                return Self { size, cells, last: 0 };
+            }
+            size *= 2;
+        }
+    }
+
+    /// Adds the bytes of a span, which lies in the cells, to one of their sums.
+    fn add(&mut self, span: Span, sum_of: fn(&mut OccupancyCell) -> &mut ByteSize) {
+        let mut at = span.offset;
+        while at < span.end() {
+            let nth = at / self.size;
+            if self.cells.get(self.last).is_none_or(|cell| cell.nth != nth) {
+                self.last = self.cells.partition_point(|cell| cell.nth < nth);
+            }
+            let end = ((nth + 1) * self.size).min(span.end());
+            let sum = sum_of(&mut self.cells[self.last]);
+            *sum = sum.saturating_add(ByteSize::new(end - at));
+            at = end;
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{ArenaConfig, DeviceArena, HostDriver};
+    use lowtide_core::clock::ManualClock;
+
+    fn arena(reserve: ByteSize) -> DeviceArena {
+        let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+        let config = ArenaConfig { reserve, ..ArenaConfig::new("a") };
+        DeviceArena::open(driver, clock, config).expect("opens")
+    }
+
+    fn sum(region: &RegionOccupancy, of: fn(&OccupancyCell) -> ByteSize) -> ByteSize {
+        region.occupancy.iter().map(of).sum()
+    }
+
+    #[test]
+    fn the_sums_of_the_cells_are_the_figures_of_the_snapshot() {
+        let arena = arena(ByteSize::mib(256));
+        let mut held = Vec::new();
+        let mut chance = 7_u64; // a seed
+        for round in 0..400 {
+            chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+            let size = 256 + usize::try_from(chance >> 44).expect("small");
+            let region = Region::ALL[round % 2];
+            held.push(arena.alloc::<u8>(size, region).expect("room"));
+            if chance >> 63 == 0 {
+                let nth = usize::try_from(chance >> 50).expect("small") % held.len();
+                drop(held.swap_remove(nth));
+            }
+        }
+        for cells_max in [2, 7, 512, 4096] {
+            let occupancy = arena.occupancy(cells_max);
+            let snapshot = arena.snapshot();
+            for (told, found) in snapshot.regions.iter().zip(&occupancy.regions) {
+                assert!(found.occupancy.len() <= cells_max, "{} cells", found.occupancy.len());
+                assert!(found.occupancy.is_sorted_by(|one, next| one.nth < next.nth));
+                let live = told.live.saturating_add(told.cached);
+                assert_eq!(sum(found, |cell| cell.live), live, "{cells_max}");
+                assert_eq!(sum(found, |cell| cell.active), told.active, "{cells_max}");
+                assert_eq!(sum(found, |cell| cell.idle), told.idle, "{cells_max}");
+                for cell in &found.occupancy {
+                    assert!(cell.active.saturating_add(cell.idle) <= found.cell, "{cell:?}");
+                    assert!(cell.live <= found.cell, "{cell:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn addresses_without_anything_have_no_cell() {
+        let arena = arena(ByteSize::gib(1024));
+        let small = arena.alloc::<u8>(100, Region::Dynamic).expect("room");
+        let large = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
+        let region = arena.occupancy(512).regions.remove(1);
+        assert_eq!(region.blocks, 2);
+        let ends = region.occupancy.first().zip(region.occupancy.last());
+        let (first, last) = ends.expect("some cells");
+        assert!(last.nth - first.nth > 512, "they lie far apart, as small and large blocks do");
+        assert!(region.cell <= ByteSize::kib(64), "and are drawn finely: {}", region.cell);
+        drop((small, large));
+    }
+
+    #[test]
+    fn an_empty_arena_has_no_cells_and_one_that_sleeps_shows_what_is_asleep() {
+        use crate::{Contents, SleepOptions};
+        let arena = arena(ByteSize::mib(64));
+        assert!(arena.occupancy(64).regions.iter().all(|region| region.occupancy.is_empty()));
+        let held = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
+        let (stable, dynamic) = (Contents::Discard, Contents::Discard);
+        arena.sleep(SleepOptions { stable, dynamic, ..Default::default() }).expect("asleep");
+        let region = &arena.occupancy(64).regions[0];
+        assert_eq!(sum(region, |cell| cell.live), ByteSize::mib(3));
+        assert_eq!(sum(region, |cell| cell.active.saturating_add(cell.idle)), ByteSize::ZERO);
+        drop(held);
+    }
+}

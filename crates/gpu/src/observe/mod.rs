@@ -1,4 +1,0 @@
-//! Maps of an arena.
-
-pub mod map;
-pub(crate) mod occupancy;
