@@ -17,14 +17,14 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::cost::Budget;
+use super::cost::{RejectReason, Rejected};
 use super::desk::{Desk, Stood};
 use super::eviction::{Evictor, RequestLabel};
 use super::large::{LargeRequest, LargeRequests, RequestMemory};
 use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
-use super::rejected::{RejectReason, Rejected};
-use super::size_class::SizeClass;
+use super::tally::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 use super::usage::{RouteUsage, TenantUsage};
 

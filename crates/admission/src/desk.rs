@@ -11,20 +11,19 @@
 use std::fmt;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::task::Waker;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 
-use super::cost::{Budget, Cost, Priority};
+use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, Hint, RequestLabel};
 use super::large::LargeRequests;
 use super::ledger::{Ledger, Reservation, Shortfall, Standing};
-use super::level_watches::LevelWatches;
 use super::permit::Permit;
 use super::pressure::Level;
-use super::rejected::{RejectReason, Rejected};
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
 use super::unused::UnusedPages;
 use super::usage::Usages;
@@ -870,6 +869,39 @@ fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
         return ledger.try_book_standing(ByteSize::ZERO);
     }
     reserved
+}
+
+/// The watches that wait for a change, each with its number.
+#[derive(Debug, Default)]
+pub(super) struct LevelWatches(Mutex<Vec<(u64, Waker)>>);
+
+impl LevelWatches {
+    fn wakers(&self) -> MutexGuard<'_, Vec<(u64, Waker)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes all, after a change.
+    #[cold]
+    pub(super) fn wake(&self) {
+        let wakers = std::mem::take(&mut *self.wakers());
+        wakers.into_iter().for_each(|(_, waker)| waker.wake());
+    }
+
+    /// Adds a waker, and returns the one that this watch had.
+    pub(super) fn add(&self, number: u64, waker: Waker) -> Option<Waker> {
+        let mut wakers = self.wakers();
+        if let Some((_, place)) = wakers.iter_mut().find(|(other, _)| *other == number) {
+            return Some(std::mem::replace(place, waker));
+        }
+        wakers.push((number, waker));
+        None
+    }
+
+    pub(super) fn remove(&self, number: u64) -> Option<Waker> {
+        let mut wakers = self.wakers();
+        let at = wakers.iter().position(|(other, _)| *other == number)?;
+        Some(wakers.swap_remove(at).1)
+    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]

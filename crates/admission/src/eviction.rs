@@ -41,7 +41,7 @@ use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::PAUSE_MIN;
-use super::timed_thread::elsewhere;
+use super::reclaim::elsewhere;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.

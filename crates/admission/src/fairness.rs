@@ -30,7 +30,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 
 use super::ledger::{Balance, Ledger};
-use super::size_class::SizeClass;
+use super::tally::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 
 /// The part of its proportional share that a class should get at least. The requirement is one

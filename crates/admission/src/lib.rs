@@ -49,7 +49,6 @@ mod large;
 pub mod learning;
 pub mod ledger;
 mod level_watch;
-mod level_watches;
 mod limit_advice;
 pub mod maintenance;
 pub mod managed;
@@ -57,12 +56,8 @@ mod permit;
 pub mod pressure;
 pub mod reclaim;
 mod reclaimer;
-mod rejected;
-mod reserve;
 pub mod signal;
-mod size_class;
 mod tally;
-mod timed_thread;
 mod unused;
 mod usage;
 mod waiting;
@@ -72,7 +67,7 @@ pub use lowtide_core::{BoxError, ByteSize, clock};
 
 pub use admission::{Admission, AdmissionStats};
 pub use ceiling::CeilingParts;
-pub use cost::{Budget, Cost, Priority};
+pub use cost::{Budget, Cost, Priority, RejectReason, Rejected};
 pub use eviction::{EvictionCause, Requester};
 #[doc(hidden)]
 pub use eviction::{Idle, RequestLabel};
@@ -94,20 +89,17 @@ pub use managed::{
     Acquire, AcquireError, AddError, Backoff, LastUnload, LoadError, LoadScope, Managed,
     ManagedBuilder, Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
-pub use permit::{Permit, Released};
+#[doc(hidden)]
+pub use permit::Waiting;
+pub use permit::{Permit, Released, Reserve};
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
-pub use rejected::{RejectReason, Rejected};
-pub use reserve::Reserve;
-#[doc(hidden)]
-pub use reserve::Waiting;
 pub use signal::{
     BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
     MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals, Stall,
 };
-pub use size_class::SizeClass;
-pub use tally::ClassStats;
+pub use tally::{ClassStats, SizeClass};
 #[doc(hidden)]
 pub use usage::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
 pub use usage::{MemoryUsage, RouteUsage, TenantUsage};

@@ -30,8 +30,8 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
 use super::correction::{EVIDENT_PART, Overhead, few};
-use super::size_class::SizeClass;
 use super::tally::ClassStats;
+use super::tally::SizeClass;
 
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;

@@ -8,15 +8,14 @@
 //! successful run. After a run that recovered less than a twentieth of the requested bytes it
 //! doubles, up to [`PAUSE_MAX`]. A step never runs twice at once.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-
-use thiserror::Error;
+use std::{fmt, thread};
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
+use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::sync::{Mutex, caught, lock};
+use thiserror::Error;
 
 use super::cost::Budget;
 use super::pressure::Level;
@@ -261,6 +260,33 @@ impl Ladder {
         let recovered = ran.unwrap_or(Recovered::NOTHING);
         step.pace.finish(ask.bytes, recovered, finished());
         recovered
+    }
+}
+
+/// Runs functions of the application on a new thread, and waits for the answer, at most for this
+/// time. Returns `None` without one; the thread continues.
+pub(super) fn elsewhere<T: Send + 'static>(
+    clock: &dyn Clock,
+    most: Duration,
+    run: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (answer, bell) = (Arc::new(Mutex::new(None)), Bell::new());
+    let (answers, rings) = (Arc::clone(&answer), Arc::clone(&bell));
+    let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
+    let started = thread.spawn(move || {
+        let ran = run();
+        *lock(&answers) = Some(ran);
+        rings.ring();
+    });
+    started.ok()?;
+    let deadline = clock.now() + most;
+    // Ends at the deadline at the latest: each iteration waits until then, or for the answer.
+    loop {
+        let answered = lock(&answer).take();
+        if answered.is_some() || clock.now() >= deadline {
+            return answered;
+        }
+        clock.wait_until(&bell, deadline);
     }
 }
 

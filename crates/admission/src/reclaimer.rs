@@ -29,8 +29,8 @@ use super::desk::Desk;
 use super::eviction::{Claimable, Claimed, EvictionCause, Idle};
 use super::managed::AddError;
 use super::permit::Permit;
+use super::reclaim::elsewhere;
 use super::reclaim::{Pace, Recovered};
-use super::timed_thread::elsewhere;
 
 /// The largest number of names of reclaimers.
 pub(super) const RECLAIMERS_MAX: usize = 64;

@@ -11,14 +11,11 @@
 //! levels depend on physical bytes, allowances on required ones.
 
 mod account;
-mod devices;
 mod jobs;
-mod pacer;
 mod purging;
 mod saturation;
 mod settings;
 mod state;
-mod utilization;
 mod worker;
 
 use std::fmt;
@@ -33,25 +30,24 @@ use lowtide_core::clock::Moment;
 use super::admission::{Admission, AdmissionStats};
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::cost::Budget;
+use super::cost::RejectReason;
 use super::exhaustion::{Exhaustion, Room};
 use super::ledger::{Ledger, Measured, Turnover};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{Ladder, Pace};
-use super::rejected::RejectReason;
 use super::signal::{Limit, LimitSource};
-use account::Account;
-use devices::{DeviceAccount, Turns};
+use account::{Account, DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
 use saturation::Saturation;
 
-pub use devices::DeviceFigures;
+pub use account::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
 pub use purging::PurgeGrowth;
+pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use settings::{Settings, SettingsError};
 pub use state::PressureState;
-pub use utilization::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
 /// A sample of signals, heap and arenas.
@@ -468,14 +464,14 @@ impl Maintenance {
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
         let turnover = self.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
-        self.admission.set_device_lost(devices::is_lost(sample.device_limit));
+        self.admission.set_device_lost(account::is_lost(sample.device_limit));
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.
         let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
         let _ = self.device.pressure.update(now, sample.device_committed, pressed);
         let ceiling = self.host_ceiling(sample, limit, turnover, now);
-        let device_ceiling = devices::ceiling(device_limit, self.settings.ceiling);
+        let device_ceiling = account::ceiling(device_limit, self.settings.ceiling);
         let (committed, idle) = (sample.device_committed, sample.device_idle);
         let budgets = [
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),

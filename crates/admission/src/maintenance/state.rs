@@ -17,7 +17,7 @@ use crate::pressure::{Level, Pressure};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::utilization::Utilizations;
+use super::saturation::Utilizations;
 use super::{Sample, Trigger};
 
 /// The figures of the last tick, for the worker, metrics and endpoints. Written by the control

@@ -13,7 +13,7 @@ use lowtide_core::BoxError;
 use lowtide_core::clock::short;
 use thiserror::Error;
 
-use crate::rejected::Rejected;
+use crate::cost::Rejected;
 
 /// A failed load.
 #[derive(Clone, Debug, Error)]

@@ -20,12 +20,9 @@
 
 mod cell;
 mod error;
-mod load;
-mod load_scope;
 mod parts;
 mod resource;
 mod ticket;
-mod uses;
 
 use std::fmt;
 use std::future::Future;
@@ -47,8 +44,7 @@ use parts::Parts;
 use ticket::Ticket;
 
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
-pub use load_scope::LoadScope;
-pub use parts::Backoff;
+pub use parts::{Backoff, LoadScope};
 pub use resource::{LastUnload, Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
 /// A builder for a [`Managed`].

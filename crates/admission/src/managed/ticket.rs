@@ -17,8 +17,8 @@ use lowtide_core::clock::Bell;
 use lowtide_core::sync::{caught, lock};
 
 use crate::cost::Cost;
-use crate::rejected::Rejected;
-use crate::reserve::Waiting;
+use crate::cost::Rejected;
+use crate::permit::Waiting;
 
 use super::cell::{Cell, EndedLoads, Guard, State, Step};
 use super::error::AcquireError;

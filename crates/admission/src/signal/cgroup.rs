@@ -26,8 +26,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::number;
 
-use super::error::SignalError;
 use super::events::{EventFiles, EventNames, MemoryEvents};
+use super::file::SignalError;
 use super::file::{KeptFile, keyed, read_whole};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 

@@ -8,15 +8,10 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, page_size, resident_error};
 
 use super::cgroup::{Cgroup, Reading};
-use super::cpu::{self, Cpus};
-use super::error::SignalError;
-use super::events::MemoryEvents;
-use super::file::KeptFile;
+use super::events::{self, MemoryEvents, Psi};
+use super::file::{KeptFile, SignalError};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
-use super::machine::Machine;
-use super::psi::{self, Psi};
-use super::sample::{Counted, Glance, Resident, Signal};
-use super::space_limits::SpaceLimits;
+use super::machine::{self, Cpus, Machine, SpaceLimits};
 
 /// The page size of x86-64 and of most aarch64 kernels, for file trees of other machines.
 const PAGE_USUAL: ByteSize = ByteSize::kib(4);
@@ -61,7 +56,7 @@ impl CgroupFiles {
     fn open(root: &Path, lines: &[u8]) -> Self {
         let mut missing = Vec::new();
         let cgroup = Cgroup::find(root, lines, &mut missing);
-        let pressure = psi::find(root, lines, &mut missing);
+        let pressure = events::find_psi(root, lines, &mut missing);
         Self { lines: lines.into(), cgroup, pressure, missing: missing.into() }
     }
 }
@@ -117,7 +112,7 @@ impl Signals {
             limits,
             groups,
             page,
-            error: resident_error(cpu::online(root).unwrap_or(0).into(), page),
+            error: resident_error(machine::online(root).unwrap_or(0).into(), page),
             machine,
             cpus: Cpus::read(root),
             files: Mutex::new(Arc::new(files.unwrap_or_default())),
@@ -388,7 +383,7 @@ impl Signals {
     /// ([`SignalError::NoPsi`]). Advisory, for metrics. Takes 10 us (measured).
     #[must_use]
     pub fn psi(&self) -> Option<Psi> {
-        self.files().pressure.as_ref()?.read(psi::psi_of).flatten()
+        self.files().pressure.as_ref()?.read(events::psi_of).flatten()
     }
 
     /// Returns the folder of the memory cgroup that is read: the nearest one with memory
@@ -416,4 +411,61 @@ impl Signals {
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+// The values of a sample: what counts against the limit, and the figures that it is made of.
+/// One sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+pub struct Signal {
+    /// The process's resident set.
+    pub rss: Option<ByteSize>,
+    /// The part of `rss` that belongs to no file and no shared memory.
+    pub anonymous: Option<ByteSize>,
+    /// Bytes that count against the limit: what the cgroup holds if its limit is at most the
+    /// machine's memory, otherwise anonymous and shared memory of this process. Zero if nothing
+    /// could be read.
+    pub physical: ByteSize,
+    /// The limit.
+    pub limit: Limit,
+    /// The limit as it would be without a [fit](super::Signals::set_fit).
+    pub limit_without_fit: Limit,
+    /// The usage of the cgroup, including page cache: the figure that Kubernetes compares with a
+    /// new limit. `None` if no cgroup limits this process.
+    pub usage: Option<ByteSize>,
+    /// Anonymous and shared memory of the cgroup, which the kernel cannot reclaim without swap.
+    pub charged: Option<ByteSize>,
+    /// `true` if a file on which the limit depends cannot be read or parsed now, so that `limit` is
+    /// the last known value.
+    pub limit_is_stale: bool,
+}
+
+/// Two files that change whenever this process or its cgroup may hold another amount of memory. A
+/// limit, or the memory of other members of an ancestor, may change without them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Glance {
+    pub(super) resident: Option<Statm>,
+    pub(super) usage: Option<ByteSize>,
+}
+
+/// The resident set by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Anonymous pages.
+    pub anon: ByteSize,
+    /// Pages of files.
+    pub file: ByteSize,
+    /// Shared memory and tmpfs.
+    pub shmem: ByteSize,
+}
+
+/// How [`Signal::physical`] follows a glance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counted {
+    /// Anonymous and shared memory of the process.
+    Process,
+    /// The cgroup, with this limit.
+    Cgroup(ByteSize),
+    /// It or the limit may change with files outside a glance in a way that a glance does not show.
+    Unknown,
 }

@@ -10,19 +10,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cost::Cost;
+use crate::cost::Rejected;
 use crate::desk::Stood;
 use crate::eviction::{Claimable, Claimed, Eviction, EvictionCause, EvictionError, Idle};
 use crate::permit::Permit;
+use crate::permit::Waiting;
 use crate::reclaim::PAUSE_MIN;
-use crate::rejected::Rejected;
-use crate::reserve::Waiting;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::error::{AcquireError, LoadError};
 use super::super::resource::UnloadReason;
-use super::super::uses::score;
+use super::super::resource::score;
 use super::{Cell, Loaded, Phase, State};
 
 /// The longest time that a caller waits for room for a load. An estimate, as for requests: shorter
