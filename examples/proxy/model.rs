@@ -16,7 +16,7 @@ mod cuda;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::admission::{Acquire, Managed};
+use lowtide::admission::Managed;
 use lowtide::clock::SystemClock;
 #[cfg(feature = "cuda")]
 use lowtide::cudarc::driver::DriverError;

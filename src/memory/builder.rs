@@ -22,8 +22,9 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Reclaim, Resources,
-    Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, ReclaimPolicy,
+    Resources, Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control,
+    run_worker,
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
@@ -318,7 +319,7 @@ impl Builder {
         #[cfg(not(feature = "device"))]
         let (steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
-        admission.unify();
+        admission.state().unify();
         let ladder = ladder(steps, &resources);
         let settings = settings(&config, has_devices, heap.decay_interval);
         let (admits, registry) = (admission.clone(), resources.clone());
@@ -724,10 +725,10 @@ fn settings(
 }
 
 /// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn ladder(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Ladder {
+fn ladder(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> ReclaimPolicy {
     steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
     // At most four steps, fewer than the limit.
-    Ladder::new(steps).unwrap_or_default()
+    ReclaimPolicy::new(steps)
 }
 
 /// Logs the start, once.

@@ -22,7 +22,7 @@
 use crate::bytes::ByteSize;
 use crate::clock::{Moment, short};
 use crate::sync::{Mutex, caught, lock};
-use lowtide_admission::fit::{Fit, FitRelease, FitSample, FitStep, FitTerms, HOLD};
+use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
 use super::admin_tasks::{AdminCommand, AdminError, AdminTaskState};
@@ -177,7 +177,9 @@ impl Shared {
             FitStep::Shrinking => {
                 let (_, holders) = self.holders(&sample, terms);
                 self.admin_tasks.set_progress(id, holders);
-                release.into_iter().for_each(|release| self.release_for_fit(release));
+                if let Some(beyond) = release {
+                    self.release_for_fit(!sample.purgeable.is_zero(), beyond);
+                }
             }
             FitStep::Reached => {
                 let (counted, age) = (terms.counted(&sample), running.fit.age(now));
@@ -227,7 +229,7 @@ impl Shared {
         }
     }
 
-    fn release_for_fit(&self, FitRelease { purges, bytes }: FitRelease) {
+    fn release_for_fit(&self, purges: bool, bytes: ByteSize) {
         if purges {
             self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
         }

@@ -71,7 +71,7 @@ impl Memory {
     ///
     /// A cost above what the ceiling of the limit leaves beside the process is only a diagnostic,
     /// because a cgroup's limit may be raised. Until then each acquire fails immediately with
-    /// [`AcquireError::Rejected`](crate::admission::AcquireError::Rejected) and
+    /// [`ResourceError::Rejected`](crate::admission::ResourceError::Rejected) and
     /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
     ///
     /// # Errors

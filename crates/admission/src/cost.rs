@@ -243,7 +243,6 @@ impl Rejected {
     }
 
     /// Returns `true` if the request may wait for room.
-    #[doc(hidden)]
     #[must_use]
     pub const fn may_wait(&self) -> bool {
         matches!(self, Self::Full { .. } | Self::Pressure { .. } | Self::SlowStart { .. })

@@ -1,7 +1,7 @@
 //! Learns the need of requests from the memory that earlier requests of their route held.
 //!
 //! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
-//! bytes into reservations, [`Trials`] limits the requests of a route until its need is known, and
+//! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known, and
 //! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
 //! controller use it.
 //!
@@ -73,7 +73,7 @@ impl Default for Known {
     fn default() -> Self {
         let mut rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
         rest.usage = KeptUsage::of_any_route();
-        Self { routes: Routes::new(rest), families: BTreeMap::new() }
+        Self { routes: Routes::new(rest, Need::has_learned), families: BTreeMap::new() }
     }
 }
 
@@ -147,7 +147,7 @@ struct Need {
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
     average: Mutex<Average>,
-    trials: Trials,
+    trials: SlowStart,
     lessons_min: u32,
     usage: KeptUsage,
 }
@@ -218,10 +218,14 @@ impl Need {
             family,
             is_known: AtomicBool::new(false),
             average: Mutex::default(),
-            trials: Trials::new(lessons_min),
+            trials: SlowStart::new(lessons_min),
             lessons_min,
             usage: KeptUsage::of_one_route(),
         }
+    }
+
+    fn has_learned(&self) -> bool {
+        lock(&self.average).lessons > 0
     }
 
     fn learn(&self, ratio: f64) {
@@ -234,12 +238,6 @@ impl Need {
             self.family.store(seen, Ordering::Relaxed);
             self.is_known.store(true, Ordering::Release);
         }
-    }
-}
-
-impl Record for Need {
-    fn has_learned(&self) -> bool {
-        lock(&self.average).lessons > 0
     }
 }
 
@@ -328,7 +326,7 @@ impl Compared {
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
         self.need.trials.enter(self.estimate, room, clock)
     }
 }
@@ -343,16 +341,11 @@ pub const ROUTES_MAX: usize = 256;
 /// each route.
 const UNUSED: u64 = 64 * ROUTES_MAX as u64;
 
-/// What is recorded of the requests of a route.
-pub trait Record {
-    /// Returns `true` if it contains a measurement.
-    fn has_learned(&self) -> bool;
-}
-
 /// At most [`ROUTES_MAX`] routes, and one for all others.
 pub struct Routes<K, R> {
     known: BTreeMap<K, KnownRoute<R>>,
     rest: Arc<R>,
+    has_learned: fn(&R) -> bool,
     /// The number of requests so far.
     requests: u64,
 }
@@ -363,10 +356,11 @@ struct KnownRoute<R> {
     used: u64,
 }
 
-impl<K: Ord, R: Record> Routes<K, R> {
-    /// Creates an empty set. `rest` is the record of all routes beyond its bound.
-    pub fn new(rest: R) -> Self {
-        Self { known: BTreeMap::new(), rest: Arc::new(rest), requests: 0 }
+impl<K: Ord, R> Routes<K, R> {
+    /// Creates an empty set. `rest` is the record of all routes beyond its bound; `has_learned`
+    /// returns `true` if a record contains a measurement.
+    pub fn new(rest: R, has_learned: fn(&R) -> bool) -> Self {
+        Self { known: BTreeMap::new(), rest: Arc::new(rest), has_learned, requests: 0 }
     }
 
     /// Returns the record of a key, for a request.
@@ -388,7 +382,7 @@ impl<K: Ord, R: Record> Routes<K, R> {
             // Clients choose paths: routes without a running request are removed if they have no
             // measurement or are not used any more.
             self.known.retain(|_, KnownRoute { record, used }| {
-                let is_of_use = || now - *used < UNUSED && record.has_learned();
+                let is_of_use = || now - *used < UNUSED && (self.has_learned)(record);
                 Arc::strong_count(record) > 1 || is_of_use()
             });
         }
@@ -440,7 +434,7 @@ const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "bo
 
 /// The requests of one route.
 #[derive(Debug)]
-pub(super) struct SlowStart {
+pub(super) struct SlowStartState {
     running: u32,
     /// The number of polls, and of other pieces of work, that run now.
     working: u32,
@@ -459,7 +453,7 @@ pub(super) struct SlowStart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TooManyRunning(pub u32);
 
-impl SlowStart {
+impl SlowStartState {
     /// Creates one that ends after so many successes.
     pub(super) const fn new(successes: u32) -> Self {
         let (since, arrived, failed) = (None, None, None);
@@ -482,7 +476,7 @@ impl SlowStart {
     }
 
     /// Lets one more request run if the limit allows it. `first` is the limit at the start.
-    /// [`SlowStart::leave`] ends the request.
+    /// [`SlowStartState::leave`] ends the request.
     pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
         // A client that reconnects at once after each failure makes no break.
         let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
@@ -539,22 +533,22 @@ fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
 
 /// The slow start of a route.
 #[derive(Clone, Debug)]
-pub struct Trials(Arc<Mutex<SlowStart>>);
+pub struct SlowStart(Arc<Mutex<SlowStartState>>);
 
 /// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
 /// have one.
-pub struct Trial {
-    trials: Trials,
+pub struct SlowStartPermit {
+    trials: SlowStart,
     clock: Arc<dyn Clock>,
     entered: Moment,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
 }
 
-impl Trials {
+impl SlowStart {
     /// Creates one that ends after so many successes.
     pub fn new(successes: u32) -> Self {
-        Self(Arc::new(Mutex::new(SlowStart::new(successes))))
+        Self(Arc::new(Mutex::new(SlowStartState::new(successes))))
     }
 
     /// Admits a request with this estimate if the need of the route is known or few requests run.
@@ -565,15 +559,16 @@ impl Trials {
         estimate: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
-        SlowStart::first(estimate, room).map_or(Ok(None), |first| self.enter_limited(first, clock))
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
+        SlowStartState::first(estimate, room)
+            .map_or(Ok(None), |first| self.enter_limited(first, clock))
     }
 
     fn enter_limited(
         &self,
         first: u32,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
         let mut slow_start = lock(&self.0);
         if slow_start.is_over() {
             return Ok(None);
@@ -581,11 +576,11 @@ impl Trials {
         let entered = clock.now();
         slow_start.enter(first, entered)?;
         let (trials, clock) = (self.clone(), Arc::clone(clock));
-        Ok(Some(Box::new(Trial { trials, clock, entered, succeeded: false })))
+        Ok(Some(Box::new(SlowStartPermit { trials, clock, entered, succeeded: false })))
     }
 }
 
-impl Trial {
+impl SlowStartPermit {
     /// Records that its body has arrived.
     pub fn arrived(&self) {
         lock(&self.trials.0).arrive(self.clock.now());
@@ -602,15 +597,17 @@ impl Trial {
     }
 }
 
-impl Drop for Trial {
+impl Drop for SlowStartPermit {
     fn drop(&mut self) {
         lock(&self.trials.0).leave(self.succeeded, self.entered, self.clock.now());
     }
 }
 
-impl fmt::Debug for Trial {
+impl fmt::Debug for SlowStartPermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Trial").field("succeeded", &self.succeeded).finish_non_exhaustive()
+        f.debug_struct("SlowStartPermit")
+            .field("succeeded", &self.succeeded)
+            .finish_non_exhaustive()
     }
 }
 
@@ -780,14 +777,14 @@ mod slow_start_tests {
     use super::*;
 
     /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
-    fn fill(route: &mut SlowStart, now: Moment) -> u32 {
+    fn fill(route: &mut SlowStartState, now: Moment) -> u32 {
         let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
         u32::try_from(entered).expect("at most 1000")
     }
 
     #[test]
     fn twice_as_many_run_in_each_generation_until_the_need_is_known() {
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         let now = Moment::ORIGIN;
         for generation in [1, 2, 4] {
             assert_eq!(fill(&mut route, now), generation);
@@ -804,7 +801,7 @@ mod slow_start_tests {
     }
 
     /// Ends one that has just begun.
-    fn leave(route: &mut SlowStart, succeeded: bool) {
+    fn leave(route: &mut SlowStartState, succeeded: bool) {
         route.leave(succeeded, Moment::ORIGIN, Moment::ORIGIN);
     }
 
@@ -812,7 +809,7 @@ mod slow_start_tests {
     /// at once blocked all others forever.
     #[test]
     fn one_client_that_sends_nothing_again_and_again_holds_up_a_route_for_a_minute() {
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         let mut now = Moment::ORIGIN;
         let mut waited = 0;
         while route.enter(1, now) == Ok(()) && route.enter(1, now).is_err() {
@@ -824,7 +821,7 @@ mod slow_start_tests {
             assert!(waited < 100, "{waited} s");
         }
         assert_eq!(waited, 14, "two may run after eight seconds");
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         for second in 0..20 {
             let now = Moment::ORIGIN + second * LASTS;
             assert_eq!(route.enter(1, now), Ok(()));
@@ -835,18 +832,19 @@ mod slow_start_tests {
 
     #[test]
     fn as_many_run_at_first_as_fit_if_each_needs_64_times_its_estimate() {
-        let first =
-            |mib: u64, room: u64| SlowStart::first(ByteSize::mib(mib), ByteSize::mib(64 * room));
+        let first = |mib: u64, room: u64| {
+            SlowStartState::first(ByteSize::mib(mib), ByteSize::mib(64 * room))
+        };
         assert_eq!([first(10, 9), first(10, 19), first(10, 20)], [Some(1), Some(1), Some(2)]);
         assert_eq!([first(10, 0), first(1, 63), first(1, 64)], [Some(1), Some(63), None]);
-        let first = SlowStart::first(ByteSize::ZERO, ByteSize::ZERO);
+        let first = SlowStartState::first(ByteSize::ZERO, ByteSize::ZERO);
         assert_eq!(first, None, "no bytes always fit");
-        assert_eq!(SlowStart::first(ByteSize::MAX, ByteSize::MAX), Some(1));
+        assert_eq!(SlowStartState::first(ByteSize::MAX, ByteSize::MAX), Some(1));
     }
 
     #[test]
     fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         let mut running = 0;
         route.arrive(Moment::ORIGIN);
         for step in 0..STEPS {
@@ -860,7 +858,7 @@ mod slow_start_tests {
     /// both together needed more than the limit.
     #[test]
     fn time_does_not_count_while_one_works_or_grows() {
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         assert_eq!(fill(&mut route, Moment::ORIGIN), 1);
         route.arrive(Moment::ORIGIN);
         route.begin_work();
@@ -877,7 +875,7 @@ mod slow_start_tests {
     /// held little, and the kernel killed the service.
     #[test]
     fn bodies_that_still_arrive_lift_no_limit_for_a_minute() {
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         for second in 0..8 {
             let now = Moment::ORIGIN + LASTS * second;
             assert_eq!(fill(&mut route, now), u32::from(second == 0), "{second}");
@@ -888,7 +886,7 @@ mod slow_start_tests {
 
     #[test]
     fn requests_that_ended_without_an_answer_teach_nothing_and_latch_nothing() {
-        let mut route = SlowStart::new(8);
+        let mut route = SlowStartState::new(8);
         for round in 0..100 {
             let now = Moment::ORIGIN + LASTS * round;
             assert_eq!(fill(&mut route, now), 1, "{round}");

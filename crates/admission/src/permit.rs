@@ -11,24 +11,18 @@
 //! the sum of what suspended ones have reserved.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::Arc;
+use std::future::{Future, poll_fn};
 use std::sync::atomic::Ordering;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
 
 use super::admission::Admission;
 use super::cost::{Budget, Cost, Priority, Rejected};
-use super::desk::Desk;
-use super::eviction::RequestLabel;
-use super::large::LargeRequest;
-use super::ledger::Standing;
-use super::usage::{NameSource, Usage};
-use super::waiting::{Lack, WaitId, WaitTerms};
+use super::ledger::ResourceHold;
+use super::state::AdmissionState;
+use super::waiting::{WaitId, WaitReason, WaitTerms};
 
 #[derive(Debug)]
 enum Held {
@@ -36,7 +30,7 @@ enum Held {
     Host(ByteSize),
     Request(Request),
     /// Boxed so that a request's permit is small to move. `None` once it was taken out.
-    Standing(Option<Box<(Standing, Standing)>>),
+    Resource(Option<Box<(ResourceHold, ResourceHold)>>),
 }
 
 /// A request.
@@ -52,24 +46,10 @@ struct Request {
     is_suspended: bool,
 }
 
-/// Bytes that were released with [`Permit::shrink_quietly`], and for which others may wait.
-#[derive(Debug)]
-#[must_use = "the requests that wait for the bytes are to be woken"]
-pub struct Released(Option<&'static Desk>);
-
-impl Released {
-    /// Wakes the requests that may fit now. Runs code of their executors.
-    pub fn wake(self) {
-        if let Some(desk) = self.0 {
-            desk.released();
-        }
-    }
-}
-
 /// The right to hold bytes. Dropping it releases them.
 #[must_use = "dropping a permit releases its bytes at once"]
 pub struct Permit {
-    desk: &'static Desk,
+    state: &'static AdmissionState,
     held: Held,
 }
 
@@ -82,26 +62,34 @@ impl fmt::Debug for Permit {
 impl Permit {
     /// Creates the permit of a request that is not exempt.
     #[inline]
-    pub(super) const fn host(desk: &'static Desk, bytes: ByteSize) -> Self {
-        Self { desk, held: Held::Host(bytes) }
+    pub(super) const fn host(state: &'static AdmissionState, bytes: ByteSize) -> Self {
+        Self { state, held: Held::Host(bytes) }
     }
 
-    pub(super) const fn request(desk: &'static Desk, cost: Cost, is_exempt: bool) -> Self {
-        Self { desk, held: Held::Request(Request::new(cost, is_exempt)) }
+    pub(super) const fn request(
+        state: &'static AdmissionState,
+        cost: Cost,
+        is_exempt: bool,
+    ) -> Self {
+        Self { state, held: Held::Request(Request::new(cost, is_exempt)) }
     }
 
-    pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
-        Self { desk, held: Held::Standing(Some(Box::new((host, device)))) }
+    pub(super) fn resource(
+        state: &'static AdmissionState,
+        host: ResourceHold,
+        device: ResourceHold,
+    ) -> Self {
+        Self { state, held: Held::Resource(Some(Box::new((host, device)))) }
     }
 
     /// Returns the state of a request; `None` on a resource's permit.
-    fn state(&mut self) -> Option<&mut Request> {
+    fn request_mut(&mut self) -> Option<&mut Request> {
         if let Held::Host(bytes) = self.held {
             self.held = Held::Request(Request::new(Cost::host(bytes), false));
         }
         match &mut self.held {
             Held::Request(request) => Some(request),
-            Held::Host(_) | Held::Standing(_) => None,
+            Held::Host(_) | Held::Resource(_) => None,
         }
     }
 
@@ -109,17 +97,19 @@ impl Permit {
         matches!(self.held, Held::Host(_) | Held::Request(_))
     }
 
-    /// Returns the admission state that holds the reservation.
-    pub(super) const fn desk(&self) -> &'static Desk {
-        self.desk
+    /// Returns the state of the admission in which its bytes are reserved.
+    #[inline]
+    #[must_use]
+    pub const fn state(&self) -> &'static AdmissionState {
+        self.state
     }
 
     /// Returns the reservations of a resource's permit, still reserved; `None` for a request's
     /// permit, which ends.
-    pub(super) fn into_standing(mut self) -> Option<(Standing, Standing)> {
+    pub(super) fn into_resource(mut self) -> Option<(ResourceHold, ResourceHold)> {
         match &mut self.held {
             Held::Host(_) | Held::Request(_) => None,
-            Held::Standing(held) => held.take().map(|both| *both),
+            Held::Resource(held) => held.take().map(|both| *both),
         }
     }
 
@@ -129,8 +119,8 @@ impl Permit {
         match &self.held {
             Held::Host(bytes) => Cost::host(*bytes),
             Held::Request(request) => request.cost,
-            Held::Standing(Some(both)) => Cost { host: both.0.bytes(), device: both.1.bytes() },
-            Held::Standing(None) => Cost::ZERO,
+            Held::Resource(Some(both)) => Cost { host: both.0.bytes(), device: both.1.bytes() },
+            Held::Resource(None) => Cost::ZERO,
         }
     }
 
@@ -142,9 +132,9 @@ impl Permit {
     /// [`Rejected`], which is counted; the permit keeps what it holds. A resource's permit does not
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let held = self.growing(bytes).map_err(|rejected| self.desk.reject(rejected))?;
+        let held = self.growing(bytes).map_err(|rejected| self.state.reject(rejected))?;
         let is_exempt = matches!(&self.held, Held::Request(request) if request.is_exempt);
-        let reserved = self.desk.grow(held, bytes, is_exempt)?;
+        let reserved = self.state.grow(held, bytes, is_exempt)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
     }
@@ -171,7 +161,7 @@ impl Permit {
     /// As for [`Permit::grow`], but the rejection is not counted.
     pub fn grow_with(&mut self, bytes: ByteSize, priority: Priority) -> Result<(), Rejected> {
         let held = self.growing(bytes)?;
-        let reserved = self.desk.grow_with(held, bytes, priority)?;
+        let reserved = self.state.grow_with(held, bytes, priority)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
     }
@@ -189,26 +179,25 @@ impl Permit {
     /// Changes what a request has reserved, and the sums that depend on it.
     fn change(&mut self, change: impl FnOnce(&mut Cost)) {
         let before = (self.unheld(), self.suspended());
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             change(&mut request.cost);
         }
         self.changed(before);
     }
 
     fn changed(&self, (unheld, suspended): (ByteSize, ByteSize)) {
-        self.desk.host.change_unheld(unheld, self.unheld());
-        self.desk.host.change_suspended(suspended, self.suspended());
+        self.state.host.change_unheld(unheld, self.unheld());
+        self.state.host.change_suspended(suspended, self.suspended());
     }
 
     /// Reserves host memory up to `held` bytes in total, even beyond the allowance, because the
     /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
-    #[doc(hidden)]
     pub fn raise(&mut self, held: ByteSize) -> ByteSize {
         if !self.is_request() {
             return ByteSize::ZERO;
         }
         let more = held.saturating_sub(self.cost().host);
-        let more = if more.is_zero() { more } else { self.desk.raise(more) };
+        let more = if more.is_zero() { more } else { self.state.raise(more) };
         self.change(|cost| cost.host = cost.host.saturating_add(more));
         more
     }
@@ -216,126 +205,56 @@ impl Permit {
     /// Reports the host memory that the request holds now, as measured. From the first report on,
     /// the correction factor is learned from what the request holds, and not from what it has
     /// reserved. Does nothing on a resource's permit.
-    #[doc(hidden)]
     pub fn report(&mut self, held: ByteSize) {
         let before = self.unheld();
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             request.measured = Some(held);
         }
-        self.desk.host.change_unheld(before, self.unheld());
+        self.state.host.change_unheld(before, self.unheld());
     }
 
     /// Declares that the need of the request is not known: its reservation says little. The ceiling
     /// leaves as much room again until the permit is dropped. Called once at most.
-    #[doc(hidden)]
     pub fn mark_unlearned(&mut self) {
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             let unlearned = request.cost.host;
             request.unlearned = unlearned;
-            self.desk.host.add_unlearned(unlearned);
+            self.state.host.add_unlearned(unlearned);
         }
-    }
-
-    /// Adds the request to those that have reserved much memory.
-    #[doc(hidden)]
-    pub fn register(&self, request: Arc<dyn LargeRequest>) {
-        self.desk.large.add(request, self.cost().host);
-    }
-
-    /// Returns the record of the memory of a route, or that of all routes without one. Takes a
-    /// lock.
-    #[doc(hidden)]
-    pub fn usage_of_route(&self, method: &str, route: &str, source: NameSource) -> Arc<Usage> {
-        self.desk.usages.of_route(method, route, source)
-    }
-
-    /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
-    /// lock.
-    #[doc(hidden)]
-    pub fn usage_of_tenant(&self, tenant: &str) -> Arc<Usage> {
-        self.desk.usages.of_tenant(tenant)
-    }
-
-    /// Returns `true` if growth of the request takes room from others: more is reserved than
-    /// allowed.
-    #[doc(hidden)]
-    pub fn is_short(&self) -> bool {
-        self.desk.is_short()
-    }
-
-    /// Counts the request as cancelled, since it holds more than `most`.
-    #[doc(hidden)]
-    pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
-        self.desk.outgrown(held, claim, most)
-    }
-
-    /// Counts a running request as rejected.
-    #[doc(hidden)]
-    pub fn refuse(&self, rejected: Rejected) -> Rejected {
-        self.desk.reject(rejected)
-    }
-
-    /// Returns `true` if its bytes are reserved in this admission.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn is_of(&self, admission: &Admission) -> bool {
-        std::ptr::eq(self.desk, admission.desk())
-    }
-
-    /// Returns the time of the control loop's last tick, which is at most one period old. No clock
-    /// is read.
-    #[doc(hidden)]
-    #[inline]
-    pub fn last_tick(&self) -> Moment {
-        self.desk.large.now()
-    }
-
-    /// Counts bytes that outlive the request.
-    #[doc(hidden)]
-    pub fn outlive(&self, bytes: ByteSize) {
-        self.desk.outlive(bytes);
     }
 
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
-        self.shrink_quietly(bytes).wake();
+        self.shrink_quietly(bytes);
+        self.state.wake_waiting();
     }
 
-    /// Like [`Permit::shrink`], but wakes nothing: for a caller that holds a lock.
-    pub fn shrink_quietly(&mut self, bytes: ByteSize) -> Released {
-        Released(self.release(bytes).then_some(self.desk))
-    }
-
-    /// Releases part of the host memory without waking those that wait for it. Returns `false` on a
-    /// resource's permit.
-    fn release(&mut self, bytes: ByteSize) -> bool {
-        if !self.is_request() {
-            return false;
+    /// Like [`Permit::shrink`], but wakes none of those that wait for the bytes, for a caller that
+    /// holds a lock. Call [`AdmissionState::wake_waiting`] without it.
+    pub fn shrink_quietly(&mut self, bytes: ByteSize) {
+        if self.is_request() {
+            let part = bytes.min(self.cost().host);
+            self.change(|cost| cost.host = cost.host.saturating_sub(part));
+            self.state.host.release(part);
         }
-        let part = bytes.min(self.cost().host);
-        self.change(|cost| cost.host = cost.host.saturating_sub(part));
-        self.desk.host.release(part);
-        true
     }
 
     /// Suspends the reservation of a request that still receives its body: it reserves no more than
     /// `keep` from now on. Wakes no request that waits for the rest: the control loop does.
-    #[doc(hidden)]
     pub fn suspend(&mut self, keep: ByteSize) {
         self.set_suspended(true);
         let more = self.cost().host.saturating_sub(keep);
-        self.release(more);
-        self.desk.suspensions.fetch_add(1, Ordering::Relaxed);
+        self.shrink_quietly(more);
+        self.state.suspensions.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Reserves host memory up to `bytes` in total for what arrives of the body of a suspended
     /// request. Returns `false` if there is no room for it, or if all suspended requests together
     /// have reserved a quarter of the allowance.
-    #[doc(hidden)]
     pub fn reserve_arriving(&mut self, bytes: ByteSize) -> bool {
         let more = bytes.saturating_sub(self.cost().host);
-        let has_room = self.desk.book_arriving(more);
+        let has_room = self.state.book_arriving(more);
         if has_room {
             self.change(|cost| cost.host = cost.host.saturating_add(more));
         }
@@ -343,28 +262,46 @@ impl Permit {
     }
 
     /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
-    pub(super) fn book_again(
+    ///
+    /// # Errors
+    /// [`Rejected`], which is not counted; the reservation stays suspended.
+    pub fn resume(
         &mut self,
-        waits: Option<&WaitId>,
+        waiting: Option<&Waiting>,
         claim: ByteSize,
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let more = self.desk.book_again(waits, more, priority)?;
+        let more = self.state.book_again(waiting.map(Waiting::id), more, priority)?;
         self.change(|cost| cost.host = cost.host.saturating_add(more));
         self.set_suspended(false);
         Ok(())
     }
 
+    /// Enters the queue to resume, before the requests that were not admitted yet. Returns `None`
+    /// as [`AdmissionState::wait`] does.
+    #[must_use]
+    pub fn wait_to_resume(
+        &self,
+        claim: ByteSize,
+        priority: Priority,
+        tenant: u64,
+        within: Duration,
+    ) -> Option<Waiting> {
+        let cost = Cost::host(claim.saturating_sub(self.cost().host));
+        let within = Some(within);
+        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
+        Waiting::enter(self.state, terms)
+    }
+
     /// Ends the suspension without reserving more.
-    #[doc(hidden)]
     pub fn set_resumed(&mut self) {
         self.set_suspended(false);
     }
 
     fn set_suspended(&mut self, is_suspended: bool) {
         let before = (self.unheld(), self.suspended());
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             request.is_suspended = is_suspended;
         }
         self.changed(before);
@@ -374,7 +311,7 @@ impl Permit {
     fn suspended(&self) -> ByteSize {
         match &self.held {
             Held::Request(request) => request.suspended(),
-            Held::Host(_) | Held::Standing(_) => ByteSize::ZERO,
+            Held::Host(_) | Held::Resource(_) => ByteSize::ZERO,
         }
     }
 
@@ -382,7 +319,7 @@ impl Permit {
     fn unheld(&self) -> ByteSize {
         match &self.held {
             Held::Request(request) => request.unheld(),
-            Held::Host(_) | Held::Standing(_) => ByteSize::ZERO,
+            Held::Host(_) | Held::Resource(_) => ByteSize::ZERO,
         }
     }
 
@@ -394,13 +331,13 @@ impl Permit {
     /// Marks the resource as loaded and raises the reservation to what it was measured to hold,
     /// even beyond the allowance. Otherwise the excess would count as wrong estimates of requests.
     pub fn settle_at(&mut self, held: Cost) {
-        let held = self.desk.by_budget(held);
-        if let Held::Standing(Some(both)) = &mut self.held {
+        let held = self.state.by_budget(held);
+        if let Held::Resource(Some(both)) = &mut self.held {
             let (host, device) = &mut **both;
-            self.desk.host.raise(host, held.host);
-            self.desk.device.raise(device, held.device);
-            self.desk.host.settle(host);
-            self.desk.device.settle(device);
+            self.state.host.raise(host, held.host);
+            self.state.device.raise(device, held.device);
+            self.state.host.settle(host);
+            self.state.device.settle(device);
         }
     }
 }
@@ -423,21 +360,21 @@ impl Request {
 impl Held {
     /// Releases what is not a request of host memory alone.
     #[cold]
-    fn end(&mut self, desk: &'static Desk) {
+    fn end(&mut self, state: &'static AdmissionState) {
         match self {
             Self::Host(_) => {}
             Self::Request(request) => {
-                desk.host.change_unheld(request.unheld(), ByteSize::ZERO);
-                desk.host.change_suspended(request.suspended(), ByteSize::ZERO);
+                state.host.change_unheld(request.unheld(), ByteSize::ZERO);
+                state.host.change_suspended(request.suspended(), ByteSize::ZERO);
                 if !request.unlearned.is_zero() {
-                    desk.host.remove_unlearned(request.unlearned);
+                    state.host.remove_unlearned(request.unlearned);
                 }
-                desk.finish(request.cost, request.is_exempt);
+                state.finish(request.cost, request.is_exempt);
             }
-            Self::Standing(held) => {
+            Self::Resource(held) => {
                 if let Some(both) = held.take() {
                     let (host, device) = *both;
-                    desk.unload(host, device);
+                    state.unload(host, device);
                 }
             }
         }
@@ -448,8 +385,8 @@ impl Drop for Permit {
     #[inline]
     fn drop(&mut self) {
         match self.held {
-            Held::Host(bytes) => self.desk.finish_host(bytes),
-            Held::Request(_) | Held::Standing(_) => self.held.end(self.desk),
+            Held::Host(bytes) => self.state.finish_host(bytes),
+            Held::Request(_) | Held::Resource(_) => self.held.end(self.state),
         }
     }
 }
@@ -460,19 +397,18 @@ impl Drop for Permit {
 // Programs use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended requests
 // that resume ([`Permit::resume`]).
 /// A request in the queue. Dropping it leaves the queue.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct Waiting {
-    desk: &'static Desk,
+    state: &'static AdmissionState,
     id: WaitId,
 }
 
 impl Waiting {
-    pub(super) fn enter(desk: &'static Desk, terms: WaitTerms) -> Option<Self> {
-        let terms = WaitTerms { cost: desk.by_budget(terms.cost), ..terms };
-        let id = desk.queue.enter(terms, desk.host.ceiling())?;
-        desk.hurry();
-        Some(Self { desk, id })
+    pub(super) fn enter(state: &'static AdmissionState, terms: WaitTerms) -> Option<Self> {
+        let terms = WaitTerms { cost: state.by_budget(terms.cost), ..terms };
+        let id = state.queue.enter(terms, state.host.ceiling())?;
+        state.hurry();
+        Some(Self { state, id })
     }
 
     const fn id(&self) -> &WaitId {
@@ -482,7 +418,7 @@ impl Waiting {
     /// Waits until the request may try again. Returns `false` if this is the last attempt, because
     /// the deadline has passed or waiting has ended.
     pub fn poll_turn(&self, cx: &Context<'_>) -> Poll<bool> {
-        self.desk.queue.poll(&self.id, cx)
+        self.state.queue.poll(&self.id, cx)
     }
 
     /// Tries to admit the request. A rejection is not counted.
@@ -493,80 +429,32 @@ impl Waiting {
         &self,
         cost: Cost,
         priority: Priority,
-        label: RequestLabel<'_>,
+        label: Option<&dyn fmt::Display>,
     ) -> Result<Permit, Rejected> {
-        self.desk.try_admit(Some(&self.id), cost, priority, label)
+        self.state.try_admit(Some(&self.id), cost, priority, label)
     }
 
     /// Records why an attempt of a load was rejected, so that the queue keeps room for it.
     pub(super) fn lacks(&self, rejected: &Rejected) {
         let lack = match rejected {
-            Rejected::Full { budget, .. } => Lack::Load(*budget),
-            _ => Lack::Other,
+            Rejected::Full { budget, .. } => WaitReason::Load(*budget),
+            _ => WaitReason::Other,
         };
-        self.desk.queue.lacks(&self.id, lack);
+        self.state.queue.lacks(&self.id, lack);
     }
 
     /// Records that the attempt failed before admission, for another reason than bytes: the request
     /// delays no others.
     pub fn lacks_other(&self) {
-        self.desk.queue.lacks(&self.id, Lack::Other);
+        self.state.queue.lacks(&self.id, WaitReason::Other);
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        if self.desk.queue.leave(&self.id) {
+        if self.state.queue.leave(&self.id) {
             // It may have held up others.
-            self.desk.released();
-        }
-    }
-}
-
-/// The future of [`Admission::reserve`].
-#[must_use = "futures do nothing unless polled"]
-pub struct Reserve {
-    admission: Admission,
-    cost: Cost,
-    priority: Priority,
-    waiting: Option<Waiting>,
-}
-
-impl fmt::Debug for Reserve {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reserve").field("cost", &self.cost).finish_non_exhaustive()
-    }
-}
-
-impl Future for Reserve {
-    type Output = Result<Permit, Rejected>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        // Ends: each iteration after the first needs a wake of the queue.
-        loop {
-            let is_last = match &self.waiting {
-                Some(waiting) => !ready!(waiting.poll_turn(cx)),
-                None => false,
-            };
-            let (cost, priority) = (self.cost, self.priority);
-            let tried = match self.waiting.as_ref().filter(|_| !is_last) {
-                Some(waiting) => waiting.try_admit(cost, priority, None),
-                None => self.admission.try_admit_uncounted(cost, priority, None),
-            };
-            let rejected = match tried {
-                Ok(permit) => {
-                    self.waiting = None;
-                    return Poll::Ready(Ok(permit));
-                }
-                Err(rejected) => rejected,
-            };
-            if self.waiting.is_none() && rejected.may_wait() {
-                self.waiting = self.admission.wait(cost, priority, 0, None);
-            }
-            if is_last || self.waiting.is_none() || !rejected.may_wait() {
-                self.waiting = None;
-                return Poll::Ready(Err(self.admission.reject(rejected)));
-            }
+            self.state.wake_waiting();
         }
     }
 }
@@ -595,73 +483,43 @@ impl Admission {
     /// [`Rejected::TooLarge`] if it can never fit, [`Rejected::Exhausted`],
     /// [`Rejected::ShuttingDown`], and [`Rejected::Full`] if the queue is full: 4,096 requests, or
     /// one for each 256 KiB of the ceiling.
-    pub fn reserve(&self, cost: Cost) -> Reserve {
+    pub fn reserve(
+        &self,
+        cost: Cost,
+    ) -> impl Future<Output = Result<Permit, Rejected>> + Send + use<> {
         self.reserve_with(cost, Priority::Normal)
     }
 
     /// Like [`Admission::reserve`], with a priority. Requests of higher priority come first, until
     /// as many bytes as the ceiling have passed one of lower priority.
-    pub fn reserve_with(&self, cost: Cost, priority: Priority) -> Reserve {
-        Reserve { admission: self.clone(), cost, priority, waiting: None }
-    }
-
-    /// Enters the queue of requests that wait for room. Returns `None` if it is full, or if there
-    /// is no control loop for the deadline.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn wait(
+    pub fn reserve_with(
         &self,
         cost: Cost,
         priority: Priority,
-        tenant: u64,
-        within: Option<Duration>,
-    ) -> Option<Waiting> {
-        let is_admitted = false;
-        Waiting::enter(self.desk(), WaitTerms { cost, priority, tenant, within, is_admitted })
-    }
-
-    /// Enters the queue of requests for the room of a load, before those that were not admitted.
-    /// Returns `None` as [`Admission::wait`] does.
-    pub(super) fn wait_for_load(&self, cost: Cost, within: Duration) -> Option<Waiting> {
-        let cost = self.desk().by_budget(cost);
-        // Resources are not multiplied by the correction factor.
-        let host = self.desk().host.in_units(cost.host);
-        let cost = Cost { host, device: self.desk().device.in_units(cost.device) };
-        let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
-        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
-        Waiting::enter(self.desk(), terms)
-    }
-}
-
-impl Permit {
-    /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
-    ///
-    /// # Errors
-    /// [`Rejected`], which is not counted; the reservation stays suspended.
-    #[doc(hidden)]
-    pub fn resume(
-        &mut self,
-        waiting: Option<&Waiting>,
-        claim: ByteSize,
-        priority: Priority,
-    ) -> Result<(), Rejected> {
-        self.book_again(waiting.map(Waiting::id), claim, priority)
-    }
-
-    /// Enters the queue to resume, before the requests that were not admitted yet. Returns `None`
-    /// as [`Admission::wait`](super::Admission::wait) does.
-    #[doc(hidden)]
-    pub fn wait_to_resume(
-        &self,
-        claim: ByteSize,
-        priority: Priority,
-        tenant: u64,
-        within: Duration,
-    ) -> Option<Waiting> {
-        let cost = Cost::host(claim.saturating_sub(self.cost().host));
-        let within = Some(within);
-        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
-        Waiting::enter(self.desk(), terms)
+    ) -> impl Future<Output = Result<Permit, Rejected>> + Send + use<> {
+        let admission = self.clone();
+        async move {
+            let state = admission.state();
+            let (mut waiting, mut is_last) = (None::<Waiting>, false);
+            // Ends: each iteration after the first needs a wake of the queue.
+            loop {
+                if let Some(waiting) = &waiting {
+                    is_last = !poll_fn(|cx| waiting.poll_turn(cx)).await;
+                }
+                let tried = match waiting.as_ref().filter(|_| !is_last) {
+                    Some(waiting) => waiting.try_admit(cost, priority, None),
+                    None => state.try_admit_uncounted(cost, priority, None),
+                };
+                let Err(rejected) = tried else { return tried };
+                if waiting.is_none() && rejected.may_wait() {
+                    waiting = state.wait(cost, priority, 0, None);
+                }
+                if is_last || waiting.is_none() || !rejected.may_wait() {
+                    drop(waiting);
+                    return Err(state.reject(rejected));
+                }
+            }
+        }
     }
 }
 
@@ -674,7 +532,7 @@ mod tests {
     use crate::admission::Admission;
     use crate::cost::RejectReason;
     use crate::cost::{Budget, Cost, Priority};
-    use crate::ledger::Balance;
+    use crate::ledger::RoomSharing;
     use crate::pressure::Level;
     use lowtide_core::bytes::ByteSize;
 
@@ -738,11 +596,11 @@ mod tests {
         admission.set_level(Level::None);
 
         let reserved_headroom = ByteSize::mib(40);
-        let balance = Balance { reserved_headroom, ..Balance::default() };
+        let balance = RoomSharing { reserved_headroom, ..RoomSharing::default() };
         admission.ledger(Budget::Host).balance(balance);
         assert_eq!(grows(Priority::Normal), Err(RejectReason::Full));
         assert_eq!(others.map(&mut grows), [Ok(()); 2]);
-        admission.ledger(Budget::Host).balance(Balance::default());
+        admission.ledger(Budget::Host).balance(RoomSharing::default());
 
         let mut waits = pin!(admission.reserve(Cost::host(ByteSize::mib(40))));
         let mut cx = Context::from_waker(Waker::noop());
@@ -784,7 +642,7 @@ mod tests {
     #[test]
     fn a_request_that_is_large_for_the_limit_leaves_its_pages_to_be_considered() {
         let admission = Admission::with_limit(ByteSize::gib(1));
-        let unused = &admission.desk().unused;
+        let unused = &admission.state().unused;
         let (none, most) = (ByteSize::ZERO, ByteSize::mib(160));
         unused.publish(none, [none; 2], [none, most]);
         let end = |mib| drop(admission.try_admit(Cost::host(ByteSize::mib(mib))).expect("fits"));

@@ -9,7 +9,7 @@
 //! sample finds it freed, whatever the functions return.
 //!
 //! Invariants: neither function of a reclaimer runs twice at once; it is asked for at most what is
-//! wanted; the pause between two calls is that of [`Pace`]; at most [`RECLAIMERS_MAX`] names are
+//! wanted; the pause between two calls is that of [`ReclaimBackoff`]; at most [`RECLAIMERS_MAX`] names are
 //! known in the life of a registry, so that labels of metrics are bounded.
 //!
 //! It does not choose which reclaimer is asked.
@@ -25,12 +25,11 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::Cost;
-use super::desk::Desk;
-use super::eviction::{Claimable, Claimed, EvictionCause, Idle};
-use super::managed::AddError;
+use super::eviction::{Claimable, EvictionCause, EvictionClaim, Idle};
+use super::managed::ResourceError;
 use super::permit::Permit;
-use super::reclaim::elsewhere;
-use super::reclaim::{Pace, Recovered};
+use super::reclaim::{ReclaimBackoff, elsewhere};
+use super::state::AdmissionState;
 
 /// The largest number of names of reclaimers.
 pub(super) const RECLAIMERS_MAX: usize = 64;
@@ -128,16 +127,16 @@ impl Reclaimers {
     pub(super) fn add(
         reclaimers: &Arc<Self>,
         of: Reclaimable,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         clock: Arc<dyn Clock>,
-    ) -> Result<Reclaimer, AddError> {
+    ) -> Result<Reclaimer, ResourceError> {
         let mut slots = lock(&reclaimers.slots);
         let place = slots.iter().position(|slot| lock(&slot.stats).name == of.name);
         if place.is_some_and(|at| slots.get(at).is_some_and(|slot| slot.current.is_some())) {
-            return Err(AddError::DuplicateReclaimer { name: of.name.to_string() });
+            return Err(ResourceError::Duplicate { name: of.name });
         }
         if place.is_none() && slots.len() >= RECLAIMERS_MAX {
-            return Err(AddError::TooManyReclaimers { max: RECLAIMERS_MAX });
+            return Err(ResourceError::TooMany { name: of.name, max: RECLAIMERS_MAX });
         }
         let at = place.unwrap_or_else(|| {
             let stats = ReclaimerStats { name: Arc::clone(&of.name), ..ReclaimerStats::default() };
@@ -146,10 +145,10 @@ impl Reclaimers {
         });
         let slot = &mut slots[at];
         lock(&slot.stats).registered = true;
-        let (stats, pace) = (Arc::clone(&slot.stats), Pace::new());
+        let (stats, pace) = (Arc::clone(&slot.stats), ReclaimBackoff::default());
         let (is_asked, is_removed) = (AtomicBool::new(false), AtomicBool::new(false));
         let registered =
-            Arc::new(Registered { of, desk, clock, stats, pace, is_asked, is_removed });
+            Arc::new(Registered { of, admission, clock, stats, pace, is_asked, is_removed });
         slot.current = Some(Arc::clone(&registered));
         let reclaimers = Arc::downgrade(reclaimers);
         Ok(Reclaimer { registered, reclaimers, birth: Birth::now() })
@@ -247,10 +246,10 @@ impl fmt::Debug for Reclaimer {
 
 pub(super) struct Registered {
     of: Reclaimable,
-    desk: &'static Desk,
+    admission: &'static AdmissionState,
     clock: Arc<dyn Clock>,
     stats: Arc<Mutex<ReclaimerStats>>,
-    pace: Pace,
+    pace: ReclaimBackoff,
     /// `true` while its releasable function runs.
     is_asked: AtomicBool,
     is_removed: AtomicBool,
@@ -272,7 +271,7 @@ impl Registered {
         }
         let releasable = registered.releasable();
         (!releasable.is_zero()).then(|| Idle {
-            desk: registered.desk,
+            admission: registered.admission,
             cost: Cost::host(releasable),
             stays_for: Duration::ZERO,
             unload_time: Duration::ZERO,
@@ -320,7 +319,7 @@ impl Registered {
 }
 
 impl Claimable for Registered {
-    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn Claimed>> {
+    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn EvictionClaim>> {
         Some(Box::new(self.begin(bytes)?))
     }
 }
@@ -352,12 +351,12 @@ impl Asked {
         stats.released_total = stats.released_total.saturating_add(released);
         stats.releasable = stats.releasable.saturating_sub(released);
         drop(stats);
-        registered.pace.finish(wanted, Recovered::of(released), now);
+        registered.pace.finish(wanted, released, now);
         released
     }
 }
 
-impl Claimed for Asked {
+impl EvictionClaim for Asked {
     fn cost(&self) -> Cost {
         Cost::host(self.wanted)
     }

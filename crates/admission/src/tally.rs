@@ -158,7 +158,7 @@ pub(super) struct Tally {
     beside: [AtomicU64; 2],
     /// Bytes that outlived their requests.
     outlived: AtomicU64,
-    stood: AtomicU64,
+    resources: AtomicU64,
     unloaded: AtomicU64,
 }
 
@@ -171,7 +171,8 @@ impl Tally {
                 counter.store(0, Ordering::Relaxed);
             }
         }
-        let single = [&self.exempt, &self.finished, &self.outlived, &self.stood, &self.unloaded];
+        let single =
+            [&self.exempt, &self.finished, &self.outlived, &self.resources, &self.unloaded];
         for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
             counter.store(0, Ordering::Relaxed);
         }
@@ -207,8 +208,8 @@ impl Tally {
     }
 
     /// Counts a resource that was reserved.
-    pub(super) fn stand(&self, place: Place) {
-        place.add(&self.stood, 1);
+    pub(super) fn reserve_resource(&self, place: Place) {
+        place.add(&self.resources, 1);
     }
 
     /// Counts a resource that was released.
@@ -290,7 +291,7 @@ pub(super) struct Counts {
     pub(super) finished: u64,
     pub(super) rejected: [u64; RejectReason::ALL.len()],
     pub(super) outlived: u64,
-    stood: u64,
+    resources: u64,
     unloaded: u64,
 }
 
@@ -311,7 +312,7 @@ impl Counts {
         }
         self.admitted += tally.exempt.load(Ordering::Relaxed);
         self.outlived = self.outlived.wrapping_add(tally.outlived.load(Ordering::Relaxed));
-        self.stood += tally.stood.load(Ordering::Relaxed);
+        self.resources += tally.resources.load(Ordering::Relaxed);
         for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
             *sum += counter.load(Ordering::Relaxed);
         }
@@ -320,7 +321,7 @@ impl Counts {
     /// Returns the number of permits that have not been dropped, of requests and resources.
     pub(super) const fn held(&self) -> u64 {
         let requests = self.admitted.saturating_sub(self.finished);
-        requests.saturating_add(self.stood.saturating_sub(self.unloaded))
+        requests.saturating_add(self.resources.saturating_sub(self.unloaded))
     }
 }
 

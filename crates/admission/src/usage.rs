@@ -24,7 +24,6 @@ const ROUTES_MAX: usize = 64;
 /// The maximum number of tenants with a record of their own. An estimate.
 const TENANTS_MAX: usize = 32;
 /// The maximum length of a name, in bytes.
-#[doc(hidden)]
 pub const NAME_MAX: usize = 64;
 /// The name of the routes, methods and tenants without a record of their own.
 const OTHER: &str = "other";
@@ -33,14 +32,12 @@ const METHODS: [&str; 9] =
     ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "CONNECT", "TRACE"];
 
 /// Returns the first [`NAME_MAX`] bytes of a name, less an incomplete character.
-#[doc(hidden)]
 #[inline]
 pub fn shortened(name: &str) -> &str {
     prefix(name, NAME_MAX)
 }
 
 /// The source of a name, which decides whether it may get a record.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NameSource {
     /// The program.
@@ -118,7 +115,6 @@ pub struct TenantUsage {
 }
 
 /// The record of a route or a tenant.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct Usage {
     /// Empty for a tenant.
@@ -176,7 +172,6 @@ impl Usage {
 
 /// A cached record of a route. It is kept with the learned need of the route, so that most requests
 /// need no look-up.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct KeptUsage {
     usage: OnceLock<Arc<Usage>>,

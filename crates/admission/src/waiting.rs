@@ -2,7 +2,7 @@
 //!
 //! A request that does not fit enters, and tries again each time it is woken. Whatever releases
 //! bytes, and each tick of the control loop, wakes the requests that may fit now
-//! ([`Desk`](super::desk::Desk) does). A waiting request reserves nothing. The tower layer
+//! ([`AdmissionState`](super::state::AdmissionState) does). A waiting request reserves nothing. The tower layer
 //! estimates its need again at each attempt, since the need of its route may have been learned
 //! meanwhile.
 //!
@@ -72,7 +72,7 @@ pub(super) struct WaitId(u64);
 
 /// Why an attempt failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lack {
+pub(super) enum WaitReason {
     /// Bytes of this budget.
     Bytes(Budget),
     /// Bytes of this budget, which evictions may free.
@@ -121,7 +121,7 @@ struct WaitingRequest {
     tag: u64,
     /// The ticks' time at the first tick after it entered.
     since: Option<Moment>,
-    lack: Option<Lack>,
+    lack: Option<WaitReason>,
     /// The bytes of the budget it lacks that later requests were admitted with.
     passed: u64,
     /// It comes first: a whole ledger of bytes has passed it, or it was admitted before.
@@ -154,8 +154,8 @@ impl WaitingRequest {
     /// Returns the budget whose bytes it waits for.
     const fn lacks(&self) -> Option<Budget> {
         match self.lack {
-            Some(Lack::Bytes(budget) | Lack::Load(budget)) => Some(budget),
-            Some(Lack::Other) | None => None,
+            Some(WaitReason::Bytes(budget) | WaitReason::Load(budget)) => Some(budget),
+            Some(WaitReason::Other) | None => None,
         }
     }
 
@@ -374,7 +374,7 @@ impl WaitQueue {
             Err(Some((budget, _))) => Some(*budget),
         };
         if let (Some(entry), Some(lack)) = (id.and_then(|id| entries.get(id)), lack) {
-            entry.lack = Some(Lack::Bytes(lack));
+            entry.lack = Some(WaitReason::Bytes(lack));
         }
         booked.map_err(|error| match error {
             Some((budget, error)) => PassError::NoRoom(budget, error),
@@ -383,7 +383,7 @@ impl WaitQueue {
     }
 
     /// Records why an attempt failed that was not made by [`WaitQueue::pass`].
-    pub(super) fn lacks(&self, id: &WaitId, lack: Lack) {
+    pub(super) fn lacks(&self, id: &WaitId, lack: WaitReason) {
         if let Some(entry) = self.entries().get(id) {
             entry.lack = Some(lack);
             entry.attempts += 1;
@@ -471,7 +471,8 @@ impl WaitQueue {
             }
             while woken < BATCH && others > 0 {
                 let waiting = entries.list.iter_mut();
-                let waiting = waiting.filter(|it| it.lack == Some(Lack::Other) && !it.is_woken);
+                let waiting =
+                    waiting.filter(|it| it.lack == Some(WaitReason::Other) && !it.is_woken);
                 // Each in its turn.
                 let Some(entry) = waiting.min_by_key(|it| it.attempts) else { break };
                 entry.is_woken = true;
@@ -497,7 +498,7 @@ impl WaitQueue {
         loop {
             let mut wakers = [const { None }; BATCH];
             let mut entries = self.entries();
-            let is_load = |it: &WaitingRequest| matches!(it.lack, Some(Lack::Load(_)));
+            let is_load = |it: &WaitingRequest| matches!(it.lack, Some(WaitReason::Load(_)));
             let loads = entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken);
             let mut woken = 0;
             for (place, entry) in wakers.iter_mut().zip(loads) {
@@ -601,7 +602,7 @@ mod models {
 
     const ALL: ByteSize = ByteSize::mib(1);
 
-    /// The queue and the account as a desk uses them, without what a model has no need of.
+    /// The queue and the account as a state uses them, without what a model has no need of.
     struct Room {
         queue: WaitQueue,
         host: Ledger,
@@ -615,12 +616,12 @@ mod models {
             Arc::new(Self { queue: WaitQueue::default(), host, device })
         }
 
-        /// As `Desk::admit_at_once`.
+        /// As `AdmissionState::admit_at_once`.
         fn admit_at_once(&self) -> bool {
             self.queue.is_empty() && self.host.try_book_plain(ALL)
         }
 
-        /// As `Desk::finish_host`.
+        /// As `AdmissionState::finish_host`.
         fn release(&self) {
             self.host.release(ALL);
             if !self.queue.is_empty() {

@@ -28,8 +28,10 @@ use datafusion_execution::memory_pool::{
     MemoryConsumer, MemoryLimit, MemoryPool, MemoryReservation,
 };
 use lowtide_admission::{
-    Admission, Budget, ByteSize, Cost, Permit, Priority, Reclaimable, Rejected, Released,
+    Admission, Budget, ByteSize, Cost, Permit, Priority, Reclaimable, Rejected,
 };
+
+use lowtide_admission::layer::AdmissionState;
 
 use super::denied::{Denied, DenyReason, bounded};
 
@@ -99,14 +101,14 @@ struct Consumer {
 #[derive(Default)]
 #[must_use = "others may wait for the bytes"]
 struct Freed {
-    released: Option<Released>,
+    shrunk: Option<&'static AdmissionState>,
     permit: Option<Permit>,
 }
 
 impl Freed {
     fn finish(self) {
-        if let Some(released) = self.released {
-            released.wake();
+        if let Some(state) = self.shrunk {
+            state.wake_waiting();
         }
         drop(self.permit);
     }
@@ -291,10 +293,12 @@ impl State {
     fn release(&mut self) -> Freed {
         let spare = self.reserved().saturating_sub(steps(self.used));
         self.overdraft = self.overdraft.saturating_sub(spare);
-        let released = self.permit.as_mut().filter(|_| !spare.is_zero());
-        let released = released.map(|permit| permit.shrink_quietly(spare));
+        let shrunk = self.permit.as_mut().filter(|_| !spare.is_zero()).map(|permit| {
+            permit.shrink_quietly(spare);
+            permit.state()
+        });
         let permit = if self.used.is_zero() { self.permit.take() } else { None };
-        Freed { released, permit }
+        Freed { shrunk, permit }
     }
 }
 

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lowtide::admission::{AcquireError, Managed, ManagedBuilder, Use};
+use lowtide::admission::{ResourceError, Managed, ManagedBuilder, Use};
 use lowtide::clock::SystemClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_ort::ort::session::Session;
@@ -174,7 +174,7 @@ impl ManagedModel {
     }
 
     /// Loads the model if it is not loaded, and keeps it loaded while it is used.
-    pub(crate) async fn acquire(&self) -> Result<Model, AcquireError> {
+    pub(crate) async fn acquire(&self) -> Result<Model, ResourceError> {
         let tokenizer = self.tokenizer.acquire().await?;
         let session = match &self.session {
             SessionResource::Managed(session) => SessionUse::Managed(session.acquire().await?),

@@ -5,15 +5,18 @@
 //! Invariant: each tick first corrects the ledger and then shares the room, so that no headroom is
 //! computed from an old allowance.
 
+use std::sync::atomic::Ordering;
+
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::Settings;
 use super::saturation::taken;
 use crate::admission::{Admission, AdmissionStats};
+use crate::correction::{Correction, Measured, RequestRate};
 use crate::cost::Budget;
-use crate::fairness::{Fairness, Seen};
-use crate::ledger::{Balance, Correction, Measured, Turnover};
+use crate::fairness::{Fairness, LedgerFigures};
+use crate::ledger::RoomSharing;
 use crate::pressure::{Level, Pressure, Thresholds};
 use crate::tally::{BudgetCounts, ClassStats, SizeClass};
 
@@ -62,11 +65,11 @@ impl Account {
         let since = measured.turnover.time;
         let ledger = admission.ledger(self.budget);
         ledger.correct(&mut self.correction, measured);
-        let counts = admission.counts(self.budget);
+        let counts = admission.state().budget_counts(self.budget);
         self.smallest = counts.smallest();
         self.admitted = counts.classes.iter().map(|class| class.admitted_total).sum();
         self.classes = counts.classes;
-        let balance = self.fairness.update(Seen::of(ledger, since), &counts);
+        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &counts);
         ledger.balance(balance);
     }
 
@@ -76,7 +79,7 @@ impl Account {
         let ledger = admission.ledger(self.budget);
         let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
         ledger.correct(&mut self.correction, measured);
-        ledger.balance(Balance::default());
+        ledger.balance(RoomSharing::default());
     }
 }
 
@@ -129,7 +132,7 @@ impl DeviceAccount {
     /// Updates the allowance.
     pub(super) fn update(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
         let DeviceFigures { committed, idle, limit } = figures;
-        self.admission.set_device_lost(is_lost(limit));
+        self.admission.state().is_device_lost.store(is_lost(limit), Ordering::Relaxed);
         let limit = limit.unwrap_or(ByteSize::MAX);
         if self.account.is_unused(&self.admission, committed, limit) {
             return;
@@ -152,7 +155,7 @@ impl DeviceAccount {
 
     /// Returns how often a request was shed, since the start.
     pub(super) fn sheds_total(&self) -> u64 {
-        self.admission.sheds_total()
+        self.admission.state().sheds_total()
     }
 
     /// Returns the part of the room that is taken.
@@ -181,10 +184,10 @@ impl Default for Turns {
 
 impl Turns {
     /// Returns the progress of requests since the last tick.
-    pub(super) fn next(&mut self, stats: &AdmissionStats, now: Moment) -> Turnover {
+    pub(super) fn next(&mut self, stats: &AdmissionStats, now: Moment) -> RequestRate {
         let last = std::mem::replace(self, Self { at: now, finished: stats.finished_total });
         let ended = stats.finished_total.saturating_sub(last.finished);
-        Turnover { time: now - last.at, ended, held: stats.held() }
+        RequestRate { time: now - last.at, ended, held: stats.held() }
     }
 }
 

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::reclaim::Ladder;
+use crate::reclaim::ReclaimPolicy;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
 lowtide_core::named_enum! {
@@ -42,7 +42,6 @@ impl Trigger {
     }
 
     /// Returns `true` if the purge leaves memory alone that decays by itself: there is no hurry.
-    #[doc(hidden)]
     pub const fn leaves_decaying(self) -> bool {
         matches!(self, Self::Load | Self::Growth | Self::Idle | Self::Periodic)
     }
@@ -82,8 +81,8 @@ pub enum Job {
 }
 
 /// Bit numbers: the lower, the more urgent. The reclaim steps follow the pressure purge.
-const RUNG_FIRST: usize = 1;
-const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
+const STEP_FIRST: usize = 1;
+const MANUAL: usize = STEP_FIRST + ReclaimPolicy::STEPS_MAX;
 const PLACES: usize = MANUAL + 15;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
@@ -92,7 +91,7 @@ impl Job {
     const fn place(self) -> Option<usize> {
         Some(match self {
             Self::Purge { trigger: Trigger::Pressure } => 0,
-            Self::Reclaim { step } if step < Ladder::RUNGS_MAX => RUNG_FIRST + step,
+            Self::Reclaim { step } if step < ReclaimPolicy::STEPS_MAX => STEP_FIRST + step,
             Self::Reclaim { .. } => return None,
             Self::Purge { trigger: Trigger::Manual } => MANUAL,
             Self::UnloadIdle => MANUAL + 1,
@@ -133,7 +132,7 @@ impl Job {
         ];
         match place {
             0 => Some(Self::Purge { trigger: Trigger::Pressure }),
-            RUNG_FIRST..MANUAL => Some(Self::Reclaim { step: place - RUNG_FIRST }),
+            STEP_FIRST..MANUAL => Some(Self::Reclaim { step: place - STEP_FIRST }),
             _ => REST.get(place - MANUAL).copied(),
         }
     }
@@ -271,7 +270,7 @@ mod tests {
             assert_eq!(job.place(), Some(place), "{job:?}");
         }
         assert_eq!(Job::at(PLACES), None);
-        assert_eq!(Job::Reclaim { step: Ladder::RUNGS_MAX }.place(), None);
+        assert_eq!(Job::Reclaim { step: ReclaimPolicy::STEPS_MAX }.place(), None);
     }
 
     #[test]

@@ -29,24 +29,24 @@ use lowtide_core::clock::Moment;
 
 use super::admission::{Admission, AdmissionStats};
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
-use super::cost::Budget;
+use super::correction::{Measured, RequestRate};
 use super::cost::RejectReason;
+use super::cost::{Budget, Cost};
 use super::exhaustion::{Exhaustion, Room};
-use super::ledger::{Ledger, Measured, Turnover};
+use super::ledger::Ledger;
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::Level;
-use super::reclaim::{Ladder, Pace};
+use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
 use account::{Account, DeviceAccount, Turns};
 use purging::{Growth, purgeable_now};
-use saturation::Saturation;
+use saturation::{Saturation, taken};
 
 pub use account::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
-pub use purging::PurgeGrowth;
 pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
-pub use settings::{Settings, SettingsError};
+pub use settings::{PurgeGrowth, Settings, SettingsError};
 pub use state::PressureState;
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
@@ -171,10 +171,10 @@ pub struct Maintenance {
     sensor: Box<dyn Sensor>,
     admission: Admission,
     resources: Resources,
-    ladder: Ladder,
+    policy: ReclaimPolicy,
     queue: Arc<JobQueue>,
     state: Arc<PressureState>,
-    purge: Arc<Pace>,
+    purge: Arc<ReclaimBackoff>,
     host: Account,
     device: Account,
     further: Vec<DeviceAccount>,
@@ -220,7 +220,7 @@ impl Maintenance {
         sensor: Box<dyn Sensor>,
         admission: Admission,
         resources: Resources,
-        ladder: Ladder,
+        policy: ReclaimPolicy,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
         let account =
@@ -230,7 +230,7 @@ impl Maintenance {
             sensor,
             admission,
             resources,
-            ladder,
+            policy,
             queue: Arc::new(JobQueue::new()),
             state: Arc::default(),
             purge: Arc::default(),
@@ -285,7 +285,7 @@ impl Maintenance {
             queue: self.queue(),
             state: self.state(),
             purge: Arc::clone(&self.purge),
-            ladder: self.ladder.clone(),
+            policy: self.policy.clone(),
             resources: self.resources.clone(),
             hands,
             panics: 0,
@@ -294,7 +294,7 @@ impl Maintenance {
 
     /// Takes a sample and decides. Allocates nothing.
     pub fn tick(&mut self, now: Moment) -> Tick {
-        let freed = self.admission.desk().unused.freed();
+        let freed = self.admission.state().unused.freed();
         let mut sample = self.sensor.sample(now);
         // A limit that was known still exists: a failed read must not admit requests.
         // A fit is none of the kernel's, and has ended.
@@ -309,15 +309,15 @@ impl Maintenance {
         self.account(&sample, &stats, now);
         self.record_limits(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
-        self.admission.large().tend(self.host.pressure.level(), now);
+        self.admission.state().large.tend(self.host.pressure.level(), now);
         let worth = self.urgent_purge_worth(&sample);
-        let unused = &self.admission.desk().unused;
+        let unused = &self.admission.state().unused;
         unused.publish(
             freed,
             [sample.physical, purgeable_now(&sample)],
             [worth, self.most(&sample)],
         );
-        self.admission.tend_queue(now);
+        self.admission.state().tend_queue(now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&sample, &stats, now, &mut jobs);
         self.saturate(&stats, now);
@@ -357,7 +357,7 @@ impl Maintenance {
         // earliest.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         let is_slow = next - now > self.settings.active_tick;
-        self.admission.desk().is_slow.store(is_slow, Ordering::Relaxed);
+        self.admission.state().is_slow.store(is_slow, Ordering::Relaxed);
         self.last = Some(sample);
         self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
@@ -375,8 +375,8 @@ impl Maintenance {
     /// Returns `true` if little of the limit is left once requests hold what they have reserved,
     /// and a large one that waits for that what it needs.
     fn may_fill_up(&self, sample: &Sample) -> bool {
-        let desk = self.admission.desk();
-        let unheld = desk.host.unheld().saturating_add(desk.unused.wanted());
+        let admission = self.admission.state();
+        let unheld = admission.host.unheld().saturating_add(admission.unused.wanted());
         sample.limit.is_known() && sample.physical.saturating_add(unheld) > self.most(sample)
     }
 
@@ -392,7 +392,7 @@ impl Maintenance {
 
     /// Wakes what waits for a tick, when this loop has ended and none follows.
     pub fn wake_waiting(&self) {
-        self.admission.large().wake_all();
+        self.admission.state().large.wake_all();
     }
 
     /// Resets admission when this loop ends before the service: the level is cleared, and the
@@ -405,9 +405,9 @@ impl Maintenance {
         }
         self.further.iter_mut().for_each(DeviceAccount::leave);
         self.admission.set_level(Level::None);
-        self.admission.set_unowned(ByteSize::ZERO);
-        self.admission.desk().host.set_single(ByteSize::ZERO);
-        self.admission.desk().queue.end();
+        self.admission.state().unowned.store(0, Ordering::Relaxed);
+        self.admission.state().host.set_single(ByteSize::ZERO);
+        self.admission.state().queue.end();
     }
 
     /// Updates the exhaustion state.
@@ -438,12 +438,13 @@ impl Maintenance {
         let is_declared = self.exhaustion.is_declared();
         let may_serve_one = self.exhaustion.may_serve_one();
         let single = if may_serve_one { self.room_for_one(sample) } else { ByteSize::ZERO };
-        self.admission.desk().host.set_single(single);
+        self.admission.state().host.set_single(single);
         // While some are served, others wait for their end.
         let serves_one = self.exhaustion.serves_one();
         let unowned = self.host.correction.unowned.max(ByteSize::new(1));
         let rejects = is_declared && !serves_one;
-        self.admission.set_unowned(if rejects { unowned } else { ByteSize::ZERO });
+        let unowned = if rejects { unowned.get() } else { 0 };
+        self.admission.state().unowned.store(unowned, Ordering::Relaxed);
         if self.state.set_exhausted(is_declared, serves_one, self.exhaustion.needs_restart()) {
             jobs.insert(Job::ReportExhaustion);
         }
@@ -453,7 +454,7 @@ impl Maintenance {
     /// level's mark. Pages that a purge would release count: a request that runs in another arena
     /// cannot use them.
     fn room_for_one(&self, sample: &Sample) -> ByteSize {
-        let mark = self.settings.thresholds.band(Level::Critical).map_or(1.0, |band| band.up);
+        let mark = self.settings.thresholds.up(Level::Critical);
         let most = sample.limit.bytes.scaled(mark);
         let other = self.host.correction.other.saturating_add(sample.purgeable);
         let room = most.saturating_sub(other);
@@ -464,7 +465,8 @@ impl Maintenance {
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
         let turnover = self.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
-        self.admission.set_device_lost(account::is_lost(sample.device_limit));
+        let is_lost = account::is_lost(sample.device_limit);
+        self.admission.state().is_device_lost.store(is_lost, Ordering::Relaxed);
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.
@@ -477,7 +479,7 @@ impl Maintenance {
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
             (&mut self.device, committed, idle, device_limit, device_ceiling),
         ];
-        let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
+        let mark = self.settings.thresholds.down[0];
         let wanted = budgets.map(|(account, physical, purgeable, limit, ceiling)| {
             if account.is_unused(&self.admission, physical, limit) {
                 return ByteSize::ZERO;
@@ -542,7 +544,7 @@ impl Maintenance {
         &mut self,
         sample: &Sample,
         limit: ByteSize,
-        turnover: Turnover,
+        turnover: RequestRate,
         now: Moment,
     ) -> ByteSize {
         if limit == ByteSize::MAX {
@@ -580,12 +582,35 @@ impl Maintenance {
         now - self.quiet_since.insert(since.unwrap_or(begins)).at >= self.settings.quiet
     }
 
+    /// Publishes the saturation.
+    fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
+        let further: u64 = self.further.iter().map(|device| device.sheds_total()).sum();
+        let sheds = self
+            .saturation
+            .has_recent_shed(now, self.admission.state().sheds_total().saturating_add(further));
+        // An instance that shuts down sheds to others, which are to have room.
+        let sheds = sheds && !self.admission.is_closed();
+        let is_critical = self.host.pressure.level() == Level::Critical;
+        let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
+        let value = if is_short { 1.0 } else { self.taken() };
+        self.state.set_saturation(self.saturation.add(now, value));
+    }
+
+    /// Returns the largest part that is taken of a budget.
+    fn taken(&self) -> f64 {
+        let Cost { host, device } = self.admission.state().by_budget(self.resources.evictable());
+        let own = taken(self.admission.ledger(Budget::Host), host)
+            .max(taken(self.admission.ledger(Budget::Device), device));
+        let further = self.further.iter().map(|device| device.taken());
+        further.fold(own, f64::max)
+    }
+
     /// Posts one reclaim step for each budget.
     fn climb(&self, now: Moment, jobs: &mut Jobs) {
         for account in [&self.host, &self.device] {
             let level = account.pressure.level();
-            let due = self.ladder.due(account.budget, level, now);
-            if let Some(step) = due.filter(|&step| self.ladder.start(step, now)) {
+            let due = self.policy.due(account.budget, level, now);
+            if let Some(step) = due.filter(|&step| self.policy.start(step, now)) {
                 jobs.insert(Job::Reclaim { step });
             }
         }
@@ -611,7 +636,7 @@ impl Maintenance {
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
         let held = |budget| !self.admission.ledger(budget).requests().is_zero();
         let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
-        let waits = !self.admission.desk().queue.is_empty();
+        let waits = !self.admission.state().queue.is_empty();
         let is_held = held(Budget::Host)
             || held(Budget::Device)
             || self.further.iter().any(DeviceAccount::is_held);

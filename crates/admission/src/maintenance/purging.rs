@@ -34,29 +34,8 @@ use crate::pressure::Level;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::{Job, Jobs, Maintenance, Sample, SettingsError, Trigger};
-
-/// The growth of retained memory that triggers a purge.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PurgeGrowth {
-    /// The smallest growth that triggers a purge.
-    pub floor: ByteSize,
-    /// The smallest growth that triggers a purge, as a fraction of the anonymous memory from which
-    /// it grew; above 0, at most 1. Both minimums apply.
-    pub part: f64,
-    /// The time for which the growth must last: pages that decay by themselves cost no page fault,
-    /// and pages that the next request uses again would be faulted in again.
-    pub hold: Duration,
-}
-
-impl PurgeGrowth {
-    pub(super) fn check(&self) -> Result<(), SettingsError> {
-        if !(self.part > 0.0 && self.part <= 1.0) {
-            return Err(SettingsError::Part { name: "purge_growth.part", value: self.part });
-        }
-        Ok(())
-    }
-}
+use super::settings::PurgeGrowth;
+use super::{Job, Jobs, Maintenance, Sample, Trigger};
 
 /// The pause between purges for growth, for each MiB. A purge takes about 0.1 ms for each MiB, and
 /// the pause is a hundred times as long, so that purges take at most a hundredth of a core.
@@ -227,7 +206,7 @@ mod tests {
     use crate::cost::Cost;
     use crate::maintenance::{Sensor, Settings};
     use crate::managed::{Managed, Resources};
-    use crate::reclaim::{Ladder, Recovered};
+    use crate::reclaim::ReclaimPolicy;
     use crate::signal::Limit;
     use lowtide_core::clock::ManualClock;
     use lowtide_core::sync::{Mutex, lock};
@@ -339,7 +318,7 @@ mod tests {
     fn loops(seen: &Seen, settings: Settings, resources: Resources) -> (Maintenance, Admission) {
         let admission = Admission::new();
         let settings = Settings { publish_interval: None, ..settings };
-        let (sensor, ladder) = (Box::new(seen.clone()), Ladder::default());
+        let (sensor, ladder) = (Box::new(seen.clone()), ReclaimPolicy::default());
         let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
         (loops.expect("valid"), admission)
     }
@@ -353,7 +332,7 @@ mod tests {
                 if let Job::Purge { trigger } = job {
                     purges.push(trigger);
                     lock(&seen.0).sample = sample_of(20);
-                    let released = Recovered::of(ByteSize::mib(80));
+                    let released = ByteSize::mib(80);
                     loops.purge.finish(ByteSize::ZERO, released, at(quarter * 250 + 10));
                 }
             }
@@ -388,7 +367,7 @@ mod tests {
                 for job in loops.tick(at(tick * 250)).jobs {
                     if let Job::Purge { trigger } = job {
                         triggers.push(trigger);
-                        let released = Recovered::of(ByteSize::mib(200));
+                        let released = ByteSize::mib(200);
                         loops.purge.finish(ByteSize::ZERO, released, at(tick * 250 + 1));
                     }
                 }
@@ -501,7 +480,7 @@ mod tests {
             let purges = tick.jobs.contains(Job::Purge { trigger: Trigger::Pressure });
             if purges {
                 // Another thread freed as much meanwhile.
-                loops.purge.finish(ByteSize::ZERO, Recovered::of(ByteSize::mib(80)), at(millis));
+                loops.purge.finish(ByteSize::ZERO, ByteSize::mib(80), at(millis));
             }
             (purges, tick.is_urgent)
         };
@@ -532,7 +511,7 @@ mod tests {
                     assert_eq!(trigger, Trigger::Idle);
                     // No thread answered.
                     let end = at(second * 1_000 + 10);
-                    loops.purge.finish(ByteSize::mib(1), Recovered::NOTHING, end);
+                    loops.purge.finish(ByteSize::mib(1), ByteSize::ZERO, end);
                     purges.push(second / 50);
                 }
             }
@@ -543,8 +522,9 @@ mod tests {
     #[test]
     fn growth_by_a_part_that_is_none_is_refused() {
         for part in [0.0, -0.1, 1.1, f64::NAN] {
-            let error = PurgeGrowth { part, ..SETTINGS }.check().expect_err("refused");
-            assert!(matches!(error, SettingsError::Part { name: "purge_growth.part", .. }));
+            let purge_growth = Some(PurgeGrowth { part, ..SETTINGS });
+            let settings = Settings { purge_growth, ..Settings::default() };
+            assert_eq!(settings.check().expect_err("refused").name, "purge_growth.part");
         }
     }
 }

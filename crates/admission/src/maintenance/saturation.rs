@@ -20,12 +20,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::Maintenance;
-use crate::admission::AdmissionStats;
 use crate::correction::few;
-use crate::cost::{Budget, Cost};
 use crate::ledger::Ledger;
-use crate::pressure::Level;
 
 /// The time after which a value counts for a third of what it did: `1/e`. Between two scrapes at
 /// least half of the number is replaced.
@@ -50,7 +46,7 @@ pub(super) struct Saturation {
 
 impl Saturation {
     /// Adds the value of a tick, for the time since the last one. Returns the mean.
-    fn add(&mut self, now: Moment, value: f64) -> f64 {
+    pub(super) fn add(&mut self, now: Moment, value: f64) -> f64 {
         let weight = match self.at.replace(now) {
             Some(last) => mean_weight(now - last, AVERAGED),
             None => 1.0,
@@ -60,36 +56,11 @@ impl Saturation {
     }
 
     /// Returns `true` if a request was shed in the last second.
-    fn has_recent_shed(&mut self, now: Moment, sheds_total: u64) -> bool {
+    pub(super) fn has_recent_shed(&mut self, now: Moment, sheds_total: u64) -> bool {
         if std::mem::replace(&mut self.sheds, sheds_total) < sheds_total {
             self.shed_at = Some(now);
         }
         self.shed_at.is_some_and(|at| now - at < SHED_SHOWN)
-    }
-}
-
-impl Maintenance {
-    /// Publishes the saturation.
-    pub(super) fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
-        let further: u64 = self.further.iter().map(|device| device.sheds_total()).sum();
-        let sheds = self
-            .saturation
-            .has_recent_shed(now, self.admission.sheds_total().saturating_add(further));
-        // An instance that shuts down sheds to others, which are to have room.
-        let sheds = sheds && !self.admission.is_closed();
-        let is_critical = self.host.pressure.level() == Level::Critical;
-        let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
-        let value = if is_short { 1.0 } else { self.taken() };
-        self.state.set_saturation(self.saturation.add(now, value));
-    }
-
-    /// Returns the largest part that is taken of a budget.
-    fn taken(&self) -> f64 {
-        let Cost { host, device } = self.admission.by_budget(self.resources.evictable());
-        let own = taken(self.admission.ledger(Budget::Host), host)
-            .max(taken(self.admission.ledger(Budget::Device), device));
-        let further = self.further.iter().map(|device| device.taken());
-        further.fold(own, f64::max)
     }
 }
 
@@ -108,18 +79,15 @@ const LEDGERS: usize = 17;
 
 /// The time constant of averages for load reports. An estimate: some turnovers of requests, and
 /// about as long as balancers wait before they use a report.
-#[doc(hidden)]
 pub const REPORT_WINDOW: Duration = Duration::from_secs(2);
 
 /// The time for which a rejection shows in load reports and in the saturation. A client that is
 /// rejected soon tries again, so a service that rejects one request a second is as full as one that
 /// rejects a hundred. Balancers look about once a second.
-#[doc(hidden)]
 pub const SHED_SHOWN: Duration = Duration::from_secs(1);
 
 /// Returns the weight of what was measured during the last `step` in a mean over time in which a
 /// value counts for a third (`1/e`) after `window`.
-#[doc(hidden)]
 #[must_use]
 pub fn mean_weight(step: Duration, window: Duration) -> f64 {
     1.0 - (-step.as_secs_f64() / window.as_secs_f64()).exp()
@@ -166,7 +134,7 @@ impl Utilizations {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::ledger::{Correction, Measured};
+    use crate::correction::{Correction, Measured};
 
     const CEILING: ByteSize = ByteSize::mib(800);
 
@@ -214,8 +182,8 @@ mod tests {
         for _ in 0..random.next() % 4 {
             let _ = ledger.try_book(random.bytes());
             // It is never released, since the ledger goes too.
-            let standing = ledger.try_book_standing(random.bytes());
-            let _ = standing.map(|mut standing| ledger.settle(&mut standing));
+            let hold = ledger.try_reserve_resource(random.bytes());
+            let _ = hold.map(|mut hold| ledger.settle(&mut hold));
             measured.physical = random.bytes();
             measured.purgeable = random.bytes().min(measured.physical);
             ledger.correct(&mut correction, measured);

@@ -96,7 +96,6 @@ impl PressureState {
 
     /// Returns the averages of [`Ledger::utilization`](crate::Ledger::utilization) over the last
     /// seconds: the host's first, then those of the devices in their order.
-    #[doc(hidden)]
     pub fn utilizations(&self) -> impl Iterator<Item = Option<f64>> {
         self.utilizations.each()
     }

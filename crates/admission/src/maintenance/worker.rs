@@ -21,12 +21,12 @@ use super::{Maintenance, PressureState, Settings};
 use crate::cost::Budget;
 use crate::managed::Resources;
 use crate::pressure::Level;
-use crate::reclaim::{Ask, Ladder, PAUSE_MIN, Pace, Recovered};
+use crate::reclaim::{PAUSE_MIN, ReclaimBackoff, ReclaimPolicy};
 
 /// Actions that the worker delegates. `memory` implements them over heap, arenas and metrics.
 pub trait MaintenanceActions: Send {
-    /// Purges the host's heap.
-    fn purge(&mut self, trigger: Trigger) -> Recovered;
+    /// Purges the host's heap, and returns the bytes released.
+    fn purge(&mut self, trigger: Trigger) -> ByteSize;
 
     /// Releases device memory whose decay time has passed. Default: nothing.
     fn decay_device(&mut self, now: Moment) {
@@ -74,8 +74,8 @@ pub trait MaintenanceActions: Send {
 pub struct Worker {
     pub(super) queue: Arc<JobQueue>,
     pub(super) state: Arc<PressureState>,
-    pub(super) purge: Arc<Pace>,
-    pub(super) ladder: Ladder,
+    pub(super) purge: Arc<ReclaimBackoff>,
+    pub(super) policy: ReclaimPolicy,
     pub(super) resources: Resources,
     pub(super) hands: Box<dyn MaintenanceActions>,
     pub(super) panics: u64,
@@ -92,7 +92,7 @@ impl Worker {
                 && trigger.is_paced()
             {
                 let asked = self.state.purgeable_by(trigger);
-                self.purge.finish(asked, Recovered::NOTHING, clock.now());
+                self.purge.finish(asked, ByteSize::ZERO, clock.now());
             }
         }
     }
@@ -115,16 +115,15 @@ impl Worker {
             }
             Job::Reclaim { step } => {
                 let before = self.resources.releases_total();
-                let reclaimer = self.ladder.reclaimer(step);
+                let reclaimer = self.policy.reclaimer(step);
                 let budget = reclaimer.map_or(Budget::Host, |reclaimer| reclaimer.relieves());
                 let is_dear = reclaimer.is_some_and(|it| it.starts_at() >= Level::High);
                 let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
                 let bytes = self.state.wanted(budget).saturating_sub(spared);
                 if is_dear && bytes.is_zero() {
-                    return self.ladder.cancel(step);
+                    return self.policy.cancel(step);
                 }
-                let level = self.state.level(budget);
-                let _ = self.ladder.run(step, Ask { bytes, level, now }, || clock.now());
+                self.policy.run(step, bytes, || clock.now());
                 self.purge_after_unload(self.resources.releases_total() > before);
             }
             Job::UnloadIdle => {
@@ -194,16 +193,16 @@ pub fn run_control(
     bell: &Arc<Bell>,
     stop: &AtomicBool,
 ) {
-    let desk = maintenance.admission.desk();
-    desk.set_bell(Some(Arc::clone(bell)));
+    let admission = maintenance.admission.state();
+    admission.set_bell(Some(Arc::clone(bell)));
     let mut turns = Turns::new(maintenance, clock.now());
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, turns.turn(clock));
     }
-    desk.set_bell(None);
+    admission.set_bell(None);
     // After the last tick: no deadline passes any more.
-    desk.queue.end();
+    admission.queue.end();
 }
 
 /// The iterations of the loop.
@@ -314,9 +313,9 @@ mod tests {
         done: Vec<&'static str>,
     }
 
-    struct Seen(Arc<Mutex<World>>);
+    struct LedgerFigures(Arc<Mutex<World>>);
 
-    impl Sensor for Seen {
+    impl Sensor for LedgerFigures {
         fn sample(&mut self, _: Moment) -> Sample {
             lock(&self.0).sample
         }
@@ -325,9 +324,9 @@ mod tests {
     struct Does(Arc<Mutex<World>>);
 
     impl MaintenanceActions for Does {
-        fn purge(&mut self, _: Trigger) -> Recovered {
+        fn purge(&mut self, _: Trigger) -> ByteSize {
             lock(&self.0).done.push("purge");
-            Recovered::NOTHING
+            ByteSize::ZERO
         }
 
         fn sleep_device(&mut self, _: Moment) -> bool {
@@ -359,9 +358,9 @@ mod tests {
         let world = Arc::new(Mutex::new(World { sample, ..world }));
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let (admission, resources) = (Admission::new(), Resources::new());
-        let sensor = Box::new(Seen(Arc::clone(&world)));
-        let ladder = Ladder::default();
-        let maintenance = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let sensor = Box::new(LedgerFigures(Arc::clone(&world)));
+        let policy = ReclaimPolicy::default();
+        let maintenance = Maintenance::new(settings, sensor, admission, resources, policy);
         let maintenance = maintenance.expect("valid");
         let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
         (world, maintenance, worker)
@@ -381,8 +380,8 @@ mod tests {
     fn dear(clock: &Arc<ManualClock>, sample: Sample, admission: Admission) -> Maintenance {
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let sensor = Box::new(Dear(Arc::clone(clock), sample));
-        let (resources, ladder) = (Resources::new(), Ladder::default());
-        Maintenance::new(settings, sensor, admission, resources, ladder).expect("valid")
+        let (resources, policy) = (Resources::new(), ReclaimPolicy::default());
+        Maintenance::new(settings, sensor, admission, resources, policy).expect("valid")
     }
 
     #[test]
@@ -465,13 +464,13 @@ mod tests {
             let (_, mut maintenance, mut worker) = rig(World { sample, ..World::default() });
             let wanted = Arc::new(Mutex::new(None));
             let step = Arc::new(Asked(Arc::clone(&wanted)));
-            worker.ladder = Ladder::new(vec![step]).expect("one");
-            maintenance.ladder = worker.ladder.clone();
+            worker.policy = ReclaimPolicy::new(vec![step]);
+            maintenance.policy = worker.policy.clone();
             let clock = ManualClock::new();
             let _ = maintenance.tick(clock.now());
             for _ in 0..8 {
                 let released = ByteSize::mib(u64::from(works));
-                maintenance.purge.finish(ByteSize::mib(1), Recovered::of(released), clock.now());
+                maintenance.purge.finish(ByteSize::mib(1), released, clock.now());
             }
             worker.run(Job::Reclaim { step: 0 }, &clock);
             assert_eq!(lock(&wanted).map_or(0, |bytes: ByteSize| bytes.get() >> 20), asked);
@@ -494,9 +493,9 @@ mod tests {
         fn starts_at(&self) -> Level {
             Level::High
         }
-        fn reclaim(&self, ask: Ask) -> Recovered {
-            *lock(&self.0) = Some(ask.bytes);
-            Recovered::NOTHING
+        fn reclaim(&self, bytes: ByteSize) -> ByteSize {
+            *lock(&self.0) = Some(bytes);
+            ByteSize::ZERO
         }
     }
 

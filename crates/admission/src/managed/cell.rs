@@ -29,7 +29,7 @@ use lowtide_core::log;
 use lowtide_core::rate::TokenBucket;
 use lowtide_core::sync::{Mutex, MutexGuard, caught, foreground, lock};
 
-use super::error::{AcquireError, LoadError, UnloadError};
+use super::error::{LoadFailure, ResourceError};
 use super::parts::{Parts, is_unloading};
 use super::resource::{LastUnload, ResourceStats, UnloadReason, Unloads, Uses};
 use super::ticket::Ticket;
@@ -56,7 +56,7 @@ enum Phase<T> {
     Unloading,
     Failed {
         until: Moment,
-        error: LoadError,
+        failure: LoadFailure,
     },
 }
 
@@ -189,11 +189,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns a guard. Loads on this thread if no other thread does.
-    pub(super) fn acquire_blocking(cell: &Arc<Self>) -> Result<Guard<T>, AcquireError> {
+    pub(super) fn acquire_blocking(cell: &Arc<Self>) -> Result<Guard<T>, ResourceError> {
         Ticket::new(Arc::clone(cell), true).wait()
     }
 
-    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
+    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), ResourceError> {
         cell.check_may_wait()?;
         let mut state = lock(&cell.state);
         if matches!(state.phase, Phase::Ready { .. }) && !state.closed {
@@ -235,39 +235,39 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cell: &Arc<Self>,
         state: &mut State<T>,
         seen: EndedLoads,
-    ) -> Result<Step<T>, AcquireError> {
+    ) -> Result<Step<T>, ResourceError> {
         let name = || Arc::clone(&cell.parts.name);
         if state.closed {
-            return Err(AcquireError::Closed { name: name() });
+            return Err(ResourceError::Closed { name: name() });
         }
         if let Some(guard) = Self::guard(cell, state, true) {
             return Ok(Step::Have(guard));
         }
         if let Some(rejected) = state.refusal.as_ref().filter(|_| state.no_room > seen.no_room) {
-            return Err(AcquireError::Rejected { name: name(), rejected: rejected.clone() });
+            return Err(ResourceError::Rejected { name: name(), rejected: rejected.clone() });
         }
         match &state.phase {
             Phase::Loading(Loading { thread: Some(thread), .. })
                 if *thread == thread::current().id() =>
             {
-                return Err(AcquireError::Recursive { name: name() });
+                return Err(ResourceError::Recursive { name: name() });
             }
             Phase::Loading(_) | Phase::Unloading => return Ok(Step::Wait),
-            Phase::Failed { until, error } => {
+            Phase::Failed { until, failure } => {
                 let now = cell.clock.now();
                 // No further thread is started while so many hang; one of them may return at any
                 // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
                 if state.loads_failed > seen.failed || now < *until || all_hang {
-                    let pause = if all_hang { cell.parts.backoff.max } else { Duration::ZERO };
-                    let (error, retry_in) = (error.clone(), (*until - now).max(pause));
-                    return Err(AcquireError::Load { name: name(), error, retry_in });
+                    let pause = if all_hang { cell.parts.backoff[1] } else { Duration::ZERO };
+                    let (failure, retry_in) = (failure.clone(), (*until - now).max(pause));
+                    return Err(ResourceError::Load { name: name(), failure, retry_in });
                 }
             }
             Phase::Ready { .. } | Phase::Empty => {}
         }
         let cost = cell.cost(state);
-        let reserved = cell.admission.as_ref().map(|door| door.try_reserve_resource(cost));
+        let reserved = cell.admission.as_ref().map(|it| it.try_reserve_resource(cost));
         let (permit, is_short) = match reserved.transpose() {
             Ok(permit) => (permit, false),
             // An eviction may make room in spite of exhaustion, and a load may wait until the level
@@ -277,7 +277,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             Err(rejected) => {
                 state.loads_refused += 1;
-                return Err(AcquireError::Rejected { name: name(), rejected });
+                return Err(ResourceError::Rejected { name: name(), rejected });
             }
         };
         state.loads_begun += 1;
@@ -299,7 +299,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
         let said = self.parts.cost;
         let Cost { host, device } =
-            self.admission.as_ref().map_or(said, |admission| admission.by_budget(said));
+            self.admission.as_ref().map_or(said, |admission| admission.state().by_budget(said));
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
@@ -307,8 +307,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
-            let kind = error.kind();
-            cell.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
+            let failure = LoadFailure::NoThread(error.kind());
+            cell.end_load(number, Err(failure), Duration::ZERO);
         }
     }
 
@@ -328,7 +328,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let start = self.clock.now();
         let returned = |loaded| self.loader_returned(number, loaded);
         let loaded = caught(|| self.parts.load(returned));
-        let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
+        let loaded = loaded.unwrap_or_else(|message| Err(LoadFailure::Panicked(message)));
         self.end_load(number, loaded, self.clock.now() - start);
     }
 
@@ -345,7 +345,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Passes on what the loader returned, or cleans it up if the load was given up.
-    fn loader_returned(&self, number: u64, loaded: Result<T, LoadError>) -> Result<T, LoadError> {
+    fn loader_returned(
+        &self,
+        number: u64,
+        loaded: Result<T, LoadFailure>,
+    ) -> Result<T, LoadFailure> {
         if self.has_returned(number) {
             return loaded;
         }
@@ -355,11 +359,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
             lock(&self.state).unload_panics += 1;
         }
         // No caller sees this error: the waiters got theirs when the load timed out.
-        Err(LoadError::new("the load timed out"))
+        Err(LoadFailure::new("the load timed out"))
     }
 
     /// Ends the load of this number; one that was given up before ends as a hung loader.
-    fn end_load(&self, number: u64, loaded: Result<T, LoadError>, took: Duration) {
+    fn end_load(&self, number: u64, loaded: Result<T, LoadFailure>, took: Duration) {
         if !self.birth.is_here() {
             let _ = ManuallyDrop::new(loaded);
             return;
@@ -420,11 +424,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn fail(&self, state: &mut State<T>, error: LoadError, now: Moment) {
+    fn fail(&self, state: &mut State<T>, failure: LoadFailure, now: Moment) {
         state.loads_failed += 1;
         state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
-        let until = now + self.parts.backoff.pause(state.failures_in_a_row);
-        state.phase = Phase::Failed { until, error };
+        let until = now + self.parts.pause(state.failures_in_a_row);
+        state.phase = Phase::Failed { until, failure };
     }
 
     /// Gives up a load that exceeded its timeout: releases its reservation and wakes its waiters
@@ -439,7 +443,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         drop(loading.permit.take());
         state.hung += 1;
         let (hung, timeout) = (state.hung, self.parts.load_timeout.unwrap_or_default());
-        self.fail(&mut state, LoadError::TimedOut { timeout, hung }, now);
+        self.fail(&mut state, LoadFailure::TimedOut { timeout, hung }, now);
         self.wake_all(state);
         let resource = &*self.parts.name;
         log!(warn, target: "lowtide", resource, timeout = %short(timeout), hung, "load timed out");
@@ -519,7 +523,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cell: &Arc<Self>,
         reason: UnloadReason,
         patience: Duration,
-    ) -> Result<bool, UnloadError> {
+    ) -> Result<bool, ResourceError> {
         cell.check_unload_here()?;
         let mut deadline = cell.clock.now() + patience;
         let bell = Bell::new();
@@ -544,8 +548,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
                     let name = Arc::clone(&cell.parts.name);
                     let (guards, waiting) = (state.guards, state.waiting);
                     break Err(match state.phase {
-                        Phase::Unloading => UnloadError::CleaningUp { name },
-                        _ => UnloadError::Busy { name, guards, waiting, waited: patience },
+                        Phase::Unloading => ResourceError::CleaningUp { name },
+                        _ => ResourceError::Busy { name, guards, waiting, waited: patience },
                     });
                 }
             }
@@ -675,27 +679,27 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    pub(super) fn check_here(&self) -> Result<(), AcquireError> {
+    pub(super) fn check_here(&self) -> Result<(), ResourceError> {
         if self.birth.is_here() {
             return Ok(());
         }
-        Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
+        Err(ResourceError::Forked { name: Arc::clone(&self.parts.name) })
     }
 
     /// Like [`Cell::check_here`], for a thread that may have to wait for a load.
-    pub(super) fn check_may_wait(&self) -> Result<(), AcquireError> {
+    pub(super) fn check_may_wait(&self) -> Result<(), ResourceError> {
         self.check_here()?;
         if is_unloading() {
-            return Err(AcquireError::Unloading { name: Arc::clone(&self.parts.name) });
+            return Err(ResourceError::Unloading { name: Arc::clone(&self.parts.name) });
         }
         Ok(())
     }
 
-    fn check_unload_here(&self) -> Result<(), UnloadError> {
+    fn check_unload_here(&self) -> Result<(), ResourceError> {
         if self.birth.is_here() {
             return Ok(());
         }
-        Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) })
+        Err(ResourceError::Forked { name: Arc::clone(&self.parts.name) })
     }
 }
 
@@ -831,7 +835,7 @@ mod guard_tests {
 
     use lowtide_core::clock::{Clock, ManualClock, Moment};
 
-    use crate::managed::{AcquireError, Managed, Resource};
+    use crate::managed::{Managed, Resource, ResourceError};
 
     const IDLE: Duration = Duration::from_secs(10);
 
@@ -926,7 +930,7 @@ mod guard_tests {
         let managed = managed.get_or_init(|| built);
         for _ in 0..2 {
             let error = managed.acquire_blocking().expect_err("closed");
-            assert!(matches!(error, AcquireError::Closed { .. }), "{error:?}");
+            assert!(matches!(error, ResourceError::Closed { .. }), "{error:?}");
         }
         assert!(managed.stats().loaded && managed.peek().is_none());
         assert!(managed.unload_if_due(Moment::ORIGIN));
@@ -940,7 +944,7 @@ mod guard_tests {
         let other = loaded.managed.clone();
         let unload = move |_| {
             let error = other.acquire_blocking().expect_err("in a cleanup");
-            assert!(matches!(error, AcquireError::Unloading { .. }), "{error:?}");
+            assert!(matches!(error, ResourceError::Unloading { .. }), "{error:?}");
         };
         let managed = Managed::builder("b", || Ok(1)).unload(unload);
         let managed = managed.build(Arc::new(ManualClock::new()), None);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use lowtide_core::BoxError;
 
-use super::error::LoadError;
+use super::error::LoadFailure;
 use crate::cost::Cost;
 
 type Loader<T> = Box<dyn Fn() -> Result<T, BoxError> + Send + Sync>;
@@ -19,31 +19,8 @@ type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
 /// The default load timeout: enough for 60 GiB at 100 MiB/s. A guess.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The pause after a failed load. It doubles with each failure in a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Backoff {
-    /// The pause after the first failure.
-    pub first: Duration,
-    /// The longest pause.
-    pub max: Duration,
-}
-
-impl Backoff {
-    /// Returns the pause after this many failures in a row; zero after none.
-    #[must_use]
-    pub fn pause(self, failures: u32) -> Duration {
-        let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
-        let factor = 1_u32.checked_shl(doublings).unwrap_or(u32::MAX);
-        self.first.saturating_mul(factor).min(self.max)
-    }
-}
-
-impl Default for Backoff {
-    /// 250 ms to 30 s. A guess.
-    fn default() -> Self {
-        Self { first: Duration::from_millis(250), max: Duration::from_secs(30) }
-    }
-}
+/// The default pauses after the first failed load, and at most: guesses.
+const BACKOFF: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(30)];
 
 /// The values that a builder collects.
 pub(super) struct Parts<T> {
@@ -54,7 +31,8 @@ pub(super) struct Parts<T> {
     pub(super) idle: Option<Duration>,
     pub(super) min_residency: Duration,
     pub(super) cost: Cost,
-    pub(super) backoff: Backoff,
+    /// The pause after the first failed load, and the longest one.
+    pub(super) backoff: [Duration; 2],
     /// `None` for no timeout.
     pub(super) load_timeout: Option<Duration>,
 }
@@ -69,7 +47,7 @@ impl<T: 'static> Parts<T> {
             idle: None,
             min_residency: Duration::ZERO,
             cost: Cost::ZERO,
-            backoff: Backoff::default(),
+            backoff: BACKOFF,
             load_timeout: Some(LOAD_TIMEOUT),
         }
     }
@@ -85,10 +63,7 @@ impl<T: 'static> Parts<T> {
 pub trait LoadScope: Send + Sync {
     /// Runs a load before it returns. `load` returns `true` if there is a value to keep: not after
     /// a failure, and not if the load timed out, since its value has then been cleaned up already.
-    ///
-    /// # Errors
-    /// The reason why the load was not run.
-    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError>;
+    fn load(&self, load: &mut dyn FnMut() -> bool);
 
     /// Runs a cleanup before it returns; a cleanup that it does not run is run afterwards. Returns
     /// the bytes that it released, if the scope can measure them; zero for a budget that it cannot
@@ -135,26 +110,34 @@ pub(super) fn is_unloading() -> bool {
 }
 
 impl<T> Parts<T> {
+    /// Returns the pause after this many failed loads in a row: it doubles with each.
+    pub(super) fn pause(&self, failures: u32) -> Duration {
+        let [first, max] = self.backoff;
+        let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
+        let factor = 1_u32.checked_shl(doublings).unwrap_or(u32::MAX);
+        first.saturating_mul(factor).min(max)
+    }
+
     /// Loads on this thread. `returned` gets what the loader returned, inside the load scope, and
     /// passes it on or cleans it up.
     pub(super) fn load(
         &self,
-        returned: impl Fn(Result<T, LoadError>) -> Result<T, LoadError>,
-    ) -> Result<T, LoadError> {
+        returned: impl Fn(Result<T, LoadFailure>) -> Result<T, LoadFailure>,
+    ) -> Result<T, LoadFailure> {
         let mut loaded = None;
         let mut load = || {
             if loaded.is_none() {
-                loaded = Some(returned((self.loader)().map_err(LoadError::new)));
+                loaded = Some(returned((self.loader)().map_err(LoadFailure::new)));
             }
             matches!(loaded, Some(Ok(_)))
         };
         match &self.load_scope {
-            Some(load_scope) => load_scope.load(&mut load)?,
+            Some(load_scope) => load_scope.load(&mut load),
             None => {
                 load();
             }
         }
-        loaded.unwrap_or_else(|| Err(LoadError::new("the load scope did not run the loader")))
+        loaded.unwrap_or_else(|| Err(LoadFailure::new("the load scope did not run the loader")))
     }
 
     /// Cleans up a value that is not wanted any more, on this thread.

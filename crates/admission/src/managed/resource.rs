@@ -15,12 +15,12 @@ use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, lock};
 
-use super::error::{AddError, UnloadError};
+use super::error::ResourceError;
 use crate::admission::Admission;
 use crate::cost::{Budget, Cost};
 use crate::eviction::{EvictionCause, Evictor, Idle, Pool};
 use crate::pressure::Level;
-use crate::reclaim::{Ask, Reclaim, Recovered};
+use crate::reclaim::Reclaim;
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
 
 lowtide_core::named_enum! {
@@ -188,33 +188,29 @@ pub trait Resource: Send + Sync {
     /// Closes the resource permanently and waits until it is unloaded.
     ///
     /// # Errors
-    /// [`UnloadError::Busy`] if the resource is still in use when `wait` is over, and
-    /// [`UnloadError::CleaningUp`] if its clean-up is still running then, and took a second.
-    fn close(&self, wait: Duration) -> Result<(), UnloadError>;
+    /// [`ResourceError::Busy`] if the resource is still in use when `wait` is over, and
+    /// [`ResourceError::CleaningUp`] if its clean-up is still running then, and took a second.
+    fn close(&self, wait: Duration) -> Result<(), ResourceError>;
 
     /// Returns the state and counters; in a forked child only the name and cost.
     fn stats(&self) -> ResourceStats;
+}
 
-    /// Returns how the resource may be evicted to make room for others, now or after its minimum
-    /// residency. Default: never.
-    #[doc(hidden)]
-    fn idle(&self) -> Option<Idle> {
-        None
-    }
+/// A resource that may be evicted to make room for others.
+pub(crate) trait Evictable: Resource {
+    /// Returns how it may be evicted, now or after its minimum residency.
+    fn idle(&self) -> Option<Idle>;
 
     /// Returns its reservation if it may be evicted, now or after its minimum residency; else zero.
-    /// Does not allocate. Default: zero.
-    #[doc(hidden)]
-    fn evictable(&self) -> Cost {
-        Cost::ZERO
-    }
+    /// Does not allocate.
+    fn evictable(&self) -> Cost;
 }
 
 /// The registry of a service's resources. Cheap to clone; all clones share one list. In a forked
 /// child it is empty, and none can be added.
 #[derive(Clone)]
 pub struct Resources {
-    list: Arc<Mutex<Vec<Arc<dyn Resource>>>>,
+    list: Arc<Mutex<Vec<Arc<dyn Evictable>>>>,
     reclaimers: Arc<Reclaimers>,
     birth: Birth,
 }
@@ -229,21 +225,17 @@ impl Resources {
         Self { list: Arc::default(), reclaimers: Arc::default(), birth: Birth::now() }
     }
 
-    /// Adds a resource. It stays, and its name is taken, as long as the registry exists.
-    ///
-    /// # Errors
-    /// [`AddError`] if there are already [`Resources::MAX`], if the name is taken, or in a forked
-    /// child. Nothing is added then.
-    pub fn add(&self, resource: Arc<dyn Resource>) -> Result<(), AddError> {
+    /// Adds a resource of any type.
+    pub(super) fn insert(&self, resource: Arc<dyn Evictable>) -> Result<(), ResourceError> {
         if !self.birth.is_here() {
-            return Err(AddError::Forked);
+            return Err(ResourceError::Forked { name: resource.name().into() });
         }
         let mut list = lock(&self.list);
         if list.len() >= Self::MAX {
-            return Err(AddError::Full { max: Self::MAX });
+            return Err(ResourceError::TooMany { name: resource.name().into(), max: Self::MAX });
         }
         if list.iter().any(|other| other.name() == resource.name()) {
-            return Err(AddError::Duplicate { name: resource.name().to_owned() });
+            return Err(ResourceError::Duplicate { name: resource.name().into() });
         }
         list.push(resource);
         Ok(())
@@ -253,24 +245,23 @@ impl Resources {
     /// not fit, in the order of [`Resources::evict_for`], and from level high.
     ///
     /// # Errors
-    /// [`AddError`] if its name is taken, if 64 names are known, or in a forked child.
+    /// [`ResourceError`] if its name is taken, if 64 names are known, or in a forked child.
     pub fn add_reclaimer(
         &self,
         reclaimable: Reclaimable,
         admission: &Admission,
         clock: Arc<dyn Clock>,
-    ) -> Result<Reclaimer, AddError> {
+    ) -> Result<Reclaimer, ResourceError> {
         if !self.birth.is_here() {
-            return Err(AddError::Forked);
+            return Err(ResourceError::Forked { name: reclaimable.name });
         }
-        let desk = admission.desk();
-        let added = Reclaimers::add(&self.reclaimers, reclaimable, desk, clock)?;
-        desk.has_reclaimers.store(true, Ordering::Relaxed);
+        let state = admission.state();
+        let added = Reclaimers::add(&self.reclaimers, reclaimable, state, clock)?;
+        state.has_reclaimers.store(true, Ordering::Relaxed);
         Ok(added)
     }
 
     /// Asks no reclaimer, for an admission that measures no memory: a release would make no room.
-    #[doc(hidden)]
     pub fn disable_reclaimers(&self) {
         self.reclaimers.disable();
     }
@@ -291,7 +282,10 @@ impl Resources {
     /// Returns all resources, in the order in which they were added.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<dyn Resource>> {
-        if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
+        if !self.birth.is_here() {
+            return Vec::new();
+        }
+        lock(&self.list).iter().map(|it| Arc::clone(it) as Arc<dyn Resource>).collect()
     }
 
     /// Returns the time when the next resource is due. Does not allocate; checks each resource.
@@ -358,13 +352,13 @@ impl Resources {
             reclaimers: Arc::downgrade(&self.reclaimers),
             birth: self.birth,
         };
-        admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
+        let evictor = Evictor::new(Box::new(pool), clock, Box::new(after));
+        admission.state().set_evictor(Some(Arc::new(evictor)));
     }
 
     /// Asks reclaimers of the application and unloads resources that are not in use, on the calling
     /// thread, until these bytes of host memory are recovered. Unlike pressure, an operator's order
     /// does not respect the minimum residency.
-    #[doc(hidden)]
     pub fn release(&self, bytes: ByteSize) {
         let idle = IdleResources { resources: self.clone(), budget: Budget::Host };
         let _ = idle.release(bytes, UnloadReason::Manual);
@@ -394,7 +388,7 @@ impl fmt::Debug for Resources {
 
 /// A registry that is not kept alive.
 struct WeakResources {
-    list: Weak<Mutex<Vec<Arc<dyn Resource>>>>,
+    list: Weak<Mutex<Vec<Arc<dyn Evictable>>>>,
     reclaimers: Weak<Reclaimers>,
     birth: Birth,
 }
@@ -477,8 +471,8 @@ impl Reclaim for IdleResources {
         Level::High
     }
 
-    fn reclaim(&self, ask: Ask) -> Recovered {
-        Recovered::of(self.release(ask.bytes, UnloadReason::Pressure))
+    fn reclaim(&self, bytes: ByteSize) -> ByteSize {
+        self.release(bytes, UnloadReason::Pressure)
     }
 }
 

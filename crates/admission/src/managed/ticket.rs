@@ -21,7 +21,7 @@ use crate::cost::Rejected;
 use crate::permit::Waiting;
 
 use super::cell::{Cell, EndedLoads, Guard, State, Step};
-use super::error::AcquireError;
+use super::error::ResourceError;
 
 /// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
@@ -49,7 +49,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Blocks this thread until there is a value, or an error.
-    pub(super) fn wait(mut self) -> Result<Guard<T>, AcquireError> {
+    pub(super) fn wait(mut self) -> Result<Guard<T>, ResourceError> {
         let bell = Bell::new();
         let waker = Waker::from(Arc::clone(&bell));
         // Ends: the end of what it waits for rings the bell: room, a load or a clean-up.
@@ -63,13 +63,13 @@ impl<T: Send + Sync + 'static> Ticket<T> {
 
     /// Returns a guard, once there is a value.
     #[inline]
-    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, AcquireError>> {
+    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, ResourceError>> {
         let guard = if self.waits.is_none() { Cell::guard_at_once(&self.cell) } else { None };
         guard.map_or_else(|| self.poll_slowly(cx), |guard| Poll::Ready(Ok(guard)))
     }
 
     #[cold]
-    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, AcquireError>> {
+    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, ResourceError>> {
         let cell = Arc::clone(&self.cell);
         if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));
@@ -119,7 +119,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Enters the queue of requests for the room of this load.
-    fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), AcquireError> {
+    fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), ResourceError> {
         let waiting = if self.is_over {
             None // the wait has timed out: reclaimers released less than they promised
         } else {
@@ -135,7 +135,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Waits for the room of its load, and starts the load. Is ready if it waits for none.
-    fn poll_room(&mut self, cx: &Context<'_>) -> Poll<Result<(), AcquireError>> {
+    fn poll_room(&mut self, cx: &Context<'_>) -> Poll<Result<(), ResourceError>> {
         let Some(Room { number, cost, waiting }) = &self.room else { return Poll::Ready(Ok(())) };
         let (number, cost) = (*number, *cost);
         // Ends: each iteration needs a wake of the queue.

@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use crate::cost::Cost;
 use crate::cost::Rejected;
-use crate::desk::Stood;
-use crate::eviction::{Claimable, Claimed, Eviction, EvictionCause, EvictionError, Idle};
+use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError, Idle};
 use crate::permit::Permit;
 use crate::permit::Waiting;
 use crate::reclaim::PAUSE_MIN;
+use crate::state::ResourceReservation;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{MutexGuard, lock};
 
-use super::super::error::{AcquireError, LoadError};
+use super::super::error::{LoadFailure, ResourceError};
 use super::super::resource::UnloadReason;
 use super::super::resource::score;
 use super::{Cell, Loaded, Phase, State};
@@ -38,27 +38,27 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
         asks: bool,
     ) -> Result<Option<Eviction>, Rejected> {
-        let Some(door) = &self.admission else { return Ok(None) };
+        let Some(admission) = &self.admission else { return Ok(None) };
         let asks = asks && self.clock.now() >= lock(&self.state).asks_from;
-        match door.stand_or_evict(cost, asks, &self.parts.name)? {
-            Stood::Booked(permit) => {
+        match admission.state().reserve_or_evict(cost, asks, &self.parts.name)? {
+            ResourceReservation::Booked(permit) => {
                 self.has_room(number, permit);
                 Ok(None)
             }
-            Stood::Evicting(eviction) => Ok(Some(eviction)),
+            ResourceReservation::Evicting(eviction) => Ok(Some(eviction)),
         }
     }
 
     /// Ends the load of this number, for which there is no room. If it waited for room, all that
     /// wait for it are rejected as well. The next caller tries again.
-    pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> AcquireError {
+    pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> ResourceError {
         let mut state = lock(&self.state);
         if state.loading(number).is_some_and(|loading| loading.waits_for_room) {
             state.no_room += 1;
             state.refusal = Some(rejected.clone());
         }
         self.end_refused(number, state);
-        AcquireError::Rejected { name: Arc::clone(&self.parts.name), rejected }
+        ResourceError::Rejected { name: Arc::clone(&self.parts.name), rejected }
     }
 
     /// Enters the queue of requests for the room of the load of this number, before all that were
@@ -70,8 +70,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
         rejected: &Rejected,
     ) -> Option<Waiting> {
-        let door = self.admission.as_ref().filter(|_| rejected.may_wait())?;
-        let waiting = door.wait_for_load(cost, LOAD_WAIT)?;
+        let admission = self.admission.as_ref().filter(|_| rejected.may_wait())?;
+        let waiting = admission.state().wait_for_load(cost, LOAD_WAIT)?;
         lock(&self.state).loading(number)?.waits_for_room = true;
         Some(waiting)
     }
@@ -97,7 +97,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 return true;
             }
             Err(EvictionError::NoThread(kind)) => {
-                self.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
+                self.end_load(number, Err(LoadFailure::NoThread(kind)), Duration::ZERO);
             }
             // The waiters look for other room, or are rejected.
             Err(EvictionError::Stuck) => self.end_refused(number, lock(&self.state)),
@@ -154,7 +154,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let bytes = cost.host.saturating_add(cost.device);
         let interval = state.uses.interval(state.loaded_at, now);
         Some(Idle {
-            desk: permit.desk(),
+            admission: permit.state(),
             cost,
             stays_for: stays - now,
             unload_time: state.unload_time,
@@ -190,7 +190,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 struct Candidate<T: Send + Sync + 'static>(Arc<Cell<T>>);
 
 impl<T: Send + Sync + 'static> Claimable for Candidate<T> {
-    fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn Claimed>> {
+    fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn EvictionClaim>> {
         let cell = Arc::clone(&self.0);
         let now = cell.clock.now();
         let mut state = lock(&cell.state);
@@ -210,7 +210,7 @@ struct Claim<T: Send + Sync + 'static> {
     loaded: Option<Loaded<T>>,
 }
 
-impl<T: Send + Sync + 'static> Claimed for Claim<T> {
+impl<T: Send + Sync + 'static> EvictionClaim for Claim<T> {
     fn cost(&self) -> Cost {
         let permit = self.loaded.as_ref().and_then(|loaded| loaded.permit.as_ref());
         permit.map_or(Cost::ZERO, Permit::cost)
