@@ -178,6 +178,36 @@ impl Overhead {
     }
 }
 
+/// The time after which memory that is held without a reservation is expected to stay: until then a
+/// purge may release it, such as what an unloaded resource has freed to the C library.
+const STAYS_AFTER: Duration = Duration::from_secs(60);
+
+/// The least value of the last [`STAYS_AFTER`], or of up to twice as long.
+#[derive(Clone, Copy, Debug)]
+struct Least {
+    now: ByteSize,
+    before: ByteSize,
+    time: Duration,
+}
+
+impl Least {
+    const UNKNOWN: Self = Self { now: ByteSize::MAX, before: ByteSize::MAX, time: Duration::ZERO };
+
+    /// Adds a value, this time after the last one.
+    fn add(&mut self, value: ByteSize, time: Duration) {
+        self.time = self.time.saturating_add(time);
+        if self.time >= STAYS_AFTER {
+            *self = Self { before: self.now, ..Self::UNKNOWN };
+        }
+        self.now = self.now.min(value);
+    }
+
+    /// Returns [`ByteSize::MAX`] if nothing was added.
+    fn get(self) -> ByteSize {
+        self.now.min(self.before)
+    }
+}
+
 /// The reservations of a ledger at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LedgerTotals {
@@ -212,8 +242,7 @@ pub struct Correction {
     pub(super) correction_factor: f64,
     /// The memory held while nothing is reserved.
     base: ByteSize,
-    /// The least base so far; the maximum until one is learned.
-    base_min: ByteSize,
+    base_min: Least,
     /// The memory beyond the base, the loaded resources and the requests. It does not grow while a
     /// resource is loading: growth is attributed to that resource.
     extra: ByteSize,
@@ -255,7 +284,7 @@ impl Correction {
             correction_factor: start,
             start,
             base: ByteSize::ZERO,
-            base_min: ByteSize::MAX,
+            base_min: Least::UNKNOWN,
             extra: ByteSize::ZERO,
             quiet: true,
             unmeasured: UNMEASURED,
@@ -293,17 +322,16 @@ impl Correction {
         self.base
     }
 
-    /// Returns the least memory held while nothing was reserved, so far. What is held beyond it may
-    /// be released: memory that a resource has freed to the C library, a cache.
-    #[must_use]
-    pub const fn base_min(&self) -> ByteSize {
-        if self.base_min.get() == ByteSize::MAX.get() { self.base } else { self.base_min }
+    /// Returns the least memory held while nothing was reserved, of the last one to two minutes.
+    /// What is held beyond it may be released: memory that a resource has freed to the C library.
+    pub(super) fn base_min(&self) -> ByteSize {
+        self.base.min(self.base_min.get())
     }
 
     /// Updates the state with a sample and returns the bytes that may be reserved.
     pub(crate) fn update(&mut self, totals: LedgerTotals, measured: Measured) -> ByteSize {
         let required = measured.physical.saturating_sub(measured.purgeable);
-        self.learn_base(totals, required, measured.ceiling);
+        self.learn_base(totals, required, measured);
         self.learn_k(totals, required, measured);
         debug_assert!(
             (K_MIN..=K_MAX).contains(&self.correction_factor),
@@ -337,8 +365,8 @@ impl Correction {
     /// samples, because memory is released a little later than its reservation. Never more than the
     /// memory now held in addition to requests. The base does not grow while a resource is loading:
     /// growth is attributed to that resource.
-    fn learn_base(&mut self, totals: LedgerTotals, required: ByteSize, ceiling: ByteSize) {
-        let quiet = totals.requests <= few(ceiling);
+    fn learn_base(&mut self, totals: LedgerTotals, required: ByteSize, measured: Measured) {
+        let quiet = totals.requests <= few(measured.ceiling);
         let held = required.saturating_sub(totals.settled);
         let held = if quiet {
             held.saturating_sub(totals.held().scaled(self.correction_factor))
@@ -347,8 +375,8 @@ impl Correction {
         };
         let may_grow = quiet && self.quiet && !totals.is_loading();
         self.base = if may_grow { held } else { self.base.min(held) };
-        if may_grow || self.base_min != ByteSize::MAX {
-            self.base_min = self.base_min.min(self.base);
+        if may_grow || self.base_min.get() != ByteSize::MAX {
+            self.base_min.add(self.base, measured.turnover.time);
         }
         self.quiet = quiet;
     }

@@ -798,6 +798,7 @@ fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use super::super::correction::RequestRate;
     use super::super::correction::UNMEASURED;
     use super::super::correction::tests::sample;
     use super::*;
@@ -1058,6 +1059,26 @@ mod tests {
         assert_eq!(correction.base(), ByteSize::mib(300));
         let ceiling = ledger.ceiling();
         assert_eq!(ledger.loadable(), ceiling.saturating_sub(ByteSize::mib(100)));
+    }
+
+    /// The bug: a model that did not fit beside memory that the process had held for hours waited
+    /// for room, and was rejected with a time to retry after.
+    #[test]
+    fn a_load_that_does_not_fit_beside_what_stays_held_was_not_called_impossible() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        let mut hold = |mib, seconds: u64| {
+            for _ in 0..seconds {
+                let time = Duration::from_secs(1);
+                let turnover = RequestRate { time, ..RequestRate::default() };
+                ledger.correct(&mut correction, Measured { turnover, ..sample(mib, 0) });
+            }
+            ledger.ceiling().saturating_sub(ledger.loadable())
+        };
+        assert_eq!(hold(100, 10), ByteSize::mib(100));
+        assert_eq!(hold(300, 50), ByteSize::mib(100), "a purge may release it");
+        assert_eq!(hold(300, 70), ByteSize::mib(300), "it stays");
+        assert_eq!(hold(200, 2), ByteSize::mib(200));
     }
 
     #[test]
