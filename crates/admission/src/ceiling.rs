@@ -100,7 +100,7 @@ pub(super) struct Ceiling {
     most: f64,
     /// The earned part of the limit.
     earned: f64,
-    generation: Generation,
+    generation: RequestGeneration,
     /// What was required, and the part of it that no reservation covered.
     last: Option<(ByteSize, ByteSize)>,
     /// Bytes per second.
@@ -111,7 +111,7 @@ pub(super) struct Ceiling {
 
 /// The requests that have ended since the ceiling rose or fell.
 #[derive(Clone, Copy, Debug, Default)]
-struct Generation {
+struct RequestGeneration {
     ended: u64,
     held: u64,
     is_evidence: bool,
@@ -123,7 +123,7 @@ impl Ceiling {
             start,
             most,
             earned: start,
-            generation: Generation { ended: 0, held: 0, is_evidence: false },
+            generation: RequestGeneration { ended: 0, held: 0, is_evidence: false },
             last: None,
             growth: Largest::ZERO,
             reaction: Largest::ZERO,
@@ -168,14 +168,15 @@ impl Ceiling {
             if generation.is_evidence {
                 self.earned = (self.earned + STEP).min(self.most);
             }
-            self.generation = Generation { held: turnover.held, ..Generation::default() };
+            self.generation =
+                RequestGeneration { held: turnover.held, ..RequestGeneration::default() };
         }
     }
 
     /// Lowers the earned part, but not below its start. Ignores NaN, which a limit of 0 yields.
     fn fall_to(&mut self, earned: f64) {
         self.earned = self.earned.min(earned).max(self.start);
-        self.generation = Generation::default();
+        self.generation = RequestGeneration::default();
     }
 }
 

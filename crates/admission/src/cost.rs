@@ -230,15 +230,7 @@ impl Rejected {
     pub(crate) const fn shortage(&self) -> Option<(Budget, ByteSize)> {
         match self {
             Self::Full { budget, asked, .. } => Some((*budget, *asked)),
-            Self::TooLarge { .. }
-            | Self::Pressure { .. }
-            | Self::Exhausted { .. }
-            | Self::SlowStart { .. }
-            | Self::DeviceLost { .. }
-            | Self::Outgrown { .. }
-            | Self::SlowClient { .. }
-            | Self::HeldTooLong { .. }
-            | Self::ShuttingDown => None,
+            _ => None,
         }
     }
 
@@ -258,11 +250,7 @@ impl Rejected {
             | Self::Exhausted { retry_after, .. }
             | Self::SlowStart { retry_after, .. } => Some(*retry_after),
             Self::Outgrown { retry_after, .. } => *retry_after,
-            Self::TooLarge { .. }
-            | Self::DeviceLost { .. }
-            | Self::ShuttingDown
-            | Self::SlowClient { .. }
-            | Self::HeldTooLong { .. } => None,
+            _ => None,
         }
     }
 }
@@ -299,15 +287,6 @@ impl RejectReason {
     /// Returns `true` if the service sheds load with it: another instance may serve the request
     /// now. It does not if the request or its client is the reason.
     pub(crate) const fn is_shed(self) -> bool {
-        match self {
-            Self::Full
-            | Self::Pressure
-            | Self::ShuttingDown
-            | Self::Exhausted
-            | Self::SlowStart
-            | Self::DeviceLost
-            | Self::Outgrown => true,
-            Self::TooLarge | Self::SlowClient | Self::HeldTooLong => false,
-        }
+        !matches!(self, Self::TooLarge | Self::SlowClient | Self::HeldTooLong)
     }
 }

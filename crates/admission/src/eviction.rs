@@ -177,7 +177,7 @@ impl fmt::Debug for Idle {
 }
 
 /// A source of idle resources.
-pub(super) trait Pool: Send + Sync {
+pub(super) trait EvictionSource: Send + Sync {
     /// Returns the resources that may be evicted, now or after their minimum residency.
     fn idle(&self) -> Vec<Idle>;
 
@@ -202,7 +202,7 @@ pub(super) enum RetryHint {
 
 /// Makes room by unloading idle resources.
 pub(super) struct Evictor {
-    pool: Box<dyn Pool>,
+    pool: Box<dyn EvictionSource>,
     clock: Arc<dyn Clock>,
     /// Called after the unloads, before the room is used: releases the memory that they left in the
     /// heap.
@@ -227,7 +227,7 @@ struct Rounds {
 }
 
 /// Whether a round may begin.
-enum Turn {
+enum RoundTurn {
     /// It has begun.
     Begun,
     /// Another one runs or has just ended.
@@ -247,7 +247,7 @@ struct PendingFree {
 
 impl Evictor {
     pub(super) fn new(
-        pool: Box<dyn Pool>,
+        pool: Box<dyn EvictionSource>,
         clock: Arc<dyn Clock>,
         after: Box<dyn Fn() + Send + Sync>,
     ) -> Self {
@@ -347,7 +347,7 @@ impl Evictor {
         let turn = self.begin_round(&mut rounds);
         let starts = !std::mem::replace(&mut rounds.has_thread, true);
         drop(rounds);
-        let begun = matches!(turn, Turn::Begun);
+        let begun = matches!(turn, RoundTurn::Begun);
         if starts {
             // Also while reclaimers pause: the request may wait until they can be asked.
             let evictor = Arc::clone(self);
@@ -360,9 +360,9 @@ impl Evictor {
             }
         }
         match turn {
-            Turn::Begun => Some(PAUSE_MIN),
-            Turn::Await(rest) => Some(rest),
-            Turn::Useless => None,
+            RoundTurn::Begun => Some(PAUSE_MIN),
+            RoundTurn::Await(rest) => Some(rest),
+            RoundTurn::Useless => None,
         }
     }
 
@@ -373,16 +373,20 @@ impl Evictor {
     }
 
     /// Begins a round if none runs or has just ended, and if a reclaimer may be asked.
-    fn begin_round(&self, rounds: &mut Rounds) -> Turn {
+    fn begin_round(&self, rounds: &mut Rounds) -> RoundTurn {
         let now = self.clock.now();
         if now < rounds.until {
-            return if rounds.helps { Turn::Await(rounds.until - now) } else { Turn::Useless };
+            return if rounds.helps {
+                RoundTurn::Await(rounds.until - now)
+            } else {
+                RoundTurn::Useless
+            };
         }
         if self.pool.next_ask().is_none_or(|next| next > now) {
-            return Turn::Useless;
+            return RoundTurn::Useless;
         }
         (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
-        Turn::Begun
+        RoundTurn::Begun
     }
 
     /// Ends a round: no other one begins before this pause is over.
@@ -520,12 +524,12 @@ impl Evictor {
         let begun = loop {
             let turn = self.begin_round(&mut lock(&self.rounds));
             match turn {
-                Turn::Begun => break true,
-                Turn::Await(rest) if self.clock.now() < deadline => {
+                RoundTurn::Begun => break true,
+                RoundTurn::Await(rest) if self.clock.now() < deadline => {
                     let until = (self.clock.now() + rest).min(deadline);
                     self.clock.wait_until(&Bell::new(), until);
                 }
-                Turn::Await(_) | Turn::Useless => break false,
+                RoundTurn::Await(_) | RoundTurn::Useless => break false,
             }
         };
         if begun {
@@ -741,7 +745,7 @@ impl Drop for PendingRelease {
 
 /// How room is made for a load. Dropping it before the run puts claimed resources back.
 pub(super) enum Eviction {
-    /// EvictionClaim resources are unloaded.
+    /// Claimed resources are unloaded.
     Unloads(UnloadStep),
     /// Reclaimers are asked first.
     Asks {

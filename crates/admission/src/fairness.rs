@@ -81,7 +81,7 @@ impl LedgerFigures {
 
 /// One class, bytes decayed.
 #[derive(Clone, Copy, Debug, Default)]
-struct Class {
+struct ClassShare {
     before: ClassStats,
     offered: f64,
     admitted: f64,
@@ -94,7 +94,7 @@ struct Class {
     has_headroom: bool,
 }
 
-impl Class {
+impl ClassShare {
     fn size(&self) -> f64 {
         self.sizes[0].max(self.sizes[1])
     }
@@ -103,7 +103,7 @@ impl Class {
 /// The controller of one budget's reserved headroom. Owned by the control loop.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fairness {
-    classes: [Class; SizeClass::COUNT],
+    classes: [ClassShare; SizeClass::COUNT],
     /// Requests rejected, decayed.
     sheds: f64,
     /// The part of the allowance that stayed empty for the headroom, decayed.
@@ -248,7 +248,7 @@ impl Fairness {
 }
 
 /// Adds the counts since the last update to a class. Returns the number of rejections.
-fn count(class: &mut Class, now: &ClassStats, kept: f64) -> f64 {
+fn count(class: &mut ClassShare, now: &ClassStats, kept: f64) -> f64 {
     let since = |now: u64, before: u64| ByteSize::new(now.wrapping_sub(before)).as_f64();
     let before = std::mem::replace(&mut class.before, *now);
     let admitted = since(now.admitted_bytes_total, before.admitted_bytes_total);

@@ -1,6 +1,6 @@
 //! Learns the need of requests from the memory that earlier requests of their route held.
 //!
-//! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
+//! The caller identifies a route by a number and measures the requests. [`RouteNeeds`] turns measured
 //! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known, and
 //! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
 //! controller use it.
@@ -64,16 +64,16 @@ pub struct Kind {
 pub struct Needs(Mutex<Known>);
 
 struct Known {
-    routes: Routes<u64, Need>,
+    routes: Routes<u64, RouteNeed>,
     /// The last known ratio of each route, for requests of any size.
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
 impl Default for Known {
     fn default() -> Self {
-        let mut rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        let mut rest = RouteNeed::new(Arc::default(), LESSONS_UNDECLARED);
         rest.usage = KeptUsage::of_any_route();
-        Self { routes: Routes::new(rest, Need::has_learned), families: BTreeMap::new() }
+        Self { routes: Routes::new(rest, RouteNeed::has_learned), families: BTreeMap::new() }
     }
 }
 
@@ -101,7 +101,7 @@ impl Needs {
         let Known { routes, families } = &mut *lock(&self.0);
         let need = routes.of(key, || {
             let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-            Need::new(Known::family(families, family), lessons)
+            RouteNeed::new(Known::family(families, family), lessons)
         });
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
@@ -135,7 +135,7 @@ impl Room {
 }
 
 /// The record of the requests of one kind.
-struct Need {
+struct RouteNeed {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
     /// The highest ratio of a running request before the first has ended, as the bits of an `f64`.
@@ -172,12 +172,12 @@ impl Average {
 
 /// Bytes held for each estimated byte.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Ratio {
+struct NeedRatio {
     mean: f64,
     deviation: f64,
 }
 
-impl Ratio {
+impl NeedRatio {
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are enough")]
     fn pack(self) -> u64 {
         let bits = |value: f64| u64::from((value as f32).to_bits());
@@ -210,7 +210,7 @@ impl Ratio {
     }
 }
 
-impl Need {
+impl RouteNeed {
     fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
         Self {
             seen: AtomicU64::new(0),
@@ -232,7 +232,7 @@ impl Need {
         let mut average = lock(&self.average);
         average.add(ratio);
         let Average { lessons, mean, variance } = *average;
-        let seen = Ratio { mean, deviation: variance.max(0.0).sqrt() }.pack();
+        let seen = NeedRatio { mean, deviation: variance.max(0.0).sqrt() }.pack();
         self.seen.store(seen, Ordering::Relaxed);
         if lessons >= self.lessons_min {
             self.family.store(seen, Ordering::Relaxed);
@@ -244,7 +244,7 @@ impl Need {
 /// The need of a request with an estimate, and the recipient of its measured memory.
 #[derive(Clone)]
 pub struct Compared {
-    need: Arc<Need>,
+    need: Arc<RouteNeed>,
     /// The caller's estimate, and the value by which the held memory is divided.
     estimate: ByteSize,
     compared: ByteSize,
@@ -289,20 +289,20 @@ impl Compared {
             return claim;
         }
         let mean = f64::from_bits(self.need.running.load(Ordering::Relaxed));
-        claim.max(Ratio { mean, deviation: 0.0 }.limited(self.compared, room))
+        claim.max(NeedRatio { mean, deviation: 0.0 }.limited(self.compared, room))
     }
 
     /// Returns the reservation by the measured need, without the running requests.
     #[inline]
     fn measured(&self, room: Room) -> ByteSize {
-        let of = |ratio: Ratio| ratio.limited(self.compared, room);
-        let Need { seen, family, is_known, .. } = &*self.need;
-        let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
+        let of = |ratio: NeedRatio| ratio.limited(self.compared, room);
+        let RouteNeed { seen, family, is_known, .. } = &*self.need;
+        let ratio = |of: &AtomicU64| NeedRatio::unpack(of.load(Ordering::Relaxed));
         let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
         if !is_known.load(Ordering::Acquire) {
             // The first requests may raise the claim, but do not prove a small need.
             let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
-            let unknown = || of(Ratio { mean: unknown, deviation: 0.0 }).max(self.estimate);
+            let unknown = || of(NeedRatio { mean: unknown, deviation: 0.0 }).max(self.estimate);
             claim = claim.max(ratio(family).map_or_else(unknown, of));
         }
         if self.is_minimum { claim.max(self.estimate) } else { claim }
@@ -316,11 +316,14 @@ impl Compared {
     /// Returns the most that one request is expected to hold: the mean, and the margin of a request
     /// that runs alone.
     pub fn expected(&self) -> ByteSize {
-        let seen = Ratio::unpack(self.need.seen.load(Ordering::Relaxed));
+        let seen = NeedRatio::unpack(self.need.seen.load(Ordering::Relaxed));
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
     }
 
     /// Admits the request if the need of its route is known or few requests run.
+    ///
+    /// # Errors
+    /// [`TooManyRunning`] otherwise.
     #[inline]
     pub fn enter(
         &self,
@@ -553,6 +556,9 @@ impl SlowStart {
 
     /// Admits a request with this estimate if the need of the route is known or few requests run.
     /// Reads the time only if needed.
+    ///
+    /// # Errors
+    /// [`TooManyRunning`] otherwise.
     #[inline]
     pub fn enter(
         &self,

@@ -25,17 +25,17 @@ use super::state::AdmissionState;
 use super::waiting::{WaitId, WaitReason, WaitTerms};
 
 #[derive(Debug)]
-enum Held {
+enum PermitHold {
     /// A request that holds host memory and of which nothing else is known, as most start.
     Host(ByteSize),
-    Request(Request),
+    Request(RequestReservation),
     /// Boxed so that a request's permit is small to move. `None` once it was taken out.
     Resource(Option<Box<(ResourceHold, ResourceHold)>>),
 }
 
 /// A request.
 #[derive(Debug)]
-struct Request {
+struct RequestReservation {
     cost: Cost,
     /// The permit grows beyond the allowance, as it was reserved.
     is_exempt: bool,
@@ -50,7 +50,7 @@ struct Request {
 #[must_use = "dropping a permit releases its bytes at once"]
 pub struct Permit {
     state: &'static AdmissionState,
-    held: Held,
+    held: PermitHold,
 }
 
 impl fmt::Debug for Permit {
@@ -63,7 +63,7 @@ impl Permit {
     /// Creates the permit of a request that is not exempt.
     #[inline]
     pub(super) const fn host(state: &'static AdmissionState, bytes: ByteSize) -> Self {
-        Self { state, held: Held::Host(bytes) }
+        Self { state, held: PermitHold::Host(bytes) }
     }
 
     pub(super) const fn request(
@@ -71,7 +71,7 @@ impl Permit {
         cost: Cost,
         is_exempt: bool,
     ) -> Self {
-        Self { state, held: Held::Request(Request::new(cost, is_exempt)) }
+        Self { state, held: PermitHold::Request(RequestReservation::new(cost, is_exempt)) }
     }
 
     pub(super) fn resource(
@@ -79,22 +79,22 @@ impl Permit {
         host: ResourceHold,
         device: ResourceHold,
     ) -> Self {
-        Self { state, held: Held::Resource(Some(Box::new((host, device)))) }
+        Self { state, held: PermitHold::Resource(Some(Box::new((host, device)))) }
     }
 
     /// Returns the state of a request; `None` on a resource's permit.
-    fn request_mut(&mut self) -> Option<&mut Request> {
-        if let Held::Host(bytes) = self.held {
-            self.held = Held::Request(Request::new(Cost::host(bytes), false));
+    fn request_mut(&mut self) -> Option<&mut RequestReservation> {
+        if let PermitHold::Host(bytes) = self.held {
+            self.held = PermitHold::Request(RequestReservation::new(Cost::host(bytes), false));
         }
         match &mut self.held {
-            Held::Request(request) => Some(request),
-            Held::Host(_) | Held::Resource(_) => None,
+            PermitHold::Request(request) => Some(request),
+            PermitHold::Host(_) | PermitHold::Resource(_) => None,
         }
     }
 
     const fn is_request(&self) -> bool {
-        matches!(self.held, Held::Host(_) | Held::Request(_))
+        matches!(self.held, PermitHold::Host(_) | PermitHold::Request(_))
     }
 
     /// Returns the state of the admission in which its bytes are reserved.
@@ -108,8 +108,8 @@ impl Permit {
     /// permit, which ends.
     pub(super) fn into_resource(mut self) -> Option<(ResourceHold, ResourceHold)> {
         match &mut self.held {
-            Held::Host(_) | Held::Request(_) => None,
-            Held::Resource(held) => held.take().map(|both| *both),
+            PermitHold::Host(_) | PermitHold::Request(_) => None,
+            PermitHold::Resource(held) => held.take().map(|both| *both),
         }
     }
 
@@ -117,10 +117,12 @@ impl Permit {
     #[must_use]
     pub fn cost(&self) -> Cost {
         match &self.held {
-            Held::Host(bytes) => Cost::host(*bytes),
-            Held::Request(request) => request.cost,
-            Held::Resource(Some(both)) => Cost { host: both.0.bytes(), device: both.1.bytes() },
-            Held::Resource(None) => Cost::ZERO,
+            PermitHold::Host(bytes) => Cost::host(*bytes),
+            PermitHold::Request(request) => request.cost,
+            PermitHold::Resource(Some(both)) => {
+                Cost { host: both.0.bytes(), device: both.1.bytes() }
+            }
+            PermitHold::Resource(None) => Cost::ZERO,
         }
     }
 
@@ -133,7 +135,7 @@ impl Permit {
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let held = self.growing(bytes).map_err(|rejected| self.state.reject(rejected))?;
-        let is_exempt = matches!(&self.held, Held::Request(request) if request.is_exempt);
+        let is_exempt = matches!(&self.held, PermitHold::Request(request) if request.is_exempt);
         let reserved = self.state.grow(held, bytes, is_exempt)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
@@ -310,16 +312,16 @@ impl Permit {
     /// Returns the host memory that it has reserved while it is suspended.
     fn suspended(&self) -> ByteSize {
         match &self.held {
-            Held::Request(request) => request.suspended(),
-            Held::Host(_) | Held::Resource(_) => ByteSize::ZERO,
+            PermitHold::Request(request) => request.suspended(),
+            PermitHold::Host(_) | PermitHold::Resource(_) => ByteSize::ZERO,
         }
     }
 
     /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
     fn unheld(&self) -> ByteSize {
         match &self.held {
-            Held::Request(request) => request.unheld(),
-            Held::Host(_) | Held::Resource(_) => ByteSize::ZERO,
+            PermitHold::Request(request) => request.unheld(),
+            PermitHold::Host(_) | PermitHold::Resource(_) => ByteSize::ZERO,
         }
     }
 
@@ -332,7 +334,7 @@ impl Permit {
     /// even beyond the allowance. Otherwise the excess would count as wrong estimates of requests.
     pub fn settle_at(&mut self, held: Cost) {
         let held = self.state.by_budget(held);
-        if let Held::Resource(Some(both)) = &mut self.held {
+        if let PermitHold::Resource(Some(both)) = &mut self.held {
             let (host, device) = &mut **both;
             self.state.host.raise(host, held.host);
             self.state.device.raise(device, held.device);
@@ -342,7 +344,7 @@ impl Permit {
     }
 }
 
-impl Request {
+impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
         Self { cost, is_exempt, measured: None, unlearned, is_suspended: false }
@@ -357,7 +359,7 @@ impl Request {
     }
 }
 
-impl Held {
+impl PermitHold {
     /// Releases what is not a request of host memory alone.
     #[cold]
     fn end(&mut self, state: &'static AdmissionState) {
@@ -385,8 +387,8 @@ impl Drop for Permit {
     #[inline]
     fn drop(&mut self) {
         match self.held {
-            Held::Host(bytes) => self.state.finish_host(bytes),
-            Held::Request(_) | Held::Resource(_) => self.held.end(self.state),
+            PermitHold::Host(bytes) => self.state.finish_host(bytes),
+            PermitHold::Request(_) | PermitHold::Resource(_) => self.held.end(self.state),
         }
     }
 }
@@ -492,6 +494,9 @@ impl Admission {
 
     /// Like [`Admission::reserve`], with a priority. Requests of higher priority come first, until
     /// as many bytes as the ceiling have passed one of lower priority.
+    ///
+    /// # Errors
+    /// As for [`Admission::reserve`].
     pub fn reserve_with(
         &self,
         cost: Cost,

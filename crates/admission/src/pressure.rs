@@ -111,7 +111,7 @@ impl Default for Thresholds {
 
 /// The current level and the state that determines the next one. Updated by one owner.
 #[derive(Clone, Debug)]
-pub(crate) struct Pressure {
+pub(crate) struct PressureTracker {
     thresholds: Thresholds,
     level: Level,
     /// The time since which usage is below the lower threshold of the current level.
@@ -123,7 +123,7 @@ pub(crate) struct Pressure {
     entered: [u64; 4],
 }
 
-impl Pressure {
+impl PressureTracker {
     /// Creates a state at [`Level::None`].
     pub(crate) const fn new(thresholds: Thresholds) -> Self {
         Self {
@@ -226,7 +226,7 @@ mod tests {
     }
 
     /// Holds usage for so long that growth is forgotten.
-    fn settle(pressure: &mut Pressure, from: u64, percent: u64, millis: u64) -> Level {
+    fn settle(pressure: &mut PressureTracker, from: u64, percent: u64, millis: u64) -> Level {
         let mut level = pressure.level();
         for step in 0..millis / 10 {
             level = pressure.update(at(from + step * 10), part(percent), LIMIT);
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn levels_rise_at_once_and_fall_one_step_after_the_dwell_time() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         assert_eq!(pressure.update(at(0), part(95), LIMIT), Level::Critical);
         let mut seen = vec![(0, Level::Critical)];
         for tick in 1..200 {
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn between_the_marks_nothing_moves() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         assert_eq!(settle(&mut pressure, 0, 72, 1000), Level::None);
         assert_eq!(settle(&mut pressure, 1000, 75, 1000), Level::Elevated);
         assert_eq!(settle(&mut pressure, 2000, 72, 5000), Level::Elevated);
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn fast_growth_raises_one_level_before_the_mark() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         let mut first = None;
         for tick in 0..20 {
             let percent = 20 + tick * 8;
@@ -283,7 +283,7 @@ mod tests {
     /// first burst after a quiet time was pressure at a tenth of the limit.
     #[test]
     fn a_burst_after_an_idle_step_was_pressure_far_from_the_limit() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         pressure.update(at(0), part(2), LIMIT);
         assert_eq!(pressure.update(at(250), part(42), LIMIT), Level::None);
         for step in 1..=10 {
@@ -294,7 +294,7 @@ mod tests {
 
     #[test]
     fn no_limit_is_no_pressure_and_a_limit_of_zero_is_critical() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         assert_eq!(pressure.update(at(0), ByteSize::gib(900), ByteSize::MAX), Level::None);
         assert_eq!(pressure.update(at(10), ByteSize::MAX, ByteSize::MAX), Level::None);
         assert_eq!(pressure.update(at(20), ByteSize::ZERO, ByteSize::ZERO), Level::Critical);
@@ -305,7 +305,7 @@ mod tests {
     fn flips_are_bounded_however_usage_moves() {
         let mut state = 0x2545_F491_4F6C_DD1D_u64;
         println!("seed {state:#x}");
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         let (mut rises, mut falls, mut last) = (0_u64, 0_u64, Level::None);
         let ticks = 20_000;
         for tick in 0..ticks {

@@ -107,17 +107,17 @@ pub struct ReclaimerStats {
 /// The reclaimers of a registry, by name. A name stays when its reclaimer is removed.
 #[derive(Debug, Default)]
 pub(super) struct Reclaimers {
-    slots: Mutex<Vec<Slot>>,
+    slots: Mutex<Vec<ReclaimerRecord>>,
     /// `true` if no memory is measured, so that a release makes no room.
     is_useless: AtomicBool,
 }
 
-struct Slot {
+struct ReclaimerRecord {
     stats: Arc<Mutex<ReclaimerStats>>,
     current: Option<Arc<Registered>>,
 }
 
-impl fmt::Debug for Slot {
+impl fmt::Debug for ReclaimerRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Slot").field(&lock(&self.stats).name).finish()
     }
@@ -140,7 +140,7 @@ impl Reclaimers {
         }
         let at = place.unwrap_or_else(|| {
             let stats = ReclaimerStats { name: Arc::clone(&of.name), ..ReclaimerStats::default() };
-            slots.push(Slot { stats: Arc::new(Mutex::new(stats)), current: None });
+            slots.push(ReclaimerRecord { stats: Arc::new(Mutex::new(stats)), current: None });
             slots.len() - 1
         });
         let slot = &mut slots[at];
@@ -186,7 +186,7 @@ impl Reclaimers {
     /// Removes a reclaimer unless another one has its name by now.
     fn remove(&self, registered: &Arc<Registered>) {
         let mut slots = lock(&self.slots);
-        let is_it = |slot: &&mut Slot| {
+        let is_it = |slot: &&mut ReclaimerRecord| {
             slot.current.as_ref().is_some_and(|current| Arc::ptr_eq(current, registered))
         };
         if let Some(slot) = slots.iter_mut().find(is_it) {
@@ -281,9 +281,9 @@ impl Registered {
         })
     }
 
-    fn begin(self: &Arc<Self>, wanted: ByteSize) -> Option<Asked> {
+    fn begin(self: &Arc<Self>, wanted: ByteSize) -> Option<ReclaimCall> {
         let may_ask = !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now());
-        may_ask.then(|| Asked { registered: Arc::clone(self), wanted, is_over: false })
+        may_ask.then(|| ReclaimCall { registered: Arc::clone(self), wanted, is_over: false })
     }
 
     /// Asks for these bytes on a new thread, and returns those that it released. Waits for at most
@@ -325,13 +325,13 @@ impl Claimable for Registered {
 }
 
 /// A reclaimer that is being asked. Dropping it before its run ends that.
-struct Asked {
+struct ReclaimCall {
     registered: Arc<Registered>,
     wanted: ByteSize,
     is_over: bool,
 }
 
-impl Asked {
+impl ReclaimCall {
     /// Runs the function on this thread, and returns the bytes that it reported. A panic counts as
     /// none.
     fn run(mut self, wanted: ByteSize) -> ByteSize {
@@ -356,7 +356,7 @@ impl Asked {
     }
 }
 
-impl EvictionClaim for Asked {
+impl EvictionClaim for ReclaimCall {
     fn cost(&self) -> Cost {
         Cost::host(self.wanted)
     }
@@ -368,7 +368,7 @@ impl EvictionClaim for Asked {
     }
 }
 
-impl Drop for Asked {
+impl Drop for ReclaimCall {
     fn drop(&mut self) {
         if !self.is_over {
             self.registered.pace.cancel();

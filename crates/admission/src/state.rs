@@ -25,7 +25,7 @@ use super::large::{LargeRequest, LargeRequests, RequestMemory};
 use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
-use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
+use super::tally::{BudgetCounts, RequestCounts, STRIPES, Shard, ShardId, used};
 use super::unused::PurgeablePages;
 use super::usage::{NameSource, RouteUsage, TenantUsage, Usage, Usages};
 use super::waiting::{PassError, WaitId, WaitQueue, WaitReason, WaitTerms};
@@ -74,7 +74,7 @@ pub struct AdmissionState {
     lacked: AtomicU64,
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
-    tallies: [Tally; STRIPES],
+    tallies: [Shard; STRIPES],
     /// How often a request was rejected that another instance may serve, since the start.
     pub(super) sheds: AtomicU64,
     /// The ticks of the control loop.
@@ -194,7 +194,7 @@ impl AdmissionState {
     #[inline]
     fn admit_at_once(&'static self, cost: Cost, priority: Priority) -> Option<Permit> {
         // Nothing is called that returns: no register has to be saved.
-        let place = Place::known()?;
+        let place = ShardId::known()?;
         let is_plain = cost.device.is_zero() && priority != Priority::Exempt && self.is_open();
         if !is_plain || self.unused.is_large(cost.host) || !self.host.try_book_plain(cost.host) {
             return None;
@@ -224,7 +224,7 @@ impl AdmissionState {
         label: Option<&dyn fmt::Display>,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let place = Place::here();
+        let place = ShardId::here();
         let tally = self.tally(place);
         let exempt = priority == Priority::Exempt;
         if exempt {
@@ -279,7 +279,7 @@ impl AdmissionState {
         waits: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
-        place: Place,
+        place: ShardId,
         label: Option<&dyn fmt::Display>,
     ) -> Result<Cost, Rejected> {
         let ceilings = [self.host.ceiling(), self.device.ceiling()];
@@ -297,7 +297,7 @@ impl AdmissionState {
 
     /// Returns the rejection of a request by its priority.
     #[cold]
-    fn shed(&self, waits: Option<&WaitId>, place: Place) -> Rejected {
+    fn shed(&self, waits: Option<&WaitId>, place: ShardId) -> Rejected {
         if let Some(waits) = waits {
             self.queue.lacks(waits, WaitReason::Other);
         }
@@ -311,7 +311,7 @@ impl AdmissionState {
         cost: Cost,
         budget: Budget,
         short: InsufficientBudget,
-        place: Place,
+        place: ShardId,
         label: Option<&dyn fmt::Display>,
     ) -> Rejected {
         self.full(budget, short, place, || self.make_room(cost, label))
@@ -319,7 +319,7 @@ impl AdmissionState {
 
     /// Returns the rejection of a request for which there is room that others wait for.
     #[cold]
-    fn comes_later(&self, cost: Cost, place: Place) -> Rejected {
+    fn comes_later(&self, cost: Cost, place: ShardId) -> Rejected {
         self.full(Budget::Host, self.host.shortfall(cost.host), place, || RetryHint::Unknown)
     }
 
@@ -363,7 +363,7 @@ impl AdmissionState {
     /// Releases the host memory of a request that ends and is not exempt.
     #[inline]
     pub(super) fn finish_host(&self, bytes: ByteSize) {
-        let Some(place) = Place::known().filter(|_| !self.unused.is_large(bytes)) else {
+        let Some(place) = ShardId::known().filter(|_| !self.unused.is_large(bytes)) else {
             return self.finish(Cost::host(bytes), false);
         };
         self.host.release(bytes);
@@ -379,7 +379,7 @@ impl AdmissionState {
         }
         self.host.release(cost.host);
         self.device.release(cost.device);
-        let place = Place::here();
+        let place = ShardId::here();
         self.tally(place).finish(place);
         self.wake_waiting();
     }
@@ -432,7 +432,7 @@ impl AdmissionState {
         make_room: impl FnMut() -> RetryHint,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let place = Place::here();
+        let place = ShardId::here();
         if self.sheds(Priority::Normal) {
             return Err(self.away(place));
         }
@@ -455,7 +455,7 @@ impl AdmissionState {
     pub(super) fn unload(&self, host: ResourceHold, device: ResourceHold) {
         self.host.release_resource(host);
         self.device.release_resource(device);
-        let place = Place::here();
+        let place = ShardId::here();
         self.tally(place).unload(place);
         self.wake_waiting();
     }
@@ -535,7 +535,7 @@ impl AdmissionState {
             freed.into_iter().filter_map(Permit::into_resource).unzip();
         let host = self.host.exchange(&hosts, host, cost.host);
         let device = self.device.exchange(&devices, device, cost.device);
-        let place = Place::here();
+        let place = ShardId::here();
         self.tally(place).reserve_resource(place);
         for _ in hosts {
             self.tally(place).unload(place);
@@ -551,7 +551,7 @@ impl AdmissionState {
         bytes: ByteSize,
         exempt: bool,
     ) -> Result<ByteSize, Rejected> {
-        let place = Place::here();
+        let place = ShardId::here();
         let reserved = if exempt {
             self.host.book_exempt(bytes)
         } else {
@@ -571,7 +571,7 @@ impl AdmissionState {
         bytes: ByteSize,
         priority: Priority,
     ) -> Result<ByteSize, Rejected> {
-        let place = Place::here();
+        let place = ShardId::here();
         let reserved = match priority {
             Priority::Exempt => self.host.book_exempt(bytes),
             Priority::High => self.book_more(held, bytes, place)?,
@@ -586,7 +586,7 @@ impl AdmissionState {
         &self,
         bytes: ByteSize,
         priority: Priority,
-        place: Place,
+        place: ShardId,
     ) -> Result<ByteSize, Rejected> {
         if self.sheds(priority) {
             return Err(self.away(place));
@@ -608,7 +608,7 @@ impl AdmissionState {
         let has_room = self.host.has_room_for_suspended()
             && book(&self.host, bytes, Ledger::try_book_more).is_ok();
         if has_room {
-            let place = Place::here();
+            let place = ShardId::here();
             self.tally(place).grow(place, bytes);
         }
         has_room
@@ -622,7 +622,7 @@ impl AdmissionState {
         bytes: ByteSize,
         priority: Priority,
     ) -> Result<ByteSize, Rejected> {
-        let place = Place::here();
+        let place = ShardId::here();
         let cost = Cost::host(bytes);
         let booked = self.book_in_order(waits, cost, priority, place, None)?;
         self.tally(place).grow(place, booked.host);
@@ -632,7 +632,7 @@ impl AdmissionState {
     /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes
     /// reserved.
     pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
-        let place = Place::here();
+        let place = ShardId::here();
         let reserved = self.host.book_exempt(bytes);
         self.tally(place).grow(place, reserved);
         reserved
@@ -648,7 +648,7 @@ impl AdmissionState {
     /// Counts a running request as cancelled, since it holds more than `most`.
     #[cold]
     pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
-        let place = Place::here();
+        let place = ShardId::here();
         let may_fit = held.get() <= self.host.ceiling().get() / 2;
         let retry_after = may_fit.then(|| self.retry_after(None, self.spread(place)));
         self.large.note_cancelled();
@@ -657,21 +657,21 @@ impl AdmissionState {
 
     /// Counts bytes that outlived their request.
     pub fn outlive(&self, bytes: ByteSize) {
-        let place = Place::here();
+        let place = ShardId::here();
         self.tally(place).outlive(place, bytes);
     }
 
     /// Counts a request as rejected, and returns the rejection.
     #[inline]
     pub fn reject(&self, rejected: Rejected) -> Rejected {
-        let place = Place::here();
+        let place = ShardId::here();
         self.count_rejection(place, rejected.reason(), rejected.shortage());
         rejected
     }
 
     fn count_rejection(
         &self,
-        place: Place,
+        place: ShardId,
         reason: RejectReason,
         shortage: Option<(Budget, ByteSize)>,
     ) {
@@ -689,8 +689,8 @@ impl AdmissionState {
     }
 
     /// Returns the sums of all stripes.
-    pub(super) fn counts(&self) -> Counts {
-        let mut counts = Counts::default();
+    pub(super) fn counts(&self) -> RequestCounts {
+        let mut counts = RequestCounts::default();
         // Ends first: an ended request began before and is counted below.
         for tally in used(&self.tallies) {
             counts.add_ended(tally);
@@ -710,13 +710,13 @@ impl AdmissionState {
     }
 
     #[inline]
-    fn tally(&self, place: Place) -> &Tally {
+    fn tally(&self, place: ShardId) -> &Shard {
         // A place is always one of the stripes.
         self.tallies.get(place.stripe()).unwrap_or(&self.tallies[0])
     }
 
     /// Returns a number that differs from one rejected request to the next.
-    fn spread(&self, place: Place) -> u64 {
+    fn spread(&self, place: ShardId) -> u64 {
         self.tally(place).spread(place)
     }
 
@@ -738,7 +738,7 @@ impl AdmissionState {
     }
 
     /// Returns why a request is rejected independently of its cost.
-    fn away(&self, place: Place) -> Rejected {
+    fn away(&self, place: ShardId) -> Rejected {
         if self.closed.load(Ordering::Acquire) {
             return Rejected::ShuttingDown;
         }
@@ -750,7 +750,7 @@ impl AdmissionState {
     }
 
     /// Returns the rejection while memory that no request owns leaves no room.
-    fn exhausted(&self, place: Place) -> Option<Rejected> {
+    fn exhausted(&self, place: ShardId) -> Option<Rejected> {
         let unowned = NonZero::new(self.unowned.load(Ordering::Relaxed))?;
         let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
         let (unowned, ceiling) = (ByteSize::new(unowned.get()), self.host.ceiling());
@@ -768,7 +768,7 @@ impl AdmissionState {
         &'static self,
         held: ByteSize,
         bytes: ByteSize,
-        place: Place,
+        place: ShardId,
     ) -> Result<ByteSize, Rejected> {
         book(&self.host, bytes, |ledger, bytes| ledger.try_grow(held, bytes)).map_err(|short| {
             // The bytes it holds and the bytes it requests must fit together.
@@ -784,7 +784,7 @@ impl AdmissionState {
         &self,
         budget: Budget,
         short: InsufficientBudget,
-        place: Place,
+        place: ShardId,
         make_room: impl FnMut() -> RetryHint,
     ) -> Rejected {
         if budget == Budget::Host && short.asked <= self.host.ceiling() {
@@ -798,7 +798,7 @@ impl AdmissionState {
         &self,
         budget: Budget,
         short: InsufficientBudget,
-        place: Place,
+        place: ShardId,
         mut make_room: impl FnMut() -> RetryHint,
     ) -> Rejected {
         let ledger = self.ledger(budget);

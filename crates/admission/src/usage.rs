@@ -213,15 +213,15 @@ impl KeptUsage {
 /// The records of one admission.
 #[derive(Debug, Default)]
 pub(super) struct Usages {
-    routes: Table,
-    tenants: Table,
+    routes: UsageTable,
+    tenants: UsageTable,
 }
 
 impl Usages {
     /// Starts over.
     pub(super) fn begin(&self) {
-        *self.routes.records() = Records::default();
-        *self.tenants.records() = Records::default();
+        *self.routes.records() = UsageRecords::default();
+        *self.tenants.records() = UsageRecords::default();
     }
 
     /// Returns the record of a route.
@@ -251,24 +251,24 @@ impl Usages {
 }
 
 #[derive(Debug, Default)]
-struct Table(Mutex<Records>);
+struct UsageTable(Mutex<UsageRecords>);
 
 #[derive(Debug, Default)]
-struct Records {
+struct UsageRecords {
     /// In the order of their names and methods.
     named: Vec<Arc<Usage>>,
     other: Option<Arc<Usage>>,
 }
 
-impl Table {
-    fn records(&self) -> MutexGuard<'_, Records> {
+impl UsageTable {
+    fn records(&self) -> MutexGuard<'_, UsageRecords> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the record of a name, which is created if fewer than `most` exist.
     fn of(&self, method: &'static str, name: &str, most: usize) -> Arc<Usage> {
         let name = shortened(name);
-        let Records { named, other } = &mut *self.records();
+        let UsageRecords { named, other } = &mut *self.records();
         let found = named.binary_search_by(|of| (&*of.name, of.method).cmp(&(name, method)));
         // In Prometheus, a label with an empty value counts as missing.
         let may_have = !name.is_empty() && name != OTHER;

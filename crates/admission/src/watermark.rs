@@ -39,11 +39,11 @@ pub struct DeviceSample {
 #[derive(Clone, Copy, Debug)]
 pub struct Watermark {
     part: f64,
-    short: Option<Shortage>,
+    short: Option<DeviceShortage>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Shortage {
+struct DeviceShortage {
     /// The committed memory of our arenas when the shortage began.
     committed: ByteSize,
     /// The time since which the device has room.
@@ -77,7 +77,7 @@ impl Watermark {
         let has_room = look.free >= high;
         match &mut self.short {
             None if look.free < low => {
-                self.short = Some(Shortage { committed: look.committed, calm_since: None });
+                self.short = Some(DeviceShortage { committed: look.committed, calm_since: None });
             }
             None => {}
             Some(shortage) => {

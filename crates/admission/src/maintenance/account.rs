@@ -11,20 +11,20 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::Settings;
-use super::saturation::taken;
 use crate::admission::{Admission, AdmissionStats};
 use crate::correction::{Correction, Measured, RequestRate};
 use crate::cost::Budget;
 use crate::fairness::{Fairness, LedgerFigures};
-use crate::ledger::RoomSharing;
-use crate::pressure::{Level, Pressure, Thresholds};
+use crate::ledger::{Ledger, RoomSharing};
+use crate::pressure::{Level, PressureTracker, Thresholds};
+use crate::state::AdmissionState;
 use crate::tally::{BudgetCounts, ClassStats, SizeClass};
 
 /// The level and the learned figures of one budget.
 #[derive(Debug)]
-pub(super) struct Account {
+pub(super) struct BudgetAccount {
     pub(super) budget: Budget,
-    pub(super) pressure: Pressure,
+    pub(super) pressure: PressureTracker,
     pub(super) correction: Correction,
     /// The smallest request seen.
     pub(super) smallest: ByteSize,
@@ -35,11 +35,11 @@ pub(super) struct Account {
     fairness: Fairness,
 }
 
-impl Account {
+impl BudgetAccount {
     pub(super) fn new(budget: Budget, thresholds: Thresholds, correction_factor: f64) -> Self {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
-        let (pressure, smallest) = (Pressure::new(thresholds), ByteSize::new(1));
+        let (pressure, smallest) = (PressureTracker::new(thresholds), ByteSize::new(1));
         let classes = BudgetCounts::default().classes;
         Self { budget, pressure, correction, smallest, admitted: 0, classes, fairness }
     }
@@ -118,15 +118,15 @@ pub(super) const fn ceiling(limit: ByteSize, share: f64) -> ByteSize {
 #[derive(Debug)]
 pub(super) struct DeviceAccount {
     admission: Admission,
-    account: Account,
-    turns: Turns,
+    account: BudgetAccount,
+    turns: RateMeter,
 }
 
 impl DeviceAccount {
     pub(super) fn new(admission: Admission, settings: &Settings) -> Self {
         let (thresholds, factor) = (Thresholds::default(), settings.correction_factor);
-        let account = Account::new(Budget::Device, thresholds, factor);
-        Self { admission, account, turns: Turns::default() }
+        let account = BudgetAccount::new(Budget::Device, thresholds, factor);
+        Self { admission, account, turns: RateMeter::default() }
     }
 
     /// Updates the allowance.
@@ -143,24 +143,13 @@ impl DeviceAccount {
         self.account.correct(&self.admission, measured);
     }
 
-    /// Returns the reserved part of the allowance; `None` without a limit.
-    pub(super) fn utilization(&self) -> Option<f64> {
-        self.admission.ledger(Budget::Device).utilization()
+    pub(super) fn state(&self) -> &'static AdmissionState {
+        self.admission.state()
     }
 
-    /// Returns `true` while requests hold bytes of the device.
-    pub(super) fn is_held(&self) -> bool {
-        !self.admission.ledger(Budget::Device).requests().is_zero()
-    }
-
-    /// Returns how often a request was shed, since the start.
-    pub(super) fn sheds_total(&self) -> u64 {
-        self.admission.state().sheds_total()
-    }
-
-    /// Returns the part of the room that is taken.
-    pub(super) fn taken(&self) -> f64 {
-        taken(self.admission.ledger(Budget::Device), ByteSize::ZERO)
+    /// Returns the account of the device's bytes.
+    pub(super) fn ledger(&self) -> &'static Ledger {
+        &self.state().device
     }
 
     /// Publishes a last allowance, as if nothing were held but the reservations.
@@ -171,18 +160,18 @@ impl DeviceAccount {
 
 /// The time of the last tick, and the requests that had ended by then.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct RateMeter {
     at: Moment,
     finished: u64,
 }
 
-impl Default for Turns {
+impl Default for RateMeter {
     fn default() -> Self {
         Self { at: Moment::ORIGIN, finished: 0 }
     }
 }
 
-impl Turns {
+impl RateMeter {
     /// Returns the progress of requests since the last tick.
     pub(super) fn next(&mut self, stats: &AdmissionStats, now: Moment) -> RequestRate {
         let last = std::mem::replace(self, Self { at: now, finished: stats.finished_total });
@@ -199,7 +188,7 @@ mod tests {
     #[test]
     fn a_budget_is_corrected_while_it_is_limited_held_or_reserved() {
         let (admission, none) = (Admission::new(), ByteSize::ZERO);
-        let mut account = Account::new(Budget::Device, Thresholds::default(), 2.0);
+        let mut account = BudgetAccount::new(Budget::Device, Thresholds::default(), 2.0);
         let limit = ByteSize::mib(100);
         assert!(account.is_unused(&admission, none, ByteSize::MAX));
         assert!(!account.is_unused(&admission, ByteSize::new(1), ByteSize::MAX));
@@ -234,7 +223,7 @@ mod device_tests {
         account.update(figures, 0.8, Moment::ORIGIN);
         let ask = |mib| admission.try_admit(Cost::device(ByteSize::mib(mib)));
         let held = ask(30).expect("idle memory is room");
-        assert!(account.is_held());
+        assert!(!account.ledger().requests().is_zero());
         assert!(matches!(ask(81), Err(Rejected::TooLarge { .. })));
         let lost = DeviceFigures { limit: Some(ByteSize::ZERO), ..DeviceFigures::default() };
         account.update(lost, 0.8, Moment::ORIGIN);
@@ -243,7 +232,7 @@ mod device_tests {
         let host = admission.try_admit(Cost::host(ByteSize::mib(1)));
         assert!(host.is_ok(), "what needs no device is admitted");
         drop((held, host));
-        assert!(!account.is_held());
+        assert!(account.ledger().requests().is_zero());
         account.update(figures, 0.8, Moment::ORIGIN);
         assert!(ask(30).is_ok());
     }

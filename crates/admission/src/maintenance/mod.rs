@@ -32,15 +32,15 @@ use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::correction::{Measured, RequestRate};
 use super::cost::RejectReason;
 use super::cost::{Budget, Cost};
-use super::exhaustion::{Exhaustion, Room};
+use super::exhaustion::{Exhaustion, ExhaustionSample};
 use super::ledger::Ledger;
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
-use account::{Account, DeviceAccount, Turns};
-use purging::{Growth, purgeable_now};
+use account::{BudgetAccount, DeviceAccount, RateMeter};
+use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, taken};
 
 pub use account::DeviceFigures;
@@ -175,12 +175,12 @@ pub struct Maintenance {
     queue: Arc<JobQueue>,
     state: Arc<PressureState>,
     purge: Arc<ReclaimBackoff>,
-    host: Account,
-    device: Account,
+    host: BudgetAccount,
+    device: BudgetAccount,
     further: Vec<DeviceAccount>,
     ceiling: Ceiling,
     last: Option<Sample>,
-    turns: Turns,
+    turns: RateMeter,
     /// The time for which the next tick is planned.
     planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
@@ -197,7 +197,7 @@ pub struct Maintenance {
     /// The loads by the last tick, and the time of the last load without a purge after it.
     loads: u64,
     loaded_at: Option<Moment>,
-    growth: Growth,
+    growth: RetainedGrowth,
     exhaustion: Exhaustion,
     saturation: Saturation,
     decayed_at: Option<Moment>,
@@ -224,7 +224,7 @@ impl Maintenance {
     ) -> Result<Self, SettingsError> {
         settings.check()?;
         let account =
-            |budget| Account::new(budget, settings.thresholds, settings.correction_factor);
+            |budget| BudgetAccount::new(budget, settings.thresholds, settings.correction_factor);
         Ok(Self {
             settings,
             sensor,
@@ -239,7 +239,7 @@ impl Maintenance {
             further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
             last: None,
-            turns: Turns::default(),
+            turns: RateMeter::default(),
             planned: Moment::NEVER,
             admitted: 0,
             quiet_since: None,
@@ -249,7 +249,7 @@ impl Maintenance {
             recalled: false,
             loads: 0,
             loaded_at: None,
-            growth: Growth::new(),
+            growth: RetainedGrowth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
             saturation: Saturation::default(),
             decayed_at: None,
@@ -427,7 +427,7 @@ impl Maintenance {
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(
             now,
-            Room {
+            ExhaustionSample {
                 most,
                 smallest: self.host.smallest,
                 admitted_total: self.host.admitted,
@@ -495,7 +495,7 @@ impl Maintenance {
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update(self.sensor.further_device(nth), self.settings.ceiling, now);
         }
-        let further = self.further.iter().map(DeviceAccount::utilization);
+        let further = self.further.iter().map(|device| device.ledger().utilization());
         let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
         let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
         self.state.utilizations.add(turnover.time, utilizations);
@@ -584,7 +584,7 @@ impl Maintenance {
 
     /// Publishes the saturation.
     fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
-        let further: u64 = self.further.iter().map(|device| device.sheds_total()).sum();
+        let further: u64 = self.further.iter().map(|device| device.state().sheds_total()).sum();
         let sheds = self
             .saturation
             .has_recent_shed(now, self.admission.state().sheds_total().saturating_add(further));
@@ -601,7 +601,7 @@ impl Maintenance {
         let Cost { host, device } = self.admission.state().by_budget(self.resources.evictable());
         let own = taken(self.admission.ledger(Budget::Host), host)
             .max(taken(self.admission.ledger(Budget::Device), device));
-        let further = self.further.iter().map(|device| device.taken());
+        let further = self.further.iter().map(|device| taken(device.ledger(), ByteSize::ZERO));
         further.fold(own, f64::max)
     }
 
@@ -639,7 +639,7 @@ impl Maintenance {
         let waits = !self.admission.state().queue.is_empty();
         let is_held = held(Budget::Host)
             || held(Budget::Device)
-            || self.further.iter().any(DeviceAccount::is_held);
+            || self.further.iter().any(|device| !device.ledger().requests().is_zero());
         filled || grows || pressed || waits || is_held
     }
 }

@@ -47,7 +47,7 @@ const LOAD_WINDOW: Duration = Duration::from_secs(2);
 
 /// The growth of memory that a purge may release.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Growth {
+pub(super) struct RetainedGrowth {
     /// The smallest retained amount since the last purge began, and the anonymous memory at that
     /// time.
     low: ByteSize,
@@ -58,7 +58,7 @@ pub(super) struct Growth {
     next: Moment,
 }
 
-impl Growth {
+impl RetainedGrowth {
     pub(super) const fn new() -> Self {
         Self { low: ByteSize::MAX, base: ByteSize::ZERO, since: None, next: Moment::ORIGIN }
     }
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
-        let mut growth = Growth::new();
+        let mut growth = RetainedGrowth::new();
         let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
         assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
         assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_large_service_is_not_purged_for_a_small_part_of_it() {
-        let mut growth = Growth::new();
+        let mut growth = RetainedGrowth::new();
         let sample = |mib| Sample {
             untracked_anonymous: ByteSize::mib(mib),
             anonymous: ByteSize::mib(2_000),
@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn the_pause_after_a_purge_goes_by_the_bytes_that_it_found() {
         for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
-            let mut growth = Growth::new();
+            let mut growth = RetainedGrowth::new();
             growth.purged(&sample_of(mib), at(0));
             let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
             assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn what_a_purge_did_not_return_asks_for_no_other_one() {
-        let mut growth = Growth::new();
+        let mut growth = RetainedGrowth::new();
         assert!(!seen_due(&mut growth, &sample_of(10), at(0)));
         assert!(!seen_due(&mut growth, &sample_of(400), at(0)));
         assert!(seen_due(&mut growth, &sample_of(400), at(2_000)));
@@ -280,7 +280,7 @@ mod tests {
         }
     }
 
-    fn seen_due(growth: &mut Growth, sample: &Sample, now: Moment) -> bool {
+    fn seen_due(growth: &mut RetainedGrowth, sample: &Sample, now: Moment) -> bool {
         growth.see(sample);
         growth.is_due(SETTINGS, sample, now)
     }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::ceiling::CeilingParts;
 use crate::cost::Budget;
 use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
-use crate::pressure::{Level, Pressure};
+use crate::pressure::{Level, PressureTracker};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
@@ -257,7 +257,7 @@ impl PressureState {
         }
     }
 
-    pub(super) fn set_entered(&self, pressure: &Pressure) {
+    pub(super) fn set_entered(&self, pressure: &PressureTracker) {
         for (level, entered) in Level::ALL.into_iter().zip(&self.entered) {
             entered.store(pressure.entered_total(level), Ordering::Relaxed);
         }

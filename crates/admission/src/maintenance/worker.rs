@@ -195,7 +195,7 @@ pub fn run_control(
 ) {
     let admission = maintenance.admission.state();
     admission.set_bell(Some(Arc::clone(bell)));
-    let mut turns = Turns::new(maintenance, clock.now());
+    let mut turns = ControlLoop::new(maintenance, clock.now());
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, turns.turn(clock));
@@ -206,7 +206,7 @@ pub fn run_control(
 }
 
 /// The iterations of the loop.
-struct Turns<'a> {
+struct ControlLoop<'a> {
     maintenance: &'a mut Maintenance,
     queue: Arc<JobQueue>,
     state: Arc<PressureState>,
@@ -215,7 +215,7 @@ struct Turns<'a> {
     due: Moment,
 }
 
-impl<'a> Turns<'a> {
+impl<'a> ControlLoop<'a> {
     fn new(maintenance: &'a mut Maintenance, now: Moment) -> Self {
         let Settings { share, idle_tick, .. } = maintenance.settings;
         let (queue, state) = (maintenance.queue(), maintenance.state());
@@ -392,7 +392,7 @@ mod tests {
         let limit = Limit::given(ByteSize::mib(100));
         let sample = Sample { limit, physical: ByteSize::mib(60), ..Sample::default() };
         let mut maintenance = dear(&clock, sample, admission);
-        let mut turns = Turns::new(&mut maintenance, clock.now());
+        let mut turns = ControlLoop::new(&mut maintenance, clock.now());
         for turn in 0..20 {
             let begun = clock.now();
             let next = turns.turn(&*clock);
@@ -406,7 +406,7 @@ mod tests {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
         let mut maintenance = dear(&clock, Sample::default(), admission);
-        let mut turns = Turns::new(&mut maintenance, clock.now());
+        let mut turns = ControlLoop::new(&mut maintenance, clock.now());
         let mut rests = Vec::new();
         for _ in 0..10 {
             let begun = clock.now();
@@ -430,7 +430,7 @@ mod tests {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let slow = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
         let mut maintenance = dear(&clock, Sample::default(), admission.clone());
-        Turns::new(&mut maintenance, clock.now()).turn(&*clock);
+        ControlLoop::new(&mut maintenance, clock.now()).turn(&*clock);
         let wait = || slow.wait_to_resume(ByteSize::mib(2), Priority::Normal, 0, SECOND);
         let waiting = wait().expect("the loop ticks");
         run_control(&mut maintenance, &*clock, &Bell::new(), &AtomicBool::new(true));

@@ -38,7 +38,7 @@ use super::cost::Cost;
 use super::eviction::Idle;
 
 use cell::{Cell, Guard};
-use parts::Parts;
+use parts::ResourceConfig;
 use resource::Evictable;
 use ticket::Ticket;
 
@@ -48,7 +48,7 @@ pub use resource::{LastUnload, Resource, ResourceStats, Resources, UnloadReason,
 
 /// A builder for a [`Managed`].
 pub struct ManagedBuilder<T: Send + Sync + 'static> {
-    parts: Parts<T>,
+    parts: ResourceConfig<T>,
 }
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
@@ -177,7 +177,7 @@ impl<T: Send + Sync + 'static> Managed<T> {
         name: impl Into<Arc<str>>,
         loader: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
-        ManagedBuilder { parts: Parts::new(name.into(), Box::new(loader)) }
+        ManagedBuilder { parts: ResourceConfig::new(name.into(), Box::new(loader)) }
     }
 
     /// Returns the name.

@@ -13,7 +13,7 @@ use lowtide_core::BoxError;
 use super::error::LoadFailure;
 use crate::cost::Cost;
 
-type Loader<T> = Box<dyn Fn() -> Result<T, BoxError> + Send + Sync>;
+type LoaderFn<T> = Box<dyn Fn() -> Result<T, BoxError> + Send + Sync>;
 type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
 
 /// The default load timeout: enough for 60 GiB at 100 MiB/s. A guess.
@@ -23,9 +23,9 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
 const BACKOFF: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(30)];
 
 /// The values that a builder collects.
-pub(super) struct Parts<T> {
+pub(super) struct ResourceConfig<T> {
     pub(super) name: Arc<str>,
-    pub(super) loader: Loader<T>,
+    pub(super) loader: LoaderFn<T>,
     pub(super) unload: Unloader<T>,
     pub(super) load_scope: Option<Arc<dyn LoadScope>>,
     pub(super) idle: Option<Duration>,
@@ -37,8 +37,8 @@ pub(super) struct Parts<T> {
     pub(super) load_timeout: Option<Duration>,
 }
 
-impl<T: 'static> Parts<T> {
-    pub(super) fn new(name: Arc<str>, loader: Loader<T>) -> Self {
+impl<T: 'static> ResourceConfig<T> {
+    pub(super) fn new(name: Arc<str>, loader: LoaderFn<T>) -> Self {
         Self {
             name,
             loader,
@@ -109,7 +109,7 @@ pub(super) fn is_unloading() -> bool {
     UNLOADING.get()
 }
 
-impl<T> Parts<T> {
+impl<T> ResourceConfig<T> {
     /// Returns the pause after this many failed loads in a row: it doubles with each.
     pub(super) fn pause(&self, failures: u32) -> Duration {
         let [first, max] = self.backoff;

@@ -18,7 +18,7 @@ use lowtide_core::sync::{Mutex, lock};
 use super::error::ResourceError;
 use crate::admission::Admission;
 use crate::cost::{Budget, Cost};
-use crate::eviction::{EvictionCause, Evictor, Idle, Pool};
+use crate::eviction::{EvictionCause, EvictionSource, Evictor, Idle};
 use crate::pressure::Level;
 use crate::reclaim::Reclaim;
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
@@ -90,7 +90,7 @@ impl fmt::Display for LastUnload {
 }
 
 /// The state and counters of a resource at one instant.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ResourceStats {
@@ -139,33 +139,6 @@ pub struct ResourceStats {
     pub measured: Option<Cost>,
     /// The bytes released by all unloads, as far as the load scope could measure them.
     pub recovered_total: Cost,
-}
-
-impl ResourceStats {
-    /// Returns the statistics of a resource that cannot be inspected.
-    pub(super) fn unknown(name: Arc<str>, cost: Cost) -> Self {
-        Self {
-            name,
-            loaded: false,
-            loading: false,
-            guards: 0,
-            waiting: 0,
-            cost,
-            loads_ok_total: 0,
-            loads_failed_total: 0,
-            loads_refused_total: 0,
-            unloads: Unloads::default(),
-            last_unload: None,
-            unload_panics_total: 0,
-            last_used: None,
-            use_interval: Duration::ZERO,
-            due: None,
-            load_time: Duration::ZERO,
-            unload_time: Duration::ZERO,
-            measured: None,
-            recovered_total: Cost::ZERO,
-        }
-    }
 }
 
 /// A resource of any type.
@@ -393,7 +366,7 @@ struct WeakResources {
     birth: Birth,
 }
 
-impl Pool for WeakResources {
+impl EvictionSource for WeakResources {
     fn idle(&self) -> Vec<Idle> {
         let Some(list) = self.list.upgrade() else { return Vec::new() };
         let all = if self.birth.is_here() { lock(&list).clone() } else { Vec::new() };
@@ -410,7 +383,7 @@ impl Pool for WeakResources {
 }
 
 /// What releases memory at level high.
-enum Source {
+enum ReleaseSource {
     Reclaimer(Arc<Registered>),
     Resource(Box<ResourceStats>, Arc<dyn Resource>),
 }
@@ -488,10 +461,10 @@ impl IdleResources {
             .filter(|(stats, _)| stats.loaded && stats.guards == 0)
             .filter(|(stats, _)| !self.bytes(stats).is_zero())
             .map(|(stats, resource)| {
-                (self.score(&stats), Source::Resource(Box::new(stats), resource))
+                (self.score(&stats), ReleaseSource::Resource(Box::new(stats), resource))
             });
         let reclaimers = self.reclaimers().into_iter();
-        let reclaimers = reclaimers.map(|it| (it.score(), Source::Reclaimer(it)));
+        let reclaimers = reclaimers.map(|it| (it.score(), ReleaseSource::Reclaimer(it)));
         let mut sources: Vec<_> = reclaimers.chain(idle).collect();
         sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         let mut recovered = ByteSize::ZERO;
@@ -501,11 +474,11 @@ impl IdleResources {
                 break;
             }
             let released = match source {
-                Source::Reclaimer(reclaimer) => reclaimer.ask_elsewhere(wanted),
-                Source::Resource(stats, resource) if resource.unload(reason) => {
+                ReleaseSource::Reclaimer(reclaimer) => reclaimer.ask_elsewhere(wanted),
+                ReleaseSource::Resource(stats, resource) if resource.unload(reason) => {
                     self.given_back(&stats, &resource.stats())
                 }
-                Source::Resource(..) => ByteSize::ZERO,
+                ReleaseSource::Resource(..) => ByteSize::ZERO,
             };
             recovered = recovered.saturating_add(released);
         }
@@ -540,14 +513,14 @@ const INTERVALS_IDLE: u32 = 4;
 
 /// The ends of the last uses of a resource.
 #[derive(Clone, Debug)]
-pub(super) struct Uses {
+pub(super) struct RecentUses {
     /// A ring; the oldest is at `next` once it is full, and at 0 before.
     ends: [Moment; USES_MAX],
     next: usize,
     len: usize,
 }
 
-impl Uses {
+impl RecentUses {
     pub(super) const fn new() -> Self {
         Self { ends: [Moment::ORIGIN; USES_MAX], next: 0, len: 0 }
     }
@@ -593,8 +566,8 @@ mod use_tests {
     }
 
     /// Uses that end at these seconds.
-    fn uses(ends: impl IntoIterator<Item = u32>) -> Uses {
-        let mut uses = Uses::new();
+    fn uses(ends: impl IntoIterator<Item = u32>) -> RecentUses {
+        let mut uses = RecentUses::new();
         ends.into_iter().for_each(|end| uses.record(at(end)));
         uses
     }

@@ -20,7 +20,7 @@ use crate::cost::Cost;
 use crate::cost::Rejected;
 use crate::permit::Waiting;
 
-use super::cell::{Cell, EndedLoads, Guard, State, Step};
+use super::cell::{CallerStep, Cell, CellState, EndedLoads, Guard};
 use super::error::ResourceError;
 
 /// The place of a caller among the waiters.
@@ -29,7 +29,7 @@ pub(super) struct Ticket<T: Send + Sync + 'static> {
     /// Its key among the wakers, and the loads that had ended when it arrived.
     waits: Option<(u64, EndedLoads)>,
     /// The load that it wants room for.
-    room: Option<Room>,
+    room: Option<LoadWait>,
     /// Set once the wait for room has timed out.
     is_over: bool,
     /// `true` if it runs the load on the thread that polls.
@@ -37,7 +37,7 @@ pub(super) struct Ticket<T: Send + Sync + 'static> {
 }
 
 /// A load that waits in the queue of requests.
-struct Room {
+struct LoadWait {
     number: u64,
     cost: Cost,
     waiting: Waiting,
@@ -81,11 +81,11 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let seen = self.waits.map_or_else(|| state.ended(), |(_, seen)| seen);
         let step = match room {
             Poll::Ready(Err(error)) => Err(error),
-            Poll::Pending if !state.closed => Ok(Step::Wait),
+            Poll::Pending if !state.closed => Ok(CallerStep::Wait),
             Poll::Ready(Ok(())) | Poll::Pending => Cell::step(&cell, &mut state, seen),
         };
         let found = match step {
-            Ok(Step::Have(guard)) => Ok(guard),
+            Ok(CallerStep::Have(guard)) => Ok(guard),
             Err(error) => Err(error),
             Ok(step) => {
                 // Before the lock is released: a load that begins now may be given up at once.
@@ -127,7 +127,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         };
         match waiting {
             Some(waiting) => {
-                self.room = Some(Room { number, cost, waiting });
+                self.room = Some(LoadWait { number, cost, waiting });
                 Ok(())
             }
             None => Err(self.cell.refuse_load(number, rejected)),
@@ -136,7 +136,9 @@ impl<T: Send + Sync + 'static> Ticket<T> {
 
     /// Waits for the room of its load, and starts the load. Is ready if it waits for none.
     fn poll_room(&mut self, cx: &Context<'_>) -> Poll<Result<(), ResourceError>> {
-        let Some(Room { number, cost, waiting }) = &self.room else { return Poll::Ready(Ok(())) };
+        let Some(LoadWait { number, cost, waiting }) = &self.room else {
+            return Poll::Ready(Ok(()));
+        };
         let (number, cost) = (*number, *cost);
         // Ends: each iteration needs a wake of the queue.
         let found = loop {
@@ -159,7 +161,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
     fn wait_for_change(
         &mut self,
-        state: &mut State<T>,
+        state: &mut CellState<T>,
         seen: EndedLoads,
         waker: Option<Waker>,
     ) -> Option<Waker> {
@@ -171,7 +173,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         state.wakers.insert(key, waker?)
     }
 
-    fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {
+    fn leave(&mut self, state: &mut CellState<T>) -> Option<Waker> {
         let (key, _) = self.waits.take()?;
         state.waiting -= 1;
         state.wakers.remove(&key)

@@ -14,7 +14,7 @@ use std::time::Duration;
 use lowtide_core::kernel::number;
 
 use super::cgroup::{path_v2, places};
-use super::file::{KeptFile, SignalError, keyed, read_whole};
+use super::file::{SignalError, SignalFile, keyed, read_whole};
 
 /// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
 /// available.
@@ -83,16 +83,16 @@ pub(super) struct EventNames {
 /// The files of one level, and their values at the open.
 #[derive(Debug)]
 pub(super) struct EventFiles {
-    events: Option<KeptFile>,
-    local: Option<KeptFile>,
-    failcnt: Option<KeptFile>,
+    events: Option<SignalFile>,
+    local: Option<SignalFile>,
+    failcnt: Option<SignalFile>,
     base: EventCounts,
 }
 
 impl EventFiles {
     /// Opens the files of this folder, either as the leaf or as an ancestor.
     pub(super) fn open(folder: &Path, names: &EventNames, is_leaf: bool) -> Self {
-        let open = |name: &str| KeptFile::open(&folder.join(name)).ok();
+        let open = |name: &str| SignalFile::open(&folder.join(name)).ok();
         let local = names.local.filter(|_| !is_leaf).and_then(open);
         let failcnt = names.failcnt.and_then(open);
         let mut files =
@@ -115,7 +115,7 @@ impl EventFiles {
     }
 
     fn read(&self) -> EventCounts {
-        let counts = |file: &KeptFile| file.read(counts_of);
+        let counts = |file: &SignalFile| file.read(counts_of);
         let all = self.events.as_ref().and_then(counts).unwrap_or_default();
         // A file without the counts of other members is preferred, except for kills, which an inner
         // cgroup does not count itself.
@@ -182,10 +182,10 @@ pub(super) fn find_psi(
     root: &Path,
     lines: &[u8],
     missing: &mut Vec<SignalError>,
-) -> Option<KeptFile> {
+) -> Option<SignalFile> {
     let mounts = read_whole(&root.join("proc/self/mountinfo")).ok()?;
     let found = own_file(root, lines, &mounts);
-    let kept = found.as_ref().and_then(|path| KeptFile::open(path).ok());
+    let kept = found.as_ref().and_then(|path| SignalFile::open(path).ok());
     if kept.is_none() {
         missing.push(SignalError::NoPsi { path: found });
     }

@@ -23,11 +23,11 @@ const START_MAX: u64 = 4 << 20;
 
 /// An open file, read from its start each time.
 #[derive(Debug)]
-pub(super) struct KeptFile {
+pub(super) struct SignalFile {
     file: lowtide_core::file::KeptFile,
 }
 
-impl KeptFile {
+impl SignalFile {
     /// Opens the file and reads it once, because some cgroup files open but do not read.
     pub(super) fn open(path: &Path) -> Result<Self, SignalError> {
         let opened = lowtide_core::file::KeptFile::open(path);
@@ -35,12 +35,12 @@ impl KeptFile {
         opened.map(|file| Self { file }).map_err(|error| SignalError::unreadable(path, &error))
     }
 
-    /// Like [`KeptFile::open`]; `None`, with an entry in `missing`, if it cannot be read.
+    /// Like [`SignalFile::open`]; `None`, with an entry in `missing`, if it cannot be read.
     pub(super) fn open_noted(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
         Self::open(path).map_err(|error| missing.push(error)).ok()
     }
 
-    /// Like [`KeptFile::open_noted`], without an entry if there is no such file.
+    /// Like [`SignalFile::open_noted`], without an entry if there is no such file.
     pub(super) fn open_if_any(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
         let mut noted = Vec::new();
         let opened = Self::open_noted(path, &mut noted);
@@ -54,7 +54,7 @@ impl KeptFile {
         self.read_into(&mut [0; TEXT_MAX]).map(parse)
     }
 
-    /// Like [`KeptFile::read`] for a text of one line, without a buffer of 8 KiB to clear.
+    /// Like [`SignalFile::read`] for a text of one line, without a buffer of 8 KiB to clear.
     pub(super) fn read_line<T>(&self, parse: impl FnOnce(&[u8]) -> T) -> Option<T> {
         self.read_into(&mut [0; LINE_MAX]).map(parse)
     }
@@ -219,7 +219,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("value");
         fs::write(&path, "1\n").expect("written");
-        let kept = KeptFile::open(&path).expect("opens");
+        let kept = SignalFile::open(&path).expect("opens");
         fs::write(&path, "23\n").expect("written");
         assert_eq!(kept.read(number).flatten(), Some(23));
         fs::write(&path, "").expect("written");
@@ -232,7 +232,7 @@ mod tests {
         let path = folder.path().join("stat");
         let text = "key 123456789\n".repeat(1000);
         fs::write(&path, &text[..text.len() - 3]).expect("written");
-        let kept = KeptFile::open(&path).expect("opens");
+        let kept = SignalFile::open(&path).expect("opens");
         let ends = kept.read(|seen| (seen.len() <= TEXT_MAX, seen.last() == Some(&b'\n')));
         assert_eq!(ends, Some((true, true)));
     }
@@ -241,7 +241,7 @@ mod tests {
     fn what_is_missing_is_a_typed_error() {
         let path = Path::new("/nonexistent/file");
         let expected = SignalError::Unreadable { path: path.to_owned(), code: libc::ENOENT };
-        assert_eq!(KeptFile::open(path).expect_err("missing"), expected);
+        assert_eq!(SignalFile::open(path).expect_err("missing"), expected);
         assert_eq!(read_whole(path).expect_err("missing"), expected);
     }
 }

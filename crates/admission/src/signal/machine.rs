@@ -15,7 +15,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, number, physical_memory};
 
 use super::cgroup::{path_v1, path_v2, places};
-use super::file::{KeptFile, SignalError, read_whole};
+use super::file::{SignalError, SignalFile, read_whole};
 
 /// The strict mode of `vm.overcommit_memory`.
 const STRICT: u64 = 2;
@@ -23,8 +23,8 @@ const STRICT: u64 = 2;
 /// The machine's memory. Written by each thread that looks.
 #[derive(Debug)]
 pub(super) struct Machine {
-    meminfo: Option<KeptFile>,
-    overcommit: Option<KeptFile>,
+    meminfo: Option<SignalFile>,
+    overcommit: Option<SignalFile>,
     /// All physical memory, read once.
     total: Option<ByteSize>,
     /// As of the last look; [`u64::MAX`] for none.
@@ -45,7 +45,7 @@ impl Machine {
     /// Opens the files of a file tree, and reads them.
     pub(super) fn open(root: &Path, missing: &mut Vec<SignalError>) -> Self {
         let path = root.join("proc/meminfo");
-        let meminfo = KeptFile::open_noted(&path, missing);
+        let meminfo = SignalFile::open_noted(&path, missing);
         let found = meminfo.as_ref().map(|file| file.read(meminfo_of).unwrap_or_default());
         if found.is_some_and(|found| found.total.is_none()) {
             let expected = "a line `MemTotal: <n> kB`";
@@ -54,7 +54,7 @@ impl Machine {
         let of_system = || (root == Path::new("/")).then(physical_memory).flatten();
         let total = found.and_then(|found| found.total).or_else(of_system);
         let overcommit = root.join("proc/sys/vm/overcommit_memory");
-        let overcommit = KeptFile::open_if_any(&overcommit, missing);
+        let overcommit = SignalFile::open_if_any(&overcommit, missing);
         Self { meminfo, overcommit, total, ..Self::none() }
     }
 

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, page_size, resident_error};
 
-use super::cgroup::{Cgroup, Reading};
+use super::cgroup::{Cgroup, CgroupReading};
 use super::events::{self, MemoryEvents, Psi};
-use super::file::{KeptFile, SignalError};
+use super::file::{SignalError, SignalFile};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 use super::machine::{self, Cpus, Machine, SpaceLimits};
 
@@ -22,11 +22,11 @@ const PAGE_USUAL: ByteSize = ByteSize::kib(4);
 #[derive(Debug)]
 pub struct Signals {
     root: PathBuf,
-    statm: Option<KeptFile>,
-    status: Option<KeptFile>,
+    statm: Option<SignalFile>,
+    status: Option<SignalFile>,
     /// `/proc/self/limits` and `/proc/self/cgroup`, which are looked at again.
-    limits: Option<KeptFile>,
-    groups: Option<KeptFile>,
+    limits: Option<SignalFile>,
+    groups: Option<SignalFile>,
     page: ByteSize,
     /// By how much the kernel's count of resident memory may be wrong.
     error: ByteSize,
@@ -47,7 +47,7 @@ struct CgroupFiles {
     /// The text of `/proc/self/cgroup`.
     lines: Box<[u8]>,
     cgroup: Option<Cgroup>,
-    pressure: Option<KeptFile>,
+    pressure: Option<SignalFile>,
     missing: Arc<[SignalError]>,
 }
 
@@ -64,7 +64,7 @@ impl CgroupFiles {
 /// What a sample compares with the bounds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Used {
-    group: Reading,
+    group: CgroupReading,
     resident: Option<Statm>,
     /// The bytes that count against the limit.
     physical: ByteSize,
@@ -95,15 +95,15 @@ impl Signals {
         let mut missing = Vec::new();
         let proc = root.join("proc/self");
         // The cgroup first: its limit matters most if descriptors are few.
-        let groups = KeptFile::open_noted(&proc.join("cgroup"), &mut missing);
-        let open = |file: &KeptFile| file.read(|lines| CgroupFiles::open(root, lines));
+        let groups = SignalFile::open_noted(&proc.join("cgroup"), &mut missing);
+        let open = |file: &SignalFile| file.read(|lines| CgroupFiles::open(root, lines));
         let files =
             groups.as_ref().map(|file| open(file).unwrap_or_else(|| CgroupFiles::open(root, &[])));
-        let statm = KeptFile::open_noted(&proc.join("statm"), &mut missing);
+        let statm = SignalFile::open_noted(&proc.join("statm"), &mut missing);
         let machine = Machine::open(root, &mut missing);
-        let status = KeptFile::open_noted(&proc.join("status"), &mut missing);
+        let status = SignalFile::open_noted(&proc.join("status"), &mut missing);
         // A missing file means no limits, as on other systems.
-        let limits = KeptFile::open_if_any(&proc.join("limits"), &mut missing);
+        let limits = SignalFile::open_if_any(&proc.join("limits"), &mut missing);
         let page = page_size().filter(|_| root == Path::new("/")).unwrap_or(PAGE_USUAL);
         let signals = Self {
             root: root.to_owned(),
@@ -320,7 +320,7 @@ impl Signals {
     }
 
     /// Reads the files that are not part of a glance.
-    pub(super) fn read(&self, glance: Glance) -> (Signal, Counted) {
+    pub(super) fn read(&self, glance: Glance) -> (Signal, CountedBy) {
         let (_, used) = self.used(glance);
         let Used { group, physical, is_group, .. } = used;
         let leaf = if is_group { physical } else { group.held.unwrap_or(physical) };
@@ -336,10 +336,12 @@ impl Signals {
             matches!(limit_without_fit.source, LimitSource::Cgroup | LimitSource::High);
         let counted = match group.limit {
             // A limit on addresses changes with each mapping.
-            _ if group.is_stale || *lock(&self.space) != SpaceLimits::default() => Counted::Unknown,
-            Some(limit) if is_group => Counted::Cgroup(limit.bytes),
-            Some(_) if is_of_group => Counted::Unknown,
-            _ => Counted::Process,
+            _ if group.is_stale || *lock(&self.space) != SpaceLimits::default() => {
+                CountedBy::Unknown
+            }
+            Some(limit) if is_group => CountedBy::Cgroup(limit.bytes),
+            Some(_) if is_of_group => CountedBy::Unknown,
+            _ => CountedBy::Process,
         };
         let (charged, limit_is_stale) = (group.charged, group.is_stale);
         let signal = Signal {
@@ -461,7 +463,7 @@ pub struct Resident {
 
 /// How [`Signal::physical`] follows a glance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counted {
+pub(super) enum CountedBy {
     /// Anonymous and shared memory of the process.
     Process,
     /// The cgroup, with this limit.

@@ -373,7 +373,8 @@ fn no_wake_is_lost_between_threads() {
 /// waits, which takes the lock.
 #[test]
 fn a_waker_whose_drop_ends_another_wait_is_dropped_without_the_lock() {
-    struct Holds(Mutex<Pin<Box<dyn Future<Output = Result<Permit, Rejected>> + Send>>>);
+    type Reserving = dyn Future<Output = Result<Permit, Rejected>> + Send;
+    struct Holds(Mutex<Pin<Box<Reserving>>>);
     impl Wake for Holds {
         fn wake(self: Arc<Self>) {
             let _ = &self.0;
