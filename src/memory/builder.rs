@@ -320,7 +320,7 @@ impl Builder {
         let (steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
-        let ladder = ladder(steps, &resources);
+        let ladder = reclaim_policy(steps, &resources);
         let settings = settings(&config, has_devices, heap.decay_interval);
         let (admits, registry) = (admission.clone(), resources.clone());
         let mut maintenance =
@@ -725,7 +725,7 @@ fn settings(
 }
 
 /// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn ladder(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> ReclaimPolicy {
+fn reclaim_policy(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> ReclaimPolicy {
     steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
     // At most four steps, fewer than the limit.
     ReclaimPolicy::new(steps)

@@ -589,7 +589,7 @@ fn two_resources_of_one_name_were_registered() {
     assert_eq!(register("model"), Ok(()));
     assert_eq!(
         register("model"),
-        Err(MemoryError::Resource(ResourceError::Duplicate { name: "model".to_owned() }))
+        Err(MemoryError::Resource(ResourceError::Duplicate { name: "model".into() }))
     );
     assert_eq!(register("other"), Ok(()));
     assert_eq!(memory.snapshot().resources.len(), 2);

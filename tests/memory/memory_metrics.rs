@@ -147,8 +147,8 @@ fn live(memory: &Memory) {
     assert!(admit(ByteSize::mib(70)).is_err(), "more than is left");
     let exempt = memory.admission().try_admit_with(Cost::host(ByteSize::mib(1)), Priority::Exempt);
     let exempt = exempt.expect("always");
-    exempt.usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
-    exempt.usage_of_tenant("acme").add(COST, COST);
+    exempt.state().usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
+    exempt.state().usage_of_tenant("acme").add(COST, COST);
     drop(exempt);
     memory.purge().expect("not forked");
     drop(buffer);

@@ -158,8 +158,7 @@ fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
         1 => panic!("never"),
         _ => Ok(model()),
     };
-    let backoff = Backoff { first: Duration::ZERO, max: Duration::ZERO };
-    let resource = memory.managed("moody", load).backoff(backoff);
+    let resource = memory.managed("moody", load).backoff(Duration::ZERO, Duration::ZERO);
     let resource = memory.register(resource).expect("registered");
     let before = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
+use super::correction::{K_MIN, K_START};
 use super::cost::Budget;
 use super::cost::{RejectReason, Rejected};
 use super::eviction::RetryHint;
@@ -110,7 +111,7 @@ impl fmt::Debug for Admission {
 
 impl Default for Admission {
     fn default() -> Self {
-        Self::at(Ledger::new())
+        Self::at(ByteSize::MAX, K_START)
     }
 }
 
@@ -128,12 +129,12 @@ impl Admission {
     /// ledgers.
     #[must_use]
     pub fn with_limit(ceiling: ByteSize) -> Self {
-        Self::at(Ledger::with_ceiling(ceiling))
+        Self::at(ceiling, K_MIN)
     }
 
-    /// Creates an admission with this initial account of host memory.
-    fn at(host: Ledger) -> Self {
-        let state = AdmissionState::take(&host);
+    /// Creates an admission with this ceiling and correction factor of host memory.
+    fn at(ceiling: ByteSize, correction_factor: f64) -> Self {
+        let state = AdmissionState::take(ceiling, correction_factor);
         Self { state, open: Arc::new(Open { state, kept: None }) }
     }
 

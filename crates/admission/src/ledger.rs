@@ -32,7 +32,7 @@ use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use super::correction::few;
 use super::learning::Room;
 
-use super::correction::{Correction, K_MIN, K_START, LedgerTotals, Measured};
+use super::correction::{Correction, LedgerTotals, Measured};
 
 /// A reservation that did not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ const UTILIZATION_MAX: f64 = 100.0;
 /// The account of one budget. Starts without a limit, until the first correction. Reservations are
 /// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
 /// they reserved.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Ledger {
     reserved: CachePadded,
     /// Written by the control loop only.
@@ -137,90 +137,40 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Creates an empty account without a limit.
-    #[must_use]
-    pub fn new() -> Self {
-        Self {
-            reserved: CachePadded(AtomicU64::new(0)),
-            allowance: AtomicU64::new(u64::MAX),
-            ceiling: AtomicU64::new(u64::MAX),
-            loadable: AtomicU64::new(u64::MAX),
-            alone: AtomicU64::new(0),
-            alone_resources: AtomicU64::new(0),
-            alone_debt: AtomicU64::new(u64::MAX),
-            single: AtomicU64::new(0),
-            correction_factor: AtomicU64::new(K_START.to_bits()),
-            reserved_headroom: AtomicU64::new(0),
-            drain: AtomicU64::new(0),
-            pause_ms: AtomicU64::new(0),
-            units: AtomicU64::new(0),
-            resource_reservations: AtomicU64::new(0),
-            settled: AtomicU64::new(0),
-            unheld: AtomicU64::new(0),
-            unlearned: AtomicU64::new(0),
-            suspended: AtomicU64::new(0),
-        }
-    }
-
-    /// Creates an empty account with a fixed ceiling, for use without measurement. Each byte counts
-    /// once (correction factor 1), and the reserved bytes never exceed the ceiling. A
-    /// [`Ledger::correct`] by a control loop ends that.
-    #[must_use]
-    pub fn with_ceiling(ceiling: ByteSize) -> Self {
-        Self {
-            allowance: AtomicU64::new(ceiling.get()),
-            ceiling: AtomicU64::new(ceiling.get()),
-            correction_factor: AtomicU64::new(K_MIN.to_bits()),
-            ..Self::new()
-        }
-    }
-
-    /// Starts over with the state of `other`. Called while nothing is reserved and no other thread
-    /// reserves.
-    pub(crate) fn begin(&self, other: &Self) {
+    /// Starts over, empty. Each byte of a request counts `correction_factor` times, and the
+    /// reserved bytes do not exceed the ceiling, until a [`Ledger::correct`] by a control loop. A
+    /// ceiling of [`ByteSize::MAX`] is no limit. Called while nothing is reserved and no other
+    /// thread reserves.
+    pub(crate) fn begin(&self, ceiling: ByteSize, correction_factor: f64) {
         debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
-        for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
-            mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
+        let Self { alone, alone_resources, single, reserved_headroom, drain, pause_ms, .. } = self;
+        let Self { units, resource_reservations, settled, .. } = self;
+        let Self { unheld, unlearned, suspended, .. } = self;
+        let resources = [units, resource_reservations, settled, alone_resources];
+        let requests = [&self.reserved, unheld, unlearned, suspended, alone, single];
+        let sharing = [reserved_headroom, drain, pause_ms];
+        for figure in resources.into_iter().chain(requests).chain(sharing) {
+            figure.store(0, Ordering::Relaxed);
         }
+        self.allowance.store(ceiling.get(), Ordering::Relaxed);
+        self.ceiling.store(ceiling.get(), Ordering::Relaxed);
+        for figure in [&self.loadable, &self.alone_debt] {
+            figure.store(u64::MAX, Ordering::Relaxed);
+        }
+        self.correction_factor.store(correction_factor.to_bits(), Ordering::Relaxed);
     }
 
-    fn figures(&self) -> [&AtomicU64; 18] {
-        let Self {
-            reserved,
-            allowance,
-            ceiling,
-            loadable,
-            alone,
-            alone_resources,
-            alone_debt,
-            single,
-            correction_factor,
-            reserved_headroom,
-            drain,
-            ..
-        } = self;
-        let Self { pause_ms, units, resource_reservations, settled, .. } = self;
-        let Self { unheld, unlearned, suspended, .. } = self;
-        [
-            reserved,
-            allowance,
-            ceiling,
-            loadable,
-            alone,
-            alone_resources,
-            alone_debt,
-            single,
-            correction_factor,
-            reserved_headroom,
-            drain,
-            pause_ms,
-            units,
-            resource_reservations,
-            settled,
-            unheld,
-            unlearned,
-            suspended,
-        ]
+    /// Creates an empty account without a limit.
+    #[cfg(test)]
+    pub(crate) fn new() -> Self {
+        Self::with_ceiling(ByteSize::MAX, super::correction::K_START)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_ceiling(ceiling: ByteSize, correction_factor: f64) -> Self {
+        let ledger = Self::default();
+        ledger.begin(ceiling, correction_factor);
+        ledger
     }
 
     /// Reserves bytes of a request if they fit and leave the reserved headroom. Zero bytes always
@@ -765,15 +715,9 @@ impl Ledger {
     }
 }
 
-impl Default for Ledger {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 /// A counter on its own cache lines, so that writes of all threads do not slow down readers of
 /// other fields.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(align(128))]
 struct CachePadded(AtomicU64);
 
@@ -798,9 +742,9 @@ fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use super::super::correction::RequestRate;
     use super::super::correction::UNMEASURED;
     use super::super::correction::tests::sample;
+    use super::super::correction::{K_MIN, K_START, RequestRate};
     use super::*;
 
     impl Ledger {
@@ -830,7 +774,7 @@ mod tests {
 
     #[test]
     fn a_berth_is_left_free_by_smaller_requests_and_taken_by_those_it_is_for() {
-        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100), K_MIN);
         let reserved_headroom = ByteSize::mib(8);
         ledger.balance(RoomSharing { reserved_headroom, ..RoomSharing::default() });
         let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
@@ -853,7 +797,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_less_than_what_is_missing_takes_to_come_free() {
-        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100), K_MIN);
         ledger.try_book(ByteSize::mib(90)).expect("fits");
         let wait = |mib| ledger.wait_for(&ledger.try_book(ByteSize::mib(mib)).expect_err("full"));
         assert_eq!(wait(30), None, "nothing is known to come free");

@@ -66,7 +66,7 @@ impl Permit {
         Self { state, held: PermitHold::Host(bytes) }
     }
 
-    pub(super) const fn request(
+    pub(super) const fn of_request(
         state: &'static AdmissionState,
         cost: Cost,
         is_exempt: bool,
@@ -309,20 +309,21 @@ impl Permit {
         self.changed(before);
     }
 
+    const fn request(&self) -> Option<&RequestReservation> {
+        match &self.held {
+            PermitHold::Request(request) => Some(request),
+            PermitHold::Host(_) | PermitHold::Resource(_) => None,
+        }
+    }
+
     /// Returns the host memory that it has reserved while it is suspended.
     fn suspended(&self) -> ByteSize {
-        match &self.held {
-            PermitHold::Request(request) => request.suspended(),
-            PermitHold::Host(_) | PermitHold::Resource(_) => ByteSize::ZERO,
-        }
+        self.request().map_or(ByteSize::ZERO, RequestReservation::suspended)
     }
 
     /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
     fn unheld(&self) -> ByteSize {
-        match &self.held {
-            PermitHold::Request(request) => request.unheld(),
-            PermitHold::Host(_) | PermitHold::Resource(_) => ByteSize::ZERO,
-        }
+        self.request().map_or(ByteSize::ZERO, RequestReservation::unheld)
     }
 
     /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.

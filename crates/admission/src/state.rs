@@ -19,6 +19,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 
+use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, RetryHint};
 use super::large::{LargeRequest, LargeRequests, RequestMemory};
@@ -104,11 +105,11 @@ pub(super) enum ResourceReservation {
 }
 
 impl AdmissionState {
-    /// Returns an unused state, with this account of host memory.
-    pub(super) fn take(host: &Ledger) -> &'static Self {
+    /// Returns an unused state, with this ceiling and correction factor of host memory.
+    pub(super) fn take(ceiling: ByteSize, correction_factor: f64) -> &'static Self {
         let state = Self::left().unwrap_or_else(|| Box::leak(Box::default()));
-        state.host.begin(host);
-        state.device.begin(&Ledger::new());
+        state.host.begin(ceiling, correction_factor);
+        state.device.begin(ByteSize::MAX, K_START);
         state.level.store(Level::None.as_u8(), Ordering::Relaxed);
         state.closed.store(false, Ordering::Release);
         state.unowned.store(0, Ordering::Relaxed);
@@ -231,7 +232,7 @@ impl AdmissionState {
             let host = self.host.book_exempt(cost.host);
             let device = self.device.book_exempt(cost.device);
             tally.admit_exempt(place, host, device);
-            return Ok(Permit::request(self, Cost { host, device }, exempt));
+            return Ok(Permit::of_request(self, Cost { host, device }, exempt));
         }
         if self.sheds(priority) {
             return Err(self.shed(waits, place));
@@ -249,7 +250,7 @@ impl AdmissionState {
             self.book_in_order(waits, cost, priority, place, label)?
         };
         tally.admit(place, booked.host, booked.device);
-        Ok(Permit::request(self, booked, exempt))
+        Ok(Permit::of_request(self, booked, exempt))
     }
 
     /// Reserves a cost in every budget, or in none.
@@ -1071,7 +1072,7 @@ mod tests {
         const MANY: usize = 400;
         let addresses: Vec<_> = (0..MANY)
             .map(|_| {
-                let state = AdmissionState::take(&Ledger::new());
+                let state = AdmissionState::take(ByteSize::MAX, K_START);
                 state.leave();
                 std::ptr::from_ref(state)
             })
