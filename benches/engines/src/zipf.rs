@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use candle_core::Device;
 use engines::{BoxError, answer, process};
-use lowtide::admission::{ResourceError, Budget, Managed, Resource as _, ResourceStats};
+use lowtide::admission::{Budget, Managed, Resource as _, ResourceError, ResourceStats};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
 use lowtide_candle::embedder::Embedder;

@@ -21,7 +21,7 @@ pub const ROWS_MAX: usize = 8;
 /// An error of loading a model.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum LoadFailure {
+pub enum LoadError {
     /// A file is missing or cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
@@ -107,14 +107,14 @@ impl Embedder {
     /// Loads the model in `folder` to the device.
     ///
     /// # Errors
-    /// [`LoadFailure`]
-    pub fn load(folder: &Path, device: &Device) -> Result<Self, LoadFailure> {
+    /// [`LoadError`]
+    pub fn load(folder: &Path, device: &Device) -> Result<Self, LoadError> {
         let path = folder.join("config.json");
         let config: Config = serde_json::from_slice(&read(&path)?)
-            .map_err(|source| LoadFailure::Config { path, source })?;
+            .map_err(|source| LoadError::Config { path, source })?;
         let (heads, hidden) = (config.num_attention_heads, config.hidden_size);
         if heads == 0 || hidden % heads != 0 {
-            return Err(LoadFailure::Heads { heads, hidden });
+            return Err(LoadError::Heads { heads, hidden });
         }
         let tokenizer = tokenizer(folder.join("tokenizer.json"))?;
         let bert = weights(folder.join("model.safetensors"), &config, device)?;
@@ -164,14 +164,14 @@ impl Embedder {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, LoadFailure> {
-    fs::read(path).map_err(|source| LoadFailure::Read { path: path.to_owned(), source })
+fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
+    fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })
 }
 
 /// Reads the tokenizer, without the padding and the limit that its file sets: texts are padded
 /// here, and a text that is too long is an error.
-fn tokenizer(path: PathBuf) -> Result<Tokenizer, LoadFailure> {
-    let failed = |path, source| LoadFailure::Tokenizer { path, source };
+fn tokenizer(path: PathBuf) -> Result<Tokenizer, LoadError> {
+    let failed = |path, source| LoadError::Tokenizer { path, source };
     let read = Tokenizer::from_bytes(read(&path)?);
     let mut tokenizer = read.map_err(|source| failed(path.clone(), source))?;
     tokenizer.with_padding(None);
@@ -180,10 +180,10 @@ fn tokenizer(path: PathBuf) -> Result<Tokenizer, LoadFailure> {
 }
 
 /// Maps the file while its tensors are copied, so that the peak of a load is one copy.
-fn weights(path: PathBuf, config: &Config, device: &Device) -> Result<Bert, LoadFailure> {
+fn weights(path: PathBuf, config: &Config, device: &Device) -> Result<Bert, LoadError> {
     // candle's error for a missing file would not tell it from a damaged one.
     if let Err(source) = fs::File::open(&path) {
-        return Err(LoadFailure::Read { path, source });
+        return Err(LoadError::Read { path, source });
     }
     let files = [&path];
     #[expect(unsafe_code, reason = "candle offers no other way to read without a second copy")]
@@ -191,5 +191,5 @@ fn weights(path: PathBuf, config: &Config, device: &Device) -> Result<Bert, Load
     // condition for the folder of a model.
     let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, device) };
     let bert = mapped.and_then(|weights| Bert::new(config, &weights));
-    bert.map_err(|source| LoadFailure::Weights { path, source })
+    bert.map_err(|source| LoadError::Weights { path, source })
 }

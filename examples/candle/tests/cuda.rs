@@ -16,7 +16,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::driver::cuda::{GovernorOptions, PoolGovernor};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_candle::cuda;
-use lowtide_candle::embedder::{Embedder, LoadFailure};
+use lowtide_candle::embedder::{Embedder, LoadError};
 use lowtide_candle::service::router;
 use tower::ServiceExt as _;
 
@@ -92,7 +92,7 @@ async fn a_model_that_does_not_fit_is_a_typed_error_and_leaves_nothing() -> Resu
     let (memory, device, governor) = open(Some(ByteSize::mib(8)))?;
     let taken = zeros(8, &device)?;
     let error = Embedder::load(folder.path(), &device).map(drop).expect_err("no room");
-    assert!(matches!(error, LoadFailure::Weights { .. }), "{error}");
+    assert!(matches!(error, LoadError::Weights { .. }), "{error}");
     assert!(error.to_string().contains("CUDA_ERROR_OUT_OF_MEMORY"), "{error}");
     assert_eq!(used(&governor)?, ByteSize::mib(8), "what was copied is freed");
     drop(taken);

@@ -15,7 +15,7 @@ use futures_util::stream;
 use lowtide::clock::ManualClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_candle::api::{Answer, BODY_MAX, TEXTS_MAX};
-use lowtide_candle::embedder::{EmbedError, Embedder, LoadFailure, ROWS_MAX};
+use lowtide_candle::embedder::{EmbedError, Embedder, LoadError, ROWS_MAX};
 use lowtide_candle::service::router;
 use serde_json::{Value, json};
 use tower::ServiceExt as _;
@@ -68,7 +68,7 @@ fn a_text_that_is_too_long_is_refused_by_its_number() -> Result<(), BoxError> {
 }
 
 /// Changes a file of a new model, and returns the error of its load.
-fn error_of(change: impl Fn(&Path) -> Result<(), BoxError>) -> Result<LoadFailure, BoxError> {
+fn error_of(change: impl Fn(&Path) -> Result<(), BoxError>) -> Result<LoadError, BoxError> {
     let folder = model()?;
     change(folder.path())?;
     Ok(Embedder::load(folder.path(), &Device::Cpu).map(drop).err().ok_or("it was loaded")?)
@@ -78,10 +78,10 @@ fn error_of(change: impl Fn(&Path) -> Result<(), BoxError>) -> Result<LoadFailur
 fn a_model_that_is_missing_or_damaged_is_a_typed_error() -> Result<(), BoxError> {
     for name in ["config.json", "tokenizer.json", "model.safetensors"] {
         let error = error_of(|folder| Ok(fs::remove_file(folder.join(name))?))?;
-        assert!(matches!(error, LoadFailure::Read { .. }), "{name}: {error}");
+        assert!(matches!(error, LoadError::Read { .. }), "{name}: {error}");
         assert!(error.to_string().contains(name), "{error}");
         let empty = error_of(|folder| Ok(fs::write(folder.join(name), "")?))?;
-        assert!(!matches!(empty, LoadFailure::Read { .. }), "{name}: {empty}");
+        assert!(!matches!(empty, LoadError::Read { .. }), "{name}: {empty}");
     }
     let path = |folder: &Path| folder.join("model.safetensors");
     let cut = error_of(|folder| {
@@ -96,7 +96,7 @@ fn a_model_that_is_missing_or_damaged_is_a_typed_error() -> Result<(), BoxError>
     let tensor = error_of(|folder| write_weights(&path(folder), &shapes()[1..]))?;
     let huge_header = error_of(|folder| Ok(fs::write(path(folder), [0xff; 64])?))?;
     for error in [&cut, &shape, &tensor, &huge_header] {
-        assert!(matches!(error, LoadFailure::Weights { .. }), "{error}");
+        assert!(matches!(error, LoadError::Weights { .. }), "{error}");
     }
     assert!(tensor.to_string().contains("word_embeddings"), "{tensor}");
     let heads = error_of(|folder| {

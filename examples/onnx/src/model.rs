@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lowtide::admission::{ResourceError, Managed, ManagedBuilder, Use};
+use lowtide::admission::{Managed, ManagedBuilder, ResourceError, Use};
 use lowtide::clock::SystemClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_ort::ort::session::Session;
