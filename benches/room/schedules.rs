@@ -246,8 +246,7 @@ impl World {
             Upload { permit, number, claim, length, arrived, reserved_at, is_suspended, waits };
         let admitted = Arc::new(Admitted::default());
         if self.has_pieces {
-            let reserved = upload.permit.cost().host;
-            upload.permit.state().register(Arc::<Admitted>::clone(&admitted), reserved);
+            upload.permit.state().register(Arc::<Admitted>::clone(&admitted));
         }
         *admitted.upload() = Some(upload);
         self.running.push(admitted);

@@ -177,8 +177,12 @@ impl Shared {
             FitStep::Shrinking => {
                 let (_, holders) = self.holders(&sample, terms);
                 self.admin_tasks.set_progress(id, holders);
-                if let Some(beyond) = release {
-                    self.release_for_fit(!sample.purgeable.is_zero(), beyond);
+                if release.is_some() && !sample.purgeable.is_zero() {
+                    self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+                }
+                // The worker purges if something was released.
+                if let Some(beyond) = release.filter(|beyond| !beyond.is_zero()) {
+                    self.resources.release(beyond);
                 }
             }
             FitStep::Reached => {
@@ -226,16 +230,6 @@ impl Shared {
             purgeable,
             promised,
             may_release,
-        }
-    }
-
-    fn release_for_fit(&self, purges: bool, bytes: ByteSize) {
-        if purges {
-            self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
-        }
-        if !bytes.is_zero() {
-            // The worker purges if something was released.
-            self.resources.release(bytes);
         }
     }
 

@@ -20,12 +20,11 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
-use lowtide_admission::layer::KeptUsage;
 pub use lowtide_admission::learning::ROUTES_MAX;
 use lowtide_admission::learning::{
     Compared, Room, Routes, SlowStart, SlowStartPermit, TooManyRunning,
 };
-use lowtide_admission::{Cost, Priority};
+use lowtide_admission::{Cost, Priority, layer::KeptUsage};
 use lowtide_core::buckets::{BUCKETS, bucket_of, largest_of};
 
 use super::estimate::{Estimate, Estimated};
@@ -172,13 +171,8 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     /// Creates an estimator with an initial guess. `key` returns the route of a request.
     pub fn new(guess: ByteSize, key: F) -> Self {
         let (device, priority) = (ByteSize::ZERO, Priority::Normal);
-        Self {
-            key,
-            device,
-            priority,
-            guess,
-            routes: Mutex::new(Routes::new(Route::new(guess), Route::has_learned)),
-        }
+        let routes = Mutex::new(Routes::new(Route::new(guess), Route::has_learned));
+        Self { key, device, priority, guess, routes }
     }
 
     /// Adds a fixed amount of device memory, which is not learned.

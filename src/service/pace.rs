@@ -24,8 +24,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::layer::LargeRequest;
-use lowtide_admission::{Admission, Rejected};
+use lowtide_admission::{Admission, Rejected, layer::LargeRequest};
 
 /// The part of a response that the buffers between the server and a slow client hold. An estimate:
 /// the buffers of hyper and the kernel hold 400 KiB and more, and the kernel takes more of a
@@ -217,8 +216,7 @@ impl RegisteredPace {
     pub(super) fn new(rate: MinDataRate, admission: &Admission) -> Arc<Self> {
         let (admission, pace) = (admission.clone(), Pace::of_request(rate));
         let registered = Arc::new(Self { admission, pace });
-        let pace = Arc::new(WeakPace(Arc::downgrade(&registered)));
-        registered.admission.state().register(pace, ByteSize::ZERO);
+        registered.admission.state().register(Arc::new(WeakPace(Arc::downgrade(&registered))));
         registered
     }
 

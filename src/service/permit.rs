@@ -364,13 +364,8 @@ impl SharedPermit {
     /// Adds it to the running requests that have reserved much, once.
     fn register(&self) {
         if !self.0.owner().is_registered.swap(true, Ordering::Relaxed) {
-            unmeasured(|| {
-                let (state, reserved) = {
-                    let held = self.held();
-                    (held.permit.state(), held.permit.cost().host)
-                };
-                state.register(Arc::new(self.downgrade()), reserved);
-            });
+            let state = self.held().permit.state();
+            unmeasured(|| state.register(Arc::new(self.downgrade())));
         }
     }
 

@@ -17,8 +17,9 @@ use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::layer::NameSource;
-use lowtide_admission::{Admission, Budget, Cost, Priority, Reclaimable, Resource, UnloadReason};
+use lowtide_admission::{
+    Admission, Budget, Cost, Priority, Reclaimable, Resource, UnloadReason, layer::NameSource,
+};
 use lowtide_admission::{Correction, Measured};
 use lowtide_heap::HostArena;
 use metrics_exporter_prometheus::PrometheusBuilder;

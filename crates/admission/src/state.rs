@@ -898,10 +898,10 @@ impl AdmissionState {
         self.large.now()
     }
 
-    /// Adds a running request that has reserved so many bytes, or something else that has a time
-    /// limit, to the registry of requests.
-    pub fn register(&self, request: Arc<dyn LargeRequest>, reserved: ByteSize) {
-        self.large.add(request, reserved);
+    /// Adds a running request that has reserved much, or something else that has a time limit, to
+    /// the registry of requests.
+    pub fn register(&self, request: Arc<dyn LargeRequest>) {
+        self.large.add(Arc::clone(&request), request.reserved().unwrap_or_default());
     }
 
     /// Returns the `most` running requests that hold most memory, the largest first, among those

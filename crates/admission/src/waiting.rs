@@ -608,7 +608,7 @@ mod models {
 
     impl Room {
         fn full() -> Arc<Self> {
-            let (host, device) = (Ledger::with_ceiling(ALL), Ledger::new());
+            let (host, device) = (Ledger::with_ceiling(ALL, 1.0), Ledger::new());
             host.try_book(ALL).expect("it is empty");
             Arc::new(Self { queue: WaitQueue::default(), host, device })
         }

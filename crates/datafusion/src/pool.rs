@@ -31,8 +31,6 @@ use lowtide_admission::{
     Admission, Budget, ByteSize, Cost, Permit, Priority, Reclaimable, Rejected,
 };
 
-use lowtide_admission::layer::AdmissionState;
-
 use super::denied::{Denied, DenyReason, bounded};
 
 /// The bytes by which the permit changes. An estimate: the most that is reserved and not used, by
@@ -95,23 +93,6 @@ struct State {
 struct Consumer {
     bytes: ByteSize,
     can_spill: bool,
-}
-
-/// What is to be dropped, and woken, without the lock.
-#[derive(Default)]
-#[must_use = "others may wait for the bytes"]
-struct Freed {
-    shrunk: Option<&'static AdmissionState>,
-    permit: Option<Permit>,
-}
-
-impl Freed {
-    fn finish(self) {
-        if let Some(state) = self.shrunk {
-            state.wake_waiting();
-        }
-        drop(self.permit);
-    }
 }
 
 impl AdmissionMemoryPool {
@@ -178,6 +159,12 @@ impl AdmissionMemoryPool {
             denied_total: state.denied_total,
             last_denied: state.last_denied.clone(),
         }
+    }
+
+    /// Wakes those that wait for released bytes, without the lock, and drops a permit.
+    fn finish(&self, freed: Option<Permit>) {
+        self.admission.state().wake_waiting();
+        drop(freed);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -276,8 +263,8 @@ impl State {
     }
 
     /// Removes bytes of a consumer, and releases what is not needed any more.
-    fn remove(&mut self, id: usize, bytes: ByteSize, min: ByteSize) -> Freed {
-        let Some(entry) = self.consumers.get_mut(&id) else { return Freed::default() };
+    fn remove(&mut self, id: usize, bytes: ByteSize, min: ByteSize) -> Option<Permit> {
+        let entry = self.consumers.get_mut(&id)?;
         let (bytes, can_spill) = (bytes.min(entry.bytes), entry.can_spill);
         entry.bytes = entry.bytes.saturating_sub(bytes);
         self.used = self.used.saturating_sub(bytes);
@@ -289,16 +276,15 @@ impl State {
         self.release()
     }
 
-    /// Releases the steps that are not used.
-    fn release(&mut self) -> Freed {
+    /// Releases the steps that are not used, and returns a permit that is to be dropped without the
+    /// lock.
+    fn release(&mut self) -> Option<Permit> {
         let spare = self.reserved().saturating_sub(steps(self.used));
         self.overdraft = self.overdraft.saturating_sub(spare);
-        let shrunk = self.permit.as_mut().filter(|_| !spare.is_zero()).map(|permit| {
+        if let Some(permit) = &mut self.permit {
             permit.shrink_quietly(spare);
-            permit.state()
-        });
-        let permit = if self.used.is_zero() { self.permit.take() } else { None };
-        Freed { shrunk, permit }
+        }
+        if self.used.is_zero() { self.permit.take() } else { None }
     }
 }
 
@@ -327,7 +313,7 @@ impl MemoryPool for AdmissionMemoryPool {
             state.spillers = state.spillers.saturating_sub(1);
         }
         drop(state);
-        freed.finish();
+        self.finish(freed);
     }
 
     fn grow(&self, reservation: &MemoryReservation, additional: usize) {
@@ -343,7 +329,7 @@ impl MemoryPool for AdmissionMemoryPool {
     fn shrink(&self, reservation: &MemoryReservation, shrink: usize) {
         let bytes = ByteSize::of(shrink);
         let freed = self.state().remove(reservation.consumer().id(), bytes, self.min);
-        freed.finish();
+        self.finish(freed);
     }
 
     fn try_grow(&self, reservation: &MemoryReservation, additional: usize) -> Result<()> {
@@ -366,7 +352,7 @@ impl MemoryPool for AdmissionMemoryPool {
                 // A permit that was taken for this growth.
                 let freed = state.release();
                 drop(state);
-                freed.finish();
+                self.finish(freed);
                 Err(denied.into())
             }
         }

@@ -111,12 +111,10 @@ impl OrtError {
     /// Returns the error of the load that made an acquire fail.
     #[must_use]
     pub fn of(error: &ResourceError) -> Option<&Self> {
-        match error {
-            ResourceError::Load { failure: LoadFailure::Failed(source), .. } => {
-                source.downcast_ref()
-            }
-            _ => None,
-        }
+        let ResourceError::Load { failure: LoadFailure::Failed(source), .. } = error else {
+            return None;
+        };
+        source.downcast_ref()
     }
 }
 

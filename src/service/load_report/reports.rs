@@ -203,11 +203,8 @@ impl LoadReports {
     /// Returns the time of the control loop's last tick, or without one the time, in nanoseconds.
     #[inline]
     fn time(&self) -> u64 {
-        let at = if self.state.is_some() {
-            self.admission.state().last_tick()
-        } else {
-            self.clock.now()
-        };
+        let ticked = self.state.as_ref().map(|_| self.admission.state().last_tick());
+        let at = ticked.unwrap_or_else(|| self.clock.now());
         u64::try_from(at.since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 

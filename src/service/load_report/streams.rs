@@ -104,8 +104,7 @@ impl StreamTimer {
     /// Adds the streams of a layer to the registry, once.
     pub(super) fn register(reports: &Arc<LoadReports>) {
         if !reports.streams.is_served.swap(true, Ordering::Relaxed) {
-            let timer = Arc::new(Self(Arc::downgrade(reports)));
-            reports.admission.state().register(timer, ByteSize::MAX);
+            reports.admission.state().register(Arc::new(Self(Arc::downgrade(reports))));
         }
     }
 }
