@@ -476,10 +476,10 @@ impl WaitQueue {
 
     /// Lets `choose` choose requests with the lock held, and wakes them without it, until it
     /// chooses less than a whole batch.
-    fn in_batches(&self, mut choose: impl FnMut(&mut WaitList, &mut Batch)) {
+    fn in_batches(&self, mut choose: impl FnMut(&mut WaitList, &mut WakeBatch)) {
         // Ends: each pass chooses requests that were not chosen before, or is the last.
         loop {
-            let mut batch = Batch::default();
+            let mut batch = WakeBatch::default();
             choose(&mut self.entries(), &mut batch);
             let is_last = !batch.is_full();
             batch.wakers.into_iter().flatten().for_each(Waker::wake);
@@ -496,12 +496,12 @@ impl WaitQueue {
 
 /// Requests that are woken together.
 #[derive(Default)]
-struct Batch {
+struct WakeBatch {
     wakers: [Option<Waker>; BATCH],
     count: usize,
 }
 
-impl Batch {
+impl WakeBatch {
     const fn is_full(&self) -> bool {
         self.count == BATCH
     }
