@@ -17,9 +17,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Clock as _, ManualClock, Moment};
 use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms};
 use lowtide_admission::{
-    Admission, Budget, Cost, Job, JobQueue, Ladder, Limit, LimitSource, Maintenance,
-    MaintenanceActions, Managed, Permit, Recovered, Resources, Sample, Sensor, Settings, Trigger,
-    Use, Worker,
+    Admission, Budget, Cost, Job, JobQueue, Limit, LimitSource, Maintenance, MaintenanceActions,
+    Managed, Permit, ReclaimPolicy, Resources, Sample, Sensor, Settings, Trigger, Use, Worker,
 };
 use lowtide_core::sync::lock;
 
@@ -139,8 +138,8 @@ struct Does {
 }
 
 impl MaintenanceActions for Does {
-    fn purge(&mut self, _: Trigger) -> Recovered {
-        Recovered::of(bytes(std::mem::take(&mut lock(&self.plant).dirty)))
+    fn purge(&mut self, _: Trigger) -> ByteSize {
+        bytes(std::mem::take(&mut lock(&self.plant).dirty))
     }
 
     fn decay_device(&mut self, _: Moment) {}
@@ -156,11 +155,11 @@ impl MaintenanceActions for Does {
             let is_over = matches!(step, FitStep::Lowered | FitStep::Failed | FitStep::Expired);
             (plant.step, plant.fit) = (Some(step), Some(fit.limit()).filter(|_| !is_over));
         }
-        if let Some(release) = release {
-            if release.purges {
+        if let Some(beyond) = release {
+            if !sample.purgeable.is_zero() {
                 self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
             }
-            self.resources.release(release.bytes);
+            self.resources.release(beyond);
         }
     }
 }
@@ -352,7 +351,7 @@ impl World {
         let plant = Arc::new(Mutex::new(Plant { limit, base, cache, ..Plant::default() }));
         let fit = Arc::new(Mutex::new(None));
         let (admission, resources) = (Admission::new(), Resources::new());
-        let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]).unwrap_or_default();
+        let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
         let maintenance = Maintenance::new(
             Settings::default(),
             Box::new(Senses(Arc::clone(&plant))),

@@ -15,10 +15,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use lowtide_admission::clock::Moment;
-use lowtide_admission::{
-    Admission, Budget, ByteSize, Cost, LargeRequest, Permit, Priority, Rejected, SLOW_AFTER,
-    Waiting,
-};
+use lowtide_admission::layer::{LargeRequest, SLOW_AFTER, Waiting};
+use lowtide_admission::{Admission, Budget, ByteSize, Cost, Permit, Priority, Rejected};
 
 /// The longest wait.
 const WITHIN: Duration = Duration::from_millis(500);
@@ -164,7 +162,7 @@ pub(crate) fn run(seed: u64) -> Result<Seen, Fault> {
     let ceiling = ByteSize::mib(16 << chance.below(4));
     let admission = Admission::with_limit(ceiling);
     let now = Moment::ORIGIN;
-    admission.tend_queue(now); // deadlines pass
+    admission.state().tend_queue(now); // deadlines pass
     let (waiting, running, has_pieces) = (Vec::new(), Vec::new(), seed % 2 == 1);
     let mut world = World {
         admission,
@@ -216,11 +214,12 @@ impl World {
         let priority = priority[self.chance.below(4)];
         let tenant = self.chance.below(3) as u64;
         self.arrived += 1;
-        match self.admission.try_admit_uncounted(cost, priority, None) {
+        match self.admission.state().try_admit_uncounted(cost, priority, None) {
             Ok(permit) => self.admitted(permit, self.arrived),
             Err(rejected) if rejected.may_wait() => {
                 let within = Some(WITHIN);
-                let Some(waiting) = self.admission.wait(cost, priority, tenant, within) else {
+                let Some(waiting) = self.admission.state().wait(cost, priority, tenant, within)
+                else {
                     self.seen.rejected += 1;
                     return;
                 };
@@ -247,7 +246,7 @@ impl World {
             Upload { permit, number, claim, length, arrived, reserved_at, is_suspended, waits };
         let admitted = Arc::new(Admitted::default());
         if self.has_pieces {
-            upload.permit.register(Arc::<Admitted>::clone(&admitted));
+            upload.permit.state().register(Arc::<Admitted>::clone(&admitted));
         }
         *admitted.upload() = Some(upload);
         self.running.push(admitted);
@@ -347,7 +346,7 @@ impl World {
             let tried = if is_turn {
                 request.waiting.try_admit(cost, priority, None)
             } else {
-                self.admission.try_admit_uncounted(cost, priority, None)
+                self.admission.state().try_admit_uncounted(cost, priority, None)
             };
             match tried {
                 Ok(permit) => {
@@ -408,7 +407,7 @@ impl World {
 
     fn tick(&mut self) -> Result<(), Fault> {
         self.now = self.now + TICK * (1 + u32::try_from(self.chance.below(4)).unwrap_or(0));
-        self.admission.tend_queue(self.now);
+        self.admission.state().tend_queue(self.now);
         // Ends: a request that waits again was not woken since.
         while self.poll_one() {}
         // The time counts from the first tick after the request entered.

@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::admission::AcquireError;
+use lowtide::admission::ResourceError;
 use lowtide::service::{DRAIN_MAX, SharedPermit, scope_blocking};
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
@@ -242,7 +242,7 @@ fn normalise(vector: &mut [f32]) {
     }
 }
 
-fn unavailable(error: &AcquireError) -> Response {
+fn unavailable(error: &ResourceError) -> Response {
     tracing::warn!(%error, "the model is not available");
     lowtide::service::unavailable(error).map(Body::from)
 }

@@ -16,7 +16,7 @@ mod cuda;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::admission::{Acquire, Managed};
+use lowtide::admission::{Managed, ResourceError, Use};
 use lowtide::clock::SystemClock;
 #[cfg(feature = "cuda")]
 use lowtide::cudarc::driver::DriverError;
@@ -104,8 +104,8 @@ impl ManagedModel {
     }
 
     /// Loads the model if it is not loaded, and keeps it loaded while it is used.
-    pub(crate) fn acquire(&self) -> Acquire<Model> {
-        self.resource.acquire()
+    pub(crate) async fn acquire(&self) -> Result<Use<Model>, ResourceError> {
+        self.resource.acquire().await
     }
 }
 

@@ -19,7 +19,7 @@ use crate::decay::DecayTime;
 #[cfg(feature = "device")]
 use crate::device::Contents;
 use crate::metrics::MetricsTier;
-use lowtide_admission::ledger::K_START;
+use lowtide_admission::K_START;
 use lowtide_admission::{ExhaustionPolicy, PurgeGrowth};
 
 #[cfg(feature = "device")]

@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::metrics::MetricsTier;
 use lowtide_admission::ExhaustionPolicy;
-use lowtide_admission::ledger::{K_MAX, K_MIN};
+use lowtide_admission::{K_MAX, K_MIN};
 
 /// `Err` with the accepted values if a value is out of bounds.
 pub(super) type Bounds = Result<(), &'static str>;

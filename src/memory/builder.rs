@@ -22,8 +22,9 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, Ladder, LimitSource, Maintenance, Reclaim, Resources,
-    Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, ReclaimPolicy,
+    Resources, Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control,
+    run_worker,
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
@@ -318,8 +319,8 @@ impl Builder {
         #[cfg(not(feature = "device"))]
         let (steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
-        admission.unify();
-        let ladder = ladder(steps, &resources);
+        admission.state().unify();
+        let ladder = reclaim_policy(steps, &resources);
         let settings = settings(&config, has_devices, heap.decay_interval);
         let (admits, registry) = (admission.clone(), resources.clone());
         let mut maintenance =
@@ -724,10 +725,10 @@ fn settings(
 }
 
 /// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn ladder(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Ladder {
+fn reclaim_policy(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> ReclaimPolicy {
     steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
     // At most four steps, fewer than the limit.
-    Ladder::new(steps).unwrap_or_default()
+    ReclaimPolicy::new(steps)
 }
 
 /// Logs the start, once.

@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::{ConfigError, Source};
-use lowtide_admission::{AddError, Budget, SettingsError};
+use lowtide_admission::{Budget, ResourceError, SettingsError};
 use lowtide_heap::ReleaseFailure;
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
@@ -117,7 +117,7 @@ pub enum MemoryError {
     Arena(#[from] super::devices::ArenaError),
     /// The resource or the reclaimer could not be registered: too many, or a name that is in use.
     #[error(transparent)]
-    Resource(#[from] AddError),
+    Resource(#[from] ResourceError),
     /// The resource can never be loaded: its cost is above the ceiling of a limit that cannot grow.
     #[error(
         "resource {name:?} needs {cost} of {budget} memory, above the ceiling of {ceiling}: \

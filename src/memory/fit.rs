@@ -22,7 +22,7 @@
 use crate::bytes::ByteSize;
 use crate::clock::{Moment, short};
 use crate::sync::{Mutex, caught, lock};
-use lowtide_admission::fit::{Fit, FitRelease, FitSample, FitStep, FitTerms, HOLD};
+use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
 use super::admin_tasks::{AdminCommand, AdminError, AdminTaskState};
@@ -177,7 +177,13 @@ impl Shared {
             FitStep::Shrinking => {
                 let (_, holders) = self.holders(&sample, terms);
                 self.admin_tasks.set_progress(id, holders);
-                release.into_iter().for_each(|release| self.release_for_fit(release));
+                if release.is_some() && !sample.purgeable.is_zero() {
+                    self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+                }
+                // The worker purges if something was released.
+                if let Some(beyond) = release.filter(|beyond| !beyond.is_zero()) {
+                    self.resources.release(beyond);
+                }
             }
             FitStep::Reached => {
                 let (counted, age) = (terms.counted(&sample), running.fit.age(now));
@@ -224,16 +230,6 @@ impl Shared {
             purgeable,
             promised,
             may_release,
-        }
-    }
-
-    fn release_for_fit(&self, FitRelease { purges, bytes }: FitRelease) {
-        if purges {
-            self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
-        }
-        if !bytes.is_zero() {
-            // The worker purges if something was released.
-            self.resources.release(bytes);
         }
     }
 

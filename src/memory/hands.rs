@@ -8,12 +8,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::metrics::process::ProcessReader;
 use crate::metrics::record::{self, MetricsWriter};
-use lowtide_admission::{
-    Level, MaintenanceActions, ReclaimerStats, Recovered, SignalError, Trigger,
-};
+use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::breakdown::Breakdown;
@@ -67,12 +66,12 @@ pub(super) struct MaintenanceExecutor {
 }
 
 impl MaintenanceActions for MaintenanceExecutor {
-    fn purge(&mut self, trigger: Trigger) -> Recovered {
+    fn purge(&mut self, trigger: Trigger) -> ByteSize {
         if let Some(hook) = &mut self.recall_hook {
             heap::request_tcache_flush();
             hook();
         }
-        Recovered::of(self.shared.purge(trigger).released())
+        self.shared.purge(trigger).released()
     }
 
     #[cfg(feature = "device")]
@@ -93,7 +92,7 @@ impl MaintenanceActions for MaintenanceExecutor {
 
     fn run_admin_task(&mut self) -> bool {
         let shared = Arc::clone(&self.shared);
-        shared.run_admin_task(|| self.purge(Trigger::Manual).bytes)
+        shared.run_admin_task(|| self.purge(Trigger::Manual))
     }
 
     fn tend_fit(&mut self, now: Moment) {
@@ -256,10 +255,10 @@ impl MaintenanceExecutor {
         to.admission(&snapshot.admission);
         #[cfg(feature = "service")]
         crate::metrics::connections::publish(to);
-        let routes = admission.usage_by_route();
+        let routes = admission.state().usage_by_route();
         routes.iter().for_each(|route| to.route(route));
         if to.has_detail() {
-            admission.usage_by_tenant().iter().for_each(|tenant| to.tenant(tenant));
+            admission.state().usage_by_tenant().iter().for_each(|tenant| to.tenant(tenant));
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();
         to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());

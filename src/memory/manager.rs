@@ -171,7 +171,7 @@ impl Memory {
     /// whole cost is host memory. Every admission of this `Memory` does the same.
     #[must_use]
     pub fn cost(&self, host: ByteSize, device: ByteSize) -> Cost {
-        self.admission().by_budget(Cost::host(host).and_device(device))
+        self.admission().state().by_budget(Cost::host(host).and_device(device))
     }
 
     /// Purges the heap and the arenas now, on this thread. Takes about 0.1 ms for each MiB
@@ -224,7 +224,7 @@ impl Memory {
         let requests = RequestTotals {
             reserved: ledger.requests(),
             room: ledger.request_room(),
-            loadable: self.admission().loadable(Budget::Host),
+            loadable: self.admission().state().loadable(Budget::Host),
             oldest: self.oldest_requests(),
         };
         let trend = self.0.shared.quiet_times.trend();
@@ -285,7 +285,7 @@ impl Memory {
         if !shared.birth.is_here() {
             return Vec::new();
         }
-        shared.admission.largest(LARGEST_MAX, shared.clock.now())
+        shared.admission.state().largest(LARGEST_MAX, shared.clock.now())
     }
 
     /// Returns the running requests that were admitted first, the oldest first: at most 16, each
@@ -297,7 +297,7 @@ impl Memory {
         if !shared.birth.is_here() {
             return Vec::new();
         }
-        shared.admission.oldest(LARGEST_MAX, shared.clock.now())
+        shared.admission.state().oldest(LARGEST_MAX, shared.clock.now())
     }
 
     /// Returns the memory of measured requests by route, the largest first: at most 64 routes, and
@@ -306,7 +306,7 @@ impl Memory {
     #[must_use]
     pub fn usage_by_route(&self) -> Vec<RouteUsage> {
         let shared = &self.0.shared;
-        if shared.birth.is_here() { shared.admission.usage_by_route() } else { Vec::new() }
+        if shared.birth.is_here() { shared.admission.state().usage_by_route() } else { Vec::new() }
     }
 
     /// Returns the memory of measured requests by tenant (`service::Tenant`), the largest first: at
@@ -314,7 +314,7 @@ impl Memory {
     #[must_use]
     pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
         let shared = &self.0.shared;
-        if shared.birth.is_here() { shared.admission.usage_by_tenant() } else { Vec::new() }
+        if shared.birth.is_here() { shared.admission.state().usage_by_tenant() } else { Vec::new() }
     }
 
     /// Returns what the traffic of the last 24 hours and the current one has needed: by hour, the

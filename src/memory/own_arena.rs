@@ -17,7 +17,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::{ByteSize, prefix};
-use lowtide_admission::{Budget, Cost, LimitSource, LoadError, LoadScope, Trigger};
+use lowtide_admission::{Budget, Cost, LimitSource, LoadScope, Trigger};
 use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
@@ -199,14 +199,14 @@ fn purge_before_load(shared: &Shared) {
 }
 
 impl LoadScope for OwnArena {
-    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
+    fn load(&self, load: &mut dyn FnMut() -> bool) {
         let shared = self.shared.upgrade();
         if let Some(shared) = &shared {
             purge_before_load(shared);
         }
         let Some(shared) = shared.filter(|_| !heap::serves_c()) else {
             self.load_within(load);
-            return Ok(());
+            return;
         };
         let loading = Loading::begin(&shared.loads);
         let before = Before::now(&shared);
@@ -214,7 +214,6 @@ impl LoadScope for OwnArena {
             self.settle_growth(&shared, &before);
         }
         drop(loading);
-        Ok(())
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {

@@ -69,9 +69,10 @@ impl Memory {
     /// registered, with its loader, as long as this `Memory` lives. A loader that holds a `Memory`
     /// keeps it alive (see [`Memory::managed`]).
     ///
-    /// A cost above what the ceiling of the limit leaves beside the process is only a diagnostic,
-    /// because a cgroup's limit may be raised. Until then each acquire fails immediately with
-    /// [`AcquireError::Rejected`](crate::admission::AcquireError::Rejected) and
+    /// A cost above what the ceiling of the limit leaves beside the least that the process has held
+    /// in the last one to two minutes is only a diagnostic, because a cgroup's limit may be raised.
+    /// Until then each acquire fails immediately with
+    /// [`ResourceError::Rejected`](crate::admission::ResourceError::Rejected) and
     /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
     ///
     /// # Errors

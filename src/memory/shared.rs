@@ -225,7 +225,7 @@ impl Shared {
     pub(super) fn check_fits(&self, resource: &ResourceStats) -> Result<(), MemoryError> {
         let given = self.config.memory_limit.value.unwrap_or(ByteSize::MAX);
         let host = self.signals.machine().map_or(given, |machine| given.min(machine));
-        let cost = self.admission.by_budget(resource.cost);
+        let cost = self.admission.state().by_budget(resource.cost);
         let limits = [
             (Budget::Host, cost.host, host),
             #[cfg(feature = "device")]
@@ -251,7 +251,7 @@ impl Shared {
         for (budget, cost) in
             [(Budget::Host, resource.cost.host), (Budget::Device, resource.cost.device)]
         {
-            let most = self.admission.loadable(budget);
+            let most = self.admission.state().loadable(budget);
             if cost <= most {
                 continue;
             }
@@ -340,7 +340,8 @@ impl Shared {
 
     /// Divides the physical memory of a snapshot among its holders.
     pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
-        let of_routes = || self.admission.usage_by_route().iter().map(|of| of.memory.live).sum();
+        let of_routes =
+            || self.admission.state().usage_by_route().iter().map(|of| of.memory.live).sum();
         let here = self.birth.is_here();
         Breakdown::new(snapshot, if here { of_routes() } else { ByteSize::ZERO })
     }

@@ -28,7 +28,7 @@ use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use lowtide_admission::{Rejected, Waiting};
+use lowtide_admission::{Rejected, layer::Waiting};
 use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 

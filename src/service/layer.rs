@@ -44,10 +44,9 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
-use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning, Trial};
-use lowtide_admission::{
-    Admission, Budget, Cost, GRACE, Priority, Rejected, RequestLabel, Waiting,
-};
+use lowtide_admission::layer::{GRACE, Waiting};
+use lowtide_admission::learning::{Kind, LASTS, Needs, SlowStartPermit, TooManyRunning};
+use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
@@ -513,10 +512,10 @@ impl<E: Estimate> MemoryLayer<E> {
         };
         let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         let name = RequestName(method, &route);
-        let label: RequestLabel<'_> = Some(&name);
+        let label: Option<&dyn fmt::Display> = Some(&name);
         let permit = match waiting {
             Some(waiting) => waiting.try_admit(cost, priority, label),
-            None => settings.admission.try_admit_uncounted(cost, priority, label),
+            None => settings.admission.state().try_admit_uncounted(cost, priority, label),
         };
         let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
@@ -529,7 +528,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
         // The device memory of one budget for both is not measured.
-        let is_host = settings.admission.by_budget(cost).host == cost.host;
+        let is_host = settings.admission.state().by_budget(cost).host == cost.host;
         let is_exempt = priority == Priority::Exempt;
         let can_resume = is_measured && is_host && slot.is_none() && !is_exempt;
         let max_wait = settings.max_wait;
@@ -566,7 +565,7 @@ impl<E: Estimate> MemoryLayer<E> {
             return None;
         }
         let tenant = self.number_of(head.extensions.get());
-        admission.wait(refused.cost, refused.priority, tenant, Some(*max_wait))
+        admission.state().wait(refused.cost, refused.priority, tenant, Some(*max_wait))
     }
 
     /// Returns the number under which the requests of a tenant keep their order.
@@ -608,7 +607,7 @@ impl<E: Estimate> MemoryLayer<E> {
 
     /// Counts and logs a rejection, and returns the answer.
     fn reject(&self, head: &Parts, rejected: Rejected) -> Response<String> {
-        let rejected = self.settings.admission.reject(rejected);
+        let rejected = self.settings.admission.state().reject(rejected);
         let path = head.uri.path();
         log!(debug, target: "lowtide", %rejected, path, "request rejected");
         (self.settings.reject)(&rejected, head)
@@ -641,7 +640,7 @@ impl LayerSettings {
         cost: &mut Cost,
         is_measured: bool,
         waiting: Option<&Waiting>,
-    ) -> Result<Option<Box<Trial>>, Rejected> {
+    ) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
         let host = self.admission.ledger(Budget::Host);
         let (estimate, room) = (cost.host, host.learned_room());
         cost.host = lesson.claim(estimate, room);

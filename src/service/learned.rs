@@ -21,8 +21,10 @@ use crate::clock::Clock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 pub use lowtide_admission::learning::ROUTES_MAX;
-use lowtide_admission::learning::{Compared, Record, Room, Routes, TooManyRunning, Trial, Trials};
-use lowtide_admission::{Cost, KeptUsage, Priority};
+use lowtide_admission::learning::{
+    Compared, Room, Routes, SlowStart, SlowStartPermit, TooManyRunning,
+};
+use lowtide_admission::{Cost, Priority, layer::KeptUsage};
 use lowtide_core::buckets::{BUCKETS, bucket_of, largest_of};
 
 use super::estimate::{Estimate, Estimated};
@@ -151,7 +153,7 @@ impl Lesson {
         claim: ByteSize,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
         match &self.0 {
             Of::Bytes(route) => route.trials.enter(claim, room, clock),
             Of::Estimate(compared) => compared.enter(room, clock),
@@ -169,7 +171,8 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     /// Creates an estimator with an initial guess. `key` returns the route of a request.
     pub fn new(guess: ByteSize, key: F) -> Self {
         let (device, priority) = (ByteSize::ZERO, Priority::Normal);
-        Self { key, device, priority, guess, routes: Mutex::new(Routes::new(Route::new(guess))) }
+        let routes = Mutex::new(Routes::new(Route::new(guess), Route::has_learned));
+        Self { key, device, priority, guess, routes }
     }
 
     /// Adds a fixed amount of device memory, which is not learned.
@@ -226,7 +229,7 @@ struct Route {
     /// Set once the guess is no longer used.
     is_known: AtomicBool,
     seen: Mutex<FadingHistogram>,
-    trials: Trials,
+    trials: SlowStart,
     usage: KeptUsage,
 }
 
@@ -237,7 +240,7 @@ impl Route {
             guess,
             is_known: AtomicBool::new(false),
             seen: Mutex::new(FadingHistogram::new()),
-            trials: Trials::new(LESSONS_MIN),
+            trials: SlowStart::new(LESSONS_MIN),
             usage: KeptUsage::of_any_route(),
         }
     }
@@ -267,9 +270,7 @@ impl Route {
             self.is_known.store(true, Ordering::Relaxed);
         }
     }
-}
 
-impl Record for Route {
     fn has_learned(&self) -> bool {
         lock(&self.seen).lessons > 0
     }

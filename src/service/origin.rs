@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use http::{HeaderValue, Method, Version};
 
-use lowtide_admission::{NAME_MAX, shortened};
+use lowtide_admission::layer::{NAME_MAX, shortened};
 
 /// The parts of a request's head that name it to operators and select the answer.
 #[derive(Clone, Debug)]

@@ -24,7 +24,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::{Admission, LargeRequest, Rejected};
+use lowtide_admission::{Admission, Rejected, layer::LargeRequest};
 
 /// The part of a response that the buffers between the server and a slow client hold. An estimate:
 /// the buffers of hyper and the kernel hold 400 KiB and more, and the kernel takes more of a
@@ -216,18 +216,18 @@ impl RegisteredPace {
     pub(super) fn new(rate: MinDataRate, admission: &Admission) -> Arc<Self> {
         let (admission, pace) = (admission.clone(), Pace::of_request(rate));
         let registered = Arc::new(Self { admission, pace });
-        registered.admission.register(Arc::new(WeakPace(Arc::downgrade(&registered))));
+        registered.admission.state().register(Arc::new(WeakPace(Arc::downgrade(&registered))));
         registered
     }
 
     /// Like [`Pace::received`].
     pub(super) fn received(&self, bytes: usize) {
-        self.pace.received(bytes, self.admission.last_tick());
+        self.pace.received(bytes, self.admission.state().last_tick());
     }
 
     /// Like [`Pace::wait`].
     pub(super) fn wait(&self, waker: &Waker) -> bool {
-        self.pace.wait(waker, self.admission.last_tick())
+        self.pace.wait(waker, self.admission.state().last_tick())
     }
 }
 

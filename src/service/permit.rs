@@ -38,11 +38,9 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::learning::Trial;
-use lowtide_admission::{
-    Admission, LARGE_MIN, LargeRequest, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
-    RequestPhase, SLOW_AFTER, Waiting,
-};
+use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
+use lowtide_admission::learning::SlowStartPermit;
+use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestMemory, RequestPhase};
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
@@ -153,7 +151,7 @@ pub(super) struct Terms {
     /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
-    pub(super) slot: Option<Box<Trial>>,
+    pub(super) slot: Option<Box<SlowStartPermit>>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
     pub(super) is_exempt: bool,
@@ -204,7 +202,7 @@ impl SharedPermit {
             permit.mark_unlearned();
         }
         let claim = permit.cost().host;
-        let admitted_at = permit.last_tick();
+        let admitted_at = permit.state().last_tick();
         Self(Arc::new(Account::new(Admitted {
             is_measured,
             is_trial: terms.slot.is_some(),
@@ -303,7 +301,7 @@ impl SharedPermit {
 
     /// Returns `true` if this admission has reserved its bytes, unless it is exempt.
     pub(super) fn is_admitted_by(&self, admission: &Admission) -> bool {
-        !self.0.owner().is_exempt && self.held().permit.is_of(admission)
+        !self.0.owner().is_exempt && std::ptr::eq(self.held().permit.state(), admission.state())
     }
 
     /// Returns `true` if this thread runs for this request.
@@ -350,7 +348,7 @@ impl SharedPermit {
             }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
-            (live, held.permit.is_short())
+            (live, held.permit.state().is_short())
         });
         if live >= LARGE_MIN {
             self.register();
@@ -366,7 +364,8 @@ impl SharedPermit {
     /// Adds it to the running requests that have reserved much, once.
     fn register(&self) {
         if !self.0.owner().is_registered.swap(true, Ordering::Relaxed) {
-            unmeasured(|| self.held().permit.register(Arc::new(self.downgrade())));
+            let state = self.held().permit.state();
+            unmeasured(|| state.register(Arc::new(self.downgrade())));
         }
     }
 
@@ -437,7 +436,7 @@ impl SharedPermit {
         self.change(|held| {
             held.permit.resume(waiting, held.claimed(), priority)?;
             held.claimed = None;
-            admitted.resumed(held.permit.last_tick());
+            admitted.resumed(held.permit.state().last_tick());
             Ok(())
         })
     }
@@ -449,7 +448,7 @@ impl SharedPermit {
         if self.0.owner().is_answered.load(Ordering::Relaxed) {
             self.go_on();
         } else {
-            self.end(|held| held.permit.refuse(rejected));
+            self.end(|held| held.permit.state().reject(rejected));
         }
     }
 
@@ -468,7 +467,7 @@ impl SharedPermit {
             admitted.progress.store(WORKS, Ordering::Relaxed);
             held.permit.set_resumed();
             held.claimed = None;
-            admitted.resumed(held.permit.last_tick());
+            admitted.resumed(held.permit.state().last_tick());
         });
     }
 
@@ -476,7 +475,7 @@ impl SharedPermit {
     #[cold]
     fn cancel(&self, most: ByteSize) {
         let (live, claim) = (self.0.memory().live, self.0.owner().claim());
-        self.end(|held| held.permit.outgrown(live, claim, most));
+        self.end(|held| held.permit.state().outgrown(live, claim, most));
     }
 
     /// Returns its time limits.
@@ -487,7 +486,7 @@ impl SharedPermit {
     /// Records a poll of the request's body: so many bytes, or a wait for the client.
     pub(super) fn receives(&self, polled: Poll<usize>, waker: &Waker) {
         let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
-        let now = self.held().permit.last_tick();
+        let now = self.held().permit.state().last_tick();
         match polled {
             Poll::Ready(bytes) => pace.received(bytes, now),
             Poll::Pending if pace.wait(waker, now) => {}
@@ -499,7 +498,7 @@ impl SharedPermit {
     /// handler.
     pub(super) fn sends(&self, polled: Poll<usize>, waker: &Waker) {
         let Some(limits) = self.limits() else { return };
-        let now = self.held().permit.last_tick();
+        let now = self.held().permit.state().last_tick();
         match (polled, limits.response()) {
             (Poll::Ready(bytes), Some(pace)) => pace.send(bytes, now),
             (Poll::Ready(_), None) => {}
@@ -525,7 +524,7 @@ impl SharedPermit {
         if is_answered && !limits.is_sending() {
             return;
         }
-        if self.end(|held| held.permit.refuse(rejected.clone())) {
+        if self.end(|held| held.permit.state().reject(rejected.clone())) {
             let route = &self.0.owner().origin.route;
             log!(debug, target: "lowtide", %rejected, %route, "response ended at a time limit");
             limits.cut();
@@ -744,14 +743,15 @@ impl SharedPermit {
 
     /// Releases a part of the reservation.
     pub fn shrink(&self, bytes: ByteSize) {
-        let released = self.change(|held| {
+        let state = self.change(|held| {
             let left = held.claimed().saturating_sub(bytes);
             held.claimed = held.claimed.map(|_| left);
             held.declared = held.declared.min(left);
             // A suspended request has released a part of it before.
-            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(left))
+            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(left));
+            held.permit.state()
         });
-        released.wake();
+        state.wake_waiting();
     }
 
     /// Returns the reserved host memory.
@@ -1051,7 +1051,7 @@ impl AccountOwner for Admitted {
     fn ended(&mut self, memory: AccountMemory) {
         let mut held = lock(&self.held);
         if !memory.live.is_zero() {
-            held.permit.outlive(memory.live);
+            held.permit.state().outlive(memory.live);
         }
         if let Some(live_in) = &held.live_in {
             live_in.change(ByteSize::new(self.reported.load(Ordering::Relaxed)), ByteSize::ZERO);

@@ -8,7 +8,7 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 
-use lowtide_admission::{AcquireError, Rejected};
+use lowtide_admission::{Rejected, ResourceError};
 
 /// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
 pub(super) const DEADLINE_EXCEEDED: u16 = 4;
@@ -128,7 +128,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
 /// since not the request is too large. Retry-After is set if a retry may succeed
-/// ([`AcquireError::retry_after`]). It is absent if an operator has to act first, for example if
+/// ([`ResourceError::retry_after`]). It is absent if an operator has to act first, for example if
 /// the resource's cost is above the ceiling.
 ///
 /// ```
@@ -147,9 +147,9 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// assert!(!answer.headers().contains_key("retry-after"), "1 GiB never fits into 100 MiB");
 /// ```
 #[must_use]
-pub fn unavailable(error: &AcquireError) -> Response<String> {
+pub fn unavailable(error: &ResourceError) -> Response<String> {
     let detail = match error {
-        AcquireError::Rejected { rejected, .. } => detail(rejected),
+        ResourceError::Rejected { rejected, .. } => detail(rejected),
         other => other.to_string().into(),
     };
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
@@ -232,7 +232,7 @@ mod tests {
         let retry_after = Duration::from_secs(3);
         let full = Rejected::Full { budget, asked, reserved, allowance, retry_after };
         let large = Rejected::TooLarge { budget, asked, ceiling: allowance };
-        let acquire = AcquireError::Rejected { name: "model".into(), rejected: full.clone() };
+        let acquire = ResourceError::Rejected { name: "model".into(), rejected: full.clone() };
         let digits = |text: &str| text.bytes().any(|byte| byte.is_ascii_digit());
         for rejected in [&full, &large] {
             let body: serde_json::Value =

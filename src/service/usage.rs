@@ -10,7 +10,8 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use lowtide_admission::{KeptUsage, NameSource, Permit, Usage};
+use lowtide_admission::Permit;
+use lowtide_admission::layer::{KeptUsage, NameSource, Usage};
 use lowtide_heap::unmeasured;
 
 use super::learned::Lesson;
@@ -41,7 +42,7 @@ fn look_up(kept: &KeptUsage, permit: &Permit, origin: &Origin, succeeded: bool) 
     };
     let (method, route) = (origin.method.as_str(), origin.route.to_string());
     unmeasured(|| {
-        let usage = permit.usage_of_route(method, &route, source);
+        let usage = permit.state().usage_of_route(method, &route, source);
         kept.keep(&usage, method, route.as_bytes());
         usage
     })
@@ -88,5 +89,5 @@ pub(super) fn add(
 }
 
 fn of_tenant(permit: &Permit, tenant: &Tenant) -> Arc<Usage> {
-    unmeasured(|| permit.usage_of_tenant(tenant.name()))
+    unmeasured(|| permit.state().usage_of_tenant(tenant.name()))
 }

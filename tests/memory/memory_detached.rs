@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::admission::{AcquireError, Cost, LoadError};
+use lowtide::admission::{Cost, LoadFailure, ResourceError};
 use lowtide::clock::ManualClock;
 use lowtide::device::DeviceError;
 use lowtide::memory::{Diagnostic, Severity};
@@ -68,7 +68,7 @@ fn a_device_error_in_a_loader_keeps_its_numbers() {
     let load = || Err::<(), _>(DeviceError::Forked.into());
     let memory = Memory::builder().detached().start().expect("it needs nothing");
     let model = memory.register(memory.managed("model", load)).expect("registered");
-    let Err(AcquireError::Load { error: LoadError::Failed { source }, .. }) =
+    let Err(ResourceError::Load { failure: LoadFailure::Failed(source), .. }) =
         model.acquire_blocking()
     else {
         panic!("it fails")

@@ -10,9 +10,7 @@ use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
 use lowtide::memory::{ArenaError, Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{
-    AcquireError, AddError, Budget, Cost, RejectReason, Rejected, Resource, Signals,
-};
+use lowtide_admission::{Budget, Cost, RejectReason, Rejected, Resource, ResourceError, Signals};
 use test_fork::test;
 use tracing_subscriber::layer::SubscriberExt as _;
 
@@ -144,7 +142,7 @@ fn the_report_names_what_is_outstanding() {
     }
     until_no_threads(); // they ended all the same
     let closed = model.acquire_blocking();
-    assert!(matches!(closed, Err(AcquireError::Closed { .. })), "{closed:?}");
+    assert!(matches!(closed, Err(ResourceError::Closed { .. })), "{closed:?}");
 
     // What was outstanding goes, and the next report is clean.
     assert_eq!(*guard, 7);
@@ -514,7 +512,7 @@ fn a_resource_that_never_fits_beside_the_process_is_rejected_at_once_and_named()
     let model = of("embedder", 190);
     assert!(about(&memory, "resources").iter().any(|note| note.contains("\"embedder\"")));
     let error = crate::polled::now(model.acquire()).map(drop).expect_err("150 MiB are left");
-    let AcquireError::Rejected { rejected, .. } = &error else { panic!("{error:?}") };
+    let ResourceError::Rejected { rejected, .. } = &error else { panic!("{error:?}") };
     let Rejected::TooLarge { budget: Budget::Host, asked, ceiling } = *rejected else {
         panic!("{rejected:?}")
     };
@@ -591,7 +589,7 @@ fn two_resources_of_one_name_were_registered() {
     assert_eq!(register("model"), Ok(()));
     assert_eq!(
         register("model"),
-        Err(MemoryError::Resource(AddError::Duplicate { name: "model".to_owned() }))
+        Err(MemoryError::Resource(ResourceError::Duplicate { name: "model".into() }))
     );
     assert_eq!(register("other"), Ok(()));
     assert_eq!(memory.snapshot().resources.len(), 2);

@@ -17,10 +17,10 @@ use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{
-    Admission, Budget, Cost, NameSource, Priority, Reclaimable, Resource, UnloadReason,
+    Admission, Budget, Cost, Priority, Reclaimable, Resource, UnloadReason, layer::NameSource,
 };
+use lowtide_admission::{Correction, Measured};
 use lowtide_heap::HostArena;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use test_fork::test;
@@ -148,8 +148,8 @@ fn live(memory: &Memory) {
     assert!(admit(ByteSize::mib(70)).is_err(), "more than is left");
     let exempt = memory.admission().try_admit_with(Cost::host(ByteSize::mib(1)), Priority::Exempt);
     let exempt = exempt.expect("always");
-    exempt.usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
-    exempt.usage_of_tenant("acme").add(COST, COST);
+    exempt.state().usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
+    exempt.state().usage_of_tenant("acme").add(COST, COST);
     drop(exempt);
     memory.purge().expect("not forked");
     drop(buffer);

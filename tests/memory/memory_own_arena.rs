@@ -13,7 +13,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
 use lowtide::memory::Memory;
 use lowtide::metrics::MetricsTier;
-use lowtide_admission::{Backoff, Budget, Cost, Resource as _};
+use lowtide_admission::{Budget, Cost, Resource as _};
 use lowtide_cuda_sim::{SimDriver, SimOptions};
 use lowtide_heap::{HostArena, HostArenaStats};
 use test_fork::test;
@@ -158,8 +158,7 @@ fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
         1 => panic!("never"),
         _ => Ok(model()),
     };
-    let backoff = Backoff { first: Duration::ZERO, max: Duration::ZERO };
-    let resource = memory.managed("moody", load).backoff(backoff);
+    let resource = memory.managed("moody", load).backoff(Duration::ZERO, Duration::ZERO);
     let resource = memory.register(resource).expect("registered");
     let before = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));

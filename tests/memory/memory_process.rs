@@ -18,7 +18,7 @@ use lowtide::memory::{
     ShrinkError, Slot, StartError,
 };
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{AcquireError, Cost, LimitSource, Managed, UnloadError};
+use lowtide_admission::{Cost, LimitSource, Managed, ResourceError};
 use test_fork::test;
 use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 
@@ -87,8 +87,8 @@ fn check_child(
         matches!(memory.open_arena("other"), Err(MemoryError::Forked)),
         matches!(later, Err(MemoryError::Forked)),
         matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
-        matches!(model.acquire_blocking(), Err(AcquireError::Forked { .. })),
-        matches!(unloaded, Err(UnloadError::Forked { .. })),
+        matches!(model.acquire_blocking(), Err(ResourceError::Forked { .. })),
+        matches!(unloaded, Err(ResourceError::Forked { .. })),
         snapshot.heap.is_none()
             && snapshot.devices.arenas.is_empty()
             && snapshot.resources.is_empty(),

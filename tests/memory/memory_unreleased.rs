@@ -60,8 +60,8 @@ fn refuse_madvise() -> bool {
 }
 
 fn tick(memory: &Memory) {
-    let seen = memory.admission().last_tick();
-    until("a tick", || memory.admission().last_tick() != seen);
+    let seen = memory.admission().state().last_tick();
+    until("a tick", || memory.admission().state().last_tick() != seen);
 }
 
 /// Takes a burst, and counts the requests that are served after it.

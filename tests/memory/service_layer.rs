@@ -25,8 +25,8 @@ use lowtide::service::{
     SharedPermit, rejection,
 };
 use lowtide::{BoxError, ByteSize};
-use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
+use lowtide_admission::{Correction, Measured};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::layer::layer_fn;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};

@@ -253,7 +253,7 @@ fn a_stream_whose_client_does_not_read_gets_one_report_when_it_does() {
     bed.until_woken("it is due", &mut stream);
     let later = bed.clock_now() + 100 * SECOND;
     advance_until(&bed.clock, SECOND, "a long time", || {
-        bed.memory.admission().last_tick() >= later
+        bed.memory.admission().state().last_tick() >= later
     });
     assert!(!stream.is_woken(), "once");
     assert_eq!((stream.poll(), stream.poll()), (Polled::Report, Polled::Pending));

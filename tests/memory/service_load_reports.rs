@@ -15,8 +15,8 @@ use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody, SharedPermit};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost};
+use lowtide_admission::{Correction, Measured};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 

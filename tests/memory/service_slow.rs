@@ -704,7 +704,7 @@ fn the_last_frame_of_a_suspended_body_that_is_dropped_is_not_its_memory() {
 #[test]
 fn a_request_with_device_memory_of_one_budget_for_both_is_not_suspended() {
     let bed = Bed::new();
-    bed.memory.admission().unify();
+    bed.memory.admission().state().unify();
     let cost = |_: &Parts| Cost::host(ByteSize::mib(4)).and_device(ByteSize::mib(20));
     let layer = bed.layer().with_estimate(cost);
     let mut slow = bed.upload_to(layer.clone(), &Fed::default());

@@ -66,10 +66,10 @@ impl Bed {
     /// Lets this time pass, and acts at each step.
     fn pass_with(&self, time: Duration, mut act: impl FnMut()) {
         let admission = self.memory.admission();
-        let begun = admission.last_tick();
+        let begun = admission.state().last_tick();
         until("the time", || {
             act();
-            let now = admission.last_tick();
+            let now = admission.state().last_tick();
             // No further ahead than the next tick of an idle service, so that none is missed.
             if self.clock.now() - now < 3 * STEP {
                 self.clock.advance(STEP);
@@ -174,10 +174,10 @@ fn a_body_that_does_not_arrive_is_answered_with_408() {
         body.arrives(frames);
         let mut slow = bed.upload_to(layer.clone(), &body);
         assert!(poll_in(&task, slow.as_mut()).is_pending());
-        let begun = bed.memory.admission().last_tick();
+        let begun = bed.memory.admission().state().last_tick();
         // The body finds that its time is over, and then the layer ends the handler.
         let answer = bed.pass_until_over(&task, &mut slow);
-        let took = bed.memory.admission().last_tick() - begun;
+        let took = bed.memory.admission().state().last_tick() - begun;
         assert!((GRACE..=GRACE + GRACE / 2).contains(&took), "{took:?}");
         assert_eq!(answer.status(), StatusCode::REQUEST_TIMEOUT);
         assert!(!answer.headers().contains_key("retry-after"));

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
-use lowtide_admission::learning::{Compared, Kind, LASTS, TooManyRunning, Trial};
+use lowtide_admission::learning::{Compared, Kind, LASTS, SlowStartPermit, TooManyRunning};
 use lowtide_admission::{Budget, Cost, Permit, Rejected, Use};
 use lowtide_core::sync::lock;
 
@@ -46,7 +46,7 @@ pub(super) struct Request {
 struct Terms {
     need: Compared,
     claim: ByteSize,
-    slot: Option<Box<Trial>>,
+    slot: Option<Box<SlowStartPermit>>,
 }
 
 impl Terms {
@@ -194,7 +194,7 @@ impl World {
         let slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
                 let TooManyRunning(running) = running;
-                self.admission.reject(Rejected::SlowStart { running, retry_after: LASTS })
+                self.admission.state().reject(Rejected::SlowStart { running, retry_after: LASTS })
             })?,
             false => None,
         };

@@ -1,6 +1,6 @@
 //! The real controller over the plant: loop, door, worker and resource, driven event by event.
 //!
-//! [`Maintenance`], [`Admission`], `Worker`, [`Ladder`] and [`Resources`] are the crate's own;
+//! [`Maintenance`], [`Admission`], `Worker`, [`ReclaimPolicy`] and [`Resources`] are the crate's own;
 //! sensor, hands, loader and clock are fakes. What takes time on the worker or in a loader lets the
 //! world go on meanwhile: it plays the events of that time and then returns, so that the real code
 //! around it sees the clock where it would be. Nothing decides anything here.
@@ -16,8 +16,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::learning::{Needs, Room};
 use lowtide_admission::{
-    Admission, Budget, Cost, Job, Ladder, Level, LimitAdvice, Maintenance, MaintenanceActions,
-    Managed, Recovered, Resources, Sample, Sensor, Settings, Trigger, Worker,
+    Admission, Budget, Cost, Job, Level, LimitAdvice, Maintenance, MaintenanceActions, Managed,
+    ReclaimPolicy, Resources, Sample, Sensor, Settings, Trigger, Worker,
 };
 use lowtide_core::sync::lock;
 
@@ -77,13 +77,13 @@ impl World {
         let (admission, resources) = (Admission::new(), Resources::new());
         let clock = Arc::new(ManualClock::new());
         let world = Arc::new_cyclic(|weak: &Weak<Self>| {
-            let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]);
+            let policy = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
             let maintenance = Maintenance::new(
                 settings,
                 Box::new(Senses(Weak::clone(weak))),
                 admission.clone(),
                 resources.clone(),
-                ladder.unwrap_or_default(),
+                policy,
             );
             let maintenance = maintenance.unwrap_or_else(|error| panic!("settings: {error}"));
             let worker = maintenance.worker(Box::new(Does(Weak::clone(weak))));
@@ -299,7 +299,7 @@ impl World {
     }
 
     /// Gives back what is dirty now, step by step.
-    fn purge(&self, trigger: Trigger) -> Recovered {
+    fn purge(&self, trigger: Trigger) -> ByteSize {
         let mut left = {
             let state = &mut *lock(&self.state);
             state.plant.recall(0.5);
@@ -318,7 +318,7 @@ impl World {
         }
         let state = &mut *lock(&self.state);
         state.seen.purge_ends(trigger, state.now);
-        Recovered::of(bytes(given))
+        bytes(given)
     }
 }
 
@@ -366,8 +366,8 @@ impl Sensor for Senses {
 struct Does(Weak<World>);
 
 impl MaintenanceActions for Does {
-    fn purge(&mut self, trigger: Trigger) -> Recovered {
-        self.0.upgrade().map_or(Recovered::NOTHING, |world| world.purge(trigger))
+    fn purge(&mut self, trigger: Trigger) -> ByteSize {
+        self.0.upgrade().map_or(ByteSize::ZERO, |world| world.purge(trigger))
     }
 
     fn decay_device(&mut self, _: Moment) {}

@@ -19,7 +19,7 @@ use std::time::Duration;
 use candle_core::Device;
 use engines::process::Proc;
 use engines::{BoxError, answer};
-use lowtide::admission::{AcquireError, Budget, Managed, Resource as _, ResourceStats};
+use lowtide::admission::{ResourceError, Budget, Managed, Resource as _, ResourceStats};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
 use lowtide_candle::embedder::Embedder;
@@ -104,8 +104,8 @@ fn client(models: &Models, counts: &Counts, seeds: Range<u64>) -> Result<(), Box
         let seed = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut attempts = 0..ATTEMPTS_MAX;
         while let Err(error) = models.serve(seed) {
-            let rejected = error.downcast_ref::<AcquireError>();
-            let is_rejected = matches!(rejected, Some(AcquireError::Rejected { .. }));
+            let rejected = error.downcast_ref::<ResourceError>();
+            let is_rejected = matches!(rejected, Some(ResourceError::Rejected { .. }));
             if !is_rejected || attempts.next().is_none() {
                 return Err(error);
             }

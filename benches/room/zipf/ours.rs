@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use lowtide_admission::clock::{Clock, ManualClock, Moment};
-use lowtide_admission::{AcquireError, Admission, Budget, ByteSize, Cost, Managed, Resources, Use};
+use lowtide_admission::{
+    Admission, Budget, ByteSize, Cost, Managed, ResourceError, Resources, Use,
+};
 
 use super::Hits;
 use super::work::{MODELS, Work};
@@ -160,7 +162,7 @@ impl World<'_> {
                     let end = Reverse((request.at + request.hold, nth));
                     self.held.push(Held { end, model, guard });
                 }
-                Err(AcquireError::Rejected { .. }) => {
+                Err(ResourceError::Rejected { .. }) => {
                     faults.refused += u64::from(self.could_fit(model));
                 }
                 Err(_) => faults.other += 1,

@@ -2,7 +2,7 @@
 //!
 //! Admission decides with one compare-and-exchange and a few loads. It reads no file, takes no lock
 //! and never waits. It does not measure: the control loop corrects the ledgers and sets the level.
-//! A [`Permit`] releases its bytes when it is dropped. The shared state is in `desk`.
+//! A [`Permit`] releases its bytes when it is dropped. The shared state is in `state`.
 //!
 //! Invariant: `reserved = sum of the costs of live permits` (permits of resources by their units),
 //! in each budget. A rejected request reserves nothing.
@@ -14,21 +14,19 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
 
+use super::correction::{K_MIN, K_START};
 use super::cost::Budget;
-use super::desk::{Desk, Stood};
-use super::eviction::{Evictor, RequestLabel};
-use super::large::{LargeRequest, LargeRequests, RequestMemory};
+use super::cost::{RejectReason, Rejected};
+use super::eviction::RetryHint;
 use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
-use super::rejected::{RejectReason, Rejected};
-use super::size_class::SizeClass;
-use super::tally::{BudgetCounts, ClassStats};
-use super::usage::{RouteUsage, TenantUsage};
+use super::state::AdmissionState;
+use super::tally::ClassStats;
+use super::tally::SizeClass;
 
-pub use super::cost::{Cost, Priority};
+use super::cost::{Cost, Priority};
 
 /// Counts of admitted and rejected requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -81,23 +79,23 @@ impl AdmissionStats {
 /// keeps that `Memory` running, and so does every clone of it.
 #[derive(Clone)]
 pub struct Admission {
-    desk: &'static Desk,
+    state: &'static AdmissionState,
     /// Shared by the clones. Permits do not hold it.
     open: Arc<Open>,
 }
 
 /// Releases the admission state when the last handle is dropped.
 struct Open {
-    desk: &'static Desk,
+    state: &'static AdmissionState,
     /// The service that corrects the account, for handles that keep it running, and the handle
-    /// that releases the desk.
+    /// that releases the state.
     kept: Option<(Arc<dyn Any + Send + Sync>, Admission)>,
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
         if self.kept.is_none() {
-            self.desk.leave();
+            self.state.leave();
         }
     }
 }
@@ -105,7 +103,7 @@ impl Drop for Open {
 impl fmt::Debug for Admission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Admission")
-            .field("desk", &self.desk)
+            .field("state", &self.state)
             .field("keeps_running", &self.is_managed())
             .finish_non_exhaustive()
     }
@@ -113,7 +111,7 @@ impl fmt::Debug for Admission {
 
 impl Default for Admission {
     fn default() -> Self {
-        Self::at(Ledger::new())
+        Self::at(ByteSize::MAX, K_START)
     }
 }
 
@@ -131,20 +129,20 @@ impl Admission {
     /// ledgers.
     #[must_use]
     pub fn with_limit(ceiling: ByteSize) -> Self {
-        Self::at(Ledger::with_ceiling(ceiling))
+        Self::at(ceiling, K_MIN)
     }
 
-    /// Creates an admission with this initial account of host memory.
-    fn at(host: Ledger) -> Self {
-        let desk = Desk::take(&host);
-        Self { desk, open: Arc::new(Open { desk, kept: None }) }
+    /// Creates an admission with this ceiling and correction factor of host memory.
+    fn at(ceiling: ByteSize, correction_factor: f64) -> Self {
+        let state = AdmissionState::take(ceiling, correction_factor);
+        Self { state, open: Arc::new(Open { state, kept: None }) }
     }
 
     /// Returns a handle to the same account that also keeps `service` alive, as do its clones.
-    #[doc(hidden)]
+    #[must_use]
     pub fn keeping(&self, service: Arc<dyn Any + Send + Sync>) -> Self {
         let kept = Some((service, self.unkept()));
-        Self { desk: self.desk, open: Arc::new(Open { desk: self.desk, kept }) }
+        Self { state: self.state, open: Arc::new(Open { state: self.state, kept }) }
     }
 
     /// Returns a handle to the same account that keeps no service alive: for what the service
@@ -154,13 +152,13 @@ impl Admission {
     }
 
     /// Returns `true` if a running service corrects the account while this handle lives.
-    #[doc(hidden)]
+    #[must_use]
     pub fn is_managed(&self) -> bool {
         self.open.kept.is_some()
     }
 
     /// Returns the service that this handle keeps alive.
-    #[doc(hidden)]
+    #[must_use]
     pub fn kept(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.open.kept.as_ref().map(|(service, _)| &**service)
     }
@@ -186,25 +184,14 @@ impl Admission {
     /// [`Rejected`], with the numbers; it is counted.
     #[inline]
     pub fn try_admit_with(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.desk.admit(cost, priority)
+        self.state.admit(cost, priority)
     }
 
-    /// Like [`Admission::try_admit_with`], but a rejection is not counted, and a resource that is
-    /// evicted for the request records its label.
-    #[doc(hidden)]
+    /// Returns the state, for a layer that measures requests.
     #[inline]
-    pub fn try_admit_uncounted(
-        &self,
-        cost: Cost,
-        priority: Priority,
-        label: RequestLabel<'_>,
-    ) -> Result<Permit, Rejected> {
-        self.desk.admit_uncounted(cost, priority, label)
-    }
-
-    #[inline]
-    pub(super) const fn desk(&self) -> &'static Desk {
-        self.desk
+    #[must_use]
+    pub const fn state(&self) -> &'static AdmissionState {
+        self.state
     }
 
     /// Reserves the bytes of a resource while it is loaded. They are counted once, without the
@@ -213,147 +200,38 @@ impl Admission {
     /// # Errors
     /// [`Rejected`]; it is not counted among the rejected requests.
     pub fn try_reserve_resource(&self, cost: Cost) -> Result<Permit, Rejected> {
-        self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
-    }
-
-    /// Returns the most bytes that a resource may have: one with a larger cost cannot be loaded,
-    /// even if no request runs and no other resource is loaded.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn loadable(&self, budget: Budget) -> ByteSize {
-        self.desk.loadable(budget)
-    }
-
-    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose
-    /// unload makes room if there is none. Reclaimers are asked if `asks` is set.
-    pub(super) fn stand_or_evict(
-        &self,
-        cost: Cost,
-        asks: bool,
-        resource: &Arc<str>,
-    ) -> Result<Stood, Rejected> {
-        self.desk.stand_or_evict(cost, asks, resource)
-    }
-
-    /// Unloads idle resources of this registry to make room for requests and loads that do not fit.
-    /// See [`Resources::evict_for`](super::Resources::evict_for).
-    pub(super) fn set_evictor(&self, evictor: Evictor) {
-        self.desk.set_evictor(Some(Arc::new(evictor)));
-    }
-
-    /// Reserves the device bytes of all costs in the host's budget from now on, for a device that
-    /// shares the host's memory: one limit holds for both, and every byte counts once. Called
-    /// before the first reservation.
-    #[doc(hidden)]
-    pub fn unify(&self) {
-        self.desk.unified.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns a cost as it is reserved. With one budget for host and device, all of it is the
-    /// host's.
-    #[doc(hidden)]
-    pub fn by_budget(&self, cost: Cost) -> Cost {
-        self.desk.by_budget(cost)
-    }
-
-    /// Counts a request that the caller rejects before admission.
-    #[doc(hidden)]
-    pub fn reject(&self, rejected: Rejected) -> Rejected {
-        self.desk.reject(rejected)
+        self.state.reserve_resource(cost, || RetryHint::Unknown)
     }
 
     /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
     pub fn close(&self) {
-        self.desk.closed.store(true, Ordering::Release);
-        self.desk.queue.close();
+        self.state.closed.store(true, Ordering::Release);
+        self.state.queue.close();
     }
 
     /// Returns `true` if admission has been closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.desk.closed.load(Ordering::Acquire)
+        self.state.closed.load(Ordering::Acquire)
     }
 
     /// Returns the level that currently rejects requests by priority.
     #[must_use]
     pub fn level(&self) -> Level {
-        self.desk.level()
+        self.state.level()
     }
 
     /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        if self.desk.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
-            self.desk.level_watches.wake();
+        if self.state.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
+            self.state.level_watches.wake();
         }
-    }
-
-    /// Rejects as exhausted the requests that do not fit while `unowned` bytes belong to no
-    /// request. Zero ends that. Called by the control loop.
-    pub(super) fn set_unowned(&self, unowned: ByteSize) {
-        self.desk.unowned.store(unowned.get(), Ordering::Relaxed);
-    }
-
-    /// Says whether the device is lost. The ceiling of a lost one is zero. Called by the control
-    /// loop.
-    pub(super) fn set_device_lost(&self, is_lost: bool) {
-        self.desk.is_device_lost.store(is_lost, Ordering::Relaxed);
-    }
-
-    /// Returns the `most` running requests that hold most memory, the largest first, among those
-    /// that hold at least 256 KiB and are measured. Allocates, and takes a lock for some
-    /// microseconds.
-    #[doc(hidden)]
-    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        self.desk.large.largest(most, now)
-    }
-
-    /// Returns the `most` running requests that were admitted first, the oldest first, among those
-    /// that have waited for something, and are measured and have reserved at least 64 KiB, or have
-    /// a time limit. Costs as much as [`Admission::largest`].
-    #[doc(hidden)]
-    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        self.desk.large.oldest(most, now)
-    }
-
-    /// Describes the running requests that have reserved most memory, the largest first, among
-    /// those of [`Admission::oldest`]: as many as `into` has places, and at most 16. Returns their
-    /// number. Allocates nothing if the texts in `into` have room.
-    #[doc(hidden)]
-    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
-        self.desk.large.largest_reserved(into, now)
-    }
-
-    /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
-    /// Allocates, and takes a lock for about a microsecond.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn usage_by_route(&self) -> Vec<RouteUsage> {
-        self.desk.usages.by_route()
-    }
-
-    /// Like [`Admission::usage_by_route`], by tenant: at most 33 tenants.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
-        self.desk.usages.by_tenant()
-    }
-
-    /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. The
-    /// control loop does this at each tick, by its clock.
-    #[doc(hidden)]
-    pub fn tend_queue(&self, now: Moment) {
-        self.desk.tend_queue(now);
-    }
-
-    /// Returns the registry of large requests.
-    pub(super) const fn large(&self) -> &LargeRequests {
-        &self.desk.large
     }
 
     /// Returns the account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
-        self.desk.ledger(budget)
+        self.state.ledger(budget)
     }
 
     /// Returns the counts of admitted and rejected requests. Reads some thirty counters for
@@ -361,14 +239,14 @@ impl Admission {
     /// yet in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
-        let counts = self.desk.counts();
-        let (waited_total, waited_time_total) = self.desk.queue.waited();
+        let counts = self.state.counts();
+        let (waited_total, waited_time_total) = self.state.queue.waited();
         AdmissionStats {
-            waiting: self.desk.queue.len() as u64,
+            waiting: self.state.queue.len() as u64,
             waited_total,
             waited_time_total,
-            suspended_total: self.desk.suspensions.load(Ordering::Relaxed),
-            oldest_permit: self.desk.large.oldest_age(),
+            suspended_total: self.state.suspensions.load(Ordering::Relaxed),
+            oldest_permit: self.state.large.oldest_age(),
             admitted_total: counts.admitted,
             finished_total: counts.finished,
             rejected: counts.rejected,
@@ -376,55 +254,19 @@ impl Admission {
         }
     }
 
-    /// Returns the number of rejected requests that another instance may serve, since the start:
-    /// for lack of memory or of its device, or because the service shuts down. One atomic read.
-    #[doc(hidden)]
-    #[inline]
-    #[must_use]
-    pub fn sheds_total(&self) -> u64 {
-        self.desk.sheds.load(Ordering::Relaxed)
-    }
-
-    /// Returns `true` while requests wait for room. One atomic read.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn has_waiting(&self) -> bool {
-        !self.desk.queue.is_empty()
-    }
-
     /// Returns the requests admitted and rejected for lack of room in a budget, by size class from
     /// the smallest. Device counts include only requests with device bytes.
     #[must_use]
     pub fn classes(&self, budget: Budget) -> [ClassStats; SizeClass::COUNT] {
-        self.counts(budget).classes
-    }
-
-    pub(super) fn counts(&self, budget: Budget) -> BudgetCounts {
-        self.desk.budget_counts(budget)
-    }
-}
-
-/// For what is no admitted request, and has a time limit.
-impl Admission {
-    /// Adds something that has a time limit to the registry of requests.
-    #[doc(hidden)]
-    pub fn register(&self, request: Arc<dyn LargeRequest>) {
-        let reserved = request.reserved().unwrap_or_default();
-        self.large().add(request, reserved);
-    }
-
-    /// Returns the time of the control loop's last tick, by its clock.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn last_tick(&self) -> Moment {
-        self.large().now()
+        self.state.budget_counts(budget).classes
     }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::ledger::{Balance, Correction, Measured};
+    use crate::correction::{Correction, Measured};
+    use crate::ledger::RoomSharing;
 
     /// An admission with these ceilings. The allowances are half of them at K = 2, except for a
     /// request that is nearly alone.
@@ -533,7 +375,9 @@ mod tests {
         let admission = Admission::with_limit(ByteSize::mib(100));
         for budget in [Budget::Host, Budget::Device] {
             let reserved_headroom = ByteSize::mib(8);
-            admission.ledger(budget).balance(Balance { reserved_headroom, ..Balance::default() });
+            admission
+                .ledger(budget)
+                .balance(RoomSharing { reserved_headroom, ..RoomSharing::default() });
         }
         let held = admission.try_admit(Cost::host(ByteSize::mib(93))).expect("fits");
         let cost = Cost::host(ByteSize::mib(1));
@@ -554,7 +398,7 @@ mod tests {
     #[test]
     fn with_one_budget_device_bytes_are_booked_with_the_host_once() {
         let admission = Admission::with_limit(ByteSize::mib(100));
-        admission.unify();
+        admission.state().unify();
         let cost = Cost::host(ByteSize::mib(20)).and_device(ByteSize::mib(30));
         let request = admission.try_admit(cost).expect("fits");
         let mut model =
@@ -677,11 +521,12 @@ mod tests {
         let ends = |hints: &[u64]| (hints.iter().min().copied(), hints.iter().max().copied());
         assert_eq!(ends(&hints(30)), (Some(1), Some(2)), "nothing is known to come free");
         let drain = ByteSize::mib(4);
-        let balance = Balance { drain, pause: Duration::from_millis(1500), ..Balance::default() };
+        let balance =
+            RoomSharing { drain, pause: Duration::from_millis(1500), ..RoomSharing::default() };
         admission.ledger(Budget::Host).balance(balance);
         assert_eq!(ends(&hints(30)), (Some(5), Some(10)), "20 MiB at 4 a second, and as much");
         assert_eq!(ends(&hints(11)), (Some(2), Some(4)), "no sooner than others who ask");
-        admission.ledger(Budget::Host).balance(Balance { drain: ByteSize::new(1), ..balance });
+        admission.ledger(Budget::Host).balance(RoomSharing { drain: ByteSize::new(1), ..balance });
         assert_eq!(ends(&hints(100)), (Some(30), Some(60)), "and never later than in a minute");
     }
 

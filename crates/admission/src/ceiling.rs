@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
-use super::correction::Turnover;
+use super::correction::RequestRate;
 use super::pressure::Level;
 
 /// The smallest reserve, in a limit large enough for it.
@@ -45,7 +45,7 @@ pub(super) struct CeilingSample {
     /// The reservations of requests whose need has not been measured.
     pub(super) unlearned: ByteSize,
     pub(super) level: Level,
-    pub(super) turnover: Turnover,
+    pub(super) turnover: RequestRate,
     /// The time between two ticks, and by how much this one is late.
     pub(super) tick: Duration,
     pub(super) late: Duration,
@@ -100,7 +100,7 @@ pub(super) struct Ceiling {
     most: f64,
     /// The earned part of the limit.
     earned: f64,
-    generation: Generation,
+    generation: RequestGeneration,
     /// What was required, and the part of it that no reservation covered.
     last: Option<(ByteSize, ByteSize)>,
     /// Bytes per second.
@@ -111,7 +111,7 @@ pub(super) struct Ceiling {
 
 /// The requests that have ended since the ceiling rose or fell.
 #[derive(Clone, Copy, Debug, Default)]
-struct Generation {
+struct RequestGeneration {
     ended: u64,
     held: u64,
     is_evidence: bool,
@@ -123,7 +123,7 @@ impl Ceiling {
             start,
             most,
             earned: start,
-            generation: Generation { ended: 0, held: 0, is_evidence: false },
+            generation: RequestGeneration { ended: 0, held: 0, is_evidence: false },
             last: None,
             growth: Largest::ZERO,
             reaction: Largest::ZERO,
@@ -168,14 +168,15 @@ impl Ceiling {
             if generation.is_evidence {
                 self.earned = (self.earned + STEP).min(self.most);
             }
-            self.generation = Generation { held: turnover.held, ..Generation::default() };
+            self.generation =
+                RequestGeneration { held: turnover.held, ..RequestGeneration::default() };
         }
     }
 
     /// Lowers the earned part, but not below its start. Ignores NaN, which a limit of 0 yields.
     fn fall_to(&mut self, earned: f64) {
         self.earned = self.earned.min(earned).max(self.start);
-        self.generation = Generation::default();
+        self.generation = RequestGeneration::default();
     }
 }
 
@@ -219,7 +220,7 @@ mod tests {
             is_measured: true,
             unlearned: ByteSize::ZERO,
             level: Level::None,
-            turnover: Turnover { time: TICK, ended: 10, held: 100 },
+            turnover: RequestRate { time: TICK, ended: 10, held: 100 },
             tick: TICK,
             late: Duration::ZERO,
         }
@@ -242,7 +243,7 @@ mod tests {
     fn a_load_that_leaves_most_of_it_free_is_no_evidence() {
         let mut ceiling = Ceiling::new(0.80, 0.93);
         assert_eq!(after(&mut ceiling, 1000, tick(500)), 800);
-        let idle = Turnover { time: TICK, ended: 0, held: 0 };
+        let idle = RequestRate { time: TICK, ended: 0, held: 0 };
         assert_eq!(after(&mut ceiling, 1000, CeilingSample { turnover: idle, ..tick(700) }), 800);
         let (mut ceiling, is_measured) = (Ceiling::new(0.80, 0.93), false);
         let unmeasured = CeilingSample { is_measured, ..tick(700) };

@@ -83,13 +83,13 @@ pub struct Measured {
     /// The most bytes that may be held in total; [`ByteSize::MAX`] if no limit is known.
     pub ceiling: ByteSize,
     /// The progress of requests since the last sample.
-    pub turnover: Turnover,
+    pub turnover: RequestRate,
 }
 
 /// The progress of requests between two samples. The default, which knows nothing of requests,
 /// stands for 10 ms in which all requests were replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Turnover {
+pub struct RequestRate {
     /// The time between the samples.
     pub time: Duration,
     /// The number of requests that ended.
@@ -98,7 +98,7 @@ pub struct Turnover {
     pub held: u64,
 }
 
-impl Turnover {
+impl RequestRate {
     /// Returns the part of `K` that may decay.
     fn decay(self) -> f64 {
         let times = self.time.as_secs_f64() / K_DECAY_TIME.as_secs_f64();
@@ -124,7 +124,7 @@ impl Peaks {
     }
 
     /// Adds a measurement.
-    fn add(&mut self, measure: f64, turnover: Turnover) {
+    fn add(&mut self, measure: f64, turnover: RequestRate) {
         self.ended = self.ended.saturating_add(turnover.ended);
         self.held = self.held.max(turnover.held);
         if self.held == 0 {
@@ -178,9 +178,39 @@ impl Overhead {
     }
 }
 
+/// The time after which memory that is held without a reservation is expected to stay: until then a
+/// purge may release it, such as what an unloaded resource has freed to the C library.
+const STAYS_AFTER: Duration = Duration::from_secs(60);
+
+/// The least value of the last [`STAYS_AFTER`], or of up to twice as long.
+#[derive(Clone, Copy, Debug)]
+struct Least {
+    now: ByteSize,
+    before: ByteSize,
+    time: Duration,
+}
+
+impl Least {
+    const UNKNOWN: Self = Self { now: ByteSize::MAX, before: ByteSize::MAX, time: Duration::ZERO };
+
+    /// Adds a value, this time after the last one.
+    fn add(&mut self, value: ByteSize, time: Duration) {
+        self.time = self.time.saturating_add(time);
+        if self.time >= STAYS_AFTER {
+            *self = Self { before: self.now, ..Self::UNKNOWN };
+        }
+        self.now = self.now.min(value);
+    }
+
+    /// Returns [`ByteSize::MAX`] if nothing was added.
+    fn get(self) -> ByteSize {
+        self.now.min(self.before)
+    }
+}
+
 /// The reservations of a ledger at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Books {
+pub(crate) struct LedgerTotals {
     /// Bytes reserved by requests.
     pub requests: ByteSize,
     /// The part of the allowance that resources take.
@@ -193,7 +223,7 @@ pub struct Books {
     pub unheld: ByteSize,
 }
 
-impl Books {
+impl LedgerTotals {
     /// Returns `true` if a resource is loading.
     fn is_loading(self) -> bool {
         self.settled < self.resource_reservations
@@ -212,8 +242,7 @@ pub struct Correction {
     pub(super) correction_factor: f64,
     /// The memory held while nothing is reserved.
     base: ByteSize,
-    /// The least base so far; the maximum until one is learned.
-    base_min: ByteSize,
+    base_min: Least,
     /// The memory beyond the base, the loaded resources and the requests. It does not grow while a
     /// resource is loading: growth is attributed to that resource.
     extra: ByteSize,
@@ -255,7 +284,7 @@ impl Correction {
             correction_factor: start,
             start,
             base: ByteSize::ZERO,
-            base_min: ByteSize::MAX,
+            base_min: Least::UNKNOWN,
             extra: ByteSize::ZERO,
             quiet: true,
             unmeasured: UNMEASURED,
@@ -293,35 +322,34 @@ impl Correction {
         self.base
     }
 
-    /// Returns the least memory held while nothing was reserved, so far. What is held beyond it may
-    /// be released: memory that a resource has freed to the C library, a cache.
-    #[must_use]
-    pub const fn base_min(&self) -> ByteSize {
-        if self.base_min.get() == ByteSize::MAX.get() { self.base } else { self.base_min }
+    /// Returns the least memory held while nothing was reserved, of the last one to two minutes.
+    /// What is held beyond it may be released: memory that a resource has freed to the C library.
+    pub(super) fn base_min(&self) -> ByteSize {
+        self.base.min(self.base_min.get())
     }
 
     /// Updates the state with a sample and returns the bytes that may be reserved.
-    pub fn update(&mut self, books: Books, measured: Measured) -> ByteSize {
+    pub(crate) fn update(&mut self, totals: LedgerTotals, measured: Measured) -> ByteSize {
         let required = measured.physical.saturating_sub(measured.purgeable);
-        self.learn_base(books, required, measured.ceiling);
-        self.learn_k(books, required, measured);
+        self.learn_base(totals, required, measured);
+        self.learn_k(totals, required, measured);
         debug_assert!(
             (K_MIN..=K_MAX).contains(&self.correction_factor),
             "K is {}",
             self.correction_factor
         );
-        let covered = self.base.saturating_add(books.resource_reservations);
-        let reserved = covered.saturating_add(books.requests.scaled(self.correction_factor));
+        let covered = self.base.saturating_add(totals.resource_reservations);
+        let reserved = covered.saturating_add(totals.requests.scaled(self.correction_factor));
         self.uncovered = required.saturating_sub(reserved);
         if measured.ceiling == ByteSize::MAX {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
         let other_than = |requests: ByteSize| required.saturating_sub(requests).max(covered);
-        let requests = books.held().scaled(self.correction_factor);
-        self.learn_extra(books, required.saturating_sub(requests));
+        let requests = totals.held().scaled(self.correction_factor);
+        self.learn_extra(totals, required.saturating_sub(requests));
         self.other = other_than(requests).max(covered.saturating_add(self.extra));
-        self.unowned = other_than(books.held().scaled(K_MAX));
+        self.unowned = other_than(totals.held().scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(self.other);
         let beside = few(measured.ceiling).scaled(self.correction_factor);
         let lone = measured.ceiling.saturating_sub(self.unowned);
@@ -330,42 +358,42 @@ impl Correction {
             UNMEASURED.. => (room.saturating_sub(beside), beside.saturating_sub(room)),
             _ => (ByteSize::ZERO, ByteSize::MAX),
         };
-        room.scaled(1.0 / self.correction_factor).saturating_add(books.units)
+        room.scaled(1.0 / self.correction_factor).saturating_add(totals.units)
     }
 
     /// Learns the base: the memory held while next to nothing is reserved. Taken after two quiet
     /// samples, because memory is released a little later than its reservation. Never more than the
     /// memory now held in addition to requests. The base does not grow while a resource is loading:
     /// growth is attributed to that resource.
-    fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
-        let quiet = books.requests <= few(ceiling);
-        let held = required.saturating_sub(books.settled);
+    fn learn_base(&mut self, totals: LedgerTotals, required: ByteSize, measured: Measured) {
+        let quiet = totals.requests <= few(measured.ceiling);
+        let held = required.saturating_sub(totals.settled);
         let held = if quiet {
-            held.saturating_sub(books.held().scaled(self.correction_factor))
+            held.saturating_sub(totals.held().scaled(self.correction_factor))
         } else {
             held
         };
-        let may_grow = quiet && self.quiet && !books.is_loading();
+        let may_grow = quiet && self.quiet && !totals.is_loading();
         self.base = if may_grow { held } else { self.base.min(held) };
-        if may_grow || self.base_min != ByteSize::MAX {
-            self.base_min = self.base_min.min(self.base);
+        if may_grow || self.base_min.get() != ByteSize::MAX {
+            self.base_min.add(self.base, measured.turnover.time);
         }
         self.quiet = quiet;
     }
 
-    fn learn_extra(&mut self, books: Books, without_requests: ByteSize) {
-        let loaded = self.base.saturating_add(books.settled);
+    fn learn_extra(&mut self, totals: LedgerTotals, without_requests: ByteSize) {
+        let loaded = self.base.saturating_add(totals.settled);
         let extra = without_requests.saturating_sub(loaded);
-        self.extra = if books.is_loading() { self.extra.min(extra) } else { extra };
+        self.extra = if totals.is_loading() { self.extra.min(extra) } else { extra };
     }
 
-    fn learn_k(&mut self, books: Books, required: ByteSize, sample: Measured) {
-        if books.requests.is_zero() || books.requests < few(sample.ceiling) {
+    fn learn_k(&mut self, totals: LedgerTotals, required: ByteSize, sample: Measured) {
+        if totals.requests.is_zero() || totals.requests < few(sample.ceiling) {
             self.unmeasured = self.unmeasured.saturating_add(1);
             self.correction_factor += K_FORGETTING * (self.start - self.correction_factor);
             return;
         }
-        let requests = books.held();
+        let requests = totals.held();
         if requests < few(sample.ceiling) {
             // Measured requests that hold little yet: no evidence.
             return;
@@ -377,7 +405,7 @@ impl Correction {
         self.unmeasured = 0;
         // The bytes of all resources are subtracted, loaded or not, so that a load does not look
         // like a wrong estimate.
-        let held = required.saturating_sub(self.base).saturating_sub(books.resource_reservations);
+        let held = required.saturating_sub(self.base).saturating_sub(totals.resource_reservations);
         let measured = held.as_f64() / requests.as_f64();
         let evident = requests.get() >= sample.ceiling.get() / EVIDENT_PART;
         if evident {
@@ -385,7 +413,7 @@ impl Correction {
         }
         let rising = evident && self.peaks.is_rising(measured);
         let peak = K_MARGIN * self.peaks.largest().max(measured);
-        if !books.unheld.is_zero() || self.is_measured() {
+        if !totals.unheld.is_zero() || self.is_measured() {
             // What measured requests hold is known, however much of their bodies has arrived, also
             // if that is all that they reserved.
             if evident {
@@ -424,12 +452,12 @@ pub(super) mod tests {
         }
     }
 
-    fn requests(mib: u64) -> Books {
-        Books { requests: ByteSize::mib(mib), ..Books::default() }
+    fn requests(mib: u64) -> LedgerTotals {
+        LedgerTotals { requests: ByteSize::mib(mib), ..LedgerTotals::default() }
     }
 
     fn after(millis: u64, ended: u64, held: u64, physical: u64) -> Measured {
-        let turnover = Turnover { time: Duration::from_millis(millis), ended, held };
+        let turnover = RequestRate { time: Duration::from_millis(millis), ended, held };
         Measured { turnover, ..sample(physical, 0) }
     }
 
@@ -440,8 +468,10 @@ pub(super) mod tests {
         let mut correction = Correction::starting_at(K_MIN);
         let _ = correction.update(requests(0), sample(100, 0));
         let cache = || sample(300, 0); // 200 MiB more than the base
-        let small =
-            |loading| Books { resource_reservations: ByteSize::mib(loading), ..requests(50) };
+        let small = |loading| LedgerTotals {
+            resource_reservations: ByteSize::mib(loading),
+            ..requests(50)
+        };
         let _ = correction.update(small(0), cache());
         assert_eq!(correction.base(), ByteSize::mib(100));
         let room = CEILING.saturating_sub(correction.other);
@@ -519,23 +549,23 @@ pub(super) mod tests {
     /// and the factor need not fall slowly.
     #[test]
     fn measured_requests_teach_by_what_they_hold_and_at_once() {
-        let books = |unheld| Books { unheld: ByteSize::mib(unheld), ..requests(600) };
+        let totals = |unheld| LedgerTotals { unheld: ByteSize::mib(unheld), ..requests(600) };
         let mut correction = Correction::new();
         for _ in 0..500 {
-            let allowance = correction.update(books(599), sample(1, 0));
+            let allowance = correction.update(totals(599), sample(1, 0));
             assert!((correction.correction_factor() - K_START).abs() < 1e-9);
             assert_eq!(allowance.get() >> 20, 400, "as if all of them came");
         }
-        let allowance = correction.update(books(400), sample(220, 0));
+        let allowance = correction.update(totals(400), sample(220, 0));
         let expected = K_MARGIN * 1.1;
         assert!((correction.correction_factor() - expected).abs() < 1e-9);
         assert_eq!(allowance.get() >> 20, 692, "800 MiB / 1.155, and nothing else is held");
         // More is held than they hold: it counts at once, and as their overhead if it stays.
-        let allowance = correction.update(books(400), sample(300, 0));
+        let allowance = correction.update(totals(400), sample(300, 0));
         assert!((correction.correction_factor() - K_MARGIN * 1.104).abs() < 1e-9);
         assert_eq!(allowance.get() >> 20, 631, "(800 - 300 + 200 x 1.1592) MiB / 1.1592");
         for _ in 0..1000 {
-            let _ = correction.update(books(400), sample(300, 0));
+            let _ = correction.update(totals(400), sample(300, 0));
         }
         assert!((correction.correction_factor() - K_MARGIN * 1.5).abs() < 1e-3);
     }
@@ -544,10 +574,10 @@ pub(super) mod tests {
     /// samples counted, and not their average.
     #[test]
     fn requests_that_hold_all_they_reserved_were_taken_to_be_unmeasured() {
-        let books = |unheld| Books { unheld: ByteSize::mib(unheld), ..requests(600) };
+        let totals = |unheld| LedgerTotals { unheld: ByteSize::mib(unheld), ..requests(600) };
         let mut correction = Correction::new();
-        let _ = correction.update(books(200), sample(400, 0));
-        let _ = correction.update(books(0), sample(1200, 0));
+        let _ = correction.update(totals(200), sample(400, 0));
+        let _ = correction.update(totals(0), sample(1200, 0));
         let factor = correction.correction_factor();
         assert!(factor < K_MARGIN * 1.1, "{factor}: one sample of 2 counts little");
     }
@@ -696,7 +726,11 @@ pub(super) mod tests {
         assert_eq!(full, ByteSize::ZERO);
         let none = Measured { ceiling: ByteSize::MAX, ..sample(1600, 0) };
         assert_eq!(correction.update(requests(0), none), ByteSize::MAX);
-        let huge = Books { requests: ByteSize::MAX, units: ByteSize::MAX, ..Books::default() };
+        let huge = LedgerTotals {
+            requests: ByteSize::MAX,
+            units: ByteSize::MAX,
+            ..LedgerTotals::default()
+        };
         let extreme = Measured { physical: ByteSize::MAX, ..sample(0, 0) };
         assert_eq!(correction.update(huge, extreme), ByteSize::MAX);
         let zero = Measured { ceiling: ByteSize::ZERO, ..sample(10, 0) };
@@ -725,8 +759,8 @@ pub(super) mod tests {
         for settled in [ByteSize::ZERO, resource_reservations] {
             let mut correction = Correction::new();
             let _ = correction.update(requests(0), sample(100, 0));
-            let books = Books { resource_reservations, settled, ..requests(100) };
-            let _ = correction.update(books, sample(700, 0));
+            let totals = LedgerTotals { resource_reservations, settled, ..requests(100) };
+            let _ = correction.update(totals, sample(700, 0));
             assert!(
                 (correction.correction_factor() - 0.995 * K_START).abs() < 1e-9,
                 "{}",

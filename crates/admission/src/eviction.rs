@@ -37,11 +37,11 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::{Budget, Cost};
-use super::desk::{Desk, Stood};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::PAUSE_MIN;
-use super::timed_thread::elsewhere;
+use super::reclaim::elsewhere;
+use super::state::{AdmissionState, ResourceReservation};
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.
@@ -63,9 +63,6 @@ const ROUNDING: u64 = 4096;
 /// The time between its attempts: a tick of a busy service.
 const OBSERVED_STEP: Duration = Duration::from_millis(10);
 
-/// A description of a request, for events and logs; `None` if it has none.
-pub type RequestLabel<'a> = Option<&'a dyn fmt::Display>;
-
 /// The caller for which room is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -79,7 +76,7 @@ pub enum Requester {
 }
 
 impl Requester {
-    fn request(label: RequestLabel<'_>) -> Self {
+    fn request(label: Option<&dyn fmt::Display>) -> Self {
         Self::Request(label.map(|label| label.to_string().into()))
     }
 }
@@ -112,17 +109,17 @@ pub struct EvictionCause {
 }
 
 impl EvictionCause {
-    fn new(requester: Requester, desk: &Desk, cost: Cost) -> Self {
+    fn new(requester: Requester, admission: &AdmissionState, cost: Cost) -> Self {
         // The rule that decided: a resource is not multiplied by the correction factor.
         let host_fits = match requester {
-            Requester::Load(_) => desk.host.fits_standing(cost.host, ByteSize::ZERO),
-            _ => desk.host.fits(cost.host, ByteSize::ZERO),
+            Requester::Load(_) => admission.host.fits_resource(cost.host, ByteSize::ZERO),
+            _ => admission.host.fits(cost.host, ByteSize::ZERO),
         };
         let budget =
             if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
         let (ledger, needed) = match budget {
-            Budget::Host => (&desk.host, cost.host),
-            Budget::Device => (&desk.device, cost.device),
+            Budget::Host => (&admission.host, cost.host),
+            Budget::Device => (&admission.device, cost.device),
         };
         let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
         Self { requester, budget, needed, reserved, allowance }
@@ -144,11 +141,11 @@ impl fmt::Display for EvictionCause {
 pub(super) trait Claimable: Send + Sync {
     /// Takes it out of use if it may be evicted now. Callers that acquire it then wait. A divisible
     /// one is to release these bytes, others all of theirs.
-    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn Claimed>>;
+    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn EvictionClaim>>;
 }
 
 /// A resource that is out of use. Dropping it puts the resource back.
-pub(super) trait Claimed: Send {
+pub(super) trait EvictionClaim: Send {
     /// Returns its reservation, or what it is to release without one.
     fn cost(&self) -> Cost;
 
@@ -157,9 +154,9 @@ pub(super) trait Claimed: Send {
 }
 
 /// A resource that may be evicted, now or after its minimum residency.
-pub struct Idle {
+pub(crate) struct Idle {
     /// The admission state that holds its reservation.
-    pub(super) desk: &'static Desk,
+    pub(super) admission: &'static AdmissionState,
     /// Its reservation.
     pub(super) cost: Cost,
     /// The remaining minimum residency.
@@ -180,7 +177,7 @@ impl fmt::Debug for Idle {
 }
 
 /// A source of idle resources.
-pub(super) trait Pool: Send + Sync {
+pub(super) trait EvictionSource: Send + Sync {
     /// Returns the resources that may be evicted, now or after their minimum residency.
     fn idle(&self) -> Vec<Idle>;
 
@@ -194,7 +191,7 @@ pub(super) trait Pool: Send + Sync {
 
 /// When a request that does not fit should retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Hint {
+pub(super) enum RetryHint {
     /// Resources are being unloaded for it, which takes this long.
     Unloading(Duration),
     /// Idle resources make room for it after their minimum residency, which ends in this time.
@@ -205,7 +202,7 @@ pub(super) enum Hint {
 
 /// Makes room by unloading idle resources.
 pub(super) struct Evictor {
-    pool: Box<dyn Pool>,
+    pool: Box<dyn EvictionSource>,
     clock: Arc<dyn Clock>,
     /// Called after the unloads, before the room is used: releases the memory that they left in the
     /// heap.
@@ -213,7 +210,7 @@ pub(super) struct Evictor {
     birth: Birth,
     /// Serialises the choices.
     choosing: Mutex<()>,
-    coming: Mutex<Vec<Arc<Coming>>>,
+    coming: Mutex<Vec<Arc<PendingFree>>>,
     rounds: Mutex<Rounds>,
 }
 
@@ -230,7 +227,7 @@ struct Rounds {
 }
 
 /// Whether a round may begin.
-enum Turn {
+enum RoundTurn {
     /// It has begun.
     Begun,
     /// Another one runs or has just ended.
@@ -240,7 +237,7 @@ enum Turn {
 }
 
 /// Bytes that are being unloaded for a rejected request.
-struct Coming {
+struct PendingFree {
     cost: Cost,
     /// The time when they are expected to be free.
     ready: Moment,
@@ -250,7 +247,7 @@ struct Coming {
 
 impl Evictor {
     pub(super) fn new(
-        pool: Box<dyn Pool>,
+        pool: Box<dyn EvictionSource>,
         clock: Arc<dyn Clock>,
         after: Box<dyn Fn() + Send + Sync>,
     ) -> Self {
@@ -261,38 +258,42 @@ impl Evictor {
     /// Makes room for a rejected request, unless other unloads already make enough.
     pub(super) fn for_request(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         cost: Cost,
-        label: RequestLabel<'_>,
-    ) -> Hint {
+        label: Option<&dyn fmt::Display>,
+    ) -> RetryHint {
         if !self.birth.is_here() {
-            return Hint::Unknown;
+            return RetryHint::Unknown;
         }
         let (coming, takes) = self.coming();
-        if desk.fits(cost, coming) {
-            return Hint::Unloading(takes);
+        if admission.fits(cost, coming) {
+            return RetryHint::Unloading(takes);
         }
-        if let Some(rest) = self.ask_for_request(desk, cost, label) {
-            return Hint::Unloading(rest);
+        if let Some(rest) = self.ask_for_request(admission, cost, label) {
+            return RetryHint::Unloading(rest);
         }
         // Read again for each choice: another thread may have started unloads.
-        let fits = |freed: Cost| desk.fits(cost, self.coming().0.and(freed));
+        let fits = |freed: Cost| admission.fits(cost, self.coming().0.and(freed));
         let choice = |idle| choose(idle, fits);
-        let cause = || EvictionCause::new(Requester::request(label), desk, cost);
+        let cause = || EvictionCause::new(Requester::request(label), admission, cost);
         let announce = |claims: &Claims| Some(self.announce(claims));
-        match self.claim(desk, Vec::new, choice, announce, cause) {
+        match self.claim(admission, Vec::new, choice, announce, cause) {
             // Room became free. Nothing runs on this thread, which may belong to an async runtime.
-            Ok((claims, _)) if claims.list.is_empty() => Hint::Unloading(self.coming().1),
+            Ok((claims, _)) if claims.list.is_empty() => RetryHint::Unloading(self.coming().1),
             Ok((claims, coming)) => {
                 let takes = claims.takes;
-                let owed = Owed { desk, evictor: Arc::clone(self), of: Made::Announced(coming) };
+                let owed = PendingRelease {
+                    admission,
+                    evictor: Arc::clone(self),
+                    of: Made::Announced(coming),
+                };
                 match (UnloadStep { claims, owed }).start() {
-                    Ok(_) => Hint::Unloading(takes),
-                    Err(_) => Hint::Unknown,
+                    Ok(_) => RetryHint::Unloading(takes),
+                    Err(_) => RetryHint::Unknown,
                 }
             }
-            Err(Some(stays)) => Hint::Resident(stays),
-            Err(None) => Hint::Unknown,
+            Err(Some(stays)) => RetryHint::Resident(stays),
+            Err(None) => RetryHint::Unknown,
         }
     }
 
@@ -303,7 +304,7 @@ impl Evictor {
     /// The time after which the minimum residency of enough resources ends, if any suffice.
     pub(super) fn for_load(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         cost: Cost,
         asks: bool,
         resource: &Arc<str>,
@@ -313,15 +314,15 @@ impl Evictor {
         }
         if asks && self.may_ask() {
             let (evictor, resource) = (Arc::clone(self), Arc::clone(resource));
-            return Ok(Eviction::Asks { desk, evictor, cost, resource });
+            return Ok(Eviction::Asks { admission, evictor, cost, resource });
         }
-        let book = |claims: &Claims| desk.reserve(cost, claims.cost());
-        let fits = |freed| desk.fits_standing(cost, freed);
-        let cause = || EvictionCause::new(Requester::Load(Arc::clone(resource)), desk, cost);
+        let book = |claims: &Claims| admission.reserve(cost, claims.cost());
+        let fits = |freed| admission.fits_resource(cost, freed);
+        let cause = || EvictionCause::new(Requester::Load(Arc::clone(resource)), admission, cost);
         let choice = |idle| choose(idle, fits);
-        let (claims, reserved) = self.claim(desk, Vec::new, choice, book, cause)?;
+        let (claims, reserved) = self.claim(admission, Vec::new, choice, book, cause)?;
         let of = Made::Reserved { cost, reserved: Some(reserved) };
-        let owed = Owed { desk, evictor: Arc::clone(self), of };
+        let owed = PendingRelease { admission, evictor: Arc::clone(self), of };
         Ok(Eviction::Unloads(UnloadStep { claims, owed }))
     }
 
@@ -334,9 +335,9 @@ impl Evictor {
     /// which requests wait for it; `None` if it does not help.
     fn ask_for_request(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         cost: Cost,
-        label: RequestLabel<'_>,
+        label: Option<&dyn fmt::Display>,
     ) -> Option<Duration> {
         self.pool.next_ask()?;
         let mut rounds = lock(&self.rounds);
@@ -346,21 +347,22 @@ impl Evictor {
         let turn = self.begin_round(&mut rounds);
         let starts = !std::mem::replace(&mut rounds.has_thread, true);
         drop(rounds);
-        let begun = matches!(turn, Turn::Begun);
+        let begun = matches!(turn, RoundTurn::Begun);
         if starts {
             // Also while reclaimers pause: the request may wait until they can be asked.
             let evictor = Arc::clone(self);
             let requester = Requester::request(label);
             let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
-            if thread.spawn(move || evictor.run_rounds(desk, cost, begun, requester)).is_err() {
+            if thread.spawn(move || evictor.run_rounds(admission, cost, begun, requester)).is_err()
+            {
                 *lock(&self.rounds) = Rounds::default();
                 return None;
             }
         }
         match turn {
-            Turn::Begun => Some(PAUSE_MIN),
-            Turn::Await(rest) => Some(rest),
-            Turn::Useless => None,
+            RoundTurn::Begun => Some(PAUSE_MIN),
+            RoundTurn::Await(rest) => Some(rest),
+            RoundTurn::Useless => None,
         }
     }
 
@@ -371,16 +373,20 @@ impl Evictor {
     }
 
     /// Begins a round if none runs or has just ended, and if a reclaimer may be asked.
-    fn begin_round(&self, rounds: &mut Rounds) -> Turn {
+    fn begin_round(&self, rounds: &mut Rounds) -> RoundTurn {
         let now = self.clock.now();
         if now < rounds.until {
-            return if rounds.helps { Turn::Await(rounds.until - now) } else { Turn::Useless };
+            return if rounds.helps {
+                RoundTurn::Await(rounds.until - now)
+            } else {
+                RoundTurn::Useless
+            };
         }
         if self.pool.next_ask().is_none_or(|next| next > now) {
-            return Turn::Useless;
+            return RoundTurn::Useless;
         }
         (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
-        Turn::Begun
+        RoundTurn::Begun
     }
 
     /// Ends a round: no other one begins before this pause is over.
@@ -394,28 +400,28 @@ impl Evictor {
     /// a request of this cost.
     fn run_rounds(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         mut cost: Cost,
         mut begun: bool,
         mut requester: Requester,
     ) {
         let mut ended_at = 0;
-        let ticks = || desk.ticks.load(Ordering::Relaxed);
+        let ticks = || admission.ticks.load(Ordering::Relaxed);
         // Ends when no request waits, at its deadline at the latest, or with the last reclaimer.
         // Each iteration waits for the pause.
         loop {
             if begun {
-                let round = || self.round_for_requests(desk, cost, &requester);
+                let round = || self.round_for_requests(admission, cost, &requester);
                 let helps = caught(round).unwrap_or(false);
                 requester = Requester::WaitingRequests;
                 // Longer than the pause of this thread, so that the next round is not begun by a
                 // request, but by this thread.
                 self.end_round(2 * PAUSE_MIN, helps);
                 ended_at = ticks();
-                desk.hurry();
+                admission.hurry();
             }
             self.clock.wait_until(&Bell::new(), self.clock.now() + PAUSE_MIN);
-            let waits = desk.queue.lacking(|_| true);
+            let waits = admission.queue.lacking(|_| true);
             let mut rounds = lock(&self.rounds);
             let Some((first, _)) = waits.filter(|_| self.pool.next_ask().is_some()) else {
                 rounds.has_thread = false;
@@ -433,7 +439,7 @@ impl Evictor {
                 continue;
             }
             // A part of this pause may be left, but not more: that would be a load's round.
-            begun = !desk.fits(first, Cost::ZERO) && rounds.until - now <= PAUSE_MIN;
+            begun = !admission.fits(first, Cost::ZERO) && rounds.until - now <= PAUSE_MIN;
             if begun {
                 cost = first;
                 (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
@@ -445,29 +451,29 @@ impl Evictor {
     /// `true` if any were chosen.
     fn round_for_requests(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         cost: Cost,
         requester: &Requester,
     ) -> bool {
-        let all = desk.queue.lacking(|_| true).map_or(Cost::ZERO, |(_, all)| all);
+        let all = admission.queue.lacking(|_| true).map_or(Cost::ZERO, |(_, all)| all);
         let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
-        let fits = |cost, freed| desk.fits(cost, self.coming().0.and(freed));
+        let fits = |cost, freed| admission.fits(cost, self.coming().0.and(freed));
         let choice = |idle| {
             let mut chosen = choose(idle, |freed| fits(cost, freed))?;
             divide(&mut chosen, |freed| fits(all, freed));
             Ok(chosen)
         };
-        self.round(desk, choice, || EvictionCause::new(requester.clone(), desk, cost))
+        self.round(admission, choice, || EvictionCause::new(requester.clone(), admission, cost))
     }
 
     /// Chooses reclaimers for a load.
     fn round_for_load(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         cost: Cost,
         resource: &Arc<str>,
     ) -> bool {
-        let fits = |freed| desk.fits_standing(cost, freed);
+        let fits = |freed| admission.fits_resource(cost, freed);
         let choice = |idle| {
             let mut chosen = choose(idle, fits)?;
             divide(&mut chosen, fits);
@@ -476,26 +482,27 @@ impl Evictor {
             Ok(chosen)
         };
         let requester = || Requester::Load(Arc::clone(resource));
-        self.round(desk, choice, || EvictionCause::new(requester(), desk, cost))
+        self.round(admission, choice, || EvictionCause::new(requester(), admission, cost))
     }
 
     /// Asks and unloads what was chosen, and waits for that for at most [`ROUND_MAX`]. Returns
     /// `true` if anything was chosen.
     fn round(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
         cause: impl Fn() -> EvictionCause,
     ) -> bool {
         let deadline = self.clock.now() + ROUND_MAX;
         let announce = |claims: &Claims| Some(self.announce(claims));
         let reclaimers = || self.pool.reclaimers();
-        let claimed = self.claim(desk, reclaimers, choice, announce, cause);
+        let claimed = self.claim(admission, reclaimers, choice, announce, cause);
         let Ok((claims, coming)) = claimed else { return false };
         if claims.list.is_empty() {
             return false;
         }
-        let owed = Owed { desk, evictor: Arc::clone(self), of: Made::Announced(coming) };
+        let owed =
+            PendingRelease { admission, evictor: Arc::clone(self), of: Made::Announced(coming) };
         let Ok(unloads) = (UnloadStep { claims, owed }).start() else { return false };
         // Ends at the deadline at the latest: each iteration waits until then, or for the end.
         while lock(&unloads.state).owed.is_some() && self.clock.now() < deadline {
@@ -508,7 +515,7 @@ impl Evictor {
     /// Blocks this thread.
     fn room_for_load(
         self: &Arc<Self>,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         cost: Cost,
         resource: &Arc<str>,
     ) -> Result<Permit, EvictionError> {
@@ -517,40 +524,40 @@ impl Evictor {
         let begun = loop {
             let turn = self.begin_round(&mut lock(&self.rounds));
             match turn {
-                Turn::Begun => break true,
-                Turn::Await(rest) if self.clock.now() < deadline => {
+                RoundTurn::Begun => break true,
+                RoundTurn::Await(rest) if self.clock.now() < deadline => {
                     let until = (self.clock.now() + rest).min(deadline);
                     self.clock.wait_until(&Bell::new(), until);
                 }
-                Turn::Await(_) | Turn::Useless => break false,
+                RoundTurn::Await(_) | RoundTurn::Useless => break false,
             }
         };
         if begun {
             // Not on this thread, which may be the caller's, and hold locks of the application.
             let (evictor, of) = (Arc::clone(self), Arc::clone(resource));
-            let round = move || evictor.round_for_load(desk, cost, &of);
+            let round = move || evictor.round_for_load(admission, cost, &of);
             let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
-            desk.hurry();
-            let stood = if helps { self.observe(desk, cost) } else { None };
+            admission.hurry();
+            let reserved = if helps { self.observe(admission, cost) } else { None };
             self.end_round(PAUSE_MIN, helps);
-            if let Some(permit) = stood {
+            if let Some(permit) = reserved {
                 return Ok(permit);
             }
         }
-        match desk.stand_or_evict(cost, false, resource) {
-            Ok(Stood::Booked(permit)) => Ok(permit),
-            Ok(Stood::Evicting(eviction)) => eviction.run(),
+        match admission.reserve_or_evict(cost, false, resource) {
+            Ok(ResourceReservation::Booked(permit)) => Ok(permit),
+            Ok(ResourceReservation::Evicting(eviction)) => eviction.run(),
             Err(_) => Err(EvictionError::NoRoom),
         }
     }
 
     /// Waits for a sample that finds room for a load, at most for [`OBSERVED_MAX`].
-    fn observe(&self, desk: &'static Desk, cost: Cost) -> Option<Permit> {
+    fn observe(&self, admission: &'static AdmissionState, cost: Cost) -> Option<Permit> {
         let deadline = self.clock.now() + OBSERVED_MAX;
         // Ends at the deadline at the latest: each iteration waits for a part of the time.
         loop {
-            if let Ok((host, device)) = desk.stand(cost) {
-                return Some(Permit::standing(desk, host, device));
+            if let Ok(permit) = admission.reserve_resource(cost, || RetryHint::Unknown) {
+                return Some(permit);
             }
             if self.clock.now() >= deadline {
                 return None;
@@ -562,7 +569,7 @@ impl Evictor {
     /// Chooses and claims, and reserves while no other thread chooses.
     fn claim<B>(
         &self,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         reclaimers: impl Fn() -> Vec<Idle>,
         choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
         book: impl Fn(&Claims) -> Option<B>,
@@ -576,7 +583,7 @@ impl Evictor {
             let choosing = lock(&self.choosing);
             idle.extend(self.pool.idle());
             handles.extend(idle.iter().map(|idle| Arc::clone(&idle.resource)));
-            idle.retain(|idle| std::ptr::eq(idle.desk, desk));
+            idle.retain(|idle| std::ptr::eq(idle.admission, admission));
             let chosen = choice(idle)?;
             let takes = chosen.iter().map(|idle| idle.unload_time).max().unwrap_or_default();
             let count = chosen.len();
@@ -609,10 +616,10 @@ impl Evictor {
     }
 
     /// Counts the claimed bytes as coming, unless the claim is empty.
-    fn announce(&self, claims: &Claims) -> Arc<Coming> {
+    fn announce(&self, claims: &Claims) -> Arc<PendingFree> {
         let now = self.clock.now();
         let (ready, until) = (now + claims.takes, now + UNLOAD_MAX);
-        let coming = Arc::new(Coming { cost: claims.cost(), ready, until });
+        let coming = Arc::new(PendingFree { cost: claims.cost(), ready, until });
         if !claims.list.is_empty() {
             lock(&self.coming).push(Arc::clone(&coming));
         }
@@ -685,7 +692,7 @@ fn divide(chosen: &mut [Idle], fits: impl Fn(Cost) -> bool) {
 
 /// Resources that are out of use.
 struct Claims {
-    list: Vec<Box<dyn Claimed>>,
+    list: Vec<Box<dyn EvictionClaim>>,
     /// The expected duration of their unloads.
     takes: Duration,
     /// `None` only without resources.
@@ -701,27 +708,27 @@ impl Claims {
 /// The purpose of an eviction.
 enum Made {
     /// A request that retries and finds the room free.
-    Announced(Arc<Coming>),
+    Announced(Arc<PendingFree>),
     /// A load and its additional reservation; `None` once that is part of its permit.
     Reserved { cost: Cost, reserved: Option<[Reservation; 2]> },
 }
 
 /// Releases a reservation, or hands it over, when the unloads have ended.
-struct Owed {
-    desk: &'static Desk,
+struct PendingRelease {
+    admission: &'static AdmissionState,
     evictor: Arc<Evictor>,
     of: Made,
 }
 
-impl Owed {
+impl PendingRelease {
     /// Returns the permit of the load, now that these bytes are free; `None` for a request.
     fn hand_over(&mut self, freed: Vec<Permit>) -> Option<Permit> {
         let Made::Reserved { cost, reserved } = &mut self.of else { return None };
-        Some(self.desk.exchange(freed, reserved.take()?, *cost))
+        Some(self.admission.exchange(freed, reserved.take()?, *cost))
     }
 }
 
-impl Drop for Owed {
+impl Drop for PendingRelease {
     fn drop(&mut self) {
         match &mut self.of {
             Made::Announced(coming) => {
@@ -729,7 +736,7 @@ impl Drop for Owed {
             }
             Made::Reserved { reserved, .. } => {
                 if let Some(reserved) = reserved.take() {
-                    self.desk.unreserve(reserved);
+                    self.admission.unreserve(reserved);
                 }
             }
         }
@@ -741,13 +748,18 @@ pub(super) enum Eviction {
     /// Claimed resources are unloaded.
     Unloads(UnloadStep),
     /// Reclaimers are asked first.
-    Asks { desk: &'static Desk, evictor: Arc<Evictor>, cost: Cost, resource: Arc<str> },
+    Asks {
+        admission: &'static AdmissionState,
+        evictor: Arc<Evictor>,
+        cost: Cost,
+        resource: Arc<str>,
+    },
 }
 
 /// Resources claimed to make room.
 pub(super) struct UnloadStep {
     claims: Claims,
-    owed: Owed,
+    owed: PendingRelease,
 }
 
 /// The reason why a load has no room although resources were claimed for it.
@@ -767,8 +779,8 @@ impl Eviction {
     pub(super) fn run(self) -> Result<Permit, EvictionError> {
         match self {
             Self::Unloads(unloads) => unloads.run(),
-            Self::Asks { desk, evictor, cost, resource } => {
-                evictor.room_for_load(desk, cost, &resource)
+            Self::Asks { admission, evictor, cost, resource } => {
+                evictor.room_for_load(admission, cost, &resource)
             }
         }
     }
@@ -838,12 +850,12 @@ struct UnloadsInProgress {
 
 struct UnloadsState {
     /// Not started yet.
-    claims: Vec<Box<dyn Claimed>>,
+    claims: Vec<Box<dyn EvictionClaim>>,
     /// The number that has not ended.
     unloading: usize,
     /// The permits of those that have ended.
     freed: Vec<Permit>,
-    owed: Option<Owed>,
+    owed: Option<PendingRelease>,
     /// The permit of the load, once it has room.
     made: Option<Permit>,
 }

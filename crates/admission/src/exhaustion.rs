@@ -79,7 +79,7 @@ pub(super) const REFUSED_FOR: Duration = Duration::from_secs(5);
 
 /// The room at a sample.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct ExhaustionSample {
     /// The most that one request could reserve if all others had ended.
     pub(super) most: ByteSize,
     /// The smallest request.
@@ -117,7 +117,7 @@ impl Exhaustion {
     }
 
     /// Updates the state with a sample.
-    pub(super) fn update(&mut self, now: Moment, room: Room) {
+    pub(super) fn update(&mut self, now: Moment, room: ExhaustionSample) {
         let started = *self.started.get_or_insert(now);
         self.detect(now, room);
         let Some(declared) = self.declared else { return };
@@ -128,7 +128,7 @@ impl Exhaustion {
         };
     }
 
-    fn detect(&mut self, now: Moment, room: Room) {
+    fn detect(&mut self, now: Moment, room: ExhaustionSample) {
         let rejects = room.refused_total != self.refused_total;
         let admits = room.admitted_total != self.admitted_total;
         (self.refused_total, self.admitted_total) = (room.refused_total, room.admitted_total);
@@ -199,9 +199,15 @@ mod tests {
     }
 
     /// Requests of 64 KiB and more, rejected so often, with room for this many KiB.
-    fn room(kib: u64, refused_total: u64, purged: Option<u64>) -> Room {
+    fn room(kib: u64, refused_total: u64, purged: Option<u64>) -> ExhaustionSample {
         let (most, smallest) = (ByteSize::kib(kib), ByteSize::kib(64));
-        Room { most, smallest, admitted_total: 0, refused_total, purged: purged.map(at) }
+        ExhaustionSample {
+            most,
+            smallest,
+            admitted_total: 0,
+            refused_total,
+            purged: purged.map(at),
+        }
     }
 
     #[test]
@@ -259,7 +265,8 @@ mod tests {
     fn without_room(exhaustion: &mut Exhaustion, seconds: [u64; 2]) -> [bool; 3] {
         for second in seconds[0]..=seconds[1] {
             let room = room(0, second + 1, Some(second * SECOND));
-            exhaustion.update(at(second * SECOND), Room { admitted_total: second, ..room });
+            exhaustion
+                .update(at(second * SECOND), ExhaustionSample { admitted_total: second, ..room });
         }
         let Exhaustion { needs_restart, .. } = *exhaustion;
         [exhaustion.is_declared(), exhaustion.serves_one(), needs_restart]
@@ -297,7 +304,7 @@ mod tests {
         assert_eq!(without_room(&mut exhaustion, [0, 5]), [true, true, false]);
         let mut rejects = |from: u64, to: u64, admitted_total| {
             for second in from..=to {
-                let room = Room { admitted_total, ..room(0, second + 1, None) };
+                let room = ExhaustionSample { admitted_total, ..room(0, second + 1, None) };
                 exhaustion.update(at(second * SECOND), room);
             }
             exhaustion.serves_one()

@@ -29,8 +29,8 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
-use super::ledger::{Balance, Ledger};
-use super::size_class::SizeClass;
+use super::ledger::{Ledger, RoomSharing};
+use super::tally::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 
 /// The part of its proportional share that a class should get at least. The requirement is one
@@ -47,7 +47,7 @@ const ADMITTED_MOST: f64 = 0.9;
 /// Existing headroom is kept up to twice that.
 const PRICE_MAX: f64 = 0.05;
 /// The largest reserved headroom is the allowance divided by this.
-const BERTH_PART: u64 = 3;
+const HEADROOM_PART: u64 = 3;
 /// Headroom is reserved if this part of it is already free, for example because a large request
 /// just ended. Then nothing has to be held back while it fills.
 const READY: f64 = 0.75;
@@ -60,7 +60,7 @@ const CROWD_MAX: f64 = 30.0;
 
 /// The state of one budget's account.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct LedgerFigures {
     /// Time since the last update.
     pub(crate) since: Duration,
     /// Bytes reserved in total.
@@ -71,7 +71,7 @@ pub(crate) struct Seen {
     pub(crate) allowance: ByteSize,
 }
 
-impl Seen {
+impl LedgerFigures {
     /// Reads the state of a ledger, `since` after the last update.
     pub(crate) fn of(ledger: &Ledger, since: Duration) -> Self {
         let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
@@ -81,7 +81,7 @@ impl Seen {
 
 /// One class, bytes decayed.
 #[derive(Clone, Copy, Debug, Default)]
-struct Class {
+struct ClassShare {
     before: ClassStats,
     offered: f64,
     admitted: f64,
@@ -91,10 +91,10 @@ struct Class {
     /// The time for which it has been behind.
     behind: Duration,
     /// `true` if headroom is reserved for it.
-    has_berth: bool,
+    has_headroom: bool,
 }
 
-impl Class {
+impl ClassShare {
     fn size(&self) -> f64 {
         self.sizes[0].max(self.sizes[1])
     }
@@ -103,7 +103,7 @@ impl Class {
 /// The controller of one budget's reserved headroom. Owned by the control loop.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fairness {
-    classes: [Class; SizeClass::COUNT],
+    classes: [ClassShare; SizeClass::COUNT],
     /// Requests rejected, decayed.
     sheds: f64,
     /// The part of the allowance that stayed empty for the headroom, decayed.
@@ -124,13 +124,13 @@ pub(crate) struct Fairness {
 
 impl Fairness {
     /// Updates the state from the account and returns how the room is shared.
-    pub(crate) fn update(&mut self, seen: Seen, counts: &BudgetCounts) -> Balance {
+    pub(crate) fn update(&mut self, seen: LedgerFigures, counts: &BudgetCounts) -> RoomSharing {
         if !std::mem::replace(&mut self.has_looked, true) {
             for (class, now) in self.classes.iter_mut().zip(&counts.classes) {
                 class.before = *now;
             }
             (self.beside, self.requests) = (counts.beside, seen.requests);
-            return Balance::default();
+            return RoomSharing::default();
         }
         let passed = seen.since.as_secs_f64();
         let kept = SETTLING.as_secs_f64() / (SETTLING.as_secs_f64() + passed);
@@ -138,7 +138,7 @@ impl Fairness {
         self.weigh(&seen, kept);
         self.drain(&seen, counts, kept);
         self.sheds *= kept;
-        let bound = ByteSize::new(seen.allowance.get() / BERTH_PART).as_f64();
+        let bound = ByteSize::new(seen.allowance.get() / HEADROOM_PART).as_f64();
         let (mut offered, mut admitted) = (0.0, 0.0);
         for (class, now) in self.classes.iter_mut().zip(&counts.classes) {
             let sheds = count(class, now, kept);
@@ -153,8 +153,11 @@ impl Fairness {
         // Without a limit the allowance means nothing, and no request is rejected.
         let is_short =
             seen.allowance != ByteSize::MAX && self.sheds >= SHEDS_MIN && overall < ADMITTED_MOST;
-        let reserved_headroom =
-            if is_short { self.reserved_headroom(&seen, overall, bound) } else { self.no_berth() };
+        let reserved_headroom = if is_short {
+            self.reserved_headroom(&seen, overall, bound)
+        } else {
+            self.no_reserved_headroom()
+        };
         self.reserved_headroom = reserved_headroom;
         debug_assert!(
             reserved_headroom <= bound.max(0.0),
@@ -162,7 +165,7 @@ impl Fairness {
         );
         let crowd = (1.0 / overall).min(CROWD_MAX);
         let drain = if self.passed > 0.0 { self.released / self.passed } else { 0.0 };
-        Balance {
+        RoomSharing {
             // Up to the next byte, so that the largest of the class fits.
             reserved_headroom: ByteSize::new(1).scaled(reserved_headroom.ceil()),
             drain: ByteSize::new(1).scaled(drain / crowd),
@@ -171,7 +174,7 @@ impl Fairness {
     }
 
     /// Returns the largest headroom that a class needs, of those that are behind.
-    fn reserved_headroom(&mut self, seen: &Seen, overall: f64, bound: f64) -> f64 {
+    fn reserved_headroom(&mut self, seen: &LedgerFigures, overall: f64, bound: f64) -> f64 {
         let allowance = seen.allowance.as_f64();
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
         let mut reserved_headroom = 0.0_f64;
@@ -181,32 +184,32 @@ impl Fairness {
             let comes = size > 0.0 && size <= bound && class.offered >= OFFERED_MIN * size;
             if !comes || class.admitted >= target * class.offered {
                 class.behind = Duration::ZERO;
-                class.has_berth = false;
+                class.has_headroom = false;
                 continue;
             }
             class.behind = class.behind.saturating_add(seen.since);
-            class.has_berth = if class.has_berth {
+            class.has_headroom = if class.has_headroom {
                 self.price <= 2.0 * PRICE_MAX
             } else {
                 self.price <= PRICE_MAX && (room >= READY * size || class.behind >= PATIENCE)
             };
-            if class.has_berth {
+            if class.has_headroom {
                 reserved_headroom = reserved_headroom.max(size);
             }
         }
         reserved_headroom
     }
 
-    fn no_berth(&mut self) -> f64 {
+    fn no_reserved_headroom(&mut self) -> f64 {
         for class in &mut self.classes {
             class.behind = Duration::ZERO;
-            class.has_berth = false;
+            class.has_headroom = false;
         }
         0.0
     }
 
     /// Adds the cost of the headroom since the last update.
-    fn weigh(&mut self, seen: &Seen, kept: f64) {
+    fn weigh(&mut self, seen: &LedgerFigures, kept: f64) {
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
         let empty = if seen.allowance.is_zero() {
             0.0
@@ -218,7 +221,7 @@ impl Fairness {
 
     /// Adds the bytes that requests released: those they held and reserved since, less those they
     /// hold now.
-    fn drain(&mut self, seen: &Seen, counts: &BudgetCounts, kept: f64) {
+    fn drain(&mut self, seen: &LedgerFigures, counts: &BudgetCounts, kept: f64) {
         let reserved: u64 = (self.classes.iter().zip(&counts.classes))
             .map(|(class, now)| {
                 now.admitted_bytes_total.wrapping_sub(class.before.admitted_bytes_total)
@@ -245,7 +248,7 @@ impl Fairness {
 }
 
 /// Adds the counts since the last update to a class. Returns the number of rejections.
-fn count(class: &mut Class, now: &ClassStats, kept: f64) -> f64 {
+fn count(class: &mut ClassShare, now: &ClassStats, kept: f64) -> f64 {
     let since = |now: u64, before: u64| ByteSize::new(now.wrapping_sub(before)).as_f64();
     let before = std::mem::replace(&mut class.before, *now);
     let admitted = since(now.admitted_bytes_total, before.admitted_bytes_total);

@@ -124,15 +124,6 @@ pub enum FitStep {
     Expired,
 }
 
-/// A request to release memory, independent of the pressure level.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FitRelease {
-    /// `true` to purge the heap.
-    pub purges: bool,
-    /// What reclaimers and resources that are not in use are to release.
-    pub bytes: ByteSize,
-}
-
 /// A fit in force.
 #[derive(Clone, Copy, Debug)]
 pub struct Fit {
@@ -210,16 +201,16 @@ impl Fit {
         most.saturating_sub(self.terms.target())
     }
 
-    /// Returns the memory to release now, at most once a second: pressure pauses after purges that
-    /// found little, and leaves resources for their minimum residency.
-    pub fn release(&mut self, now: Moment, sample: &FitSample) -> Option<FitRelease> {
+    /// Returns the bytes that reclaimers and resources that are not in use are to release now,
+    /// besides a purge, whatever the pressure level: it pauses after purges that found little, and
+    /// leaves resources for their minimum residency. At most once a second.
+    pub fn release(&mut self, now: Moment, sample: &FitSample) -> Option<ByteSize> {
         let excess = self.excess(sample);
         if excess.is_zero() || now - self.released_at < RELEASE_EVERY {
             return None;
         }
         self.released_at = now;
-        let unused = sample.purgeable.min(excess);
-        Some(FitRelease { purges: !unused.is_zero(), bytes: excess.saturating_sub(unused) })
+        Some(excess.saturating_sub(sample.purgeable))
     }
 
     /// Decides on a sample. After [`FitStep::Failed`], [`FitStep::Lowered`] and
@@ -375,11 +366,11 @@ mod tests {
         let mut fit = fit();
         let unused = |mib| FitSample { purgeable: ByteSize::mib(mib), ..sample(600) };
         assert_eq!(fit.release(at(999), &unused(50)), None);
-        let order = |purges, mib| Some(FitRelease { purges, bytes: ByteSize::mib(mib) });
-        assert_eq!(fit.release(at(1000), &unused(50)), order(true, 54));
+        let order = |mib| Some(ByteSize::mib(mib));
+        assert_eq!(fit.release(at(1000), &unused(50)), order(54), "and a purge");
         assert_eq!(fit.release(at(1999), &unused(50)), None);
-        assert_eq!(fit.release(at(2000), &unused(200)), order(true, 0));
-        assert_eq!(fit.release(at(3000), &sample(600)), order(false, 104));
+        assert_eq!(fit.release(at(2000), &unused(200)), order(0));
+        assert_eq!(fit.release(at(3000), &sample(600)), order(104));
         assert_eq!(fit.release(at(4000), &sample(496)), None, "nothing is too much");
     }
 

@@ -37,19 +37,15 @@ use super::usage::NAME_MAX;
 
 /// A request that holds at least this much is registered. An estimate: well above what a small
 /// request needs.
-#[doc(hidden)]
 pub const LARGE_MIN: ByteSize = ByteSize::kib(256);
 /// The time that a cancelled request has to end by itself. An estimate: longer than the steps of
 /// most handlers, and short compared to the growth that the kernel kills for.
-#[doc(hidden)]
 pub const GRACE: Duration = Duration::from_millis(100);
 /// A request that has reserved at least this much is registered when its handler waits. An
 /// estimate: well above the buffers of its connection.
-#[doc(hidden)]
 pub const REGISTERED_MIN: ByteSize = ByteSize::kib(64);
 /// The time after which the reservation of a request that waits for its client may be suspended. An
 /// estimate: longer than a body takes to arrive that its client sends without a pause.
-#[doc(hidden)]
 pub const SLOW_AFTER: Duration = Duration::from_millis(100);
 /// The maximum number of registered requests. If each has reserved [`REGISTERED_MIN`], they have
 /// reserved 256 MiB.
@@ -68,7 +64,6 @@ const TOP_MAX: usize = 16;
 const SEARCHED_PART: usize = 64;
 
 /// A registered request, or something else that the control loop looks after: it has the defaults.
-#[doc(hidden)]
 pub trait LargeRequest: Send + Sync {
     /// Returns the bytes that it has reserved; `None` if it has ended.
     fn reserved(&self) -> Option<ByteSize>;
@@ -148,7 +143,6 @@ pub struct RequestMemory {
 
 impl RequestMemory {
     /// Creates a place for a description, with room for its method, route and tenant.
-    #[doc(hidden)]
     #[must_use]
     pub fn with_room() -> Self {
         let text = || String::with_capacity(NAME_MAX);

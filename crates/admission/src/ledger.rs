@@ -26,21 +26,17 @@ use std::num::NonZero;
 use std::ops::Deref;
 use std::time::Duration;
 
-use thiserror::Error;
-
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
 use super::correction::few;
 use super::learning::Room;
 
-pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured, Turnover};
-pub use super::cost::Budget;
+use super::correction::{Correction, LedgerTotals, Measured};
 
 /// A reservation that did not fit.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("cannot reserve {asked}: {reserved} reserved, allowance {allowance}")]
-pub struct Shortfall {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InsufficientBudget {
     /// The bytes requested.
     pub asked: ByteSize,
     /// The bytes reserved at that moment.
@@ -52,7 +48,7 @@ pub struct Shortfall {
 
 /// The sharing of one budget's room until the next update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Balance {
+pub(crate) struct RoomSharing {
     /// The room that each request must leave, including its own bytes.
     pub(crate) reserved_headroom: ByteSize,
     /// Bytes per second that become free for rejected requests; zero if unknown.
@@ -61,16 +57,16 @@ pub(crate) struct Balance {
     pub(crate) pause: Duration,
 }
 
-/// The reservation of a resource; released with [`Ledger::release_standing`].
+/// The reservation of a resource; released with [`Ledger::release_resource`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a reservation that is not released stays"]
-pub(crate) struct Standing {
+pub(crate) struct ResourceHold {
     bytes: ByteSize,
     units: u64,
     settled: bool,
 }
 
-impl Standing {
+impl ResourceHold {
     /// Returns its bytes.
     #[must_use]
     pub(crate) const fn bytes(&self) -> ByteSize {
@@ -97,7 +93,7 @@ const UTILIZATION_MAX: f64 = 100.0;
 /// The account of one budget. Starts without a limit, until the first correction. Reservations are
 /// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
 /// they reserved.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Ledger {
     reserved: CachePadded,
     /// Written by the control loop only.
@@ -141,100 +137,50 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Creates an empty account without a limit.
-    #[must_use]
-    pub fn new() -> Self {
-        Self {
-            reserved: CachePadded(AtomicU64::new(0)),
-            allowance: AtomicU64::new(u64::MAX),
-            ceiling: AtomicU64::new(u64::MAX),
-            loadable: AtomicU64::new(u64::MAX),
-            alone: AtomicU64::new(0),
-            alone_resources: AtomicU64::new(0),
-            alone_debt: AtomicU64::new(u64::MAX),
-            single: AtomicU64::new(0),
-            correction_factor: AtomicU64::new(K_START.to_bits()),
-            reserved_headroom: AtomicU64::new(0),
-            drain: AtomicU64::new(0),
-            pause_ms: AtomicU64::new(0),
-            units: AtomicU64::new(0),
-            resource_reservations: AtomicU64::new(0),
-            settled: AtomicU64::new(0),
-            unheld: AtomicU64::new(0),
-            unlearned: AtomicU64::new(0),
-            suspended: AtomicU64::new(0),
-        }
-    }
-
-    /// Creates an empty account with a fixed ceiling, for use without measurement. Each byte counts
-    /// once (correction factor 1), and the reserved bytes never exceed the ceiling. A
-    /// [`Ledger::correct`] by a control loop ends that.
-    #[must_use]
-    pub fn with_ceiling(ceiling: ByteSize) -> Self {
-        Self {
-            allowance: AtomicU64::new(ceiling.get()),
-            ceiling: AtomicU64::new(ceiling.get()),
-            correction_factor: AtomicU64::new(K_MIN.to_bits()),
-            ..Self::new()
-        }
-    }
-
-    /// Starts over with the state of `other`. Called while nothing is reserved and no other thread
-    /// reserves.
-    pub(crate) fn begin(&self, other: &Self) {
+    /// Starts over, empty. Each byte of a request counts `correction_factor` times, and the
+    /// reserved bytes do not exceed the ceiling, until a [`Ledger::correct`] by a control loop. A
+    /// ceiling of [`ByteSize::MAX`] is no limit. Called while nothing is reserved and no other
+    /// thread reserves.
+    pub(crate) fn begin(&self, ceiling: ByteSize, correction_factor: f64) {
         debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
-        for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
-            mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
+        let Self { alone, alone_resources, single, reserved_headroom, drain, pause_ms, .. } = self;
+        let Self { units, resource_reservations, settled, .. } = self;
+        let Self { unheld, unlearned, suspended, .. } = self;
+        let resources = [units, resource_reservations, settled, alone_resources];
+        let requests = [&self.reserved, unheld, unlearned, suspended, alone, single];
+        let sharing = [reserved_headroom, drain, pause_ms];
+        for figure in resources.into_iter().chain(requests).chain(sharing) {
+            figure.store(0, Ordering::Relaxed);
         }
+        self.allowance.store(ceiling.get(), Ordering::Relaxed);
+        self.ceiling.store(ceiling.get(), Ordering::Relaxed);
+        for figure in [&self.loadable, &self.alone_debt] {
+            figure.store(u64::MAX, Ordering::Relaxed);
+        }
+        self.correction_factor.store(correction_factor.to_bits(), Ordering::Relaxed);
     }
 
-    fn figures(&self) -> [&AtomicU64; 18] {
-        let Self {
-            reserved,
-            allowance,
-            ceiling,
-            loadable,
-            alone,
-            alone_resources,
-            alone_debt,
-            single,
-            correction_factor,
-            reserved_headroom,
-            drain,
-            ..
-        } = self;
-        let Self { pause_ms, units, resource_reservations, settled, .. } = self;
-        let Self { unheld, unlearned, suspended, .. } = self;
-        [
-            reserved,
-            allowance,
-            ceiling,
-            loadable,
-            alone,
-            alone_resources,
-            alone_debt,
-            single,
-            correction_factor,
-            reserved_headroom,
-            drain,
-            pause_ms,
-            units,
-            resource_reservations,
-            settled,
-            unheld,
-            unlearned,
-            suspended,
-        ]
+    /// Creates an empty account without a limit.
+    #[cfg(test)]
+    pub(crate) fn new() -> Self {
+        Self::with_ceiling(ByteSize::MAX, super::correction::K_START)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_ceiling(ceiling: ByteSize, correction_factor: f64) -> Self {
+        let ledger = Self::default();
+        ledger.begin(ceiling, correction_factor);
+        ledger
     }
 
     /// Reserves bytes of a request if they fit and leave the reserved headroom. Zero bytes always
     /// fit. One compare-and-exchange, repeated only if another thread reserved at the same time.
     ///
     /// # Errors
-    /// [`Shortfall`] if the bytes fit neither next to what is reserved nor alone (see the module),
+    /// [`InsufficientBudget`] if the bytes fit neither next to what is reserved nor alone (see the module),
     /// or if the sum does not fit 64 bits. Nothing is reserved then.
     #[inline]
-    pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+    pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), InsufficientBudget> {
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed);
         self.book_request(ByteSize::ZERO, bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
@@ -268,7 +214,7 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+    pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Result<(), InsufficientBudget> {
         self.try_grow(ByteSize::ZERO, bytes)
     }
 
@@ -277,12 +223,21 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub(crate) fn try_grow(&self, held: ByteSize, bytes: ByteSize) -> Result<(), Shortfall> {
+    pub(crate) fn try_grow(
+        &self,
+        held: ByteSize,
+        bytes: ByteSize,
+    ) -> Result<(), InsufficientBudget> {
         self.book_request(held, bytes, 0)
     }
 
     #[inline]
-    fn book_request(&self, held: ByteSize, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
+    fn book_request(
+        &self,
+        held: ByteSize,
+        bytes: ByteSize,
+        left: u64,
+    ) -> Result<(), InsufficientBudget> {
         self.book_where(bytes, left, |reserved| {
             // Before `alone`, which needs the resources of these units.
             let requests = reserved.saturating_sub(self.units.load(Ordering::Acquire));
@@ -321,7 +276,7 @@ impl Ledger {
         bytes: ByteSize,
         left: u64,
         harmless: impl Fn(u64) -> bool,
-    ) -> Result<(), Shortfall> {
+    ) -> Result<(), InsufficientBudget> {
         if bytes.is_zero() {
             return Ok(());
         }
@@ -331,7 +286,7 @@ impl Ledger {
         loop {
             let fits = |sum: &u64| *sum <= allowance || harmless(reserved);
             let Some(sum) = reserved.checked_add(bytes.get()).filter(fits) else {
-                return Err(Shortfall {
+                return Err(InsufficientBudget {
                     asked: bytes,
                     reserved: ByteSize::new(reserved),
                     allowance: ByteSize::new(allowance),
@@ -375,46 +330,53 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
+    pub(crate) fn try_reserve_resource(
+        &self,
+        bytes: ByteSize,
+    ) -> Result<ResourceHold, InsufficientBudget> {
         let units = units_of(bytes, self.correction_factor());
         self.book_where(ByteSize::new(units), 0, |_| false).map_err(|short| {
             let free = short.allowance.saturating_sub(short.reserved);
             let more = free.scaled(self.correction_factor()).saturating_sub(free);
-            Shortfall { asked: bytes, allowance: short.allowance.saturating_add(more), ..short }
+            InsufficientBudget {
+                asked: bytes,
+                allowance: short.allowance.saturating_add(more),
+                ..short
+            }
         })?;
         // After the reservation: a correction in between counts the units as a request's, which
         // takes the same room.
         self.resource_reservations.fetch_add(bytes.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Release);
-        Ok(Standing { bytes, units, settled: false })
+        Ok(ResourceHold { bytes, units, settled: false })
     }
 
     /// Raises the reservation of a resource to these bytes in total, even beyond the allowance.
-    pub(crate) fn raise(&self, standing: &mut Standing, bytes: ByteSize) {
-        let more = bytes.saturating_sub(standing.bytes);
+    pub(crate) fn raise(&self, hold: &mut ResourceHold, bytes: ByteSize) {
+        let more = bytes.saturating_sub(hold.bytes);
         let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
         // As for a new reservation.
         self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Release);
-        if standing.settled {
+        if hold.settled {
             self.settled.fetch_add(more.get(), Ordering::Relaxed);
         }
-        standing.bytes = standing.bytes.saturating_add(more);
-        standing.units = standing.units.saturating_add(units);
+        hold.bytes = hold.bytes.saturating_add(more);
+        hold.units = hold.units.saturating_add(units);
     }
 
     /// Marks the resource as loaded, so that its memory is part of what is measured.
-    pub(crate) fn settle(&self, standing: &mut Standing) {
-        if !std::mem::replace(&mut standing.settled, true) {
-            self.settled.fetch_add(standing.bytes.get(), Ordering::Relaxed);
+    pub(crate) fn settle(&self, hold: &mut ResourceHold) {
+        if !std::mem::replace(&mut hold.settled, true) {
+            self.settled.fetch_add(hold.bytes.get(), Ordering::Relaxed);
         }
     }
 
     /// Returns the shortfall of a request for which there may be room that is kept for others: none
     /// of it is allowed.
-    pub(crate) fn shortfall(&self, asked: ByteSize) -> Shortfall {
+    pub(crate) fn shortfall(&self, asked: ByteSize) -> InsufficientBudget {
         let reserved = self.reserved();
-        Shortfall { asked, reserved, allowance: self.allowance().min(reserved) }
+        InsufficientBudget { asked, reserved, allowance: self.allowance().min(reserved) }
     }
 
     /// Returns the bytes that a request may reserve now.
@@ -447,7 +409,7 @@ impl Ledger {
 
     /// Returns `true` if a resource of these bytes would fit if other resource reservations of
     /// `freed` bytes were released.
-    pub(crate) fn fits_standing(&self, bytes: ByteSize, freed: ByteSize) -> bool {
+    pub(crate) fn fits_resource(&self, bytes: ByteSize, freed: ByteSize) -> bool {
         let sum = self
             .reserved
             .load(Ordering::Relaxed)
@@ -476,11 +438,11 @@ impl Ledger {
     /// reservation. No other reservation can come in between.
     pub(crate) fn exchange(
         &self,
-        freed: &[Standing],
+        freed: &[ResourceHold],
         reserved: Reservation,
         bytes: ByteSize,
-    ) -> Standing {
-        let sum = |of: fn(&Standing) -> u64| freed.iter().map(of).fold(0, u64::wrapping_add);
+    ) -> ResourceHold {
+        let sum = |of: fn(&ResourceHold) -> u64| freed.iter().map(of).fold(0, u64::wrapping_add);
         let (units, held) = (sum(|of| of.units), sum(|of| of.bytes.get()));
         let settled = sum(|of| if of.settled { of.bytes.get() } else { 0 });
         // Differences, which may be negative: additions wrap.
@@ -497,7 +459,7 @@ impl Ledger {
             add(&self.units, units);
         }
         self.settled.fetch_sub(settled, Ordering::Relaxed);
-        Standing { bytes, units: reserved.units, settled: false }
+        ResourceHold { bytes, units: reserved.units, settled: false }
     }
 
     /// Returns the bytes that a resource of these bytes takes of the requests' room.
@@ -518,24 +480,23 @@ impl Ledger {
     }
 
     /// Returns `true` if a request that did not fit would fit once all requests have ended.
-    pub(crate) fn drains(&self, short: &Shortfall) -> bool {
+    pub(crate) fn drains(&self, short: &InsufficientBudget) -> bool {
         let resource_reservations = short.reserved.saturating_sub(self.requests());
         resource_reservations.saturating_add(short.asked) <= short.allowance
     }
 
     /// Releases a resource reservation, after its memory has been released.
-    pub(crate) fn release_standing(&self, standing: Standing) {
-        if standing.settled {
-            self.settled.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
+    pub(crate) fn release_resource(&self, hold: ResourceHold) {
+        if hold.settled {
+            self.settled.fetch_sub(hold.bytes.get(), Ordering::Relaxed);
         }
         // In the reverse order of reserving, so that concurrent readers see `units <= reserved`.
-        self.units.fetch_sub(standing.units, Ordering::Relaxed);
-        self.resource_reservations.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
-        self.release(ByteSize::new(standing.units));
+        self.units.fetch_sub(hold.units, Ordering::Relaxed);
+        self.resource_reservations.fetch_sub(hold.bytes.get(), Ordering::Relaxed);
+        self.release(ByteSize::new(hold.units));
     }
 
     /// Returns the bytes that measured requests have reserved and do not hold.
-    #[doc(hidden)]
     pub fn unheld(&self) -> ByteSize {
         ByteSize::new(self.unheld.load(Ordering::Relaxed))
     }
@@ -598,7 +559,6 @@ impl Ledger {
     }
 
     /// Returns the bytes reserved by resources that are not loaded yet.
-    #[doc(hidden)]
     pub fn loading(&self) -> ByteSize {
         let settled = ByteSize::new(self.settled.load(Ordering::Relaxed));
         self.resource_reservations().saturating_sub(settled)
@@ -639,7 +599,6 @@ impl Ledger {
     /// Returns the bytes that all requests together may reserve, or [`ByteSize::MAX`] if no limit
     /// is known. While single requests are admitted, it is the ceiling: a claim that was limited to
     /// the room left would admit a request that needs more.
-    #[doc(hidden)]
     pub fn request_room(&self) -> ByteSize {
         let allowance = self.allowance();
         if allowance == ByteSize::MAX {
@@ -652,7 +611,6 @@ impl Ledger {
     }
 
     /// Returns the room for learned reservations.
-    #[doc(hidden)]
     #[inline]
     pub fn learned_room(&self) -> Room {
         let is_alone = self.requests() <= few(self.ceiling());
@@ -662,7 +620,6 @@ impl Ledger {
 
     /// Returns the reserved part of the allowance; `None` if no limit is known. Above 1 if more is
     /// reserved than allowed, at most 100. An allowance of zero is used up.
-    #[doc(hidden)]
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
     pub fn utilization(&self) -> Option<f64> {
@@ -718,7 +675,7 @@ impl Ledger {
 
     /// Returns the time after which a rejected request may find room, if known: the time in which
     /// the missing bytes become free, shared with all rejected requests.
-    pub(crate) fn wait_for(&self, short: &Shortfall) -> Option<Duration> {
+    pub(crate) fn wait_for(&self, short: &InsufficientBudget) -> Option<Duration> {
         let drain = NonZero::new(self.drain.load(Ordering::Relaxed))?.get();
         let missing = short.reserved.saturating_add(short.asked).saturating_sub(short.allowance);
         let millis = u128::from(missing.get()) * 1000 / u128::from(drain);
@@ -727,7 +684,7 @@ impl Ledger {
     }
 
     /// Publishes how the room is shared. Called by one owner.
-    pub(crate) fn balance(&self, balance: Balance) {
+    pub(crate) fn balance(&self, balance: RoomSharing) {
         self.reserved_headroom.store(balance.reserved_headroom.get(), Ordering::Relaxed);
         self.drain.store(balance.drain.get(), Ordering::Relaxed);
         let pause = u64::try_from(balance.pause.as_millis()).unwrap_or(u64::MAX);
@@ -736,14 +693,14 @@ impl Ledger {
 
     /// Updates the allowance from a measurement. Called by one owner.
     pub fn correct(&self, correction: &mut Correction, measured: Measured) {
-        let books = Books {
+        let totals = LedgerTotals {
             requests: self.requests(),
             units: ByteSize::new(self.units.load(Ordering::Relaxed)),
             resource_reservations: self.resource_reservations(),
             settled: ByteSize::new(self.settled.load(Ordering::Relaxed)),
             unheld: self.unheld(),
         };
-        let allowance = correction.update(books, measured);
+        let allowance = correction.update(totals, measured);
         self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         let loadable = match measured.ceiling {
@@ -753,20 +710,14 @@ impl Ledger {
         self.loadable.store(loadable.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
         self.alone.store(correction.alone.get(), Ordering::Relaxed);
-        self.alone_resources.store(books.resource_reservations.get(), Ordering::Release);
+        self.alone_resources.store(totals.resource_reservations.get(), Ordering::Release);
         self.alone_debt.store(correction.alone_debt.get(), Ordering::Relaxed);
-    }
-}
-
-impl Default for Ledger {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
 /// A counter on its own cache lines, so that writes of all threads do not slow down readers of
 /// other fields.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(align(128))]
 struct CachePadded(AtomicU64);
 
@@ -793,11 +744,12 @@ fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
 mod tests {
     use super::super::correction::UNMEASURED;
     use super::super::correction::tests::sample;
+    use super::super::correction::{K_MIN, K_START, RequestRate};
     use super::*;
 
     impl Ledger {
         /// Reserves as often as it fits, at least up to `sum`. Returns why it no longer fits.
-        fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> Shortfall {
+        fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> InsufficientBudget {
             let short = std::iter::repeat_with(|| self.try_book(each)).find_map(Result::err);
             assert!(self.reserved() >= sum, "{} are reserved", self.reserved());
             short.expect("an allowance ends")
@@ -815,16 +767,16 @@ mod tests {
         assert_eq!(ledger.book_exempt(ByteSize::new(9)), ByteSize::ZERO);
         ledger.release(ByteSize::MAX);
         assert_eq!(ledger.reserved(), ByteSize::ZERO);
-        let standing = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
-        ledger.release_standing(standing);
+        let hold = ledger.try_reserve_resource(ByteSize::MAX).expect("no limit");
+        ledger.release_resource(hold);
         assert_eq!(ledger.reserved(), ByteSize::ZERO);
     }
 
     #[test]
     fn a_berth_is_left_free_by_smaller_requests_and_taken_by_those_it_is_for() {
-        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100), K_MIN);
         let reserved_headroom = ByteSize::mib(8);
-        ledger.balance(Balance { reserved_headroom, ..Balance::default() });
+        ledger.balance(RoomSharing { reserved_headroom, ..RoomSharing::default() });
         let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
         // 93 of 93: one more would leave 6 of the 8 MiB, in addition to its own.
         assert_eq!((short.reserved, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
@@ -836,27 +788,27 @@ mod tests {
         ledger.release(ByteSize::mib(4));
         assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "headroom must be left");
         ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
-        let standing = ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
-        ledger.release_standing(standing);
-        ledger.balance(Balance::default());
+        let hold = ledger.try_reserve_resource(ByteSize::mib(1)).expect("so does what stands");
+        ledger.release_resource(hold);
+        ledger.balance(RoomSharing::default());
         ledger.try_book(ByteSize::mib(2)).expect("no headroom is reserved");
         assert_eq!(ledger.reserved(), ledger.allowance());
     }
 
     #[test]
     fn nobody_waits_for_less_than_what_is_missing_takes_to_come_free() {
-        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100), K_MIN);
         ledger.try_book(ByteSize::mib(90)).expect("fits");
         let wait = |mib| ledger.wait_for(&ledger.try_book(ByteSize::mib(mib)).expect_err("full"));
         assert_eq!(wait(30), None, "nothing is known to come free");
         let pause = Duration::from_secs(3);
         let drain = ByteSize::mib(4);
-        ledger.balance(Balance { reserved_headroom: ByteSize::ZERO, drain, pause });
+        ledger.balance(RoomSharing { reserved_headroom: ByteSize::ZERO, drain, pause });
         assert_eq!(wait(30), Some(Duration::from_secs(5)), "20 MiB at 4 a second");
         assert_eq!(wait(11), Some(pause), "others ask as well");
-        ledger.balance(Balance { reserved_headroom: ByteSize::mib(30), drain, pause });
+        ledger.balance(RoomSharing { reserved_headroom: ByteSize::mib(30), drain, pause });
         assert_eq!(wait(1), Some(Duration::from_secs(5)), "it must leave the headroom");
-        let most = Balance { drain: ByteSize::new(1), pause, ..Balance::default() };
+        let most = RoomSharing { drain: ByteSize::new(1), pause, ..RoomSharing::default() };
         ledger.balance(most);
         assert!(wait(100).is_some_and(|wait| wait > Duration::from_secs(1 << 20)));
     }
@@ -875,11 +827,11 @@ mod tests {
         ledger.try_book(ByteSize::mib(100)).expect("fits"); // of 800 MiB at K = 2
         assert!(near(without(ByteSize::ZERO), 0.25), "{}", without(ByteSize::ZERO));
         // The room that a resource takes is no room for requests, unless it goes.
-        let model = ledger.try_book_standing(ByteSize::mib(400)).expect("fits");
+        let model = ledger.try_reserve_resource(ByteSize::mib(400)).expect("fits");
         assert!(near(without(ByteSize::ZERO), 0.5), "{}", without(ByteSize::ZERO));
         assert!(near(without(ByteSize::mib(400)), 0.25));
         assert!(near(without(ByteSize::MAX), 0.25), "no more than resources have reserved");
-        ledger.release_standing(model);
+        ledger.release_resource(model);
         ledger.book_exempt(ByteSize::gib(1));
         assert!(near(without(ByteSize::ZERO), 1.0), "more than the room");
         ledger.release(ByteSize::mib(100 + 1024));
@@ -895,7 +847,7 @@ mod tests {
         ledger.try_book(ByteSize::mib(399)).expect("fits");
         let asked = ByteSize::mib(2);
         let allowance = ByteSize::mib(400);
-        let expected = Shortfall { asked, reserved: ByteSize::mib(399), allowance };
+        let expected = InsufficientBudget { asked, reserved: ByteSize::mib(399), allowance };
         assert_eq!(ledger.try_book(asked), Err(expected));
         ledger.try_book(ByteSize::mib(1)).expect("fits to the byte");
         assert_eq!(ledger.reserved(), allowance);
@@ -910,10 +862,10 @@ mod tests {
         ledger.try_book(ByteSize::mib(100)).expect("fits");
         let (asked, reserved) = (ByteSize::mib(601), ByteSize::mib(100));
         let allowance = ByteSize::mib(700); // 100 MiB of requests take 200 of the 800
-        let short = Shortfall { asked, reserved, allowance };
-        assert_eq!(ledger.try_book_standing(asked), Err(short));
-        let standing = ledger.try_book_standing(ByteSize::mib(599)).expect("fits");
-        ledger.release_standing(standing);
+        let short = InsufficientBudget { asked, reserved, allowance };
+        assert_eq!(ledger.try_reserve_resource(asked), Err(short));
+        let hold = ledger.try_reserve_resource(ByteSize::mib(599)).expect("fits");
+        ledger.release_resource(hold);
     }
 
     /// The bug: `K` starts at 2 and is learned from admitted requests only, so that one which fits
@@ -949,13 +901,13 @@ mod tests {
         let mut correction = Correction::new();
         ledger.correct(&mut correction, sample(100, 0));
         assert!(ledger.try_book(ByteSize::mib(701)).is_err());
-        assert!(ledger.try_book_standing(ByteSize::mib(701)).is_err());
-        let model = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        assert!(ledger.try_reserve_resource(ByteSize::mib(701)).is_err());
+        let model = ledger.try_reserve_resource(ByteSize::mib(300)).expect("fits");
         ledger.correct(&mut correction, sample(100, 0));
         ledger.try_book(ByteSize::mib(340)).expect("alone beside the resource");
         ledger.release(ByteSize::mib(340));
         assert!(ledger.try_book(ByteSize::mib(401)).is_err(), "the resource counts");
-        ledger.release_standing(model);
+        ledger.release_resource(model);
         ledger.correct(&mut correction, sample(850, 0));
         assert!(ledger.try_book(ByteSize::mib(1)).is_err(), "over the ceiling nothing fits");
     }
@@ -967,14 +919,14 @@ mod tests {
         let ledger = Ledger::new();
         let mut correction = Correction::new();
         ledger.correct(&mut correction, sample(100, 0));
-        let mut model = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        let mut model = ledger.try_reserve_resource(ByteSize::mib(300)).expect("fits");
         assert!(ledger.try_book(ByteSize::mib(401)).is_err(), "the resource counts at once");
         assert!(!ledger.fits(ByteSize::mib(401), ByteSize::ZERO));
         ledger.try_book(ByteSize::mib(340)).expect("alone beside the resource");
         ledger.release(ByteSize::mib(340));
         ledger.raise(&mut model, ByteSize::mib(400));
         assert!(ledger.try_book(ByteSize::mib(340)).is_err(), "what it grew by counts too");
-        ledger.release_standing(model);
+        ledger.release_resource(model);
         ledger.try_book(ByteSize::mib(600)).expect("the tick counted no resource");
     }
 
@@ -987,7 +939,7 @@ mod tests {
         let near = |found: u64, mib: u64| found.abs_diff(ByteSize::mib(mib).get()) <= 4;
         assert!(near(room(&ledger), 350));
         // 500 MiB fit though K x 500 MiB would not.
-        let mut model = ledger.try_book_standing(ByteSize::mib(500)).expect("fits");
+        let mut model = ledger.try_reserve_resource(ByteSize::mib(500)).expect("fits");
         assert!(near(room(&ledger), 100), "booked: {}", room(&ledger));
         for physical in [100, 350, 600] {
             ledger.correct(&mut correction, sample(physical, 0));
@@ -1000,11 +952,11 @@ mod tests {
             (correction.correction_factor() - K_START).abs() < 1e-9,
             "a load is no wrong estimate"
         );
-        assert!(ledger.try_book_standing(ByteSize::mib(201)).is_err());
+        assert!(ledger.try_reserve_resource(ByteSize::mib(201)).is_err());
         // Its estimate is 500 MiB, and 400 are held so far: the estimate stays reserved.
         ledger.correct(&mut correction, sample(400, 0));
         assert!(near(room(&ledger), 150), "smaller: {}", room(&ledger));
-        ledger.release_standing(model);
+        ledger.release_resource(model);
         ledger.correct(&mut correction, sample(100, 0));
         assert!(near(room(&ledger), 350));
         assert_eq!(
@@ -1021,11 +973,11 @@ mod tests {
         let ledger = Ledger::new();
         let mut correction = Correction::new();
         ledger.correct(&mut correction, sample(100, 0));
-        let mut idle = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        let mut idle = ledger.try_reserve_resource(ByteSize::mib(300)).expect("fits");
         ledger.settle(&mut idle);
         ledger.correct(&mut correction, sample(400, 0));
-        let mut loading = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
-        let fits = |mib| ledger.fits_standing(ByteSize::mib(mib), ByteSize::mib(300));
+        let mut loading = ledger.try_reserve_resource(ByteSize::mib(300)).expect("fits");
+        let fits = |mib| ledger.fits_resource(ByteSize::mib(mib), ByteSize::mib(300));
         for loaded in [0, 150, 300] {
             ledger.correct(&mut correction, sample(400 + loaded, 0));
             assert!(fits(399) && !fits(401), "100 MiB are free, {loaded} of 300 are loaded");
@@ -1035,8 +987,8 @@ mod tests {
         ledger.settle(&mut loading);
         ledger.correct(&mut correction, sample(700, 0));
         assert_eq!(correction.base(), ByteSize::mib(100));
-        ledger.release_standing(loading);
-        ledger.release_standing(idle);
+        ledger.release_resource(loading);
+        ledger.release_resource(idle);
     }
 
     /// Memory that an unloaded resource had freed to the C library, and that a purge would release,
@@ -1053,12 +1005,32 @@ mod tests {
         assert_eq!(ledger.loadable(), ceiling.saturating_sub(ByteSize::mib(100)));
     }
 
+    /// The bug: a model that did not fit beside memory that the process had held for hours waited
+    /// for room, and was rejected with a time to retry after.
+    #[test]
+    fn a_load_that_does_not_fit_beside_what_stays_held_was_not_called_impossible() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        let mut hold = |mib, seconds: u64| {
+            for _ in 0..seconds {
+                let time = Duration::from_secs(1);
+                let turnover = RequestRate { time, ..RequestRate::default() };
+                ledger.correct(&mut correction, Measured { turnover, ..sample(mib, 0) });
+            }
+            ledger.ceiling().saturating_sub(ledger.loadable())
+        };
+        assert_eq!(hold(100, 10), ByteSize::mib(100));
+        assert_eq!(hold(300, 50), ByteSize::mib(100), "a purge may release it");
+        assert_eq!(hold(300, 70), ByteSize::mib(300), "it stays");
+        assert_eq!(hold(200, 2), ByteSize::mib(200));
+    }
+
     #[test]
     fn what_stands_is_raised_beyond_the_allowance_and_given_back_whole() {
         let ledger = Ledger::new();
         ledger.correct(&mut Correction::new(), sample(0, 0));
         for settled in [false, true] {
-            let mut model = ledger.try_book_standing(ByteSize::mib(10)).expect("fits");
+            let mut model = ledger.try_reserve_resource(ByteSize::mib(10)).expect("fits");
             if settled {
                 ledger.settle(&mut model);
             }
@@ -1071,7 +1043,7 @@ mod tests {
             );
             assert_eq!(ledger.requests(), ByteSize::ZERO);
             ledger.raise(&mut model, ByteSize::MAX);
-            ledger.release_standing(model);
+            ledger.release_resource(model);
             assert_eq!(
                 (ledger.reserved(), ledger.resource_reservations()),
                 (ByteSize::ZERO, ByteSize::ZERO)
@@ -1178,9 +1150,9 @@ mod models {
             let ledger = loom::sync::Arc::new(Ledger::new());
             let other = loom::sync::Arc::clone(&ledger);
             let thread = loom::thread::spawn(move || {
-                let mut standing = other.try_book_standing(ByteSize::new(8)).expect("no limit");
-                other.settle(&mut standing);
-                other.release_standing(standing);
+                let mut hold = other.try_reserve_resource(ByteSize::new(8)).expect("no limit");
+                other.settle(&mut hold);
+                other.release_resource(hold);
             });
             assert!(ledger.requests() <= ByteSize::new(5));
             thread.join().expect("no panic");

@@ -8,8 +8,7 @@
 //! polled. No waker is called, cloned or dropped with the lock held.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::{Pin, pin};
+use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
@@ -56,8 +55,8 @@ impl LevelWatch {
     /// Waits until the level differs from the one that this watch returned last (at first, the one
     /// when it was created), and returns it. Cancel safe: dropping the future loses no change. In a
     /// forked child the level never changes.
-    pub fn changed(&mut self) -> LevelChanged<'_> {
-        LevelChanged { watch: self }
+    pub fn changed(&mut self) -> impl Future<Output = Level> + Send {
+        poll_fn(|cx| self.poll_change(cx))
     }
 
     /// Like [`LevelWatch::changed`], but blocks this thread, at most for `timeout` in real time.
@@ -68,8 +67,7 @@ impl LevelWatch {
         let waker = Waker::from(Arc::clone(&bell));
         // Ends at the deadline at the latest: each iteration waits until then, or for a change.
         loop {
-            if let Poll::Ready(level) = pin!(self.changed()).poll(&mut Context::from_waker(&waker))
-            {
+            if let Poll::Ready(level) = self.poll_change(&Context::from_waker(&waker)) {
                 return Some(level);
             }
             if clock.now() >= deadline {
@@ -77,6 +75,18 @@ impl LevelWatch {
             }
             clock.wait_until(&bell, deadline);
         }
+    }
+
+    fn poll_change(&mut self, cx: &Context<'_>) -> Poll<Level> {
+        if let Some(level) = self.take_change() {
+            return Poll::Ready(level);
+        }
+        if !self.birth.is_here() {
+            return Poll::Pending;
+        }
+        drop(self.admission.state().level_watches.add(self.number, cx.waker().clone()));
+        // A change before this is seen here, and a later one finds the waker.
+        self.take_change().map_or(Poll::Pending, Poll::Ready)
     }
 
     fn take_change(&mut self) -> Option<Level> {
@@ -89,7 +99,7 @@ impl Drop for LevelWatch {
     fn drop(&mut self) {
         // In a forked child another thread may have held the lock.
         if self.birth.is_here() {
-            drop(self.admission.desk().level_watches.remove(self.number));
+            drop(self.admission.state().level_watches.remove(self.number));
         }
     }
 }
@@ -97,30 +107,6 @@ impl Drop for LevelWatch {
 impl fmt::Debug for LevelWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LevelWatch").field("seen", &self.seen).finish_non_exhaustive()
-    }
-}
-
-/// The future of [`LevelWatch::changed`].
-#[derive(Debug)]
-#[must_use = "futures do nothing unless polled"]
-pub struct LevelChanged<'a> {
-    watch: &'a mut LevelWatch,
-}
-
-impl Future for LevelChanged<'_> {
-    type Output = Level;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Level> {
-        if let Some(level) = self.watch.take_change() {
-            return Poll::Ready(level);
-        }
-        if !self.watch.birth.is_here() {
-            return Poll::Pending;
-        }
-        let watches = &self.watch.admission.desk().level_watches;
-        drop(watches.add(self.watch.number, cx.waker().clone()));
-        // A change before this is seen here, and a later one finds the waker.
-        self.watch.take_change().map_or(Poll::Pending, Poll::Ready)
     }
 }
 
@@ -158,8 +144,7 @@ mod tests {
         let mut watches = [admission.watch_level(), admission.watch_level()];
         let wakes = Arc::new(Wakes::default());
         let waker = Waker::from(Arc::clone(&wakes));
-        let mut cx = Context::from_waker(&waker);
-        let mut poll = |watch: &mut LevelWatch| pin!(watch.changed()).poll(&mut cx);
+        let poll = |watch: &mut LevelWatch| watch.poll_change(&Context::from_waker(&waker));
         for watch in &mut watches {
             assert!(poll(watch).is_pending() && poll(watch).is_pending());
         }

@@ -1,10 +1,10 @@
 //! Admission, pressure levels, reclaim and managed resources. Policy only: it depends on traits,
 //! not on the heap or an arena.
 //!
-//! A sample of the machine ([`signal`]) becomes a level with hysteresis ([`pressure`]) and an
-//! allowance in bytes ([`ledger`]). Requests and resources reserve bytes of it ([`admission`],
-//! [`managed`]). [`maintenance`] decides which memory to release, in the order of the reclaim steps
-//! ([`reclaim`]); implementations of its traits release it. Nothing here purges, allocates device
+//! A sample of the machine ([`Signals`]) becomes a level with hysteresis ([`Level`]) and an
+//! allowance in bytes ([`Ledger`]). Requests and resources reserve bytes of it ([`Admission`],
+//! [`Managed`]). [`Maintenance`] decides which memory to release, in the order of the reclaim steps
+//! ([`ReclaimPolicy`]); implementations of its traits release it. Nothing here purges, allocates device
 //! memory, starts a permanent thread or needs an async runtime.
 //!
 //! On its own, admission works against a fixed ceiling. No thread runs and nothing is measured:
@@ -24,7 +24,7 @@
 //! ```
 //!
 //! To measure, create a [`Maintenance`] from settings, a [`Sensor`] that takes samples, the
-//! [`Admission`] to correct, the [`Resources`] and the [`Ladder`]. Create its
+//! [`Admission`] to correct, the [`Resources`] and the [`ReclaimPolicy`]. Create its
 //! [`Worker`](Maintenance::worker) from [`MaintenanceActions`], which carry out jobs. Run both on
 //! threads of your own with [`run_control`] and [`run_worker`]. `src/memory/builder.rs` does this
 //! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
@@ -34,84 +34,75 @@
 //! that no request owns leaves no room, [`ExhaustionPolicy::ServeOne`] admits single ones.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-pub mod admission;
+mod admission;
 mod ceiling;
 mod correction;
 mod cost;
-mod desk;
 mod eviction;
 mod exhaustion;
 mod fairness;
-#[doc(hidden)]
 pub mod fit;
 mod large;
-#[doc(hidden)]
 pub mod learning;
-pub mod ledger;
+mod ledger;
 mod level_watch;
-mod level_watches;
 mod limit_advice;
-pub mod maintenance;
-pub mod managed;
+mod maintenance;
+mod managed;
 mod permit;
-pub mod pressure;
-pub mod reclaim;
+mod pressure;
+mod reclaim;
 mod reclaimer;
-mod rejected;
-mod reserve;
-pub mod signal;
-mod size_class;
+mod signal;
+mod state;
 mod tally;
-mod timed_thread;
 mod unused;
 mod usage;
 mod waiting;
-pub mod watermark;
+mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
 pub use admission::{Admission, AdmissionStats};
 pub use ceiling::CeilingParts;
-pub use cost::{Budget, Cost, Priority};
+pub use correction::{Correction, K_MAX, K_MIN, K_START, Measured, RequestRate};
+pub use cost::{Budget, Cost, Priority, RejectReason, Rejected};
 pub use eviction::{EvictionCause, Requester};
-#[doc(hidden)]
-pub use eviction::{Idle, RequestLabel};
 pub use exhaustion::ExhaustionPolicy;
-#[doc(hidden)]
-pub use large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
 pub use large::{RequestMemory, RequestPhase};
-pub use ledger::{Books, Correction, Ledger, Measured, Shortfall, Turnover};
-pub use level_watch::{LevelChanged, LevelWatch};
+pub use ledger::Ledger;
+pub use level_watch::LevelWatch;
 pub use limit_advice::{LimitAdvice, LimitForecast, LimitHour};
 pub use maintenance::{
     DeviceFigures, Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState,
     PurgeGrowth, Sample, Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control,
     run_worker,
 };
-#[doc(hidden)]
-pub use maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use managed::{
-    Acquire, AcquireError, AddError, Backoff, LastUnload, LoadError, LoadScope, Managed,
-    ManagedBuilder, Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
+    LastUnload, LoadFailure, LoadScope, Managed, ManagedBuilder, Resource, ResourceError,
+    ResourceStats, Resources, UnloadReason, Unloads, Use,
 };
-pub use permit::{Permit, Released};
-pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
-pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
+pub use permit::Permit;
+pub use pressure::{Level, Thresholds};
+pub use reclaim::{Reclaim, ReclaimPolicy};
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
-pub use rejected::{RejectReason, Rejected};
-pub use reserve::Reserve;
-#[doc(hidden)]
-pub use reserve::Waiting;
 pub use signal::{
     BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
     MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals, Stall,
 };
-pub use size_class::SizeClass;
-pub use tally::ClassStats;
-#[doc(hidden)]
-pub use usage::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
+pub use tally::{ClassStats, SizeClass};
 pub use usage::{MemoryUsage, RouteUsage, TenantUsage};
-pub use watermark::{Decision, DeviceSample, Trend, Watermark};
+pub use watermark::{DeviceSample, Watermark};
+
+/// What a service's layer uses that measures its requests, suspends and cancels them, and reports
+/// load; other programs do not need it.
+pub mod layer {
+    pub use crate::large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
+    pub use crate::maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
+    pub use crate::permit::Waiting;
+    pub use crate::state::AdmissionState;
+    pub use crate::usage::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
+}
 
 /// The README's code, compiled.
 #[cfg(doctest)]

@@ -30,8 +30,8 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
 use super::correction::{EVIDENT_PART, Overhead, few};
-use super::size_class::SizeClass;
 use super::tally::ClassStats;
+use super::tally::SizeClass;
 
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;
@@ -149,12 +149,12 @@ pub(super) struct LimitSample {
 
 /// The values by which a ledger admits.
 #[derive(Clone, Copy, Debug)]
-struct Terms {
+struct AdmitTerms {
     other: f64,
     correction_factor: f64,
 }
 
-impl Terms {
+impl AdmitTerms {
     /// Returns the most that requests may reserve below this ceiling.
     fn room(self, ceiling: f64) -> f64 {
         (ceiling - self.other) / self.correction_factor
@@ -196,7 +196,7 @@ impl Shadow {
     /// Returns the terms of a ledger that has measured the correction factor. Smaller ceilings
     /// measure it with fewer requests than the real one, so it is measured here as `correction`
     /// does in the smallest ceiling in which the requests fit.
-    fn measure(&mut self, sample: &LimitSample, time: Duration) -> Option<Terms> {
+    fn measure(&mut self, sample: &LimitSample, time: Duration) -> Option<AdmitTerms> {
         let LimitSample { required, held, .. } = *sample;
         let others = required.saturating_sub(sample.loaded);
         self.base = match held <= few(required) {
@@ -213,7 +213,7 @@ impl Shadow {
         }
         let correction_factor = self.overhead.correction_factor()?;
         let other = required.saturating_sub(held.scaled(correction_factor)).max(covered);
-        Some(Terms { other: other.as_f64(), correction_factor })
+        Some(AdmitTerms { other: other.as_f64(), correction_factor })
     }
 
     /// Admits the requests between two samples, and counts those that are rejected.
@@ -224,7 +224,8 @@ impl Shadow {
         arrivals: &[Arrivals],
         rejected: &mut Histogram,
     ) {
-        let terms = Terms { other: from.other.as_f64(), correction_factor: from.correction_factor };
+        let terms =
+            AdmitTerms { other: from.other.as_f64(), correction_factor: from.correction_factor };
         let measured = self.measure(from, to.now - from.now).unwrap_or(terms);
         if from.limit == ByteSize::MAX {
             self.kept = 0;

@@ -11,33 +11,31 @@
 //! the sum of what suspended ones have reserved.
 
 use std::fmt;
-use std::sync::Arc;
+use std::future::{Future, poll_fn};
 use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
 
 use super::admission::Admission;
-use super::cost::{Budget, Cost, Priority};
-use super::desk::Desk;
-use super::large::LargeRequest;
-use super::ledger::Standing;
-use super::rejected::Rejected;
-use super::usage::{NameSource, Usage};
-use super::waiting::WaitId;
+use super::cost::{Budget, Cost, Priority, Rejected};
+use super::ledger::ResourceHold;
+use super::state::AdmissionState;
+use super::waiting::{WaitId, WaitReason, WaitTerms};
 
 #[derive(Debug)]
-enum Held {
+enum PermitHold {
     /// A request that holds host memory and of which nothing else is known, as most start.
     Host(ByteSize),
-    Request(Request),
+    Request(RequestReservation),
     /// Boxed so that a request's permit is small to move. `None` once it was taken out.
-    Standing(Option<Box<(Standing, Standing)>>),
+    Resource(Option<Box<(ResourceHold, ResourceHold)>>),
 }
 
 /// A request.
 #[derive(Debug)]
-struct Request {
+struct RequestReservation {
     cost: Cost,
     /// The permit grows beyond the allowance, as it was reserved.
     is_exempt: bool,
@@ -48,25 +46,11 @@ struct Request {
     is_suspended: bool,
 }
 
-/// Bytes that were released with [`Permit::shrink_quietly`], and for which others may wait.
-#[derive(Debug)]
-#[must_use = "the requests that wait for the bytes are to be woken"]
-pub struct Released(Option<&'static Desk>);
-
-impl Released {
-    /// Wakes the requests that may fit now. Runs code of their executors.
-    pub fn wake(self) {
-        if let Some(desk) = self.0 {
-            desk.released();
-        }
-    }
-}
-
 /// The right to hold bytes. Dropping it releases them.
 #[must_use = "dropping a permit releases its bytes at once"]
 pub struct Permit {
-    desk: &'static Desk,
-    held: Held,
+    state: &'static AdmissionState,
+    held: PermitHold,
 }
 
 impl fmt::Debug for Permit {
@@ -78,44 +62,54 @@ impl fmt::Debug for Permit {
 impl Permit {
     /// Creates the permit of a request that is not exempt.
     #[inline]
-    pub(super) const fn host(desk: &'static Desk, bytes: ByteSize) -> Self {
-        Self { desk, held: Held::Host(bytes) }
+    pub(super) const fn host(state: &'static AdmissionState, bytes: ByteSize) -> Self {
+        Self { state, held: PermitHold::Host(bytes) }
     }
 
-    pub(super) const fn request(desk: &'static Desk, cost: Cost, is_exempt: bool) -> Self {
-        Self { desk, held: Held::Request(Request::new(cost, is_exempt)) }
+    pub(super) const fn of_request(
+        state: &'static AdmissionState,
+        cost: Cost,
+        is_exempt: bool,
+    ) -> Self {
+        Self { state, held: PermitHold::Request(RequestReservation::new(cost, is_exempt)) }
     }
 
-    pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
-        Self { desk, held: Held::Standing(Some(Box::new((host, device)))) }
+    pub(super) fn resource(
+        state: &'static AdmissionState,
+        host: ResourceHold,
+        device: ResourceHold,
+    ) -> Self {
+        Self { state, held: PermitHold::Resource(Some(Box::new((host, device)))) }
     }
 
     /// Returns the state of a request; `None` on a resource's permit.
-    fn state(&mut self) -> Option<&mut Request> {
-        if let Held::Host(bytes) = self.held {
-            self.held = Held::Request(Request::new(Cost::host(bytes), false));
+    fn request_mut(&mut self) -> Option<&mut RequestReservation> {
+        if let PermitHold::Host(bytes) = self.held {
+            self.held = PermitHold::Request(RequestReservation::new(Cost::host(bytes), false));
         }
         match &mut self.held {
-            Held::Request(request) => Some(request),
-            Held::Host(_) | Held::Standing(_) => None,
+            PermitHold::Request(request) => Some(request),
+            PermitHold::Host(_) | PermitHold::Resource(_) => None,
         }
     }
 
     const fn is_request(&self) -> bool {
-        matches!(self.held, Held::Host(_) | Held::Request(_))
+        matches!(self.held, PermitHold::Host(_) | PermitHold::Request(_))
     }
 
-    /// Returns the admission state that holds the reservation.
-    pub(super) const fn desk(&self) -> &'static Desk {
-        self.desk
+    /// Returns the state of the admission in which its bytes are reserved.
+    #[inline]
+    #[must_use]
+    pub const fn state(&self) -> &'static AdmissionState {
+        self.state
     }
 
     /// Returns the reservations of a resource's permit, still reserved; `None` for a request's
     /// permit, which ends.
-    pub(super) fn into_standing(mut self) -> Option<(Standing, Standing)> {
+    pub(super) fn into_resource(mut self) -> Option<(ResourceHold, ResourceHold)> {
         match &mut self.held {
-            Held::Host(_) | Held::Request(_) => None,
-            Held::Standing(held) => held.take().map(|both| *both),
+            PermitHold::Host(_) | PermitHold::Request(_) => None,
+            PermitHold::Resource(held) => held.take().map(|both| *both),
         }
     }
 
@@ -123,10 +117,12 @@ impl Permit {
     #[must_use]
     pub fn cost(&self) -> Cost {
         match &self.held {
-            Held::Host(bytes) => Cost::host(*bytes),
-            Held::Request(request) => request.cost,
-            Held::Standing(Some(both)) => Cost { host: both.0.bytes(), device: both.1.bytes() },
-            Held::Standing(None) => Cost::ZERO,
+            PermitHold::Host(bytes) => Cost::host(*bytes),
+            PermitHold::Request(request) => request.cost,
+            PermitHold::Resource(Some(both)) => {
+                Cost { host: both.0.bytes(), device: both.1.bytes() }
+            }
+            PermitHold::Resource(None) => Cost::ZERO,
         }
     }
 
@@ -138,9 +134,9 @@ impl Permit {
     /// [`Rejected`], which is counted; the permit keeps what it holds. A resource's permit does not
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let held = self.growing(bytes).map_err(|rejected| self.desk.reject(rejected))?;
-        let is_exempt = matches!(&self.held, Held::Request(request) if request.is_exempt);
-        let reserved = self.desk.grow(held, bytes, is_exempt)?;
+        let held = self.growing(bytes).map_err(|rejected| self.state.reject(rejected))?;
+        let is_exempt = matches!(&self.held, PermitHold::Request(request) if request.is_exempt);
+        let reserved = self.state.grow(held, bytes, is_exempt)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
     }
@@ -167,7 +163,7 @@ impl Permit {
     /// As for [`Permit::grow`], but the rejection is not counted.
     pub fn grow_with(&mut self, bytes: ByteSize, priority: Priority) -> Result<(), Rejected> {
         let held = self.growing(bytes)?;
-        let reserved = self.desk.grow_with(held, bytes, priority)?;
+        let reserved = self.state.grow_with(held, bytes, priority)?;
         self.change(|cost| cost.host = cost.host.saturating_add(reserved));
         Ok(())
     }
@@ -185,26 +181,25 @@ impl Permit {
     /// Changes what a request has reserved, and the sums that depend on it.
     fn change(&mut self, change: impl FnOnce(&mut Cost)) {
         let before = (self.unheld(), self.suspended());
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             change(&mut request.cost);
         }
         self.changed(before);
     }
 
     fn changed(&self, (unheld, suspended): (ByteSize, ByteSize)) {
-        self.desk.host.change_unheld(unheld, self.unheld());
-        self.desk.host.change_suspended(suspended, self.suspended());
+        self.state.host.change_unheld(unheld, self.unheld());
+        self.state.host.change_suspended(suspended, self.suspended());
     }
 
     /// Reserves host memory up to `held` bytes in total, even beyond the allowance, because the
     /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
-    #[doc(hidden)]
     pub fn raise(&mut self, held: ByteSize) -> ByteSize {
         if !self.is_request() {
             return ByteSize::ZERO;
         }
         let more = held.saturating_sub(self.cost().host);
-        let more = if more.is_zero() { more } else { self.desk.raise(more) };
+        let more = if more.is_zero() { more } else { self.state.raise(more) };
         self.change(|cost| cost.host = cost.host.saturating_add(more));
         more
     }
@@ -212,126 +207,56 @@ impl Permit {
     /// Reports the host memory that the request holds now, as measured. From the first report on,
     /// the correction factor is learned from what the request holds, and not from what it has
     /// reserved. Does nothing on a resource's permit.
-    #[doc(hidden)]
     pub fn report(&mut self, held: ByteSize) {
         let before = self.unheld();
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             request.measured = Some(held);
         }
-        self.desk.host.change_unheld(before, self.unheld());
+        self.state.host.change_unheld(before, self.unheld());
     }
 
     /// Declares that the need of the request is not known: its reservation says little. The ceiling
     /// leaves as much room again until the permit is dropped. Called once at most.
-    #[doc(hidden)]
     pub fn mark_unlearned(&mut self) {
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             let unlearned = request.cost.host;
             request.unlearned = unlearned;
-            self.desk.host.add_unlearned(unlearned);
+            self.state.host.add_unlearned(unlearned);
         }
-    }
-
-    /// Adds the request to those that have reserved much memory.
-    #[doc(hidden)]
-    pub fn register(&self, request: Arc<dyn LargeRequest>) {
-        self.desk.large.add(request, self.cost().host);
-    }
-
-    /// Returns the record of the memory of a route, or that of all routes without one. Takes a
-    /// lock.
-    #[doc(hidden)]
-    pub fn usage_of_route(&self, method: &str, route: &str, source: NameSource) -> Arc<Usage> {
-        self.desk.usages.of_route(method, route, source)
-    }
-
-    /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
-    /// lock.
-    #[doc(hidden)]
-    pub fn usage_of_tenant(&self, tenant: &str) -> Arc<Usage> {
-        self.desk.usages.of_tenant(tenant)
-    }
-
-    /// Returns `true` if growth of the request takes room from others: more is reserved than
-    /// allowed.
-    #[doc(hidden)]
-    pub fn is_short(&self) -> bool {
-        self.desk.is_short()
-    }
-
-    /// Counts the request as cancelled, since it holds more than `most`.
-    #[doc(hidden)]
-    pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
-        self.desk.outgrown(held, claim, most)
-    }
-
-    /// Counts a running request as rejected.
-    #[doc(hidden)]
-    pub fn refuse(&self, rejected: Rejected) -> Rejected {
-        self.desk.reject(rejected)
-    }
-
-    /// Returns `true` if its bytes are reserved in this admission.
-    #[doc(hidden)]
-    #[must_use]
-    pub fn is_of(&self, admission: &Admission) -> bool {
-        std::ptr::eq(self.desk, admission.desk())
-    }
-
-    /// Returns the time of the control loop's last tick, which is at most one period old. No clock
-    /// is read.
-    #[doc(hidden)]
-    #[inline]
-    pub fn last_tick(&self) -> Moment {
-        self.desk.large.now()
-    }
-
-    /// Counts bytes that outlive the request.
-    #[doc(hidden)]
-    pub fn outlive(&self, bytes: ByteSize) {
-        self.desk.outlive(bytes);
     }
 
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
-        self.shrink_quietly(bytes).wake();
+        self.shrink_quietly(bytes);
+        self.state.wake_waiting();
     }
 
-    /// Like [`Permit::shrink`], but wakes nothing: for a caller that holds a lock.
-    pub fn shrink_quietly(&mut self, bytes: ByteSize) -> Released {
-        Released(self.release(bytes).then_some(self.desk))
-    }
-
-    /// Releases part of the host memory without waking those that wait for it. Returns `false` on a
-    /// resource's permit.
-    fn release(&mut self, bytes: ByteSize) -> bool {
-        if !self.is_request() {
-            return false;
+    /// Like [`Permit::shrink`], but wakes none of those that wait for the bytes, for a caller that
+    /// holds a lock. Call [`AdmissionState::wake_waiting`] without it.
+    pub fn shrink_quietly(&mut self, bytes: ByteSize) {
+        if self.is_request() {
+            let part = bytes.min(self.cost().host);
+            self.change(|cost| cost.host = cost.host.saturating_sub(part));
+            self.state.host.release(part);
         }
-        let part = bytes.min(self.cost().host);
-        self.change(|cost| cost.host = cost.host.saturating_sub(part));
-        self.desk.host.release(part);
-        true
     }
 
     /// Suspends the reservation of a request that still receives its body: it reserves no more than
     /// `keep` from now on. Wakes no request that waits for the rest: the control loop does.
-    #[doc(hidden)]
     pub fn suspend(&mut self, keep: ByteSize) {
         self.set_suspended(true);
         let more = self.cost().host.saturating_sub(keep);
-        self.release(more);
-        self.desk.suspensions.fetch_add(1, Ordering::Relaxed);
+        self.shrink_quietly(more);
+        self.state.suspensions.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Reserves host memory up to `bytes` in total for what arrives of the body of a suspended
     /// request. Returns `false` if there is no room for it, or if all suspended requests together
     /// have reserved a quarter of the allowance.
-    #[doc(hidden)]
     pub fn reserve_arriving(&mut self, bytes: ByteSize) -> bool {
         let more = bytes.saturating_sub(self.cost().host);
-        let has_room = self.desk.book_arriving(more);
+        let has_room = self.state.book_arriving(more);
         if has_room {
             self.change(|cost| cost.host = cost.host.saturating_add(more));
         }
@@ -339,47 +264,66 @@ impl Permit {
     }
 
     /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
-    pub(super) fn book_again(
+    ///
+    /// # Errors
+    /// [`Rejected`], which is not counted; the reservation stays suspended.
+    pub fn resume(
         &mut self,
-        waits: Option<&WaitId>,
+        waiting: Option<&Waiting>,
         claim: ByteSize,
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let more = self.desk.book_again(waits, more, priority)?;
+        let more = self.state.book_again(waiting.map(Waiting::id), more, priority)?;
         self.change(|cost| cost.host = cost.host.saturating_add(more));
         self.set_suspended(false);
         Ok(())
     }
 
+    /// Enters the queue to resume, before the requests that were not admitted yet. Returns `None`
+    /// as [`AdmissionState::wait`] does.
+    #[must_use]
+    pub fn wait_to_resume(
+        &self,
+        claim: ByteSize,
+        priority: Priority,
+        tenant: u64,
+        within: Duration,
+    ) -> Option<Waiting> {
+        let cost = Cost::host(claim.saturating_sub(self.cost().host));
+        let within = Some(within);
+        let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
+        Waiting::enter(self.state, terms)
+    }
+
     /// Ends the suspension without reserving more.
-    #[doc(hidden)]
     pub fn set_resumed(&mut self) {
         self.set_suspended(false);
     }
 
     fn set_suspended(&mut self, is_suspended: bool) {
         let before = (self.unheld(), self.suspended());
-        if let Some(request) = self.state() {
+        if let Some(request) = self.request_mut() {
             request.is_suspended = is_suspended;
         }
         self.changed(before);
     }
 
+    const fn request(&self) -> Option<&RequestReservation> {
+        match &self.held {
+            PermitHold::Request(request) => Some(request),
+            PermitHold::Host(_) | PermitHold::Resource(_) => None,
+        }
+    }
+
     /// Returns the host memory that it has reserved while it is suspended.
     fn suspended(&self) -> ByteSize {
-        match &self.held {
-            Held::Request(request) => request.suspended(),
-            Held::Host(_) | Held::Standing(_) => ByteSize::ZERO,
-        }
+        self.request().map_or(ByteSize::ZERO, RequestReservation::suspended)
     }
 
     /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
     fn unheld(&self) -> ByteSize {
-        match &self.held {
-            Held::Request(request) => request.unheld(),
-            Held::Host(_) | Held::Standing(_) => ByteSize::ZERO,
-        }
+        self.request().map_or(ByteSize::ZERO, RequestReservation::unheld)
     }
 
     /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.
@@ -390,18 +334,18 @@ impl Permit {
     /// Marks the resource as loaded and raises the reservation to what it was measured to hold,
     /// even beyond the allowance. Otherwise the excess would count as wrong estimates of requests.
     pub fn settle_at(&mut self, held: Cost) {
-        let held = self.desk.by_budget(held);
-        if let Held::Standing(Some(both)) = &mut self.held {
+        let held = self.state.by_budget(held);
+        if let PermitHold::Resource(Some(both)) = &mut self.held {
             let (host, device) = &mut **both;
-            self.desk.host.raise(host, held.host);
-            self.desk.device.raise(device, held.device);
-            self.desk.host.settle(host);
-            self.desk.device.settle(device);
+            self.state.host.raise(host, held.host);
+            self.state.device.raise(device, held.device);
+            self.state.host.settle(host);
+            self.state.device.settle(device);
         }
     }
 }
 
-impl Request {
+impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
         Self { cost, is_exempt, measured: None, unlearned, is_suspended: false }
@@ -416,24 +360,24 @@ impl Request {
     }
 }
 
-impl Held {
+impl PermitHold {
     /// Releases what is not a request of host memory alone.
     #[cold]
-    fn end(&mut self, desk: &'static Desk) {
+    fn end(&mut self, state: &'static AdmissionState) {
         match self {
             Self::Host(_) => {}
             Self::Request(request) => {
-                desk.host.change_unheld(request.unheld(), ByteSize::ZERO);
-                desk.host.change_suspended(request.suspended(), ByteSize::ZERO);
+                state.host.change_unheld(request.unheld(), ByteSize::ZERO);
+                state.host.change_suspended(request.suspended(), ByteSize::ZERO);
                 if !request.unlearned.is_zero() {
-                    desk.host.remove_unlearned(request.unlearned);
+                    state.host.remove_unlearned(request.unlearned);
                 }
-                desk.finish(request.cost, request.is_exempt);
+                state.finish(request.cost, request.is_exempt);
             }
-            Self::Standing(held) => {
+            Self::Resource(held) => {
                 if let Some(both) = held.take() {
                     let (host, device) = *both;
-                    desk.unload(host, device);
+                    state.unload(host, device);
                 }
             }
         }
@@ -444,8 +388,143 @@ impl Drop for Permit {
     #[inline]
     fn drop(&mut self) {
         match self.held {
-            Held::Host(bytes) => self.desk.finish_host(bytes),
-            Held::Request(_) | Held::Standing(_) => self.held.end(self.desk),
+            PermitHold::Host(bytes) => self.state.finish_host(bytes),
+            PermitHold::Request(_) | PermitHold::Resource(_) => self.held.end(self.state),
+        }
+    }
+}
+
+// Requests that wait for room: a handle to one in the queue, and the future of a reservation.
+//
+// The tower layer uses [`Waiting`], since it estimates the need of a request again at each attempt.
+// Programs use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended requests
+// that resume ([`Permit::resume`]).
+/// A request in the queue. Dropping it leaves the queue.
+#[derive(Debug)]
+pub struct Waiting {
+    state: &'static AdmissionState,
+    id: WaitId,
+}
+
+impl Waiting {
+    pub(super) fn enter(state: &'static AdmissionState, terms: WaitTerms) -> Option<Self> {
+        let terms = WaitTerms { cost: state.by_budget(terms.cost), ..terms };
+        let id = state.queue.enter(terms, state.host.ceiling())?;
+        state.hurry();
+        Some(Self { state, id })
+    }
+
+    const fn id(&self) -> &WaitId {
+        &self.id
+    }
+
+    /// Waits until the request may try again. Returns `false` if this is the last attempt, because
+    /// the deadline has passed or waiting has ended.
+    pub fn poll_turn(&self, cx: &Context<'_>) -> Poll<bool> {
+        self.state.queue.poll(&self.id, cx)
+    }
+
+    /// Tries to admit the request. A rejection is not counted.
+    ///
+    /// # Errors
+    /// As for [`Admission::try_admit_with`], and [`Rejected::Full`] if others come first.
+    pub fn try_admit(
+        &self,
+        cost: Cost,
+        priority: Priority,
+        label: Option<&dyn fmt::Display>,
+    ) -> Result<Permit, Rejected> {
+        self.state.try_admit(Some(&self.id), cost, priority, label)
+    }
+
+    /// Records why an attempt of a load was rejected, so that the queue keeps room for it.
+    pub(super) fn lacks(&self, rejected: &Rejected) {
+        let lack = match rejected {
+            Rejected::Full { budget, .. } => WaitReason::Load(*budget),
+            _ => WaitReason::Other,
+        };
+        self.state.queue.lacks(&self.id, lack);
+    }
+
+    /// Records that the attempt failed before admission, for another reason than bytes: the request
+    /// delays no others.
+    pub fn lacks_other(&self) {
+        self.state.queue.lacks(&self.id, WaitReason::Other);
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if self.state.queue.leave(&self.id) {
+            // It may have held up others.
+            self.state.wake_waiting();
+        }
+    }
+}
+
+impl Admission {
+    /// Waits until the cost fits, and reserves it: for pipelines, and for background work that can
+    /// wait. Requests and reservations wait in one queue, in the order of their arrival within each
+    /// priority. Smaller ones that fit may pass a larger one, up to as many bytes as that needs.
+    ///
+    /// There is no deadline: use a timeout of your runtime. The future can be dropped at any time,
+    /// and reserves nothing until it completes.
+    ///
+    /// ```
+    /// use lowtide_admission::{Admission, ByteSize, Cost, Rejected};
+    ///
+    /// # async fn run() -> Result<(), Rejected> {
+    /// let admission = Admission::with_limit(ByteSize::mib(100));
+    /// let permit = admission.reserve(Cost::host(ByteSize::mib(60))).await?;
+    /// // The next one waits until this permit is dropped.
+    /// drop(permit);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Rejected::TooLarge`] if it can never fit, [`Rejected::Exhausted`],
+    /// [`Rejected::ShuttingDown`], and [`Rejected::Full`] if the queue is full: 4,096 requests, or
+    /// one for each 256 KiB of the ceiling.
+    pub fn reserve(
+        &self,
+        cost: Cost,
+    ) -> impl Future<Output = Result<Permit, Rejected>> + Send + use<> {
+        self.reserve_with(cost, Priority::Normal)
+    }
+
+    /// Like [`Admission::reserve`], with a priority. Requests of higher priority come first, until
+    /// as many bytes as the ceiling have passed one of lower priority.
+    ///
+    /// # Errors
+    /// As for [`Admission::reserve`].
+    pub fn reserve_with(
+        &self,
+        cost: Cost,
+        priority: Priority,
+    ) -> impl Future<Output = Result<Permit, Rejected>> + Send + use<> {
+        let admission = self.clone();
+        async move {
+            let state = admission.state();
+            let (mut waiting, mut is_last) = (None::<Waiting>, false);
+            // Ends: each iteration after the first needs a wake of the queue.
+            loop {
+                if let Some(waiting) = &waiting {
+                    is_last = !poll_fn(|cx| waiting.poll_turn(cx)).await;
+                }
+                let tried = match waiting.as_ref().filter(|_| !is_last) {
+                    Some(waiting) => waiting.try_admit(cost, priority, None),
+                    None => state.try_admit_uncounted(cost, priority, None),
+                };
+                let Err(rejected) = tried else { return tried };
+                if waiting.is_none() && rejected.may_wait() {
+                    waiting = state.wait(cost, priority, 0, None);
+                }
+                if is_last || waiting.is_none() || !rejected.may_wait() {
+                    drop(waiting);
+                    return Err(state.reject(rejected));
+                }
+            }
         }
     }
 }
@@ -457,10 +536,10 @@ mod tests {
     use std::task::{Context, Waker};
 
     use crate::admission::Admission;
+    use crate::cost::RejectReason;
     use crate::cost::{Budget, Cost, Priority};
-    use crate::ledger::Balance;
+    use crate::ledger::RoomSharing;
     use crate::pressure::Level;
-    use crate::rejected::RejectReason;
     use lowtide_core::bytes::ByteSize;
 
     /// The ledger adds differences: any order of acts must leave nothing behind.
@@ -523,11 +602,11 @@ mod tests {
         admission.set_level(Level::None);
 
         let reserved_headroom = ByteSize::mib(40);
-        let balance = Balance { reserved_headroom, ..Balance::default() };
+        let balance = RoomSharing { reserved_headroom, ..RoomSharing::default() };
         admission.ledger(Budget::Host).balance(balance);
         assert_eq!(grows(Priority::Normal), Err(RejectReason::Full));
         assert_eq!(others.map(&mut grows), [Ok(()); 2]);
-        admission.ledger(Budget::Host).balance(Balance::default());
+        admission.ledger(Budget::Host).balance(RoomSharing::default());
 
         let mut waits = pin!(admission.reserve(Cost::host(ByteSize::mib(40))));
         let mut cx = Context::from_waker(Waker::noop());
@@ -569,7 +648,7 @@ mod tests {
     #[test]
     fn a_request_that_is_large_for_the_limit_leaves_its_pages_to_be_considered() {
         let admission = Admission::with_limit(ByteSize::gib(1));
-        let unused = &admission.desk().unused;
+        let unused = &admission.state().unused;
         let (none, most) = (ByteSize::ZERO, ByteSize::mib(160));
         unused.publish(none, [none; 2], [none, most]);
         let end = |mib| drop(admission.try_admit(Cost::host(ByteSize::mib(mib))).expect("fits"));

@@ -13,13 +13,11 @@
 
 use std::time::Duration;
 
-use thiserror::Error;
-
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 /// Growth that fills the limit within this many samples raises the level by one.
-pub const TICKS_TO_FULL: f64 = 5.0;
+const TICKS_TO_FULL: f64 = 5.0;
 
 /// A longer step than this is a step of an idle service, and the next ones will be shorter, so
 /// growth is not extrapolated over five idle steps. Twice the step of an active service.
@@ -72,98 +70,32 @@ impl Level {
     }
 }
 
-/// The thresholds of one level, as fractions of the limit.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Band {
-    /// The level is entered at or above this fraction.
-    pub up: f64,
-    /// The level may be left below this fraction.
-    pub down: f64,
-}
-
-/// The thresholds of all levels and the dwell time.
+/// The thresholds of elevated, high and critical, as fractions of the limit, and the dwell time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Thresholds {
-    bands: [Band; 3],
-    dwell: Duration,
-}
-
-/// Invalid thresholds.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ThresholdsError {
-    /// A threshold is not a fraction of the limit.
-    #[error("{mark} threshold of level {level} is {value}: expected above 0 and at most 1")]
-    OutOfRange {
-        /// The level.
-        level: Level,
-        /// `up` or `down`.
-        mark: &'static str,
-        /// The value given.
-        value: f64,
-    },
-    /// The lower threshold of a level is not below its upper one.
-    #[error(
-        "level {level} is entered at {up} and left at {down}: expected to leave below the entry"
-    )]
-    Inverted {
-        /// The level.
-        level: Level,
-        /// Its upper threshold.
-        up: f64,
-        /// Its lower threshold.
-        down: f64,
-    },
-    /// The thresholds of a level are not above those of the level below it.
-    #[error("thresholds of level {level} are not above those of the level below")]
-    Unordered {
-        /// The level.
-        level: Level,
-    },
+    /// A level is entered at or above this fraction of the limit.
+    pub up: [f64; 3],
+    /// It may be left below this fraction.
+    pub down: [f64; 3],
+    /// How long usage must stay below the `down` threshold before the level is left. With zero, a
+    /// level can be left at each sample.
+    pub dwell: Duration,
 }
 
 impl Thresholds {
-    /// Creates thresholds from the bands of elevated, high and critical, and from the dwell time:
-    /// how long usage must stay below a `down` threshold before the level is left. With a dwell
-    /// time of zero a level can be left at each sample.
-    ///
-    /// # Errors
-    /// [`ThresholdsError`] if `0 < down < up <= 1` does not hold for a level, or if the thresholds
-    /// do not rise from level to level.
-    pub fn new(bands: [Band; 3], dwell: Duration) -> Result<Self, ThresholdsError> {
-        let mut before = Band { up: 0.0, down: 0.0 };
-        for (level, band) in Level::ALL.into_iter().skip(1).zip(bands) {
-            for (mark, value) in [("up", band.up), ("down", band.down)] {
-                if !(value > 0.0 && value <= 1.0) {
-                    return Err(ThresholdsError::OutOfRange { level, mark, value });
-                }
-            }
-            if band.down >= band.up {
-                return Err(ThresholdsError::Inverted { level, up: band.up, down: band.down });
-            }
-            if band.up <= before.up || band.down <= before.down {
-                return Err(ThresholdsError::Unordered { level });
-            }
-            before = band;
-        }
-        Ok(Self { bands, dwell })
+    /// Returns the threshold of a level in this list; `None` for [`Level::None`], which has none.
+    fn of(list: [f64; 3], level: Level) -> Option<f64> {
+        list.get(usize::from(level.as_u8()).checked_sub(1)?).copied()
     }
 
-    /// Returns the thresholds of a level; `None` for [`Level::None`], which has none.
-    #[must_use]
-    pub fn band(&self, level: Level) -> Option<Band> {
-        self.bands.get(usize::from(level.as_u8()).checked_sub(1)?).copied()
-    }
-
-    /// Returns the time that usage must stay below a threshold before the level is left.
-    #[must_use]
-    pub const fn dwell(&self) -> Duration {
-        self.dwell
+    /// Returns the fraction of the limit at which a level is entered; 1 for [`Level::None`].
+    pub(crate) fn up(&self, level: Level) -> f64 {
+        Self::of(self.up, level).unwrap_or(1.0)
     }
 
     /// Returns the highest level whose upper threshold is reached.
     fn reached(&self, ratio: f64) -> Level {
-        let of = |level: &Level| self.band(*level).is_some_and(|band| ratio >= band.up);
+        let of = |level: &Level| Self::of(self.up, *level).is_some_and(|up| ratio >= up);
         Level::ALL.into_iter().rev().find(of).unwrap_or(Level::None)
     }
 }
@@ -172,14 +104,14 @@ impl Default for Thresholds {
     /// .75/.70, .85/.78, .93/.85 and 250 ms: determined in an overload experiment (a 256 MiB memory
     /// cgroup at up to eight times the load that fits), together with a ceiling of .80.
     fn default() -> Self {
-        let bands = [(0.75, 0.70), (0.85, 0.78), (0.93, 0.85)];
-        Self { bands: bands.map(|(up, down)| Band { up, down }), dwell: Duration::from_millis(250) }
+        let dwell = Duration::from_millis(250);
+        Self { up: [0.75, 0.85, 0.93], down: [0.70, 0.78, 0.85], dwell }
     }
 }
 
 /// The current level and the state that determines the next one. Updated by one owner.
 #[derive(Clone, Debug)]
-pub struct Pressure {
+pub(crate) struct PressureTracker {
     thresholds: Thresholds,
     level: Level,
     /// The time since which usage is below the lower threshold of the current level.
@@ -191,10 +123,9 @@ pub struct Pressure {
     entered: [u64; 4],
 }
 
-impl Pressure {
+impl PressureTracker {
     /// Creates a state at [`Level::None`].
-    #[must_use]
-    pub const fn new(thresholds: Thresholds) -> Self {
+    pub(crate) const fn new(thresholds: Thresholds) -> Self {
         Self {
             thresholds,
             level: Level::None,
@@ -206,26 +137,18 @@ impl Pressure {
     }
 
     /// Returns the current level.
-    #[must_use]
-    pub const fn level(&self) -> Level {
+    pub(crate) const fn level(&self) -> Level {
         self.level
     }
 
     /// Returns how often a level was entered, from above or below.
-    #[must_use]
-    pub fn entered_total(&self, level: Level) -> u64 {
+    pub(crate) fn entered_total(&self, level: Level) -> u64 {
         self.entered.get(usize::from(level.as_u8())).copied().unwrap_or(0)
-    }
-
-    /// Returns the average growth in bytes per second; negative if memory shrinks.
-    #[must_use]
-    pub const fn growth(&self) -> f64 {
-        self.growth
     }
 
     /// Updates the state with a sample and returns the level. A limit of [`ByteSize::MAX`] means no
     /// limit; a limit of zero is always exceeded.
-    pub fn update(&mut self, now: Moment, usage: ByteSize, limit: ByteSize) -> Level {
+    pub(crate) fn update(&mut self, now: Moment, usage: ByteSize, limit: ByteSize) -> Level {
         let step = self.measure_growth(now, usage);
         let ratio = ratio(usage, limit);
         let reached = self.thresholds.reached(ratio);
@@ -256,7 +179,7 @@ impl Pressure {
 
     /// `true` if usage is below the lower threshold of the current level.
     fn is_below(&self, ratio: f64) -> bool {
-        self.thresholds.band(self.level).is_some_and(|band| ratio < band.down)
+        Thresholds::of(self.thresholds.down, self.level).is_some_and(|down| ratio < down)
     }
 
     /// Updates the average growth and returns the time since the last sample.
@@ -293,7 +216,6 @@ mod tests {
     use super::*;
 
     const LIMIT: ByteSize = ByteSize::mib(1000);
-    const TICK: Duration = Duration::from_millis(10);
 
     fn at(millis: u64) -> Moment {
         Moment::after_origin(Duration::from_millis(millis))
@@ -304,7 +226,7 @@ mod tests {
     }
 
     /// Holds usage for so long that growth is forgotten.
-    fn settle(pressure: &mut Pressure, from: u64, percent: u64, millis: u64) -> Level {
+    fn settle(pressure: &mut PressureTracker, from: u64, percent: u64, millis: u64) -> Level {
         let mut level = pressure.level();
         for step in 0..millis / 10 {
             level = pressure.update(at(from + step * 10), part(percent), LIMIT);
@@ -314,7 +236,7 @@ mod tests {
 
     #[test]
     fn levels_rise_at_once_and_fall_one_step_after_the_dwell_time() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         assert_eq!(pressure.update(at(0), part(95), LIMIT), Level::Critical);
         let mut seen = vec![(0, Level::Critical)];
         for tick in 1..200 {
@@ -330,7 +252,7 @@ mod tests {
 
     #[test]
     fn between_the_marks_nothing_moves() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         assert_eq!(settle(&mut pressure, 0, 72, 1000), Level::None);
         assert_eq!(settle(&mut pressure, 1000, 75, 1000), Level::Elevated);
         assert_eq!(settle(&mut pressure, 2000, 72, 5000), Level::Elevated);
@@ -343,7 +265,7 @@ mod tests {
 
     #[test]
     fn fast_growth_raises_one_level_before_the_mark() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         let mut first = None;
         for tick in 0..20 {
             let percent = 20 + tick * 8;
@@ -361,7 +283,7 @@ mod tests {
     /// first burst after a quiet time was pressure at a tenth of the limit.
     #[test]
     fn a_burst_after_an_idle_step_was_pressure_far_from_the_limit() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         pressure.update(at(0), part(2), LIMIT);
         assert_eq!(pressure.update(at(250), part(42), LIMIT), Level::None);
         for step in 1..=10 {
@@ -372,7 +294,7 @@ mod tests {
 
     #[test]
     fn no_limit_is_no_pressure_and_a_limit_of_zero_is_critical() {
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         assert_eq!(pressure.update(at(0), ByteSize::gib(900), ByteSize::MAX), Level::None);
         assert_eq!(pressure.update(at(10), ByteSize::MAX, ByteSize::MAX), Level::None);
         assert_eq!(pressure.update(at(20), ByteSize::ZERO, ByteSize::ZERO), Level::Critical);
@@ -383,7 +305,7 @@ mod tests {
     fn flips_are_bounded_however_usage_moves() {
         let mut state = 0x2545_F491_4F6C_DD1D_u64;
         println!("seed {state:#x}");
-        let mut pressure = Pressure::new(Thresholds::default());
+        let mut pressure = PressureTracker::new(Thresholds::default());
         let (mut rises, mut falls, mut last) = (0_u64, 0_u64, Level::None);
         let ticks = 20_000;
         for tick in 0..ticks {
@@ -401,25 +323,6 @@ mod tests {
         assert!(rises <= falls + 3, "{rises} rises after {falls} falls");
         let entered: u64 = Level::ALL.into_iter().map(|level| pressure.entered_total(level)).sum();
         assert_eq!(entered, rises + falls);
-    }
-
-    #[test]
-    fn marks_that_make_no_sense_are_refused() {
-        let band = |up, down| Band { up, down };
-        let good = [band(0.5, 0.4), band(0.6, 0.5), band(0.7, 0.6)];
-        assert!(Thresholds::new(good, TICK).is_ok());
-        let with = |at: usize, bad| {
-            let mut bands = good;
-            bands[at] = bad;
-            Thresholds::new(bands, TICK).expect_err("refused")
-        };
-        assert!(matches!(with(0, band(f64::NAN, 0.4)), ThresholdsError::OutOfRange { .. }));
-        assert!(matches!(with(2, band(1.1, 0.6)), ThresholdsError::OutOfRange { .. }));
-        assert!(matches!(with(0, band(0.5, 0.0)), ThresholdsError::OutOfRange { .. }));
-        assert!(matches!(with(1, band(0.6, 0.6)), ThresholdsError::Inverted { .. }));
-        assert!(matches!(with(1, band(0.5, 0.45)), ThresholdsError::Unordered { .. }));
-        let text = with(1, band(0.6, 0.6)).to_string();
-        assert!(text.contains("high") && text.contains("0.6"), "{text}");
     }
 
     #[test]

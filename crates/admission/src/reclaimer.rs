@@ -9,7 +9,7 @@
 //! sample finds it freed, whatever the functions return.
 //!
 //! Invariants: neither function of a reclaimer runs twice at once; it is asked for at most what is
-//! wanted; the pause between two calls is that of [`Pace`]; at most [`RECLAIMERS_MAX`] names are
+//! wanted; the pause between two calls is that of [`ReclaimBackoff`]; at most [`RECLAIMERS_MAX`] names are
 //! known in the life of a registry, so that labels of metrics are bounded.
 //!
 //! It does not choose which reclaimer is asked.
@@ -25,12 +25,11 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::Cost;
-use super::desk::Desk;
-use super::eviction::{Claimable, Claimed, EvictionCause, Idle};
-use super::managed::AddError;
+use super::eviction::{Claimable, EvictionCause, EvictionClaim, Idle};
+use super::managed::ResourceError;
 use super::permit::Permit;
-use super::reclaim::{Pace, Recovered};
-use super::timed_thread::elsewhere;
+use super::reclaim::{ReclaimBackoff, elsewhere};
+use super::state::AdmissionState;
 
 /// The largest number of names of reclaimers.
 pub(super) const RECLAIMERS_MAX: usize = 64;
@@ -108,17 +107,17 @@ pub struct ReclaimerStats {
 /// The reclaimers of a registry, by name. A name stays when its reclaimer is removed.
 #[derive(Debug, Default)]
 pub(super) struct Reclaimers {
-    slots: Mutex<Vec<Slot>>,
+    slots: Mutex<Vec<ReclaimerRecord>>,
     /// `true` if no memory is measured, so that a release makes no room.
     is_useless: AtomicBool,
 }
 
-struct Slot {
+struct ReclaimerRecord {
     stats: Arc<Mutex<ReclaimerStats>>,
     current: Option<Arc<Registered>>,
 }
 
-impl fmt::Debug for Slot {
+impl fmt::Debug for ReclaimerRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Slot").field(&lock(&self.stats).name).finish()
     }
@@ -128,28 +127,28 @@ impl Reclaimers {
     pub(super) fn add(
         reclaimers: &Arc<Self>,
         of: Reclaimable,
-        desk: &'static Desk,
+        admission: &'static AdmissionState,
         clock: Arc<dyn Clock>,
-    ) -> Result<Reclaimer, AddError> {
+    ) -> Result<Reclaimer, ResourceError> {
         let mut slots = lock(&reclaimers.slots);
         let place = slots.iter().position(|slot| lock(&slot.stats).name == of.name);
         if place.is_some_and(|at| slots.get(at).is_some_and(|slot| slot.current.is_some())) {
-            return Err(AddError::DuplicateReclaimer { name: of.name.to_string() });
+            return Err(ResourceError::Duplicate { name: of.name });
         }
         if place.is_none() && slots.len() >= RECLAIMERS_MAX {
-            return Err(AddError::TooManyReclaimers { max: RECLAIMERS_MAX });
+            return Err(ResourceError::TooMany { name: of.name, max: RECLAIMERS_MAX });
         }
         let at = place.unwrap_or_else(|| {
             let stats = ReclaimerStats { name: Arc::clone(&of.name), ..ReclaimerStats::default() };
-            slots.push(Slot { stats: Arc::new(Mutex::new(stats)), current: None });
+            slots.push(ReclaimerRecord { stats: Arc::new(Mutex::new(stats)), current: None });
             slots.len() - 1
         });
         let slot = &mut slots[at];
         lock(&slot.stats).registered = true;
-        let (stats, pace) = (Arc::clone(&slot.stats), Pace::new());
+        let (stats, pace) = (Arc::clone(&slot.stats), ReclaimBackoff::default());
         let (is_asked, is_removed) = (AtomicBool::new(false), AtomicBool::new(false));
         let registered =
-            Arc::new(Registered { of, desk, clock, stats, pace, is_asked, is_removed });
+            Arc::new(Registered { of, admission, clock, stats, pace, is_asked, is_removed });
         slot.current = Some(Arc::clone(&registered));
         let reclaimers = Arc::downgrade(reclaimers);
         Ok(Reclaimer { registered, reclaimers, birth: Birth::now() })
@@ -187,7 +186,7 @@ impl Reclaimers {
     /// Removes a reclaimer unless another one has its name by now.
     fn remove(&self, registered: &Arc<Registered>) {
         let mut slots = lock(&self.slots);
-        let is_it = |slot: &&mut Slot| {
+        let is_it = |slot: &&mut ReclaimerRecord| {
             slot.current.as_ref().is_some_and(|current| Arc::ptr_eq(current, registered))
         };
         if let Some(slot) = slots.iter_mut().find(is_it) {
@@ -247,10 +246,10 @@ impl fmt::Debug for Reclaimer {
 
 pub(super) struct Registered {
     of: Reclaimable,
-    desk: &'static Desk,
+    admission: &'static AdmissionState,
     clock: Arc<dyn Clock>,
     stats: Arc<Mutex<ReclaimerStats>>,
-    pace: Pace,
+    pace: ReclaimBackoff,
     /// `true` while its releasable function runs.
     is_asked: AtomicBool,
     is_removed: AtomicBool,
@@ -272,7 +271,7 @@ impl Registered {
         }
         let releasable = registered.releasable();
         (!releasable.is_zero()).then(|| Idle {
-            desk: registered.desk,
+            admission: registered.admission,
             cost: Cost::host(releasable),
             stays_for: Duration::ZERO,
             unload_time: Duration::ZERO,
@@ -282,9 +281,9 @@ impl Registered {
         })
     }
 
-    fn begin(self: &Arc<Self>, wanted: ByteSize) -> Option<Asked> {
+    fn begin(self: &Arc<Self>, wanted: ByteSize) -> Option<ReclaimCall> {
         let may_ask = !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now());
-        may_ask.then(|| Asked { registered: Arc::clone(self), wanted, is_over: false })
+        may_ask.then(|| ReclaimCall { registered: Arc::clone(self), wanted, is_over: false })
     }
 
     /// Asks for these bytes on a new thread, and returns those that it released. Waits for at most
@@ -320,19 +319,19 @@ impl Registered {
 }
 
 impl Claimable for Registered {
-    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn Claimed>> {
+    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn EvictionClaim>> {
         Some(Box::new(self.begin(bytes)?))
     }
 }
 
 /// A reclaimer that is being asked. Dropping it before its run ends that.
-struct Asked {
+struct ReclaimCall {
     registered: Arc<Registered>,
     wanted: ByteSize,
     is_over: bool,
 }
 
-impl Asked {
+impl ReclaimCall {
     /// Runs the function on this thread, and returns the bytes that it reported. A panic counts as
     /// none.
     fn run(mut self, wanted: ByteSize) -> ByteSize {
@@ -352,12 +351,12 @@ impl Asked {
         stats.released_total = stats.released_total.saturating_add(released);
         stats.releasable = stats.releasable.saturating_sub(released);
         drop(stats);
-        registered.pace.finish(wanted, Recovered::of(released), now);
+        registered.pace.finish(wanted, released, now);
         released
     }
 }
 
-impl Claimed for Asked {
+impl EvictionClaim for ReclaimCall {
     fn cost(&self) -> Cost {
         Cost::host(self.wanted)
     }
@@ -369,7 +368,7 @@ impl Claimed for Asked {
     }
 }
 
-impl Drop for Asked {
+impl Drop for ReclaimCall {
     fn drop(&mut self) {
         if !self.is_over {
             self.registered.pace.cancel();

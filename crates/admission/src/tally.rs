@@ -9,13 +9,12 @@
 //! A sum that is read is never more than what happened, and exact when no thread counts.
 
 use std::cell::Cell;
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use lowtide_core::bytes::ByteSize;
 
-use super::cost::Budget;
-use super::rejected::RejectReason;
-use super::size_class::SizeClass;
+use super::cost::{Budget, RejectReason};
 
 /// Stripes that are owned by one thread each. Up to as many concurrent threads pay least. A guess.
 const OWNED: usize = 16;
@@ -35,7 +34,7 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the stripes that may contain counts. A process with few threads uses few, and a reader
 /// that went over all of them would fetch some 40 KiB of zeros.
-pub(super) fn used(tallies: &[Tally; STRIPES]) -> &[Tally] {
+pub(super) fn used(tallies: &[Shard; STRIPES]) -> &[Shard] {
     // Relaxed: a stripe is in use before it counts, so a reader that has seen a count, or what
     // followed from it, sees the stripe.
     tallies.get(..USED.load(Ordering::Relaxed)).unwrap_or(tallies)
@@ -43,15 +42,15 @@ pub(super) fn used(tallies: &[Tally; STRIPES]) -> &[Tally] {
 
 thread_local! {
     /// The place of this thread. Without a destructor, so that reading it is one load.
-    static HERE: Cell<Place> = const { Cell::new(Place::NONE) };
+    static HERE: Cell<ShardId> = const { Cell::new(ShardId::NONE) };
     static HELD: Holding = Holding::take();
 }
 
 /// The place where a thread counts: its stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place(usize);
+pub(super) struct ShardId(usize);
 
-impl Place {
+impl ShardId {
     /// The place of a thread that has not counted yet.
     const NONE: Self = Self(usize::MAX);
 
@@ -105,7 +104,7 @@ impl Place {
 }
 
 /// A place held until the thread ends.
-struct Holding(Place);
+struct Holding(ShardId);
 
 impl Holding {
     fn take() -> Self {
@@ -115,12 +114,12 @@ impl Holding {
             let stripe = taken.trailing_ones() as usize;
             if stripe >= OWNED {
                 let shared = NEXT.fetch_add(1, Ordering::Relaxed) % SHARED;
-                return Self(Place::using(OWNED + shared));
+                return Self(ShardId::using(OWNED + shared));
             }
             // Acquire: makes the previous holder's writes to its stripes visible.
             let more = taken | 1 << stripe;
             match TAKEN.compare_exchange_weak(taken, more, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Self(Place::using(stripe)),
+                Ok(_) => return Self(ShardId::using(stripe)),
                 Err(now) => taken = now,
             }
         }
@@ -131,7 +130,7 @@ impl Drop for Holding {
     fn drop(&mut self) {
         if self.0.is_owned() {
             // Destructors that run later may count, and another thread may hold the place then.
-            HERE.set(Place::using(OWNED));
+            HERE.set(ShardId::using(OWNED));
             TAKEN.fetch_and(!(1 << self.0.stripe()), Ordering::Release);
         }
     }
@@ -149,7 +148,7 @@ struct ClassTally {
 /// One stripe.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(super) struct Tally {
+pub(super) struct Shard {
     classes: [[ClassTally; SizeClass::COUNT]; 2],
     exempt: AtomicU64,
     /// Requests whose permits were dropped on this thread, wherever they were admitted.
@@ -159,11 +158,11 @@ pub(super) struct Tally {
     beside: [AtomicU64; 2],
     /// Bytes that outlived their requests.
     outlived: AtomicU64,
-    stood: AtomicU64,
+    resources: AtomicU64,
     unloaded: AtomicU64,
 }
 
-impl Tally {
+impl Shard {
     /// Resets the counters. Called while no thread counts.
     pub(super) fn begin(&self) {
         for class in self.classes.iter().flatten() {
@@ -172,7 +171,8 @@ impl Tally {
                 counter.store(0, Ordering::Relaxed);
             }
         }
-        let single = [&self.exempt, &self.finished, &self.outlived, &self.stood, &self.unloaded];
+        let single =
+            [&self.exempt, &self.finished, &self.outlived, &self.resources, &self.unloaded];
         for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
             counter.store(0, Ordering::Relaxed);
         }
@@ -180,7 +180,7 @@ impl Tally {
 
     /// Counts an admitted request with these bytes.
     #[inline]
-    pub(super) fn admit(&self, place: Place, host: ByteSize, device: ByteSize) {
+    pub(super) fn admit(&self, place: ShardId, host: ByteSize, device: ByteSize) {
         self.count(Budget::Host, host, |class| {
             place.add(&class.admitted, 1);
             place.add(&class.admitted_bytes, host.get());
@@ -194,7 +194,7 @@ impl Tally {
     }
 
     /// Counts an admitted exempt request with these bytes. It is in no class.
-    pub(super) fn admit_exempt(&self, place: Place, host: ByteSize, device: ByteSize) {
+    pub(super) fn admit_exempt(&self, place: ShardId, host: ByteSize, device: ByteSize) {
         place.add(&self.exempt, 1);
         for (beside, bytes) in self.beside.iter().zip([host, device]) {
             place.add(beside, bytes.get());
@@ -203,17 +203,17 @@ impl Tally {
 
     /// Counts a request that ended.
     #[inline]
-    pub(super) fn finish(&self, place: Place) {
+    pub(super) fn finish(&self, place: ShardId) {
         place.add(&self.finished, 1);
     }
 
     /// Counts a resource that was reserved.
-    pub(super) fn stand(&self, place: Place) {
-        place.add(&self.stood, 1);
+    pub(super) fn reserve_resource(&self, place: ShardId) {
+        place.add(&self.resources, 1);
     }
 
     /// Counts a resource that was released.
-    pub(super) fn unload(&self, place: Place) {
+    pub(super) fn unload(&self, place: ShardId) {
         place.add(&self.unloaded, 1);
     }
 
@@ -221,7 +221,7 @@ impl Tally {
     #[cold]
     pub(super) fn rejected(
         &self,
-        place: Place,
+        place: ShardId,
         reason: RejectReason,
         full: Option<(Budget, ByteSize)>,
     ) {
@@ -237,19 +237,19 @@ impl Tally {
     }
 
     /// Counts the growth of a request by these host bytes.
-    pub(super) fn grow(&self, place: Place, bytes: ByteSize) {
+    pub(super) fn grow(&self, place: ShardId, bytes: ByteSize) {
         if let Some(beside) = self.beside.first() {
             place.add(beside, bytes.get());
         }
     }
 
     /// Counts bytes that outlived their request.
-    pub(super) fn outlive(&self, place: Place, bytes: ByteSize) {
+    pub(super) fn outlive(&self, place: ShardId, bytes: ByteSize) {
         place.add(&self.outlived, bytes.get());
     }
 
     /// Returns a number that differs from one rejected request to the next.
-    pub(super) fn spread(&self, place: Place) -> u64 {
+    pub(super) fn spread(&self, place: ShardId) -> u64 {
         let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
         (sheds.wrapping_mul(STRIPES as u64) + place.stripe() as u64)
             .wrapping_mul(0x9E37_79B9_7F4A_7C15)
@@ -285,19 +285,19 @@ pub struct ClassStats {
 
 /// The sum of all stripes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct RequestCounts {
     /// Requests admitted, including exempt ones.
     pub(super) admitted: u64,
     pub(super) finished: u64,
     pub(super) rejected: [u64; RejectReason::ALL.len()],
     pub(super) outlived: u64,
-    stood: u64,
+    resources: u64,
     unloaded: u64,
 }
 
-impl Counts {
+impl RequestCounts {
     /// Adds the ended requests of a stripe. The ends of all stripes are added before the starts.
-    pub(super) fn add_ended(&mut self, tally: &Tally) {
+    pub(super) fn add_ended(&mut self, tally: &Shard) {
         // Acquire: a reader that sees an end sees the start, and everything released before the
         // end.
         self.finished += tally.finished.load(Ordering::Acquire);
@@ -305,14 +305,14 @@ impl Counts {
     }
 
     /// Adds the started requests of a stripe.
-    pub(super) fn add(&mut self, tally: &Tally) {
+    pub(super) fn add(&mut self, tally: &Shard) {
         if let Some(host) = tally.classes.first() {
             let each = host.iter().map(|class| class.admitted.load(Ordering::Relaxed));
             self.admitted += each.sum::<u64>();
         }
         self.admitted += tally.exempt.load(Ordering::Relaxed);
         self.outlived = self.outlived.wrapping_add(tally.outlived.load(Ordering::Relaxed));
-        self.stood += tally.stood.load(Ordering::Relaxed);
+        self.resources += tally.resources.load(Ordering::Relaxed);
         for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
             *sum += counter.load(Ordering::Relaxed);
         }
@@ -321,7 +321,7 @@ impl Counts {
     /// Returns the number of permits that have not been dropped, of requests and resources.
     pub(super) const fn held(&self) -> u64 {
         let requests = self.admitted.saturating_sub(self.finished);
-        requests.saturating_add(self.stood.saturating_sub(self.unloaded))
+        requests.saturating_add(self.resources.saturating_sub(self.unloaded))
     }
 }
 
@@ -348,7 +348,7 @@ impl BudgetCounts {
     }
 
     /// Adds a stripe.
-    pub(super) fn add(&mut self, tally: &Tally, budget: Budget) {
+    pub(super) fn add(&mut self, tally: &Shard, budget: Budget) {
         let Some(classes) = tally.classes.get(budget as usize) else { return };
         let add = |sum: &mut u64, counter: &AtomicU64| {
             *sum = sum.wrapping_add(counter.load(Ordering::Relaxed));
@@ -365,6 +365,101 @@ impl BudgetCounts {
     }
 }
 
+// Size classes of requests, used for counting and for fairness.
+//
+// Bounds are powers of two, so that no request of a class is more than twice another. Two
+// exceptions: one class holds everything up to the smallest bound, and one everything above the
+// largest.
+//
+// Invariant: `of(bytes)` is the first class whose bound is at least `bytes`.
+/// The power of two of the least bound, 16 KiB.
+const FIRST: u32 = 14;
+
+/// Names by index, used as labels in metrics.
+const NAMES: [&str; SizeClass::COUNT] = [
+    "16KiB", "32KiB", "64KiB", "128KiB", "256KiB", "512KiB", "1MiB", "2MiB", "4MiB", "8MiB",
+    "16MiB", "32MiB", "64MiB", "128MiB", "256MiB", "512MiB", "1GiB", "2GiB", "4GiB", "8GiB",
+    "16GiB", "32GiB", "64GiB", "larger",
+];
+
+/// A class of requests of similar size: more than half of the bound and at most the bound.
+///
+/// ```
+/// use lowtide_admission::ByteSize;
+/// use lowtide_admission::SizeClass;
+/// assert_eq!(SizeClass::of(ByteSize::mib(8)).name(), "8MiB");
+/// assert_eq!(SizeClass::of(ByteSize::mib(9)).name(), "16MiB");
+/// assert_eq!(SizeClass::of(ByteSize::ZERO).bound(), ByteSize::kib(16));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SizeClass(u8);
+
+#[cfg(feature = "serde")]
+impl serde::Serialize for SizeClass {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
+impl SizeClass {
+    /// The number of classes.
+    pub const COUNT: usize = Self::LAST as usize + 1;
+
+    const LAST: u32 = 23;
+
+    /// Returns the class of a request of `bytes` bytes.
+    #[must_use]
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
+    pub const fn of(bytes: ByteSize) -> Self {
+        // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit,
+        // set here, makes it zero.
+        let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2();
+        Self(if at < Self::LAST { at as u8 } else { Self::LAST as u8 })
+    }
+
+    /// Returns all classes, from the smallest.
+    #[must_use]
+    pub fn all() -> [Self; Self::COUNT] {
+        #[expect(clippy::cast_possible_truncation, reason = "there are few")]
+        std::array::from_fn(|at| Self(at as u8))
+    }
+
+    /// Returns the smallest non-empty request of the class.
+    pub(super) const fn least(self) -> ByteSize {
+        match self.0.checked_sub(1) {
+            Some(before) => Self(before).bound().saturating_add(ByteSize::new(1)),
+            None => ByteSize::new(1),
+        }
+    }
+
+    /// Returns the largest request of the class, or [`ByteSize::MAX`] for the last class.
+    #[must_use]
+    pub const fn bound(self) -> ByteSize {
+        if self.0 as u32 >= Self::LAST {
+            return ByteSize::MAX;
+        }
+        ByteSize::new(1 << (FIRST + self.0 as u32))
+    }
+
+    /// Returns the label in metrics: the bound, or `larger`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        NAMES.get(self.place()).copied().unwrap_or("larger")
+    }
+
+    /// Returns the index in a list of all classes.
+    pub(crate) const fn place(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for SizeClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use std::sync::{Barrier, Mutex};
@@ -375,17 +470,17 @@ mod tests {
 
     #[test]
     fn a_place_has_one_holder_at_a_time_and_goes_back_with_its_thread() {
-        let here = Place::here();
-        assert_eq!(here, Place::here(), "a thread keeps its place");
+        let here = ShardId::here();
+        assert_eq!(here, ShardId::here(), "a thread keeps its place");
         // More threads at once than there are places of either kind.
         let threads = 2 * STRIPES;
         for _ in 0..3 {
             let all = Barrier::new(threads);
-            let mut places: Vec<Place> = std::thread::scope(|scope| {
+            let mut places: Vec<ShardId> = std::thread::scope(|scope| {
                 let threads: Vec<_> = (0..threads)
                     .map(|_| {
                         scope.spawn(|| {
-                            let place = Place::here();
+                            let place = ShardId::here();
                             all.wait();
                             place
                         })
@@ -406,11 +501,11 @@ mod tests {
     /// another thread counts.
     #[test]
     fn a_thread_that_ends_counts_in_a_shared_place_once_it_has_returned_its_own() {
-        static LAST: Mutex<Vec<Place>> = Mutex::new(Vec::new());
+        static LAST: Mutex<Vec<ShardId>> = Mutex::new(Vec::new());
         struct Ending;
         impl Drop for Ending {
             fn drop(&mut self) {
-                lock(&LAST).push(Place::here());
+                lock(&LAST).push(ShardId::here());
             }
         }
         thread_local! {
@@ -419,7 +514,7 @@ mod tests {
         }
         let run = || {
             FIRST.with(|_| ());
-            let place = Place::here();
+            let place = ShardId::here();
             SECOND.with(|_| ());
             place
         };
@@ -438,12 +533,12 @@ mod tests {
     #[test]
     fn no_count_is_lost_whoever_counts() {
         const EACH: u64 = 20_000;
-        let tallies: [Tally; STRIPES] = std::array::from_fn(|_| Tally::default());
+        let tallies: [Shard; STRIPES] = std::array::from_fn(|_| Shard::default());
         let threads = 2 * STRIPES as u64;
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| {
-                    let place = Place::here();
+                    let place = ShardId::here();
                     let tally = &tallies[place.stripe()];
                     for at in 0..EACH {
                         tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
@@ -456,7 +551,7 @@ mod tests {
                 });
             }
         });
-        let (mut counts, mut host) = (Counts::default(), BudgetCounts::default());
+        let (mut counts, mut host) = (RequestCounts::default(), BudgetCounts::default());
         let mut device = BudgetCounts::default();
         for tally in &tallies {
             counts.add_ended(tally);
@@ -472,5 +567,32 @@ mod tests {
         assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);
         assert_eq!(class(ByteSize::mib(8)).rejected_bytes_total, all << 23);
         assert_eq!(device.classes[0].admitted_total, all / 2, "no bytes are of no class there");
+    }
+}
+
+#[cfg(test)]
+mod size_class_tests {
+    use super::*;
+
+    #[test]
+    fn a_class_holds_what_is_over_half_of_its_bound_and_no_more_than_it() {
+        for (at, class) in SizeClass::all().into_iter().enumerate() {
+            assert_eq!(class.place(), at);
+            let bound = class.bound();
+            assert_eq!(SizeClass::of(bound), class);
+            if bound == ByteSize::MAX {
+                assert_eq!((at, class.name()), (SizeClass::COUNT - 1, "larger"));
+                continue;
+            }
+            assert_eq!(class.name(), bound.exact(), "the name says the bound");
+            let above = SizeClass::of(bound.saturating_add(ByteSize::new(1)));
+            assert_eq!(above.place(), at + 1);
+            if at > 0 {
+                let half = ByteSize::new(bound.get() / 2);
+                assert_eq!(SizeClass::of(half).place(), at - 1);
+            }
+        }
+        assert_eq!(SizeClass::of(ByteSize::ZERO).place(), 0);
+        assert_eq!(SizeClass::of(ByteSize::new(1)).place(), 0);
     }
 }

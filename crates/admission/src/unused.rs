@@ -27,8 +27,8 @@ const LARGE_PART: u64 = 16;
 const TICKS_MAX: u64 = 20;
 
 /// Unused pages at the last tick.
-#[derive(Debug)]
-pub(super) struct UnusedPages {
+#[derive(Debug, Default)]
+pub(super) struct PurgeablePages {
     physical: AtomicU64,
     /// What a purge would release.
     purgeable: AtomicU64,
@@ -44,16 +44,8 @@ pub(super) struct UnusedPages {
     ticks: AtomicU64,
 }
 
-impl Default for UnusedPages {
-    fn default() -> Self {
-        let zero = || AtomicU64::new(0);
-        let [physical, purgeable, worth, freed, wanted, ticks] = std::array::from_fn(|_| zero());
-        Self { physical, purgeable, worth, most: AtomicU64::new(u64::MAX), freed, wanted, ticks }
-    }
-}
-
-impl UnusedPages {
-    /// Starts over.
+impl PurgeablePages {
+    /// Starts over, without a limit.
     pub(super) fn begin(&self) {
         let Self { physical, purgeable, worth, most, freed, wanted, ticks } = self;
         for figure in [physical, purgeable, worth, freed, wanted, ticks] {
@@ -134,6 +126,12 @@ impl UnusedPages {
 mod tests {
     use super::*;
 
+    fn unlimited() -> PurgeablePages {
+        let pages = PurgeablePages::default();
+        pages.begin();
+        pages
+    }
+
     const NONE: ByteSize = ByteSize::ZERO;
 
     const fn mib(mib: u64) -> ByteSize {
@@ -141,8 +139,8 @@ mod tests {
     }
 
     /// 238 MiB may be used: 120 are, of which 80 are unused pages.
-    fn pages() -> UnusedPages {
-        let pages = UnusedPages::default();
+    fn pages() -> PurgeablePages {
+        let pages = unlimited();
         pages.publish(NONE, [mib(120), mib(80)], [mib(4), mib(238)]);
         pages
     }
@@ -162,7 +160,7 @@ mod tests {
     /// in its place and filled the limit before the next sample.
     #[test]
     fn pages_that_were_freed_since_the_last_sample_count() {
-        let pages = UnusedPages::default();
+        let pages = pages();
         pages.publish(NONE, [mib(120), NONE], [mib(4), mib(238)]);
         assert!(!pages.keeps_out(mib(94), mib(90)), "all of it is in use");
         pages.free(mib(1));
@@ -175,7 +173,7 @@ mod tests {
     /// rejected although the process held next to nothing.
     #[test]
     fn requests_that_follow_each_other_free_the_same_pages() {
-        let pages = UnusedPages::default();
+        let pages = pages();
         pages.publish(NONE, [mib(10), NONE], [mib(4), mib(238)]);
         for _ in 0..100 {
             pages.free(mib(90));
@@ -197,6 +195,6 @@ mod tests {
 
     #[test]
     fn without_a_limit_nothing_is_kept_out() {
-        assert!(!UnusedPages::default().keeps_out(ByteSize::MAX, ByteSize::MAX));
+        assert!(!unlimited().keeps_out(ByteSize::MAX, ByteSize::MAX));
     }
 }

@@ -24,7 +24,6 @@ const ROUTES_MAX: usize = 64;
 /// The maximum number of tenants with a record of their own. An estimate.
 const TENANTS_MAX: usize = 32;
 /// The maximum length of a name, in bytes.
-#[doc(hidden)]
 pub const NAME_MAX: usize = 64;
 /// The name of the routes, methods and tenants without a record of their own.
 const OTHER: &str = "other";
@@ -33,14 +32,12 @@ const METHODS: [&str; 9] =
     ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "CONNECT", "TRACE"];
 
 /// Returns the first [`NAME_MAX`] bytes of a name, less an incomplete character.
-#[doc(hidden)]
 #[inline]
 pub fn shortened(name: &str) -> &str {
     prefix(name, NAME_MAX)
 }
 
 /// The source of a name, which decides whether it may get a record.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NameSource {
     /// The program.
@@ -118,7 +115,6 @@ pub struct TenantUsage {
 }
 
 /// The record of a route or a tenant.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct Usage {
     /// Empty for a tenant.
@@ -176,7 +172,6 @@ impl Usage {
 
 /// A cached record of a route. It is kept with the learned need of the route, so that most requests
 /// need no look-up.
-#[doc(hidden)]
 #[derive(Debug)]
 pub struct KeptUsage {
     usage: OnceLock<Arc<Usage>>,
@@ -218,15 +213,15 @@ impl KeptUsage {
 /// The records of one admission.
 #[derive(Debug, Default)]
 pub(super) struct Usages {
-    routes: Table,
-    tenants: Table,
+    routes: UsageTable,
+    tenants: UsageTable,
 }
 
 impl Usages {
     /// Starts over.
     pub(super) fn begin(&self) {
-        *self.routes.records() = Records::default();
-        *self.tenants.records() = Records::default();
+        *self.routes.records() = UsageRecords::default();
+        *self.tenants.records() = UsageRecords::default();
     }
 
     /// Returns the record of a route.
@@ -256,24 +251,24 @@ impl Usages {
 }
 
 #[derive(Debug, Default)]
-struct Table(Mutex<Records>);
+struct UsageTable(Mutex<UsageRecords>);
 
 #[derive(Debug, Default)]
-struct Records {
+struct UsageRecords {
     /// In the order of their names and methods.
     named: Vec<Arc<Usage>>,
     other: Option<Arc<Usage>>,
 }
 
-impl Table {
-    fn records(&self) -> MutexGuard<'_, Records> {
+impl UsageTable {
+    fn records(&self) -> MutexGuard<'_, UsageRecords> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the record of a name, which is created if fewer than `most` exist.
     fn of(&self, method: &'static str, name: &str, most: usize) -> Arc<Usage> {
         let name = shortened(name);
-        let Records { named, other } = &mut *self.records();
+        let UsageRecords { named, other } = &mut *self.records();
         let found = named.binary_search_by(|of| (&*of.name, of.method).cmp(&(name, method)));
         // In Prometheus, a label with an empty value counts as missing.
         let may_have = !name.is_empty() && name != OTHER;

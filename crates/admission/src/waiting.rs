@@ -2,7 +2,7 @@
 //!
 //! A request that does not fit enters, and tries again each time it is woken. Whatever releases
 //! bytes, and each tick of the control loop, wakes the requests that may fit now
-//! ([`Desk`](super::desk::Desk) does). A waiting request reserves nothing. The tower layer
+//! ([`AdmissionState`](super::state::AdmissionState) does). A waiting request reserves nothing. The tower layer
 //! estimates its need again at each attempt, since the need of its route may have been learned
 //! meanwhile.
 //!
@@ -72,7 +72,7 @@ pub(super) struct WaitId(u64);
 
 /// Why an attempt failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lack {
+pub(super) enum WaitReason {
     /// Bytes of this budget.
     Bytes(Budget),
     /// Bytes of this budget, which evictions may free.
@@ -121,7 +121,7 @@ struct WaitingRequest {
     tag: u64,
     /// The ticks' time at the first tick after it entered.
     since: Option<Moment>,
-    lack: Option<Lack>,
+    lack: Option<WaitReason>,
     /// The bytes of the budget it lacks that later requests were admitted with.
     passed: u64,
     /// It comes first: a whole ledger of bytes has passed it, or it was admitted before.
@@ -154,8 +154,8 @@ impl WaitingRequest {
     /// Returns the budget whose bytes it waits for.
     const fn lacks(&self) -> Option<Budget> {
         match self.lack {
-            Some(Lack::Bytes(budget) | Lack::Load(budget)) => Some(budget),
-            Some(Lack::Other) | None => None,
+            Some(WaitReason::Bytes(budget) | WaitReason::Load(budget)) => Some(budget),
+            Some(WaitReason::Other) | None => None,
         }
     }
 
@@ -374,7 +374,7 @@ impl WaitQueue {
             Err(Some((budget, _))) => Some(*budget),
         };
         if let (Some(entry), Some(lack)) = (id.and_then(|id| entries.get(id)), lack) {
-            entry.lack = Some(Lack::Bytes(lack));
+            entry.lack = Some(WaitReason::Bytes(lack));
         }
         booked.map_err(|error| match error {
             Some((budget, error)) => PassError::NoRoom(budget, error),
@@ -383,7 +383,7 @@ impl WaitQueue {
     }
 
     /// Records why an attempt failed that was not made by [`WaitQueue::pass`].
-    pub(super) fn lacks(&self, id: &WaitId, lack: Lack) {
+    pub(super) fn lacks(&self, id: &WaitId, lack: WaitReason) {
         if let Some(entry) = self.entries().get(id) {
             entry.lack = Some(lack);
             entry.attempts += 1;
@@ -396,12 +396,8 @@ impl WaitQueue {
         if self.is_empty() {
             return;
         }
-        // Ends: each pass removes at least one request, or is the last.
-        loop {
-            let mut wakers = [const { None }; BATCH];
-            let mut entries = self.entries();
+        self.in_batches(|entries, batch| {
             entries.now = now;
-            let mut expired = 0;
             entries.list.retain_mut(|entry| {
                 let since = *entry.since.get_or_insert(now);
                 entry.missed += u32::from(entry.is_woken);
@@ -409,23 +405,14 @@ impl WaitQueue {
                     entry.lack = None;
                 }
                 let is_over = entry.terms.within.is_some_and(|within| now - since >= within);
-                match wakers.get_mut(expired).filter(|_| is_over) {
-                    Some(place) => {
-                        self.count(entry, now);
-                        *place = entry.waker.take();
-                        expired += 1;
-                        false
-                    }
-                    None => true,
+                let leaves = is_over && batch.add(entry);
+                if leaves {
+                    self.count(entry, now);
                 }
+                !leaves
             });
             self.len.store(entries.list.len(), Ordering::SeqCst);
-            drop(entries);
-            wakers.into_iter().flatten().for_each(Waker::wake);
-            if expired < BATCH {
-                return;
-            }
-        }
+        });
     }
 
     /// Wakes the requests that may fit now, those that can never fit, and up to `others` of those
@@ -433,11 +420,7 @@ impl WaitQueue {
     #[cold]
     pub(super) fn wake(&self, [host, device]: [&Ledger; 2], mut others: usize) {
         let ceilings = [host.ceiling(), device.ceiling()];
-        // Ends: each pass wakes requests that have not been woken, or is the last.
-        loop {
-            let mut wakers = [const { None }; BATCH];
-            let mut woken = 0;
-            let mut entries = self.entries();
+        self.in_batches(|entries, batch| {
             let mut room = [host.room().get(), device.room().get()];
             // What those in front leave to those behind.
             let mut leaves = [u64::MAX; 2];
@@ -455,59 +438,52 @@ impl WaitQueue {
                     for ((room, leaves), cost) in room.iter_mut().zip(&mut leaves).zip(taken) {
                         (*room, *leaves) = (room.saturating_sub(cost), leaves.saturating_sub(cost));
                     }
-                    if !entry.is_woken && woken < BATCH {
-                        entry.is_woken = true;
-                        if let Some(place) = wakers.get_mut(woken) {
-                            *place = entry.waker.take();
-                        }
-                        woken += 1;
+                    if !entry.is_woken {
+                        batch.add(entry);
                     }
                 } else if let Some(leaves) = leaves.get_mut(budget as usize) {
                     *leaves = entry.leaves(budget, ceiling(ceilings, budget)).min(*leaves);
                 }
-                if woken == BATCH {
-                    break;
+                if batch.is_full() {
+                    return;
                 }
             }
-            while woken < BATCH && others > 0 {
+            while !batch.is_full() && others > 0 {
                 let waiting = entries.list.iter_mut();
-                let waiting = waiting.filter(|it| it.lack == Some(Lack::Other) && !it.is_woken);
+                let waiting = waiting.filter(|it| it.lack == Some(WaitReason::Other));
                 // Each in its turn.
-                let Some(entry) = waiting.min_by_key(|it| it.attempts) else { break };
-                entry.is_woken = true;
-                if let Some(place) = wakers.get_mut(woken) {
-                    *place = entry.waker.take();
-                }
-                woken += 1;
+                let next = waiting.filter(|it| !it.is_woken).min_by_key(|it| it.attempts);
+                let Some(entry) = next else { return };
+                batch.add(entry);
                 others -= 1;
             }
-            drop(entries);
-            wakers.into_iter().flatten().for_each(Waker::wake);
-            if woken < BATCH {
-                return;
-            }
-        }
+        });
     }
 
     /// Wakes the loads that wait. A resource whose last use has ended can be evicted for them, but
     /// it has released no bytes, so nothing else wakes them.
     #[cold]
     pub(super) fn wake_loads(&self) {
-        // Ends: each pass wakes loads that have not been woken, or is the last.
-        loop {
-            let mut wakers = [const { None }; BATCH];
-            let mut entries = self.entries();
-            let is_load = |it: &WaitingRequest| matches!(it.lack, Some(Lack::Load(_)));
-            let loads = entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken);
-            let mut woken = 0;
-            for (place, entry) in wakers.iter_mut().zip(loads) {
-                entry.is_woken = true;
-                *place = entry.waker.take();
-                woken += 1;
+        self.in_batches(|entries, batch| {
+            let is_load = |it: &WaitingRequest| matches!(it.lack, Some(WaitReason::Load(_)));
+            for entry in entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken) {
+                if !batch.add(entry) {
+                    return;
+                }
             }
-            drop(entries);
-            wakers.into_iter().flatten().for_each(Waker::wake);
-            if woken < BATCH {
+        });
+    }
+
+    /// Lets `choose` choose requests with the lock held, and wakes them without it, until it
+    /// chooses less than a whole batch.
+    fn in_batches(&self, mut choose: impl FnMut(&mut WaitList, &mut WakeBatch)) {
+        // Ends: each pass chooses requests that were not chosen before, or is the last.
+        loop {
+            let mut batch = WakeBatch::default();
+            choose(&mut self.entries(), &mut batch);
+            let is_last = !batch.is_full();
+            batch.wakers.into_iter().flatten().for_each(Waker::wake);
+            if is_last {
                 return;
             }
         }
@@ -515,6 +491,28 @@ impl WaitQueue {
 
     fn entries(&self) -> MutexGuard<'_, WaitList> {
         lock(&self.waiting)
+    }
+}
+
+/// Requests that are woken together.
+#[derive(Default)]
+struct WakeBatch {
+    wakers: [Option<Waker>; BATCH],
+    count: usize,
+}
+
+impl WakeBatch {
+    const fn is_full(&self) -> bool {
+        self.count == BATCH
+    }
+
+    /// Adds a request, which counts as woken. Returns `false` if there is no room for it.
+    fn add(&mut self, entry: &mut WaitingRequest) -> bool {
+        let Some(place) = self.wakers.get_mut(self.count) else { return false };
+        *place = entry.waker.take();
+        entry.is_woken = true;
+        self.count += 1;
+        true
     }
 }
 
@@ -601,7 +599,7 @@ mod models {
 
     const ALL: ByteSize = ByteSize::mib(1);
 
-    /// The queue and the account as a desk uses them, without what a model has no need of.
+    /// The queue and the account as a state uses them, without what a model has no need of.
     struct Room {
         queue: WaitQueue,
         host: Ledger,
@@ -610,17 +608,17 @@ mod models {
 
     impl Room {
         fn full() -> Arc<Self> {
-            let (host, device) = (Ledger::with_ceiling(ALL), Ledger::new());
+            let (host, device) = (Ledger::with_ceiling(ALL, 1.0), Ledger::new());
             host.try_book(ALL).expect("it is empty");
             Arc::new(Self { queue: WaitQueue::default(), host, device })
         }
 
-        /// As `Desk::admit_at_once`.
+        /// As `AdmissionState::admit_at_once`.
         fn admit_at_once(&self) -> bool {
             self.queue.is_empty() && self.host.try_book_plain(ALL)
         }
 
-        /// As `Desk::finish_host`.
+        /// As `AdmissionState::finish_host`.
         fn release(&self) {
             self.host.release(ALL);
             if !self.queue.is_empty() {

@@ -35,35 +35,15 @@ pub struct DeviceSample {
     pub committed: ByteSize,
 }
 
-/// The change that a sample brought.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trend {
-    /// No change.
-    Same,
-    /// A shortage of device memory began.
-    Short,
-    /// The shortage ended.
-    Room,
-}
-
-/// The decision after a sample.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Decision {
-    /// The change.
-    pub trend: Trend,
-    /// The idle memory to release, as far as there is any.
-    pub wanted: ByteSize,
-}
-
 /// The watermark of one device.
 #[derive(Clone, Copy, Debug)]
 pub struct Watermark {
     part: f64,
-    short: Option<Shortage>,
+    short: Option<DeviceShortage>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Shortage {
+struct DeviceShortage {
     /// The committed memory of our arenas when the shortage began.
     committed: ByteSize,
     /// The time since which the device has room.
@@ -89,17 +69,15 @@ impl Watermark {
         total.scaled(self.part)
     }
 
-    /// Updates the state with a sample and returns what to do.
-    pub fn look(&mut self, now: Moment, look: DeviceSample) -> Decision {
+    /// Updates the state with a sample. Returns the idle memory to release, as far as there is any.
+    pub fn look(&mut self, now: Moment, look: DeviceSample) -> ByteSize {
         let low = self.low(look.total);
         let beyond = look.total.saturating_sub(low).min(low);
         let high = low.saturating_add(ByteSize::new(beyond.get() / 2));
         let has_room = look.free >= high;
-        let mut trend = Trend::Same;
         match &mut self.short {
             None if look.free < low => {
-                self.short = Some(Shortage { committed: look.committed, calm_since: None });
-                trend = Trend::Short;
+                self.short = Some(DeviceShortage { committed: look.committed, calm_since: None });
             }
             None => {}
             Some(shortage) => {
@@ -111,12 +89,10 @@ impl Watermark {
                 let has_left = look.free.saturating_sub(given) >= high;
                 if has_room && (has_left || now - since >= CALM) {
                     self.short = None;
-                    trend = Trend::Room;
                 }
             }
         }
-        let wanted = if self.is_short() { high.saturating_sub(look.free) } else { ByteSize::ZERO };
-        Decision { trend, wanted }
+        if self.is_short() { high.saturating_sub(look.free) } else { ByteSize::ZERO }
     }
 
     /// Ends a shortage without a sample, for example if the device can no longer be read.
@@ -143,34 +119,38 @@ mod tests {
     fn a_neighbour_that_comes_and_leaves_makes_one_shortage() {
         let mut mark = Watermark::new(0.1);
         let steps = [
-            (500, 400, Trend::Same, 0),
-            (100, 400, Trend::Same, 0),
-            (99, 400, Trend::Short, 51),
+            (500, 400, false, 0),
+            (100, 400, false, 0),
+            (99, 400, true, 51),
             // 51 released: that alone does not end it.
-            (150, 349, Trend::Same, 0),
-            (120, 379, Trend::Same, 30),
-            (150, 349, Trend::Same, 0),
+            (150, 349, true, 0),
+            (120, 379, true, 30),
+            (150, 349, true, 0),
             // 100 of the neighbour's are free: we could hold 400 again.
-            (250, 349, Trend::Room, 0),
-            (150, 449, Trend::Same, 0),
+            (250, 349, false, 0),
+            (150, 449, false, 0),
         ];
-        for (second, (free, committed, trend, wanted)) in (0..).zip(steps) {
-            let verdict = mark.look(at(second), look(free, committed));
-            let expected = Decision { trend, wanted: ByteSize::mib(wanted) };
-            assert_eq!(verdict, expected, "{free} free, {committed} committed");
+        for (second, (free, committed, is_short, wanted)) in (0..).zip(steps) {
+            let found = mark.look(at(second), look(free, committed));
+            let found = (mark.is_short(), found);
+            let expected = (is_short, ByteSize::mib(wanted));
+            assert_eq!(found, expected, "{free} free, {committed} committed");
         }
     }
 
     #[test]
     fn what_is_not_needed_any_more_ends_it_after_a_calm_minute() {
         let mut mark = Watermark::new(0.1);
-        assert_eq!(mark.look(at(0), look(50, 400)).trend, Trend::Short);
-        assert_eq!(mark.look(at(1), look(160, 290)).trend, Trend::Same);
-        assert_eq!(mark.look(at(50), look(149, 301)).trend, Trend::Same, "a break");
-        assert_eq!(mark.look(at(51), look(160, 290)).trend, Trend::Same);
-        assert_eq!(mark.look(at(110), look(160, 290)).trend, Trend::Same);
-        assert_eq!(mark.look(at(111), look(160, 290)).trend, Trend::Room);
-        assert!(!mark.is_short());
+        let mut is_short = |second, free, committed| {
+            mark.look(at(second), look(free, committed));
+            mark.is_short()
+        };
+        assert!(is_short(0, 50, 400));
+        assert!(is_short(1, 160, 290));
+        assert!(is_short(50, 149, 301), "a break");
+        assert!(is_short(51, 160, 290));
+        assert!(is_short(110, 160, 290));
+        assert!(!is_short(111, 160, 290));
     }
 
     /// The bug: from a part of two thirds on, a device never had room again, since one and a half
@@ -179,8 +159,9 @@ mod tests {
     fn a_large_part_made_a_shortage_without_end() {
         for part in [0.5, 0.67, 0.9, 0.999] {
             let mut mark = Watermark::new(part);
-            assert_eq!(mark.look(at(0), look(400, 100)).trend, Trend::Short, "{part}");
-            assert_eq!(mark.look(at(1), look(1000, 0)).wanted, ByteSize::ZERO, "{part}");
+            mark.look(at(0), look(400, 100));
+            assert!(mark.is_short(), "{part}");
+            assert_eq!(mark.look(at(1), look(1000, 0)), ByteSize::ZERO, "{part}");
             mark.look(at(61), look(1000, 0));
             assert!(!mark.is_short(), "{part}");
         }
@@ -189,8 +170,8 @@ mod tests {
     #[test]
     fn without_a_part_nothing_is_short() {
         let mut mark = Watermark::new(0.0);
-        let verdict = mark.look(at(0), look(0, 1000));
-        assert_eq!(verdict, Decision { trend: Trend::Same, wanted: ByteSize::ZERO });
+        assert_eq!(mark.look(at(0), look(0, 1000)), ByteSize::ZERO);
+        assert!(!mark.is_short());
     }
 
     /// A burst each second that takes the released memory again. Checking `free` alone would begin
@@ -198,13 +179,10 @@ mod tests {
     #[test]
     fn bursts_beside_a_neighbour_that_stays_are_one_shortage() {
         let mut mark = Watermark::new(0.1);
-        let mut begun = 0;
         for second in 0..600 {
             let (free, committed) = if second % 2 == 0 { (60, 400) } else { (150, 310) };
-            let verdict = mark.look(at(second), look(free, committed));
-            begun += u32::from(verdict.trend == Trend::Short);
-            assert_ne!(verdict.trend, Trend::Room, "second {second}");
+            mark.look(at(second), look(free, committed));
+            assert!(mark.is_short(), "second {second}");
         }
-        assert_eq!(begun, 1);
     }
 }

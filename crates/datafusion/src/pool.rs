@@ -28,7 +28,7 @@ use datafusion_execution::memory_pool::{
     MemoryConsumer, MemoryLimit, MemoryPool, MemoryReservation,
 };
 use lowtide_admission::{
-    Admission, Budget, ByteSize, Cost, Permit, Priority, Reclaimable, Rejected, Released,
+    Admission, Budget, ByteSize, Cost, Permit, Priority, Reclaimable, Rejected,
 };
 
 use super::denied::{Denied, DenyReason, bounded};
@@ -95,23 +95,6 @@ struct Consumer {
     can_spill: bool,
 }
 
-/// What is to be dropped, and woken, without the lock.
-#[derive(Default)]
-#[must_use = "others may wait for the bytes"]
-struct Freed {
-    released: Option<Released>,
-    permit: Option<Permit>,
-}
-
-impl Freed {
-    fn finish(self) {
-        if let Some(released) = self.released {
-            released.wake();
-        }
-        drop(self.permit);
-    }
-}
-
 impl AdmissionMemoryPool {
     /// Creates a pool that reserves from this admission, without a limit of its own. It keeps the
     /// handle, and so the `Memory` of the handle.
@@ -176,6 +159,12 @@ impl AdmissionMemoryPool {
             denied_total: state.denied_total,
             last_denied: state.last_denied.clone(),
         }
+    }
+
+    /// Wakes those that wait for released bytes, without the lock, and drops a permit.
+    fn finish(&self, freed: Option<Permit>) {
+        self.admission.state().wake_waiting();
+        drop(freed);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -274,8 +263,8 @@ impl State {
     }
 
     /// Removes bytes of a consumer, and releases what is not needed any more.
-    fn remove(&mut self, id: usize, bytes: ByteSize, min: ByteSize) -> Freed {
-        let Some(entry) = self.consumers.get_mut(&id) else { return Freed::default() };
+    fn remove(&mut self, id: usize, bytes: ByteSize, min: ByteSize) -> Option<Permit> {
+        let entry = self.consumers.get_mut(&id)?;
         let (bytes, can_spill) = (bytes.min(entry.bytes), entry.can_spill);
         entry.bytes = entry.bytes.saturating_sub(bytes);
         self.used = self.used.saturating_sub(bytes);
@@ -287,14 +276,15 @@ impl State {
         self.release()
     }
 
-    /// Releases the steps that are not used.
-    fn release(&mut self) -> Freed {
+    /// Releases the steps that are not used, and returns a permit that is to be dropped without the
+    /// lock.
+    fn release(&mut self) -> Option<Permit> {
         let spare = self.reserved().saturating_sub(steps(self.used));
         self.overdraft = self.overdraft.saturating_sub(spare);
-        let released = self.permit.as_mut().filter(|_| !spare.is_zero());
-        let released = released.map(|permit| permit.shrink_quietly(spare));
-        let permit = if self.used.is_zero() { self.permit.take() } else { None };
-        Freed { released, permit }
+        if let Some(permit) = &mut self.permit {
+            permit.shrink_quietly(spare);
+        }
+        if self.used.is_zero() { self.permit.take() } else { None }
     }
 }
 
@@ -323,7 +313,7 @@ impl MemoryPool for AdmissionMemoryPool {
             state.spillers = state.spillers.saturating_sub(1);
         }
         drop(state);
-        freed.finish();
+        self.finish(freed);
     }
 
     fn grow(&self, reservation: &MemoryReservation, additional: usize) {
@@ -339,7 +329,7 @@ impl MemoryPool for AdmissionMemoryPool {
     fn shrink(&self, reservation: &MemoryReservation, shrink: usize) {
         let bytes = ByteSize::of(shrink);
         let freed = self.state().remove(reservation.consumer().id(), bytes, self.min);
-        freed.finish();
+        self.finish(freed);
     }
 
     fn try_grow(&self, reservation: &MemoryReservation, additional: usize) -> Result<()> {
@@ -362,7 +352,7 @@ impl MemoryPool for AdmissionMemoryPool {
                 // A permit that was taken for this growth.
                 let freed = state.release();
                 drop(state);
-                freed.finish();
+                self.finish(freed);
                 Err(denied.into())
             }
         }

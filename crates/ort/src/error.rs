@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use lowtide::BoxError;
-use lowtide::admission::{AcquireError, LoadError};
+use lowtide::admission::{LoadFailure, ResourceError};
 use thiserror::Error;
 
 /// The oldest release of ONNX Runtime that is accepted: the first with `GetStats` and
@@ -110,11 +110,11 @@ pub enum OrtError {
 impl OrtError {
     /// Returns the error of the load that made an acquire fail.
     #[must_use]
-    pub fn of(error: &AcquireError) -> Option<&Self> {
-        match error {
-            AcquireError::Load { error: LoadError::Failed { source }, .. } => source.downcast_ref(),
-            _ => None,
-        }
+    pub fn of(error: &ResourceError) -> Option<&Self> {
+        let ResourceError::Load { failure: LoadFailure::Failed(source), .. } = error else {
+            return None;
+        };
+        source.downcast_ref()
     }
 }
 

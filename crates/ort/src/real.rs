@@ -165,8 +165,7 @@ fn a_model_that_cannot_be_loaded_is_named_and_the_service_goes_on() {
     let Some((memory, runtime)) = opened() else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
-    let pause = lowtide::admission::Backoff { first: Duration::ZERO, max: Duration::ZERO };
-    let session = runtime.session("small", &path).backoff(pause);
+    let session = runtime.session("small", &path).backoff(Duration::ZERO, Duration::ZERO);
     let session = memory.register(session).unwrap();
     let text = |kind: fn(&OrtError) -> bool| {
         let error = session.acquire_blocking().unwrap_err();

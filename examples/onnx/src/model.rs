@@ -10,7 +10,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lowtide::admission::{AcquireError, Managed, ManagedBuilder, Use};
+use lowtide::admission::{ResourceError, Managed, ManagedBuilder, Use};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;
@@ -101,7 +101,7 @@ impl ManagedModel {
     }
 
     /// Loads the model if it is not loaded, and keeps it loaded while it is used.
-    pub(crate) async fn acquire(&self) -> Result<Model, AcquireError> {
+    pub(crate) async fn acquire(&self) -> Result<Model, ResourceError> {
         let tokenizer = self.tokenizer.acquire().await?;
         let session = self.session.acquire().await?;
         Ok(Model { session, tokenizer })

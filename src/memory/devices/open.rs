@@ -13,7 +13,6 @@ use crate::device::{
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
-use lowtide_admission::Recovered;
 
 use super::arenas::Listed;
 use super::device::Counted;
@@ -284,7 +283,7 @@ impl Shared {
 
     /// Releases the idle memory of all arenas that count in the first device's budget, as a reclaim
     /// step: of the first device if it has memory of its own, otherwise of all in host memory.
-    pub(super) fn purge_arenas(&self) -> Recovered {
+    pub(super) fn purge_arenas(&self) -> ByteSize {
         let is_own = self.devices.has_own_memory();
         let is_counted = |listed: &Listed| {
             let on_host = listed.device.counted != Counted::OnDevice
@@ -293,7 +292,7 @@ impl Shared {
         };
         let arenas = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
         let counted = arenas.filter(is_counted);
-        Recovered::of(counted.map(|listed| self.purged(&listed.arena)).sum())
+        counted.map(|listed| self.purged(&listed.arena)).sum()
     }
 }
 

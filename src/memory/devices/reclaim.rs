@@ -3,10 +3,11 @@
 
 use std::sync::Arc;
 
+use crate::bytes::ByteSize;
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, Ask, Budget, Reclaim, Recovered};
+use lowtide_admission::{Admission, Budget, Reclaim};
 
 use super::device::Counted;
 use super::state::Devices;
@@ -21,7 +22,7 @@ impl Devices {
         diagnostics: &mut Vec<Diagnostic>,
     ) -> (Vec<Arc<dyn Reclaim>>, bool) {
         if !self.has_own_memory() {
-            admission.unify();
+            admission.state().unify();
         }
         if self.list.iter().any(|device| device.counted == Counted::BesideKernel) {
             let text = "the device has no memory of its own: memory committed by arenas counts \
@@ -59,9 +60,9 @@ impl Reclaim for IdleStores {
         0
     }
 
-    fn reclaim(&self, _ask: Ask) -> Recovered {
+    fn reclaim(&self, _: ByteSize) -> ByteSize {
         let shared = lock(&self.shared).clone();
-        shared.map_or(Recovered::NOTHING, |shared| Recovered::of(shared.release_stores()))
+        shared.map_or(ByteSize::ZERO, |shared| shared.release_stores())
     }
 }
 
@@ -83,8 +84,8 @@ impl Reclaim for IdleMemory {
         0
     }
 
-    fn reclaim(&self, _ask: Ask) -> Recovered {
+    fn reclaim(&self, _: ByteSize) -> ByteSize {
         let shared = lock(&self.shared).clone();
-        shared.map_or(Recovered::NOTHING, |shared| shared.purge_arenas())
+        shared.map_or(ByteSize::ZERO, |shared| shared.purge_arenas())
     }
 }

@@ -9,7 +9,7 @@ use crate::clock::Moment;
 use crate::device::driver::Driver;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
-use lowtide_admission::watermark::{Decision, DeviceSample, Watermark};
+use lowtide_admission::{DeviceSample, Watermark};
 
 use super::snapshot::DeviceSnapshot;
 
@@ -60,8 +60,13 @@ impl DeviceWatch {
         self.given_back.load(Ordering::Relaxed)
     }
 
-    /// Takes a sample. Returns what to do about it, and the watermark.
-    pub(super) fn add_sample(&self, now: Moment, sample: DeviceSample) -> (Decision, ByteSize) {
+    /// Returns `true` while little memory of the device is free.
+    pub(super) fn is_short(&self) -> bool {
+        lock(&self.state).watermark.is_short()
+    }
+
+    /// Takes a sample. Returns the idle memory to release, and the watermark.
+    pub(super) fn add_sample(&self, now: Moment, sample: DeviceSample) -> (ByteSize, ByteSize) {
         let mut state = lock(&self.state);
         state.last = Some(sample);
         (state.watermark.look(now, sample), state.watermark.low(sample.total))

@@ -16,8 +16,7 @@ use crate::clock::Moment;
 use crate::device::driver::{Driver as _, DriverError};
 use crate::memory::error::Diagnostic;
 use crate::memory::shared::Shared;
-use lowtide_admission::watermark::{DeviceSample, Trend};
-use lowtide_admission::{Level, Thresholds};
+use lowtide_admission::{DeviceSample, Thresholds};
 
 use super::device::Device;
 use super::open::is_loss;
@@ -48,29 +47,28 @@ impl Shared {
         };
         let committed = before.max(self.committed_on(device));
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
-        let (verdict, low) = device.watch.add_sample(now, look);
+        let was_short = device.watch.is_short();
+        let (wanted, low) = device.watch.add_sample(now, look);
         let (free, idle) = (look.free, self.idle_on(device));
-        if !verdict.wanted.is_zero() {
-            let given = self.give_idle_back(device, verdict.wanted);
+        if !wanted.is_zero() {
+            let given = self.give_idle_back(device, wanted);
             device.watch.add_released(given);
         }
         let name = &device.name;
-        match verdict.trend {
-            Trend::Same => {}
-            Trend::Short => {
-                log!(
-                    info,
-                    target: "lowtide",
-                    device = %name,
-                    %free,
-                    watermark = %low,
-                    %idle,
-                    "device memory low"
-                );
-            }
-            Trend::Room => {
+        match (was_short, device.watch.is_short()) {
+            (false, true) => log!(
+                info,
+                target: "lowtide",
+                device = %name,
+                %free,
+                watermark = %low,
+                %idle,
+                "device memory low"
+            ),
+            (true, false) => {
                 log!(info, target: "lowtide", device = %name, %free, "device memory recovered");
             }
+            _ => {}
         }
     }
 
@@ -78,13 +76,10 @@ impl Shared {
     /// allows.
     fn keep_below_limit(&self, device: &Device) {
         let limit = self.config.device_limit.value;
-        let thresholds = Thresholds::default();
-        let Some(band) = thresholds.band(Level::Elevated).filter(|_| limit != ByteSize::MAX) else {
-            return;
-        };
+        let Thresholds { up: [up, ..], down: [down, ..], .. } = Thresholds::default();
         let committed = self.committed_on(device);
-        if committed > limit.scaled(band.up) {
-            self.give_idle_back(device, committed.saturating_sub(limit.scaled(band.down)));
+        if limit != ByteSize::MAX && committed > limit.scaled(up) {
+            self.give_idle_back(device, committed.saturating_sub(limit.scaled(down)));
         }
     }
 

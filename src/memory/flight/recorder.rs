@@ -310,7 +310,8 @@ impl Recorder {
         }
         self.samples.push_back(self.looked);
         let shared = &*self.shared;
-        let permits = shared.admission.largest_reserved(&mut self.permits, shared.clock.now());
+        let permits =
+            shared.admission.state().largest_reserved(&mut self.permits, shared.clock.now());
         let end = RunEnd::from_u8(shared.flight.end.load(Ordering::Acquire)).unwrap_or_default();
         self.writer.begin(&self.run, end, self.machine_kills.read());
         self.writer.samples(&self.samples);

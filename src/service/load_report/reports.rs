@@ -21,7 +21,8 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use http_body::Body;
-use lowtide_admission::{Admission, Budget, PressureState, REPORT_WINDOW, SHED_SHOWN, mean_weight};
+use lowtide_admission::layer::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
+use lowtide_admission::{Admission, Budget, PressureState};
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
@@ -202,7 +203,8 @@ impl LoadReports {
     /// Returns the time of the control loop's last tick, or without one the time, in nanoseconds.
     #[inline]
     fn time(&self) -> u64 {
-        let at = if self.state.is_some() { self.admission.last_tick() } else { self.clock.now() };
+        let ticked = self.state.as_ref().map(|_| self.admission.state().last_tick());
+        let at = ticked.unwrap_or_else(|| self.clock.now());
         u64::try_from(at.since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 
@@ -221,7 +223,7 @@ impl LoadReports {
     /// shedding.
     #[inline]
     fn has_unreported_sheds(&self) -> bool {
-        self.admission.sheds_total() != self.known_sheds.load(Ordering::Relaxed)
+        self.admission.state().sheds_total() != self.known_sheds.load(Ordering::Relaxed)
             && !self.is_shedding.load(Ordering::Relaxed)
     }
 
@@ -253,7 +255,7 @@ impl LoadReports {
             ..Counts::of(&self.admission)
         };
         rates.add(now, counts);
-        let is_shedding = self.admission.has_waiting()
+        let is_shedding = self.admission.state().has_waiting()
             || self.is_ending()
             || rates.shed_at.is_some_and(|at| now - at < SHED_SHOWN);
         self.known_sheds.store(counts.sheds, Ordering::Relaxed);
@@ -353,7 +355,7 @@ impl Counts {
             })
         };
         let bytes = [Budget::Host, Budget::Device].map(bytes);
-        Self { sheds: admission.sheds_total(), bytes, ..Self::default() }
+        Self { sheds: admission.state().sheds_total(), bytes, ..Self::default() }
     }
 
     const fn all(&self) -> [u64; COUNTS] {

@@ -133,7 +133,7 @@ impl<Q> fmt::Debug for LoadReportStream<Q> {
 
 impl<Q> LoadReportStream<Q> {
     fn new(request: Q, place: StreamSlot) -> Self {
-        let due = place.reports.admission.last_tick() + REQUEST_TIMEOUT;
+        let due = place.reports.admission.state().last_tick() + REQUEST_TIMEOUT;
         let request = Some(request);
         Self { request, place: Some(place), due, ..Self::empty() }
     }
@@ -185,7 +185,7 @@ impl<Q: Body> LoadReportStream<Q> {
         if !reports.birth.is_here() || reports.is_ending() {
             return Poll::Ready(Err((UNAVAILABLE, ENDING.to_owned())));
         }
-        let now = || reports.admission.last_tick();
+        let now = || reports.admission.state().last_tick();
         let mut request = this.request;
         if request.is_some()
             && let Poll::Ready(read) = Self::poll_request(request.as_mut(), this.read, cx)

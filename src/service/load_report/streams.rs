@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
 
-use lowtide_admission::LargeRequest;
+use lowtide_admission::layer::LargeRequest;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -104,7 +104,7 @@ impl StreamTimer {
     /// Adds the streams of a layer to the registry, once.
     pub(super) fn register(reports: &Arc<LoadReports>) {
         if !reports.streams.is_served.swap(true, Ordering::Relaxed) {
-            reports.admission.register(Arc::new(Self(Arc::downgrade(reports))));
+            reports.admission.state().register(Arc::new(Self(Arc::downgrade(reports))));
         }
     }
 }

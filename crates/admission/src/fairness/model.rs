@@ -14,7 +14,7 @@ use crate::permit::Permit;
 use crate::tally::BudgetCounts;
 use lowtide_core::bytes::ByteSize;
 
-use super::{Balance, Fairness, Seen};
+use super::{Fairness, LedgerFigures, RoomSharing};
 
 const TICK: Duration = Duration::from_millis(10);
 /// Of the limit of 256 MiB that is filled.
@@ -128,7 +128,7 @@ impl Outcome {
 
 struct Model {
     /// As of the last update.
-    balance: Balance,
+    balance: RoomSharing,
     admission: Admission,
     fairness: Option<Fairness>,
     random: Random,
@@ -142,7 +142,7 @@ impl Model {
     fn new(k: f64, is_fair: bool, seed: u64) -> Self {
         let allowance = ByteSize::mib(1).scaled(CEILING / k);
         Self {
-            balance: Balance::default(),
+            balance: RoomSharing::default(),
             admission: Admission::with_limit(allowance),
             fairness: is_fair.then(Fairness::default),
             random: Random::new(seed),
@@ -222,8 +222,8 @@ impl Model {
     fn look(&mut self) {
         let ledger = self.admission.ledger(Budget::Host);
         if let Some(fairness) = &mut self.fairness {
-            let counts = self.admission.counts(Budget::Host);
-            self.balance = fairness.update(Seen::of(ledger, TICK), &counts);
+            let counts = self.admission.state().budget_counts(Budget::Host);
+            self.balance = fairness.update(LedgerFigures::of(ledger, TICK), &counts);
             ledger.balance(self.balance);
         }
         assert!(self.reserved_headroom().get() <= self.allowance().get() / 3);
@@ -273,7 +273,7 @@ fn under_overload_each_size_has_its_share_and_hardly_less_is_admitted_in_all() {
 }
 
 #[test]
-fn a_load_that_fits_meets_no_berth() {
+fn a_load_that_fits_meets_no_reserved_headroom() {
     println!("seed {SEED:#x}");
     for k in [1.2, 2.0] {
         for mix in &MIXES {
@@ -386,7 +386,7 @@ fn what_comes_free_is_what_was_admitted_shared_with_all_who_ask() {
         let found = model.run(&MIXES[0], load, Duration::from_secs(12));
         let ratio = found.admitted_all() / found.offered_all();
         let expected = found.admitted_all() / 12.0 * ratio;
-        let Balance { drain, pause, .. } = model.balance;
+        let RoomSharing { drain, pause, .. } = model.balance;
         println!("{load}x: {drain} a second, pause {pause:?}; ratio {ratio:.2}");
         assert!((drain.as_f64() / expected - 1.0).abs() < 0.3, "{drain}, not {expected}");
         assert!((pause.as_secs_f64() * ratio - 1.0).abs() < 0.2, "{pause:?} at {ratio}");
@@ -399,10 +399,11 @@ fn what_comes_free_is_what_was_admitted_shared_with_all_who_ask() {
 }
 
 #[test]
-fn without_a_limit_there_is_no_berth() {
+fn without_a_limit_there_is_no_reserved_headroom() {
     let mut fairness = Fairness::default();
     let mut counts = BudgetCounts::default();
-    let mut seen = Seen { since: TICK, allowance: ByteSize::MAX, ..Seen::default() };
+    let mut seen =
+        LedgerFigures { since: TICK, allowance: ByteSize::MAX, ..LedgerFigures::default() };
     for turn in 0..200 {
         for class in &mut counts.classes {
             class.rejected_total += 1;
@@ -412,7 +413,8 @@ fn without_a_limit_there_is_no_berth() {
     }
     // Without any allowance there is none either, and extreme figures do no harm.
     for allowance in [ByteSize::ZERO, ByteSize::new(2), ByteSize::new(u64::MAX - 1)] {
-        seen = Seen { allowance, reserved: ByteSize::MAX, requests: ByteSize::MAX, ..seen };
+        seen =
+            LedgerFigures { allowance, reserved: ByteSize::MAX, requests: ByteSize::MAX, ..seen };
         for class in &mut counts.classes {
             class.admitted_bytes_total = class.admitted_bytes_total.wrapping_add(u64::MAX / 3);
             class.rejected_total += 9;
@@ -429,7 +431,12 @@ fn without_a_limit_there_is_no_berth() {
 #[test]
 fn a_few_sheds_are_chance_and_more_are_overload() {
     let allowance = ByteSize::mib(100);
-    let seen = Seen { since: TICK, allowance, reserved: ByteSize::mib(93), ..Seen::default() };
+    let seen = LedgerFigures {
+        since: TICK,
+        allowance,
+        reserved: ByteSize::mib(93),
+        ..LedgerFigures::default()
+    };
     let mut fairness = Fairness::default();
     let mut counts = BudgetCounts::default();
     let large = ByteSize::mib(8);

@@ -5,20 +5,26 @@
 //! Invariant: each tick first corrects the ledger and then shares the room, so that no headroom is
 //! computed from an old allowance.
 
-use crate::admission::Admission;
-use crate::cost::Budget;
-use crate::fairness::{Fairness, Seen};
-use crate::ledger::{Balance, Correction, Measured};
-use crate::pressure::{Level, Pressure, Thresholds};
-use crate::size_class::SizeClass;
-use crate::tally::{BudgetCounts, ClassStats};
+use std::sync::atomic::Ordering;
+
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+
+use super::Settings;
+use crate::admission::{Admission, AdmissionStats};
+use crate::correction::{Correction, Measured, RequestRate};
+use crate::cost::Budget;
+use crate::fairness::{Fairness, LedgerFigures};
+use crate::ledger::{Ledger, RoomSharing};
+use crate::pressure::{Level, PressureTracker, Thresholds};
+use crate::state::AdmissionState;
+use crate::tally::{BudgetCounts, ClassStats, SizeClass};
 
 /// The level and the learned figures of one budget.
 #[derive(Debug)]
-pub(super) struct Account {
+pub(super) struct BudgetAccount {
     pub(super) budget: Budget,
-    pub(super) pressure: Pressure,
+    pub(super) pressure: PressureTracker,
     pub(super) correction: Correction,
     /// The smallest request seen.
     pub(super) smallest: ByteSize,
@@ -29,11 +35,11 @@ pub(super) struct Account {
     fairness: Fairness,
 }
 
-impl Account {
+impl BudgetAccount {
     pub(super) fn new(budget: Budget, thresholds: Thresholds, correction_factor: f64) -> Self {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
-        let (pressure, smallest) = (Pressure::new(thresholds), ByteSize::new(1));
+        let (pressure, smallest) = (PressureTracker::new(thresholds), ByteSize::new(1));
         let classes = BudgetCounts::default().classes;
         Self { budget, pressure, correction, smallest, admitted: 0, classes, fairness }
     }
@@ -59,11 +65,11 @@ impl Account {
         let since = measured.turnover.time;
         let ledger = admission.ledger(self.budget);
         ledger.correct(&mut self.correction, measured);
-        let counts = admission.counts(self.budget);
+        let counts = admission.state().budget_counts(self.budget);
         self.smallest = counts.smallest();
         self.admitted = counts.classes.iter().map(|class| class.admitted_total).sum();
         self.classes = counts.classes;
-        let balance = self.fairness.update(Seen::of(ledger, since), &counts);
+        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &counts);
         ledger.balance(balance);
     }
 
@@ -73,7 +79,104 @@ impl Account {
         let ledger = admission.ledger(self.budget);
         let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
         ledger.correct(&mut self.correction, measured);
-        ledger.balance(Balance::default());
+        ledger.balance(RoomSharing::default());
+    }
+}
+
+// The budgets of further devices: each has an admission of its own, in which only the device's
+// bytes are reserved.
+//
+// The first device's budget is in the service's admission, with its level and its reclaim steps. A
+// further device has neither: its owner releases idle memory by its own figures.
+//
+// Invariant: the figures of one device change the allowance of no other.
+/// The memory of one device in a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceFigures {
+    /// The memory that arenas have committed.
+    pub committed: ByteSize,
+    /// The part of `committed` that is wholly idle.
+    pub idle: ByteSize,
+    /// The limit of the device's budget; `None` for none, zero for a device that is lost.
+    pub limit: Option<ByteSize>,
+}
+
+/// Returns `true` if a device with this limit is lost.
+pub(super) fn is_lost(limit: Option<ByteSize>) -> bool {
+    limit == Some(ByteSize::ZERO)
+}
+
+/// Returns the most bytes that may be held of a device if requests may fill `share` of its limit.
+pub(super) const fn ceiling(limit: ByteSize, share: f64) -> ByteSize {
+    match limit {
+        ByteSize::MAX => ByteSize::MAX,
+        limit => limit.scaled(share),
+    }
+}
+
+/// The budget of one further device.
+#[derive(Debug)]
+pub(super) struct DeviceAccount {
+    admission: Admission,
+    account: BudgetAccount,
+    turns: RateMeter,
+}
+
+impl DeviceAccount {
+    pub(super) fn new(admission: Admission, settings: &Settings) -> Self {
+        let (thresholds, factor) = (Thresholds::default(), settings.correction_factor);
+        let account = BudgetAccount::new(Budget::Device, thresholds, factor);
+        Self { admission, account, turns: RateMeter::default() }
+    }
+
+    /// Updates the allowance.
+    pub(super) fn update(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
+        let DeviceFigures { committed, idle, limit } = figures;
+        self.admission.state().is_device_lost.store(is_lost(limit), Ordering::Relaxed);
+        let limit = limit.unwrap_or(ByteSize::MAX);
+        if self.account.is_unused(&self.admission, committed, limit) {
+            return;
+        }
+        let turnover = self.turns.next(&self.admission.stats(), now);
+        let ceiling = ceiling(limit, share);
+        let measured = Measured { physical: committed, purgeable: idle, ceiling, turnover };
+        self.account.correct(&self.admission, measured);
+    }
+
+    pub(super) fn state(&self) -> &'static AdmissionState {
+        self.admission.state()
+    }
+
+    /// Returns the account of the device's bytes.
+    pub(super) fn ledger(&self) -> &'static Ledger {
+        &self.state().device
+    }
+
+    /// Publishes a last allowance, as if nothing were held but the reservations.
+    pub(super) fn leave(&mut self) {
+        self.account.leave(&self.admission);
+    }
+}
+
+/// The time of the last tick, and the requests that had ended by then.
+#[derive(Debug)]
+pub(super) struct RateMeter {
+    at: Moment,
+    finished: u64,
+}
+
+impl Default for RateMeter {
+    fn default() -> Self {
+        Self { at: Moment::ORIGIN, finished: 0 }
+    }
+}
+
+impl RateMeter {
+    /// Returns the progress of requests since the last tick.
+    pub(super) fn next(&mut self, stats: &AdmissionStats, now: Moment) -> RequestRate {
+        let last = std::mem::replace(self, Self { at: now, finished: stats.finished_total });
+        let ended = stats.finished_total.saturating_sub(last.finished);
+        RequestRate { time: now - last.at, ended, held: stats.held() }
     }
 }
 
@@ -85,7 +188,7 @@ mod tests {
     #[test]
     fn a_budget_is_corrected_while_it_is_limited_held_or_reserved() {
         let (admission, none) = (Admission::new(), ByteSize::ZERO);
-        let mut account = Account::new(Budget::Device, Thresholds::default(), 2.0);
+        let mut account = BudgetAccount::new(Budget::Device, Thresholds::default(), 2.0);
         let limit = ByteSize::mib(100);
         assert!(account.is_unused(&admission, none, ByteSize::MAX));
         assert!(!account.is_unused(&admission, ByteSize::new(1), ByteSize::MAX));
@@ -99,5 +202,38 @@ mod tests {
         let unlimited = Measured { ceiling: ByteSize::MAX, ..Measured::default() };
         account.correct(&admission, unlimited);
         assert!(account.is_unused(&admission, none, ByteSize::MAX));
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod device_tests {
+    use super::*;
+    use crate::cost::Cost;
+    use crate::cost::Rejected;
+
+    #[test]
+    fn a_device_admits_by_its_own_figures_and_nothing_once_it_is_lost() {
+        let (settings, admission) = (Settings::default(), Admission::new());
+        let mut account = DeviceAccount::new(admission.clone(), &settings);
+        let figures = DeviceFigures {
+            committed: ByteSize::mib(40),
+            idle: ByteSize::mib(40),
+            limit: Some(ByteSize::mib(100)),
+        };
+        account.update(figures, 0.8, Moment::ORIGIN);
+        let ask = |mib| admission.try_admit(Cost::device(ByteSize::mib(mib)));
+        let held = ask(30).expect("idle memory is room");
+        assert!(!account.ledger().requests().is_zero());
+        assert!(matches!(ask(81), Err(Rejected::TooLarge { .. })));
+        let lost = DeviceFigures { limit: Some(ByteSize::ZERO), ..DeviceFigures::default() };
+        account.update(lost, 0.8, Moment::ORIGIN);
+        let rejected = Rejected::DeviceLost { asked: ByteSize::mib(1) };
+        assert_eq!(ask(1).map(drop), Err(rejected));
+        let host = admission.try_admit(Cost::host(ByteSize::mib(1)));
+        assert!(host.is_ok(), "what needs no device is admitted");
+        drop((held, host));
+        assert!(account.ledger().requests().is_zero());
+        account.update(figures, 0.8, Moment::ORIGIN);
+        assert!(ask(30).is_ok());
     }
 }

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::reclaim::Ladder;
+use crate::reclaim::ReclaimPolicy;
 use lowtide_core::clock::{Bell, Clock, Moment};
 
 lowtide_core::named_enum! {
@@ -42,7 +42,6 @@ impl Trigger {
     }
 
     /// Returns `true` if the purge leaves memory alone that decays by itself: there is no hurry.
-    #[doc(hidden)]
     pub const fn leaves_decaying(self) -> bool {
         matches!(self, Self::Load | Self::Growth | Self::Idle | Self::Periodic)
     }
@@ -82,59 +81,47 @@ pub enum Job {
 }
 
 /// Bit numbers: the lower, the more urgent. The reclaim steps follow the pressure purge.
-const RUNG_FIRST: usize = 1;
-const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 15;
-const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
+const STEP_FIRST: usize = 1;
+const REST_FIRST: usize = STEP_FIRST + ReclaimPolicy::STEPS_MAX;
+
+/// The other jobs, from the most urgent.
+const REST: [Job; 15] = [
+    Job::Purge { trigger: Trigger::Manual },
+    Job::UnloadIdle,
+    Job::Purge { trigger: Trigger::Unload },
+    Job::AdminTask,
+    Job::TendFit,
+    Job::DecayDevice,
+    Job::DecayHeap,
+    Job::SampleDevice,
+    Job::Purge { trigger: Trigger::Load },
+    Job::Purge { trigger: Trigger::Growth },
+    Job::Purge { trigger: Trigger::Idle },
+    Job::Purge { trigger: Trigger::Periodic },
+    Job::Publish,
+    Job::ReportExhaustion,
+    // It may copy for long, and no caller waits for it.
+    Job::SleepDevice,
+];
+const _: () = assert!(REST_FIRST + REST.len() <= 64, "each job has a bit of its own");
 
 impl Job {
-    /// Returns the bit number; `None` for a step beyond the largest ladder.
-    const fn place(self) -> Option<usize> {
-        Some(match self {
-            Self::Purge { trigger: Trigger::Pressure } => 0,
-            Self::Reclaim { step } if step < Ladder::RUNGS_MAX => RUNG_FIRST + step,
-            Self::Reclaim { .. } => return None,
-            Self::Purge { trigger: Trigger::Manual } => MANUAL,
-            Self::UnloadIdle => MANUAL + 1,
-            Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
-            Self::AdminTask => MANUAL + 3,
-            Self::TendFit => MANUAL + 4,
-            Self::DecayDevice => MANUAL + 5,
-            Self::DecayHeap => MANUAL + 6,
-            Self::SampleDevice => MANUAL + 7,
-            Self::Purge { trigger: Trigger::Load } => MANUAL + 8,
-            Self::Purge { trigger: Trigger::Growth } => MANUAL + 9,
-            Self::Purge { trigger: Trigger::Idle } => MANUAL + 10,
-            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 11,
-            Self::Publish => MANUAL + 12,
-            Self::ReportExhaustion => MANUAL + 13,
-            // It may copy for long, and no caller waits for it.
-            Self::SleepDevice => MANUAL + 14,
-        })
+    /// Returns the bit number; `None` for a step beyond the largest policy.
+    fn place(self) -> Option<usize> {
+        match self {
+            Self::Purge { trigger: Trigger::Pressure } => Some(0),
+            Self::Reclaim { step } => {
+                (step < ReclaimPolicy::STEPS_MAX).then_some(STEP_FIRST + step)
+            }
+            _ => REST.iter().position(|job| *job == self).map(|at| REST_FIRST + at),
+        }
     }
 
     fn at(place: usize) -> Option<Self> {
-        const REST: [Job; PLACES - MANUAL] = [
-            Job::Purge { trigger: Trigger::Manual },
-            Job::UnloadIdle,
-            Job::Purge { trigger: Trigger::Unload },
-            Job::AdminTask,
-            Job::TendFit,
-            Job::DecayDevice,
-            Job::DecayHeap,
-            Job::SampleDevice,
-            Job::Purge { trigger: Trigger::Load },
-            Job::Purge { trigger: Trigger::Growth },
-            Job::Purge { trigger: Trigger::Idle },
-            Job::Purge { trigger: Trigger::Periodic },
-            Job::Publish,
-            Job::ReportExhaustion,
-            Job::SleepDevice,
-        ];
         match place {
             0 => Some(Self::Purge { trigger: Trigger::Pressure }),
-            RUNG_FIRST..MANUAL => Some(Self::Reclaim { step: place - RUNG_FIRST }),
-            _ => REST.get(place - MANUAL).copied(),
+            STEP_FIRST..REST_FIRST => Some(Self::Reclaim { step: place - STEP_FIRST }),
+            _ => REST.get(place - REST_FIRST).copied(),
         }
     }
 }
@@ -151,11 +138,8 @@ impl Jobs {
 
     /// Returns `true` if the set contains the job.
     #[must_use]
-    pub const fn contains(self, job: Job) -> bool {
-        match job.place() {
-            Some(place) => self.0 & (1 << place) != 0,
-            None => false,
-        }
+    pub fn contains(self, job: Job) -> bool {
+        job.place().is_some_and(|place| self.0 & (1 << place) != 0)
     }
 
     /// Returns `true` if the set is empty.
@@ -266,12 +250,13 @@ mod tests {
 
     #[test]
     fn each_job_has_a_place_of_its_own() {
-        let places: Vec<_> = (0..PLACES).map(|place| Job::at(place).expect("a job")).collect();
+        let places: Vec<_> =
+            (0..REST_FIRST + REST.len()).map(|place| Job::at(place).expect("a job")).collect();
         for (place, job) in places.iter().enumerate() {
             assert_eq!(job.place(), Some(place), "{job:?}");
         }
-        assert_eq!(Job::at(PLACES), None);
-        assert_eq!(Job::Reclaim { step: Ladder::RUNGS_MAX }.place(), None);
+        assert_eq!(Job::at(REST_FIRST + REST.len()), None);
+        assert_eq!(Job::Reclaim { step: ReclaimPolicy::STEPS_MAX }.place(), None);
     }
 
     #[test]

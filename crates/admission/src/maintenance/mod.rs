@@ -11,14 +11,11 @@
 //! levels depend on physical bytes, allowances on required ones.
 
 mod account;
-mod devices;
 mod jobs;
-mod pacer;
 mod purging;
 mod saturation;
 mod settings;
 mod state;
-mod utilization;
 mod worker;
 
 use std::fmt;
@@ -32,26 +29,25 @@ use lowtide_core::clock::Moment;
 
 use super::admission::{Admission, AdmissionStats};
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
-use super::cost::Budget;
-use super::exhaustion::{Exhaustion, Room};
-use super::ledger::{Ledger, Measured, Turnover};
+use super::correction::{Measured, RequestRate};
+use super::cost::RejectReason;
+use super::cost::{Budget, Cost};
+use super::exhaustion::{Exhaustion, ExhaustionSample};
+use super::ledger::Ledger;
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::Level;
-use super::reclaim::{Ladder, Pace};
-use super::rejected::RejectReason;
+use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
-use account::Account;
-use devices::{DeviceAccount, Turns};
-use purging::{Growth, purgeable_now};
-use saturation::Saturation;
+use account::{BudgetAccount, DeviceAccount, RateMeter};
+use purging::{RetainedGrowth, purgeable_now};
+use saturation::{Saturation, taken};
 
-pub use devices::DeviceFigures;
+pub use account::DeviceFigures;
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
-pub use purging::PurgeGrowth;
-pub use settings::{Settings, SettingsError};
+pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
+pub use settings::{PurgeGrowth, Settings, SettingsError};
 pub use state::PressureState;
-pub use utilization::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
 /// A sample of signals, heap and arenas.
@@ -175,16 +171,16 @@ pub struct Maintenance {
     sensor: Box<dyn Sensor>,
     admission: Admission,
     resources: Resources,
-    ladder: Ladder,
+    policy: ReclaimPolicy,
     queue: Arc<JobQueue>,
     state: Arc<PressureState>,
-    purge: Arc<Pace>,
-    host: Account,
-    device: Account,
+    purge: Arc<ReclaimBackoff>,
+    host: BudgetAccount,
+    device: BudgetAccount,
     further: Vec<DeviceAccount>,
     ceiling: Ceiling,
     last: Option<Sample>,
-    turns: Turns,
+    turns: RateMeter,
     /// The time for which the next tick is planned.
     planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
@@ -201,7 +197,7 @@ pub struct Maintenance {
     /// The loads by the last tick, and the time of the last load without a purge after it.
     loads: u64,
     loaded_at: Option<Moment>,
-    growth: Growth,
+    growth: RetainedGrowth,
     exhaustion: Exhaustion,
     saturation: Saturation,
     decayed_at: Option<Moment>,
@@ -224,17 +220,17 @@ impl Maintenance {
         sensor: Box<dyn Sensor>,
         admission: Admission,
         resources: Resources,
-        ladder: Ladder,
+        policy: ReclaimPolicy,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
         let account =
-            |budget| Account::new(budget, settings.thresholds, settings.correction_factor);
+            |budget| BudgetAccount::new(budget, settings.thresholds, settings.correction_factor);
         Ok(Self {
             settings,
             sensor,
             admission,
             resources,
-            ladder,
+            policy,
             queue: Arc::new(JobQueue::new()),
             state: Arc::default(),
             purge: Arc::default(),
@@ -243,7 +239,7 @@ impl Maintenance {
             further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
             last: None,
-            turns: Turns::default(),
+            turns: RateMeter::default(),
             planned: Moment::NEVER,
             admitted: 0,
             quiet_since: None,
@@ -253,7 +249,7 @@ impl Maintenance {
             recalled: false,
             loads: 0,
             loaded_at: None,
-            growth: Growth::new(),
+            growth: RetainedGrowth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
             saturation: Saturation::default(),
             decayed_at: None,
@@ -289,7 +285,7 @@ impl Maintenance {
             queue: self.queue(),
             state: self.state(),
             purge: Arc::clone(&self.purge),
-            ladder: self.ladder.clone(),
+            policy: self.policy.clone(),
             resources: self.resources.clone(),
             hands,
             panics: 0,
@@ -298,7 +294,7 @@ impl Maintenance {
 
     /// Takes a sample and decides. Allocates nothing.
     pub fn tick(&mut self, now: Moment) -> Tick {
-        let freed = self.admission.desk().unused.freed();
+        let freed = self.admission.state().unused.freed();
         let mut sample = self.sensor.sample(now);
         // A limit that was known still exists: a failed read must not admit requests.
         // A fit is none of the kernel's, and has ended.
@@ -313,15 +309,15 @@ impl Maintenance {
         self.account(&sample, &stats, now);
         self.record_limits(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
-        self.admission.large().tend(self.host.pressure.level(), now);
+        self.admission.state().large.tend(self.host.pressure.level(), now);
         let worth = self.urgent_purge_worth(&sample);
-        let unused = &self.admission.desk().unused;
+        let unused = &self.admission.state().unused;
         unused.publish(
             freed,
             [sample.physical, purgeable_now(&sample)],
             [worth, self.most(&sample)],
         );
-        self.admission.tend_queue(now);
+        self.admission.state().tend_queue(now);
         let mut jobs = Jobs::default();
         self.look_for_exhaustion(&sample, &stats, now, &mut jobs);
         self.saturate(&stats, now);
@@ -361,7 +357,7 @@ impl Maintenance {
         // earliest.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         let is_slow = next - now > self.settings.active_tick;
-        self.admission.desk().is_slow.store(is_slow, Ordering::Relaxed);
+        self.admission.state().is_slow.store(is_slow, Ordering::Relaxed);
         self.last = Some(sample);
         self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
@@ -379,8 +375,8 @@ impl Maintenance {
     /// Returns `true` if little of the limit is left once requests hold what they have reserved,
     /// and a large one that waits for that what it needs.
     fn may_fill_up(&self, sample: &Sample) -> bool {
-        let desk = self.admission.desk();
-        let unheld = desk.host.unheld().saturating_add(desk.unused.wanted());
+        let admission = self.admission.state();
+        let unheld = admission.host.unheld().saturating_add(admission.unused.wanted());
         sample.limit.is_known() && sample.physical.saturating_add(unheld) > self.most(sample)
     }
 
@@ -396,7 +392,7 @@ impl Maintenance {
 
     /// Wakes what waits for a tick, when this loop has ended and none follows.
     pub fn wake_waiting(&self) {
-        self.admission.large().wake_all();
+        self.admission.state().large.wake_all();
     }
 
     /// Resets admission when this loop ends before the service: the level is cleared, and the
@@ -409,9 +405,9 @@ impl Maintenance {
         }
         self.further.iter_mut().for_each(DeviceAccount::leave);
         self.admission.set_level(Level::None);
-        self.admission.set_unowned(ByteSize::ZERO);
-        self.admission.desk().host.set_single(ByteSize::ZERO);
-        self.admission.desk().queue.end();
+        self.admission.state().unowned.store(0, Ordering::Relaxed);
+        self.admission.state().host.set_single(ByteSize::ZERO);
+        self.admission.state().queue.end();
     }
 
     /// Updates the exhaustion state.
@@ -431,7 +427,7 @@ impl Maintenance {
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(
             now,
-            Room {
+            ExhaustionSample {
                 most,
                 smallest: self.host.smallest,
                 admitted_total: self.host.admitted,
@@ -442,12 +438,13 @@ impl Maintenance {
         let is_declared = self.exhaustion.is_declared();
         let may_serve_one = self.exhaustion.may_serve_one();
         let single = if may_serve_one { self.room_for_one(sample) } else { ByteSize::ZERO };
-        self.admission.desk().host.set_single(single);
+        self.admission.state().host.set_single(single);
         // While some are served, others wait for their end.
         let serves_one = self.exhaustion.serves_one();
         let unowned = self.host.correction.unowned.max(ByteSize::new(1));
         let rejects = is_declared && !serves_one;
-        self.admission.set_unowned(if rejects { unowned } else { ByteSize::ZERO });
+        let unowned = if rejects { unowned.get() } else { 0 };
+        self.admission.state().unowned.store(unowned, Ordering::Relaxed);
         if self.state.set_exhausted(is_declared, serves_one, self.exhaustion.needs_restart()) {
             jobs.insert(Job::ReportExhaustion);
         }
@@ -457,7 +454,7 @@ impl Maintenance {
     /// level's mark. Pages that a purge would release count: a request that runs in another arena
     /// cannot use them.
     fn room_for_one(&self, sample: &Sample) -> ByteSize {
-        let mark = self.settings.thresholds.band(Level::Critical).map_or(1.0, |band| band.up);
+        let mark = self.settings.thresholds.up(Level::Critical);
         let most = sample.limit.bytes.scaled(mark);
         let other = self.host.correction.other.saturating_add(sample.purgeable);
         let room = most.saturating_sub(other);
@@ -468,20 +465,21 @@ impl Maintenance {
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
         let turnover = self.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
-        self.admission.set_device_lost(devices::is_lost(sample.device_limit));
+        let is_lost = account::is_lost(sample.device_limit);
+        self.admission.state().is_device_lost.store(is_lost, Ordering::Relaxed);
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.
         let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
         let _ = self.device.pressure.update(now, sample.device_committed, pressed);
         let ceiling = self.host_ceiling(sample, limit, turnover, now);
-        let device_ceiling = devices::ceiling(device_limit, self.settings.ceiling);
+        let device_ceiling = account::ceiling(device_limit, self.settings.ceiling);
         let (committed, idle) = (sample.device_committed, sample.device_idle);
         let budgets = [
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
             (&mut self.device, committed, idle, device_limit, device_ceiling),
         ];
-        let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
+        let mark = self.settings.thresholds.down[0];
         let wanted = budgets.map(|(account, physical, purgeable, limit, ceiling)| {
             if account.is_unused(&self.admission, physical, limit) {
                 return ByteSize::ZERO;
@@ -497,7 +495,7 @@ impl Maintenance {
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update(self.sensor.further_device(nth), self.settings.ceiling, now);
         }
-        let further = self.further.iter().map(DeviceAccount::utilization);
+        let further = self.further.iter().map(|device| device.ledger().utilization());
         let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
         let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
         self.state.utilizations.add(turnover.time, utilizations);
@@ -546,7 +544,7 @@ impl Maintenance {
         &mut self,
         sample: &Sample,
         limit: ByteSize,
-        turnover: Turnover,
+        turnover: RequestRate,
         now: Moment,
     ) -> ByteSize {
         if limit == ByteSize::MAX {
@@ -584,12 +582,35 @@ impl Maintenance {
         now - self.quiet_since.insert(since.unwrap_or(begins)).at >= self.settings.quiet
     }
 
+    /// Publishes the saturation.
+    fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
+        let further: u64 = self.further.iter().map(|device| device.state().sheds_total()).sum();
+        let sheds = self
+            .saturation
+            .has_recent_shed(now, self.admission.state().sheds_total().saturating_add(further));
+        // An instance that shuts down sheds to others, which are to have room.
+        let sheds = sheds && !self.admission.is_closed();
+        let is_critical = self.host.pressure.level() == Level::Critical;
+        let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
+        let value = if is_short { 1.0 } else { self.taken() };
+        self.state.set_saturation(self.saturation.add(now, value));
+    }
+
+    /// Returns the largest part that is taken of a budget.
+    fn taken(&self) -> f64 {
+        let Cost { host, device } = self.admission.state().by_budget(self.resources.evictable());
+        let own = taken(self.admission.ledger(Budget::Host), host)
+            .max(taken(self.admission.ledger(Budget::Device), device));
+        let further = self.further.iter().map(|device| taken(device.ledger(), ByteSize::ZERO));
+        further.fold(own, f64::max)
+    }
+
     /// Posts one reclaim step for each budget.
     fn climb(&self, now: Moment, jobs: &mut Jobs) {
         for account in [&self.host, &self.device] {
             let level = account.pressure.level();
-            let due = self.ladder.due(account.budget, level, now);
-            if let Some(step) = due.filter(|&step| self.ladder.start(step, now)) {
+            let due = self.policy.due(account.budget, level, now);
+            if let Some(step) = due.filter(|&step| self.policy.start(step, now)) {
                 jobs.insert(Job::Reclaim { step });
             }
         }
@@ -615,10 +636,10 @@ impl Maintenance {
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
         let held = |budget| !self.admission.ledger(budget).requests().is_zero();
         let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
-        let waits = !self.admission.desk().queue.is_empty();
+        let waits = !self.admission.state().queue.is_empty();
         let is_held = held(Budget::Host)
             || held(Budget::Device)
-            || self.further.iter().any(DeviceAccount::is_held);
+            || self.further.iter().any(|device| !device.ledger().requests().is_zero());
         filled || grows || pressed || waits || is_held
     }
 }

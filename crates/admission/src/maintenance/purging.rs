@@ -34,29 +34,8 @@ use crate::pressure::Level;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::{Job, Jobs, Maintenance, Sample, SettingsError, Trigger};
-
-/// The growth of retained memory that triggers a purge.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PurgeGrowth {
-    /// The smallest growth that triggers a purge.
-    pub floor: ByteSize,
-    /// The smallest growth that triggers a purge, as a fraction of the anonymous memory from which
-    /// it grew; above 0, at most 1. Both minimums apply.
-    pub part: f64,
-    /// The time for which the growth must last: pages that decay by themselves cost no page fault,
-    /// and pages that the next request uses again would be faulted in again.
-    pub hold: Duration,
-}
-
-impl PurgeGrowth {
-    pub(super) fn check(&self) -> Result<(), SettingsError> {
-        if !(self.part > 0.0 && self.part <= 1.0) {
-            return Err(SettingsError::Part { name: "purge_growth.part", value: self.part });
-        }
-        Ok(())
-    }
-}
+use super::settings::PurgeGrowth;
+use super::{Job, Jobs, Maintenance, Sample, Trigger};
 
 /// The pause between purges for growth, for each MiB. A purge takes about 0.1 ms for each MiB, and
 /// the pause is a hundred times as long, so that purges take at most a hundredth of a core.
@@ -68,7 +47,7 @@ const LOAD_WINDOW: Duration = Duration::from_secs(2);
 
 /// The growth of memory that a purge may release.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Growth {
+pub(super) struct RetainedGrowth {
     /// The smallest retained amount since the last purge began, and the anonymous memory at that
     /// time.
     low: ByteSize,
@@ -79,7 +58,7 @@ pub(super) struct Growth {
     next: Moment,
 }
 
-impl Growth {
+impl RetainedGrowth {
     pub(super) const fn new() -> Self {
         Self { low: ByteSize::MAX, base: ByteSize::ZERO, since: None, next: Moment::ORIGIN }
     }
@@ -227,7 +206,7 @@ mod tests {
     use crate::cost::Cost;
     use crate::maintenance::{Sensor, Settings};
     use crate::managed::{Managed, Resources};
-    use crate::reclaim::{Ladder, Recovered};
+    use crate::reclaim::ReclaimPolicy;
     use crate::signal::Limit;
     use lowtide_core::clock::ManualClock;
     use lowtide_core::sync::{Mutex, lock};
@@ -250,7 +229,7 @@ mod tests {
 
     #[test]
     fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
-        let mut growth = Growth::new();
+        let mut growth = RetainedGrowth::new();
         let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
         assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
         assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
@@ -262,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_large_service_is_not_purged_for_a_small_part_of_it() {
-        let mut growth = Growth::new();
+        let mut growth = RetainedGrowth::new();
         let sample = |mib| Sample {
             untracked_anonymous: ByteSize::mib(mib),
             anonymous: ByteSize::mib(2_000),
@@ -280,7 +259,7 @@ mod tests {
     #[test]
     fn the_pause_after_a_purge_goes_by_the_bytes_that_it_found() {
         for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
-            let mut growth = Growth::new();
+            let mut growth = RetainedGrowth::new();
             growth.purged(&sample_of(mib), at(0));
             let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
             assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
@@ -291,7 +270,7 @@ mod tests {
 
     #[test]
     fn what_a_purge_did_not_return_asks_for_no_other_one() {
-        let mut growth = Growth::new();
+        let mut growth = RetainedGrowth::new();
         assert!(!seen_due(&mut growth, &sample_of(10), at(0)));
         assert!(!seen_due(&mut growth, &sample_of(400), at(0)));
         assert!(seen_due(&mut growth, &sample_of(400), at(2_000)));
@@ -301,7 +280,7 @@ mod tests {
         }
     }
 
-    fn seen_due(growth: &mut Growth, sample: &Sample, now: Moment) -> bool {
+    fn seen_due(growth: &mut RetainedGrowth, sample: &Sample, now: Moment) -> bool {
         growth.see(sample);
         growth.is_due(SETTINGS, sample, now)
     }
@@ -339,7 +318,7 @@ mod tests {
     fn loops(seen: &Seen, settings: Settings, resources: Resources) -> (Maintenance, Admission) {
         let admission = Admission::new();
         let settings = Settings { publish_interval: None, ..settings };
-        let (sensor, ladder) = (Box::new(seen.clone()), Ladder::default());
+        let (sensor, ladder) = (Box::new(seen.clone()), ReclaimPolicy::default());
         let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
         (loops.expect("valid"), admission)
     }
@@ -353,7 +332,7 @@ mod tests {
                 if let Job::Purge { trigger } = job {
                     purges.push(trigger);
                     lock(&seen.0).sample = sample_of(20);
-                    let released = Recovered::of(ByteSize::mib(80));
+                    let released = ByteSize::mib(80);
                     loops.purge.finish(ByteSize::ZERO, released, at(quarter * 250 + 10));
                 }
             }
@@ -388,7 +367,7 @@ mod tests {
                 for job in loops.tick(at(tick * 250)).jobs {
                     if let Job::Purge { trigger } = job {
                         triggers.push(trigger);
-                        let released = Recovered::of(ByteSize::mib(200));
+                        let released = ByteSize::mib(200);
                         loops.purge.finish(ByteSize::ZERO, released, at(tick * 250 + 1));
                     }
                 }
@@ -501,7 +480,7 @@ mod tests {
             let purges = tick.jobs.contains(Job::Purge { trigger: Trigger::Pressure });
             if purges {
                 // Another thread freed as much meanwhile.
-                loops.purge.finish(ByteSize::ZERO, Recovered::of(ByteSize::mib(80)), at(millis));
+                loops.purge.finish(ByteSize::ZERO, ByteSize::mib(80), at(millis));
             }
             (purges, tick.is_urgent)
         };
@@ -532,7 +511,7 @@ mod tests {
                     assert_eq!(trigger, Trigger::Idle);
                     // No thread answered.
                     let end = at(second * 1_000 + 10);
-                    loops.purge.finish(ByteSize::mib(1), Recovered::NOTHING, end);
+                    loops.purge.finish(ByteSize::mib(1), ByteSize::ZERO, end);
                     purges.push(second / 50);
                 }
             }
@@ -543,8 +522,9 @@ mod tests {
     #[test]
     fn growth_by_a_part_that_is_none_is_refused() {
         for part in [0.0, -0.1, 1.1, f64::NAN] {
-            let error = PurgeGrowth { part, ..SETTINGS }.check().expect_err("refused");
-            assert!(matches!(error, SettingsError::Part { name: "purge_growth.part", .. }));
+            let purge_growth = Some(PurgeGrowth { part, ..SETTINGS });
+            let settings = Settings { purge_growth, ..Settings::default() };
+            assert_eq!(settings.check().expect_err("refused").name, "purge_growth.part");
         }
     }
 }

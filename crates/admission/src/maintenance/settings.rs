@@ -5,16 +5,15 @@
 //! Invariant: a running loop has times above zero, fractions within their bounds, and
 //! `active_tick <= idle_tick`.
 
+use std::fmt;
 use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::correction::{K_MAX, K_MIN, K_START};
 use crate::exhaustion::ExhaustionPolicy;
-use crate::ledger::{K_MAX, K_MIN, K_START};
 use crate::pressure::Thresholds;
 use lowtide_core::bytes::ByteSize;
-
-use super::PurgeGrowth;
 
 /// The settings of the control loop.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,44 +88,43 @@ impl Default for Settings {
     }
 }
 
+/// The growth of retained memory that triggers a purge.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PurgeGrowth {
+    /// The smallest growth that triggers a purge.
+    pub floor: ByteSize,
+    /// The smallest growth that triggers a purge, as a fraction of the anonymous memory from which
+    /// it grew; above 0, at most 1. Both minimums apply.
+    pub part: f64,
+    /// The time for which the growth must last: pages that decay by themselves cost no page fault,
+    /// and pages that the next request uses again would be faulted in again.
+    pub hold: Duration,
+}
+
 /// An invalid setting.
-#[derive(Clone, Debug, Error, PartialEq)]
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{name} is {value}: expected {expected}")]
 #[non_exhaustive]
-pub enum SettingsError {
-    /// A fraction is out of range.
-    #[error("{name} is {value}: expected above 0 and at most 1")]
-    Part {
-        /// The name of the setting.
-        name: &'static str,
-        /// The value given.
-        value: f64,
-    },
-    /// The correction factor is out of range.
-    #[error("correction_factor is {value}: expected 1 to 5")]
-    CorrectionFactor {
-        /// The value given.
-        value: f64,
-    },
-    /// The jitter is out of range.
-    #[error("jitter is {value}: expected 0 to 0.5")]
-    Jitter {
-        /// The value given.
-        value: f64,
-    },
-    /// A time is zero, so that the loop would never rest.
-    #[error("{name} is zero: expected a time above zero")]
-    ZeroTime {
-        /// The name of the setting.
-        name: &'static str,
-    },
-    /// The active tick is longer than the idle one.
-    #[error("active_tick is {active:?}: expected at most the idle_tick of {idle:?}")]
-    Ticks {
-        /// The active tick.
-        active: Duration,
-        /// The idle tick.
-        idle: Duration,
-    },
+pub struct SettingsError {
+    /// The name of the setting.
+    pub name: &'static str,
+    /// The value given.
+    pub value: String,
+    /// The values that are accepted.
+    pub expected: &'static str,
+}
+
+/// Returns an error unless the value is accepted.
+fn expect(
+    is_right: bool,
+    name: &'static str,
+    value: impl fmt::Debug,
+    expected: &'static str,
+) -> Result<(), SettingsError> {
+    if is_right {
+        return Ok(());
+    }
+    Err(SettingsError { name, value: format!("{value:?}"), expected })
 }
 
 impl Settings {
@@ -135,20 +133,20 @@ impl Settings {
             ("ceiling", self.ceiling),
             ("ceiling_max", self.ceiling_max),
             ("purge_part", self.purge_part),
+            ("purge_growth.part", self.purge_growth.map_or(1.0, |growth| growth.part)),
             ("share", self.share),
         ];
         for (name, value) in parts {
-            if !(value > 0.0 && value <= 1.0) {
-                return Err(SettingsError::Part { name, value });
-            }
+            expect(value > 0.0 && value <= 1.0, name, value, "above 0 and at most 1")?;
         }
-        if !(K_MIN..=K_MAX).contains(&self.correction_factor) {
-            return Err(SettingsError::CorrectionFactor { value: self.correction_factor });
-        }
-        if !(0.0..=0.5).contains(&self.jitter) {
-            return Err(SettingsError::Jitter { value: self.jitter });
-        }
-        self.purge_growth.map_or(Ok(()), |growth| growth.check())?;
+        let factor = self.correction_factor;
+        expect((K_MIN..=K_MAX).contains(&factor), "correction_factor", factor, "1 to 5")?;
+        expect((0.0..=0.5).contains(&self.jitter), "jitter", self.jitter, "0 to 0.5")?;
+        let Thresholds { up, down, .. } = self.thresholds;
+        let is_rising = |list: [f64; 3]| 0.0 < list[0] && list[0] < list[1] && list[1] < list[2];
+        let are_apart = up.iter().zip(down).all(|(up, down)| down < *up && *up <= 1.0);
+        let are_right = is_rising(up) && is_rising(down) && are_apart;
+        expect(are_right, "thresholds", (up, down), "0 < down < up <= 1, rising with the level")?;
         let times = [
             ("active_tick", Some(self.active_tick)),
             ("purge_interval", self.purge_interval),
@@ -157,14 +155,9 @@ impl Settings {
             ("heap_decay_interval", self.heap_decay_interval),
         ];
         for (name, time) in times {
-            if time.is_some_and(|time| time.is_zero()) {
-                return Err(SettingsError::ZeroTime { name });
-            }
+            expect(time != Some(Duration::ZERO), name, Duration::ZERO, "a time above zero")?;
         }
-        if self.active_tick > self.idle_tick {
-            let (active, idle) = (self.active_tick, self.idle_tick);
-            return Err(SettingsError::Ticks { active, idle });
-        }
-        Ok(())
+        let is_shorter = self.active_tick <= self.idle_tick;
+        expect(is_shorter, "active_tick", self.active_tick, "at most the idle_tick")
     }
 }

@@ -13,11 +13,11 @@ use std::time::Duration;
 use crate::ceiling::CeilingParts;
 use crate::cost::Budget;
 use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
-use crate::pressure::{Level, Pressure};
+use crate::pressure::{Level, PressureTracker};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::utilization::Utilizations;
+use super::saturation::Utilizations;
 use super::{Sample, Trigger};
 
 /// The figures of the last tick, for the worker, metrics and endpoints. Written by the control
@@ -96,7 +96,6 @@ impl PressureState {
 
     /// Returns the averages of [`Ledger::utilization`](crate::Ledger::utilization) over the last
     /// seconds: the host's first, then those of the devices in their order.
-    #[doc(hidden)]
     pub fn utilizations(&self) -> impl Iterator<Item = Option<f64>> {
         self.utilizations.each()
     }
@@ -258,7 +257,7 @@ impl PressureState {
         }
     }
 
-    pub(super) fn set_entered(&self, pressure: &Pressure) {
+    pub(super) fn set_entered(&self, pressure: &PressureTracker) {
         for (level, entered) in Level::ALL.into_iter().zip(&self.entered) {
             entered.store(pressure.entered_total(level), Ordering::Relaxed);
         }

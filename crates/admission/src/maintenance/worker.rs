@@ -10,23 +10,23 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use crate::cost::Budget;
-use crate::managed::Resources;
-use crate::pressure::Level;
-use crate::reclaim::{Ask, Ladder, PAUSE_MIN, Pace, Recovered};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::sync::{background, caught};
 
 use super::jobs::{Job, JobQueue, Trigger};
-use super::pacer::Pacer;
 use super::{Maintenance, PressureState, Settings};
+use crate::cost::Budget;
+use crate::managed::Resources;
+use crate::pressure::Level;
+use crate::reclaim::{PAUSE_MIN, ReclaimBackoff, ReclaimPolicy};
 
 /// Actions that the worker delegates. `memory` implements them over heap, arenas and metrics.
 pub trait MaintenanceActions: Send {
-    /// Purges the host's heap.
-    fn purge(&mut self, trigger: Trigger) -> Recovered;
+    /// Purges the host's heap, and returns the bytes released.
+    fn purge(&mut self, trigger: Trigger) -> ByteSize;
 
     /// Releases device memory whose decay time has passed. Default: nothing.
     fn decay_device(&mut self, now: Moment) {
@@ -74,8 +74,8 @@ pub trait MaintenanceActions: Send {
 pub struct Worker {
     pub(super) queue: Arc<JobQueue>,
     pub(super) state: Arc<PressureState>,
-    pub(super) purge: Arc<Pace>,
-    pub(super) ladder: Ladder,
+    pub(super) purge: Arc<ReclaimBackoff>,
+    pub(super) policy: ReclaimPolicy,
     pub(super) resources: Resources,
     pub(super) hands: Box<dyn MaintenanceActions>,
     pub(super) panics: u64,
@@ -92,7 +92,7 @@ impl Worker {
                 && trigger.is_paced()
             {
                 let asked = self.state.purgeable_by(trigger);
-                self.purge.finish(asked, Recovered::NOTHING, clock.now());
+                self.purge.finish(asked, ByteSize::ZERO, clock.now());
             }
         }
     }
@@ -115,16 +115,15 @@ impl Worker {
             }
             Job::Reclaim { step } => {
                 let before = self.resources.releases_total();
-                let reclaimer = self.ladder.reclaimer(step);
+                let reclaimer = self.policy.reclaimer(step);
                 let budget = reclaimer.map_or(Budget::Host, |reclaimer| reclaimer.relieves());
                 let is_dear = reclaimer.is_some_and(|it| it.starts_at() >= Level::High);
                 let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
                 let bytes = self.state.wanted(budget).saturating_sub(spared);
                 if is_dear && bytes.is_zero() {
-                    return self.ladder.cancel(step);
+                    return self.policy.cancel(step);
                 }
-                let level = self.state.level(budget);
-                let _ = self.ladder.run(step, Ask { bytes, level, now }, || clock.now());
+                self.policy.run(step, bytes, || clock.now());
                 self.purge_after_unload(self.resources.releases_total() > before);
             }
             Job::UnloadIdle => {
@@ -194,20 +193,20 @@ pub fn run_control(
     bell: &Arc<Bell>,
     stop: &AtomicBool,
 ) {
-    let desk = maintenance.admission.desk();
-    desk.set_bell(Some(Arc::clone(bell)));
-    let mut turns = Turns::new(maintenance, clock.now());
+    let admission = maintenance.admission.state();
+    admission.set_bell(Some(Arc::clone(bell)));
+    let mut turns = ControlLoop::new(maintenance, clock.now());
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, turns.turn(clock));
     }
-    desk.set_bell(None);
+    admission.set_bell(None);
     // After the last tick: no deadline passes any more.
-    desk.queue.end();
+    admission.queue.end();
 }
 
 /// The iterations of the loop.
-struct Turns<'a> {
+struct ControlLoop<'a> {
     maintenance: &'a mut Maintenance,
     queue: Arc<JobQueue>,
     state: Arc<PressureState>,
@@ -216,7 +215,7 @@ struct Turns<'a> {
     due: Moment,
 }
 
-impl<'a> Turns<'a> {
+impl<'a> ControlLoop<'a> {
     fn new(maintenance: &'a mut Maintenance, now: Moment) -> Self {
         let Settings { share, idle_tick, .. } = maintenance.settings;
         let (queue, state) = (maintenance.queue(), maintenance.state());
@@ -239,6 +238,50 @@ impl<'a> Turns<'a> {
         let paced = self.pacer.next(now, clock.now() - now, next);
         self.due = if is_urgent { next } else { paced };
         self.due
+    }
+}
+
+// Limits the rate of the control loop's ticks, so that they take at most a set share of a core.
+//
+// The cost of a tick is the smallest of the last few: on a busy machine the clock also counts the
+// time that other processes took, and a loop that slowed down for that would be blind when it
+// matters. It reads no clock.
+//
+// Invariant: `rest >= cost / share - cost`, with `cost` the smallest of the last [`KEPT`], and
+// `next <= max(requested, now + rest_max)`.
+/// The number of ticks whose cost is kept.
+const KEPT: usize = 8;
+
+/// The costs of the last ticks.
+#[derive(Debug)]
+pub(super) struct Pacer {
+    /// The inverse of the share of a core that ticks may take.
+    per_cost: u32,
+    /// The longest rest.
+    rest_max: Duration,
+    costs: [Duration; KEPT],
+    next: usize,
+}
+
+impl Pacer {
+    /// Creates a pacer for this share of a core, in `(0, 1]`.
+    pub(super) fn new(share: f64, rest_max: Duration) -> Self {
+        // From 1 to 10,000, since the share is checked to be at least that small.
+        let per_cost = Duration::from_secs(1).div_f64(share.clamp(1e-4, 1.0)).as_secs();
+        let per_cost = u32::try_from(per_cost).unwrap_or(u32::MAX);
+        Self { per_cost, rest_max, costs: [Duration::ZERO; KEPT], next: 0 }
+    }
+
+    /// Adds a tick that began at `begun` and took `cost`. Returns the time of the next tick, not
+    /// before `asked`.
+    pub(super) fn next(&mut self, begun: Moment, cost: Duration, asked: Moment) -> Moment {
+        if let Some(place) = self.costs.get_mut(self.next) {
+            *place = cost;
+        }
+        self.next = (self.next + 1) % KEPT;
+        let least = self.costs.iter().min().copied().unwrap_or_default();
+        let rest = (least * self.per_cost).min(self.rest_max);
+        asked.max(begun + rest)
     }
 }
 
@@ -270,9 +313,9 @@ mod tests {
         done: Vec<&'static str>,
     }
 
-    struct Seen(Arc<Mutex<World>>);
+    struct LedgerFigures(Arc<Mutex<World>>);
 
-    impl Sensor for Seen {
+    impl Sensor for LedgerFigures {
         fn sample(&mut self, _: Moment) -> Sample {
             lock(&self.0).sample
         }
@@ -281,9 +324,9 @@ mod tests {
     struct Does(Arc<Mutex<World>>);
 
     impl MaintenanceActions for Does {
-        fn purge(&mut self, _: Trigger) -> Recovered {
+        fn purge(&mut self, _: Trigger) -> ByteSize {
             lock(&self.0).done.push("purge");
-            Recovered::NOTHING
+            ByteSize::ZERO
         }
 
         fn sleep_device(&mut self, _: Moment) -> bool {
@@ -315,9 +358,9 @@ mod tests {
         let world = Arc::new(Mutex::new(World { sample, ..world }));
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let (admission, resources) = (Admission::new(), Resources::new());
-        let sensor = Box::new(Seen(Arc::clone(&world)));
-        let ladder = Ladder::default();
-        let maintenance = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let sensor = Box::new(LedgerFigures(Arc::clone(&world)));
+        let policy = ReclaimPolicy::default();
+        let maintenance = Maintenance::new(settings, sensor, admission, resources, policy);
         let maintenance = maintenance.expect("valid");
         let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
         (world, maintenance, worker)
@@ -337,8 +380,8 @@ mod tests {
     fn dear(clock: &Arc<ManualClock>, sample: Sample, admission: Admission) -> Maintenance {
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let sensor = Box::new(Dear(Arc::clone(clock), sample));
-        let (resources, ladder) = (Resources::new(), Ladder::default());
-        Maintenance::new(settings, sensor, admission, resources, ladder).expect("valid")
+        let (resources, policy) = (Resources::new(), ReclaimPolicy::default());
+        Maintenance::new(settings, sensor, admission, resources, policy).expect("valid")
     }
 
     #[test]
@@ -349,7 +392,7 @@ mod tests {
         let limit = Limit::given(ByteSize::mib(100));
         let sample = Sample { limit, physical: ByteSize::mib(60), ..Sample::default() };
         let mut maintenance = dear(&clock, sample, admission);
-        let mut turns = Turns::new(&mut maintenance, clock.now());
+        let mut turns = ControlLoop::new(&mut maintenance, clock.now());
         for turn in 0..20 {
             let begun = clock.now();
             let next = turns.turn(&*clock);
@@ -363,7 +406,7 @@ mod tests {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
         let mut maintenance = dear(&clock, Sample::default(), admission);
-        let mut turns = Turns::new(&mut maintenance, clock.now());
+        let mut turns = ControlLoop::new(&mut maintenance, clock.now());
         let mut rests = Vec::new();
         for _ in 0..10 {
             let begun = clock.now();
@@ -387,7 +430,7 @@ mod tests {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let slow = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
         let mut maintenance = dear(&clock, Sample::default(), admission.clone());
-        Turns::new(&mut maintenance, clock.now()).turn(&*clock);
+        ControlLoop::new(&mut maintenance, clock.now()).turn(&*clock);
         let wait = || slow.wait_to_resume(ByteSize::mib(2), Priority::Normal, 0, SECOND);
         let waiting = wait().expect("the loop ticks");
         run_control(&mut maintenance, &*clock, &Bell::new(), &AtomicBool::new(true));
@@ -421,13 +464,13 @@ mod tests {
             let (_, mut maintenance, mut worker) = rig(World { sample, ..World::default() });
             let wanted = Arc::new(Mutex::new(None));
             let step = Arc::new(Asked(Arc::clone(&wanted)));
-            worker.ladder = Ladder::new(vec![step]).expect("one");
-            maintenance.ladder = worker.ladder.clone();
+            worker.policy = ReclaimPolicy::new(vec![step]);
+            maintenance.policy = worker.policy.clone();
             let clock = ManualClock::new();
             let _ = maintenance.tick(clock.now());
             for _ in 0..8 {
                 let released = ByteSize::mib(u64::from(works));
-                maintenance.purge.finish(ByteSize::mib(1), Recovered::of(released), clock.now());
+                maintenance.purge.finish(ByteSize::mib(1), released, clock.now());
             }
             worker.run(Job::Reclaim { step: 0 }, &clock);
             assert_eq!(lock(&wanted).map_or(0, |bytes: ByteSize| bytes.get() >> 20), asked);
@@ -450,9 +493,9 @@ mod tests {
         fn starts_at(&self) -> Level {
             Level::High
         }
-        fn reclaim(&self, ask: Ask) -> Recovered {
-            *lock(&self.0) = Some(ask.bytes);
-            Recovered::NOTHING
+        fn reclaim(&self, bytes: ByteSize) -> ByteSize {
+            *lock(&self.0) = Some(bytes);
+            ByteSize::ZERO
         }
     }
 
@@ -475,5 +518,51 @@ mod tests {
             run(20, &mut maintenance, &mut worker, &clock);
             assert_eq!(sleeps(), 1, "it is short no more");
         }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod pacer_tests {
+    use super::*;
+
+    const MILLI: Duration = Duration::from_millis(1);
+
+    fn pacer() -> Pacer {
+        Pacer::new(0.01, 250 * MILLI)
+    }
+
+    /// Returns the time of the next tick, in ms, after ticks of these ms, if the loop requests 10.
+    fn after(costs: &[u32]) -> u128 {
+        let mut pacer = pacer();
+        let begun = Moment::ORIGIN + 1000 * MILLI;
+        let mut next = begun;
+        for &cost in costs {
+            next = pacer.next(begun, cost * MILLI, begun + 10 * MILLI);
+        }
+        (next - begun).as_millis()
+    }
+
+    #[test]
+    fn ticks_that_always_cost_much_come_less_often() {
+        assert_eq!(after(&[2; KEPT]), 200, "one in a hundred");
+        assert_eq!(after(&[5; KEPT]), 250, "and no later than an idle service's");
+        assert_eq!(after(&[1; 4]), 10, "too few to tell");
+    }
+
+    #[test]
+    fn one_tick_that_others_held_up_slows_nothing() {
+        let mut costs = [0; 2 * KEPT];
+        costs[9] = 80;
+        assert_eq!(after(&costs), 10);
+        costs = [80; 2 * KEPT];
+        costs[9] = 0;
+        assert_eq!(after(&costs), 10, "seven of eight");
+    }
+
+    #[test]
+    fn a_rest_that_is_asked_for_is_never_shortened() {
+        let begun = Moment::ORIGIN;
+        let asked = begun + 700 * MILLI;
+        assert_eq!(pacer().next(begun, 9 * MILLI, asked), asked);
     }
 }

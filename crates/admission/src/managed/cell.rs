@@ -13,35 +13,30 @@
 //! most `waiting`; `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
 
 mod evict;
-mod guards;
 
-use lowtide_core::log;
 use std::collections::BTreeMap;
 use std::mem::{self, ManuallyDrop};
+use std::ops::Deref;
 use std::sync::{Arc, PoisonError};
 use std::task::Waker;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crate::admission::Admission;
-use crate::cost::Cost;
-use crate::eviction::{Eviction, EvictionCause};
-use crate::permit::Permit;
-use crate::rejected::Rejected;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment, short};
 use lowtide_core::fork::Birth;
+use lowtide_core::log;
 use lowtide_core::rate::TokenBucket;
 use lowtide_core::sync::{Mutex, MutexGuard, caught, foreground, lock};
 
-use super::error::{AcquireError, LoadError, UnloadError};
-use super::load::is_unloading;
-use super::parts::Parts;
-use super::resource::{LastUnload, ResourceStats, UnloadReason, Unloads};
+use super::error::{LoadFailure, ResourceError};
+use super::parts::{ResourceConfig, is_unloading};
+use super::resource::{LastUnload, RecentUses, ResourceStats, UnloadReason};
 use super::ticket::Ticket;
-use super::uses::Uses;
-
-pub(super) use guards::Guard;
+use crate::admission::Admission;
+use crate::cost::{Cost, Rejected};
+use crate::eviction::{Eviction, EvictionCause};
+use crate::permit::Permit;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
 const HUNG_LOADS_MAX: usize = 2;
@@ -50,9 +45,9 @@ const CLEAN_UP_MIN: Duration = Duration::from_secs(1);
 /// Log lines about loads and unloads of a resource at once, and the time for one more.
 const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
-enum Phase<T> {
+enum ResourcePhase<T> {
     Empty,
-    Loading(Loading),
+    Loading(LoadInProgress),
     /// Its guards share the value.
     Ready {
         value: Arc<T>,
@@ -61,13 +56,13 @@ enum Phase<T> {
     Unloading,
     Failed {
         until: Moment,
-        error: LoadError,
+        failure: LoadFailure,
     },
 }
 
 /// A load in progress.
-struct Loading {
-    /// Its number: `State::loads_begun` when it began.
+struct LoadInProgress {
+    /// Its number: `CellState::loads_begun` when it began.
     number: u64,
     /// The thread that runs the loader, once it runs.
     thread: Option<ThreadId>,
@@ -86,8 +81,8 @@ struct Loaded<T> {
     permit: Option<Permit>,
 }
 
-pub(super) struct State<T> {
-    phase: Phase<T>,
+pub(super) struct CellState<T> {
+    phase: ResourcePhase<T>,
     guards: usize,
     /// Callers that wait.
     pub(super) waiting: usize,
@@ -98,31 +93,21 @@ pub(super) struct State<T> {
     drainers: Vec<Arc<Bell>>,
     pub(super) closed: bool,
     loaded_at: Moment,
-    last_used: Option<Moment>,
-    uses: Uses,
+    uses: RecentUses,
     failures_in_a_row: u32,
     loads_begun: u64,
     /// Loaders that have not returned since their loads were given up.
     hung: usize,
-    loads_ok: u64,
-    pub(super) loads_failed: u64,
-    loads_refused: u64,
     /// Loads that waited for room in vain, and why the last of them was rejected.
     no_room: u64,
     refusal: Option<Rejected>,
     /// No load asks reclaimers before: they did not release enough.
     asks_from: Moment,
-    unloads: Unloads,
-    last_unload: Option<LastUnload>,
     /// Limits the log lines about loads and unloads.
     lines: TokenBucket,
-    unload_panics: u64,
-    load_time: Duration,
-    unload_time: Duration,
-    /// The bytes held after the last load, if measured.
-    measured: Option<Cost>,
-    /// The bytes released by unloads, as far as measured.
-    recovered: Cost,
+    /// The counters and the last figures; what follows from the rest of the state is added when
+    /// they are read.
+    stats: ResourceStats,
 }
 
 /// The numbers of loads that have ended without a value.
@@ -133,7 +118,7 @@ pub(super) struct EndedLoads {
 }
 
 /// The next action of a caller.
-pub(super) enum Step<T: Send + Sync + 'static> {
+pub(super) enum CallerStep<T: Send + Sync + 'static> {
     /// Its guard is counted.
     Have(Guard<T>),
     /// It must run the load of this number.
@@ -144,21 +129,21 @@ pub(super) enum Step<T: Send + Sync + 'static> {
 }
 
 pub(super) struct Cell<T> {
-    parts: Parts<T>,
+    parts: ResourceConfig<T>,
     clock: Arc<dyn Clock>,
     admission: Option<Admission>,
     pub(super) birth: Birth,
-    pub(super) state: Mutex<State<T>>,
+    pub(super) state: Mutex<CellState<T>>,
 }
 
 impl<T: Send + Sync + 'static> Cell<T> {
     pub(super) fn new(
-        parts: Parts<T>,
+        parts: ResourceConfig<T>,
         clock: Arc<dyn Clock>,
         admission: Option<Admission>,
     ) -> Self {
-        let state = State {
-            phase: Phase::Empty,
+        let state = CellState {
+            phase: ResourcePhase::Empty,
             guards: 0,
             waiting: 0,
             wakers: BTreeMap::new(),
@@ -166,25 +151,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
             drainers: Vec::new(),
             closed: false,
             loaded_at: Moment::ORIGIN,
-            last_used: None,
-            uses: Uses::new(),
+            uses: RecentUses::new(),
             failures_in_a_row: 0,
             loads_begun: 0,
             hung: 0,
-            loads_ok: 0,
-            loads_failed: 0,
-            loads_refused: 0,
             no_room: 0,
             refusal: None,
             asks_from: Moment::ORIGIN,
-            unloads: Unloads::default(),
-            last_unload: None,
             lines: TokenBucket::new(LINES.0, LINES.1, clock.now()),
-            unload_panics: 0,
-            load_time: Duration::ZERO,
-            unload_time: Duration::ZERO,
-            measured: None,
-            recovered: Cost::ZERO,
+            stats: ResourceStats { name: Arc::clone(&parts.name), ..ResourceStats::default() },
         };
         Self { parts, clock, admission, birth: Birth::now(), state: Mutex::new(state) }
     }
@@ -194,14 +169,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns a guard. Loads on this thread if no other thread does.
-    pub(super) fn acquire_blocking(cell: &Arc<Self>) -> Result<Guard<T>, AcquireError> {
+    pub(super) fn acquire_blocking(cell: &Arc<Self>) -> Result<Guard<T>, ResourceError> {
         Ticket::new(Arc::clone(cell), true).wait()
     }
 
-    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
+    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), ResourceError> {
         cell.check_may_wait()?;
         let mut state = lock(&cell.state);
-        if matches!(state.phase, Phase::Ready { .. }) && !state.closed {
+        if matches!(state.phase, ResourcePhase::Ready { .. }) && !state.closed {
             return Ok(());
         }
         let seen = state.ended();
@@ -215,16 +190,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// if needed. Returns its number and cost with the rejection if there is no room.
     pub(super) fn begin(
         cell: &Arc<Self>,
-        step: Step<T>,
+        step: CallerStep<T>,
         here: bool,
     ) -> Result<(), (u64, Cost, Rejected)> {
         let (number, eviction) = match step {
-            Step::Load(number) => (number, None),
-            Step::Short(number, cost) => {
+            CallerStep::Load(number) => (number, None),
+            CallerStep::Short(number, cost) => {
                 let found = cell.find_room(number, cost, true);
                 (number, found.map_err(|rejected| (number, cost, rejected))?)
             }
-            Step::Have(_) | Step::Wait => return Ok(()),
+            CallerStep::Have(_) | CallerStep::Wait => return Ok(()),
         };
         if here {
             cell.load(number, eviction);
@@ -238,41 +213,43 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// time, after `seen` was read counts as the caller's own.
     pub(super) fn step(
         cell: &Arc<Self>,
-        state: &mut State<T>,
+        state: &mut CellState<T>,
         seen: EndedLoads,
-    ) -> Result<Step<T>, AcquireError> {
+    ) -> Result<CallerStep<T>, ResourceError> {
         let name = || Arc::clone(&cell.parts.name);
         if state.closed {
-            return Err(AcquireError::Closed { name: name() });
+            return Err(ResourceError::Closed { name: name() });
         }
         if let Some(guard) = Self::guard(cell, state, true) {
-            return Ok(Step::Have(guard));
+            return Ok(CallerStep::Have(guard));
         }
         if let Some(rejected) = state.refusal.as_ref().filter(|_| state.no_room > seen.no_room) {
-            return Err(AcquireError::Rejected { name: name(), rejected: rejected.clone() });
+            return Err(ResourceError::Rejected { name: name(), rejected: rejected.clone() });
         }
         match &state.phase {
-            Phase::Loading(Loading { thread: Some(thread), .. })
+            ResourcePhase::Loading(LoadInProgress { thread: Some(thread), .. })
                 if *thread == thread::current().id() =>
             {
-                return Err(AcquireError::Recursive { name: name() });
+                return Err(ResourceError::Recursive { name: name() });
             }
-            Phase::Loading(_) | Phase::Unloading => return Ok(Step::Wait),
-            Phase::Failed { until, error } => {
+            ResourcePhase::Loading(_) | ResourcePhase::Unloading => {
+                return Ok(CallerStep::Wait);
+            }
+            ResourcePhase::Failed { until, failure } => {
                 let now = cell.clock.now();
                 // No further thread is started while so many hang; one of them may return at any
                 // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
-                if state.loads_failed > seen.failed || now < *until || all_hang {
-                    let pause = if all_hang { cell.parts.backoff.max } else { Duration::ZERO };
-                    let (error, retry_in) = (error.clone(), (*until - now).max(pause));
-                    return Err(AcquireError::Load { name: name(), error, retry_in });
+                if state.stats.loads_failed_total > seen.failed || now < *until || all_hang {
+                    let pause = if all_hang { cell.parts.backoff[1] } else { Duration::ZERO };
+                    let (failure, retry_in) = (failure.clone(), (*until - now).max(pause));
+                    return Err(ResourceError::Load { name: name(), failure, retry_in });
                 }
             }
-            Phase::Ready { .. } | Phase::Empty => {}
+            ResourcePhase::Ready { .. } | ResourcePhase::Empty => {}
         }
         let cost = cell.cost(state);
-        let reserved = cell.admission.as_ref().map(|door| door.try_reserve_resource(cost));
+        let reserved = cell.admission.as_ref().map(|it| it.try_reserve_resource(cost));
         let (permit, is_short) = match reserved.transpose() {
             Ok(permit) => (permit, false),
             // An eviction may make room in spite of exhaustion, and a load may wait until the level
@@ -281,8 +258,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 (None, true)
             }
             Err(rejected) => {
-                state.loads_refused += 1;
-                return Err(AcquireError::Rejected { name: name(), rejected });
+                state.stats.loads_refused_total += 1;
+                return Err(ResourceError::Rejected { name: name(), rejected });
             }
         };
         state.loads_begun += 1;
@@ -290,21 +267,27 @@ impl<T: Send + Sync + 'static> Cell<T> {
         // The loader and its timeout start when there is room.
         let deadline = if is_short { Moment::NEVER } else { cell.load_deadline() };
         let (thread, waits_for_room) = (None, false);
-        let loading = Phase::Loading(Loading { number, thread, deadline, permit, waits_for_room });
+        let loading = ResourcePhase::Loading(LoadInProgress {
+            number,
+            thread,
+            deadline,
+            permit,
+            waits_for_room,
+        });
         let before = mem::replace(&mut state.phase, loading);
         // The error of a loader may panic when it is dropped. The caller has a load to begin.
         let _ = caught(|| drop(before));
-        Ok(if is_short { Step::Short(number, cost) } else { Step::Load(number) })
+        Ok(if is_short { CallerStep::Short(number, cost) } else { CallerStep::Load(number) })
     }
 
     /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
     /// the last load if they are more. Zero in a budget for which the builder set no cost.
-    fn cost(&self, state: &State<T>) -> Cost {
-        let learned = state.measured.unwrap_or_default();
+    fn cost(&self, state: &CellState<T>) -> Cost {
+        let learned = state.stats.measured.unwrap_or_default();
         let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
         let said = self.parts.cost;
         let Cost { host, device } =
-            self.admission.as_ref().map_or(said, |admission| admission.by_budget(said));
+            self.admission.as_ref().map_or(said, |admission| admission.state().by_budget(said));
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
@@ -312,8 +295,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
-            let kind = error.kind();
-            cell.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
+            let failure = LoadFailure::NoThread(error.kind());
+            cell.end_load(number, Err(failure), Duration::ZERO);
         }
     }
 
@@ -333,7 +316,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let start = self.clock.now();
         let returned = |loaded| self.loader_returned(number, loaded);
         let loaded = caught(|| self.parts.load(returned));
-        let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
+        let loaded = loaded.unwrap_or_else(|message| Err(LoadFailure::Panicked(message)));
         self.end_load(number, loaded, self.clock.now() - start);
     }
 
@@ -350,21 +333,25 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Passes on what the loader returned, or cleans it up if the load was given up.
-    fn loader_returned(&self, number: u64, loaded: Result<T, LoadError>) -> Result<T, LoadError> {
+    fn loader_returned(
+        &self,
+        number: u64,
+        loaded: Result<T, LoadFailure>,
+    ) -> Result<T, LoadFailure> {
         if self.has_returned(number) {
             return loaded;
         }
         if let Ok(value) = loaded
             && caught(|| self.parts.clean_up(value)).is_err()
         {
-            lock(&self.state).unload_panics += 1;
+            lock(&self.state).stats.unload_panics_total += 1;
         }
         // No caller sees this error: the waiters got theirs when the load timed out.
-        Err(LoadError::new("the load timed out"))
+        Err(LoadFailure::new("the load timed out"))
     }
 
     /// Ends the load of this number; one that was given up before ends as a hung loader.
-    fn end_load(&self, number: u64, loaded: Result<T, LoadError>, took: Duration) {
+    fn end_load(&self, number: u64, loaded: Result<T, LoadFailure>, took: Duration) {
         if !self.birth.is_here() {
             let _ = ManuallyDrop::new(loaded);
             return;
@@ -390,19 +377,19 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 if let Some(permit) = &mut permit {
                     permit.settle_at(held.unwrap_or_default());
                 }
-                state.measured = held.or(state.measured);
-                state.loads_ok += 1;
+                state.stats.measured = held.or(state.stats.measured);
+                state.stats.loads_ok_total += 1;
                 state.failures_in_a_row = 0;
                 state.loaded_at = now;
-                state.load_time = took;
-                state.phase = Phase::Ready { value: Arc::new(value), permit };
+                state.stats.load_time = took;
+                state.phase = ResourcePhase::Ready { value: Arc::new(value), permit };
             }
             Err(error) => {
                 drop(permit);
                 self.fail(&mut state, error, now);
             }
         }
-        let (measured, logs) = (state.measured, state.lines.take(now).is_ok());
+        let (measured, logs) = (state.stats.measured, state.lines.take(now).is_ok());
         self.wake_all(state);
         if logs {
             let (resource, took) = (&*self.parts.name, short(took));
@@ -425,18 +412,18 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn fail(&self, state: &mut State<T>, error: LoadError, now: Moment) {
-        state.loads_failed += 1;
+    fn fail(&self, state: &mut CellState<T>, failure: LoadFailure, now: Moment) {
+        state.stats.loads_failed_total += 1;
         state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
-        let until = now + self.parts.backoff.pause(state.failures_in_a_row);
-        state.phase = Phase::Failed { until, error };
+        let until = now + self.parts.pause(state.failures_in_a_row);
+        state.phase = ResourcePhase::Failed { until, failure };
     }
 
     /// Gives up a load that exceeded its timeout: releases its reservation and wakes its waiters
     /// with the error. The thread that runs the loader continues until the loader returns.
     fn give_up_hung_load(&self, now: Moment) {
         let mut state = lock(&self.state);
-        let Phase::Loading(loading) = &mut state.phase else { return };
+        let ResourcePhase::Loading(loading) = &mut state.phase else { return };
         if now < loading.deadline {
             return;
         }
@@ -444,14 +431,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
         drop(loading.permit.take());
         state.hung += 1;
         let (hung, timeout) = (state.hung, self.parts.load_timeout.unwrap_or_default());
-        self.fail(&mut state, LoadError::TimedOut { timeout, hung }, now);
+        self.fail(&mut state, LoadFailure::TimedOut { timeout, hung }, now);
         self.wake_all(state);
         let resource = &*self.parts.name;
         log!(warn, target: "lowtide", resource, timeout = %short(timeout), hung, "load timed out");
     }
 
     /// Wakes all waiters after releasing the lock. A waker that panics does not affect the others.
-    fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
+    fn wake_all(&self, mut state: MutexGuard<'_, CellState<T>>) {
         let wakers = mem::take(&mut state.wakers);
         state.ring_drainers();
         drop(state);
@@ -467,13 +454,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         let state = lock(&self.state);
         match &state.phase {
-            Phase::Loading(loading) => loading.deadline,
+            ResourcePhase::Loading(loading) => loading.deadline,
             _ => self.due(&state),
         }
     }
 
-    fn due(&self, state: &State<T>) -> Moment {
-        if !matches!(state.phase, Phase::Ready { .. }) || state.guards > 0 {
+    fn due(&self, state: &CellState<T>) -> Moment {
+        if !matches!(state.phase, ResourcePhase::Ready { .. }) || state.guards > 0 {
             return Moment::NEVER;
         }
         if state.closed {
@@ -481,7 +468,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         match self.parts.idle {
             Some(idle) if state.waiting == 0 => {
-                let used = state.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
+                let used =
+                    state.stats.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
                 (used + idle).max(state.loaded_at + self.parts.min_residency)
             }
             _ => Moment::NEVER,
@@ -524,7 +512,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cell: &Arc<Self>,
         reason: UnloadReason,
         patience: Duration,
-    ) -> Result<bool, UnloadError> {
+    ) -> Result<bool, ResourceError> {
         cell.check_unload_here()?;
         let mut deadline = cell.clock.now() + patience;
         let bell = Bell::new();
@@ -542,15 +530,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let now = cell.clock.now();
             {
                 let state = lock(&cell.state);
-                if matches!(state.phase, Phase::Empty | Phase::Failed { .. }) {
+                if matches!(state.phase, ResourcePhase::Empty | ResourcePhase::Failed { .. }) {
                     break Ok(false);
                 }
                 if now >= deadline {
                     let name = Arc::clone(&cell.parts.name);
                     let (guards, waiting) = (state.guards, state.waiting);
                     break Err(match state.phase {
-                        Phase::Unloading => UnloadError::CleaningUp { name },
-                        _ => UnloadError::Busy { name, guards, waiting, waited: patience },
+                        ResourcePhase::Unloading => ResourceError::CleaningUp { name },
+                        _ => ResourceError::Busy { name, guards, waiting, waited: patience },
                     });
                 }
             }
@@ -602,16 +590,17 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cleaned_up();
         let took = self.clock.now() - start;
         let mut state = lock(&self.state);
-        debug_assert!(matches!(state.phase, Phase::Unloading) && state.guards == 0);
-        state.phase = Phase::Empty;
-        state.unloads.count(reason);
-        state.unload_panics += u64::from(recovered.is_err());
+        debug_assert!(matches!(state.phase, ResourcePhase::Unloading) && state.guards == 0);
+        state.phase = ResourcePhase::Empty;
+        state.stats.unloads.count(reason);
+        state.stats.unload_panics_total += u64::from(recovered.is_err());
         let recovered = recovered.ok().flatten().unwrap_or_default();
-        state.recovered = state.recovered.and_host(recovered.host).and_device(recovered.device);
-        state.unload_time = took;
+        state.stats.recovered_total =
+            state.stats.recovered_total.and_host(recovered.host).and_device(recovered.device);
+        state.stats.unload_time = took;
         let at = start + took;
         let logs = state.lines.take(at).is_ok();
-        state.last_unload = Some(LastUnload { at, reason, cause: cause.cloned() });
+        state.stats.last_unload = Some(LastUnload { at, reason, cause: cause.cloned() });
         self.wake_all(state);
         if logs {
             let resource = &*self.parts.name;
@@ -643,8 +632,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if self.birth.is_here() {
             let mut state = lock(&self.state);
             state.closed = true;
-            if matches!(&state.phase, Phase::Loading(loading) if loading.waits_for_room) {
-                state.phase = Phase::Empty;
+            if matches!(&state.phase, ResourcePhase::Loading(loading) if loading.waits_for_room) {
+                state.phase = ResourcePhase::Empty;
             }
             self.wake_all(state);
         }
@@ -653,62 +642,52 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// In a forked child, in which another thread may have held the lock: only the name and cost.
     pub(super) fn stats(&self) -> ResourceStats {
         if !self.birth.is_here() {
-            return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
+            let (name, cost) = (Arc::clone(&self.parts.name), self.parts.cost);
+            return ResourceStats { name, cost, ..ResourceStats::default() };
         }
         let now = self.clock.now();
         let state = lock(&self.state);
         ResourceStats {
-            name: Arc::clone(&self.parts.name),
-            loaded: matches!(state.phase, Phase::Ready { .. }),
-            loading: matches!(state.phase, Phase::Loading(_)),
+            loaded: matches!(state.phase, ResourcePhase::Ready { .. }),
+            loading: matches!(state.phase, ResourcePhase::Loading(_)),
             guards: state.guards,
             waiting: state.waiting,
             cost: self.cost(&state),
-            loads_ok_total: state.loads_ok,
-            loads_failed_total: state.loads_failed,
-            loads_refused_total: state.loads_refused,
-            unloads: state.unloads,
-            last_unload: state.last_unload.clone(),
-            unload_panics_total: state.unload_panics,
-            last_used: state.last_used,
             use_interval: state.uses.interval(state.loaded_at, now),
             due: Some(self.due(&state)).filter(|due| *due != Moment::NEVER),
-            load_time: state.load_time,
-            unload_time: state.unload_time,
-            measured: state.measured,
-            recovered_total: state.recovered,
+            ..state.stats.clone()
         }
     }
 
-    pub(super) fn check_here(&self) -> Result<(), AcquireError> {
+    pub(super) fn check_here(&self) -> Result<(), ResourceError> {
         if self.birth.is_here() {
             return Ok(());
         }
-        Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
+        Err(ResourceError::Forked { name: Arc::clone(&self.parts.name) })
     }
 
     /// Like [`Cell::check_here`], for a thread that may have to wait for a load.
-    pub(super) fn check_may_wait(&self) -> Result<(), AcquireError> {
+    pub(super) fn check_may_wait(&self) -> Result<(), ResourceError> {
         self.check_here()?;
         if is_unloading() {
-            return Err(AcquireError::Unloading { name: Arc::clone(&self.parts.name) });
+            return Err(ResourceError::Unloading { name: Arc::clone(&self.parts.name) });
         }
         Ok(())
     }
 
-    fn check_unload_here(&self) -> Result<(), UnloadError> {
+    fn check_unload_here(&self) -> Result<(), ResourceError> {
         if self.birth.is_here() {
             return Ok(());
         }
-        Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) })
+        Err(ResourceError::Forked { name: Arc::clone(&self.parts.name) })
     }
 }
 
 impl<T> Drop for Cell<T> {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let phase = mem::replace(&mut state.phase, Phase::Empty);
-        let Phase::Ready { value, permit } = phase else { return };
+        let phase = mem::replace(&mut state.phase, ResourcePhase::Empty);
+        let ResourcePhase::Ready { value, permit } = phase else { return };
         if !self.birth.is_here() {
             // It belongs to the parent: the device and threads that it would use do not exist in
             // this process.
@@ -717,5 +696,252 @@ impl<T> Drop for Cell<T> {
         }
         let _ = caught(|| Arc::into_inner(value).map(|value| self.parts.take_apart(value)));
         drop(permit);
+    }
+}
+
+// The guards of a resource, and taking the value out when none is left.
+//
+// Invariant: a value is taken out only with `guards = 0`, and then the caller cleans it up.
+impl<T> CellState<T> {
+    /// Returns the load of this number, unless it has been given up.
+    fn loading(&mut self, number: u64) -> Option<&mut LoadInProgress> {
+        match &mut self.phase {
+            ResourcePhase::Loading(loading) if loading.number == number => Some(loading),
+            _ => None,
+        }
+    }
+
+    /// Returns the loads that have ended without a value so far.
+    pub(super) const fn ended(&self) -> EndedLoads {
+        EndedLoads { failed: self.stats.loads_failed_total, no_room: self.no_room }
+    }
+
+    fn ring_drainers(&self) {
+        for bell in &self.drainers {
+            bell.ring();
+        }
+    }
+
+    /// Takes the value out if it has no guards. The caller cleans it up.
+    fn take(&mut self) -> Option<Loaded<T>> {
+        if self.guards > 0 {
+            return None;
+        }
+        match mem::replace(&mut self.phase, ResourcePhase::Unloading) {
+            ResourcePhase::Ready { value, permit } => {
+                let value = Arc::into_inner(value)?;
+                Some(Loaded { value, permit })
+            }
+            other => {
+                self.phase = other;
+                None
+            }
+        }
+    }
+}
+
+/// Keeps the resource loaded. The fields are dropped in this order: the value is no longer shared
+/// when the count falls.
+pub(super) struct Guard<T: Send + Sync + 'static> {
+    value: Arc<T>,
+    _counted: CountedGuard<T>,
+}
+
+/// One of `CellState::guards`.
+struct CountedGuard<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+    /// `true` if it is a use.
+    counts: bool,
+}
+
+impl<T: Send + Sync + 'static> Deref for Guard<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for CountedGuard<T> {
+    fn drop(&mut self) {
+        let Self { cell, counts } = self;
+        if !cell.birth.is_here() {
+            return; // another thread may have held the lock when this process was forked
+        }
+        let mut state = lock(&cell.state);
+        state.guards -= 1;
+        if *counts {
+            let now = cell.clock.now();
+            state.stats.last_used = state.stats.last_used.max(Some(now));
+            state.uses.record(now);
+        }
+        if state.guards == 0 {
+            state.ring_drainers();
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static> Cell<T> {
+    /// Takes a guard if the resource is loaded and this thread may wait for it.
+    pub(super) fn guard_at_once(cell: &Arc<Self>) -> Option<Guard<T>> {
+        if is_unloading() { None } else { Self::try_acquire(cell, true) }
+    }
+
+    /// Takes a guard if the resource is loaded. It is a use if `counts` is set.
+    pub(super) fn try_acquire(cell: &Arc<Self>, counts: bool) -> Option<Guard<T>> {
+        if !cell.birth.is_here() {
+            return None;
+        }
+        Self::guard(cell, &mut lock(&cell.state), counts)
+    }
+
+    /// Takes a guard if the resource is loaded and not closed.
+    fn guard(cell: &Arc<Self>, state: &mut CellState<T>, counts: bool) -> Option<Guard<T>> {
+        let ResourcePhase::Ready { value, .. } = &state.phase else { return None };
+        if state.closed {
+            return None;
+        }
+        let value = Arc::clone(value);
+        state.guards += 1;
+        Some(Guard { value, _counted: CountedGuard { cell: Arc::clone(cell), counts } })
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod guard_tests {
+    use std::sync::{Arc, OnceLock, mpsc};
+    use std::time::Duration;
+
+    use lowtide_core::clock::{Clock, ManualClock, Moment};
+
+    use crate::managed::{Managed, Resource, ResourceError};
+
+    const IDLE: Duration = Duration::from_secs(10);
+
+    struct Bed {
+        clock: ManualClock,
+        managed: Managed<u8>,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let clock = ManualClock::new();
+            let managed = Managed::builder("a", || Ok(1)).idle(IDLE);
+            let managed = managed.build(Arc::new(clock.clone()), None);
+            Self { clock, managed }
+        }
+
+        /// Uses it, after so many milliseconds.
+        fn use_after(&self, millis: u64) {
+            self.clock.advance(Duration::from_millis(millis));
+            assert_eq!(*self.managed.acquire_blocking().expect("loads"), 1);
+        }
+
+        fn last_used(&self) -> Option<Moment> {
+            self.managed.stats().last_used
+        }
+    }
+
+    fn at(millis: u64) -> Moment {
+        Moment::ORIGIN + Duration::from_millis(millis)
+    }
+
+    #[test]
+    fn each_use_ends_at_its_own_time() {
+        let bed = Bed::new();
+        for nth in 1..=3 {
+            bed.use_after(100);
+            bed.clock.advance(Duration::from_millis(20));
+            assert_eq!(bed.last_used(), Some(at(nth * 120 - 20)));
+        }
+        assert_eq!(bed.managed.next_due(), at(340) + IDLE);
+        drop(bed.managed.peek());
+        bed.clock.advance(IDLE);
+        assert_eq!(bed.last_used(), Some(at(340)), "a look is no use");
+        assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    #[test]
+    fn a_resource_stays_loaded_for_its_idle_time_after_the_last_of_its_guards() {
+        let bed = Bed::new();
+        let held = bed.managed.acquire_blocking().expect("loads");
+        for _ in 0..3 {
+            bed.clock.advance(IDLE);
+            bed.use_after(0);
+            assert_eq!(bed.managed.next_due(), Moment::NEVER);
+        }
+        drop(held);
+        assert!(!bed.managed.unload_if_due(bed.clock.now()), "it was used just now");
+        bed.clock.advance(IDLE - Duration::from_millis(1));
+        assert!(!bed.managed.unload_if_due(bed.clock.now()));
+        bed.clock.advance(Duration::from_millis(1));
+        assert!(bed.managed.unload_if_due(bed.clock.now()));
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_thread_that_waits_to_unload_is_woken_by_the_last_guard() {
+        let bed = Bed::new();
+        bed.use_after(0);
+        let held = bed.managed.acquire_blocking().expect("loaded");
+        let (sender, unloaded) = mpsc::channel();
+        let managed = bed.managed.clone();
+        let unload = std::thread::spawn(move || sender.send(managed.unload_now(IDLE)));
+        assert!(bed.clock.wait_for_waiters(1, PATIENCE));
+        drop(held);
+        let unloaded = unloaded.recv_timeout(PATIENCE);
+        bed.clock.advance(IDLE);
+        assert!(unload.join().expect("no panic").is_ok());
+        assert!(matches!(unloaded, Ok(Ok(true))), "{unloaded:?}");
+    }
+
+    #[test]
+    fn a_value_that_is_loaded_after_the_resource_was_closed_has_no_guards() {
+        let (clock, managed) = (ManualClock::new(), Arc::new(OnceLock::<Managed<u8>>::new()));
+        let closed = Arc::clone(&managed);
+        let load = move || {
+            let managed = closed.get().ok_or("not set")?;
+            assert!(managed.close(Duration::ZERO).is_err(), "it is loading");
+            Ok(1)
+        };
+        let built = Managed::builder("a", load).build(Arc::new(clock), None);
+        let managed = managed.get_or_init(|| built);
+        for _ in 0..2 {
+            let error = managed.acquire_blocking().expect_err("closed");
+            assert!(matches!(error, ResourceError::Closed { .. }), "{error:?}");
+        }
+        assert!(managed.stats().loaded && managed.peek().is_none());
+        assert!(managed.unload_if_due(Moment::ORIGIN));
+    }
+
+    /// Also if no load would have to be waited for: whether it is loaded is not known before.
+    #[test]
+    fn a_cleanup_acquires_no_resource_even_if_that_is_loaded() {
+        let loaded = Bed::new();
+        loaded.use_after(0);
+        let other = loaded.managed.clone();
+        let unload = move |_| {
+            let error = other.acquire_blocking().expect_err("in a cleanup");
+            assert!(matches!(error, ResourceError::Unloading { .. }), "{error:?}");
+        };
+        let managed = Managed::builder("b", || Ok(1)).unload(unload);
+        let managed = managed.build(Arc::new(ManualClock::new()), None);
+        drop(managed.acquire_blocking().expect("loads"));
+        assert!(managed.unload_now(Duration::ZERO).expect("has no guards"));
+        assert_eq!(managed.stats().unload_panics_total, 0);
+    }
+
+    #[test]
+    fn each_use_counts_for_the_interval() {
+        let bed = Bed::new();
+        bed.use_after(0);
+        (0..31).for_each(|_| bed.use_after(1));
+        bed.clock.advance(Duration::from_millis(1));
+        let interval = |bed: &Bed| bed.managed.stats().use_interval;
+        assert_eq!(interval(&bed), Duration::from_millis(1), "32 uses in 32 ms");
+        (0..64).for_each(|_| bed.use_after(1));
+        assert_eq!(interval(&bed).as_micros(), 31 * 1000 / 32, "the last 32 in 31 ms");
     }
 }

@@ -20,19 +20,14 @@
 
 mod cell;
 mod error;
-mod load;
-mod load_scope;
 mod parts;
 mod resource;
 mod ticket;
-mod uses;
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::ops::Deref;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use lowtide_core::BoxError;
@@ -43,17 +38,17 @@ use super::cost::Cost;
 use super::eviction::Idle;
 
 use cell::{Cell, Guard};
-use parts::Parts;
+use parts::ResourceConfig;
+use resource::Evictable;
 use ticket::Ticket;
 
-pub use error::{AcquireError, AddError, LoadError, UnloadError};
-pub use load_scope::LoadScope;
-pub use parts::Backoff;
+pub use error::{LoadFailure, ResourceError};
+pub use parts::LoadScope;
 pub use resource::{LastUnload, Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
 /// A builder for a [`Managed`].
 pub struct ManagedBuilder<T: Send + Sync + 'static> {
-    parts: Parts<T>,
+    parts: ResourceConfig<T>,
 }
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
@@ -87,17 +82,18 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
         self
     }
 
-    /// Sets the pause after failed loads.
+    /// Sets the pause after a failed load, and the longest one. It doubles with each failure in a
+    /// row. Default: 250 ms to 30 s.
     #[must_use]
-    pub fn backoff(mut self, backoff: Backoff) -> Self {
-        self.parts.backoff = backoff;
+    pub fn backoff(mut self, first: Duration, max: Duration) -> Self {
+        self.parts.backoff = [first, max];
         self
     }
 
     /// Sets the time that a load may take. Default: 10 minutes; [`Duration::ZERO`] disables the
     /// timeout.
     ///
-    /// After the timeout, waiting callers get [`LoadError::TimedOut`], the reservation of the load
+    /// After the timeout, waiting callers get [`LoadFailure::TimedOut`], the reservation of the load
     /// is released, and the next load may start after the [backoff](Self::backoff). A thread cannot
     /// be stopped: the loader runs until it returns. The value that it then returns goes through
     /// [`unload`](Self::unload) on the same thread and never becomes the value of another load. At
@@ -118,7 +114,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// For idleness and pressure it runs on the one worker: until it returns, nothing else is
     /// purged, unloaded or published, and callers that acquire the resource wait. For an eviction
     /// it runs on a thread of its own, and the load waits for at most 30 s. Keep it short, and
-    /// bound its waits. It cannot acquire resources: that returns [`AcquireError::Unloading`].
+    /// bound its waits. It cannot acquire resources: that returns [`ResourceError::Unloading`].
     #[must_use]
     pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
         self.parts.unload = Box::new(unload);
@@ -164,7 +160,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
 /// assert!(!words.unload_if_due(clock.now()));
 /// clock.advance(Duration::from_secs(1));
 /// assert!(words.unload_if_due(clock.now()));
-/// # Ok::<(), lowtide_admission::AcquireError>(())
+/// # Ok::<(), lowtide_admission::ResourceError>(())
 /// ```
 pub struct Managed<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
@@ -174,14 +170,14 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// Creates a builder for a resource of this name.
     ///
     /// `loader` may be called again after an unload or a failure. It must not acquire the resource
-    /// itself: that returns [`AcquireError::Recursive`]. It must also not acquire a resource whose
+    /// itself: that returns [`ResourceError::Recursive`]. It must also not acquire a resource whose
     /// loader acquires this one: two threads that start with one each wait for each other forever,
     /// and this is not detected.
     pub fn builder(
         name: impl Into<Arc<str>>,
         loader: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
-        ManagedBuilder { parts: Parts::new(name.into(), Box::new(loader)) }
+        ManagedBuilder { parts: ResourceConfig::new(name.into(), Box::new(loader)) }
     }
 
     /// Returns the name.
@@ -205,12 +201,12 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// [timeout](ManagedBuilder::load_timeout): it gets the error when its loader returns.
     ///
     /// # Panics
-    /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
+    /// A panic of the loader is caught and becomes [`LoadFailure::Panicked`]. With `panic = "abort"`
     /// in the profile of the binary it cannot be caught and ends the process.
     ///
     /// # Errors
-    /// [`AcquireError`]. All callers that waited for a failed load get its error.
-    pub fn acquire_blocking(&self) -> Result<Use<T>, AcquireError> {
+    /// [`ResourceError`]. All callers that waited for a failed load get its error.
+    pub fn acquire_blocking(&self) -> Result<Use<T>, ResourceError> {
         let guard = match Cell::guard_at_once(&self.cell) {
             Some(guard) => guard,
             None => Cell::acquire_blocking(&self.cell)?,
@@ -225,9 +221,11 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// If evictions cannot make room for the load, or if the level is critical, it waits for at
     /// most 2 s in the queue of requests, ahead of those that have not been admitted. Without a
     /// control loop it is rejected immediately.
-    #[must_use = "futures do nothing unless polled"]
-    pub fn acquire(&self) -> Acquire<T> {
-        Acquire { ticket: Ticket::new(Arc::clone(&self.cell), false) }
+    pub fn acquire(
+        &self,
+    ) -> impl Future<Output = Result<Use<T>, ResourceError>> + Send + Unpin + use<T> {
+        let mut ticket = Ticket::new(Arc::clone(&self.cell), false);
+        poll_fn(move |cx| ticket.poll(cx).map_ok(|guard| Use { guard }))
     }
 
     /// Returns a guard if the resource is loaded now.
@@ -245,8 +243,8 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// Starts a load on a new thread if the resource is not loaded. Does not wait.
     ///
     /// # Errors
-    /// [`AcquireError`] if the resource may not be loaded now.
-    pub fn warm(&self) -> Result<(), AcquireError> {
+    /// [`ResourceError`] if the resource may not be loaded now.
+    pub fn warm(&self) -> Result<(), ResourceError> {
         Cell::warm(&self.cell)
     }
 
@@ -255,9 +253,9 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// resource stays loaded.
     ///
     /// # Errors
-    /// [`UnloadError::Busy`] if the resource is still in use or loading when `wait` is over, and
-    /// [`UnloadError::CleaningUp`] if another thread is still unloading it.
-    pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
+    /// [`ResourceError::Busy`] if the resource is still in use or loading when `wait` is over, and
+    /// [`ResourceError::CleaningUp`] if another thread is still unloading it.
+    pub fn unload_now(&self, wait: Duration) -> Result<bool, ResourceError> {
         Cell::unload_within(&self.cell, UnloadReason::Manual, wait)
     }
 }
@@ -291,7 +289,7 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
         self.cell.unload_if(reason, None)
     }
 
-    fn close(&self, wait: Duration) -> Result<(), UnloadError> {
+    fn close(&self, wait: Duration) -> Result<(), ResourceError> {
         self.cell.close();
         Cell::unload_within(&self.cell, UnloadReason::Shutdown, wait).map(|_| ())
     }
@@ -299,7 +297,23 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
     fn stats(&self) -> ResourceStats {
         self.cell.stats()
     }
+}
 
+impl Resources {
+    /// Adds a resource. It stays, and its name is taken, as long as the registry exists.
+    ///
+    /// # Errors
+    /// [`ResourceError`] if there are already [`Resources::MAX`], if the name is taken, or in a forked
+    /// child. Nothing is added then.
+    pub fn add<T: Send + Sync + 'static>(
+        &self,
+        resource: Arc<Managed<T>>,
+    ) -> Result<(), ResourceError> {
+        self.insert(resource)
+    }
+}
+
+impl<T: Send + Sync + 'static> Evictable for Managed<T> {
     fn idle(&self) -> Option<Idle> {
         Cell::idle(&self.cell)
     }
@@ -327,25 +341,5 @@ impl<T: Send + Sync + 'static> Deref for Use<T> {
 impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&**self, f)
-    }
-}
-
-/// The future of [`Managed::acquire`].
-#[must_use = "futures do nothing unless polled"]
-pub struct Acquire<T: Send + Sync + 'static> {
-    ticket: Ticket<T>,
-}
-
-impl<T: Send + Sync + 'static> Future for Acquire<T> {
-    type Output = Result<Use<T>, AcquireError>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.ticket.poll(cx).map_ok(|guard| Use { guard })
-    }
-}
-
-impl<T: Send + Sync + 'static> fmt::Debug for Acquire<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Acquire").finish_non_exhaustive()
     }
 }

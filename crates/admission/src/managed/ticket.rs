@@ -17,11 +17,11 @@ use lowtide_core::clock::Bell;
 use lowtide_core::sync::{caught, lock};
 
 use crate::cost::Cost;
-use crate::rejected::Rejected;
-use crate::reserve::Waiting;
+use crate::cost::Rejected;
+use crate::permit::Waiting;
 
-use super::cell::{Cell, EndedLoads, Guard, State, Step};
-use super::error::AcquireError;
+use super::cell::{CallerStep, Cell, CellState, EndedLoads, Guard};
+use super::error::ResourceError;
 
 /// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
@@ -29,7 +29,7 @@ pub(super) struct Ticket<T: Send + Sync + 'static> {
     /// Its key among the wakers, and the loads that had ended when it arrived.
     waits: Option<(u64, EndedLoads)>,
     /// The load that it wants room for.
-    room: Option<Room>,
+    room: Option<LoadWait>,
     /// Set once the wait for room has timed out.
     is_over: bool,
     /// `true` if it runs the load on the thread that polls.
@@ -37,7 +37,7 @@ pub(super) struct Ticket<T: Send + Sync + 'static> {
 }
 
 /// A load that waits in the queue of requests.
-struct Room {
+struct LoadWait {
     number: u64,
     cost: Cost,
     waiting: Waiting,
@@ -49,7 +49,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Blocks this thread until there is a value, or an error.
-    pub(super) fn wait(mut self) -> Result<Guard<T>, AcquireError> {
+    pub(super) fn wait(mut self) -> Result<Guard<T>, ResourceError> {
         let bell = Bell::new();
         let waker = Waker::from(Arc::clone(&bell));
         // Ends: the end of what it waits for rings the bell: room, a load or a clean-up.
@@ -63,13 +63,13 @@ impl<T: Send + Sync + 'static> Ticket<T> {
 
     /// Returns a guard, once there is a value.
     #[inline]
-    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, AcquireError>> {
+    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, ResourceError>> {
         let guard = if self.waits.is_none() { Cell::guard_at_once(&self.cell) } else { None };
         guard.map_or_else(|| self.poll_slowly(cx), |guard| Poll::Ready(Ok(guard)))
     }
 
     #[cold]
-    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, AcquireError>> {
+    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, ResourceError>> {
         let cell = Arc::clone(&self.cell);
         if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));
@@ -81,11 +81,11 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let seen = self.waits.map_or_else(|| state.ended(), |(_, seen)| seen);
         let step = match room {
             Poll::Ready(Err(error)) => Err(error),
-            Poll::Pending if !state.closed => Ok(Step::Wait),
+            Poll::Pending if !state.closed => Ok(CallerStep::Wait),
             Poll::Ready(Ok(())) | Poll::Pending => Cell::step(&cell, &mut state, seen),
         };
         let found = match step {
-            Ok(Step::Have(guard)) => Ok(guard),
+            Ok(CallerStep::Have(guard)) => Ok(guard),
             Err(error) => Err(error),
             Ok(step) => {
                 // Before the lock is released: a load that begins now may be given up at once.
@@ -119,7 +119,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Enters the queue of requests for the room of this load.
-    fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), AcquireError> {
+    fn enter(&mut self, number: u64, cost: Cost, rejected: Rejected) -> Result<(), ResourceError> {
         let waiting = if self.is_over {
             None // the wait has timed out: reclaimers released less than they promised
         } else {
@@ -127,7 +127,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         };
         match waiting {
             Some(waiting) => {
-                self.room = Some(Room { number, cost, waiting });
+                self.room = Some(LoadWait { number, cost, waiting });
                 Ok(())
             }
             None => Err(self.cell.refuse_load(number, rejected)),
@@ -135,8 +135,10 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Waits for the room of its load, and starts the load. Is ready if it waits for none.
-    fn poll_room(&mut self, cx: &Context<'_>) -> Poll<Result<(), AcquireError>> {
-        let Some(Room { number, cost, waiting }) = &self.room else { return Poll::Ready(Ok(())) };
+    fn poll_room(&mut self, cx: &Context<'_>) -> Poll<Result<(), ResourceError>> {
+        let Some(LoadWait { number, cost, waiting }) = &self.room else {
+            return Poll::Ready(Ok(()));
+        };
         let (number, cost) = (*number, *cost);
         // Ends: each iteration needs a wake of the queue.
         let found = loop {
@@ -159,7 +161,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
     fn wait_for_change(
         &mut self,
-        state: &mut State<T>,
+        state: &mut CellState<T>,
         seen: EndedLoads,
         waker: Option<Waker>,
     ) -> Option<Waker> {
@@ -171,7 +173,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         state.wakers.insert(key, waker?)
     }
 
-    fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {
+    fn leave(&mut self, state: &mut CellState<T>) -> Option<Waker> {
         let (key, _) = self.waits.take()?;
         state.waiting -= 1;
         state.wakers.remove(&key)

@@ -26,9 +26,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::number;
 
-use super::error::SignalError;
 use super::events::{EventFiles, EventNames, MemoryEvents};
-use super::file::{KeptFile, keyed, read_whole};
+use super::file::SignalError;
+use super::file::{SignalFile, keyed, read_whole};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 
 /// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.
@@ -85,17 +85,17 @@ const V2: Names = Names {
 #[derive(Debug)]
 pub(super) struct Cgroup {
     names: &'static Names,
-    levels: Vec<Group>,
+    levels: Vec<CgroupLevel>,
     /// From version 1, if it shows one, as last read. As for the values below, a file that cannot
     /// be read leaves the limit unchanged.
     hierarchical_last: Option<AtomicU64>,
 }
 
 #[derive(Debug)]
-struct Group {
+struct CgroupLevel {
     folder: PathBuf,
-    usage: Option<KeptFile>,
-    stat: Option<KeptFile>,
+    usage: Option<SignalFile>,
+    stat: Option<SignalFile>,
     max: LimitFile,
     high: LimitFile,
     events: EventFiles,
@@ -109,7 +109,7 @@ struct Group {
 struct LimitFile {
     name: &'static str,
     source: LimitSource,
-    file: Option<KeptFile>,
+    file: Option<SignalFile>,
     /// It exists and could not be opened.
     is_unreadable: bool,
     last: AtomicU64,
@@ -117,7 +117,7 @@ struct LimitFile {
 
 /// One reading of the cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Reading {
+pub(super) struct CgroupReading {
     /// Usage less page cache.
     pub(super) held: Option<ByteSize>,
     pub(super) charged: Option<ByteSize>,
@@ -212,7 +212,7 @@ impl Cgroup {
     ) -> Option<Self> {
         let mut levels = Vec::new();
         for folder in place.folders(root) {
-            let usage = KeptFile::open(&folder.join(names.usage));
+            let usage = SignalFile::open(&folder.join(names.usage));
             // Levels below a group whose controller is off are charged to that group.
             if levels.is_empty() && usage.as_ref().is_err_and(SignalError::is_absent) {
                 continue;
@@ -222,9 +222,9 @@ impl Cgroup {
                 diagnostics.push(SignalError::Deep { looked_at: LEVELS_MAX });
                 break;
             }
-            levels.push(Group {
+            levels.push(CgroupLevel {
                 usage: usage.ok(),
-                stat: KeptFile::open_if_any(&folder.join("memory.stat"), diagnostics),
+                stat: SignalFile::open_if_any(&folder.join("memory.stat"), diagnostics),
                 max: LimitFile::open(Some(names.max), LimitSource::Cgroup, &folder, diagnostics),
                 high: LimitFile::open(names.high, LimitSource::High, &folder, diagnostics),
                 events: EventFiles::open(&folder, &names.events, levels.is_empty()),
@@ -239,7 +239,7 @@ impl Cgroup {
 
     /// Reads the limits, and the composition of the usage that was just read. `own` is what this
     /// process holds, which stands for the leaf if that does not show what it holds.
-    pub(super) fn sample(&self, usage: Option<ByteSize>, own: ByteSize) -> Reading {
+    pub(super) fn sample(&self, usage: Option<ByteSize>, own: ByteSize) -> CgroupReading {
         let mut limit = None;
         let mut least = u64::MAX;
         let mut reading = self.each_limit(usage, own, |read| {
@@ -277,8 +277,8 @@ impl Cgroup {
         usage: Option<ByteSize>,
         own: ByteSize,
         mut each: impl FnMut(LimitRead<'_>),
-    ) -> Reading {
-        let Some(leaf) = self.levels.first() else { return Reading::default() };
+    ) -> CgroupReading {
+        let Some(leaf) = self.levels.first() else { return CgroupReading::default() };
         let mut is_stale = false;
         let stat = leaf.stat(self.names);
         let held = stat.held_of(usage.map(ByteSize::get), self.names);
@@ -315,7 +315,7 @@ impl Cgroup {
             }
         }
         let (held, charged) = (held.map(ByteSize::new), stat.charged.map(ByteSize::new));
-        Reading { held, charged, is_stale, ..Reading::default() }
+        CgroupReading { held, charged, is_stale, ..CgroupReading::default() }
     }
 
     /// Returns the limit that version 1 derives from all levels, including those that are not
@@ -359,7 +359,7 @@ impl Cgroup {
     }
 }
 
-impl Group {
+impl CgroupLevel {
     fn stat(&self, names: &Names) -> Stat {
         let read = self.stat.as_ref().and_then(|file| file.read(|text| stat_of(text, names)));
         read.unwrap_or_default()
@@ -407,7 +407,7 @@ impl LimitFile {
         missing: &mut Vec<SignalError>,
     ) -> Self {
         let (path, before) = (folder.join(name.unwrap_or_default()), missing.len());
-        let file = name.and_then(|_| KeptFile::open_if_any(&path, missing));
+        let file = name.and_then(|_| SignalFile::open_if_any(&path, missing));
         let (is_unreadable, last) = (missing.len() > before, AtomicU64::new(u64::MAX));
         let opened = Self { name: name.unwrap_or_default(), source, file, is_unreadable, last };
         if opened.read().1 == Freshness::Stale {

@@ -8,11 +8,13 @@
 //!
 //! Invariant: `count = current value of the file - value at the open`, never below zero.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use lowtide_core::kernel::number;
 
-use super::file::{KeptFile, keyed};
+use super::cgroup::{path_v2, places};
+use super::file::{SignalError, SignalFile, keyed, read_whole};
 
 /// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
 /// available.
@@ -81,16 +83,16 @@ pub(super) struct EventNames {
 /// The files of one level, and their values at the open.
 #[derive(Debug)]
 pub(super) struct EventFiles {
-    events: Option<KeptFile>,
-    local: Option<KeptFile>,
-    failcnt: Option<KeptFile>,
+    events: Option<SignalFile>,
+    local: Option<SignalFile>,
+    failcnt: Option<SignalFile>,
     base: EventCounts,
 }
 
 impl EventFiles {
     /// Opens the files of this folder, either as the leaf or as an ancestor.
     pub(super) fn open(folder: &Path, names: &EventNames, is_leaf: bool) -> Self {
-        let open = |name: &str| KeptFile::open(&folder.join(name)).ok();
+        let open = |name: &str| SignalFile::open(&folder.join(name)).ok();
         let local = names.local.filter(|_| !is_leaf).and_then(open);
         let failcnt = names.failcnt.and_then(open);
         let mut files =
@@ -113,7 +115,7 @@ impl EventFiles {
     }
 
     fn read(&self) -> EventCounts {
-        let counts = |file: &KeptFile| file.read(counts_of);
+        let counts = |file: &SignalFile| file.read(counts_of);
         let all = self.events.as_ref().and_then(counts).unwrap_or_default();
         // A file without the counts of other members is preferred, except for kills, which an inner
         // cgroup does not count itself.
@@ -132,5 +134,117 @@ fn counts_of(text: &[u8]) -> EventCounts {
         max: keyed(text, b"max"),
         oom: keyed(text, b"oom"),
         oom_kill: keyed(text, b"oom_kill"),
+    }
+}
+
+// Pressure stall information (PSI) of the own cgroup: the time its processes lost waiting for
+// memory.
+//
+// Advisory: it is published and rejects nothing. The machine's own PSI is never read, because it
+// includes other processes; so the root of the hierarchy, whose file is the machine's, does not
+// count as an own cgroup. The kernel provides PSI on version 2, and on hybrid hosts in the unified
+// hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
+//
+// Invariant: `full.total <= some.total`, as the kernel counts them.
+/// Time lost waiting for memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Stall {
+    /// The fraction of the last ten seconds, 0 to 1, in steps of 0.0001.
+    pub avg10: f64,
+    /// The total since the cgroup was created.
+    pub total: Duration,
+}
+
+/// Pressure stall information (PSI) of the own cgroup.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct Psi {
+    /// Time in which at least one task waited for memory.
+    pub some: Stall,
+    /// Time in which all tasks that could have run waited for memory.
+    pub full: Stall,
+}
+
+impl Psi {
+    /// Returns both with the kernel's names, for metrics.
+    #[must_use]
+    pub const fn by_name(self) -> [(&'static str, Stall); 2] {
+        [("some", self.some), ("full", self.full)]
+    }
+}
+
+/// Opens `memory.pressure` of the own cgroup. Returns `None`, with an entry in `missing`, if there
+/// is none. Unreadable files that identify the cgroup are reported elsewhere.
+pub(super) fn find_psi(
+    root: &Path,
+    lines: &[u8],
+    missing: &mut Vec<SignalError>,
+) -> Option<SignalFile> {
+    let mounts = read_whole(&root.join("proc/self/mountinfo")).ok()?;
+    let found = own_file(root, lines, &mounts);
+    let kept = found.as_ref().and_then(|path| SignalFile::open(path).ok());
+    if kept.is_none() {
+        missing.push(SignalError::NoPsi { path: found });
+    }
+    kept
+}
+
+/// Returns the path of the file; `None` if no hierarchy shows the own cgroup.
+fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
+    let places = places(root, mounts, path_v2(lines)?, None);
+    let mut folders = places.iter().filter_map(|place| place.folder_of_own(root));
+    // "cgroup.type: ... exists on non-root cgroups" (cgroup-v2.rst): the root's file is the
+    // machine's.
+    let own = folders.find(|folder| folder.join("cgroup.type").exists())?;
+    Some(own.join("memory.pressure"))
+}
+
+/// Parses `some avg10=1.23 avg60=... avg300=... total=<microseconds>`, and a line of `full`.
+pub(super) fn psi_of(text: &[u8]) -> Option<Psi> {
+    Some(Psi { some: stall_of(text, b"some ")?, full: stall_of(text, b"full ")? })
+}
+
+fn stall_of(text: &[u8], kind: &[u8]) -> Option<Stall> {
+    let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(kind))?;
+    let value =
+        |key: &[u8]| line.split(|&byte| byte == b' ').find_map(|field| field.strip_prefix(key));
+    let total = Duration::from_micros(number(value(b"total=")?)?);
+    Some(Stall { avg10: percent(value(b"avg10=")?)?, total })
+}
+
+/// Parses a percentage with two decimals, such as `12.34`, as a ratio.
+fn percent(text: &[u8]) -> Option<f64> {
+    let dot = text.iter().position(|&byte| byte == b'.')?;
+    let whole = number(text.get(..dot)?)?;
+    let part = text.get(dot + 1..).filter(|digits| digits.len() == 2)?;
+    let hundredths = whole.checked_mul(100)?.checked_add(number(part)?)?;
+    Some(f64::from(u32::try_from(hundredths).ok()?) / 10_000.0)
+}
+
+#[cfg(test)]
+mod psi_tests {
+    use super::*;
+
+    const TEXT: &str = "some avg10=12.34 avg60=1.00 avg300=0.07 total=10507010\n\
+        full avg10=0.50 avg60=0.00 avg300=0.00 total=3155316\n";
+
+    #[test]
+    fn both_lines_are_read_or_nothing_is() {
+        let psi = psi_of(TEXT.as_bytes()).expect("read");
+        assert!((psi.some.avg10 - 0.1234).abs() < 1e-12 && (psi.full.avg10 - 0.005).abs() < 1e-12);
+        assert_eq!(psi.some.total, Duration::from_micros(10_507_010));
+        assert_eq!(psi.full.total, Duration::from_micros(3_155_316));
+        for cut in 0..TEXT.len() - 1 {
+            // A cut total is a number still; it is never more than the whole one.
+            let read = psi_of(&TEXT.as_bytes()[..cut]);
+            assert!(read.is_none_or(|read| read.full.total < psi.full.total), "{cut}: {read:?}");
+        }
+        for broken in ["12", "12.3", "12.345", "-1.00", "a.bc", "99999999999999999999.00", "."] {
+            assert_eq!(percent(broken.as_bytes()), None, "{broken}");
+        }
+        assert_eq!(percent(b"100.00"), Some(1.0));
     }
 }

@@ -6,12 +6,12 @@
 //! `seen = text up to its last newline`.
 
 use std::fs::File;
+use std::io;
 use std::io::{ErrorKind, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use lowtide_core::kernel::number;
-
-use super::error::SignalError;
+use thiserror::Error;
 
 /// The largest text of a repeated read. `memory.stat` is below 4,096 bytes by the kernel's own
 /// buffer, `/proc/self/status` about 1,500.
@@ -23,11 +23,11 @@ const START_MAX: u64 = 4 << 20;
 
 /// An open file, read from its start each time.
 #[derive(Debug)]
-pub(super) struct KeptFile {
+pub(super) struct SignalFile {
     file: lowtide_core::file::KeptFile,
 }
 
-impl KeptFile {
+impl SignalFile {
     /// Opens the file and reads it once, because some cgroup files open but do not read.
     pub(super) fn open(path: &Path) -> Result<Self, SignalError> {
         let opened = lowtide_core::file::KeptFile::open(path);
@@ -35,12 +35,12 @@ impl KeptFile {
         opened.map(|file| Self { file }).map_err(|error| SignalError::unreadable(path, &error))
     }
 
-    /// Like [`KeptFile::open`]; `None`, with an entry in `missing`, if it cannot be read.
+    /// Like [`SignalFile::open`]; `None`, with an entry in `missing`, if it cannot be read.
     pub(super) fn open_noted(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
         Self::open(path).map_err(|error| missing.push(error)).ok()
     }
 
-    /// Like [`KeptFile::open_noted`], without an entry if there is no such file.
+    /// Like [`SignalFile::open_noted`], without an entry if there is no such file.
     pub(super) fn open_if_any(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
         let mut noted = Vec::new();
         let opened = Self::open_noted(path, &mut noted);
@@ -54,7 +54,7 @@ impl KeptFile {
         self.read_into(&mut [0; TEXT_MAX]).map(parse)
     }
 
-    /// Like [`KeptFile::read`] for a text of one line, without a buffer of 8 KiB to clear.
+    /// Like [`SignalFile::read`] for a text of one line, without a buffer of 8 KiB to clear.
     pub(super) fn read_line<T>(&self, parse: impl FnOnce(&[u8]) -> T) -> Option<T> {
         self.read_into(&mut [0; LINE_MAX]).map(parse)
     }
@@ -108,6 +108,97 @@ pub(super) fn keyed(text: &[u8], key: &[u8]) -> Option<u64> {
     })
 }
 
+// The reasons why a signal is not available.
+/// A signal that is not available.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SignalError {
+    /// A file could not be read.
+    #[error("cannot read {path}: {error}", path = path.display(), error = os_error(*code))]
+    Unreadable {
+        /// The path of the file.
+        path: PathBuf,
+        /// The operating system's error code.
+        code: i32,
+    },
+    /// A file does not have the expected content.
+    #[error("{path} is malformed: expected {expected}", path = path.display())]
+    Malformed {
+        /// The path of the file.
+        path: PathBuf,
+        /// The expected content.
+        expected: &'static str,
+    },
+    /// No memory cgroup is visible: only the machine's memory is known to limit this process.
+    #[error("no memory cgroup is visible to this process")]
+    NoCgroup,
+    /// The process's cgroup lies outside the mounts that are visible here, or under a mount from
+    /// another cgroup namespace that does not show it, so the mount's root is read instead.
+    #[error(
+        "cgroup {cgroup:?} is outside the mount {root:?}, so its limit is not known and the root \
+         of the mount is read: set LOWTIDE_MEMORY_LIMIT to its limit"
+    )]
+    Outside {
+        /// The path of the process's cgroup.
+        cgroup: String,
+        /// The root of the mount.
+        root: String,
+    },
+    /// The cgroup has more levels than are read.
+    #[error(
+        "the cgroup is more than {looked_at} levels deep: limits of further ancestors are ignored"
+    )]
+    Deep {
+        /// The number of levels read.
+        looked_at: usize,
+    },
+    /// The cgroup has no pressure information (PSI): the kernel lacks it (`CONFIG_PSI`, `psi=0`),
+    /// version 2 is not mounted here, or this is the root, whose figures are the machine's.
+    #[error(
+        "memory pressure (PSI) of the cgroup is not available: {}",
+        path.as_ref().map_or_else(
+            || "no version 2 cgroup below the root is visible".to_owned(),
+            |path| format!("cannot read {}", path.display()),
+        )
+    )]
+    NoPsi {
+        /// The path of the file, if there is a cgroup.
+        path: Option<PathBuf>,
+    },
+    /// This operating system has no such signals.
+    #[error("memory signals are not available on {system}: expected /proc and cgroups")]
+    Unsupported {
+        /// The operating system.
+        system: &'static str,
+    },
+}
+
+impl SignalError {
+    /// Returns the error for a file that could not be read.
+    pub(super) fn unreadable(path: &Path, error: &io::Error) -> Self {
+        Self::Unreadable { path: path.to_owned(), code: error.raw_os_error().unwrap_or_default() }
+    }
+
+    /// Returns `true` if the file does not exist, as opposed to one that cannot be read.
+    pub(super) fn is_absent(&self) -> bool {
+        let Self::Unreadable { code, .. } = self else { return false };
+        [libc::ENOENT, libc::ENOTDIR].contains(code)
+    }
+
+    /// Returns `true` if the signal may become available without a change of the system.
+    pub(super) fn is_passing(&self) -> bool {
+        match self {
+            Self::Unreadable { .. } => !self.is_absent(),
+            Self::Malformed { .. } => true,
+            _ => false,
+        }
+    }
+}
+
+fn os_error(code: i32) -> io::Error {
+    io::Error::from_raw_os_error(code)
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -128,7 +219,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("value");
         fs::write(&path, "1\n").expect("written");
-        let kept = KeptFile::open(&path).expect("opens");
+        let kept = SignalFile::open(&path).expect("opens");
         fs::write(&path, "23\n").expect("written");
         assert_eq!(kept.read(number).flatten(), Some(23));
         fs::write(&path, "").expect("written");
@@ -141,7 +232,7 @@ mod tests {
         let path = folder.path().join("stat");
         let text = "key 123456789\n".repeat(1000);
         fs::write(&path, &text[..text.len() - 3]).expect("written");
-        let kept = KeptFile::open(&path).expect("opens");
+        let kept = SignalFile::open(&path).expect("opens");
         let ends = kept.read(|seen| (seen.len() <= TEXT_MAX, seen.last() == Some(&b'\n')));
         assert_eq!(ends, Some((true, true)));
     }
@@ -150,7 +241,7 @@ mod tests {
     fn what_is_missing_is_a_typed_error() {
         let path = Path::new("/nonexistent/file");
         let expected = SignalError::Unreadable { path: path.to_owned(), code: libc::ENOENT };
-        assert_eq!(KeptFile::open(path).expect_err("missing"), expected);
+        assert_eq!(SignalFile::open(path).expect_err("missing"), expected);
         assert_eq!(read_whole(path).expect_err("missing"), expected);
     }
 }

@@ -19,25 +19,18 @@
 //! memory, `anonymous + shared resident` elsewhere.
 
 mod cgroup;
-mod cpu;
-mod error;
 mod events;
 mod file;
 mod limit;
 mod machine;
 mod mappings;
-mod psi;
-mod sample;
 mod signals;
-mod space_limits;
 mod tracker;
 
-pub use cpu::Cpus;
-pub use error::SignalError;
-pub use events::{EventCounts, MemoryEvents};
+pub use events::{EventCounts, MemoryEvents, Psi, Stall};
+pub use file::SignalError;
 pub use limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
+pub use machine::Cpus;
 pub use mappings::Mappings;
-pub use psi::{Psi, Stall};
-pub use sample::{Resident, Signal};
-pub use signals::Signals;
+pub use signals::{Resident, Signal, Signals};
 pub use tracker::SignalTracker;

@@ -7,16 +7,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, page_size, resident_error};
 
-use super::cgroup::{Cgroup, Reading};
-use super::cpu::{self, Cpus};
-use super::error::SignalError;
-use super::events::MemoryEvents;
-use super::file::KeptFile;
+use super::cgroup::{Cgroup, CgroupReading};
+use super::events::{self, MemoryEvents, Psi};
+use super::file::{SignalError, SignalFile};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
-use super::machine::Machine;
-use super::psi::{self, Psi};
-use super::sample::{Counted, Glance, Resident, Signal};
-use super::space_limits::SpaceLimits;
+use super::machine::{self, Cpus, Machine, SpaceLimits};
 
 /// The page size of x86-64 and of most aarch64 kernels, for file trees of other machines.
 const PAGE_USUAL: ByteSize = ByteSize::kib(4);
@@ -27,11 +22,11 @@ const PAGE_USUAL: ByteSize = ByteSize::kib(4);
 #[derive(Debug)]
 pub struct Signals {
     root: PathBuf,
-    statm: Option<KeptFile>,
-    status: Option<KeptFile>,
+    statm: Option<SignalFile>,
+    status: Option<SignalFile>,
     /// `/proc/self/limits` and `/proc/self/cgroup`, which are looked at again.
-    limits: Option<KeptFile>,
-    groups: Option<KeptFile>,
+    limits: Option<SignalFile>,
+    groups: Option<SignalFile>,
     page: ByteSize,
     /// By how much the kernel's count of resident memory may be wrong.
     error: ByteSize,
@@ -52,7 +47,7 @@ struct CgroupFiles {
     /// The text of `/proc/self/cgroup`.
     lines: Box<[u8]>,
     cgroup: Option<Cgroup>,
-    pressure: Option<KeptFile>,
+    pressure: Option<SignalFile>,
     missing: Arc<[SignalError]>,
 }
 
@@ -61,7 +56,7 @@ impl CgroupFiles {
     fn open(root: &Path, lines: &[u8]) -> Self {
         let mut missing = Vec::new();
         let cgroup = Cgroup::find(root, lines, &mut missing);
-        let pressure = psi::find(root, lines, &mut missing);
+        let pressure = events::find_psi(root, lines, &mut missing);
         Self { lines: lines.into(), cgroup, pressure, missing: missing.into() }
     }
 }
@@ -69,7 +64,7 @@ impl CgroupFiles {
 /// What a sample compares with the bounds.
 #[derive(Clone, Copy, Debug, Default)]
 struct Used {
-    group: Reading,
+    group: CgroupReading,
     resident: Option<Statm>,
     /// The bytes that count against the limit.
     physical: ByteSize,
@@ -100,15 +95,15 @@ impl Signals {
         let mut missing = Vec::new();
         let proc = root.join("proc/self");
         // The cgroup first: its limit matters most if descriptors are few.
-        let groups = KeptFile::open_noted(&proc.join("cgroup"), &mut missing);
-        let open = |file: &KeptFile| file.read(|lines| CgroupFiles::open(root, lines));
+        let groups = SignalFile::open_noted(&proc.join("cgroup"), &mut missing);
+        let open = |file: &SignalFile| file.read(|lines| CgroupFiles::open(root, lines));
         let files =
             groups.as_ref().map(|file| open(file).unwrap_or_else(|| CgroupFiles::open(root, &[])));
-        let statm = KeptFile::open_noted(&proc.join("statm"), &mut missing);
+        let statm = SignalFile::open_noted(&proc.join("statm"), &mut missing);
         let machine = Machine::open(root, &mut missing);
-        let status = KeptFile::open_noted(&proc.join("status"), &mut missing);
+        let status = SignalFile::open_noted(&proc.join("status"), &mut missing);
         // A missing file means no limits, as on other systems.
-        let limits = KeptFile::open_if_any(&proc.join("limits"), &mut missing);
+        let limits = SignalFile::open_if_any(&proc.join("limits"), &mut missing);
         let page = page_size().filter(|_| root == Path::new("/")).unwrap_or(PAGE_USUAL);
         let signals = Self {
             root: root.to_owned(),
@@ -117,7 +112,7 @@ impl Signals {
             limits,
             groups,
             page,
-            error: resident_error(cpu::online(root).unwrap_or(0).into(), page),
+            error: resident_error(machine::online(root).unwrap_or(0).into(), page),
             machine,
             cpus: Cpus::read(root),
             files: Mutex::new(Arc::new(files.unwrap_or_default())),
@@ -325,7 +320,7 @@ impl Signals {
     }
 
     /// Reads the files that are not part of a glance.
-    pub(super) fn read(&self, glance: Glance) -> (Signal, Counted) {
+    pub(super) fn read(&self, glance: Glance) -> (Signal, CountedBy) {
         let (_, used) = self.used(glance);
         let Used { group, physical, is_group, .. } = used;
         let leaf = if is_group { physical } else { group.held.unwrap_or(physical) };
@@ -341,10 +336,12 @@ impl Signals {
             matches!(limit_without_fit.source, LimitSource::Cgroup | LimitSource::High);
         let counted = match group.limit {
             // A limit on addresses changes with each mapping.
-            _ if group.is_stale || *lock(&self.space) != SpaceLimits::default() => Counted::Unknown,
-            Some(limit) if is_group => Counted::Cgroup(limit.bytes),
-            Some(_) if is_of_group => Counted::Unknown,
-            _ => Counted::Process,
+            _ if group.is_stale || *lock(&self.space) != SpaceLimits::default() => {
+                CountedBy::Unknown
+            }
+            Some(limit) if is_group => CountedBy::Cgroup(limit.bytes),
+            Some(_) if is_of_group => CountedBy::Unknown,
+            _ => CountedBy::Process,
         };
         let (charged, limit_is_stale) = (group.charged, group.is_stale);
         let signal = Signal {
@@ -388,7 +385,7 @@ impl Signals {
     /// ([`SignalError::NoPsi`]). Advisory, for metrics. Takes 10 us (measured).
     #[must_use]
     pub fn psi(&self) -> Option<Psi> {
-        self.files().pressure.as_ref()?.read(psi::psi_of).flatten()
+        self.files().pressure.as_ref()?.read(events::psi_of).flatten()
     }
 
     /// Returns the folder of the memory cgroup that is read: the nearest one with memory
@@ -416,4 +413,61 @@ impl Signals {
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+// The values of a sample: what counts against the limit, and the figures that it is made of.
+/// One sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+pub struct Signal {
+    /// The process's resident set.
+    pub rss: Option<ByteSize>,
+    /// The part of `rss` that belongs to no file and no shared memory.
+    pub anonymous: Option<ByteSize>,
+    /// Bytes that count against the limit: what the cgroup holds if its limit is at most the
+    /// machine's memory, otherwise anonymous and shared memory of this process. Zero if nothing
+    /// could be read.
+    pub physical: ByteSize,
+    /// The limit.
+    pub limit: Limit,
+    /// The limit as it would be without a [fit](super::Signals::set_fit).
+    pub limit_without_fit: Limit,
+    /// The usage of the cgroup, including page cache: the figure that Kubernetes compares with a
+    /// new limit. `None` if no cgroup limits this process.
+    pub usage: Option<ByteSize>,
+    /// Anonymous and shared memory of the cgroup, which the kernel cannot reclaim without swap.
+    pub charged: Option<ByteSize>,
+    /// `true` if a file on which the limit depends cannot be read or parsed now, so that `limit` is
+    /// the last known value.
+    pub limit_is_stale: bool,
+}
+
+/// Two files that change whenever this process or its cgroup may hold another amount of memory. A
+/// limit, or the memory of other members of an ancestor, may change without them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Glance {
+    pub(super) resident: Option<Statm>,
+    pub(super) usage: Option<ByteSize>,
+}
+
+/// The resident set by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Anonymous pages.
+    pub anon: ByteSize,
+    /// Pages of files.
+    pub file: ByteSize,
+    /// Shared memory and tmpfs.
+    pub shmem: ByteSize,
+}
+
+/// How [`Signal::physical`] follows a glance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CountedBy {
+    /// Anonymous and shared memory of the process.
+    Process,
+    /// The cgroup, with this limit.
+    Cgroup(ByteSize),
+    /// It or the limit may change with files outside a glance in a way that a glance does not show.
+    Unknown,
 }

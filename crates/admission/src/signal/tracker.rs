@@ -26,8 +26,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::sample::{Counted, Glance, Signal};
 use super::signals::Signals;
+use super::signals::{CountedBy, Glance, Signal};
 
 /// The maximum age of a full reading while memory moves: limits that change, and memory of others
 /// that replaces page cache, show only in the next one.
@@ -53,17 +53,17 @@ impl Signal {
 #[derive(Debug)]
 pub struct SignalTracker {
     signals: Arc<Signals>,
-    last: Option<Reading>,
+    last: Option<FullReading>,
     looked: Option<Moment>,
 }
 
 /// A full reading.
 #[derive(Clone, Copy, Debug)]
-struct Reading {
+struct FullReading {
     at: Moment,
     glance: Glance,
     signal: Signal,
-    counted: Counted,
+    counted: CountedBy,
     /// Another one is a reason for the next full reading: the limit is another, and the tolerance.
     fit: Option<ByteSize>,
 }
@@ -91,7 +91,7 @@ impl SignalTracker {
                 self.last = None;
             }
         }
-        let needs_usage = self.last.is_none_or(|last| last.counted != Counted::Process);
+        let needs_usage = self.last.is_none_or(|last| last.counted != CountedBy::Process);
         let resident = self.signals.statm();
         let usage = if needs_usage { self.signals.usage() } else { None };
         let glance = Glance { resident, usage };
@@ -102,14 +102,14 @@ impl SignalTracker {
         }
         let usage = if needs_usage { usage } else { self.signals.usage() };
         let (signal, counted) = self.signals.read(Glance { resident, usage });
-        let usage = usage.filter(|_| counted != Counted::Process);
+        let usage = usage.filter(|_| counted != CountedBy::Process);
         let glance = Glance { resident, usage };
-        self.last = Some(Reading { at: now, glance, signal, counted, fit });
+        self.last = Some(FullReading { at: now, glance, signal, counted, fit });
         signal
     }
 }
 
-impl Reading {
+impl FullReading {
     /// Returns the signal at a later glance, or `None` if it needs a full reading.
     fn at(&self, glance: Glance, now: Moment) -> Option<Signal> {
         let age = now - self.at;
@@ -121,28 +121,28 @@ impl Reading {
         }
         let (before, resident) = (self.glance.resident?, glance.resident?);
         let physical = match self.counted {
-            Counted::Process => {
+            CountedBy::Process => {
                 // Growth of mapped files counts until the next full reading: it may be shared
                 // memory.
                 let tolerance = self.signal.tolerance();
-                let all = Change::of(before.rss, resident.rss);
-                let anonymous = Change::of(before.anon, resident.anon);
+                let all = ByteChange::of(before.rss, resident.rss);
+                let anonymous = ByteChange::of(before.anon, resident.anon);
                 if all.exceeds(tolerance) || anonymous.exceeds(tolerance) {
                     return None;
                 }
                 all.max(anonymous).apply(self.signal.physical)
             }
-            Counted::Cgroup(limit) => {
+            CountedBy::Cgroup(limit) => {
                 let tolerance = self.signal.tolerance();
-                let usage = Change::of(self.glance.usage?, glance.usage?);
-                let anonymous = Change::of(before.anon, resident.anon);
+                let usage = ByteChange::of(self.glance.usage?, glance.usage?);
+                let anonymous = ByteChange::of(before.anon, resident.anon);
                 let is_near = glance.usage?.saturating_add(tolerance) >= limit;
                 if is_near || usage.exceeds(tolerance) || anonymous.exceeds(tolerance) {
                     return None;
                 }
                 usage.max(anonymous).apply(self.signal.physical)
             }
-            Counted::Unknown => return None,
+            CountedBy::Unknown => return None,
         };
         let (rss, anonymous) = (Some(resident.rss), Some(resident.anon));
         let usage = self.signal.usage.and(glance.usage);
@@ -152,9 +152,9 @@ impl Reading {
 
 /// A change of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Change(i64);
+struct ByteChange(i64);
 
-impl Change {
+impl ByteChange {
     fn of(before: ByteSize, after: ByteSize) -> Self {
         // Both are far below 2^63, so the difference is exact.
         Self(after.get().wrapping_sub(before.get()).cast_signed())
@@ -197,12 +197,12 @@ mod tests {
             self.own + self.others
         }
 
-        fn reading(self) -> Reading {
+        fn reading(self) -> FullReading {
             let limit = Limit { bytes: LIMIT, source: LimitSource::Cgroup };
             let physical = ByteSize::mib(self.physical());
             let signal = Signal { physical, limit, ..Signal::default() };
             let (at, glance) = (Moment::ORIGIN, self.glance());
-            Reading { at, glance, signal, counted: Counted::Cgroup(LIMIT), fit: None }
+            FullReading { at, glance, signal, counted: CountedBy::Cgroup(LIMIT), fit: None }
         }
     }
 
@@ -285,13 +285,13 @@ mod tests {
 
     #[test]
     fn the_resident_set_needs_no_other_file() {
-        let reading = Reading { counted: Counted::Process, ..THEN.reading() };
+        let reading = FullReading { counted: CountedBy::Process, ..THEN.reading() };
         let glance = |own| Glance { usage: None, ..Held { own, ..THEN }.glance() };
         let signal = reading.at(glance(138), Moment::ORIGIN).expect("derived");
         assert_eq!(signal.physical, ByteSize::mib(266));
         assert!(reading.at(glance(900), Moment::ORIGIN).is_none(), "which kind of memory it is");
         let glance = glance(138);
-        let unknown = Reading { counted: Counted::Unknown, ..reading };
+        let unknown = FullReading { counted: CountedBy::Unknown, ..reading };
         assert!(unknown.at(glance, Moment::ORIGIN).is_none());
     }
 }

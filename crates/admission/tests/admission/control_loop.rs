@@ -10,8 +10,8 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
-    Admission, Budget, Cost, ExhaustionPolicy, Job, Ladder, Level, Limit, LimitSource, Maintenance,
-    MaintenanceActions, Managed, Permit, Priority, Recovered, RejectReason, Rejected, Resource,
+    Admission, Budget, Cost, ExhaustionPolicy, Job, Level, Limit, LimitSource, Maintenance,
+    MaintenanceActions, Managed, Permit, Priority, ReclaimPolicy, RejectReason, Rejected, Resource,
     Resources, Sample, Sensor, Settings, Trigger,
 };
 use lowtide_core::sync::lock;
@@ -76,16 +76,16 @@ impl Sensor for FakeSensor {
 struct FakeHands(Shared, Arc<ManualClock>);
 
 impl MaintenanceActions for FakeHands {
-    fn purge(&mut self, trigger: Trigger) -> Recovered {
+    fn purge(&mut self, trigger: Trigger) -> ByteSize {
         let now = self.1.now();
         self.0.with(|memory| {
             memory.purges.push((now, trigger));
             if !memory.purge_works {
-                return Recovered::NOTHING;
+                return ByteSize::ZERO;
             }
             let given = std::mem::take(&mut memory.sample.purgeable);
             memory.sample.physical = memory.sample.physical.saturating_sub(given);
-            Recovered::of(given)
+            given
         })
     }
 
@@ -125,7 +125,7 @@ impl Rig {
             memory.sample.heap_live = base;
         });
         let (admission, resources) = (Admission::new(), Resources::new());
-        let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]).expect("one rung");
+        let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
         let sensor = Box::new(FakeSensor(memory.clone()));
         let clock = Arc::new(ManualClock::new());
         let maintenance =
@@ -525,7 +525,8 @@ fn a_request_that_begins_to_wait_wakes_an_idle_loop() {
         assert!(clock.wait_for_waiters(1, PATIENCE), "it waits for its second tick");
         memory.with(|memory| memory.sample.physical = ByteSize::mib(250));
         let cost = Cost::host(ByteSize::mib(1));
-        let waiting = admission.wait(cost, Priority::Normal, 0, Some(Duration::from_secs(1)));
+        let waiting =
+            admission.state().wait(cost, Priority::Normal, 0, Some(Duration::from_secs(1)));
         assert!(waiting.is_some());
         // Ends: the clock stands still, so only the bell makes it tick.
         while admission.level() == Level::None {
@@ -719,7 +720,8 @@ fn a_request_that_waits_for_single_ones_is_woken_when_one_ends() {
         let mut run: Vec<_> = std::iter::repeat_with(admit).map_while(|permit| permit).collect();
         assert_eq!(run.len(), if kib == 64 { 102 } else { 1 });
         let second = Some(Duration::from_secs(1));
-        let waiting = rig.admission.wait(cost, Priority::Normal, 0, second).expect("it may wait");
+        let waiting =
+            rig.admission.state().wait(cost, Priority::Normal, 0, second).expect("it may wait");
         let cx = Context::from_waker(Waker::noop());
         assert_eq!(waiting.poll_turn(&cx), Poll::Ready(true), "its first attempt");
         waiting.try_admit(cost, Priority::Normal, None).map(drop).expect_err("others run");
@@ -816,7 +818,8 @@ fn an_idle_service_is_less_saturated_than_a_busy_one_and_that_less_than_one_that
     let emptier = saturation(&mut rig);
     assert!(emptier < full - 0.005, "{emptier}");
     let (cost, hour) = (Cost::host(ByteSize::mib(100)), Duration::from_secs(3600));
-    let waiting = rig.admission.wait(cost, Priority::Normal, 0, Some(hour)).expect("may wait");
+    let waiting =
+        rig.admission.state().wait(cost, Priority::Normal, 0, Some(hour)).expect("may wait");
     let waits = saturation(&mut rig);
     assert!(waits > emptier && waits > 0.99, "{emptier}, then {waits}");
     drop((waiting, held));

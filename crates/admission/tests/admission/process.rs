@@ -9,9 +9,8 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_admission::{
-    AcquireError, AddError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed,
-    Reclaimable, Resource, Resources, Sample, Sensor, Settings, SignalTracker, Signals,
-    UnloadError, UnloadReason,
+    Admission, Budget, Cost, Limit, Maintenance, Managed, ReclaimPolicy, Reclaimable, Resource,
+    ResourceError, Resources, Sample, Sensor, Settings, SignalTracker, Signals, UnloadReason,
 };
 use test_fork::test;
 
@@ -47,7 +46,7 @@ fn a_sample_a_tick_and_an_admission_allocate_nothing() {
         .build(clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
     assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
-    let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]).expect("one rung");
+    let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
     let sensor =
         Box::new(Machine { signals: SignalTracker::new(Arc::new(Signals::open())), turn: 0 });
     let mut maintenance =
@@ -84,10 +83,10 @@ fn a_forked_child_gets_typed_errors_and_its_drops_do_nothing() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let refused = [
-            matches!(managed.acquire_blocking(), Err(AcquireError::Forked { .. })),
+            matches!(managed.acquire_blocking(), Err(ResourceError::Forked { .. })),
             managed.try_acquire().is_none(),
-            matches!(managed.warm(), Err(AcquireError::Forked { .. })),
-            matches!(managed.unload_now(Duration::ZERO), Err(UnloadError::Forked { .. })),
+            matches!(managed.warm(), Err(ResourceError::Forked { .. })),
+            matches!(managed.unload_now(Duration::ZERO), Err(ResourceError::Forked { .. })),
             !managed.unload_if_due(Moment::NEVER),
             managed.next_due() == Moment::NEVER,
         ];
@@ -159,7 +158,7 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
             .cost(cost)
             .build(clock.clone(), Some(Admission::new()));
     let resources = Resources::new();
-    let resource: Arc<dyn Resource> = Arc::new(managed.clone());
+    let resource = Arc::new(managed.clone());
     assert_eq!(resources.add(Arc::clone(&resource)), Ok(()));
     assert!(managed.acquire_blocking().is_err());
     std::thread::scope(|scope| {
@@ -177,7 +176,7 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
                 (&*stats.name, stats.cost, stats.loads_failed_total) == ("model", cost, 0),
                 managed.peek().is_none(),
                 !managed.unload(UnloadReason::Pressure),
-                matches!(managed.close(Duration::ZERO), Err(UnloadError::Forked { .. })),
+                matches!(managed.close(Duration::ZERO), Err(ResourceError::Forked { .. })),
                 resources.all().is_empty(),
                 resources.next_due() == Moment::NEVER,
                 resources.add(resource).is_err(),
@@ -218,7 +217,7 @@ fn in_a_forked_child_no_reclaimer_is_asked_added_or_removed() {
             // SAFETY: a system call without preconditions; it ends a child that hangs.
             unsafe { libc::alarm(20) };
             let stats = reclaimer.stats();
-            let is_forked = matches!(add(), Err(AddError::Forked));
+            let is_forked = matches!(add(), Err(ResourceError::Forked { .. }));
             drop(reclaimer);
             end_child(&[
                 (&*stats.name, stats.calls_total) == ("cache", 0),
@@ -252,12 +251,12 @@ fn a_loader_or_a_clean_up_that_forks_ends_in_the_child_with_a_typed_error() {
     .build(Arc::new(ManualClock::new()), Some(Admission::new()));
     let loaded = managed.acquire_blocking();
     if std::process::id() != parent {
-        end_child(&[matches!(loaded, Err(AcquireError::Forked { .. }))]);
+        end_child(&[matches!(loaded, Err(ResourceError::Forked { .. }))]);
     }
     drop(loaded.expect("the parent has it"));
     let unloaded = managed.unload_now(Duration::ZERO);
     if std::process::id() != parent {
-        end_child(&[matches!(unloaded, Err(UnloadError::Forked { .. }))]);
+        end_child(&[matches!(unloaded, Err(ResourceError::Forked { .. }))]);
     }
     assert_eq!(unloaded, Ok(true));
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
 use lowtide_admission::{
-    Admission, Budget, Jobs, Ladder, Level, Limit, Maintenance, Resources, Sample, Sensor,
-    Settings, SettingsError,
+    Admission, Budget, Jobs, Level, Limit, Maintenance, ReclaimPolicy, Resources, Sample, Sensor,
+    Settings, Thresholds,
 };
 
 struct Nothing;
@@ -29,31 +29,49 @@ fn settings_that_make_no_sense_are_refused() {
             sensor,
             Admission::new(),
             Resources::new(),
-            Ladder::default(),
+            ReclaimPolicy::default(),
         );
         made.map(|_| ()).expect_err("refused")
     };
     let default = Settings::default();
-    let error = refused(Settings { ceiling: f64::NAN, ..default });
-    assert!(matches!(error, SettingsError::Part { name: "ceiling", .. }));
+    let name = |settings| refused(settings).name;
+    assert_eq!(name(Settings { ceiling: f64::NAN, ..default }), "ceiling");
     let error = refused(Settings { active_tick: Duration::ZERO, ..default });
-    assert_eq!(error, SettingsError::ZeroTime { name: "active_tick" });
+    assert_eq!(error.to_string(), "active_tick is 0ns: expected a time above zero");
     let error = refused(Settings { idle_tick: Duration::from_millis(1), ..default });
-    assert!(matches!(error, SettingsError::Ticks { .. }));
+    assert_eq!(error.to_string(), "active_tick is 10ms: expected at most the idle_tick");
     for correction_factor in [0.99, 5.01, f64::NAN] {
         let error = refused(Settings { correction_factor, ..default });
-        assert!(
-            matches!(error, SettingsError::CorrectionFactor { .. }),
-            "{correction_factor}: {error}"
-        );
+        let value = format!("{correction_factor:?}");
+        assert_eq!((error.name, error.value), ("correction_factor", value));
     }
     for jitter in [-0.1, 0.51, f64::NAN] {
-        let error = refused(Settings { jitter, ..default });
-        assert!(matches!(error, SettingsError::Jitter { .. }), "{jitter}: {error}");
+        assert_eq!(name(Settings { jitter, ..default }), "jitter", "{jitter}");
     }
-    let error = refused(Settings { share: 0.0, ..default });
-    assert!(matches!(error, SettingsError::Part { name: "share", .. }));
+    assert_eq!(name(Settings { share: 0.0, ..default }), "share");
     assert!(Jobs::default().is_empty());
+}
+
+#[test]
+fn thresholds_that_make_no_sense_are_refused() {
+    let good = Thresholds { up: [0.5, 0.6, 0.7], down: [0.4, 0.5, 0.6], ..Thresholds::default() };
+    let made = |thresholds| {
+        let settings = Settings { thresholds, ..Settings::default() };
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let policy = ReclaimPolicy::default();
+        Maintenance::new(settings, Box::new(Nothing), admission, resources, policy).map(|_| ())
+    };
+    assert_eq!(made(good), Ok(()));
+    for (up, down) in [
+        ([f64::NAN, 0.6, 0.7], good.down),
+        ([0.5, 0.6, 1.1], good.down),
+        (good.up, [0.0, 0.5, 0.6]),
+        (good.up, [0.4, 0.6, 0.65]),
+        ([0.5, 0.5, 0.7], [0.4, 0.45, 0.6]),
+    ] {
+        let error = made(Thresholds { up, down, ..good }).expect_err("refused");
+        assert_eq!((error.name, error.value), ("thresholds", format!("{:?}", (up, down))));
+    }
 }
 
 /// At its limit, nearly.
@@ -71,7 +89,8 @@ impl Sensor for Full {
 fn a_level_that_is_seen_is_in_force() {
     for round in 0..300 {
         let (admission, resources) = (Admission::new(), Resources::new());
-        let (settings, sensor, ladder) = (Settings::default(), Box::new(Full), Ladder::default());
+        let (settings, sensor, ladder) =
+            (Settings::default(), Box::new(Full), ReclaimPolicy::default());
         let mut maintenance =
             Maintenance::new(settings, sensor, admission.clone(), resources, ladder)
                 .expect("settings");

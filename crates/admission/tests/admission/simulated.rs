@@ -105,14 +105,10 @@ fn k_finds_the_truth_within_seconds_however_late_the_loop_ticks() {
 /// requests are measured, it does: then their reservations hold the load back.
 #[test]
 fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
-    let bands = |up: [f64; 3], down: [f64; 3]| {
-        let band = |at: usize| lowtide_admission::Band { up: up[at], down: down[at] };
-        [band(0), band(1), band(2)]
-    };
-    let flips = Thresholds::new(bands([0.75, 0.85, 0.93], [0.749, 0.849, 0.929]), Duration::ZERO);
-    let blind = Thresholds::new(bands([0.98, 0.99, 1.0], [0.97, 0.98, 0.99]), Duration::ZERO);
+    let dwell = Duration::ZERO;
+    let flips = Thresholds { up: [0.75, 0.85, 0.93], down: [0.749, 0.849, 0.929], dwell };
+    let blind = Thresholds { up: [0.98, 0.99, 1.0], down: [0.97, 0.98, 0.99], dwell };
     for (what, thresholds) in [("flips", flips), ("blind", blind)] {
-        let thresholds = thresholds.expect("in order");
         let settings = Settings { thresholds, ceiling: 0.95, ..Settings::default() };
         let found = (0..60).any(|seed| {
             let scenario = Scenario { measured: false, ..Scenario::of(seed) };

@@ -12,9 +12,10 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide_admission::clock::{Clock as _, Moment, SystemClock};
+use lowtide_admission::layer::Waiting;
 use lowtide_admission::{
     Admission, Budget, ByteSize, Correction, Cost, Level, Measured, Permit, Priority, RejectReason,
-    Rejected, Reserve, Waiting,
+    Rejected,
 };
 
 /// The number of schedules. `benches/room` runs 100,000.
@@ -54,7 +55,7 @@ impl Wake for Count {
 /// An admission of 100 MiB whose deadlines pass.
 fn timed() -> Admission {
     let admission = Admission::with_limit(ByteSize::mib(100));
-    admission.tend_queue(Moment::ORIGIN);
+    admission.state().tend_queue(Moment::ORIGIN);
     admission
 }
 
@@ -73,7 +74,8 @@ impl Waits {
     fn new(admission: &Admission, mib: u64, priority: Priority, tenant: u64) -> Self {
         let cost = self::mib(mib);
         let within = Some(Duration::from_secs(1));
-        let waiting = admission.wait(cost, priority, tenant, within).expect("there is room");
+        let waiting =
+            admission.state().wait(cost, priority, tenant, within).expect("there is room");
         let mut waits = Self { waiting, cost, priority };
         assert!(waits.poll().is_pending(), "it does not fit yet");
         waits
@@ -201,10 +203,10 @@ fn the_deadline_ends_the_wait_at_the_next_tick() {
     let mut waits = Waits::new(&admission, 1, Priority::Normal, 0);
     let waker = Waker::from(Arc::clone(&woken));
     assert!(waits.waiting.poll_turn(&Context::from_waker(&waker)).is_pending());
-    admission.tend_queue(at(10));
-    admission.tend_queue(at(1_009));
+    admission.state().tend_queue(at(10));
+    admission.state().tend_queue(at(1_009));
     assert_eq!((woken.0.load(Ordering::Relaxed), admission.stats().waiting), (0, 1));
-    admission.tend_queue(at(1_010));
+    admission.state().tend_queue(at(1_010));
     assert_eq!((woken.0.load(Ordering::Relaxed), admission.stats().waiting), (1, 0));
     assert!(matches!(waits.poll(), Poll::Ready(Err(_))));
     assert_eq!(admission.stats().waited_time_total, Duration::from_secs(1));
@@ -215,15 +217,15 @@ fn the_deadline_ends_the_wait_at_the_next_tick() {
 fn without_a_control_loop_no_request_with_a_deadline_waits() {
     let admission = Admission::with_limit(ByteSize::mib(100));
     let within = Some(Duration::from_secs(1));
-    assert!(admission.wait(mib(1), Priority::Normal, 0, within).is_none());
-    assert!(admission.wait(mib(1), Priority::Normal, 0, None).is_some());
+    assert!(admission.state().wait(mib(1), Priority::Normal, 0, within).is_none());
+    assert!(admission.state().wait(mib(1), Priority::Normal, 0, None).is_some());
 }
 
 #[test]
 fn the_queue_is_bounded_by_the_ceiling() {
     let admission = timed();
     let all = admission.try_admit(mib(100)).expect("fits");
-    let wait = || admission.wait(mib(1), Priority::Normal, 0, None);
+    let wait = || admission.state().wait(mib(1), Priority::Normal, 0, None);
     let waiting: Vec<_> = std::iter::from_fn(wait).take(5_000).collect();
     assert_eq!(waiting.len(), 100 * 4, "one for each 256 KiB");
     drop(waiting);
@@ -239,10 +241,10 @@ fn a_request_that_was_woken_and_does_not_come_holds_up_others_for_ten_ticks() {
     let mut next = Waits::new(&admission, 60, Priority::Normal, 0);
     drop(all);
     for tick in 1..10 {
-        admission.tend_queue(at(tick * 10));
+        admission.state().tend_queue(at(tick * 10));
         assert!(next.admitted().is_none(), "the room is kept at tick {tick}");
     }
-    admission.tend_queue(at(100));
+    admission.state().tend_queue(at(100));
     assert!(next.admitted().is_some());
     drop(stuck);
 }
@@ -306,7 +308,7 @@ fn requests_rejected_by_the_level_are_woken_when_it_falls() {
     admission.set_level(Level::Critical);
     let mut waits = Waits::new(&admission, 1, Priority::Normal, 0);
     admission.set_level(Level::None);
-    admission.tend_queue(at(10));
+    admission.state().tend_queue(at(10));
     assert!(waits.admitted().is_some());
 }
 
@@ -371,7 +373,8 @@ fn no_wake_is_lost_between_threads() {
 /// waits, which takes the lock.
 #[test]
 fn a_waker_whose_drop_ends_another_wait_is_dropped_without_the_lock() {
-    struct Holds(Mutex<Pin<Box<Reserve>>>);
+    type Reserving = dyn Future<Output = Result<Permit, Rejected>> + Send;
+    struct Holds(Mutex<Pin<Box<Reserving>>>);
     impl Wake for Holds {
         fn wake(self: Arc<Self>) {
             let _ = &self.0;
@@ -439,7 +442,7 @@ fn a_suspended_request_enters_a_queue_that_is_full_of_others() {
     let admission = timed();
     let mut slow = suspended(&admission, 10);
     let all = admission.try_admit(mib(100)).expect("fits");
-    let wait = || admission.wait(mib(1), Priority::Normal, 0, None);
+    let wait = || admission.state().wait(mib(1), Priority::Normal, 0, None);
     let others: Vec<_> = std::iter::from_fn(wait).take(5_000).collect();
     let (claim, within) = (mib(10), Duration::from_secs(1));
     let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 0, within);
@@ -476,7 +479,7 @@ fn a_request_that_the_ceiling_has_fallen_below_is_answered_and_holds_up_no_other
     let mut small = Waits::new(&admission, 45, Priority::Normal, 0);
     let fallen = Measured { ceiling: ByteSize::mib(50), ..Measured::default() };
     admission.ledger(Budget::Host).correct(&mut Correction::starting_at(1.0), fallen);
-    admission.tend_queue(at(10));
+    admission.state().tend_queue(at(10));
     let Poll::Ready(Err(rejected)) = large.poll() else { panic!("it waits on") };
     assert_eq!(rejected.reason(), RejectReason::TooLarge, "{rejected}");
     drop(large);

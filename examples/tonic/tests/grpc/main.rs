@@ -15,7 +15,7 @@ use http_body_util::BodyExt;
 use lowtide::admission::{Admission, Budget, Cost, Level, Rejected};
 use lowtide::service::{Constant, MemoryLayer, SharedPermit};
 use lowtide::{BoxError, ByteSize};
-use lowtide_admission::ledger::{Correction, Measured};
+use lowtide_admission::{Correction, Measured};
 use tokio::net::TcpListener;
 use tonic::body::Body;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};

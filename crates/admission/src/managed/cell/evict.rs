@@ -10,20 +10,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cost::Cost;
-use crate::desk::Stood;
-use crate::eviction::{Claimable, Claimed, Eviction, EvictionCause, EvictionError, Idle};
+use crate::cost::Rejected;
+use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError, Idle};
 use crate::permit::Permit;
+use crate::permit::Waiting;
 use crate::reclaim::PAUSE_MIN;
-use crate::rejected::Rejected;
-use crate::reserve::Waiting;
+use crate::state::ResourceReservation;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{MutexGuard, lock};
 
-use super::super::error::{AcquireError, LoadError};
+use super::super::error::{LoadFailure, ResourceError};
 use super::super::resource::UnloadReason;
-use super::super::uses::score;
-use super::{Cell, Loaded, Phase, State};
+use super::super::resource::score;
+use super::{Cell, CellState, Loaded, ResourcePhase};
 
 /// The longest time that a caller waits for room for a load. An estimate, as for requests: shorter
 /// than the timeouts of most clients.
@@ -38,27 +38,27 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
         asks: bool,
     ) -> Result<Option<Eviction>, Rejected> {
-        let Some(door) = &self.admission else { return Ok(None) };
+        let Some(admission) = &self.admission else { return Ok(None) };
         let asks = asks && self.clock.now() >= lock(&self.state).asks_from;
-        match door.stand_or_evict(cost, asks, &self.parts.name)? {
-            Stood::Booked(permit) => {
+        match admission.state().reserve_or_evict(cost, asks, &self.parts.name)? {
+            ResourceReservation::Booked(permit) => {
                 self.has_room(number, permit);
                 Ok(None)
             }
-            Stood::Evicting(eviction) => Ok(Some(eviction)),
+            ResourceReservation::Evicting(eviction) => Ok(Some(eviction)),
         }
     }
 
     /// Ends the load of this number, for which there is no room. If it waited for room, all that
     /// wait for it are rejected as well. The next caller tries again.
-    pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> AcquireError {
+    pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> ResourceError {
         let mut state = lock(&self.state);
         if state.loading(number).is_some_and(|loading| loading.waits_for_room) {
             state.no_room += 1;
             state.refusal = Some(rejected.clone());
         }
         self.end_refused(number, state);
-        AcquireError::Rejected { name: Arc::clone(&self.parts.name), rejected }
+        ResourceError::Rejected { name: Arc::clone(&self.parts.name), rejected }
     }
 
     /// Enters the queue of requests for the room of the load of this number, before all that were
@@ -70,8 +70,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
         rejected: &Rejected,
     ) -> Option<Waiting> {
-        let door = self.admission.as_ref().filter(|_| rejected.may_wait())?;
-        let waiting = door.wait_for_load(cost, LOAD_WAIT)?;
+        let admission = self.admission.as_ref().filter(|_| rejected.may_wait())?;
+        let waiting = admission.state().wait_for_load(cost, LOAD_WAIT)?;
         lock(&self.state).loading(number)?.waits_for_room = true;
         Some(waiting)
     }
@@ -97,7 +97,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 return true;
             }
             Err(EvictionError::NoThread(kind)) => {
-                self.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
+                self.end_load(number, Err(LoadFailure::NoThread(kind)), Duration::ZERO);
             }
             // The waiters look for other room, or are rejected.
             Err(EvictionError::Stuck) => self.end_refused(number, lock(&self.state)),
@@ -123,10 +123,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn end_refused(&self, number: u64, mut state: MutexGuard<'_, State<T>>) {
+    fn end_refused(&self, number: u64, mut state: MutexGuard<'_, CellState<T>>) {
         if state.loading(number).is_some() {
-            state.phase = Phase::Empty;
-            state.loads_refused += 1;
+            state.phase = ResourcePhase::Empty;
+            state.stats.loads_refused_total += 1;
             self.wake_all(state);
         }
     }
@@ -136,7 +136,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     pub(in super::super) fn abandon(&self, number: u64) {
         let mut state = lock(&self.state);
         if state.loading(number).is_some() {
-            state.phase = Phase::Empty;
+            state.phase = ResourcePhase::Empty;
             self.wake_all(state);
         }
     }
@@ -149,18 +149,18 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let now = cell.clock.now();
         let state = lock(&cell.state);
         let stays = cell.evictable_from(&state)?;
-        let Phase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
+        let ResourcePhase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
         let cost = permit.cost();
         let bytes = cost.host.saturating_add(cost.device);
         let interval = state.uses.interval(state.loaded_at, now);
         Some(Idle {
-            desk: permit.desk(),
+            admission: permit.state(),
             cost,
             stays_for: stays - now,
-            unload_time: state.unload_time,
-            score: score(bytes, interval, state.load_time),
+            unload_time: state.stats.unload_time,
+            score: score(bytes, interval, state.stats.load_time),
             is_divisible: false,
-            resource: Arc::new(Candidate(Arc::clone(cell))),
+            resource: Arc::new(EvictionCandidate(Arc::clone(cell))),
         })
     }
 
@@ -172,7 +172,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         let state = lock(&self.state);
         match &state.phase {
-            Phase::Ready { permit: Some(permit), .. } if self.evictable_from(&state).is_some() => {
+            ResourcePhase::Ready { permit: Some(permit), .. }
+                if self.evictable_from(&state).is_some() =>
+            {
                 permit.cost()
             }
             _ => Cost::ZERO,
@@ -180,37 +182,37 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Returns the time from which it may be evicted if nothing changes.
-    fn evictable_from(&self, state: &State<T>) -> Option<Moment> {
+    fn evictable_from(&self, state: &CellState<T>) -> Option<Moment> {
         let unused = state.guards == 0 && state.waiting == 0 && !state.closed;
         unused.then(|| state.loaded_at + self.parts.min_residency)
     }
 }
 
 /// A resource that may be evicted.
-struct Candidate<T: Send + Sync + 'static>(Arc<Cell<T>>);
+struct EvictionCandidate<T: Send + Sync + 'static>(Arc<Cell<T>>);
 
-impl<T: Send + Sync + 'static> Claimable for Candidate<T> {
-    fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn Claimed>> {
+impl<T: Send + Sync + 'static> Claimable for EvictionCandidate<T> {
+    fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn EvictionClaim>> {
         let cell = Arc::clone(&self.0);
         let now = cell.clock.now();
         let mut state = lock(&cell.state);
-        let reserved = matches!(&state.phase, Phase::Ready { permit: Some(_), .. });
+        let reserved = matches!(&state.phase, ResourcePhase::Ready { permit: Some(_), .. });
         let may_go = cell.evictable_from(&state).is_some_and(|from| from <= now);
         let loaded = if reserved && may_go { state.take() } else { None };
         drop(state);
         let loaded = Some(loaded?);
-        Some(Box::new(Claim { cell, loaded }))
+        Some(Box::new(ResourceClaim { cell, loaded }))
     }
 }
 
 /// A resource that was taken out of use. Dropping the claim puts the resource back.
-struct Claim<T: Send + Sync + 'static> {
+struct ResourceClaim<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
     /// `None` once the unload has begun.
     loaded: Option<Loaded<T>>,
 }
 
-impl<T: Send + Sync + 'static> Claimed for Claim<T> {
+impl<T: Send + Sync + 'static> EvictionClaim for ResourceClaim<T> {
     fn cost(&self) -> Cost {
         let permit = self.loaded.as_ref().and_then(|loaded| loaded.permit.as_ref());
         permit.map_or(Cost::ZERO, Permit::cost)
@@ -223,7 +225,7 @@ impl<T: Send + Sync + 'static> Claimed for Claim<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> Drop for Claim<T> {
+impl<T: Send + Sync + 'static> Drop for ResourceClaim<T> {
     fn drop(&mut self) {
         let Some(loaded) = self.loaded.take() else { return };
         if !self.cell.birth.is_here() {
@@ -232,7 +234,7 @@ impl<T: Send + Sync + 'static> Drop for Claim<T> {
         }
         let mut state = lock(&self.cell.state);
         let Loaded { value, permit } = loaded;
-        state.phase = Phase::Ready { value: Arc::new(value), permit };
+        state.phase = ResourcePhase::Ready { value: Arc::new(value), permit };
         self.cell.wake_all(state);
     }
 }

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Clock as _, ManualClock};
-use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{
-    AcquireError, Admission, Budget, Cost, Managed, ManagedBuilder, Priority, Rejected, Requester,
-    Resource, Resources, UnloadReason,
+    Admission, Budget, Cost, Managed, ManagedBuilder, Priority, Rejected, Requester, Resource,
+    ResourceError, Resources, UnloadReason,
 };
+use lowtide_admission::{Correction, Measured};
 use lowtide_core::sync::lock;
 
 #[path = "../../../../../benches/room/zipf/mod.rs"]
@@ -80,9 +80,9 @@ fn evictions<T: Send + Sync + 'static>(managed: &Managed<T>) -> u64 {
     managed.stats().unloads.total(UnloadReason::Eviction)
 }
 
-fn refused<T: std::fmt::Debug>(result: Result<T, AcquireError>) -> Rejected {
+fn refused<T: std::fmt::Debug>(result: Result<T, ResourceError>) -> Rejected {
     match result {
-        Err(AcquireError::Rejected { rejected, .. }) => rejected,
+        Err(ResourceError::Rejected { rejected, .. }) => rejected,
         other => panic!("{other:?}"),
     }
 }
@@ -136,7 +136,8 @@ fn an_eviction_records_for_whom_room_was_made_and_the_figures_at_that_time() {
         )
     );
     let label: &dyn std::fmt::Display = &"POST /rerank";
-    let rejected = rig.admission.try_admit_uncounted(mib(45), Priority::Normal, Some(label));
+    let rejected =
+        rig.admission.state().try_admit_uncounted(mib(45), Priority::Normal, Some(label));
     assert!(matches!(rejected, Err(Rejected::Full { .. })));
     until("the second is unloaded", || second.stats().last_unload.is_some());
     let cause = second.stats().last_unload.and_then(|last| last.cause).expect("it was evicted");
@@ -563,7 +564,7 @@ fn an_unload_that_acquires_gets_a_typed_error_and_does_not_wait_for_itself() {
     *lock(&wanted) = Some(second.clone());
     drop(second.acquire_blocking().expect("loads"));
     let errors = lock(&errors);
-    let typed = |error: &AcquireError| matches!(error, AcquireError::Unloading { .. });
+    let typed = |error: &ResourceError| matches!(error, ResourceError::Unloading { .. });
     assert!(errors.len() == 3 && errors.iter().all(typed), "{errors:?}");
     lock(&wanted).take();
 }
@@ -609,7 +610,7 @@ fn two_threads_that_load_in_opposite_order_do_not_wait_for_each_other() {
                                 drop(guard);
                             }
                             Err(error) => {
-                                assert!(matches!(error, AcquireError::Rejected { .. }), "{error}")
+                                assert!(matches!(error, ResourceError::Rejected { .. }), "{error}")
                             }
                         }
                     }

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
-use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{
-    AcquireError, Admission, Backoff, Budget, Cost, LoadError, Managed, Rejected, Resource,
-    Resources, UnloadError, UnloadReason,
+    Admission, Budget, Cost, LoadFailure, Managed, Rejected, Resource, ResourceError, Resources,
+    UnloadReason,
 };
+use lowtide_admission::{Correction, Measured};
 
 mod eviction;
 mod panics;
@@ -164,14 +164,14 @@ fn a_panic_in_the_loader_is_a_typed_error_with_a_pause_that_doubles() {
             Ok(5)
         })
         .cost(Cost::host(ByteSize::mib(9)))
-        .backoff(Backoff { first: SECOND, max: 3 * SECOND })
+        .backoff(SECOND, 3 * SECOND)
         .build(clock.clone(), Some(admission.clone()))
     };
     for pause in [1, 2, 3, 3] {
         let error = managed.acquire_blocking().expect_err("panics");
         let text = error.to_string();
         assert!(text.contains("no weights") && text.contains("model"), "{text}");
-        let AcquireError::Load { retry_in, error: LoadError::Panicked { .. }, .. } = error else {
+        let ResourceError::Load { retry_in, failure: LoadFailure::Panicked(_), .. } = error else {
             panic!("{error:?}");
         };
         assert_eq!(retry_in, pause * SECOND);
@@ -179,7 +179,7 @@ fn a_panic_in_the_loader_is_a_typed_error_with_a_pause_that_doubles() {
         clock.advance(pause * SECOND - Duration::from_millis(1));
         // Within the pause nobody loads, blocking or not, and the error says how long it lasts.
         let error = block_on(managed.acquire()).expect_err("pauses");
-        let AcquireError::Load { retry_in, .. } = error else { panic!("{error:?}") };
+        let ResourceError::Load { retry_in, .. } = error else { panic!("{error:?}") };
         assert_eq!(retry_in, Duration::from_millis(1));
         clock.advance(Duration::from_millis(1));
     }
@@ -198,7 +198,7 @@ fn all_who_waited_for_a_failed_load_get_its_error_even_without_a_pause() {
             gate.pass();
             Err(lowtide_admission::BoxError::from("no such file"))
         })
-        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .backoff(Duration::ZERO, Duration::ZERO)
         .build(Arc::new(ManualClock::new()), None)
     };
     let mut futures: Vec<_> = (0..50).map(|_| Box::pin(managed.acquire())).collect();
@@ -208,7 +208,7 @@ fn all_who_waited_for_a_failed_load_get_its_error_even_without_a_pause() {
     gate.open();
     for future in futures {
         let error = block_on(future).expect_err("failed");
-        assert!(matches!(error, AcquireError::Load { error: LoadError::Failed { .. }, .. }));
+        assert!(matches!(error, ResourceError::Load { failure: LoadFailure::Failed(_), .. }));
     }
     assert_eq!(managed.stats().loads_failed_total, 1);
 }
@@ -231,7 +231,7 @@ fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
     assert_eq!(reserved(), ByteSize::ZERO);
     admission.close();
     let error = managed.acquire_blocking().expect_err("rejected");
-    let AcquireError::Rejected { rejected, .. } = error else { panic!("{error:?}") };
+    let ResourceError::Rejected { rejected, .. } = error else { panic!("{error:?}") };
     assert_eq!(rejected, Rejected::ShuttingDown);
     assert_eq!(managed.stats().loads_failed_total, 0);
 }
@@ -258,12 +258,8 @@ fn a_resource_that_declares_no_cost_is_never_refused_for_what_it_was_found_to_ho
             assert_eq!(managed.stats().cost, next);
             let resources = Resources::new();
             assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
-            let ask = lowtide_admission::Ask {
-                bytes: ByteSize::new(1),
-                level: lowtide_admission::Level::High,
-                now: Moment::ORIGIN,
-            };
-            let goes = |budget| resources.reclaimer(budget).reclaim(ask).bytes;
+            let ask = ByteSize::new(1);
+            let goes = |budget| resources.reclaimer(budget).reclaim(ask);
             assert_eq!(Cost::host(goes(Budget::Host)).and_device(goes(Budget::Device)), found);
             assert!(!managed.stats().loaded);
             assert_eq!(managed.acquire_blocking().is_ok(), cost == next, "{cost:?}");
@@ -306,7 +302,7 @@ fn unloading_waits_for_guards_up_to_the_deadline_and_no_longer() {
     let managed = Managed::builder("model", || Ok(())).build(clock.clone(), None);
     let guard = managed.acquire_blocking().expect("loads");
     let busy = managed.unload_now(Duration::ZERO).expect_err("guarded");
-    assert!(matches!(busy, UnloadError::Busy { guards: 1, waiting: 0, .. }), "{busy:?}");
+    assert!(matches!(busy, ResourceError::Busy { guards: 1, waiting: 0, .. }), "{busy:?}");
     thread::scope(|scope| {
         let unload = scope.spawn(|| managed.unload_now(5 * SECOND));
         assert!(clock.wait_for_waiters(1, PATIENCE));
@@ -338,7 +334,7 @@ fn a_closed_resource_refuses_and_every_way_out_cleans_up_once() {
     let closed = make();
     let guard = closed.acquire_blocking().expect("loads");
     assert!(closed.close(Duration::ZERO).is_err());
-    assert!(matches!(closed.acquire_blocking(), Err(AcquireError::Closed { .. })));
+    assert!(matches!(closed.acquire_blocking(), Err(ResourceError::Closed { .. })));
     assert!(closed.try_acquire().is_none());
     drop(guard);
     // The deadline had passed, so the next look of the loop takes it.
@@ -366,7 +362,7 @@ fn a_loader_that_asks_for_itself_is_told_so() {
         Managed::builder("model", move || {
             let own = own.lock().unwrap().clone().expect("set");
             match own.acquire_blocking() {
-                Err(AcquireError::Recursive { .. }) => Ok(1),
+                Err(ResourceError::Recursive { .. }) => Ok(1),
                 other => panic!("{other:?}"),
             }
         })
@@ -478,16 +474,12 @@ fn the_registry_names_the_next_and_gives_up_the_cheapest_to_bring_back() {
     let free = load("free", 200, 0, SECOND);
     assert_eq!(resources.next_due(), quick.next_due());
     clock.advance(10 * SECOND);
-    let ask = |mib| lowtide_admission::Ask {
-        bytes: ByteSize::mib(mib),
-        level: lowtide_admission::Level::High,
-        now: clock.now(),
-    };
+    let ask = |mib| ByteSize::mib(mib);
     let reclaimer = resources.reclaimer(Budget::Host);
-    assert_eq!(reclaimer.reclaim(ask(20)).bytes, ByteSize::mib(50));
+    assert_eq!(reclaimer.reclaim(ask(20)), ByteSize::mib(50));
     assert!(!quick.stats().loaded && slow.stats().loaded);
-    assert_eq!(resources.reclaimer(Budget::Device).reclaim(ask(20)).bytes, ByteSize::ZERO);
-    assert_eq!(reclaimer.reclaim(ask(500)).bytes, ByteSize::mib(50));
+    assert_eq!(resources.reclaimer(Budget::Device).reclaim(ask(20)), ByteSize::ZERO);
+    assert_eq!(reclaimer.reclaim(ask(500)), ByteSize::mib(50));
     assert!(free.stats().loaded, "it relieves nothing");
     assert_eq!(resources.unload_due(clock.now()), 0, "not yet");
     clock.advance(200 * SECOND);
@@ -520,7 +512,7 @@ impl Hangs {
             Ok(number)
         })
         .cost(Cost::host(ByteSize::mib(3)))
-        .backoff(Backoff { first: SECOND, max: SECOND })
+        .backoff(SECOND, SECOND)
         .load_timeout(60 * SECOND)
         .unload(move |number| lowtide_core::sync::lock(&taken_apart).push(number))
         .build(Arc::new(clock.clone()), Some(admission.clone()))
@@ -563,8 +555,8 @@ fn a_load_that_hangs_fails_at_its_timeout_and_releases_its_reservation() {
         assert_eq!(resource_reservations(), ByteSize::ZERO, "while the loader still hangs");
         let waited = [block_on(future).map(|value| *value), thread.join().expect("no panic")];
         for error in waited.map(|found| found.expect_err("timed out")) {
-            let AcquireError::Load { error, retry_in, .. } = error else { panic!("{error:?}") };
-            let LoadError::TimedOut { timeout, hung } = error else { panic!("{error:?}") };
+            let ResourceError::Load { failure, retry_in, .. } = error else { panic!("{error:?}") };
+            let LoadFailure::TimedOut { timeout, hung } = failure else { panic!("{failure:?}") };
             assert_eq!((timeout, hung, retry_in), (60 * SECOND, 1, SECOND));
         }
     });
@@ -598,7 +590,7 @@ impl Clock for Hasty {
 fn a_load_that_is_given_up_at_once_wakes_the_one_who_began_it() {
     let clock = Arc::new(Hasty::default());
     let managed = Managed::builder("model", || Ok(()))
-        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .backoff(Duration::ZERO, Duration::ZERO)
         .load_timeout(Duration::from_nanos(1))
         .build(clock.clone(), None);
     let (wake, woken) = mpsc::channel();
@@ -659,7 +651,7 @@ fn closing_does_not_wait_for_a_slow_clean_up_longer_than_it_may() {
         assert!(clock.wait_for_waiters(1, PATIENCE));
         clock.advance(SECOND * 10);
         let error = closing.join().expect("no panic").expect_err("it takes longer");
-        assert!(matches!(error, UnloadError::CleaningUp { .. }), "{error}");
+        assert!(matches!(error, ResourceError::CleaningUp { .. }), "{error}");
     });
     gate.open();
     until("it is unloaded", || managed.stats().unloads.total(UnloadReason::Shutdown) == 1);
@@ -726,8 +718,8 @@ fn at_most_two_loaders_of_a_resource_hang_and_the_third_starts_when_one_returns(
         clock.advance(3600 * SECOND);
         let error = managed.acquire_blocking().expect_err("two hang");
         assert_eq!(error.retry_after(), Some(SECOND), "the longest pause");
-        let AcquireError::Load { error, .. } = error else { panic!("{error:?}") };
-        assert!(matches!(error, LoadError::TimedOut { hung: 2, .. }), "{error:?}");
+        let ResourceError::Load { failure, .. } = error else { panic!("{error:?}") };
+        assert!(matches!(failure, LoadFailure::TimedOut { hung: 2, .. }), "{failure:?}");
     }
     assert_eq!(hangs.loads.load(Ordering::SeqCst), 2, "no third thread");
     assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);

@@ -13,11 +13,11 @@ use std::task::{Context, RawWaker, RawWakerVTable, Wake, Waker};
 use std::time::Duration;
 
 use lowtide_admission::clock::ManualClock;
-use lowtide_admission::{AcquireError, Backoff, Job, Ladder, LoadError, Managed, Resource as _};
 use lowtide_admission::{
-    Admission, Maintenance, MaintenanceActions, Recovered, Resources, Sample, Sensor, Settings,
+    Admission, ByteSize, Maintenance, MaintenanceActions, Resources, Sample, Sensor, Settings,
     Trigger,
 };
+use lowtide_admission::{Job, LoadFailure, Managed, ReclaimPolicy, Resource as _, ResourceError};
 
 use super::support::{Gate, until};
 
@@ -35,11 +35,11 @@ impl Drop for Bomb {
 #[test]
 fn a_loader_that_threw_what_panics_when_dropped_was_loading_for_ever() {
     let managed = Managed::<u8>::builder("model", || panic_any(Bomb))
-        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .backoff(Duration::ZERO, Duration::ZERO)
         .build(Arc::new(ManualClock::new()), None);
     for failures in 1..=2 {
         let error = managed.acquire_blocking().expect_err("panics");
-        let AcquireError::Load { error: LoadError::Panicked { message }, .. } = error else {
+        let ResourceError::Load { failure: LoadFailure::Panicked(message), .. } = error else {
             panic!("{error:?}");
         };
         assert_eq!(message, "no message");
@@ -88,7 +88,7 @@ impl Drop for BadError {
 fn an_error_that_panics_when_dropped_was_loading_for_ever() {
     let clock = ManualClock::new();
     let managed = Managed::builder("model", || Err::<u8, _>(BadError.into()))
-        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .backoff(Duration::ZERO, Duration::ZERO)
         .build(Arc::new(clock), None);
     for failures in 1..=3 {
         let error = managed.acquire_blocking().map(drop).expect_err("it fails");
@@ -163,7 +163,7 @@ fn a_waker_that_panics_cost_those_behind_it_their_wake_up() {
 fn a_job_that_threw_what_panics_when_dropped_ended_the_worker() {
     struct BadHands;
     impl MaintenanceActions for BadHands {
-        fn purge(&mut self, _: Trigger) -> Recovered {
+        fn purge(&mut self, _: Trigger) -> ByteSize {
             panic_any(Bomb)
         }
 
@@ -175,7 +175,7 @@ fn a_job_that_threw_what_panics_when_dropped_ended_the_worker() {
             Sample::default()
         }
     }
-    let (settings, ladder) = (Settings::default(), Ladder::default());
+    let (settings, ladder) = (Settings::default(), ReclaimPolicy::default());
     let (admission, resources) = (Admission::new(), Resources::new());
     let maintenance = Maintenance::new(settings, Box::new(Still), admission, resources, ladder);
     let mut worker = maintenance.expect("settings").worker(Box::new(BadHands));

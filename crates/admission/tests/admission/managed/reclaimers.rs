@@ -9,12 +9,11 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
-use lowtide_admission::ledger::{Correction, Measured};
-use lowtide_admission::reclaim::Ask;
 use lowtide_admission::{
-    AcquireError, AddError, Admission, Budget, ByteSize, Cost, Level, Managed, Reclaimable,
-    Reclaimer, RejectReason, Rejected, Resource as _, Resources, UnloadReason,
+    Admission, Budget, ByteSize, Cost, Managed, Reclaimable, Reclaimer, RejectReason, Rejected,
+    Resource as _, ResourceError, Resources, UnloadReason,
 };
+use lowtide_admission::{Correction, Measured};
 use lowtide_core::sync::lock;
 
 use super::SECOND;
@@ -135,7 +134,7 @@ impl Rig {
         let ceiling = ByteSize::mib(100);
         let measured = Measured { physical: held, ceiling, ..Measured::default() };
         ledger.correct(&mut lock(&self.correction), measured);
-        self.admission.tend_queue(self.clock.now());
+        self.admission.state().tend_queue(self.clock.now());
     }
 
     /// Passes the time in pauses, with a sample in each, while a request waits.
@@ -322,8 +321,8 @@ fn a_reclaimer_that_is_removed_during_a_call_is_not_called_again_and_its_name_is
     gate.open();
     until("the call ends", || again.stats().calls_total == 1);
     let wanted = ByteSize::mib(5);
-    let ask = Ask { bytes: wanted, level: Level::High, now: rig.clock.now() };
-    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask).bytes, wanted);
+    let ask = wanted;
+    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask), wanted);
     assert_eq!((cache.mib(), entered.load(Ordering::SeqCst)), (75, 1));
     drop(again);
     assert!(!rig.resources.reclaimer_stats()[0].registered);
@@ -350,16 +349,16 @@ fn level_high_asks_by_cost_for_what_is_left_to_release() {
     let step = rig.resources.reclaimer(Budget::Host);
     let reclaim = |mib| {
         rig.advance(SECOND);
-        let ask = Ask { bytes: ByteSize::mib(mib), level: Level::High, now: rig.clock.now() };
-        let released = step.reclaim(ask).bytes;
+        let ask = ByteSize::mib(mib);
+        let released = step.reclaim(ask);
         (released, cheap.mib(), model.stats().loaded, dear.mib())
     };
     assert_eq!(reclaim(4), (ByteSize::mib(4), 6, true, 10));
     assert_eq!(reclaim(7), (ByteSize::mib(26), 0, false, 10), "the model as a whole");
     assert_eq!(reclaim(3), (ByteSize::mib(3), 0, false, 7));
     let step = rig.resources.reclaimer(Budget::Device);
-    let ask = Ask { bytes: ByteSize::mib(1), level: Level::High, now: rig.clock.now() };
-    assert_eq!(step.reclaim(ask).bytes, ByteSize::ZERO, "reclaimers hold host memory");
+    let ask = ByteSize::mib(1);
+    assert_eq!(step.reclaim(ask), ByteSize::ZERO, "reclaimers hold host memory");
 }
 
 #[test]
@@ -376,13 +375,13 @@ fn level_high_waits_a_second_for_a_reclaimer_that_hangs() {
         },
     ));
     let step = rig.resources.reclaimer(Budget::Host);
-    let ask = Ask { bytes: ByteSize::mib(1), level: Level::High, now: rig.clock.now() };
-    let worker = thread::spawn(move || step.reclaim(ask).bytes);
+    let ask = ByteSize::mib(1);
+    let worker = thread::spawn(move || step.reclaim(ask));
     assert!(rig.clock.clock.wait_for_waiters(1, PATIENCE));
     rig.advance(SECOND);
     assert_eq!(worker.join().expect("no panic"), ByteSize::ZERO);
     let step = rig.resources.reclaimer(Budget::Host);
-    assert_eq!(step.reclaim(ask).bytes, ByteSize::ZERO, "it still runs, and is not called again");
+    assert_eq!(step.reclaim(ask), ByteSize::ZERO, "it still runs, and is not called again");
     gate.open();
     until("the call ends", || reclaimer.stats().calls_total == 1);
 }
@@ -431,7 +430,7 @@ fn a_load_is_rejected_if_a_reclaimer_lies_and_evicts_if_resources_suffice() {
     };
     let rejected = load(&second).expect_err("the first is in use");
     assert!(
-        matches!(rejected, AcquireError::Rejected { rejected: Rejected::Full { .. }, .. }),
+        matches!(rejected, ResourceError::Rejected { rejected: Rejected::Full { .. }, .. }),
         "{rejected}"
     );
     assert_eq!(rig.admission.ledger(Budget::Host).reserved_bytes(), ByteSize::mib(60));
@@ -450,12 +449,12 @@ fn names_are_unique_and_bounded_for_the_life_of_a_registry() {
     };
     let first = add("first").expect("free");
     let error = add("first").map(drop).expect_err("taken");
-    assert_eq!(error, AddError::DuplicateReclaimer { name: "first".to_owned() });
+    assert_eq!(error, ResourceError::Duplicate { name: "first".into() });
     drop(first);
     for nth in 0..63 {
         drop(add(&nth.to_string()).expect("free"));
     }
-    assert_eq!(add("more").map(drop), Err(AddError::TooManyReclaimers { max: 64 }));
+    assert_eq!(add("more").map(drop), Err(ResourceError::TooMany { name: "more".into(), max: 64 }));
     assert_eq!(add("first").expect("known").name(), "first");
     assert_eq!(rig.resources.reclaimer_stats().len(), 64);
 }
@@ -570,9 +569,9 @@ fn no_function_runs_on_the_thread_of_a_request_or_of_a_load() {
     rig.advance(SECOND);
     assert!(rig.admission.try_admit(mib(50)).is_err());
     until("the cache is asked again", || cache.asked().len() == 2);
-    let ask = Ask { bytes: ByteSize::mib(1), level: Level::High, now: rig.clock.now() };
+    let ask = ByteSize::mib(1);
     rig.advance(SECOND);
-    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask).bytes, ByteSize::mib(1));
+    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask), ByteSize::mib(1));
     assert_eq!((cache.asked().len(), reclaimer.stats().panics_total), (3, 0));
 }
 
@@ -598,8 +597,8 @@ fn a_request_that_comes_during_a_pause_is_helped_after_it() {
     let rig = Rig::new();
     let cache = rig.cache(80);
     let _reclaimer = rig.add(cache.reclaimable("cache"));
-    let ask = Ask { bytes: ByteSize::mib(1), level: Level::High, now: rig.clock.now() };
-    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask).bytes, ByteSize::mib(1));
+    let ask = ByteSize::mib(1);
+    assert_eq!(rig.resources.reclaimer(Budget::Host).reclaim(ask), ByteSize::mib(1));
     rig.sample();
     let mut request = pin!(rig.admission.reserve(mib(30)));
     let mut cx = Context::from_waker(Waker::noop());

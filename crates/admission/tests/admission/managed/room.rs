@@ -1,5 +1,6 @@
 //! Loads that wait for room in the queue of requests.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::thread;
@@ -7,18 +8,15 @@ use std::time::Duration;
 
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::{
-    Acquire, AcquireError, Admission, Budget, ByteSize, Cost, Level, Managed, Rejected, Resource,
-    Resources, Use,
+    Admission, Budget, ByteSize, Cost, Level, Managed, Rejected, Resource, ResourceError, Resources,
 };
 
 use super::support::{block_on, until};
 
-type Load = std::pin::Pin<Box<Acquire<u32>>>;
-
 /// An admission of 100 MiB whose deadlines pass.
 fn timed() -> Admission {
     let admission = Admission::with_limit(ByteSize::mib(100));
-    admission.tend_queue(Moment::ORIGIN);
+    admission.state().tend_queue(Moment::ORIGIN);
     admission
 }
 
@@ -31,8 +29,8 @@ fn model(admission: &Admission) -> Managed<u32> {
     builder.build(Arc::new(ManualClock::new()), Some(admission.clone()))
 }
 
-fn poll(load: &mut Load) -> Poll<Result<Use<u32>, AcquireError>> {
-    load.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+fn poll<F: Future + Unpin>(load: &mut F) -> Poll<F::Output> {
+    Pin::new(load).poll(&mut Context::from_waker(Waker::noop()))
 }
 
 /// The bug: while requests kept the ledger full, every use of the model was rejected.
@@ -81,10 +79,10 @@ fn a_thread_whose_load_waits_for_too_long_is_rejected() {
     let thread = thread::spawn(move || user.acquire_blocking().map(|value| *value));
     until("the load waits", || admission.stats().waiting == 1);
     for seconds in 1..=3 {
-        admission.tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
+        admission.state().tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
     }
     let error = thread.join().expect("no panic").expect_err("its time is over");
-    assert!(matches!(error, AcquireError::Rejected { .. }), "{error:?}");
+    assert!(matches!(error, ResourceError::Rejected { .. }), "{error:?}");
     assert_eq!((model.stats().loads_refused_total, model.stats().waiting), (1, 0));
 }
 
@@ -97,7 +95,8 @@ fn a_load_waits_until_the_pressure_is_no_longer_critical() {
     admission.set_level(Level::Critical);
     let mut load = Box::pin(model.acquire());
     assert!(poll(&mut load).is_pending());
-    let waits = |millis| admission.tend_queue(Moment::after_origin(Duration::from_millis(millis)));
+    let waits =
+        |millis| admission.state().tend_queue(Moment::after_origin(Duration::from_millis(millis)));
     waits(10);
     assert!(poll(&mut load).is_pending(), "it is still critical");
     admission.set_level(Level::High);
@@ -122,7 +121,7 @@ fn a_load_that_waits_evicts_a_model_in_the_tick_after_its_last_use() {
     assert!(poll(&mut load).is_pending());
     drop(used);
     assert!(poll(&mut load).is_pending(), "no tick yet");
-    admission.tend_queue(Moment::after_origin(Duration::from_millis(10)));
+    admission.state().tend_queue(Moment::after_origin(Duration::from_millis(10)));
     assert_eq!(*block_on(load).expect("the other one is idle"), 7);
     assert!(!other.stats().loaded);
 }
@@ -135,10 +134,10 @@ fn a_load_that_waits_for_too_long_is_rejected_and_the_next_one_waits_again() {
     let mut load = Box::pin(model.acquire());
     assert!(poll(&mut load).is_pending());
     for seconds in 1..=3 {
-        admission.tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
+        admission.state().tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
     }
     let Poll::Ready(Err(error)) = poll(&mut load) else { panic!("its time is over") };
-    assert!(matches!(error, AcquireError::Rejected { .. }), "{error:?}");
+    assert!(matches!(error, ResourceError::Rejected { .. }), "{error:?}");
     assert_eq!((model.stats().loads_refused_total, model.stats().waiting), (1, 0));
     let mut again = Box::pin(model.acquire());
     assert!(poll(&mut again).is_pending());
@@ -152,20 +151,20 @@ fn all_that_wait_for_a_load_without_room_are_rejected_together() {
     let admission = timed();
     let all = admission.try_admit(mib(100)).expect("fits");
     let model = model(&admission);
-    let mut loads: Vec<Load> = (0..3).map(|_| Box::pin(model.acquire())).collect();
+    let mut loads: Vec<_> = (0..3).map(|_| Box::pin(model.acquire())).collect();
     assert!(loads.iter_mut().all(|load| poll(load).is_pending()));
     let user = model.clone();
     let thread = thread::spawn(move || user.acquire_blocking().map(|value| *value));
     until("the thread waits as well", || model.stats().waiting == 4);
     for seconds in 1..=3 {
-        admission.tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
+        admission.state().tend_queue(Moment::after_origin(Duration::from_secs(seconds)));
     }
     for load in &mut loads {
         let found = poll(load);
-        assert!(matches!(found, Poll::Ready(Err(AcquireError::Rejected { .. }))), "{found:?}");
+        assert!(matches!(found, Poll::Ready(Err(ResourceError::Rejected { .. }))), "{found:?}");
     }
     let found = thread.join().expect("no panic");
-    assert!(matches!(found, Err(AcquireError::Rejected { .. })), "{found:?}");
+    assert!(matches!(found, Err(ResourceError::Rejected { .. })), "{found:?}");
     assert_eq!((model.stats().loads_refused_total, model.stats().waiting), (1, 0));
     let mut later = Box::pin(model.acquire());
     assert!(poll(&mut later).is_pending());
@@ -178,7 +177,7 @@ fn one_of_many_waits_in_the_queue_and_another_takes_over_when_it_leaves() {
     let admission = timed();
     let all = admission.try_admit(mib(100)).expect("fits");
     let model = model(&admission);
-    let mut loads: Vec<Load> = (0..5).map(|_| Box::pin(model.acquire())).collect();
+    let mut loads: Vec<_> = (0..5).map(|_| Box::pin(model.acquire())).collect();
     for load in &mut loads {
         assert!(poll(load).is_pending());
     }
@@ -206,7 +205,7 @@ fn closing_a_resource_ends_a_load_that_waits_for_room() {
     assert!(poll(&mut load).is_pending());
     assert_eq!(model.close(Duration::ZERO), Ok(()), "nothing is loaded, and nothing is waited for");
     let Poll::Ready(Err(error)) = poll(&mut load) else { panic!("it is closed") };
-    assert!(matches!(error, AcquireError::Closed { .. }), "{error:?}");
+    assert!(matches!(error, ResourceError::Closed { .. }), "{error:?}");
     drop(load);
     assert_eq!((admission.stats().waiting, model.stats().waiting), (0, 0));
 }
@@ -220,7 +219,7 @@ fn shutting_down_ends_a_load_that_waits_for_room() {
     assert!(poll(&mut load).is_pending());
     admission.close();
     let Poll::Ready(Err(error)) = poll(&mut load) else { panic!("it is shut down") };
-    assert!(matches!(error, AcquireError::Rejected { .. }), "{error:?}");
+    assert!(matches!(error, ResourceError::Rejected { .. }), "{error:?}");
     until("it has left the queue", || admission.stats().waiting == 0);
 }
 
@@ -230,7 +229,7 @@ fn without_a_control_loop_or_with_too_large_a_cost_a_load_is_rejected_at_once() 
     let _all = untimed.try_admit(mib(100)).expect("fits");
     assert!(matches!(poll(&mut Box::pin(model(&untimed).acquire())), Poll::Ready(Err(_))));
     let small = Admission::with_limit(ByteSize::mib(50));
-    small.tend_queue(Moment::ORIGIN);
+    small.state().tend_queue(Moment::ORIGIN);
     assert!(matches!(poll(&mut Box::pin(model(&small).acquire())), Poll::Ready(Err(_))));
     assert_eq!(small.ledger(Budget::Host).reserved(), ByteSize::ZERO);
 }

@@ -9,7 +9,7 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use lowtide_admission::clock::Clock as _;
-use lowtide_admission::{Cost, LoadError, LoadScope};
+use lowtide_admission::{Cost, LoadScope};
 use lowtide_core::sync::lock;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -75,9 +75,8 @@ impl Drop for Model {
 pub(crate) struct Holds(pub(crate) Cost);
 
 impl LoadScope for Holds {
-    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
+    fn load(&self, load: &mut dyn FnMut() -> bool) {
         load();
-        Ok(())
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {

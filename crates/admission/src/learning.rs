@@ -1,5 +1,9 @@
-//! The need of a route: the bytes that its requests held for each estimated byte, and how much
-//! that varies.
+//! Learns the need of requests from the memory that earlier requests of their route held.
+//!
+//! The caller identifies a route by a number and measures the requests. [`RouteNeeds`] turns measured
+//! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known, and
+//! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
+//! controller use it.
 //!
 //! Lengths vary within a route, but the memory for each byte varies little. So the need is a ratio,
 //! recorded by route and size. Requests of a size that is not known yet start from the last ratio
@@ -20,18 +24,15 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
+use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
-use crate::size_class::SizeClass;
+use crate::tally::SizeClass;
 use crate::usage::KeptUsage;
-
-use super::routes::{ROUTES_MAX, Record, Routes};
-use super::slow_start::TooManyRunning;
-use super::trial::{Trial, Trials};
 
 /// The number of requests in an average. An estimate: few enough to follow a change, and enough to
 /// measure a deviation.
@@ -63,16 +64,16 @@ pub struct Kind {
 pub struct Needs(Mutex<Known>);
 
 struct Known {
-    routes: Routes<u64, Need>,
+    routes: Routes<u64, RouteNeed>,
     /// The last known ratio of each route, for requests of any size.
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
 impl Default for Known {
     fn default() -> Self {
-        let mut rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
+        let mut rest = RouteNeed::new(Arc::default(), LESSONS_UNDECLARED);
         rest.usage = KeptUsage::of_any_route();
-        Self { routes: Routes::new(rest), families: BTreeMap::new() }
+        Self { routes: Routes::new(rest, RouteNeed::has_learned), families: BTreeMap::new() }
     }
 }
 
@@ -100,7 +101,7 @@ impl Needs {
         let Known { routes, families } = &mut *lock(&self.0);
         let need = routes.of(key, || {
             let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-            Need::new(Known::family(families, family), lessons)
+            RouteNeed::new(Known::family(families, family), lessons)
         });
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
@@ -134,7 +135,7 @@ impl Room {
 }
 
 /// The record of the requests of one kind.
-struct Need {
+struct RouteNeed {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
     /// The highest ratio of a running request before the first has ended, as the bits of an `f64`.
@@ -146,7 +147,7 @@ struct Need {
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
     average: Mutex<Average>,
-    trials: Trials,
+    trials: SlowStart,
     lessons_min: u32,
     usage: KeptUsage,
 }
@@ -171,12 +172,12 @@ impl Average {
 
 /// Bytes held for each estimated byte.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Ratio {
+struct NeedRatio {
     mean: f64,
     deviation: f64,
 }
 
-impl Ratio {
+impl NeedRatio {
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are enough")]
     fn pack(self) -> u64 {
         let bits = |value: f64| u64::from((value as f32).to_bits());
@@ -209,7 +210,7 @@ impl Ratio {
     }
 }
 
-impl Need {
+impl RouteNeed {
     fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
         Self {
             seen: AtomicU64::new(0),
@@ -217,17 +218,21 @@ impl Need {
             family,
             is_known: AtomicBool::new(false),
             average: Mutex::default(),
-            trials: Trials::new(lessons_min),
+            trials: SlowStart::new(lessons_min),
             lessons_min,
             usage: KeptUsage::of_one_route(),
         }
+    }
+
+    fn has_learned(&self) -> bool {
+        lock(&self.average).lessons > 0
     }
 
     fn learn(&self, ratio: f64) {
         let mut average = lock(&self.average);
         average.add(ratio);
         let Average { lessons, mean, variance } = *average;
-        let seen = Ratio { mean, deviation: variance.max(0.0).sqrt() }.pack();
+        let seen = NeedRatio { mean, deviation: variance.max(0.0).sqrt() }.pack();
         self.seen.store(seen, Ordering::Relaxed);
         if lessons >= self.lessons_min {
             self.family.store(seen, Ordering::Relaxed);
@@ -236,16 +241,10 @@ impl Need {
     }
 }
 
-impl Record for Need {
-    fn has_learned(&self) -> bool {
-        lock(&self.average).lessons > 0
-    }
-}
-
 /// The need of a request with an estimate, and the recipient of its measured memory.
 #[derive(Clone)]
 pub struct Compared {
-    need: Arc<Need>,
+    need: Arc<RouteNeed>,
     /// The caller's estimate, and the value by which the held memory is divided.
     estimate: ByteSize,
     compared: ByteSize,
@@ -290,20 +289,20 @@ impl Compared {
             return claim;
         }
         let mean = f64::from_bits(self.need.running.load(Ordering::Relaxed));
-        claim.max(Ratio { mean, deviation: 0.0 }.limited(self.compared, room))
+        claim.max(NeedRatio { mean, deviation: 0.0 }.limited(self.compared, room))
     }
 
     /// Returns the reservation by the measured need, without the running requests.
     #[inline]
     fn measured(&self, room: Room) -> ByteSize {
-        let of = |ratio: Ratio| ratio.limited(self.compared, room);
-        let Need { seen, family, is_known, .. } = &*self.need;
-        let ratio = |of: &AtomicU64| Ratio::unpack(of.load(Ordering::Relaxed));
+        let of = |ratio: NeedRatio| ratio.limited(self.compared, room);
+        let RouteNeed { seen, family, is_known, .. } = &*self.need;
+        let ratio = |of: &AtomicU64| NeedRatio::unpack(of.load(Ordering::Relaxed));
         let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
         if !is_known.load(Ordering::Acquire) {
             // The first requests may raise the claim, but do not prove a small need.
             let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
-            let unknown = || of(Ratio { mean: unknown, deviation: 0.0 }).max(self.estimate);
+            let unknown = || of(NeedRatio { mean: unknown, deviation: 0.0 }).max(self.estimate);
             claim = claim.max(ratio(family).map_or_else(unknown, of));
         }
         if self.is_minimum { claim.max(self.estimate) } else { claim }
@@ -317,18 +316,304 @@ impl Compared {
     /// Returns the most that one request is expected to hold: the mean, and the margin of a request
     /// that runs alone.
     pub fn expected(&self) -> ByteSize {
-        let seen = Ratio::unpack(self.need.seen.load(Ordering::Relaxed));
+        let seen = NeedRatio::unpack(self.need.seen.load(Ordering::Relaxed));
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
     }
 
     /// Admits the request if the need of its route is known or few requests run.
+    ///
+    /// # Errors
+    /// [`TooManyRunning`] otherwise.
     #[inline]
     pub fn enter(
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<Trial>>, TooManyRunning> {
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
         self.need.trials.enter(self.estimate, room, clock)
+    }
+}
+
+// The records of a bounded number of routes.
+//
+// Invariant: at most [`ROUTES_MAX`] records and one for all other routes.
+/// The maximum number of routes that are recorded separately; later ones share one estimate.
+pub const ROUTES_MAX: usize = 256;
+
+/// A route can be replaced if none of the last requests, this many, used it. An estimate: 64 for
+/// each route.
+const UNUSED: u64 = 64 * ROUTES_MAX as u64;
+
+/// At most [`ROUTES_MAX`] routes, and one for all others.
+pub struct Routes<K, R> {
+    known: BTreeMap<K, KnownRoute<R>>,
+    rest: Arc<R>,
+    has_learned: fn(&R) -> bool,
+    /// The number of requests so far.
+    requests: u64,
+}
+
+struct KnownRoute<R> {
+    record: Arc<R>,
+    /// The number of its last request.
+    used: u64,
+}
+
+impl<K: Ord, R> Routes<K, R> {
+    /// Creates an empty set. `rest` is the record of all routes beyond its bound; `has_learned`
+    /// returns `true` if a record contains a measurement.
+    pub fn new(rest: R, has_learned: fn(&R) -> bool) -> Self {
+        Self { known: BTreeMap::new(), rest: Arc::new(rest), has_learned, requests: 0 }
+    }
+
+    /// Returns the record of a key, for a request.
+    pub fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
+        self.requests += 1;
+        let now = self.requests;
+        if let Some(route) = self.known.get_mut(&key) {
+            route.used = now;
+            return Arc::clone(&route.record);
+        }
+        self.add(key, create)
+    }
+
+    /// Adds a route if there is room for it.
+    #[cold]
+    fn add(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
+        let now = self.requests;
+        if self.known.len() >= ROUTES_MAX {
+            // Clients choose paths: routes without a running request are removed if they have no
+            // measurement or are not used any more.
+            self.known.retain(|_, KnownRoute { record, used }| {
+                let is_of_use = || now - *used < UNUSED && (self.has_learned)(record);
+                Arc::strong_count(record) > 1 || is_of_use()
+            });
+        }
+        if self.known.len() >= ROUTES_MAX {
+            return Arc::clone(&self.rest);
+        }
+        let route = Arc::new(create());
+        self.known.insert(key, KnownRoute { record: Arc::clone(&route), used: now });
+        route
+    }
+}
+
+impl<K, R> fmt::Debug for Routes<K, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Routes").field("known", &self.known.len()).finish_non_exhaustive()
+    }
+}
+
+// Limits the concurrent requests of a route while their need is unknown.
+//
+// At first as many run as fit if each needs [`EXPANSION`] times its estimate, but at least one.
+// Each success raises the limit by as many again, so the limit at least doubles in each generation.
+//
+// Time raises the limit too, so that a route with long requests does not wait for their end: it
+// doubles with each [`STEP`] in which requests ran without a break. Time counts from when a body
+// has arrived, since a request holds less than it will while its body arrives. It starts again
+// when a request grows beyond its claim. It does not count while a request is polled, since the
+// memory of a poll is measured when the poll ends. If no body arrives, a step takes [`ARRIVING`]
+// times as long; so a client that sends nothing cannot block a route forever.
+//
+// Invariants: while it is active, `running <= limit` after each entry; it ends after a given number
+// of successes, and does not limit requests from [`STEPS`] steps on until none runs.
+/// The multiple of its estimate that a request of an unknown route may need, in addition to the
+/// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
+/// default estimate is twice the length.
+const EXPANSION: u64 = 64;
+/// If at least this many requests may run at first, they are not limited.
+const MANY: u32 = 64;
+/// The time in which the limit doubles.
+const STEP: Duration = Duration::from_millis(125);
+/// The number of steps after which the limit is lifted.
+const STEPS: u32 = 8;
+/// The time after which the limit is lifted, counted from when a body has arrived.
+pub const LASTS: Duration = Duration::from_secs(1);
+/// How many times longer a step takes while no body has arrived: 64 s until the limit is lifted.
+const ARRIVING: u32 = 64;
+
+const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
+
+/// The requests of one route.
+#[derive(Debug)]
+pub(super) struct SlowStartState {
+    running: u32,
+    /// The number of polls, and of other pieces of work, that run now.
+    working: u32,
+    succeeded: u32,
+    /// The number of successes after which the need is known.
+    successes: u32,
+    /// The time since which requests have run without a break.
+    since: Option<Moment>,
+    /// The time from which steps count: a body arrived, or after that a request grew.
+    arrived: Option<Moment>,
+    /// The time at which the last request left, if it had run for [`LASTS`] and failed.
+    failed: Option<Moment>,
+}
+
+/// Too many requests run already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooManyRunning(pub u32);
+
+impl SlowStartState {
+    /// Creates one that ends after so many successes.
+    pub(super) const fn new(successes: u32) -> Self {
+        let (since, arrived, failed) = (None, None, None);
+        Self { running: 0, working: 0, succeeded: 0, successes, since, arrived, failed }
+    }
+
+    /// Returns the number of requests with this estimate that may run at first in this room; `None`
+    /// if that is [`MANY`] or more.
+    #[inline]
+    pub(super) fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
+        let each = estimate.get().saturating_mul(EXPANSION);
+        let fit = room.get().checked_div(each)?;
+        let first = u32::try_from(fit).unwrap_or(MANY).max(1);
+        (first < MANY).then_some(first)
+    }
+
+    /// Returns `true` if the need is known.
+    pub(super) const fn is_over(&self) -> bool {
+        self.succeeded >= self.successes
+    }
+
+    /// Lets one more request run if the limit allows it. `first` is the limit at the start.
+    /// [`SlowStartState::leave`] ends the request.
+    pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
+        // A client that reconnects at once after each failure makes no break.
+        let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
+        if is_break && self.running == 0 {
+            self.since = None;
+        }
+        let since = *self.since.get_or_insert(now);
+        let steps = self.arrived.map_or(0, |at| steps(now, at, STEP));
+        let steps = steps.max(self::steps(now, since, STEP * ARRIVING));
+        let steps = if self.working > 0 { 0 } else { steps };
+        let limit = first.saturating_mul((1 + self.succeeded).max(1 << steps));
+        if !self.is_over() && steps < STEPS && self.running >= limit {
+            return Err(TooManyRunning(self.running));
+        }
+        self.running += 1;
+        Ok(())
+    }
+
+    /// Records that the body of a request has arrived.
+    pub(super) fn arrive(&mut self, now: Moment) {
+        self.arrived.get_or_insert(now);
+    }
+
+    /// Begins work of a request.
+    pub(super) fn begin_work(&mut self) {
+        self.working += 1;
+    }
+
+    /// Ends work of a request. `grew` is `true` if the request grew beyond its claim by it.
+    pub(super) fn end_work(&mut self, grew: bool, now: Moment) {
+        self.working = self.working.saturating_sub(1);
+        if grew && let Some(arrived) = &mut self.arrived {
+            *arrived = now;
+        }
+    }
+
+    /// Ends a request that entered at that time.
+    pub(super) fn leave(&mut self, succeeded: bool, entered: Moment, now: Moment) {
+        self.running = self.running.saturating_sub(1);
+        self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
+        if self.running == 0 {
+            self.arrived = None;
+            self.failed = (!succeeded && now - entered >= LASTS).then_some(now);
+            self.since = self.since.filter(|_| self.failed.is_some());
+        }
+    }
+}
+
+/// Returns the number of steps from `since` to `now`, at most [`STEPS`].
+fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
+    let steps = (now - since).as_millis() / step.as_millis();
+    u32::try_from(steps).unwrap_or(STEPS).min(STEPS)
+}
+
+/// The slow start of a route.
+#[derive(Clone, Debug)]
+pub struct SlowStart(Arc<Mutex<SlowStartState>>);
+
+/// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
+/// have one.
+pub struct SlowStartPermit {
+    trials: SlowStart,
+    clock: Arc<dyn Clock>,
+    entered: Moment,
+    /// `true` if its handler succeeded.
+    pub succeeded: bool,
+}
+
+impl SlowStart {
+    /// Creates one that ends after so many successes.
+    pub fn new(successes: u32) -> Self {
+        Self(Arc::new(Mutex::new(SlowStartState::new(successes))))
+    }
+
+    /// Admits a request with this estimate if the need of the route is known or few requests run.
+    /// Reads the time only if needed.
+    ///
+    /// # Errors
+    /// [`TooManyRunning`] otherwise.
+    #[inline]
+    pub fn enter(
+        &self,
+        estimate: ByteSize,
+        room: ByteSize,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
+        SlowStartState::first(estimate, room)
+            .map_or(Ok(None), |first| self.enter_limited(first, clock))
+    }
+
+    fn enter_limited(
+        &self,
+        first: u32,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
+        let mut slow_start = lock(&self.0);
+        if slow_start.is_over() {
+            return Ok(None);
+        }
+        let entered = clock.now();
+        slow_start.enter(first, entered)?;
+        let (trials, clock) = (self.clone(), Arc::clone(clock));
+        Ok(Some(Box::new(SlowStartPermit { trials, clock, entered, succeeded: false })))
+    }
+}
+
+impl SlowStartPermit {
+    /// Records that its body has arrived.
+    pub fn arrived(&self) {
+        lock(&self.trials.0).arrive(self.clock.now());
+    }
+
+    /// Records that it begins a piece of work.
+    pub fn begins_work(&self) {
+        lock(&self.trials.0).begin_work();
+    }
+
+    /// Records that it ends a piece of work, and if it grew beyond its claim by it.
+    pub fn ends_work(&self, grew: bool) {
+        lock(&self.trials.0).end_work(grew, self.clock.now());
+    }
+}
+
+impl Drop for SlowStartPermit {
+    fn drop(&mut self) {
+        lock(&self.trials.0).leave(self.succeeded, self.entered, self.clock.now());
+    }
+}
+
+impl fmt::Debug for SlowStartPermit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlowStartPermit")
+            .field("succeeded", &self.succeeded)
+            .finish_non_exhaustive()
     }
 }
 
@@ -490,5 +775,129 @@ mod tests {
                 assert!(trusted.claim(ROOM) >= estimate);
             }
         }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod slow_start_tests {
+    use super::*;
+
+    /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
+    fn fill(route: &mut SlowStartState, now: Moment) -> u32 {
+        let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
+        u32::try_from(entered).expect("at most 1000")
+    }
+
+    #[test]
+    fn twice_as_many_run_in_each_generation_until_the_need_is_known() {
+        let mut route = SlowStartState::new(8);
+        let now = Moment::ORIGIN;
+        for generation in [1, 2, 4] {
+            assert_eq!(fill(&mut route, now), generation);
+            assert_eq!(route.enter(1, now), Err(TooManyRunning(generation)));
+            assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
+            leave(&mut route, false);
+            (0..generation).for_each(|_| leave(&mut route, true));
+        }
+        assert!(!route.is_over());
+        assert_eq!(fill(&mut route, now), 8);
+        leave(&mut route, true);
+        assert!(route.is_over());
+        assert_eq!(fill(&mut route, now), 1000);
+    }
+
+    /// Ends one that has just begun.
+    fn leave(route: &mut SlowStartState, succeeded: bool) {
+        route.leave(succeeded, Moment::ORIGIN, Moment::ORIGIN);
+    }
+
+    /// The bug: a client that declared a body, sent none, left after some seconds and reconnected
+    /// at once blocked all others forever.
+    #[test]
+    fn one_client_that_sends_nothing_again_and_again_holds_up_a_route_for_a_minute() {
+        let mut route = SlowStartState::new(8);
+        let mut now = Moment::ORIGIN;
+        let mut waited = 0;
+        while route.enter(1, now) == Ok(()) && route.enter(1, now).is_err() {
+            let entered = now;
+            now = now + 7 * LASTS;
+            waited += 7;
+            route.leave(false, entered, now);
+            now = now + STEP / 2;
+            assert!(waited < 100, "{waited} s");
+        }
+        assert_eq!(waited, 14, "two may run after eight seconds");
+        let mut route = SlowStartState::new(8);
+        for second in 0..20 {
+            let now = Moment::ORIGIN + second * LASTS;
+            assert_eq!(route.enter(1, now), Ok(()));
+            assert_eq!(route.enter(1, now), Err(TooManyRunning(1)), "a break, or a quick failure");
+            route.leave(false, now, now + LASTS / 2);
+        }
+    }
+
+    #[test]
+    fn as_many_run_at_first_as_fit_if_each_needs_64_times_its_estimate() {
+        let first = |mib: u64, room: u64| {
+            SlowStartState::first(ByteSize::mib(mib), ByteSize::mib(64 * room))
+        };
+        assert_eq!([first(10, 9), first(10, 19), first(10, 20)], [Some(1), Some(1), Some(2)]);
+        assert_eq!([first(10, 0), first(1, 63), first(1, 64)], [Some(1), Some(63), None]);
+        let first = SlowStartState::first(ByteSize::ZERO, ByteSize::ZERO);
+        assert_eq!(first, None, "no bytes always fit");
+        assert_eq!(SlowStartState::first(ByteSize::MAX, ByteSize::MAX), Some(1));
+    }
+
+    #[test]
+    fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
+        let mut route = SlowStartState::new(8);
+        let mut running = 0;
+        route.arrive(Moment::ORIGIN);
+        for step in 0..STEPS {
+            running += fill(&mut route, Moment::ORIGIN + STEP * step);
+            assert_eq!(running, 1 << step);
+        }
+        assert_eq!(fill(&mut route, Moment::ORIGIN + LASTS), 1000);
+    }
+
+    /// The bug: a parser that worked on one body for longer than a step let a second one in, and
+    /// both together needed more than the limit.
+    #[test]
+    fn time_does_not_count_while_one_works_or_grows() {
+        let mut route = SlowStartState::new(8);
+        assert_eq!(fill(&mut route, Moment::ORIGIN), 1);
+        route.arrive(Moment::ORIGIN);
+        route.begin_work();
+        let second = Moment::ORIGIN + LASTS;
+        assert_eq!(fill(&mut route, second), 0, "it works");
+        route.end_work(true, second);
+        assert_eq!(fill(&mut route, second), 0, "it has grown");
+        route.begin_work();
+        route.end_work(false, second + STEP);
+        assert_eq!(fill(&mut route, second + STEP), 1);
+    }
+
+    /// Requests whose bodies took seconds to arrive were all admitted after one second, when they
+    /// held little, and the kernel killed the service.
+    #[test]
+    fn bodies_that_still_arrive_lift_no_limit_for_a_minute() {
+        let mut route = SlowStartState::new(8);
+        for second in 0..8 {
+            let now = Moment::ORIGIN + LASTS * second;
+            assert_eq!(fill(&mut route, now), u32::from(second == 0), "{second}");
+        }
+        assert_eq!(fill(&mut route, Moment::ORIGIN + STEP * ARRIVING), 1);
+        assert_eq!(fill(&mut route, Moment::ORIGIN + LASTS * ARRIVING), 1000);
+    }
+
+    #[test]
+    fn requests_that_ended_without_an_answer_teach_nothing_and_latch_nothing() {
+        let mut route = SlowStartState::new(8);
+        for round in 0..100 {
+            let now = Moment::ORIGIN + LASTS * round;
+            assert_eq!(fill(&mut route, now), 1, "{round}");
+            leave(&mut route, false);
+        }
+        assert!(!route.is_over());
     }
 }

@@ -1,34 +1,35 @@
-//! The state shared by the handles of an admission and its permits: ledgers, level and counts.
+//! The state shared by the handles of an admission and its permits: ledgers, level and counts. A
+//! layer that measures requests uses it directly.
 //!
 //! A permit has to keep it alive, and a reference count would cost two atomic operations for each
-//! request, as many as the reservation itself. So a desk is never freed: after its last handle and
-//! its last permit have been dropped, the next admission reuses it. There are as many desks as
+//! request, as many as the reservation itself. So a state is never freed: after its last handle and
+//! its last permit have been dropped, the next admission reuses it. There are as many of them as
 //! there were admissions at once.
 //!
-//! Invariant: at most one admission owns a desk. A permit that outlives the handles finds the desk
-//! as they left it.
+//! Invariant: at most one admission owns a state. A permit that outlives the handles finds the
+//! state as they left it.
 
 use std::fmt;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::task::Waker;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 
-use super::cost::{Budget, Cost, Priority};
-use super::eviction::{Eviction, Evictor, Hint, RequestLabel};
-use super::large::LargeRequests;
-use super::ledger::{Ledger, Reservation, Shortfall, Standing};
-use super::level_watches::LevelWatches;
-use super::permit::Permit;
+use super::correction::K_START;
+use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
+use super::eviction::{Eviction, Evictor, RetryHint};
+use super::large::{LargeRequest, LargeRequests, RequestMemory};
+use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
+use super::permit::{Permit, Waiting};
 use super::pressure::Level;
-use super::rejected::{RejectReason, Rejected};
-use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally, used};
-use super::unused::UnusedPages;
-use super::usage::Usages;
-use super::waiting::{Lack, PassError, WaitId, WaitQueue};
+use super::tally::{BudgetCounts, RequestCounts, STRIPES, Shard, ShardId, used};
+use super::unused::PurgeablePages;
+use super::usage::{NameSource, RouteUsage, TenantUsage, Usage, Usages};
+use super::waiting::{PassError, WaitId, WaitQueue, WaitReason, WaitTerms};
 
 /// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
@@ -42,12 +43,14 @@ const KNOWN_MAX: Duration = Duration::from_secs(24 * 3600);
 const WOKEN_OTHERS: usize = 4;
 const WOKEN_OTHERS_TICK: usize = 16;
 
-/// Desks whose admissions are gone.
-static LEFT: Mutex<Vec<&'static Desk>> = Mutex::new(Vec::new());
+/// The states whose admissions are gone.
+static LEFT: Mutex<Vec<&'static AdmissionState>> = Mutex::new(Vec::new());
 
-/// The shared state of one admission.
+/// The state of one admission, which its handles and permits share
+/// ([`Admission::state`](super::Admission::state), [`Permit::state`]). For a layer that measures
+/// requests, suspends and cancels them.
 #[derive(Default)]
-pub(super) struct Desk {
+pub struct AdmissionState {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
     pub(super) level: AtomicU8,
@@ -62,7 +65,7 @@ pub(super) struct Desk {
     pub(super) large: LargeRequests,
     pub(super) usages: Usages,
     pub(super) queue: WaitQueue,
-    pub(super) unused: UnusedPages,
+    pub(super) unused: PurgeablePages,
     /// Wakes the control loop.
     bell: RwLock<Option<Arc<Bell>>>,
     /// `true` if the next tick is further away than while requests wait.
@@ -72,7 +75,7 @@ pub(super) struct Desk {
     lacked: AtomicU64,
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
-    tallies: [Tally; STRIPES],
+    tallies: [Shard; STRIPES],
     /// How often a request was rejected that another instance may serve, since the start.
     pub(super) sheds: AtomicU64,
     /// The ticks of the control loop.
@@ -83,9 +86,9 @@ pub(super) struct Desk {
     evictor: RwLock<Option<Arc<Evictor>>>,
 }
 
-impl fmt::Debug for Desk {
+impl fmt::Debug for AdmissionState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Desk")
+        f.debug_struct("AdmissionState")
             .field("level", &self.level())
             .field("host", &self.host.reserved_bytes())
             .field("device", &self.device.reserved_bytes())
@@ -94,66 +97,67 @@ impl fmt::Debug for Desk {
 }
 
 /// The result of a load's reservation that was not rejected.
-pub(super) enum Stood {
+pub(super) enum ResourceReservation {
     /// Its bytes are reserved.
     Booked(Permit),
     /// Its bytes will be reserved when the claimed resources are unloaded.
     Evicting(Eviction),
 }
 
-impl Desk {
-    /// Returns an unused desk, with this account of host memory.
-    pub(super) fn take(host: &Ledger) -> &'static Self {
-        let desk = Self::left().unwrap_or_else(|| Box::leak(Box::default()));
-        desk.host.begin(host);
-        desk.device.begin(&Ledger::new());
-        desk.level.store(Level::None.as_u8(), Ordering::Relaxed);
-        desk.closed.store(false, Ordering::Release);
-        desk.unowned.store(0, Ordering::Relaxed);
-        desk.is_device_lost.store(false, Ordering::Relaxed);
-        desk.set_evictor(None);
-        desk.has_reclaimers.store(false, Ordering::Relaxed);
-        desk.unified.store(false, Ordering::Relaxed);
-        desk.large.begin();
-        desk.usages.begin();
-        desk.queue.begin();
-        desk.unused.begin();
-        desk.set_bell(None);
-        desk.is_slow.store(false, Ordering::Relaxed);
-        desk.lacked.store(u64::MAX, Ordering::Relaxed);
-        desk.suspensions.store(0, Ordering::Relaxed);
-        desk.sheds.store(0, Ordering::Relaxed);
-        for tally in &desk.tallies {
+impl AdmissionState {
+    /// Returns an unused state, with this ceiling and correction factor of host memory.
+    pub(super) fn take(ceiling: ByteSize, correction_factor: f64) -> &'static Self {
+        let state = Self::left().unwrap_or_else(|| Box::leak(Box::default()));
+        state.host.begin(ceiling, correction_factor);
+        state.device.begin(ByteSize::MAX, K_START);
+        state.level.store(Level::None.as_u8(), Ordering::Relaxed);
+        state.closed.store(false, Ordering::Release);
+        state.unowned.store(0, Ordering::Relaxed);
+        state.is_device_lost.store(false, Ordering::Relaxed);
+        state.set_evictor(None);
+        state.has_reclaimers.store(false, Ordering::Relaxed);
+        state.unified.store(false, Ordering::Relaxed);
+        state.large.begin();
+        state.usages.begin();
+        state.queue.begin();
+        state.unused.begin();
+        state.set_bell(None);
+        state.is_slow.store(false, Ordering::Relaxed);
+        state.lacked.store(u64::MAX, Ordering::Relaxed);
+        state.suspensions.store(0, Ordering::Relaxed);
+        state.sheds.store(0, Ordering::Relaxed);
+        for tally in &state.tallies {
             tally.begin();
         }
-        desk
+        state
     }
 
-    /// Returns a desk whose admission and permits are all gone.
+    /// Returns a state whose admission and permits are all gone.
     fn left() -> Option<&'static Self> {
         // Tried, not waited for: a process forked in the meantime would wait forever.
         let mut left = LEFT.try_lock().ok()?;
-        let at = left.iter().position(|desk| desk.counts().held() == 0)?;
+        let at = left.iter().position(|state| state.counts().held() == 0)?;
         Some(left.swap_remove(at))
     }
 
-    /// Returns the desk when its last handle is dropped.
+    /// Returns the state when its last handle is dropped.
     pub(super) fn leave(&'static self) {
         self.set_evictor(None);
         if cfg!(lowtide_loom) {
             // Its atomics belong to one run of a model.
             return;
         }
-        // Tried, as above. If another admission takes or returns a desk at this moment, the desk is
+        // Tried, as above. If another admission takes or returns a state at this moment, the state is
         // leaked.
         if let Ok(mut left) = LEFT.try_lock() {
             left.push(self);
         }
     }
 
-    /// Returns a cost by the existing budgets. With one budget for host and device, all of it is
-    /// the host's.
-    pub(super) fn by_budget(&self, cost: Cost) -> Cost {
+    /// Returns a cost as it is reserved. With one budget for host and device, all of it is the
+    /// host's.
+    #[must_use]
+    pub fn by_budget(&self, cost: Cost) -> Cost {
         // Most requests need no device memory.
         if cost.device.is_zero() || !self.unified.load(Ordering::Relaxed) {
             return cost;
@@ -170,24 +174,28 @@ impl Desk {
         }
     }
 
-    /// Admits a request that does not wait. A rejection is not counted.
+    /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
+    /// counted, and a resource that is evicted for the request records its label.
+    ///
+    /// # Errors
+    /// [`Rejected`], with the numbers.
     #[inline]
-    pub(super) fn admit_uncounted(
+    pub fn try_admit_uncounted(
         &'static self,
         cost: Cost,
         priority: Priority,
-        label: RequestLabel<'_>,
+        label: Option<&dyn fmt::Display>,
     ) -> Result<Permit, Rejected> {
         let admitted = self.admit_at_once(cost, priority);
         admitted.map_or_else(|| self.try_admit(None, cost, priority, label), Ok)
     }
 
     /// Admits a request that needs no device memory, if nothing has to be considered except that it
-    /// fits. `None` only means that [`Desk::try_admit`] decides.
+    /// fits. `None` only means that [`AdmissionState::try_admit`] decides.
     #[inline]
     fn admit_at_once(&'static self, cost: Cost, priority: Priority) -> Option<Permit> {
         // Nothing is called that returns: no register has to be saved.
-        let place = Place::known()?;
+        let place = ShardId::known()?;
         let is_plain = cost.device.is_zero() && priority != Priority::Exempt && self.is_open();
         if !is_plain || self.unused.is_large(cost.host) || !self.host.try_book_plain(cost.host) {
             return None;
@@ -214,17 +222,17 @@ impl Desk {
         waits: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
-        label: RequestLabel<'_>,
+        label: Option<&dyn fmt::Display>,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let place = Place::here();
+        let place = ShardId::here();
         let tally = self.tally(place);
         let exempt = priority == Priority::Exempt;
         if exempt {
             let host = self.host.book_exempt(cost.host);
             let device = self.device.book_exempt(cost.device);
             tally.admit_exempt(place, host, device);
-            return Ok(Permit::request(self, Cost { host, device }, exempt));
+            return Ok(Permit::of_request(self, Cost { host, device }, exempt));
         }
         if self.sheds(priority) {
             return Err(self.shed(waits, place));
@@ -242,7 +250,7 @@ impl Desk {
             self.book_in_order(waits, cost, priority, place, label)?
         };
         tally.admit(place, booked.host, booked.device);
-        Ok(Permit::request(self, booked, exempt))
+        Ok(Permit::of_request(self, booked, exempt))
     }
 
     /// Reserves a cost in every budget, or in none.
@@ -250,8 +258,8 @@ impl Desk {
     fn book(
         &self,
         cost: Cost,
-        how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall> + Copy,
-    ) -> Result<Cost, (Budget, Shortfall)> {
+        how: impl Fn(&Ledger, ByteSize) -> Result<(), InsufficientBudget> + Copy,
+    ) -> Result<Cost, (Budget, InsufficientBudget)> {
         if self.unused.keeps_out(cost.host, self.host.unheld()) {
             self.hurry();
             return Err((Budget::Host, self.host.shortfall(cost.host)));
@@ -272,15 +280,15 @@ impl Desk {
         waits: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
-        place: Place,
-        label: RequestLabel<'_>,
+        place: ShardId,
+        label: Option<&dyn fmt::Display>,
     ) -> Result<Cost, Rejected> {
         let ceilings = [self.host.ceiling(), self.device.ceiling()];
         let book = || self.book(cost, Ledger::try_book_more);
         let passed = self.queue.pass(waits, cost, priority, ceilings, book);
         // One that was woken together with this one may have been blocked by it.
         if matches!(passed, Ok(_) | Err(PassError::Behind { has_aged: true })) {
-            self.released();
+            self.wake_waiting();
         }
         passed.map_err(|error| match error {
             PassError::Behind { .. } => self.comes_later(cost, place),
@@ -290,9 +298,9 @@ impl Desk {
 
     /// Returns the rejection of a request by its priority.
     #[cold]
-    fn shed(&self, waits: Option<&WaitId>, place: Place) -> Rejected {
+    fn shed(&self, waits: Option<&WaitId>, place: ShardId) -> Rejected {
         if let Some(waits) = waits {
-            self.queue.lacks(waits, Lack::Other);
+            self.queue.lacks(waits, WaitReason::Other);
         }
         self.away(place)
     }
@@ -303,29 +311,29 @@ impl Desk {
         &'static self,
         cost: Cost,
         budget: Budget,
-        short: Shortfall,
-        place: Place,
-        label: RequestLabel<'_>,
+        short: InsufficientBudget,
+        place: ShardId,
+        label: Option<&dyn fmt::Display>,
     ) -> Rejected {
         self.full(budget, short, place, || self.make_room(cost, label))
     }
 
     /// Returns the rejection of a request for which there is room that others wait for.
     #[cold]
-    fn comes_later(&self, cost: Cost, place: Place) -> Rejected {
-        self.full(Budget::Host, self.host.shortfall(cost.host), place, || Hint::Unknown)
+    fn comes_later(&self, cost: Cost, place: ShardId) -> Rejected {
+        self.full(Budget::Host, self.host.shortfall(cost.host), place, || RetryHint::Unknown)
     }
 
-    /// Wakes waiting requests that may fit, after a release of bytes.
+    /// Wakes the requests that may fit now, after a release of bytes. Runs code of their executors.
     #[inline]
-    pub(super) fn released(&self) {
-        self.wake_waiting(WOKEN_OTHERS);
+    pub fn wake_waiting(&self) {
+        self.wake_up_to(WOKEN_OTHERS);
     }
 
     /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. If there
     /// is no room for the first one, or for one that was rejected, it suspends the reservations of
-    /// requests that wait for their clients. Called at each tick of the control loop.
-    pub(super) fn tend_queue(&self, now: Moment) {
+    /// requests that wait for their clients. The control loop does this at each tick, by its clock.
+    pub fn tend_queue(&self, now: Moment) {
         self.ticks.fetch_add(1, Ordering::Relaxed);
         self.queue.expire(now);
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
@@ -335,14 +343,14 @@ impl Desk {
             let is_short = || self.host.room() < lacks && self.host.has_room_for_suspended();
             self.large.suspend_while(now, is_short);
         }
-        self.wake_waiting(WOKEN_OTHERS_TICK);
+        self.wake_up_to(WOKEN_OTHERS_TICK);
         if !self.queue.is_empty() {
             self.queue.wake_loads();
         }
     }
 
     #[inline]
-    fn wake_waiting(&self, others: usize) {
+    fn wake_up_to(&self, others: usize) {
         if !self.queue.is_empty() {
             self.wake(others);
         }
@@ -356,12 +364,12 @@ impl Desk {
     /// Releases the host memory of a request that ends and is not exempt.
     #[inline]
     pub(super) fn finish_host(&self, bytes: ByteSize) {
-        let Some(place) = Place::known().filter(|_| !self.unused.is_large(bytes)) else {
+        let Some(place) = ShardId::known().filter(|_| !self.unused.is_large(bytes)) else {
             return self.finish(Cost::host(bytes), false);
         };
         self.host.release(bytes);
         self.tally(place).finish(place);
-        self.released();
+        self.wake_waiting();
     }
 
     /// Releases the reservation of a request that ends.
@@ -372,40 +380,35 @@ impl Desk {
         }
         self.host.release(cost.host);
         self.device.release(cost.device);
-        let place = Place::here();
+        let place = ShardId::here();
         self.tally(place).finish(place);
-        self.released();
-    }
-
-    /// Reserves the bytes of a resource.
-    pub(super) fn stand(&self, cost: Cost) -> Result<(Standing, Standing), Rejected> {
-        self.stand_where(cost, || Hint::Unknown)
+        self.wake_waiting();
     }
 
     /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
     /// Reclaimers of the application are asked first if `asks` is set. Must not be called with the
     /// lock of a resource held.
-    pub(super) fn stand_or_evict(
+    pub(super) fn reserve_or_evict(
         &'static self,
         cost: Cost,
         asks: bool,
         resource: &Arc<str>,
-    ) -> Result<Stood, Rejected> {
+    ) -> Result<ResourceReservation, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
         let load = |evictor: Arc<Evictor>| evictor.for_load(self, cost, asks, resource);
         let evict = || match self.evictor().map(load) {
             Some(Ok(claimed)) => {
                 eviction = Some(claimed);
-                Hint::Unknown
+                RetryHint::Unknown
             }
-            Some(Err(Some(stays))) => Hint::Resident(stays),
-            Some(Err(None)) | None => Hint::Unknown,
+            Some(Err(Some(stays))) => RetryHint::Resident(stays),
+            Some(Err(None)) | None => RetryHint::Unknown,
         };
-        let stood = self.stand_where(cost, evict);
-        match (stood, eviction) {
-            (Ok((host, device)), _) => Ok(Stood::Booked(Permit::standing(self, host, device))),
-            (Err(_), Some(eviction)) => Ok(Stood::Evicting(eviction)),
+        let reserved = self.reserve_resource(cost, evict);
+        match (reserved, eviction) {
+            (Ok(permit), _) => Ok(ResourceReservation::Booked(permit)),
+            (Err(_), Some(eviction)) => Ok(ResourceReservation::Evicting(eviction)),
             (Err(Rejected::Full { budget, asked, .. }), None) if asked > self.loadable(budget) => {
                 Err(Rejected::TooLarge { budget, asked, ceiling: self.loadable(budget) })
             }
@@ -413,46 +416,49 @@ impl Desk {
         }
     }
 
-    /// Returns the most bytes that a resource may have: the ceiling less what the process holds
-    /// while nothing is reserved, unless reclaimers may release a part of that.
-    pub(super) fn loadable(&self, budget: Budget) -> ByteSize {
+    /// Returns the most bytes that a resource may have: one with a larger cost cannot be loaded,
+    /// even if no request runs and no other resource is loaded. It is the ceiling less what the
+    /// process holds while nothing is reserved, unless reclaimers may release a part of that.
+    #[must_use]
+    pub fn loadable(&self, budget: Budget) -> ByteSize {
         let ledger = self.ledger(budget);
         let reclaims = self.evictor().is_some_and(|evictor| evictor.has_reclaimers());
         if reclaims { ledger.ceiling() } else { ledger.loadable() }
     }
 
-    fn stand_where(
-        &self,
+    /// Reserves the bytes of a resource, or makes room for one that retries.
+    pub(super) fn reserve_resource(
+        &'static self,
         cost: Cost,
-        make_room: impl FnMut() -> Hint,
-    ) -> Result<(Standing, Standing), Rejected> {
+        make_room: impl FnMut() -> RetryHint,
+    ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let place = Place::here();
+        let place = ShardId::here();
         if self.sheds(Priority::Normal) {
             return Err(self.away(place));
         }
-        let host = match stand(&self.host, cost.host) {
+        let host = match reserve_resource(&self.host, cost.host) {
             Ok(host) => host,
             Err(short) => return Err(self.full(Budget::Host, short, place, make_room)),
         };
-        let device = match stand(&self.device, cost.device) {
+        let device = match reserve_resource(&self.device, cost.device) {
             Ok(device) => device,
             Err(short) => {
-                self.host.release_standing(host);
+                self.host.release_resource(host);
                 return Err(self.full(Budget::Device, short, place, make_room));
             }
         };
-        self.tally(place).stand(place);
-        Ok((host, device))
+        self.tally(place).reserve_resource(place);
+        Ok(Permit::resource(self, host, device))
     }
 
     /// Releases the reservation of a resource.
-    pub(super) fn unload(&self, host: Standing, device: Standing) {
-        self.host.release_standing(host);
-        self.device.release_standing(device);
-        let place = Place::here();
+    pub(super) fn unload(&self, host: ResourceHold, device: ResourceHold) {
+        self.host.release_resource(host);
+        self.device.release_resource(device);
+        let place = ShardId::here();
         self.tally(place).unload(place);
-        self.released();
+        self.wake_waiting();
     }
 
     /// Sets what makes room for requests and loads that do not fit.
@@ -481,10 +487,10 @@ impl Desk {
     }
 
     fn evictor(&self) -> Option<Arc<Evictor>> {
-        let stand = !self.host.resource_reservations().is_zero()
+        let has_any = !self.host.resource_reservations().is_zero()
             || !self.device.resource_reservations().is_zero()
             || self.has_reclaimers.load(Ordering::Relaxed);
-        self.evictor.try_read().ok().filter(|_| stand)?.clone()
+        self.evictor.try_read().ok().filter(|_| has_any)?.clone()
     }
 
     /// Returns `true` if a request of this cost would fit if `freed` bytes of resources were
@@ -495,9 +501,9 @@ impl Desk {
 
     /// Returns `true` if a resource of this cost would fit if `freed` bytes of resources were
     /// released.
-    pub(super) fn fits_standing(&self, cost: Cost, freed: Cost) -> bool {
-        self.host.fits_standing(cost.host, freed.host)
-            && self.device.fits_standing(cost.device, freed.device)
+    pub(super) fn fits_resource(&self, cost: Cost, freed: Cost) -> bool {
+        self.host.fits_resource(cost.host, freed.host)
+            && self.device.fits_resource(cost.device, freed.device)
     }
 
     /// Reserves what a resource needs beyond `freed` bytes that are being released.
@@ -516,7 +522,7 @@ impl Desk {
     pub(super) fn unreserve(&self, [host, device]: [Reservation; 2]) {
         self.host.unreserve(host);
         self.device.unreserve(device);
-        self.released();
+        self.wake_waiting();
     }
 
     /// Turns released resources and the additional reservation into the permit of a load.
@@ -527,16 +533,16 @@ impl Desk {
         cost: Cost,
     ) -> Permit {
         let (hosts, devices): (Vec<_>, Vec<_>) =
-            freed.into_iter().filter_map(Permit::into_standing).unzip();
+            freed.into_iter().filter_map(Permit::into_resource).unzip();
         let host = self.host.exchange(&hosts, host, cost.host);
         let device = self.device.exchange(&devices, device, cost.device);
-        let place = Place::here();
-        self.tally(place).stand(place);
+        let place = ShardId::here();
+        self.tally(place).reserve_resource(place);
         for _ in hosts {
             self.tally(place).unload(place);
         }
-        self.released();
-        Permit::standing(self, host, device)
+        self.wake_waiting();
+        Permit::resource(self, host, device)
     }
 
     /// Reserves more host memory for a request that holds `held`. Returns the bytes reserved.
@@ -546,7 +552,7 @@ impl Desk {
         bytes: ByteSize,
         exempt: bool,
     ) -> Result<ByteSize, Rejected> {
-        let place = Place::here();
+        let place = ShardId::here();
         let reserved = if exempt {
             self.host.book_exempt(bytes)
         } else {
@@ -566,7 +572,7 @@ impl Desk {
         bytes: ByteSize,
         priority: Priority,
     ) -> Result<ByteSize, Rejected> {
-        let place = Place::here();
+        let place = ShardId::here();
         let reserved = match priority {
             Priority::Exempt => self.host.book_exempt(bytes),
             Priority::High => self.book_more(held, bytes, place)?,
@@ -581,7 +587,7 @@ impl Desk {
         &self,
         bytes: ByteSize,
         priority: Priority,
-        place: Place,
+        place: ShardId,
     ) -> Result<ByteSize, Rejected> {
         if self.sheds(priority) {
             return Err(self.away(place));
@@ -593,7 +599,7 @@ impl Desk {
             self.book(Cost::host(bytes), Ledger::try_book)
         };
         let booked = booked
-            .map_err(|(budget, short)| self.no_room(budget, short, place, || Hint::Unknown))?;
+            .map_err(|(budget, short)| self.no_room(budget, short, place, || RetryHint::Unknown))?;
         Ok(booked.host)
     }
 
@@ -603,7 +609,7 @@ impl Desk {
         let has_room = self.host.has_room_for_suspended()
             && book(&self.host, bytes, Ledger::try_book_more).is_ok();
         if has_room {
-            let place = Place::here();
+            let place = ShardId::here();
             self.tally(place).grow(place, bytes);
         }
         has_room
@@ -617,7 +623,7 @@ impl Desk {
         bytes: ByteSize,
         priority: Priority,
     ) -> Result<ByteSize, Rejected> {
-        let place = Place::here();
+        let place = ShardId::here();
         let cost = Cost::host(bytes);
         let booked = self.book_in_order(waits, cost, priority, place, None)?;
         self.tally(place).grow(place, booked.host);
@@ -627,7 +633,7 @@ impl Desk {
     /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes
     /// reserved.
     pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
-        let place = Place::here();
+        let place = ShardId::here();
         let reserved = self.host.book_exempt(bytes);
         self.tally(place).grow(place, reserved);
         reserved
@@ -635,14 +641,15 @@ impl Desk {
 
     /// Returns `true` if the host's ledger has no room for other requests. A level would count
     /// memory that the next purge releases.
-    pub(super) fn is_short(&self) -> bool {
+    #[must_use]
+    pub fn is_short(&self) -> bool {
         self.host.reserved() > self.host.allowance()
     }
 
-    /// Counts a running request that is cancelled.
+    /// Counts a running request as cancelled, since it holds more than `most`.
     #[cold]
-    pub(super) fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
-        let place = Place::here();
+    pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
+        let place = ShardId::here();
         let may_fit = held.get() <= self.host.ceiling().get() / 2;
         let retry_after = may_fit.then(|| self.retry_after(None, self.spread(place)));
         self.large.note_cancelled();
@@ -650,22 +657,22 @@ impl Desk {
     }
 
     /// Counts bytes that outlived their request.
-    pub(super) fn outlive(&self, bytes: ByteSize) {
-        let place = Place::here();
+    pub fn outlive(&self, bytes: ByteSize) {
+        let place = ShardId::here();
         self.tally(place).outlive(place, bytes);
     }
 
-    /// Counts a rejected request, and returns the rejection.
+    /// Counts a request as rejected, and returns the rejection.
     #[inline]
-    pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
-        let place = Place::here();
+    pub fn reject(&self, rejected: Rejected) -> Rejected {
+        let place = ShardId::here();
         self.count_rejection(place, rejected.reason(), rejected.shortage());
         rejected
     }
 
     fn count_rejection(
         &self,
-        place: Place,
+        place: ShardId,
         reason: RejectReason,
         shortage: Option<(Budget, ByteSize)>,
     ) {
@@ -683,8 +690,8 @@ impl Desk {
     }
 
     /// Returns the sums of all stripes.
-    pub(super) fn counts(&self) -> Counts {
-        let mut counts = Counts::default();
+    pub(super) fn counts(&self) -> RequestCounts {
+        let mut counts = RequestCounts::default();
         // Ends first: an ended request began before and is counted below.
         for tally in used(&self.tallies) {
             counts.add_ended(tally);
@@ -704,13 +711,13 @@ impl Desk {
     }
 
     #[inline]
-    fn tally(&self, place: Place) -> &Tally {
+    fn tally(&self, place: ShardId) -> &Shard {
         // A place is always one of the stripes.
         self.tallies.get(place.stripe()).unwrap_or(&self.tallies[0])
     }
 
     /// Returns a number that differs from one rejected request to the next.
-    fn spread(&self, place: Place) -> u64 {
+    fn spread(&self, place: ShardId) -> u64 {
         self.tally(place).spread(place)
     }
 
@@ -732,7 +739,7 @@ impl Desk {
     }
 
     /// Returns why a request is rejected independently of its cost.
-    fn away(&self, place: Place) -> Rejected {
+    fn away(&self, place: ShardId) -> Rejected {
         if self.closed.load(Ordering::Acquire) {
             return Rejected::ShuttingDown;
         }
@@ -744,7 +751,7 @@ impl Desk {
     }
 
     /// Returns the rejection while memory that no request owns leaves no room.
-    fn exhausted(&self, place: Place) -> Option<Rejected> {
+    fn exhausted(&self, place: ShardId) -> Option<Rejected> {
         let unowned = NonZero::new(self.unowned.load(Ordering::Relaxed))?;
         let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
         let (unowned, ceiling) = (ByteSize::new(unowned.get()), self.host.ceiling());
@@ -752,9 +759,9 @@ impl Desk {
     }
 
     /// Asks reclaimers and unloads idle resources if that makes room for a rejected request.
-    fn make_room(&'static self, cost: Cost, label: RequestLabel<'_>) -> Hint {
+    fn make_room(&'static self, cost: Cost, label: Option<&dyn fmt::Display>) -> RetryHint {
         let evictor = self.evictor();
-        evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost, label))
+        evictor.map_or(RetryHint::Unknown, |evictor| evictor.for_request(self, cost, label))
     }
 
     /// Reserves more host memory for a request of this size. Returns the bytes reserved.
@@ -762,13 +769,13 @@ impl Desk {
         &'static self,
         held: ByteSize,
         bytes: ByteSize,
-        place: Place,
+        place: ShardId,
     ) -> Result<ByteSize, Rejected> {
         book(&self.host, bytes, |ledger, bytes| ledger.try_grow(held, bytes)).map_err(|short| {
             // The bytes it holds and the bytes it requests must fit together.
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();
-            let short = Shortfall { asked: if never { total } else { bytes }, ..short };
+            let short = InsufficientBudget { asked: if never { total } else { bytes }, ..short };
             self.full(Budget::Host, short, place, || self.make_room(Cost::host(bytes), None))
         })
     }
@@ -777,9 +784,9 @@ impl Desk {
     fn full(
         &self,
         budget: Budget,
-        short: Shortfall,
-        place: Place,
-        make_room: impl FnMut() -> Hint,
+        short: InsufficientBudget,
+        place: ShardId,
+        make_room: impl FnMut() -> RetryHint,
     ) -> Rejected {
         if budget == Budget::Host && short.asked <= self.host.ceiling() {
             self.lacked.fetch_min(short.asked.get(), Ordering::Relaxed);
@@ -787,16 +794,16 @@ impl Desk {
         self.no_room(budget, short, place, make_room)
     }
 
-    /// Like [`Desk::full`], but the next tick does not make room for it.
+    /// Like [`AdmissionState::full`], but the next tick does not make room for it.
     fn no_room(
         &self,
         budget: Budget,
-        short: Shortfall,
-        place: Place,
-        mut make_room: impl FnMut() -> Hint,
+        short: InsufficientBudget,
+        place: ShardId,
+        mut make_room: impl FnMut() -> RetryHint,
     ) -> Rejected {
         let ledger = self.ledger(budget);
-        let Shortfall { asked, reserved, allowance } = short;
+        let InsufficientBudget { asked, reserved, allowance } = short;
         if budget == Budget::Device && self.is_device_lost.load(Ordering::Relaxed) {
             return Rejected::DeviceLost { asked };
         }
@@ -807,15 +814,15 @@ impl Desk {
         let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
         let hint = make_room();
         if budget == Budget::Host
-            && !matches!(hint, Hint::Unloading(_))
+            && !matches!(hint, RetryHint::Unloading(_))
             && let Some(rejected) = self.exhausted(place)
         {
             return rejected;
         }
         let retry_after = match hint {
-            Hint::Unloading(takes) => self.retry_after(Some(takes), spread),
-            Hint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
-            Hint::Resident(_) | Hint::Unknown => self.retry_after(wait, spread),
+            RetryHint::Unloading(takes) => self.retry_after(Some(takes), spread),
+            RetryHint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
+            RetryHint::Resident(_) | RetryHint::Unknown => self.retry_after(wait, spread),
         };
         let (reserved, allowance) = (ledger.in_bytes(reserved), ledger.in_bytes(allowance));
         Rejected::Full { budget, asked, reserved, allowance, retry_after }
@@ -831,6 +838,120 @@ impl Desk {
         };
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
         Duration::from_secs(seconds + spread % (seconds + 1))
+    }
+}
+
+/// For a layer that measures requests, and for reports.
+impl AdmissionState {
+    /// Enters the queue of requests that wait for room, for at most the time `within`; `None` waits
+    /// without a deadline. Returns `None` if the queue is full, or if there is no control loop for
+    /// the deadline.
+    #[must_use]
+    pub fn wait(
+        &'static self,
+        cost: Cost,
+        priority: Priority,
+        tenant: u64,
+        within: Option<Duration>,
+    ) -> Option<Waiting> {
+        let is_admitted = false;
+        Waiting::enter(self, WaitTerms { cost, priority, tenant, within, is_admitted })
+    }
+
+    /// Enters the queue of requests for the room of a load, before those that were not admitted.
+    /// Returns `None` as [`AdmissionState::wait`] does.
+    pub(super) fn wait_for_load(&'static self, cost: Cost, within: Duration) -> Option<Waiting> {
+        let cost = self.by_budget(cost);
+        // Resources are not multiplied by the correction factor.
+        let (host, device) = (self.host.in_units(cost.host), self.device.in_units(cost.device));
+        let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
+        let cost = Cost { host, device };
+        Waiting::enter(self, WaitTerms { cost, priority, tenant, within, is_admitted: true })
+    }
+
+    /// Returns `true` while requests wait for room. One atomic read.
+    #[must_use]
+    pub fn has_waiting(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Returns the number of rejected requests that another instance may serve, since the start:
+    /// for lack of memory or of its device, or because the service shuts down. One atomic read.
+    #[inline]
+    #[must_use]
+    pub fn sheds_total(&self) -> u64 {
+        self.sheds.load(Ordering::Relaxed)
+    }
+
+    /// Reserves the device bytes of all costs in the host's budget from now on, for a device that
+    /// shares the host's memory: one limit holds for both, and every byte counts once. Called
+    /// before the first reservation.
+    pub fn unify(&self) {
+        self.unified.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the time of the control loop's last tick, which is at most one period old. No clock
+    /// is read.
+    #[inline]
+    #[must_use]
+    pub fn last_tick(&self) -> Moment {
+        self.large.now()
+    }
+
+    /// Adds a running request that has reserved much, or something else that has a time limit, to
+    /// the registry of requests.
+    pub fn register(&self, request: Arc<dyn LargeRequest>) {
+        self.large.add(Arc::clone(&request), request.reserved().unwrap_or_default());
+    }
+
+    /// Returns the `most` running requests that hold most memory, the largest first, among those
+    /// that hold at least 256 KiB and are measured. Allocates, and takes a lock for some
+    /// microseconds.
+    #[must_use]
+    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        self.large.largest(most, now)
+    }
+
+    /// Returns the `most` running requests that were admitted first, the oldest first, among those
+    /// that have waited for something, and are measured and have reserved at least 64 KiB, or have
+    /// a time limit. Costs as much as [`AdmissionState::largest`].
+    #[must_use]
+    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        self.large.oldest(most, now)
+    }
+
+    /// Describes the running requests that have reserved most memory, the largest first, among
+    /// those of [`AdmissionState::oldest`]: as many as `into` has places, and at most 16. Returns
+    /// their number. Allocates nothing if the texts in `into` have room.
+    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
+        self.large.largest_reserved(into, now)
+    }
+
+    /// Returns the record of the memory of a route, or that of all routes without one. Takes a
+    /// lock.
+    #[must_use]
+    pub fn usage_of_route(&self, method: &str, route: &str, source: NameSource) -> Arc<Usage> {
+        self.usages.of_route(method, route, source)
+    }
+
+    /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
+    /// lock.
+    #[must_use]
+    pub fn usage_of_tenant(&self, tenant: &str) -> Arc<Usage> {
+        self.usages.of_tenant(tenant)
+    }
+
+    /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
+    /// Allocates, and takes a lock for about a microsecond.
+    #[must_use]
+    pub fn usage_by_route(&self) -> Vec<RouteUsage> {
+        self.usages.by_route()
+    }
+
+    /// Like [`AdmissionState::usage_by_route`], by tenant: at most 33 tenants.
+    #[must_use]
+    pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
+        self.usages.by_tenant()
     }
 }
 
@@ -850,8 +971,8 @@ fn whole_seconds(time: Duration) -> u64 {
 fn book(
     ledger: &Ledger,
     bytes: ByteSize,
-    how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall>,
-) -> Result<ByteSize, Shortfall> {
+    how: impl Fn(&Ledger, ByteSize) -> Result<(), InsufficientBudget>,
+) -> Result<ByteSize, InsufficientBudget> {
     // Most requests need no device memory.
     if bytes.is_zero() {
         return Ok(bytes);
@@ -864,12 +985,45 @@ fn book(
 
 /// Reserves the bytes of a resource. Without a limit nothing is rejected: it reserves nothing if 64
 /// bits are full.
-fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
-    let reserved = ledger.try_book_standing(bytes);
+fn reserve_resource(ledger: &Ledger, bytes: ByteSize) -> Result<ResourceHold, InsufficientBudget> {
+    let reserved = ledger.try_reserve_resource(bytes);
     if reserved.is_err() && ledger.ceiling() == ByteSize::MAX {
-        return ledger.try_book_standing(ByteSize::ZERO);
+        return ledger.try_reserve_resource(ByteSize::ZERO);
     }
     reserved
+}
+
+/// The watches that wait for a change, each with its number.
+#[derive(Debug, Default)]
+pub(super) struct LevelWatches(Mutex<Vec<(u64, Waker)>>);
+
+impl LevelWatches {
+    fn wakers(&self) -> MutexGuard<'_, Vec<(u64, Waker)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes all, after a change.
+    #[cold]
+    pub(super) fn wake(&self) {
+        let wakers = std::mem::take(&mut *self.wakers());
+        wakers.into_iter().for_each(|(_, waker)| waker.wake());
+    }
+
+    /// Adds a waker, and returns the one that this watch had.
+    pub(super) fn add(&self, number: u64, waker: Waker) -> Option<Waker> {
+        let mut wakers = self.wakers();
+        if let Some((_, place)) = wakers.iter_mut().find(|(other, _)| *other == number) {
+            return Some(std::mem::replace(place, waker));
+        }
+        wakers.push((number, waker));
+        None
+    }
+
+    pub(super) fn remove(&self, number: u64) -> Option<Waker> {
+        let mut wakers = self.wakers();
+        let at = wakers.iter().position(|(other, _)| *other == number)?;
+        Some(wakers.swap_remove(at).1)
+    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -904,7 +1058,7 @@ mod tests {
             }
             assert_eq!((before.stats().held(), before.is_closed()), (1, true));
             drop((before, new));
-            // They outlive their admission, and no other has its desk in the meantime.
+            // They outlive their admission, and no other has its state in the meantime.
             let other = Admission::with_limit(one);
             drop((permit, model));
             assert_eq!(other.stats().finished_total, 0);
@@ -918,9 +1072,9 @@ mod tests {
         const MANY: usize = 400;
         let addresses: Vec<_> = (0..MANY)
             .map(|_| {
-                let desk = Desk::take(&Ledger::new());
-                desk.leave();
-                std::ptr::from_ref(desk)
+                let state = AdmissionState::take(ByteSize::MAX, K_START);
+                state.leave();
+                std::ptr::from_ref(state)
             })
             .collect();
         let mut different = addresses;
