@@ -9,20 +9,16 @@
 // created before the application's recorder, or removed by its idle timeout, would silently lose
 // values.
 
-#[cfg(feature = "service")]
-pub(crate) mod connections;
 #[doc(hidden)]
 #[macro_use]
 pub mod names;
-pub(crate) mod figures;
 pub(crate) mod process;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;
 #[doc(hidden)]
 pub mod record;
-mod tier;
 
-pub use tier::MetricsTier;
+pub use names::MetricsTier;
 
 use names::{Kind, SECONDS_BUCKETS, TABLE};
 

@@ -1,11 +1,12 @@
-//! The table of metrics: name, type, labels and help of each, and where its value is.
+//! The table of metrics: name, tier, type, labels and help of each, and where its value is.
 //!
 //! Tests compare dashboards, rules, docs and a live scrape with this table. Every name contains its
 //! unit, so that an exporter's own naming rules change nothing.
 
-use metrics::Unit;
+use std::fmt;
+use std::str::FromStr;
 
-use super::MetricsTier;
+use metrics::Unit;
 
 /// The type of a metric, in Prometheus' terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -522,6 +523,50 @@ fn line(metric: &Metric) -> String {
     let other = OPENTELEMETRY.iter().find(|(name, _)| *name == metric.name);
     let other = other.map_or_else(String::new, |(_, other)| format!(" OpenTelemetry: {other}."));
     format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
+}
+
+/// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
+///
+/// A metric that is not published costs nothing: its series are not written, and it is not
+/// described to the recorder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum MetricsTier {
+    /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
+    #[default]
+    Basic,
+    /// All, with the internals of heap, arenas and admission: some 135 names.
+    Detail,
+}
+
+impl MetricsTier {
+    /// All tiers. Each contains the metrics of those before it.
+    pub const ALL: [Self; 2] = [Self::Basic, Self::Detail];
+
+    /// Returns the name used in configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Basic => "basic",
+            Self::Detail => "detail",
+        }
+    }
+}
+
+impl fmt::Display for MetricsTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Parses the name of a tier. The error describes the accepted names.
+impl FromStr for MetricsTier {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let tier = Self::ALL.into_iter().find(|tier| tier.name() == text);
+        tier.ok_or("basic or detail")
+    }
 }
 
 #[cfg(test)]

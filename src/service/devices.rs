@@ -10,7 +10,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
 use crate::memory::{DeviceSnapshot, DeviceStatus, Memory, MemorySnapshot};
-use crate::metrics::figures as read;
+use crate::metrics::record as read;
 use crate::sync::{Mutex, lock};
 
 #[cfg(feature = "cuda")]

@@ -17,18 +17,17 @@ use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
 use crate::memory::{Breakdown, Memory, MemorySnapshot};
-use crate::metrics::figures as read;
+use crate::metrics::record as read;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
 use lowtide_heap::HeapSnapshot;
 
 use super::admin::{Admin, PROFILE, host_refusal};
-use super::answer::{JSON, answer, budget, figures, guard, limit, pretty, seconds};
-use super::asked::{Format, Query, QueryError};
+use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
-use super::page::page;
-use super::parts::{self, Asked, Part};
+use super::json::{self, Asked, Part};
+use super::query::{Format, Query, QueryError};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -263,8 +262,8 @@ impl Endpoints {
             Some("html") => Format::Html,
             Some(other) => return Err(QueryError::value("format", other, "json or html")),
         };
-        let parts = parts::read(query.get("with").unwrap_or_default())?;
-        let limit = query.get("limit").map(|text| parts::read_limit(text, &parts)).transpose()?;
+        let parts = json::read(query.get("with").unwrap_or_default())?;
+        let limit = query.get("limit").map(|text| json::read_limit(text, &parts)).transpose()?;
         Ok(match format {
             Format::Html => page(),
             Format::Json => self.memory(&parts, limit),

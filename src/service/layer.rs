@@ -2,7 +2,7 @@
 //!
 //! `poll_ready` only polls the inner service: idle connections would hold a permit taken there. The
 //! inner error type is unchanged. A rejected request never reaches the inner service; its body is
-//! drained before it is answered (see `drain`).
+//! drained before it is answered (see `rejection`).
 //!
 //! If the admission belongs to a running `Memory`, requests are measured (see `permit`). The layer
 //! records the bytes held for each estimated byte by method, route and size, and later requests of
@@ -53,19 +53,17 @@ use lowtide_heap::is_measured;
 use super::admin::is_secret;
 use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
-use super::drain::Drain;
 use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::learned::Lesson;
 use super::load_report::{
     Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
 };
-use super::origin::{Origin, RouteLabel, Tenant};
-use super::pace::{MinDataRate, RegisteredPace};
 use super::permit::{Resumes, SharedPermit, Terms};
-use super::rejection::negotiated;
+use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
-use super::time_limits::TimeLimits;
+use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
+use super::usage::{Origin, RouteLabel, Tenant};
 
 /// Returns the answer to the rejected request with this head.
 type Reject = dyn Fn(&Rejected, &Parts) -> Response<String> + Send + Sync;

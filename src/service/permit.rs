@@ -47,9 +47,8 @@ use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
 use super::learned::Lesson;
-use super::origin::Origin;
 use super::time_limits::TimeLimits;
-use super::usage::{self, LiveIn};
+use super::usage::{self, LiveIn, Origin};
 
 /// The permit of a request, found in the request's extensions (in a handler of axum:
 /// `Extension<SharedPermit>`), or with [`SharedPermit::current`].

@@ -16,12 +16,12 @@
 mod keys;
 mod options;
 mod resolve;
-mod selector;
 
 pub use keys::{ArenaKey, ArenaValue, ExtendStrategy};
-pub use options::{ArenaOptions, CUARENA_MARGIN, Written};
+pub use options::{
+    ArenaOptions, CUARENA_MARGIN, RunOptions, SHRINK_OPTION, Target, Targets, Written,
+};
 pub use resolve::{ArenaResolution, ArenaSource, Conflict, Effective, Layers, Reason};
-pub use selector::{RunOptions, SHRINK_OPTION, Target, Targets};
 
 #[cfg(test)]
 mod tests;

@@ -11,7 +11,6 @@
 
 mod guard;
 mod profile;
-mod token;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,14 +26,13 @@ use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
-use super::asked::{Query, QueryError};
+use super::query::{Query, QueryError};
 use super::rejection::{problem, with_retry_after};
 
 pub(super) use profile::PROFILE;
-pub(super) use token::is_secret;
 
-pub use guard::Peer;
-pub use token::{AdminToken, TokenError};
+pub(super) use guard::is_secret;
+pub use guard::{AdminToken, Peer, TokenError};
 
 use guard::Refused;
 

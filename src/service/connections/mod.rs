@@ -6,7 +6,7 @@
 //! (`tcp`, or [`Connection::progress`]) and on [`ConnectionService`] for what the client is waited
 //! for (`requests`). With the feature `tokio`, a [`ConnectionListener`] does the rest.
 //!
-//! A connection that lingers (`linger`) keeps its place until another needs it.
+//! A connection that lingers (`tcp`) keeps its place until another needs it.
 //!
 //! Invariants: open connections <= `most`, except that a closed one lives on until its server drops
 //! it; a connection that has moved a byte within the grace period, and does not linger, is not
@@ -14,8 +14,6 @@
 //!
 //! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
 
-#[cfg(feature = "tokio")]
-mod linger;
 mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
@@ -28,7 +26,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
-use crate::metrics::connections::{CloseReason, OPEN};
+use crate::metrics::record::MetricsWriter;
 use crate::sync::lock;
 use lowtide_admission::{Admission, Budget, Level, RejectReason};
 
@@ -48,6 +46,43 @@ const PART: u64 = 4;
 const PACE: u32 = 4;
 /// The time between two looks for connections that hold memory.
 const TEND_EVERY: Duration = Duration::from_millis(100);
+
+/// The open connections.
+static OPEN: AtomicU64 = AtomicU64::new(0);
+/// The connections that were closed, in the order of [`CloseReason::ALL`].
+static CLOSED: [AtomicU64; CloseReason::ALL.len()] =
+    [const { AtomicU64::new(0) }; CloseReason::ALL.len()];
+
+lowtide_core::named_enum! {
+    /// Why a connection is closed.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum CloseReason {
+        /// It got no place.
+        Refused = "refused",
+        /// It had made no progress for longest, and another needed its place.
+        Displaced = "displaced",
+        /// Its client took nothing of a response while memory was short.
+        Stalled = "stalled",
+        /// Its client took nothing of a response whose time limit had passed.
+        Overdue = "overdue",
+    }
+}
+
+impl CloseReason {
+    /// Counts a connection.
+    fn count(self) {
+        if let Some(total) = CLOSED.get(self as usize) {
+            total.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Publishes the counts.
+pub(crate) fn publish(writer: MetricsWriter) {
+    let closed = CloseReason::ALL.iter().zip(&CLOSED);
+    let closed = closed.map(|(reason, total)| (reason.name(), total.load(Ordering::Relaxed)));
+    writer.connections(OPEN.load(Ordering::Relaxed), closed);
+}
 
 /// The open connections of a server. Cheap to clone; clones share the connections.
 ///

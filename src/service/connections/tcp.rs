@@ -1,11 +1,21 @@
-//! Accepting connections over TCP with tokio, and the time of their last byte.
+//! Accepting connections over TCP with tokio, the time of their last byte, and their close.
 //!
 //! A connection for which there is no place waits for one, before anything is read of it. Those
 //! that wait get their places in the order of their arrival, so that a client that connects again
 //! whenever it is closed comes after those that wait already.
 //!
-//! Invariant: at most a quarter as many connections wait as there are places, the number that gets
-//! places within a grace period if all open connections do nothing.
+//! If a socket is closed with unread bytes, or more of them arrive later, the kernel resets the
+//! connection, and the client may lose an answer that it has not read yet (RFC 9112, 9.6). So the
+//! stream first sends no more, and then reads and discards what arrives until the client has
+//! closed its side: the `lingering_close` of nginx. It lingers only if something of a request was
+//! not read: the service left a part of the last body, or bytes have arrived that the server did
+//! not read.
+//!
+//! Invariants: at most a quarter as many connections wait as there are places, the number that gets
+//! places within a grace period if all open connections do nothing. A connection lingers for at
+//! most [`LINGER_TIME`], and discards at most [`DRAIN_MAX`]; it holds no memory for what it
+//! discards. The number of lingering connections is bounded with all others: they are open, and the
+//! first to be closed for another one.
 
 use std::collections::VecDeque;
 use std::future::{Future as _, poll_fn};
@@ -19,12 +29,12 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::sleep;
+use tokio::time::{Sleep, sleep};
 
 use crate::clock::Moment;
+use crate::service::DRAIN_MAX;
 use crate::sync::lock;
 
-use super::linger::Linger;
 use super::{CloseReason, Connection, ConnectionState, Connections, PACE, Settings, TEND_EVERY};
 
 /// The time for which no further connection is accepted after one was refused. A client that
@@ -261,5 +271,62 @@ impl Drop for ConnectionStream {
             // A socket without this option is closed as well.
             let _ = self.stream.set_zero_linger();
         }
+    }
+}
+
+/// The longest time that a connection lingers. An estimate: most clients have read an answer and
+/// closed by then.
+const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Bytes that are read and discarded at once, on the stack.
+const DISCARDED: usize = 8 << 10;
+
+/// The shutdown of a stream.
+#[derive(Debug, Default)]
+pub(super) struct Linger {
+    has_shut_down: bool,
+    /// The bytes that were discarded.
+    discarded: u64,
+    /// Ends it. `None` until the connection lingers.
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl Linger {
+    /// Shuts the stream down for writing, and lingers if something of a request was not read.
+    pub(super) fn poll_shutdown(
+        &mut self,
+        stream: &mut TcpStream,
+        state: &ConnectionState,
+        settings: &Settings,
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<()>> {
+        if !self.has_shut_down {
+            ready!(Pin::new(&mut *stream).poll_shutdown(cx))?;
+            self.has_shut_down = true;
+        }
+        // Bounded: each iteration discards a byte or more, up to the maximum.
+        while self.discarded < DRAIN_MAX.get() {
+            let mut buffer = [std::mem::MaybeUninit::uninit(); DISCARDED];
+            let mut buffer = ReadBuf::uninit(&mut buffer);
+            let polled = Pin::new(&mut *stream).poll_read(cx, &mut buffer);
+            let is_over = polled.is_ready() && buffer.filled().is_empty();
+            if is_over || (polled.is_pending() && !self.lingers(state)) {
+                return Poll::Ready(Ok(()));
+            }
+            self.discarded += buffer.filled().len() as u64;
+            let timer = self.timer.get_or_insert_with(|| {
+                state.lingers_since.store(settings.now().max(1), Ordering::Relaxed);
+                Box::pin(sleep(LINGER_TIME))
+            });
+            if timer.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            ready!(polled)?;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn lingers(&self, state: &ConnectionState) -> bool {
+        self.timer.is_some() || state.has_unread.load(Ordering::Relaxed)
     }
 }

@@ -1,18 +1,14 @@
-//! The figures of a load report, and their forms.
+//! The figures of a load report, and their forms: `TEXT`, `JSON`, and the message `OrcaLoadReport`
+//! in Protocol Buffers, written by hand since a generator and its runtime are more than it is.
 //!
 //! Pure. Envoy's parser wants `TEXT `, `JSON ` or `BIN ` in front, names as in the message, and
-//! numbers that are finite.
+//! numbers that are finite. Fields that are zero are left out of the message, as proto3 does.
 
 use std::fmt::Write as _;
 
 use serde_json::{Map, Value};
 
-use super::super::base64::base64;
 use super::LoadReportFormat;
-use super::protobuf::{
-    APPLICATION_UTILIZATION, EPS, MEM_UTILIZATION, NAMED_METRICS, RPS_FRACTIONAL, put_double,
-    put_entry,
-};
 
 /// One report. `None` for what is unknown, because no limit is.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -115,6 +111,61 @@ pub(super) fn framed(message: &[u8]) -> Vec<u8> {
     [&[0], length.to_be_bytes().as_slice(), message].concat()
 }
 
+/// The numbers of the fields of `OrcaLoadReport`.
+pub(super) const MEM_UTILIZATION: u8 = 2;
+pub(super) const RPS_FRACTIONAL: u8 = 6;
+pub(super) const EPS: u8 = 7;
+pub(super) const NAMED_METRICS: u8 = 8;
+pub(super) const APPLICATION_UTILIZATION: u8 = 9;
+
+/// The wire types: 8 bytes, and bytes with their length in front.
+const FIXED64: u8 = 1;
+const LENGTH_DELIMITED: u8 = 2;
+
+const fn tag(field: u8, wire_type: u8) -> u8 {
+    // Fields up to 15 have a tag of one byte.
+    field << 3 | wire_type
+}
+
+/// Appends a field of type `double`.
+pub(super) fn put_double(field: u8, value: f64, into: &mut Vec<u8>) {
+    if value != 0.0 {
+        into.push(tag(field, FIXED64));
+        into.extend_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// Appends an entry of a field of type `map<string, double>`. The name has at most 100 bytes, so
+/// that each length is one byte.
+pub(super) fn put_entry(field: u8, name: &str, value: f64, into: &mut Vec<u8>) {
+    let name = name.as_bytes();
+    let Some(length) = u8::try_from(name.len()).ok().filter(|length| *length <= 100) else {
+        debug_assert!(false, "a name of {} bytes", name.len());
+        return;
+    };
+    // The tags of both fields, the length of the name, and the value.
+    into.extend_from_slice(&[tag(field, LENGTH_DELIMITED), length + 11]);
+    into.extend_from_slice(&[tag(1, LENGTH_DELIMITED), length]);
+    into.extend_from_slice(name);
+    into.push(tag(2, FIXED64));
+    into.extend_from_slice(&value.to_le_bytes());
+}
+
+/// Encodes bytes.
+pub(super) fn base64(bytes: &[u8]) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for three in bytes.chunks(3) {
+        let bits =
+            (0..3).fold(0, |bits: u32, at| bits << 8 | three.get(at).map_or(0, |b| (*b).into()));
+        for at in 0..4 {
+            let six = (bits >> (18 - 6 * at)) as usize & 63;
+            text.push(if at <= three.len() { char::from(LETTERS[six]) } else { '=' });
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,4 +233,12 @@ mod tests {
         421b0a10686f73745f7574696c697a6174696f6e11000000000000e83f\
         421e0a13646576696365315f7574696c697a6174696f6e11000000000000f43f\
         49000000000000f43f";
+
+    #[test]
+    fn base64_is_that_of_the_standards_examples() {
+        let examples = ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg==", "Zm9vYmE=", "Zm9vYmFy"];
+        for (length, text) in examples.into_iter().enumerate() {
+            assert_eq!(base64(&b"foobar"[..length]), text);
+        }
+    }
 }

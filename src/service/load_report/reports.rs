@@ -29,10 +29,9 @@ use crate::fork::Birth;
 use crate::memory::{is_ending, published_state};
 use crate::sync::{Mutex, lock};
 
-use super::super::base64::base64;
 use super::LoadReportFormat;
-use super::report::{LoadReport, framed};
-use super::streams::Streams;
+use super::report::{LoadReport, base64, framed};
+use super::service::Streams;
 
 /// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
 /// an error for each. Below it, the weight is in proportion to the rate of requests, so that an

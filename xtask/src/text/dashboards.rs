@@ -8,8 +8,7 @@
 
 use std::collections::BTreeSet;
 
-use super::metrics_tier::MetricsTier;
-use super::names::{self, Kind, Metric, TABLE};
+use super::names::{self, Kind, Metric, MetricsTier, TABLE};
 use crate::tree::{Faults, Source, Tree};
 
 const RULES: &str = "dashboards/lowtide.rules.yml";
