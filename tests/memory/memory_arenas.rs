@@ -155,7 +155,7 @@ fn cudas_pool_is_an_error_and_opens_no_second_pool_beside_a_shared_arena() {
     let pool = options(&[("arena.use_cuda_mempool", "1")]);
     let unsupported = |error: ScopeError| match error {
         ScopeError::Options(error) => {
-            assert!(matches!(&error.faults[..], [Fault::BadValue { .. }]), "{error}");
+            assert!(matches!(&error.faults[..], [Fault { value: Some(_), .. }]), "{error}");
         }
         error => panic!("{error}"),
     };

@@ -154,8 +154,11 @@ impl ArenaOptions {
         for (spelled, text) in entries {
             let (spelled, text) = (spelled.as_ref(), text.as_ref());
             let found = find(spelled);
-            let found =
-                found.map_err(|expected| Fault::UnknownKey { name: spelled.to_owned(), expected });
+            let found = found.map_err(|expected| {
+                let problem =
+                    format!("{spelled} has no effect in these options: expected {expected}");
+                Fault::of_name(spelled, problem)
+            });
             let added = found.and_then(|key| {
                 let Some(key) = key else { return Ok(()) };
                 let added = options.add(key, spelled, key.read(text, dialect));
@@ -163,7 +166,8 @@ impl ArenaOptions {
             });
             faults.extend(added.err());
         }
-        if faults.is_empty() { Ok(options) } else { Err(ConfigError { faults }) }
+        ConfigError::check(faults)?;
+        Ok(options)
     }
 
     fn add(
@@ -203,10 +207,7 @@ impl ArenaOptions {
         headroom: Result<Option<ByteSize>, DriverError>,
         backend: Backend,
     ) -> Result<Self, ConfigError> {
-        let refused = |expected| {
-            let fault = Fault::bad(CUARENA_LIMIT, &limit.exact(), expected);
-            ConfigError { faults: vec![fault] }
-        };
+        let refused = |expected: String| ConfigError::bad(CUARENA_LIMIT, &limit.exact(), expected);
         let left = match headroom {
             Ok(Some(headroom)) => match headroom.saturating_sub(CUARENA_MARGIN) {
                 ByteSize::ZERO => {
@@ -269,7 +270,7 @@ impl ArenaOptions {
             Some(Written { value: ArenaValue::Flag(true), spelled, .. }) => {
                 let expected = "0, because CUDA's memory pool is not supported: the arena commits \
                                 and releases memory itself";
-                Err(ConfigError { faults: vec![Fault::bad(spelled, "1", expected)] })
+                Err(ConfigError::bad(spelled, "1", expected))
             }
             _ => Ok(()),
         }
@@ -350,6 +351,23 @@ impl Targets {
         self.0.iter().copied()
     }
 
+    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run: the targets to shrink
+    /// when it ends. Ignores all others. An empty value means no shrink, as in ONNX Runtime.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the selector is invalid.
+    pub fn of_run<K: AsRef<str>, V: AsRef<str>>(
+        entries: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Option<Self>, ConfigError> {
+        let mut targets = None;
+        for (key, value) in entries {
+            if key.as_ref() == SHRINK_OPTION && !value.as_ref().is_empty() {
+                targets = Some(Self::read(SHRINK_OPTION, value.as_ref())?);
+            }
+        }
+        Ok(targets)
+    }
+
     /// Parses a selector under this name.
     fn read(name: &str, text: &str) -> Result<Self, ConfigError> {
         let (mut targets, mut named) = (Vec::new(), BTreeSet::new());
@@ -367,7 +385,7 @@ impl Targets {
                 wrong => {
                     let why = wrong.err().unwrap_or("each once");
                     let expected = format!("targets such as cpu:0;gpu:0: {entry:?} is not {why}");
-                    return Err(ConfigError { faults: vec![Fault::bad(name, text, expected)] });
+                    return Err(ConfigError::bad(name, text, expected));
                 }
             }
         }
@@ -390,45 +408,6 @@ impl FromStr for Targets {
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         Self::read("selector", text)
-    }
-}
-
-/// The memory options of one run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RunOptions {
-    /// The targets to shrink when the run ends.
-    pub shrink: Option<Targets>,
-}
-
-impl RunOptions {
-    /// Creates options without a shrink.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self { shrink: None }
-    }
-
-    /// Creates options that shrink these targets when the run ends.
-    #[must_use]
-    pub fn shrinking(targets: Targets) -> Self {
-        Self { shrink: Some(targets) }
-    }
-
-    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run and ignores all
-    /// others. An empty value means no shrink, as in ONNX Runtime.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the selector is invalid.
-    pub fn from_entries<K: AsRef<str>, V: AsRef<str>>(
-        entries: impl IntoIterator<Item = (K, V)>,
-    ) -> Result<Self, ConfigError> {
-        let mut options = Self::new();
-        for (key, value) in entries {
-            if key.as_ref() == SHRINK_OPTION && !value.as_ref().is_empty() {
-                options.shrink = Some(Targets::read(SHRINK_OPTION, value.as_ref())?);
-            }
-        }
-        Ok(options)
     }
 }
 

@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::ConfigError;
-use crate::config::arena::{RunOptions, Target, Targets};
+use crate::config::arena::{Target, Targets};
 use crate::device::DeviceError;
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
@@ -170,15 +170,15 @@ impl Memory {
         Ok(shared.shrink(targets.iter()))
     }
 
-    /// Starts a run, at the end of which the targets in its options are shrunk. The options are
-    /// checked now, so that a run with an invalid selector does not start.
+    /// Starts a run, at the end of which these targets are shrunk. They are checked now, so that a
+    /// run with an unknown target does not start.
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::config::arena::{RunOptions, SHRINK_OPTION};
+    /// use lowtide::config::arena::{SHRINK_OPTION, Targets};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let run = memory.run(RunOptions::from_entries([(SHRINK_OPTION, "gpu:0")])?)?;
+    /// let run = memory.run(Targets::of_run([(SHRINK_OPTION, "gpu:0")])?)?;
     /// // ... inference ...
     /// println!("{}", run.end().released());
     /// # Ok::<(), lowtide::BoxError>(())
@@ -186,11 +186,11 @@ impl Memory {
     ///
     /// # Errors
     /// [`ShrinkError`] if a target is unknown, or this is a forked child.
-    pub fn run(&self, options: RunOptions) -> Result<Run, ShrinkError> {
+    pub fn run(&self, shrink: Option<Targets>) -> Result<Run, ShrinkError> {
         let shared = &self.0.shared;
         shared.check_here().map_err(ShrinkError::from)?;
-        options.shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
-        Ok(Run { memory: self.clone(), shrink: options.shrink })
+        shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
+        Ok(Run { memory: self.clone(), shrink })
     }
 }
 
