@@ -200,7 +200,7 @@ macro_rules! rows {
     Detail Counter "lowtide_device_parked_errors_total" = arena.parked_errors_total,
         "CUDA errors that cudarc stored when it used views of buffers that were already freed.";
 
-    @ ["device"] #[cfg(feature = "device")] device_budget: DeviceBudget;
+    @ ["device"] #[cfg(feature = "device")] device_budget: BudgetSnapshot;
     Basic Gauge "lowtide_device_lost" as DEVICE_LOST,
         "1 once the device is lost, until the process restarts; else 0.";
     Detail Gauge "lowtide_device_budget_reserved_bytes" = device_budget.reserved,
@@ -213,21 +213,21 @@ macro_rules! rows {
         "Reserved bytes of the device up to which requests are admitted now; absent without a \
          limit; 0 once the device is lost.";
 
-    @ ["device"] #[cfg(feature = "device")] device: Device;
+    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceSnapshot;
     Basic Counter "lowtide_device_rollback_failures_total" as DEVICE_ROLLBACK_FAILURES,
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
          until the process ends.";
-    Basic Gauge "lowtide_device_total_bytes" = device.total,
+    Basic Gauge "lowtide_device_total_bytes" = device_memory.total,
         "Memory of the device. Absent if the device does not report it; NaN if it no longer does.";
-    Basic Gauge "lowtide_device_free_bytes" = device.free,
+    Basic Gauge "lowtide_device_free_bytes" = device_memory.free,
         "Free memory of the device, all processes considered.";
-    Detail Gauge "lowtide_device_context_overhead_bytes" = device.context_overhead,
+    Detail Gauge "lowtide_device_context_overhead_bytes" = device_memory.context_overhead,
         "Device memory in use right after the CUDA context was created, other processes included.";
-    Basic Gauge "lowtide_device_unmanaged_bytes" = device.unmanaged,
+    Basic Gauge "lowtide_device_unmanaged_bytes" = device_memory.unmanaged,
         "Used device memory outside lowtide's arenas and the context overhead: other processes and \
          allocators.";
     Detail Counter "lowtide_device_watermark_released_bytes_total"
-        = device.watermark_released_total,
+        = device_memory.watermark_released_total,
         "Idle bytes that arenas released because free device memory fell below the watermark.";
 
     @ [] pressure: Pressure<'_>;

@@ -18,6 +18,8 @@ use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::{ArenaSnapshot, driver::Backend};
+#[cfg(feature = "device")]
+use crate::memory::{BudgetSnapshot, DeviceSnapshot};
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
@@ -44,36 +46,6 @@ pub(crate) struct Pressure<'a> {
     pub(crate) state: &'a PressureState,
     /// The largest number of physical bytes of late.
     pub(crate) peak: ByteSize,
-}
-
-/// The memory of a device, with all its users.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug, Default)]
-#[expect(clippy::exhaustive_structs, reason = "the published figures")]
-pub struct Device {
-    /// The total memory.
-    pub total: ByteSize,
-    /// The free memory.
-    pub free: ByteSize,
-    /// The memory in use when the context was created.
-    pub context_overhead: Option<ByteSize>,
-    /// The memory in use that is neither ours nor in the context overhead.
-    pub unmanaged: Option<ByteSize>,
-    /// Bytes released because little memory was free.
-    pub watermark_released_total: u64,
-}
-
-/// The budget of a device.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug)]
-#[expect(clippy::exhaustive_structs, reason = "the published figures")]
-pub struct DeviceBudget {
-    /// The reserved bytes.
-    pub reserved: ByteSize,
-    /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
-    pub ceiling: ByteSize,
-    /// The most bytes that may be reserved now.
-    pub allowance: ByteSize,
 }
 
 /// Publishes the metrics of a tier.
@@ -347,29 +319,29 @@ impl MetricsWriter {
     }
 
     /// Publishes a device: its state, failed rollbacks, and its memory if known.
-    pub fn device(
+    pub(crate) fn device(
         self,
         name: &str,
         is_lost: bool,
         rollback_failures_total: u64,
-        device: Option<Device>,
+        memory: Option<&DeviceSnapshot>,
     ) {
         let labels = [label("device", name)];
         self.put(name::DEVICE_LOST, &labels, is_lost);
         self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
-        if let Some(device) = device {
-            self::device(&device, &mut self.to(&labels));
+        if let Some(memory) = memory {
+            device_memory(memory, &mut self.to(&labels));
         }
     }
 
     /// Publishes the budget of a device.
-    pub fn device_budget(self, name: &str, budget: DeviceBudget) {
-        device_budget(&budget, &mut self.to(&[label("device", name)]));
+    pub(crate) fn device_budget(self, name: &str, budget: &BudgetSnapshot) {
+        device_budget(budget, &mut self.to(&[label("device", name)]));
     }
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        device(&Device::default(), &mut |metric, _| {
+        device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
             if metric.kind == Kind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }
