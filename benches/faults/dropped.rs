@@ -16,7 +16,7 @@ use http_body_util::Empty;
 use lowtide::admission::Cost;
 use lowtide::clock::{Bell, Clock, SystemClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, MemoryLayer, MemoryService, RequestBody};
+use lowtide::service::{MemoryLayer, MemoryService, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer, Service, util::BoxCloneService};
 
@@ -62,9 +62,9 @@ pub(crate) fn run() -> Result<(), BoxError> {
 }
 
 /// Builds a service whose requests do not end. The only handle of the `Memory` is dropped here.
-fn build(tree: &Tree) -> Result<MemoryService<Inner, Constant>, BoxError> {
+fn build(tree: &Tree) -> Result<MemoryService<Inner, Cost>, BoxError> {
     let memory = Memory::builder().device(DeviceChoice::None).signals(tree.open()).start()?;
-    let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(BOOKED)));
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(BOOKED));
     // A request that is pending is admitted: none waits for room.
     let layer = layer.with_max_wait(Duration::ZERO);
     Ok(layer.layer(BoxCloneService::new(tower::service_fn(|_: Asked| pending()))))

@@ -22,7 +22,7 @@ use http_body_util::{Empty, Full};
 use lowtide::admission::Cost;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody};
+use lowtide::service::{LoadReportFormat, MemoryLayer, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer as _, Service};
 
@@ -104,9 +104,9 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn layer(memory: &Memory, format: Option<LoadReportFormat>) -> MemoryLayer<Constant> {
+fn layer(memory: &Memory, format: Option<LoadReportFormat>) -> MemoryLayer<Cost> {
     let layer =
-        MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(ByteSize::kib(64))));
+        MemoryLayer::new(memory.admission().clone(), Cost::host(ByteSize::kib(64)));
     match format {
         None => layer,
         Some(format) => layer.with_load_reports(format),

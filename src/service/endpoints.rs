@@ -12,7 +12,7 @@
 use std::fmt;
 
 use http::header::VARY;
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
@@ -22,7 +22,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, PROFILE, host_refusal};
+use super::admin::{Admin, PROFILE, host_refusal, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
@@ -141,7 +141,7 @@ impl Endpoints {
     /// Returns the answer to this request; `None` if its path is not an endpoint.
     ///
     /// In addition to [`Endpoints::answer`]: a request for `/memory` or `/metrics` to an unknown
-    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
+    /// host is 403 ([`Endpoints::with_hosts`]), and one of another method than GET or HEAD is 405. `/memory` answers with the live page if the
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
@@ -174,7 +174,11 @@ impl Endpoints {
             return Some(guard(self.admin.as_ref()?.profile(request)));
         }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
-        let refusal = shows_figures.then(|| host_refusal(request, &self.hosts)).flatten();
+        let refuse = || match *request.method() {
+            Method::GET | Method::HEAD => host_refusal(request, &self.hosts),
+            _ => Some(wrong_method(request.method(), "GET, HEAD")),
+        };
+        let refusal = if shows_figures { refuse() } else { None };
         let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {

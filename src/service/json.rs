@@ -87,7 +87,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
             QueryError::value("with", name, names.join(", "))
         })?;
         if parts.iter().any(|(other, _)| *other == name) {
-            return Err(QueryError::Twice { name: part.0 });
+            return Err(QueryError::twice(part.0));
         }
         parts.push(part);
     }

@@ -22,7 +22,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::hash::BuildHasher;
+use std::hash::{BuildHasher, Hash};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +33,7 @@ use bytes::Bytes;
 use foldhash::quality::RandomState;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
+use http::{HeaderName, HeaderValue, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -44,18 +44,15 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
-use lowtide_admission::learning::{Kind, LASTS, Needs, TooManyRunning, Trial};
-use lowtide_admission::{
-    Admission, Budget, Cost, GRACE, Priority, Rejected, RequestLabel, Waiting,
-};
+use lowtide_admission::learning::{Compared, Kind, LASTS, Needs, TooManyRunning, Trial};
+use lowtide_admission::{Admission, Budget, Cost, GRACE, Priority, Rejected, Waiting};
 use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
 use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
-use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED, body_length, note_length};
+use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
-use super::learned::Lesson;
 use super::load_report::{
     Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
 };
@@ -67,6 +64,9 @@ use super::usage::{Origin, RouteLabel, Tenant};
 
 /// Returns the answer to the rejected request with this head.
 type Reject = dyn Fn(&Rejected, &Parts) -> Response<String> + Send + Sync;
+
+/// Returns the key under which the needs of requests are learned.
+type RouteKey = dyn Fn(&Parts) -> u64 + Send + Sync;
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -97,6 +97,7 @@ struct LayerSettings {
     needs: Arc<Needs>,
     /// Clients choose the paths, and so the keys of `needs`.
     hasher: RandomState,
+    route_key: Option<Arc<RouteKey>>,
     starts_slowly: bool,
     request_cap: f64,
     max_wait: Duration,
@@ -141,6 +142,7 @@ impl<E: Estimate> MemoryLayer<E> {
             reject: Arc::new(negotiated),
             needs: Arc::default(),
             hasher: RandomState::default(),
+            route_key: None,
             starts_slowly: true,
             request_cap: REQUEST_CAP,
             max_wait: Config::MAX_WAIT,
@@ -160,6 +162,36 @@ impl<E: Estimate> MemoryLayer<E> {
     #[must_use]
     pub fn with_estimate<F: Estimate>(self, estimate: F) -> MemoryLayer<F> {
         MemoryLayer { estimate: Arc::new(estimate), settings: self.settings }
+    }
+
+    /// Sets the key of a request: what requests of one key held determines what later ones reserve.
+    /// By default the key is the method, the route (the pattern that axum matched, the gRPC method,
+    /// or the first segment of the path), and whether the length of the body is declared. At most
+    /// 256 keys are kept apart, for each size of the estimate; the others share one.
+    ///
+    /// Use it for needs that the route does not show. Handlers report memory that is not measured,
+    /// such as that of a C library, with [`SharedPermit::hold`]; with a key, the layer learns from
+    /// these reports even without a running [`Memory`].
+    ///
+    /// ```
+    /// use http::request::Parts;
+    /// use lowtide::ByteSize;
+    /// use lowtide::admission::{Admission, Cost};
+    /// use lowtide::service::MemoryLayer;
+    ///
+    /// let model = |head: &Parts| head.headers.get("model").cloned();
+    /// let guess = Cost::host(ByteSize::mib(4)); // until it is known
+    /// let _layer =
+    ///     MemoryLayer::new(Admission::with_limit(ByteSize::gib(1)), guess).with_route_key(model);
+    /// ```
+    #[must_use]
+    pub fn with_route_key<K: Hash>(
+        mut self,
+        key: impl Fn(&Parts) -> K + Send + Sync + 'static,
+    ) -> Self {
+        let hasher = self.settings.hasher.clone();
+        self.settings().route_key = Some(Arc::new(move |head| hasher.hash_one(key(head))));
+        self
     }
 
     /// Trusts estimates. Requests of a route that is not measured yet reserve their estimate, and
@@ -480,41 +512,44 @@ impl<E: Estimate> MemoryLayer<E> {
         waiting: Option<&Waiting>,
     ) -> Result<SharedPermit, NotAdmitted> {
         let settings = &*self.settings;
-        let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
+        let exempt = |cost| (cost, Priority::Exempt);
         let mut share = None;
-        let estimated = if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
-            exempt(Cost::ZERO)
-        } else {
-            share = settings.exempt_share(head, body);
-            match &share {
-                Some(share) => exempt(Cost::host(share.bytes())),
-                None => self.estimate.estimate_with_length(head, length),
-            }
-        };
-        let Estimated { mut cost, priority, mut lesson } = estimated;
+        let (mut cost, priority) =
+            if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+                exempt(Cost::ZERO)
+            } else {
+                share = settings.exempt_share(head, body);
+                match &share {
+                    Some(share) => exempt(Cost::host(share.bytes())),
+                    None => self.estimate.estimate_with_length(head, length),
+                }
+            };
         let is_measured = settings.admission.is_managed() && is_measured();
         let (method, (route, is_matched)) = (&head.method, route(head));
-        if is_measured && priority != Priority::Exempt {
+        let learns = is_measured || settings.route_key.is_some();
+        let need = (learns && priority != Priority::Exempt).then(|| {
             let is_minimum = !settings.starts_slowly;
-            if lesson.is_none() {
-                let is_declared = length.is_some();
-                if !is_declared && !is_minimum {
-                    cost.host = cost.host.max(UNDECLARED);
+            let kind = match &settings.route_key {
+                Some(key) => Kind { route: key(head), is_declared: true, has_many_routes: true },
+                None => {
+                    let route = settings.hasher.hash_one((method, route));
+                    Kind { route, is_declared: length.is_some(), has_many_routes: false }
                 }
-                let kind = Kind { route: settings.hasher.hash_one((method, route)), is_declared };
-                lesson = Some(settings.needs.of(kind, cost.host, is_minimum).into());
+            };
+            if !kind.is_declared && !is_minimum {
+                cost.host = cost.host.max(UNDECLARED);
             }
-        }
-        let slot = match &lesson {
-            Some(lesson) => settings.enter(lesson, &mut cost, is_measured, waiting),
+            settings.needs.of(kind, cost.host, is_minimum)
+        });
+        let slot = match &need {
+            Some(need) => settings.enter(need, &mut cost, is_measured, waiting),
             None => Ok(None),
         };
         let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
-        let name = RequestName(method, &route);
-        let label: RequestLabel<'_> = Some(&name);
+        let label = format_args!("{method} {route}");
         let permit = match waiting {
-            Some(waiting) => waiting.try_admit(cost, priority, label),
-            None => settings.admission.try_admit_uncounted(cost, priority, label),
+            Some(waiting) => waiting.try_admit(cost, priority, Some(&label)),
+            None => settings.admission.try_admit_uncounted(cost, priority, Some(&label)),
         };
         let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
@@ -538,7 +573,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let tenant = tenant.cloned();
         let origin = Origin { method, version, route, is_matched, tenant, content_type };
         let is_exempt = priority == Priority::Exempt;
-        let terms = Terms { cap, lesson, share, slot, is_measured, is_exempt, resumes, reports };
+        let terms = Terms { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
         Ok(SharedPermit::new(permit, origin, terms, limits))
@@ -613,16 +648,6 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 }
 
-/// The method and the route of a request, as a label of evictions.
-struct RequestName<'a, R>(&'a Method, &'a R);
-
-impl<R: fmt::Display> fmt::Display for RequestName<'_, R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(method, route) = self;
-        write!(f, "{method} {route}")
-    }
-}
-
 /// A request that was not admitted.
 struct NotAdmitted {
     rejected: Rejected,
@@ -635,21 +660,21 @@ impl LayerSettings {
     #[inline]
     fn enter(
         &self,
-        lesson: &Lesson,
+        need: &Compared,
         cost: &mut Cost,
         is_measured: bool,
         waiting: Option<&Waiting>,
     ) -> Result<Option<Box<Trial>>, Rejected> {
         let host = self.admission.ledger(Budget::Host);
         let (estimate, room) = (cost.host, host.learned_room());
-        cost.host = lesson.claim(estimate, room);
+        cost.host = need.claim(room);
         let starts_slowly = is_measured && self.starts_slowly;
         // A request that is too large, or that arrives during shutdown, is rejected for that
         // reason, by the admission.
         if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
             return Ok(None);
         }
-        lesson.enter(cost.host, room.all, &self.clock).map_err(|TooManyRunning(running)| {
+        need.enter(room.all, &self.clock).map_err(|TooManyRunning(running)| {
             waiting.into_iter().for_each(Waiting::lacks_other);
             Rejected::SlowStart { running, retry_after: LASTS }
         })

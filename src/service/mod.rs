@@ -20,7 +20,6 @@ mod estimate;
 mod exempt;
 mod json;
 mod layer;
-mod learned;
 mod load_report;
 mod permit;
 mod query;
@@ -29,7 +28,7 @@ mod scoped;
 mod time_limits;
 mod usage;
 
-pub use admin::{Admin, AdminToken, Peer, TokenError};
+pub use admin::{Admin, AdminToken, Peer};
 pub use body::{RequestBody, ResponseBody, ResponseBodyError};
 pub(crate) use connections::publish as publish_connections;
 pub use connections::{
@@ -38,10 +37,9 @@ pub use connections::{
 #[cfg(feature = "tokio")]
 pub use connections::{ConnectionListener, ConnectionStream};
 pub use endpoints::Endpoints;
-pub use estimate::{Constant, ContentLength, Estimate, Estimated, FromHeader};
+pub use estimate::{ContentLength, Estimate, FromHeader};
 pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
-pub use learned::{Learned, Lesson, ROUTES_MAX};
 pub use load_report::{
     LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReportStream,
 };

@@ -38,7 +38,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::learning::Trial;
+use lowtide_admission::learning::{Compared, Trial};
 use lowtide_admission::{
     Admission, LARGE_MIN, LargeRequest, Permit, Priority, REGISTERED_MIN, Rejected, RequestMemory,
     RequestPhase, SLOW_AFTER, Waiting,
@@ -46,7 +46,6 @@ use lowtide_admission::{
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
-use super::learned::Lesson;
 use super::time_limits::TimeLimits;
 use super::usage::{self, LiveIn, Origin};
 
@@ -148,7 +147,7 @@ pub(super) struct Terms {
     /// nothing cancels it.
     pub(super) cap: Option<f64>,
     /// The recipient of the measured memory.
-    pub(super) lesson: Option<Lesson>,
+    pub(super) need: Option<Compared>,
     /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
@@ -344,8 +343,8 @@ impl SharedPermit {
             // Read under the lock, so that no thread overwrites a newer report with an older one.
             let live = self.0.memory().live;
             held.hold(live);
-            if let Some(lesson) = &held.terms.lesson {
-                lesson.observe_running(live);
+            if let Some(need) = &held.terms.need {
+                need.observe_running(live);
             }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
@@ -378,7 +377,7 @@ impl SharedPermit {
     /// Returns the most that the request was expected to hold.
     fn expected(&self) -> ByteSize {
         let (held, claim) = (self.held(), self.0.owner().claim());
-        held.terms.lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim))
+        held.terms.need.as_ref().map_or(claim, |need| need.expected().max(claim))
     }
 
     /// Records that the handler waits for more of the body, or has got some. In the meantime it
@@ -705,7 +704,7 @@ impl SharedPermit {
 
     /// Reports the total host memory that the request holds now. Reserves the difference if that
     /// exceeds the reservation, and records the largest amount reported, from which
-    /// [`Learned`](super::Learned) learns. Releases nothing: see [`SharedPermit::shrink`].
+    /// the layer learns. Releases nothing: see [`SharedPermit::shrink`].
     ///
     /// # Errors
     /// [`Rejected`] if it does not fit, or if the request is cancelled. The earlier reservation is
@@ -1028,8 +1027,8 @@ impl Held {
 
     /// Replaces its live bytes in the figures of its route and tenant.
     fn change_live(&mut self, origin: &Origin, before: ByteSize, after: ByteSize) {
-        if let Some(lesson) = &self.terms.lesson {
-            let live_in = || LiveIn::new(&self.permit, origin, lesson);
+        if let Some(need) = &self.terms.need {
+            let live_in = || LiveIn::new(&self.permit, origin, need);
             self.live_in.get_or_insert_with(live_in).change(before, after);
         }
     }
@@ -1055,28 +1054,28 @@ impl AccountOwner for Admitted {
         if let Some(live_in) = &held.live_in {
             live_in.change(ByteSize::new(self.reported.load(Ordering::Relaxed)), ByteSize::ZERO);
         }
-        let Some(lesson) = held.terms.lesson.take() else { return };
+        let Some(need) = held.terms.need.take() else { return };
         if self.is_measured {
             let bytes = (memory.peak, self.claim());
             let succeeded = held.answer == Some(true);
-            usage::add(&held.permit, &self.origin, &lesson, succeeded, bytes);
+            usage::add(&held.permit, &self.origin, &need, succeeded, bytes);
         }
         let measured = self.is_measured.then_some(memory.peak);
         if held.cancelled.is_some() {
             // It might have needed more.
-            return lesson.learn_at_least(held.reported.max(measured).unwrap_or_default());
+            return need.learn_at_least(held.reported.max(measured).unwrap_or_default());
         }
         if held.answer == Some(true)
             && let Some(peak) = held.reported.max(measured)
         {
-            return lesson.learn(peak);
+            return need.learn(peak);
         }
         // The request failed, or its client left: what it held is no evidence of its full need.
         if let Some(peak) = held.reported {
-            lesson.learn(peak);
+            need.learn(peak);
         }
         if let Some(measured) = measured {
-            lesson.learn_at_least(measured);
+            need.learn_at_least(measured);
         }
     }
 }

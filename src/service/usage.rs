@@ -14,21 +14,20 @@ use std::sync::Arc;
 use http::{HeaderValue, Method, Version};
 
 use crate::bytes::ByteSize;
+use lowtide_admission::learning::Compared;
 use lowtide_admission::{KeptUsage, NAME_MAX, NameSource, Permit, Usage, shortened};
 use lowtide_heap::unmeasured;
-
-use super::learned::Lesson;
 
 /// Passes the record of the request's route to `act`, or that of all routes without one.
 #[inline]
 fn with_route<R>(
     permit: &Permit,
     origin: &Origin,
-    lesson: &Lesson,
+    need: &Compared,
     succeeded: bool,
     act: impl FnOnce(&Arc<Usage>) -> R,
 ) -> R {
-    let kept = lesson.usage();
+    let kept = need.usage();
     match kept.get(|| (origin.method.as_str(), origin.route.as_bytes())) {
         Some(usage) => act(usage),
         None => act(&look_up(kept, permit, origin, succeeded)),
@@ -60,8 +59,8 @@ pub(super) struct LiveIn {
 impl LiveIn {
     /// Returns the records of a running request.
     #[cold]
-    pub(super) fn new(permit: &Permit, origin: &Origin, lesson: &Lesson) -> Self {
-        let route = with_route(permit, origin, lesson, false, Arc::clone);
+    pub(super) fn new(permit: &Permit, origin: &Origin, need: &Compared) -> Self {
+        let route = with_route(permit, origin, need, false, Arc::clone);
         let tenant = origin.tenant.as_ref().map(|tenant| of_tenant(permit, tenant));
         Self { route, tenant }
     }
@@ -80,11 +79,11 @@ impl LiveIn {
 pub(super) fn add(
     permit: &Permit,
     origin: &Origin,
-    lesson: &Lesson,
+    need: &Compared,
     succeeded: bool,
     (peak, claim): (ByteSize, ByteSize),
 ) {
-    with_route(permit, origin, lesson, succeeded, |route| route.add(peak, claim));
+    with_route(permit, origin, need, succeeded, |route| route.add(peak, claim));
     if let Some(tenant) = &origin.tenant {
         of_tenant(permit, tenant).add(peak, claim);
     }

@@ -13,7 +13,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody, SharedPermit};
+use lowtide::service::{LoadReportFormat, MemoryLayer, RequestBody, SharedPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::ledger::{Correction, Measured};
 use lowtide_admission::{Admission, Budget, Cost};
@@ -45,12 +45,9 @@ fn correct(admission: &Admission, ceiling: ByteSize) {
     admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
 }
 
-fn layer(
-    admission: &Admission,
-    format: LoadReportFormat,
-) -> (MemoryLayer<Constant>, Arc<ManualClock>) {
+fn layer(admission: &Admission, format: LoadReportFormat) -> (MemoryLayer<Cost>, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::new());
-    let layer = MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)))
+    let layer = MemoryLayer::new(admission.clone(), Cost::host(COST))
         .with_max_wait(Duration::ZERO)
         .clock(clock.clone());
     (layer.with_load_reports(format), clock)
@@ -58,7 +55,7 @@ fn layer(
 
 /// Calls a handler, and returns the head of the response.
 fn call(
-    layer: &MemoryLayer<Constant>,
+    layer: &MemoryLayer<Cost>,
     request: Request<Empty<Bytes>>,
     mut handler: impl FnMut(Received) -> Answer,
 ) -> Response<()> {
@@ -67,7 +64,7 @@ fn call(
     response.map(drop)
 }
 
-fn get(layer: &MemoryLayer<Constant>) -> Response<()> {
+fn get(layer: &MemoryLayer<Cost>) -> Response<()> {
     call(layer, Request::new(Empty::new()), |_| Response::default())
 }
 
@@ -85,7 +82,7 @@ fn parsed(headers: &HeaderMap) -> BTreeMap<String, f64> {
     fields.collect()
 }
 
-fn report(layer: &MemoryLayer<Constant>) -> BTreeMap<String, f64> {
+fn report(layer: &MemoryLayer<Cost>) -> BTreeMap<String, f64> {
     parsed(get(layer).headers())
 }
 
@@ -98,7 +95,7 @@ fn weight(report: &BTreeMap<String, f64>) -> f64 {
 #[test]
 fn without_the_option_no_response_has_a_report() {
     let admission = admission();
-    let layer = MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)));
+    let layer = MemoryLayer::new(admission.clone(), Cost::host(COST));
     let response = get(&layer);
     assert!(response.headers().is_empty(), "{response:?}");
     let own = |_| Response::builder().header(HEADER, "own").body(Full::default()).expect("valid");
@@ -136,7 +133,7 @@ fn a_report_has_what_is_reserved_and_the_rates() {
 fn an_idle_service_reports_a_utilization_that_balancers_accept() {
     let admission = admission();
     let clock = Arc::new(ManualClock::new());
-    let layer = MemoryLayer::new(admission, Constant::new(Cost::ZERO)).clock(clock.clone());
+    let layer = MemoryLayer::new(admission, Cost::ZERO).clock(clock.clone());
     let layer = layer.with_load_reports(LoadReportFormat::Text);
     for _ in 0..20 {
         clock.advance(SECOND / 10);
@@ -314,7 +311,7 @@ fn grpc_request() -> Request<Empty<Bytes>> {
 
 /// Returns the head of a gRPC response with these trailers, and the trailers that are sent.
 fn trailers(
-    layer: &MemoryLayer<Constant>,
+    layer: &MemoryLayer<Cost>,
     kind: &'static str,
     status: &'static str,
 ) -> (HeaderMap, HeaderMap) {
@@ -393,7 +390,7 @@ struct Bed {
     memory: Memory,
     clock: Arc<ManualClock>,
     tree: Tree,
-    layer: MemoryLayer<Constant>,
+    layer: MemoryLayer<Cost>,
 }
 
 impl Bed {
@@ -401,7 +398,7 @@ impl Bed {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
         let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
-        let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(COST)))
+        let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(COST))
             .without_slow_start()
             .clock(clock.clone())
             .with_load_reports(LoadReportFormat::Text);

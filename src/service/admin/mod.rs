@@ -32,9 +32,9 @@ use super::rejection::{problem, with_retry_after};
 pub(super) use profile::PROFILE;
 
 pub(super) use guard::is_secret;
-pub use guard::{AdminToken, Peer, TokenError};
+pub use guard::{AdminToken, Peer};
 
-use guard::Refused;
+use guard::{Refusal, TOKEN_REASON};
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
@@ -137,8 +137,8 @@ impl Admin {
         let now = self.clock.now();
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
         if let Err(refused) = guard::check(request, self.token.as_ref()) {
-            self.log(now, path, refused.reason(), peer);
-            return Some(refusal(refused));
+            self.log(now, path, refused.reason, peer);
+            return Some(refusal(&refused));
         }
         let taken = lock(&self.buckets).commands.take(now);
         let wait = taken.err()?;
@@ -264,7 +264,7 @@ fn wrong_query(error: &QueryError) -> Response<String> {
     problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
 }
 
-fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
+pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
     let mut response = problem(status, "method not allowed", "method", &detail);
@@ -274,15 +274,14 @@ fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
 
 /// Returns the answer to a request for figures with an unknown host; `None` for any other request.
 pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<Response<String>> {
-    guard::check_host(request, hosts).err().map(refusal)
+    guard::check_host(request, hosts).err().as_ref().map(refusal)
 }
 
-fn refusal(refused: Refused) -> Response<String> {
-    let (reason, detail) = (refused.reason(), refused.to_string());
-    if refused != Refused::Token {
-        return problem(StatusCode::FORBIDDEN, "not allowed", reason, &detail);
+fn refusal(Refusal { reason, detail }: &Refusal) -> Response<String> {
+    if *reason != TOKEN_REASON {
+        return problem(StatusCode::FORBIDDEN, "not allowed", reason, detail);
     }
-    let mut response = problem(StatusCode::UNAUTHORIZED, "token required", reason, &detail);
+    let mut response = problem(StatusCode::UNAUTHORIZED, "token required", reason, detail);
     let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
     response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
     response

@@ -179,10 +179,10 @@ impl<Q: Body> LoadReportStream<Q> {
                     request.set(None);
                     return Poll::Ready(Ok(interval));
                 }
-                Err(error) => return Poll::Ready(Err((INVALID_ARGUMENT, error.to_string()))),
+                Err(error) => return Poll::Ready(Err((INVALID_ARGUMENT, error))),
             }
         }
-        Poll::Ready(Err((INVALID_ARGUMENT, read.ended().to_string())))
+        Poll::Ready(Err((INVALID_ARGUMENT, read.ended())))
     }
 
     /// Waits for the next report.

@@ -56,6 +56,8 @@ pub struct Kind {
     pub route: u64,
     /// `true` if the length of the body is known.
     pub is_declared: bool,
+    /// `true` if requests of several routes may be of this kind.
+    pub has_many_routes: bool,
 }
 
 /// The needs of the routes behind a layer.
@@ -94,13 +96,17 @@ impl fmt::Debug for Needs {
 impl Needs {
     /// Returns the need of requests of this kind with this estimate.
     pub fn of(&self, kind: Kind, estimate: ByteSize, is_minimum: bool) -> Compared {
-        let Kind { route, is_declared } = kind;
+        let Kind { route, is_declared, has_many_routes } = kind;
         let family = if is_declared { route } else { !route };
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
         let Known { routes, families } = &mut *lock(&self.0);
         let need = routes.of(key, || {
             let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-            Need::new(Known::family(families, family), lessons)
+            let mut need = Need::new(Known::family(families, family), lessons);
+            if has_many_routes {
+                need.usage = KeptUsage::of_any_route();
+            }
+            need
         });
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
@@ -344,7 +350,7 @@ mod tests {
     }
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
-        needs.of(Kind { route: 1, is_declared }, estimate, false)
+        needs.of(Kind { route: 1, is_declared, has_many_routes: false }, estimate, false)
     }
 
     /// One of each hundred requests needs a hundred times more.
@@ -478,7 +484,7 @@ mod tests {
 
     #[test]
     fn a_trusted_estimate_is_a_lower_bound_and_nothing_overflows() {
-        let kind = Kind { route: 1, is_declared: true };
+        let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
         for estimate in [ByteSize::ZERO, MIB, ByteSize::MAX] {
             let needs = Needs::default();
             let trusted = needs.of(kind, estimate, true);

@@ -14,13 +14,13 @@ pub const ROUTES_MAX: usize = 256;
 const UNUSED: u64 = 64 * ROUTES_MAX as u64;
 
 /// What is recorded of the requests of a route.
-pub trait Record {
+pub(super) trait Record {
     /// Returns `true` if it contains a measurement.
     fn has_learned(&self) -> bool;
 }
 
 /// At most [`ROUTES_MAX`] routes, and one for all others.
-pub struct Routes<K, R> {
+pub(super) struct Routes<K, R> {
     known: BTreeMap<K, Known<R>>,
     rest: Arc<R>,
     /// The number of requests so far.
@@ -35,12 +35,12 @@ struct Known<R> {
 
 impl<K: Ord, R: Record> Routes<K, R> {
     /// Creates an empty set. `rest` is the record of all routes beyond its bound.
-    pub fn new(rest: R) -> Self {
+    pub(super) fn new(rest: R) -> Self {
         Self { known: BTreeMap::new(), rest: Arc::new(rest), requests: 0 }
     }
 
     /// Returns the record of a key, for a request.
-    pub fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
+    pub(super) fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
         self.requests += 1;
         let now = self.requests;
         if let Some(route) = self.known.get_mut(&key) {

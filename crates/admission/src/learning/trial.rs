@@ -14,7 +14,7 @@ use super::slow_start::{SlowStart, TooManyRunning};
 
 /// The slow start of a route.
 #[derive(Clone, Debug)]
-pub struct Trials(Arc<Mutex<SlowStart>>);
+pub(super) struct Trials(Arc<Mutex<SlowStart>>);
 
 /// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
 /// have one.
@@ -28,14 +28,14 @@ pub struct Trial {
 
 impl Trials {
     /// Creates one that ends after so many successes.
-    pub fn new(successes: u32) -> Self {
+    pub(super) fn new(successes: u32) -> Self {
         Self(Arc::new(Mutex::new(SlowStart::new(successes))))
     }
 
     /// Admits a request with this estimate if the need of the route is known or few requests run.
     /// Reads the time only if needed.
     #[inline]
-    pub fn enter(
+    pub(super) fn enter(
         &self,
         estimate: ByteSize,
         room: ByteSize,

@@ -55,7 +55,7 @@ async fn a_grpc_client_gets_a_report_with_each_answer() {
 async fn a_grpc_client_reads_a_stream_of_reports_until_the_service_ends() {
     let memory = Memory::builder().detached();
     let memory = memory.memory_limit(ByteSize::gib(1)).start().expect("starts");
-    let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(COST)))
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(COST))
         .with_load_reports(LoadReportFormat::Text);
     let streams = layer.load_report_service();
     let routes = axum::Router::new().route_service(LOAD_REPORT_STREAM_PATH, streams);
