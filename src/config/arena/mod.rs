@@ -17,8 +17,8 @@ mod keys;
 mod options;
 mod resolve;
 
-pub use keys::{ArenaKey, ArenaValue, ExtendStrategy};
-pub use options::{ArenaOptions, CUARENA_MARGIN, SHRINK_OPTION, Target, Targets, Written};
+pub use keys::ArenaKey;
+pub use options::{ArenaOptions, CUARENA_MARGIN, SHRINK_OPTION, ShrinkTarget, Targets, Written};
 pub use resolve::{ArenaResolution, ArenaSource, Conflict, Effective, Layers, Reason};
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
-use super::keys::{ArenaKey, ArenaValue, Dialect, whole};
+use super::keys::{ArenaKey, Dialect, whole};
 use crate::bytes::ByteSize;
 use crate::config::error::{ConfigError, Fault};
 use crate::device::driver::{Backend, Driver, DriverError};
@@ -40,8 +40,8 @@ const BARE: &str = "arena.";
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Written {
-    /// The value.
-    pub value: ArenaValue,
+    /// The value: bytes, [`u64::MAX`] for no limit, or the number of a strategy or a switch.
+    pub value: u64,
     /// The key as spelled, with its scope.
     pub spelled: String,
     /// The requested amount, if the device did not have that much memory left.
@@ -51,12 +51,11 @@ pub struct Written {
 /// The options of one place, without those that were not set.
 ///
 /// ```
-/// use lowtide::ByteSize;
-/// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaValue};
+/// use lowtide::config::arena::{ArenaKey, ArenaOptions};
 ///
 /// let options = ArenaOptions::from_keys([("arena.max_mem", "0")])?;
 /// let written = options.get(ArenaKey::Limit).map(|written| written.value);
-/// assert_eq!(written, Some(ArenaValue::Bytes(ByteSize::MAX))); // 0: no limit
+/// assert_eq!(written, Some(u64::MAX)); // 0: no limit
 ///
 /// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.max_mem", "1g")]);
 /// assert_eq!(error.unwrap_err().faults.len(), 2); // all faults together
@@ -174,12 +173,12 @@ impl ArenaOptions {
         &mut self,
         key: ArenaKey,
         spelled: &str,
-        value: Result<Option<ArenaValue>, String>,
+        value: Result<Option<u64>, String>,
     ) -> Result<(), String> {
         let Some(value) = value? else { return Ok(()) };
         match self.get(key) {
             Some(first) if first.value != value => {
-                Err(format!("{}, as {} says", first.value, first.spelled))
+                Err(format!("{}, as {} says", key.show(first.value), first.spelled))
             }
             Some(_) => Ok(()),
             None => {
@@ -228,7 +227,7 @@ impl ArenaOptions {
         };
         let lowered = limit > left;
         let written = Written {
-            value: ArenaValue::Bytes(if limit.is_zero() || lowered { left } else { limit }),
+            value: if limit.is_zero() || lowered { left.get() } else { limit.get() },
             spelled: CUARENA_LIMIT.to_owned(),
             capped_from: lowered.then_some(limit),
         };
@@ -267,7 +266,7 @@ impl ArenaOptions {
     /// [`ConfigError`] if an option is valid but not supported.
     pub fn check_supported(&self) -> Result<(), ConfigError> {
         match self.get(ArenaKey::UsePool) {
-            Some(Written { value: ArenaValue::Flag(true), spelled, .. }) => {
+            Some(Written { value: 1, spelled, .. }) => {
                 let expected = "0, because CUDA's memory pool is not supported: the arena commits \
                                 and releases memory itself";
                 Err(ConfigError::bad(spelled, "1", expected))
@@ -315,14 +314,14 @@ pub const SHRINK_OPTION: &str = "memory.enable_memory_arena_shrinkage";
 /// A memory to shrink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum Target {
+pub enum ShrinkTarget {
     /// `cpu:0`: host memory, which is the process heap and pinned pools.
     Cpu(u32),
     /// `gpu:0`: the arenas of the device of this number, including those of the host driver.
     Gpu(u32),
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for ShrinkTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu(id) => write!(f, "cpu:{id}"),
@@ -343,11 +342,11 @@ impl fmt::Display for Target {
 /// # Ok::<(), ConfigError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Targets(Vec<Target>);
+pub struct Targets(Vec<ShrinkTarget>);
 
 impl Targets {
     /// Returns the targets in order.
-    pub fn iter(&self) -> impl Iterator<Item = Target> {
+    pub fn iter(&self) -> impl Iterator<Item = ShrinkTarget> {
         self.0.iter().copied()
     }
 
@@ -374,8 +373,8 @@ impl Targets {
         for entry in text.split(';') {
             let id = |id| whole(id).and_then(|id| u32::try_from(id).ok());
             let target = match entry.split_once(':').map(|(kind, number)| (kind, id(number))) {
-                Some(("cpu", Some(id))) => Ok(Target::Cpu(id)),
-                Some(("gpu", Some(id))) => Ok(Target::Gpu(id)),
+                Some(("cpu", Some(id))) => Ok(ShrinkTarget::Cpu(id)),
+                Some(("gpu", Some(id))) => Ok(ShrinkTarget::Gpu(id)),
                 Some(("cpu" | "gpu", None)) | None => Err("with the number of a device"),
                 Some(_) => Err("cpu or gpu"),
             };

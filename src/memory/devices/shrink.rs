@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::ConfigError;
-use crate::config::arena::{Target, Targets};
+use crate::config::arena::{ShrinkTarget, Targets};
 use crate::device::DeviceError;
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
@@ -41,7 +41,7 @@ pub enum ShrinkError {
     #[error("unknown target {target}: expected {}", names(*devices))]
     UnknownTarget {
         /// The target in the selector.
-        target: Target,
+        target: ShrinkTarget,
         /// The number of devices, at least 1.
         devices: usize,
     },
@@ -75,7 +75,7 @@ impl Shrunk {
 #[non_exhaustive]
 pub struct ShrunkTarget {
     /// The target.
-    pub target: Target,
+    pub target: ShrinkTarget,
     /// The outcome.
     pub outcome: ShrinkOutcome,
     /// The duration.
@@ -236,7 +236,7 @@ impl Shared {
     fn check_targets(&self, targets: &Targets) -> Result<(), ShrinkError> {
         self.check_here()?;
         let devices = self.devices.list.len().max(1);
-        let exists = |target: &Target| known(devices).any(|known| known == *target);
+        let exists = |target: &ShrinkTarget| known(devices).any(|known| known == *target);
         let unknown = targets.iter().find(|target| !exists(target));
         unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target, devices }))
     }
@@ -250,12 +250,12 @@ impl Shared {
         }
     }
 
-    fn shrink(&self, targets: impl Iterator<Item = Target>) -> Shrunk {
-        let one = |target: Target| {
+    fn shrink(&self, targets: impl Iterator<Item = ShrinkTarget>) -> Shrunk {
+        let one = |target: ShrinkTarget| {
             let start = self.clock.now();
             let outcome = match target {
-                Target::Cpu(_) => self.shrink_host(),
-                Target::Gpu(number) => self.shrink_arenas(number),
+                ShrinkTarget::Cpu(_) => self.shrink_host(),
+                ShrinkTarget::Gpu(number) => self.shrink_arenas(number),
             };
             ShrunkTarget { target, outcome, took: self.clock.now() - start }
         };
