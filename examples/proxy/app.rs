@@ -26,7 +26,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, Endpoints, LoadReportFormat, MinDataRate, Peer};
+use lowtide::service::{Admin, Endpoints, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -66,7 +66,7 @@ pub(crate) struct Options {
     /// The limits for clients.
     pub(crate) limits: Limits,
     /// The format of load reports; `None` for none.
-    pub(crate) load_reports: Option<LoadReportFormat>,
+    pub(crate) load_reports: bool,
     /// The admin commands that are accepted; `None` for none.
     pub(crate) admin: Option<Admin>,
 }
@@ -82,7 +82,7 @@ impl Default for Options {
             model: model::Settings::default(),
             idle_unload: None,
             limits: Limits::default(),
-            load_reports: None,
+            load_reports: false,
             admin: None,
         }
     }
@@ -188,9 +188,9 @@ pub(crate) async fn start(
     // The small upstream admits in the same ledger: requests wait in front of it, and not for the
     // little that forwarding them takes as well.
     let forward_waits = own_upstream.is_none();
-    let rate = MinDataRate::new(RATE_MIN, options.limits.body_timeout);
+    let grace = options.limits.body_timeout;
     let reports = options.load_reports;
-    let mut routes = clients_routes(forward, embedder, memory, forward_waits, rate, reports);
+    let mut routes = clients_routes(forward, embedder, memory, forward_waits, grace, reports);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -219,8 +219,8 @@ fn clients_routes(
     embedder: Embedder,
     memory: Option<Memory>,
     forward_waits: bool,
-    rate: MinDataRate,
-    reports: Option<LoadReportFormat>,
+    grace: Duration,
+    reports: bool,
 ) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
@@ -237,9 +237,9 @@ fn clients_routes(
         (Router::new().route("/embed", embed), Router::new().fallback(forward));
     if let Some(memory) = memory {
         let mut layer = memory.layer();
-        if let Some(format) = reports {
+        if reports {
             // One for both routes: the rates are those of the proxy.
-            layer = layer.with_load_reports(format);
+            layer = layer.with_load_reports();
         }
         let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
@@ -250,7 +250,8 @@ fn clients_routes(
             }
         };
         // Bounds: bodies stream through, and the model plans its memory.
-        let layer = layer.with_estimate(estimate).without_slow_start().with_min_data_rate(rate);
+        let layer =
+            layer.with_estimate(estimate).without_slow_start().with_min_data_rate(RATE_MIN, grace);
         embed = embed.layer(layer.clone());
         let layer = if forward_waits { layer } else { layer.with_max_wait(Duration::ZERO) };
         forward = forward.layer(layer);

@@ -25,7 +25,7 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::clock::SystemClock;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
-use lowtide::service::{Admin, AdminToken, LoadReportFormat};
+use lowtide::service::Admin;
 use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -99,7 +99,7 @@ struct Cli {
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     connections: usize,
     /// Add an ORCA load report to each response, for load balancers, which should remove it: header
-    /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
+    /// endpoint-load-metrics. Those of the upstream are always dropped.
     #[arg(long, env = "PROXY_LOAD_REPORTS", value_enum, default_value = "off")]
     load_reports: LoadReports,
     /// Accept admin commands (purge, trim, sleep, wake, unload, fit) from this machine,
@@ -113,24 +113,11 @@ struct Cli {
     command: Option<Command>,
 }
 
-/// The format of load reports.
-#[derive(Clone, Copy, Debug, ValueEnum)]
+/// Whether answers carry load reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum LoadReports {
     Off,
     Text,
-    Json,
-    Binary,
-}
-
-impl LoadReports {
-    const fn format(self) -> Option<LoadReportFormat> {
-        match self {
-            Self::Off => None,
-            Self::Text => Some(LoadReportFormat::Text),
-            Self::Json => Some(LoadReportFormat::Json),
-            Self::Binary => Some(LoadReportFormat::Binary),
-        }
-    }
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -157,11 +144,6 @@ fn connections(text: &str) -> Result<usize, String> {
 }
 
 /// The token in a file, which ends with a line's end or without.
-fn token_in(file: &Path) -> Result<AdminToken, BoxError> {
-    let token = AdminToken::new(&token_text(file)?);
-    Ok(token.map_err(|error| format!("{}: {error}", file.display()))?)
-}
-
 fn token_text(file: &Path) -> Result<String, BoxError> {
     let text = std::fs::read_to_string(file)
         .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
@@ -259,7 +241,10 @@ fn wake(runtime: &Handle) {
 async fn run(cli: Cli) -> Result<(), BoxError> {
     let clock = Arc::new(SystemClock::new());
     let admin = match &cli.admin_token_file {
-        Some(file) => Some(Admin::with_token(clock, token_in(file)?)),
+        Some(file) => {
+            let admin = Admin::with_token(clock, &token_text(file)?);
+            Some(admin.map_err(|error| format!("{}: {error}", file.display()))?)
+        }
         None => cli.admin.then(|| Admin::loopback(clock)),
     };
     let workers = Handle::current();
@@ -280,7 +265,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
             head_timeout: cli.head_timeout,
             connections: cli.connections,
         },
-        load_reports: cli.load_reports.format(),
+        load_reports: cli.load_reports == LoadReports::Text,
         admin,
     };
     // Installed before it listens: a client that sees it listening may send a signal.

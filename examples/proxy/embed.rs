@@ -14,7 +14,7 @@ use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
 use lowtide::admission::AcquireError;
-use lowtide::service::{SharedPermit, scope_blocking};
+use lowtide::service::{RequestPermit, scope_blocking};
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
@@ -114,7 +114,7 @@ impl Embedder {
 
 /// Reads the whole body, reserves memory as it arrives, and stops at [`BODY_MAX`].
 async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
-    let permit = request.extensions().get::<SharedPermit>().cloned();
+    let permit = request.extensions().get::<RequestPermit>().cloned();
     let known = request.headers().contains_key(CONTENT_LENGTH);
     let asks_first = request.headers().contains_key(EXPECT);
     let too_long = || {

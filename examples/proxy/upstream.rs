@@ -19,7 +19,7 @@ use axum::routing::{get, post};
 use futures_util::stream;
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::service::{DRAIN_MAX, SharedPermit};
+use lowtide::service::{DRAIN_MAX, RequestPermit};
 
 /// Words in an answer of `/words`.
 const TOP: usize = 100;
@@ -53,7 +53,7 @@ const fn words_max(text_bytes: usize) -> (usize, usize) {
 }
 
 async fn words(request: Request) -> Response {
-    let permit = request.extensions().get::<SharedPermit>().cloned();
+    let permit = request.extensions().get::<RequestPermit>().cloned();
     let announced = content_length(&request);
     let mut body = request.into_body();
     let mut text = Vec::new();

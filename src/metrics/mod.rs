@@ -20,7 +20,7 @@ pub mod record;
 
 pub use names::MetricsTier;
 
-use names::{Kind, SECONDS_BUCKETS, TABLE};
+use names::{MetricKind, SECONDS_BUCKETS, TABLE};
 
 /// Returns the name of each histogram and the upper bounds of its buckets, in seconds.
 ///
@@ -42,6 +42,6 @@ use names::{Kind, SECONDS_BUCKETS, TABLE};
 /// # Ok::<(), lowtide::BoxError>(())
 /// ```
 pub fn histograms() -> impl Iterator<Item = (&'static str, &'static [f64])> {
-    let histograms = TABLE.iter().filter(|metric| metric.kind == Kind::Histogram);
+    let histograms = TABLE.iter().filter(|metric| metric.kind == MetricKind::Histogram);
     histograms.map(|metric| (metric.name, SECONDS_BUCKETS))
 }

@@ -10,7 +10,7 @@ use metrics::Unit;
 
 /// The type of a metric, in Prometheus' terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// A value that rises and falls.
     Gauge,
     /// A total that only rises while the process runs.
@@ -19,7 +19,7 @@ pub enum Kind {
     Histogram,
 }
 
-impl Kind {
+impl MetricKind {
     /// Returns the word in a `# TYPE` line.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -39,7 +39,7 @@ pub struct Metric {
     /// The tier in which it is published.
     pub tier: MetricsTier,
     /// The type.
-    pub kind: Kind,
+    pub kind: MetricKind,
     /// The labels of every series.
     pub labels: &'static [&'static str],
     /// The help text, one sentence.
@@ -230,7 +230,7 @@ macro_rules! rows {
         = device_memory.watermark_released_total,
         "Idle bytes that arenas released because free device memory fell below the watermark.";
 
-    @ [] pressure: Pressure<'_>;
+    @ [] pressure: HostPressure<'_>;
     Basic Gauge "lowtide_pressure_level" = u64::from(pressure.state.level(Budget::Host).as_u8()),
         "Pressure level of host memory: 0 none, 1 elevated, 2 high, 3 critical.";
     Basic Gauge "lowtide_pressure_limit_bytes" = pressure.signal.limit.bytes,
@@ -449,7 +449,7 @@ macro_rules! metric {
         Metric {
             name: $name,
             tier: MetricsTier::$tier,
-            kind: Kind::$kind,
+            kind: MetricKind::$kind,
             labels: &$section,
             help: $help,
         }
@@ -580,7 +580,7 @@ mod tests {
             assert!(TABLE[..at].iter().all(|other| other.name != name), "{name} stands twice");
             let prefixes = ["lowtide_", "process_"];
             assert!(prefixes.iter().any(|prefix| name.starts_with(prefix)), "{name}");
-            assert_eq!(metric.kind == Kind::Counter, name.ends_with("_total"), "{name}");
+            assert_eq!(metric.kind == MetricKind::Counter, name.ends_with("_total"), "{name}");
             assert!(metric.help.ends_with('.'), "{name}: help is a sentence");
         }
     }

@@ -13,7 +13,7 @@ use metrics::{Key, Label, SharedString};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 
 use super::MetricsTier;
-use super::names::{self as name, Kind, Metric, TABLE};
+use super::names::{self as name, Metric, MetricKind, TABLE};
 use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
@@ -41,7 +41,7 @@ static ENDED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
 
 /// The host's pressure.
 #[derive(Debug)]
-pub(crate) struct Pressure<'a> {
+pub(crate) struct HostPressure<'a> {
     pub(crate) signal: &'a Signal,
     pub(crate) state: &'a PressureState,
     /// The largest number of physical bytes of late.
@@ -99,7 +99,7 @@ impl MetricsWriter {
                     self.put(metric, &[labels, &[own]].concat(), figure);
                 });
             }
-            Figure::Count(total) if metric.kind == Kind::Counter => {
+            Figure::Count(total) if metric.kind == MetricKind::Counter => {
                 return self.total(metric, labels, total);
             }
             Figure::Count(count) => count as f64,
@@ -147,9 +147,11 @@ impl MetricsWriter {
     pub fn describe(self) {
         for metric in TABLE.iter().filter(|metric| self.has(metric)) {
             match metric.kind {
-                Kind::Gauge => describe_gauge!(metric.name, metric.unit(), metric.help),
-                Kind::Counter => describe_counter!(metric.name, metric.unit(), metric.help),
-                Kind::Histogram => describe_histogram!(metric.name, metric.unit(), metric.help),
+                MetricKind::Gauge => describe_gauge!(metric.name, metric.unit(), metric.help),
+                MetricKind::Counter => describe_counter!(metric.name, metric.unit(), metric.help),
+                MetricKind::Histogram => {
+                    describe_histogram!(metric.name, metric.unit(), metric.help)
+                }
             }
         }
     }
@@ -223,7 +225,7 @@ impl MetricsWriter {
 
     /// Publishes the host's pressure; `peak` is the largest number of physical bytes of late.
     pub fn pressure(self, signal: &Signal, state: &PressureState, peak: ByteSize) {
-        pressure(&Pressure { signal, state, peak }, &mut self.to(&[]));
+        pressure(&HostPressure { signal, state, peak }, &mut self.to(&[]));
         self.put(name::SATURATION, &[], state.saturation());
         if state.limit() != ByteSize::MAX {
             self.put(name::ADMISSION_CEILING_PART, &[], state.ceiling_parts().by_name());
@@ -342,7 +344,7 @@ impl MetricsWriter {
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
         device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
-            if metric.kind == Kind::Gauge {
+            if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }
         });

@@ -54,14 +54,8 @@ pub(super) fn with_figures(snapshot: &MemorySnapshot, mut document: Value) -> Va
 }
 
 fn memory(device: &DeviceSnapshot) -> Value {
-    json!({
-        "total_bytes": device.total.get(),
-        "free_bytes": device.free.get(),
-        "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
-        "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
-        "short": device.is_short,
-        "watermark_released_bytes": device.watermark_released_total,
-    })
+    let others = json!({ "short": device.is_short });
+    figures("lowtide_device_", |each| read::device_memory(device, each), others)
 }
 
 fn device(device: &DeviceStatus) -> Value {
@@ -128,11 +122,11 @@ pub(super) fn processes(memory: &Memory) -> Value {
 /// The last maps. Requests in between get the same maps, so the number of clients does not increase
 /// the time under the arenas' locks.
 #[derive(Debug, Default)]
-pub(super) struct Maps(Mutex<Option<Kept>>);
+pub(super) struct Maps(Mutex<Option<CachedMaps>>);
 
 /// Maps of arenas of these names, and the end of their validity.
 #[derive(Debug)]
-struct Kept {
+struct CachedMaps {
     names: Vec<String>,
     until: Moment,
     maps: Value,
@@ -151,7 +145,7 @@ impl Maps {
         let most = occupancy.iter().map(|(_, occupancy)| again(blocks(occupancy))).max();
         // A client that waits as advised gets new maps.
         let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
-        *kept = Some(Kept { names, until, maps: maps.clone() });
+        *kept = Some(CachedMaps { names, until, maps: maps.clone() });
         maps
     }
 }

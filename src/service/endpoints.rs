@@ -10,7 +10,11 @@
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
 use std::fmt;
+#[cfg(feature = "axum")]
+use std::{net::SocketAddr, sync::Arc};
 
+#[cfg(feature = "axum")]
+use axum::body::Body;
 use http::header::VARY;
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
@@ -26,7 +30,7 @@ use super::admin::{Admin, PROFILE, host_refusal, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
-use super::json::{self, Asked, Part};
+use super::json::{self, MemoryPart, PartContext};
 use super::query::{Format, Query, QueryError};
 use super::rejection::problem;
 
@@ -275,14 +279,14 @@ impl Endpoints {
     }
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
-    fn memory(&self, parts: &[&Part], limit: Option<ByteSize>) -> Response<String> {
+    fn memory(&self, parts: &[&MemoryPart], limit: Option<ByteSize>) -> Response<String> {
         let mut body = self
             .memory
             .as_ref()
             .map_or_else(|| json!({ "schema": SCHEMA, "managed": false }), document);
         let body = match (&self.memory, &mut body) {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
-                let asked = Asked {
+                let asked = PartContext {
                     memory,
                     #[cfg(feature = "device")]
                     maps: &self.maps,
@@ -309,6 +313,65 @@ fn installed_metrics() -> Option<Box<dyn Fn() -> String + Send + Sync>> {
         return Some(Box::new(|| crate::metrics::prometheus::render().unwrap_or_default()));
     }
     None
+}
+
+#[cfg(feature = "axum")]
+impl Memory {
+    /// Returns the operator endpoints (`/healthz`, `/readyz`, `/memory`, and `/metrics` after
+    /// `Builder::prometheus`) as routes. Merge them after the layer, so that they answer under
+    /// overload:
+    ///
+    /// ```
+    /// use axum::{Router, routing::post};
+    /// use lowtide::Memory;
+    ///
+    /// let memory = Memory::start()?;
+    /// let app: Router = Router::new()
+    ///     .route("/length", post(|body: String| async move { body.len().to_string() }))
+    ///     .layer(memory.layer())
+    ///     .merge(memory.routes());
+    /// # drop(app);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// They are for operators: `/memory` and `/metrics` show figures of the service. To keep them
+    /// from the public, serve them on a port of their own.
+    pub fn routes<S: Clone + Send + Sync + 'static>(&self) -> axum::Router<S> {
+        Endpoints::new(Some(self.clone())).into_routes()
+    }
+}
+
+#[cfg(feature = "axum")]
+impl Endpoints {
+    /// Returns these endpoints as routes: [`Endpoints::PATHS`], and [`Endpoints::ADMIN_PATHS`] with
+    /// admin commands. Those need the client's address: serve the routes with
+    /// `into_make_service_with_connect_info::<SocketAddr>()`.
+    pub fn into_routes<S: Clone + Send + Sync + 'static>(self) -> axum::Router<S> {
+        let admin =
+            self.admin.is_some().then_some(Self::ADMIN_PATHS).into_iter().flatten().copied();
+        let endpoints = Arc::new(self);
+        Self::PATHS.into_iter().chain(admin).fold(axum::Router::new(), |router, path| {
+            let endpoints = Arc::clone(&endpoints);
+            router.route(path, axum::routing::any(async move |request| routed(&endpoints, request)))
+        })
+    }
+}
+
+#[cfg(feature = "axum")]
+fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
+    let peer =
+        request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|peer| peer.0);
+    if let Some(peer) = peer {
+        request.extensions_mut().insert(super::Peer(peer));
+    }
+    match endpoints.answer_request(&request) {
+        Some(answer) => answer.map(Body::from),
+        None => {
+            let mut missing = Response::new(Body::empty());
+            *missing.status_mut() = StatusCode::NOT_FOUND;
+            missing
+        }
+    }
 }
 
 impl fmt::Debug for Endpoints {

@@ -35,10 +35,10 @@ const PATH_MAX: usize = 256;
 
 /// An optional part: its name in the query and in the JSON, and its value, `None` if this build has
 /// none.
-pub(super) type Part = (&'static str, fn(&Asked<'_>) -> Option<Value>);
+pub(super) type MemoryPart = (&'static str, fn(&PartContext<'_>) -> Option<Value>);
 
 /// The subject of a query.
-pub(super) struct Asked<'a> {
+pub(super) struct PartContext<'a> {
     pub(super) memory: &'a Memory,
     #[cfg(feature = "device")]
     pub(super) maps: &'a Maps,
@@ -50,7 +50,7 @@ pub(super) struct Asked<'a> {
 
 const LIMIT_ADVICE: &str = "limit_advice";
 
-const PARTS: &[Part] = &[
+const PARTS: &[MemoryPart] = &[
     #[cfg(feature = "device")]
     ("map", |asked| Some(asked.maps.of(asked.memory))),
     #[cfg(not(feature = "device"))]
@@ -78,8 +78,8 @@ const PARTS: &[Part] = &[
 ];
 
 /// Parses names of parts, separated by commas.
-pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
-    let mut parts: Vec<&Part> = Vec::new();
+pub(super) fn read(text: &str) -> Result<Vec<&'static MemoryPart>, QueryError> {
+    let mut parts: Vec<&MemoryPart> = Vec::new();
     for name in text.split(',').filter(|name| !name.is_empty()) {
         let known = PARTS.iter().find(|(known, _)| *known == name);
         let part = known.ok_or_else(|| {
@@ -95,7 +95,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
 }
 
 /// Parses the limit for which advice is asked, of a query with these parts.
-pub(super) fn read_limit(text: &str, parts: &[&Part]) -> Result<ByteSize, QueryError> {
+pub(super) fn read_limit(text: &str, parts: &[&MemoryPart]) -> Result<ByteSize, QueryError> {
     let expected = if parts.iter().all(|(name, _)| *name != LIMIT_ADVICE) {
         "with=limit_advice in the same query"
     } else {
@@ -109,7 +109,7 @@ pub(super) fn read_limit(text: &str, parts: &[&Part]) -> Result<ByteSize, QueryE
 }
 
 /// Returns the admin tasks; null if admin commands are disabled.
-fn admin_tasks(asked: &Asked<'_>) -> Value {
+fn admin_tasks(asked: &PartContext<'_>) -> Value {
     json!(asked.needs_token.map(|needs_token| json!({
         "needs_token": needs_token,
         "list": asked.memory.admin_tasks().iter().map(admin_task).collect::<Value>(),

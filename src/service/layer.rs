@@ -53,14 +53,12 @@ use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
-use super::load_report::{
-    Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
-};
-use super::permit::{Resumes, SharedPermit, Terms};
+use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
+use super::permit::{RequestOptions, RequestPermit, ResumeOptions};
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
 use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
-use super::usage::{Origin, RouteLabel, Tenant};
+use super::usage::{RequestOrigin, RouteLabel, Tenant};
 
 /// Returns the answer to the rejected request with this head.
 type Reject = dyn Fn(&Rejected, &Parts) -> Response<String> + Send + Sync;
@@ -170,7 +168,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// 256 keys are kept apart, for each size of the estimate; the others share one.
     ///
     /// Use it for needs that the route does not show. Handlers report memory that is not measured,
-    /// such as that of a C library, with [`SharedPermit::hold`]; with a key, the layer learns from
+    /// such as that of a C library, with [`RequestPermit::hold`]; with a key, the layer learns from
     /// these reports even without a running [`Memory`].
     ///
     /// ```
@@ -199,7 +197,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// measured. Use it if handlers reject requests that need more than their estimate, or if
     /// estimates cover memory that is not measured, such as that of tasks without a scope or of C
     /// code. While its body arrives, a request may be suspended all the same
-    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`SharedPermit::hold`], so
+    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`RequestPermit::hold`], so
     /// that it stays reserved. Without this setting an estimate is a hint, which the layer uses
     /// until it has measured eight requests of the route.
     #[must_use]
@@ -214,7 +212,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// With [`f64::INFINITY`] no request is ever cancelled, not even at level critical.
     ///
     /// The claim is what the request reserved when it was admitted, or later with
-    /// [`SharedPermit::grow`]. In a route in which needs vary, the multiple is of what a large
+    /// [`RequestPermit::grow`]. In a route in which needs vary, the multiple is of what a large
     /// request needs, if that is more. Memory is short if more is reserved than allowed, so that
     /// other requests are rejected. While there is room, a request may hold any multiple.
     ///
@@ -222,7 +220,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// below the multiple. The next one is cancelled when that one has released its memory, or
     /// after 100 ms.
     ///
-    /// [`SharedPermit::cancelled`] notifies the handler; its documentation lists what cannot be
+    /// [`RequestPermit::cancelled`] notifies the handler; its documentation lists what cannot be
     /// interrupted. If the handler goes on, the layer drops it and answers as for
     /// [`Rejected::Outgrown`]. The head that the function of
     /// [`with_rejection`](Self::with_rejection) gets then has the method, the version and the route
@@ -267,10 +265,13 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Sets the rate at which clients must send the bodies of requests and take responses. By
-    /// default there is none.
+    /// Sets the rate at which clients must send the bodies of requests and take responses, such as
+    /// 16 KiB, a poor line's, with a grace period of 10 s. By default there is none.
     ///
-    /// A client may pause for the grace period and must keep up the rate on average. Only time
+    /// A client may pause for the grace period and must keep up the rate on average. With zero
+    /// bytes per second, a byte in each grace period is enough for a request, and a response does
+    /// not end once a part of it was sent. Choose a grace period of a second or more; with zero, a
+    /// body ends when its client has to be waited for until the second check. Only time
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
     /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
@@ -287,8 +288,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// than 4,096 wait. Exempt requests have no limit, and none has one without a running
     /// [`Memory`].
     #[must_use]
-    pub fn with_min_data_rate(mut self, rate: MinDataRate) -> Self {
-        self.settings().min_data_rate = Some(rate);
+    pub fn with_min_data_rate(mut self, bytes_per_second: ByteSize, grace: Duration) -> Self {
+        self.settings().min_data_rate = Some(MinDataRate { bytes_per_second, grace });
         self
     }
 
@@ -299,7 +300,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// (gRPC: `DEADLINE_EXCEEDED`), because another try may take as long. If its handler has
     /// answered, the response ends with an error ([`Rejected::HeldTooLong`]). Requests are checked,
     /// and connections closed, as for [`with_min_data_rate`](Self::with_min_data_rate); what cannot
-    /// be interrupted is listed at [`SharedPermit::cancelled`].
+    /// be interrupted is listed at [`RequestPermit::cancelled`].
     #[must_use]
     pub fn with_max_hold(mut self, max_hold: Duration) -> Self {
         self.settings().max_hold = Some(max_hold);
@@ -310,8 +311,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Envoy's `client_side_weighted_round_robin` and gRPC's `weighted_round_robin`. By default
     /// there is none.
     ///
-    /// A response has it in the header `endpoint-load-metrics`, a gRPC response in the trailer
-    /// `endpoint-load-metrics-bin`. It replaces one that the handler has set, since that may be of
+    /// A response has it in the header `endpoint-load-metrics`, as text of about 200 bytes, a gRPC
+    /// response in the trailer `endpoint-load-metrics-bin`. It replaces one that the handler has set, since that may be of
     /// another service; the same headers of requests are ignored. The report has
     ///
     /// * `mem_utilization`: physical memory by its limit, from 0 to 1;
@@ -334,10 +335,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// unless its headers have to grow. Configure the load balancer to remove the report: it shows
     /// clients how full this instance is.
     #[must_use]
-    pub fn with_load_reports(mut self, format: LoadReportFormat) -> Self {
+    pub fn with_load_reports(mut self) -> Self {
         let settings = self.settings();
         let (admission, clock) = (settings.admission.clone(), Arc::clone(&settings.clock));
-        settings.load_reports = Some(Arc::new(LoadReports::new(format, admission, clock)));
+        settings.load_reports = Some(Arc::new(LoadReports::new(admission, clock)));
         self
     }
 
@@ -356,10 +357,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// ```
     /// use axum::{Router, routing::get};
     /// use lowtide::Memory;
-    /// use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportFormat};
+    /// use lowtide::service::LOAD_REPORT_STREAM_PATH;
     ///
     /// let memory = Memory::start()?;
-    /// let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
+    /// let layer = memory.layer().with_load_reports();
     /// let streams = layer.load_report_service();
     /// let app: Router = Router::new()
     ///     .route("/", get(async || "hello"))
@@ -510,7 +511,7 @@ impl<E: Estimate> MemoryLayer<E> {
         body: &impl Body,
         length: Option<ByteSize>,
         waiting: Option<&Waiting>,
-    ) -> Result<SharedPermit, NotAdmitted> {
+    ) -> Result<RequestPermit, NotAdmitted> {
         let settings = &*self.settings;
         let exempt = |cost| (cost, Priority::Exempt);
         let mut share = None;
@@ -569,21 +570,22 @@ impl<E: Estimate> MemoryLayer<E> {
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
         let number = self.number_of(tenant);
-        let resumes = can_resume.then_some(Resumes { priority, tenant: number, within });
+        let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
-        let origin = Origin { method, version, route, is_matched, tenant, content_type };
+        let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
         let is_exempt = priority == Priority::Exempt;
-        let terms = Terms { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
+        let terms =
+            RequestOptions { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
-        Ok(SharedPermit::new(permit, origin, terms, limits))
+        Ok(RequestPermit::new(permit, origin, terms, limits))
     }
 
     /// Returns `true` if another layer of this admission has admitted the request, so that it has a
     /// reservation already. Bug: it reserved twice, and waited for itself in the slow start.
     fn has_admitted(&self, head: &Parts) -> bool {
         static WARNED: AtomicBool = AtomicBool::new(false);
-        let Some(permit) = head.extensions.get::<SharedPermit>() else { return false };
+        let Some(permit) = head.extensions.get::<RequestPermit>() else { return false };
         let has_admitted = permit.is_admitted_by(&self.settings.admission);
         if has_admitted && !WARNED.swap(true, Ordering::Relaxed) {
             let path = head.uri.path();
@@ -613,7 +615,7 @@ impl<E: Estimate> MemoryLayer<E> {
         &self,
         inner: &mut S,
         (mut head, body): (Parts, Q),
-        permit: &SharedPermit,
+        permit: &RequestPermit,
     ) -> Scoped<S::Future>
     where
         S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
@@ -622,7 +624,7 @@ impl<E: Estimate> MemoryLayer<E> {
         head.extensions.insert(permit.clone());
         let request = Request::from_parts(head, RequestBody::new(body, permit));
         let future = permit.measure(|| inner.call(request));
-        permit.scope(future)
+        Scoped::new(future, Some(permit.clone()))
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -631,12 +633,12 @@ impl<E: Estimate> MemoryLayer<E> {
         head: &Parts,
         body: Q,
         rejected: Rejected,
-    ) -> State<S, E, F, Q> {
+    ) -> RequestState<S, E, F, Q> {
         let settings = &self.settings;
         let rate = settings.min_data_rate.filter(|_| settings.admission.is_managed());
         let pace = || Some(RegisteredPace::new(rate?, &settings.admission));
         let rest = Box::pin(Drain::new(head, body, self.reject(head, rejected), pace));
-        State::Rejected { rest, reports: settings.load_reports.clone() }
+        RequestState::Rejected { rest, reports: settings.load_reports.clone() }
     }
 
     /// Counts and logs a rejection, and returns the answer.
@@ -706,7 +708,7 @@ impl LayerSettings {
     #[cold]
     fn end(
         &self,
-        permit: &SharedPermit,
+        permit: &RequestPermit,
         rejected: &Rejected,
         cancelled_at: &mut Option<Moment>,
     ) -> Option<Response<String>> {
@@ -726,7 +728,7 @@ impl LayerSettings {
 
     /// Logs that a request was cancelled, and adds an event.
     #[cold]
-    fn report(&self, permit: &SharedPermit, rejected: &Rejected) {
+    fn report(&self, permit: &RequestPermit, rejected: &Rejected) {
         let route = permit.route();
         let Rejected::Outgrown { held, claim, most, .. } = rejected else {
             log!(debug, target: "lowtide", %rejected, path = route, "request rejected");
@@ -735,12 +737,6 @@ impl LayerSettings {
         log!(warn, target: "lowtide", route, %held, %claim, %most, "request cancelled");
         let text = format!("{rejected}; claim {claim}");
         add_request_event(&self.admission, self.clock.since_epoch(), &route, text);
-    }
-}
-
-impl fmt::Debug for LayerSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LayerSettings").finish_non_exhaustive()
     }
 }
 
@@ -794,7 +790,7 @@ where
             let request = Request::from_parts(head, RequestBody::passed(body));
             let future = Scoped::new(self.inner.call(request), None);
             let settings = Arc::clone(&self.layer.settings);
-            let state = State::Admitted { future, settings, cancelled_at: None };
+            let state = RequestState::Admitted { future, settings, cancelled_at: None };
             return ResponseFuture { state };
         }
         let length = note_length(&mut head, &body);
@@ -802,7 +798,7 @@ where
             Ok(permit) => {
                 let future = self.layer.start(&mut self.inner, (head, body), &permit);
                 let settings = Arc::clone(&self.layer.settings);
-                State::Admitted { future, settings, cancelled_at: None }
+                RequestState::Admitted { future, settings, cancelled_at: None }
             }
             Err(refused) => self.refuse(head, body, refused),
         };
@@ -819,7 +815,7 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         head: Parts,
         body: Q,
         refused: NotAdmitted,
-    ) -> State<S, E, F, Q> {
+    ) -> RequestState<S, E, F, Q> {
         let Some(waiting) = self.layer.wait(&head, &refused) else {
             return self.layer.turn_away(&head, body, refused.rejected);
         };
@@ -828,7 +824,7 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         let inner = std::mem::replace(&mut self.inner, next);
         let layer = self.layer.clone();
         let request = Some((head, body));
-        State::Waiting { call: Box::new(WaitingCall { waiting, inner, layer, request }) }
+        RequestState::Waiting { call: Box::new(WaitingCall { waiting, inner, layer, request }) }
     }
 }
 
@@ -849,7 +845,7 @@ where
     Q: Body<Data = Bytes>,
 {
     /// Waits until the request is admitted or rejected, and returns its next state.
-    fn poll(&mut self, cx: &Context<'_>) -> Poll<State<S, E, S::Future, Q>> {
+    fn poll(&mut self, cx: &Context<'_>) -> Poll<RequestState<S, E, S::Future, Q>> {
         let Some((head, body)) = self.request.take() else { unreachable!("polled after its end") };
         // Ends: each iteration needs a wake of the queue.
         loop {
@@ -862,7 +858,11 @@ where
                 Ok(permit) => {
                     let future = self.layer.start(&mut self.inner, (head, body), &permit);
                     let settings = Arc::clone(&self.layer.settings);
-                    return Poll::Ready(State::Admitted { future, settings, cancelled_at: None });
+                    return Poll::Ready(RequestState::Admitted {
+                        future,
+                        settings,
+                        cancelled_at: None,
+                    });
                 }
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {
@@ -877,13 +877,13 @@ pin_project! {
     /// The future of the response.
     pub struct ResponseFuture<S, E, F, Q> {
         #[pin]
-        state: State<S, E, F, Q>,
+        state: RequestState<S, E, F, Q>,
     }
 }
 
 pin_project! {
-    #[project = StateProject]
-    enum State<S, E, F, Q> {
+    #[project = RequestStateProject]
+    enum RequestState<S, E, F, Q> {
         Waiting {
             call: Box<WaitingCall<S, E, Q>>,
         },
@@ -930,13 +930,13 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut state = self.project().state;
-        if let StateProject::Waiting { call } = state.as_mut().project() {
+        if let RequestStateProject::Waiting { call } = state.as_mut().project() {
             let next = ready!(call.poll(cx));
             state.set(next);
         }
         match state.project() {
-            StateProject::Waiting { .. } => unreachable!("it waits no more"),
-            StateProject::Admitted { mut future, settings, cancelled_at } => {
+            RequestStateProject::Waiting { .. } => unreachable!("it waits no more"),
+            RequestStateProject::Admitted { mut future, settings, cancelled_at } => {
                 let polled = future.as_mut().poll(cx);
                 let Some(permit) = future.permit() else {
                     return polled.map_ok(|response| response.map(ResponseBody::passed));
@@ -978,7 +978,7 @@ where
                     response.map(|body| ResponseBody::admitted(body, permit.clone(), trailers))
                 }))
             }
-            StateProject::Rejected { rest, reports } => {
+            RequestStateProject::Rejected { rest, reports } => {
                 rest.as_mut().poll(cx).map(|answer| Ok(reject_with(answer, reports.as_deref())))
             }
         }

@@ -9,8 +9,6 @@
 
 mod admin;
 mod answer;
-#[cfg(feature = "axum")]
-mod axum;
 mod body;
 mod connections;
 #[cfg(feature = "device")]
@@ -28,7 +26,7 @@ mod scoped;
 mod time_limits;
 mod usage;
 
-pub use admin::{Admin, AdminToken, Peer};
+pub use admin::{Admin, Peer};
 pub use body::{RequestBody, ResponseBody, ResponseBodyError};
 pub(crate) use connections::publish as publish_connections;
 pub use connections::{
@@ -40,11 +38,8 @@ pub use endpoints::Endpoints;
 pub use estimate::{ContentLength, Estimate, FromHeader};
 pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
-pub use load_report::{
-    LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReportStream,
-};
-pub use permit::SharedPermit;
+pub use load_report::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
+pub use permit::RequestPermit;
 pub use rejection::{DRAIN_MAX, rejection, unavailable};
-pub use scoped::{Scoped, scope, scope_blocking};
-pub use time_limits::MinDataRate;
+pub use scoped::{scope, scope_blocking};
 pub use usage::Tenant;

@@ -142,34 +142,15 @@ const BUFFERED: ByteSize = ByteSize::mib(1);
 /// limits are checked.
 const PROMPT: Duration = Duration::from_millis(250);
 
-/// A minimum rate at which a client must send the body of a request and take the response
-/// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate)).
-///
-/// ```
-/// use std::time::Duration;
-/// use lowtide::ByteSize;
-/// use lowtide::service::MinDataRate;
-///
-/// // A poor line's rate, and pauses of up to ten seconds.
-/// let _rate = MinDataRate::new(ByteSize::kib(16), Duration::from_secs(10));
-/// ```
+/// A minimum rate at which a client must send the body of a request and take the response, and the
+/// time for which it may pause or be slower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MinDataRate {
-    bytes_per_second: ByteSize,
-    grace: Duration,
+pub(super) struct MinDataRate {
+    pub(super) bytes_per_second: ByteSize,
+    pub(super) grace: Duration,
 }
 
 impl MinDataRate {
-    /// Creates a rate in bytes per second, with the time that a client may pause or be slower.
-    ///
-    /// With zero bytes per second, a byte in each grace period is enough for a request, and a
-    /// response does not end once a part of it was sent. Choose a grace period of a second or more;
-    /// with zero, a body ends when its client has to be waited for until the second check.
-    #[must_use]
-    pub const fn new(bytes_per_second: ByteSize, grace: Duration) -> Self {
-        Self { bytes_per_second, grace }
-    }
-
     /// Returns the time in which so many bytes are to be sent.
     fn time_of(&self, bytes: ByteSize) -> Duration {
         if bytes.is_zero() {
@@ -371,7 +352,7 @@ mod tests {
     const READS: Duration = Duration::from_millis(200);
 
     fn rate(bytes: u64) -> MinDataRate {
-        MinDataRate::new(ByteSize::new(bytes), GRACE)
+        MinDataRate { bytes_per_second: ByteSize::new(bytes), grace: GRACE }
     }
 
     #[derive(Default)]

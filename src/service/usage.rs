@@ -22,7 +22,7 @@ use lowtide_heap::unmeasured;
 #[inline]
 fn with_route<R>(
     permit: &Permit,
-    origin: &Origin,
+    origin: &RequestOrigin,
     need: &Compared,
     succeeded: bool,
     act: impl FnOnce(&Arc<Usage>) -> R,
@@ -35,7 +35,12 @@ fn with_route<R>(
 }
 
 #[cold]
-fn look_up(kept: &KeptUsage, permit: &Permit, origin: &Origin, succeeded: bool) -> Arc<Usage> {
+fn look_up(
+    kept: &KeptUsage,
+    permit: &Permit,
+    origin: &RequestOrigin,
+    succeeded: bool,
+) -> Arc<Usage> {
     let source = match (origin.is_matched, succeeded) {
         (true, _) => NameSource::Program,
         (false, true) => NameSource::Client,
@@ -59,7 +64,7 @@ pub(super) struct LiveIn {
 impl LiveIn {
     /// Returns the records of a running request.
     #[cold]
-    pub(super) fn new(permit: &Permit, origin: &Origin, need: &Compared) -> Self {
+    pub(super) fn new(permit: &Permit, origin: &RequestOrigin, need: &Compared) -> Self {
         let route = with_route(permit, origin, need, false, Arc::clone);
         let tenant = origin.tenant.as_ref().map(|tenant| of_tenant(permit, tenant));
         Self { route, tenant }
@@ -78,7 +83,7 @@ impl LiveIn {
 #[inline]
 pub(super) fn add(
     permit: &Permit,
-    origin: &Origin,
+    origin: &RequestOrigin,
     need: &Compared,
     succeeded: bool,
     (peak, claim): (ByteSize, ByteSize),
@@ -95,7 +100,7 @@ fn of_tenant(permit: &Permit, tenant: &Tenant) -> Arc<Usage> {
 
 /// The parts of a request's head that name it to operators and select the answer.
 #[derive(Clone, Debug)]
-pub(super) struct Origin {
+pub(super) struct RequestOrigin {
     pub(super) method: Method,
     pub(super) version: Version,
     pub(super) route: RouteLabel,

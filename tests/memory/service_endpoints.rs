@@ -145,7 +145,7 @@ fn metrics_are_what_the_application_renders_at_each_request() {
     assert_eq!(get(&endpoints, "/metrics").body(), "x_total 0\n");
     let response = get(&endpoints, "/metrics");
     assert_eq!(response.body(), "x_total 1\n");
-    assert_eq!(response.headers()["content-type"], lowtide::metrics::prometheus::CONTENT_TYPE);
+    assert_eq!(response.headers()["content-type"], "text/plain; version=0.0.4; charset=utf-8");
 }
 
 /// The bug: any site could have a name of its own lead here, and read the figures in a browser.

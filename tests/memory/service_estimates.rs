@@ -14,7 +14,7 @@ use http_body_util::{Empty, Full};
 use lowtide::ByteSize;
 use lowtide::service::{
     ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, FromHeader, MemoryLayer, RequestBody,
-    SharedPermit,
+    RequestPermit,
 };
 use lowtide_admission::learning::{Compared, Kind, Needs, ROUTES_MAX, Room};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority};
@@ -135,7 +135,7 @@ fn serve(
 ) -> impl Service<Asked, Response = Response<impl Body<Data = Bytes>>, Error = Infallible> {
     let handler = |request: Received| {
         let held = request.headers().get("held").and_then(|held| held.to_str().ok()?.parse().ok());
-        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        let permit = request.extensions().get::<RequestPermit>().expect("put there");
         let reserved = permit.reserved().get();
         let _ = held.map(|held| permit.hold(ByteSize::new(held)));
         assert_eq!(permit.peak().map(ByteSize::get), held);
@@ -206,7 +206,7 @@ fn a_permit_that_grew_teaches_and_one_that_only_shrank_does_not() {
     let admission = Admission::with_limit(CEILING);
     for (grows, learned) in [(true, 14), (false, 8)] {
         let handler = move |request: Received| {
-            let permit = request.extensions().get::<SharedPermit>().expect("put there");
+            let permit = request.extensions().get::<RequestPermit>().expect("put there");
             let reserved = permit.reserved();
             if grows {
                 permit.grow(ByteSize::mib(6)).expect("fits");
@@ -364,7 +364,7 @@ fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() 
 fn an_exempt_request_that_grew_without_end_kept_its_share_for_ever() {
     let admission = Admission::with_limit(ByteSize::new(16 * EXEMPT_BODY_MAX.get()));
     let handler = |request: Request<RequestBody<Announced>>| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        let permit = request.extensions().get::<RequestPermit>().expect("put there");
         permit.grow(ByteSize::MAX).expect("an exempt permit always grows");
         ready(Ok::<_, Infallible>(Answer::default()))
     };
@@ -386,7 +386,7 @@ fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
     let admission = Admission::with_limit(CEILING);
     let name = HeaderName::from_static("x-own-call");
     let handler = |request: Received| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        let permit = request.extensions().get::<RequestPermit>().expect("put there");
         assert!(permit.grow(ByteSize::gib(1)).is_ok(), "it grows beyond the ceiling");
         ready(Ok::<_, Infallible>(Answer::default()))
     };

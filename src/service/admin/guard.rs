@@ -34,7 +34,7 @@ pub struct Peer(pub SocketAddr);
 
 /// The reason that a request is rejected: a word, and a sentence.
 #[derive(Clone, Debug)]
-pub(super) struct Refusal {
+pub(super) struct Denial {
     pub(super) reason: &'static str,
     pub(super) detail: Cow<'static, str>,
 }
@@ -42,21 +42,21 @@ pub(super) struct Refusal {
 /// The reason of a request without the token.
 pub(super) const TOKEN_REASON: &str = "token";
 
-fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Refusal {
-    Refusal { reason, detail: detail.into() }
+fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Denial {
+    Denial { reason, detail: detail.into() }
 }
 
 /// Returns the refusal of a request that is not local, for this reason.
-fn not_local(reason: &'static str, why: &str) -> Refusal {
+fn not_local(reason: &'static str, why: &str) -> Denial {
     refuse(reason, format!("admin requests are local only: {why}"))
 }
 
-fn no_host() -> Refusal {
+fn no_host() -> Denial {
     refuse("host", "missing or ambiguous host: expected one Host header")
 }
 
 /// Checks the authorization of a request: with the token if there is one, otherwise local only.
-pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Refusal> {
+pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Denial> {
     let headers = request.headers();
     let host = host(headers, request.uri()).ok_or_else(no_host)?;
     check_site(headers, &host)?;
@@ -85,7 +85,7 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
 
 /// Checks that a request for figures names a known host: an address, `localhost`, or one of these
 /// names. A request without a host comes from no browser.
-pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Refusal> {
+pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Denial> {
     let (headers, uri) = (request.headers(), request.uri());
     if !headers.contains_key(HOST) && uri.authority().is_none() {
         return Ok(());
@@ -121,7 +121,7 @@ fn authority(text: &str) -> Option<Authority> {
 }
 
 /// Checks the headers with which browsers describe the origin of a request; no page can set them.
-fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Refusal> {
+fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Denial> {
     let is_own_site = headers.get_all("sec-fetch-site").iter().all(|site| site == "same-origin");
     let is_own = |origin: &HeaderValue| {
         let origin: Uri = origin.to_str().ok()?.parse().ok()?;
@@ -165,33 +165,24 @@ fn address(host: &str) -> Option<IpAddr> {
     bare.unwrap_or(host).parse().ok()
 }
 
-/// A token of 32 to 256 printable ASCII characters, for example from `openssl rand -hex 32`.
-///
-/// ```
-/// use lowtide::service::AdminToken;
-///
-/// assert!(AdminToken::new("0123456789abcdef0123456789abcdef").is_ok());
-/// let error = AdminToken::new("hunter2").unwrap_err();
-/// assert_eq!(error.to_string(), r#"admin token="7 bytes": expected 32 to 256 bytes"#);
-/// ```
+/// A token of 32 to 256 printable ASCII characters.
 #[derive(Clone)]
-pub struct AdminToken(Box<str>);
+pub(super) struct AdminToken(Box<str>);
 
 /// The name of a token in errors.
 const TOKEN: &str = "admin token";
 
 impl AdminToken {
     /// The minimum length in bytes: 128 bits of random hexadecimal digits.
-    pub const LENGTH_MIN: usize = 32;
+    const LENGTH_MIN: usize = 32;
     /// The maximum length in bytes.
-    pub const LENGTH_MAX: usize = 256;
+    const LENGTH_MAX: usize = 256;
 
     /// Creates a token from a text.
     ///
     /// # Errors
-    /// [`ConfigError`] if the text is too short, too long, or contains other characters than
-    /// printable ASCII. It does not contain the text.
-    pub fn new(text: &str) -> Result<Self, ConfigError> {
+    /// [`ConfigError`] if the text is no token. It does not contain the text.
+    pub(super) fn new(text: &str) -> Result<Self, ConfigError> {
         let bad = |value: String, expected: String| Err(ConfigError::bad(TOKEN, &value, expected));
         let length = text.len();
         if let Some(at) = text.bytes().position(|byte| !byte.is_ascii_graphic()) {

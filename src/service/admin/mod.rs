@@ -21,6 +21,7 @@ use serde_json::json;
 
 use crate::bytes::ParseByteSizeError;
 use crate::clock::{Clock, Moment};
+use crate::config::ConfigError;
 use crate::memory::{AdminCommand, AdminError, Memory};
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
@@ -31,10 +32,10 @@ use super::rejection::{problem, with_retry_after};
 
 pub(super) use profile::PROFILE;
 
+pub use guard::Peer;
 pub(super) use guard::is_secret;
-pub use guard::{AdminToken, Peer};
 
-use guard::{Refusal, TOKEN_REASON};
+use guard::{AdminToken, Denial, TOKEN_REASON};
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
@@ -92,11 +93,23 @@ impl Admin {
     }
 
     /// Accepts commands with the token, from any address including this machine: `Authorization:
-    /// Bearer` and the token. Use TLS in front of the service; otherwise the token can be read on
-    /// the network.
-    #[must_use]
-    pub fn with_token(clock: Arc<dyn Clock>, token: AdminToken) -> Self {
-        Self::new(clock, Some(token))
+    /// Bearer` and the token, for example from `openssl rand -hex 32`. Use TLS in front of the
+    /// service; otherwise the token can be read on the network.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide::clock::SystemClock;
+    /// use lowtide::service::Admin;
+    ///
+    /// let error = Admin::with_token(Arc::new(SystemClock::new()), "hunter2").unwrap_err();
+    /// assert_eq!(error.to_string(), r#"admin token="7 bytes": expected 32 to 256 bytes"#);
+    /// ```
+    ///
+    /// # Errors
+    /// [`ConfigError`] unless the token is 32 to 256 printable ASCII characters without spaces. It
+    /// does not contain the token.
+    pub fn with_token(clock: Arc<dyn Clock>, token: &str) -> Result<Self, ConfigError> {
+        Ok(Self::new(clock, Some(AdminToken::new(token)?)))
     }
 
     fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
@@ -277,7 +290,7 @@ pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<
     guard::check_host(request, hosts).err().as_ref().map(refusal)
 }
 
-fn refusal(Refusal { reason, detail }: &Refusal) -> Response<String> {
+fn refusal(Denial { reason, detail }: &Denial) -> Response<String> {
     if *reason != TOKEN_REASON {
         return problem(StatusCode::FORBIDDEN, "not allowed", reason, detail);
     }

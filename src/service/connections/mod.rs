@@ -126,12 +126,12 @@ pub(crate) fn publish(writer: MetricsWriter) {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Connections {
-    settings: Settings,
+    settings: ConnectionSettings,
     table: Arc<Mutex<ConnectionTable>>,
 }
 
 #[derive(Clone, Debug)]
-struct Settings {
+struct ConnectionSettings {
     admission: Admission,
     most: usize,
     estimate: ByteSize,
@@ -273,7 +273,7 @@ impl Connections {
     /// number. Keeps the [`Memory`](crate::Memory) of the admission running.
     #[must_use]
     pub fn new(admission: &Admission, most: usize) -> Self {
-        let settings = Settings {
+        let settings = ConnectionSettings {
             admission: admission.clone(),
             most,
             estimate: ESTIMATE,
@@ -311,7 +311,7 @@ impl Connections {
 
     /// Returns the number of connections that may be open now.
     fn most(&self) -> usize {
-        let Settings { admission, most, estimate, .. } = &self.settings;
+        let ConnectionSettings { admission, most, estimate, .. } = &self.settings;
         let ceiling = admission.ledger(Budget::Host).ceiling().get();
         let fit = ceiling / PART / estimate.get().max(1);
         usize::try_from(fit).unwrap_or(usize::MAX).min(*most).max(1)
@@ -362,7 +362,7 @@ impl Connections {
     /// closes those whose clients have taken nothing of their responses for longer than the grace
     /// period. Looks at most every 100 ms. A `ConnectionListener` calls it.
     pub fn tend(&self) {
-        let Settings { admission, grace, clock, .. } = &self.settings;
+        let ConnectionSettings { admission, grace, clock, .. } = &self.settings;
         let now = clock.now();
         let mut table = lock(&self.table);
         if now < table.tend_at {
@@ -445,7 +445,7 @@ impl Connection {
     }
 }
 
-impl Settings {
+impl ConnectionSettings {
     fn progress(&self, state: &ConnectionState) {
         state.moved.store(self.now(), Ordering::Relaxed);
     }

@@ -35,7 +35,9 @@ use crate::clock::Moment;
 use crate::service::DRAIN_MAX;
 use crate::sync::lock;
 
-use super::{CloseReason, Connection, ConnectionState, Connections, PACE, Settings, TEND_EVERY};
+use super::{
+    CloseReason, Connection, ConnectionSettings, ConnectionState, Connections, PACE, TEND_EVERY,
+};
 
 /// The time for which no further connection is accepted after one was refused. A client that
 /// connects again at once waits in the queue of the listener meanwhile, and costs little.
@@ -121,7 +123,7 @@ impl ConnectionListener {
     /// again.
     pub async fn accept(&mut self) -> io::Result<(Connection, ConnectionStream, SocketAddr)> {
         let Self { listener, connections, waiting, accepts_at } = self;
-        let Settings { clock, grace, .. } = &connections.settings;
+        let ConnectionSettings { clock, grace, .. } = &connections.settings;
         loop {
             connections.tend();
             let now = clock.now();
@@ -196,7 +198,7 @@ impl Connections {
 pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
-    settings: Settings,
+    settings: ConnectionSettings,
     linger: Linger,
 }
 
@@ -297,7 +299,7 @@ impl Linger {
         &mut self,
         stream: &mut TcpStream,
         state: &ConnectionState,
-        settings: &Settings,
+        settings: &ConnectionSettings,
         cx: &mut Context<'_>,
     ) -> Poll<io::Result<()>> {
         if !self.has_shut_down {

@@ -15,17 +15,3 @@ mod service;
 
 pub(super) use reports::{Carrier, LoadReports};
 pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
-
-/// The format of the load reports in the response header `endpoint-load-metrics`.
-///
-/// gRPC responses carry reports in the trailer `endpoint-load-metrics-bin`, in any format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum LoadReportFormat {
-    /// `TEXT mem_utilization:0.41, application_utilization:0.7, ...`: about 200 bytes.
-    Text,
-    /// `JSON {"mem_utilization":0.41,...}`: about 200 bytes.
-    Json,
-    /// `BIN` and the message `OrcaLoadReport` in Base64: about 100 bytes.
-    Binary,
-}

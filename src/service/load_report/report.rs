@@ -1,14 +1,10 @@
-//! The figures of a load report, and their forms: `TEXT`, `JSON`, and the message `OrcaLoadReport`
-//! in Protocol Buffers, written by hand since a generator and its runtime are more than it is.
+//! The figures of a load report, and their forms: text for a header, and the message
+//! `OrcaLoadReport` in Protocol Buffers, written by hand since a generator and its runtime are more
+//! than it is.
 //!
-//! Pure. Envoy's parser wants `TEXT `, `JSON ` or `BIN ` in front, names as in the message, and
-//! numbers that are finite. Fields that are zero are left out of the message, as proto3 does.
+//! Pure. Envoy's parser wants `TEXT ` in front, names as in the message, and numbers that are finite. Fields that are zero are left out of the message, as proto3 does.
 
 use std::fmt::Write as _;
-
-use serde_json::{Map, Value};
-
-use super::LoadReportFormat;
 
 /// One report. `None` for what is unknown, because no limit is.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -58,16 +54,8 @@ impl LoadReport {
             .filter_map(|(nth, value)| Some((ledger_name(nth), (*value)?)))
     }
 
-    /// Returns the value of the header `endpoint-load-metrics`; `message` is that of this report.
-    pub(super) fn header(&self, format: LoadReportFormat, message: &[u8]) -> String {
-        match format {
-            LoadReportFormat::Text => self.text(),
-            LoadReportFormat::Json => self.json(),
-            LoadReportFormat::Binary => format!("BIN {}", base64(message)),
-        }
-    }
-
-    fn text(&self) -> String {
+    /// Returns the value of the header `endpoint-load-metrics`.
+    pub(super) fn header(&self) -> String {
         let mut text = String::from("TEXT ");
         for (nth, (name, value)) in self.fields().enumerate() {
             let comma = if nth == 0 { "" } else { ", " };
@@ -78,14 +66,6 @@ impl LoadReport {
             let _ = write!(text, ", named_metrics.{name}:{}", rounded(value));
         }
         text
-    }
-
-    fn json(&self) -> String {
-        let named = self.named_metrics().map(|(name, value)| (name, rounded(value).into()));
-        let fields = self.fields().map(|(name, value)| (name.to_owned(), rounded(value).into()));
-        let mut all: Map<String, Value> = fields.collect();
-        all.insert("named_metrics".to_owned(), Value::Object(named.collect()));
-        format!("JSON {}", Value::Object(all))
     }
 
     /// Returns the message `xds.data.orca.v3.OrcaLoadReport`.
@@ -180,40 +160,19 @@ mod tests {
         }
     }
 
-    fn header(report: &LoadReport, format: LoadReportFormat) -> String {
-        report.header(format, &report.message())
-    }
-
     #[test]
-    fn each_form_has_the_names_of_the_message() {
+    fn the_header_has_the_names_of_the_message() {
         assert_eq!(
-            header(&report(), LoadReportFormat::Text),
+            report().header(),
             "TEXT mem_utilization:0.5, application_utilization:1.25, rps_fractional:100.123457, \
              eps:2, named_metrics.host_utilization:0.75, named_metrics.device1_utilization:1.25"
-        );
-        let json = header(&report(), LoadReportFormat::Json);
-        let json: Value =
-            serde_json::from_str(json.strip_prefix("JSON ").expect("a format")).expect("JSON");
-        assert_eq!(
-            json,
-            serde_json::json!({
-                "mem_utilization": 0.5,
-                "application_utilization": 1.25,
-                "rps_fractional": 100.123_457,
-                "eps": 2.0,
-                "named_metrics": {"host_utilization": 0.75, "device1_utilization": 1.25},
-            })
         );
     }
 
     #[test]
     fn what_is_unknown_is_left_out() {
         let nothing = LoadReport::default();
-        assert_eq!(header(&nothing, LoadReportFormat::Text), "TEXT rps_fractional:0, eps:0");
-        assert_eq!(
-            header(&nothing, LoadReportFormat::Json),
-            r#"JSON {"eps":0.0,"named_metrics":{},"rps_fractional":0.0}"#
-        );
+        assert_eq!(nothing.header(), "TEXT rps_fractional:0, eps:0");
         assert_eq!(nothing.message(), b"", "as proto3 leaves out zeros");
     }
 
@@ -221,10 +180,6 @@ mod tests {
     #[test]
     fn the_message_is_that_of_another_encoder() {
         let message = report().message();
-        assert_eq!(
-            header(&report(), LoadReportFormat::Binary).len(),
-            4 + message.len().div_ceil(3) * 4
-        );
         let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, EXPECTED);
     }

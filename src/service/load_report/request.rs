@@ -60,7 +60,7 @@ impl PartialRequest {
         match flag {
             0 if length <= REQUEST_MAX => Ok(PREFIX + length),
             0 => Err(format!("message of {length} bytes: expected at most {REQUEST_MAX}")),
-            flag => Err(format!("compression flag {flag}: expected 0, for no compression")),
+            flag => Err(format!("compression flag {flag}: expected 0, messages are not compressed")),
         }
     }
 }
@@ -89,12 +89,12 @@ fn interval(message: &[u8]) -> Result<Duration, String> {
 fn duration(mut message: &[u8]) -> Option<(i64, i64)> {
     let (mut seconds, mut nanos) = (0, 0);
     while !message.is_empty() {
-        let (1, Value::Bytes(mut parts)) = next_field(&mut message)? else { continue };
+        let (1, FieldValue::Bytes(mut parts)) = next_field(&mut message)? else { continue };
         // Given more than once, the messages are merged.
         while !parts.is_empty() {
             match next_field(&mut parts)? {
-                (1, Value::Varint(value)) => seconds = value.cast_signed(),
-                (2, Value::Varint(value)) => nanos = value.cast_signed(),
+                (1, FieldValue::Varint(value)) => seconds = value.cast_signed(),
+                (2, FieldValue::Varint(value)) => nanos = value.cast_signed(),
                 _ => {}
             }
         }
@@ -103,7 +103,7 @@ fn duration(mut message: &[u8]) -> Option<(i64, i64)> {
 }
 
 /// A value of a field.
-enum Value<'a> {
+enum FieldValue<'a> {
     Varint(u64),
     Bytes(&'a [u8]),
     /// Of a type that no known field has.
@@ -111,16 +111,16 @@ enum Value<'a> {
 }
 
 /// Takes the next field off a message, and returns its number and its value.
-fn next_field<'a>(message: &mut &'a [u8]) -> Option<(u64, Value<'a>)> {
+fn next_field<'a>(message: &mut &'a [u8]) -> Option<(u64, FieldValue<'a>)> {
     let tag = varint(message)?;
     let value = match tag & 7 {
-        0 => Value::Varint(varint(message)?),
-        1 => message.split_off(..8).map(|_| Value::Other)?,
+        0 => FieldValue::Varint(varint(message)?),
+        1 => message.split_off(..8).map(|_| FieldValue::Other)?,
         2 => {
             let length = usize::try_from(varint(message)?).ok()?;
-            Value::Bytes(message.split_off(..length)?)
+            FieldValue::Bytes(message.split_off(..length)?)
         }
-        5 => message.split_off(..4).map(|_| Value::Other)?,
+        5 => message.split_off(..4).map(|_| FieldValue::Other)?,
         // Groups are no part of proto3.
         _ => return None,
     };
@@ -219,7 +219,7 @@ mod tests {
             assert_eq!(read(&bytes(message)).expect_err(message), error, "{message}");
         }
         let add = |bytes: &[u8]| PartialRequest::default().add(bytes).expect_err("invalid");
-        assert_eq!(add(&[1, 0, 0, 0, 0]), "compression flag 1: expected 0, for no compression");
+        assert_eq!(add(&[1, 0, 0, 0, 0]), "compression flag 1: expected 0, messages are not compressed");
         assert_eq!(add(&[0, 0, 0, 16, 1]), "message of 4097 bytes: expected at most 4096");
     }
 

@@ -153,7 +153,7 @@ impl<Q> LoadReportStream<Q> {
 }
 
 /// The end of a stream: a status of gRPC, and its message.
-type End = (u16, String);
+type StreamEnd = (u16, String);
 
 impl<Q: Body> LoadReportStream<Q> {
     /// Reads the request.
@@ -161,7 +161,7 @@ impl<Q: Body> LoadReportStream<Q> {
         mut request: Pin<&mut Option<Q>>,
         read: &mut PartialRequest,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<Duration, End>> {
+    ) -> Poll<Result<Duration, StreamEnd>> {
         // Ends: each frame is a part of the request, and empty ones are counted below.
         for _ in 0..REQUEST_MAX {
             let Some(body) = request.as_mut().as_pin_mut() else { break };
@@ -186,7 +186,7 @@ impl<Q: Body> LoadReportStream<Q> {
     }
 
     /// Waits for the next report.
-    fn poll_report(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Bytes, End>> {
+    fn poll_report(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Bytes, StreamEnd>> {
         let this = self.project();
         let Some(place) = this.place else { unreachable!("it has ended") };
         let reports = &place.reports;

@@ -13,7 +13,7 @@ use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use http_body_util::BodyExt;
 use lowtide::admission::{Admission, Budget, Cost, Level, Rejected};
-use lowtide::service::{MemoryLayer, SharedPermit};
+use lowtide::service::{MemoryLayer, RequestPermit};
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::ledger::{Correction, Measured};
 use tokio::net::TcpListener;
@@ -84,7 +84,7 @@ impl UnaryService<Bytes> for Echo {
     type Future = Ready<Result<Response<Bytes>, Status>>;
 
     fn call(&mut self, request: Request<Bytes>) -> Self::Future {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         let message = request.into_inner();
         let more = std::str::from_utf8(&message).ok().and_then(|text| text.parse().ok());
         let grown = permit.grow(ByteSize::mib(more.unwrap_or(0)));
