@@ -24,7 +24,8 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// Implements `Debug` as the message: `main` prints the `Debug` output of the error that it returns.
+/// Implements `Debug` as the message: `main` prints the `Debug` output of the error that it
+/// returns.
 macro_rules! debug_is_message {
     ($($error:ty),*) => {
         $(impl std::fmt::Debug for $error {

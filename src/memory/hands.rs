@@ -255,7 +255,7 @@ impl MaintenanceExecutor {
         }
         to.admission(&snapshot.admission);
         #[cfg(feature = "service")]
-        crate::service::publish_connections(to);
+        to.connections();
         let routes = admission.usage_by_route();
         routes.iter().for_each(|route| to.route(route));
         if to.has_detail() {

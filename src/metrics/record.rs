@@ -7,6 +7,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+#[cfg(feature = "service")]
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use metrics::{Key, Label, SharedString};
@@ -18,8 +20,6 @@ use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::{ArenaSnapshot, driver::Backend};
-#[cfg(feature = "device")]
-use crate::memory::{BudgetSnapshot, DeviceSnapshot};
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
@@ -39,6 +39,40 @@ const PROCESS: &str = "process_";
 /// keeps. Those of the next one continue them.
 static ENDED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
 
+/// The open connections of the process. Servers that bound them count.
+#[cfg(feature = "service")]
+pub(crate) static OPEN: AtomicU64 = AtomicU64::new(0);
+/// The connections that were closed, in the order of [`CloseReason::ALL`].
+#[cfg(feature = "service")]
+static CLOSED: [AtomicU64; CloseReason::ALL.len()] =
+    [const { AtomicU64::new(0) }; CloseReason::ALL.len()];
+
+#[cfg(feature = "service")]
+lowtide_core::named_enum! {
+    /// Why a connection is closed.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum CloseReason {
+        /// It got no place.
+        Refused = "refused",
+        /// It had made no progress for longest, and another needed its place.
+        Displaced = "displaced",
+        /// Its client took nothing of a response while memory was short.
+        Stalled = "stalled",
+        /// Its client took nothing of a response whose time limit had passed.
+        Overdue = "overdue",
+    }
+}
+
+#[cfg(feature = "service")]
+impl CloseReason {
+    /// Counts a connection.
+    pub(crate) fn count(self) {
+        if let Some(total) = CLOSED.get(self as usize) {
+            total.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
 /// The host's pressure.
 #[derive(Debug)]
 pub(crate) struct HostPressure<'a> {
@@ -46,6 +80,34 @@ pub(crate) struct HostPressure<'a> {
     pub(crate) state: &'a PressureState,
     /// The largest number of physical bytes of late.
     pub(crate) peak: ByteSize,
+}
+
+/// The memory of a device, with all its users.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DeviceFigures {
+    /// The total memory.
+    pub(crate) total: ByteSize,
+    /// The free memory.
+    pub(crate) free: ByteSize,
+    /// The memory in use when the context was created.
+    pub(crate) context_overhead: Option<ByteSize>,
+    /// The memory in use that is neither ours nor in the context overhead.
+    pub(crate) unmanaged: Option<ByteSize>,
+    /// Bytes released because little memory was free.
+    pub(crate) watermark_released_total: u64,
+}
+
+/// The budget of a device.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceBudget {
+    /// The reserved bytes.
+    pub(crate) reserved: ByteSize,
+    /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
+    pub(crate) ceiling: ByteSize,
+    /// The most bytes that may be reserved now.
+    pub(crate) allowance: ByteSize,
 }
 
 /// Publishes the metrics of a tier.
@@ -270,11 +332,12 @@ impl MetricsWriter {
 
     /// Publishes the open connections, and those closed by reason.
     #[cfg(feature = "service")]
-    pub(crate) fn connections(self, open: u64, closed: impl Iterator<Item = (&'static str, u64)>) {
-        self.put(name::CONNECTIONS, &[], open);
-        closed.for_each(|(reason, total)| {
-            self.process_total(name::CONNECTIONS_CLOSED, &[label("reason", reason)], total);
-        });
+    pub(crate) fn connections(self) {
+        self.put(name::CONNECTIONS, &[], OPEN.load(Ordering::Relaxed));
+        for (reason, total) in CloseReason::ALL.iter().zip(&CLOSED) {
+            let labels = [label("reason", reason.name())];
+            self.process_total(name::CONNECTIONS_CLOSED, &labels, total.load(Ordering::Relaxed));
+        }
     }
 
     /// Publishes the admitted and rejected requests.
@@ -326,24 +389,24 @@ impl MetricsWriter {
         name: &str,
         is_lost: bool,
         rollback_failures_total: u64,
-        memory: Option<&DeviceSnapshot>,
+        memory: Option<DeviceFigures>,
     ) {
         let labels = [label("device", name)];
         self.put(name::DEVICE_LOST, &labels, is_lost);
         self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
         if let Some(memory) = memory {
-            device_memory(memory, &mut self.to(&labels));
+            device_memory(&memory, &mut self.to(&labels));
         }
     }
 
     /// Publishes the budget of a device.
-    pub(crate) fn device_budget(self, name: &str, budget: &BudgetSnapshot) {
-        device_budget(budget, &mut self.to(&[label("device", name)]));
+    pub(crate) fn device_budget(self, name: &str, budget: DeviceBudget) {
+        device_budget(&budget, &mut self.to(&[label("device", name)]));
     }
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
+        device_memory(&DeviceFigures::default(), &mut |metric, _| {
             if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }

@@ -54,8 +54,14 @@ pub(super) fn with_figures(snapshot: &MemorySnapshot, mut document: Value) -> Va
 }
 
 fn memory(device: &DeviceSnapshot) -> Value {
-    let others = json!({ "short": device.is_short });
-    figures("lowtide_device_", |each| read::device_memory(device, each), others)
+    json!({
+        "total_bytes": device.total.get(),
+        "free_bytes": device.free.get(),
+        "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
+        "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
+        "short": device.is_short,
+        "watermark_released_bytes": device.watermark_released_total,
+    })
 }
 
 fn device(device: &DeviceStatus) -> Value {

@@ -165,7 +165,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Sets the key of a request: what requests of one key held determines what later ones reserve.
     /// By default the key is the method, the route (the pattern that axum matched, the gRPC method,
     /// or the first segment of the path), and whether the length of the body is declared. At most
-    /// 256 keys are kept apart, for each size of the estimate; the others share one.
+    /// 256 keys are kept apart, each with a size class of its estimate; the others share one.
     ///
     /// Use it for needs that the route does not show. Handlers report memory that is not measured,
     /// such as that of a C library, with [`RequestPermit::hold`]; with a key, the layer learns from
@@ -197,8 +197,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// measured. Use it if handlers reject requests that need more than their estimate, or if
     /// estimates cover memory that is not measured, such as that of tasks without a scope or of C
     /// code. While its body arrives, a request may be suspended all the same
-    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`RequestPermit::hold`], so
-    /// that it stays reserved. Without this setting an estimate is a hint, which the layer uses
+    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`RequestPermit::hold`],
+    /// so that it stays reserved. Without this setting an estimate is a hint, which the layer uses
     /// until it has measured eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
@@ -312,8 +312,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// there is none.
     ///
     /// A response has it in the header `endpoint-load-metrics`, as text of about 200 bytes, a gRPC
-    /// response in the trailer `endpoint-load-metrics-bin`. It replaces one that the handler has set, since that may be of
-    /// another service; the same headers of requests are ignored. The report has
+    /// response in the trailer `endpoint-load-metrics-bin`. It replaces one that the handler has
+    /// set, since that may be of another service; the same headers of requests are ignored. The
+    /// report has
     ///
     /// * `mem_utilization`: physical memory by its limit, from 0 to 1;
     /// * `application_utilization`: the reserved part of the allowance, of host or device,
@@ -615,16 +616,17 @@ impl<E: Estimate> MemoryLayer<E> {
         &self,
         inner: &mut S,
         (mut head, body): (Parts, Q),
-        permit: &RequestPermit,
-    ) -> Scoped<S::Future>
+        permit: RequestPermit,
+    ) -> RequestState<S, E, S::Future, Q>
     where
         S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
         Q: Body<Data = Bytes>,
     {
         head.extensions.insert(permit.clone());
-        let request = Request::from_parts(head, RequestBody::new(body, permit));
+        let request = Request::from_parts(head, RequestBody::new(body, &permit));
         let future = permit.measure(|| inner.call(request));
-        Scoped::new(future, Some(permit.clone()))
+        let (future, settings) = (Scoped::new(future, Some(permit)), Arc::clone(&self.settings));
+        RequestState::Admitted { future, settings, cancelled_at: None }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -795,11 +797,7 @@ where
         }
         let length = note_length(&mut head, &body);
         let state = match self.layer.admit(&head, &body, length, None) {
-            Ok(permit) => {
-                let future = self.layer.start(&mut self.inner, (head, body), &permit);
-                let settings = Arc::clone(&self.layer.settings);
-                RequestState::Admitted { future, settings, cancelled_at: None }
-            }
+            Ok(permit) => self.layer.start(&mut self.inner, (head, body), permit),
             Err(refused) => self.refuse(head, body, refused),
         };
         ResponseFuture { state }
@@ -856,13 +854,7 @@ where
             let waiting = is_turn.then_some(&self.waiting);
             match self.layer.admit(&head, &body, body_length(&head), waiting) {
                 Ok(permit) => {
-                    let future = self.layer.start(&mut self.inner, (head, body), &permit);
-                    let settings = Arc::clone(&self.layer.settings);
-                    return Poll::Ready(RequestState::Admitted {
-                        future,
-                        settings,
-                        cancelled_at: None,
-                    });
+                    return Poll::Ready(self.layer.start(&mut self.inner, (head, body), permit));
                 }
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {

@@ -28,7 +28,6 @@ mod usage;
 
 pub use admin::{Admin, Peer};
 pub use body::{RequestBody, ResponseBody, ResponseBodyError};
-pub(crate) use connections::publish as publish_connections;
 pub use connections::{
     Connection, ConnectionBody, ConnectionFuture, ConnectionService, Connections,
 };

@@ -650,8 +650,8 @@ impl RequestPermit {
     /// A handler that goes on is dropped at the end of a later poll: 100 ms after the cancellation,
     /// or earlier if the request grows by another quarter; after a time limit, at the end of its
     /// next poll. Its bytes stay reserved until they are freed. Three things cannot be interrupted:
-    /// a single poll (see [`RequestPermit::check`]), work on other threads such as `spawn_blocking`,
-    /// and, except by a time limit, a response whose head was returned.
+    /// a single poll (see [`RequestPermit::check`]), work on other threads such as
+    /// `spawn_blocking`, and, except by a time limit, a response whose head was returned.
     ///
     /// ```
     /// use http::Response;

@@ -40,8 +40,8 @@ pub enum ArenaKey {
     PoolKeep,
 }
 
-/// ONNX Runtime's names of the values of [`ArenaKey::ExtendStrategy`]: steps that double in size, or
-/// by the size of the request.
+/// ONNX Runtime's names of the values of [`ArenaKey::ExtendStrategy`]: steps that double in size,
+/// or by the size of the request.
 const STRATEGIES: [&str; 2] = ["kNextPowerOfTwo", "kSameAsRequested"];
 
 /// The value of `kSameAsRequested`.

@@ -1,5 +1,5 @@
-//! Arena options of one place, each value valid and with its spelling, and the selector of arenas to
-//! shrink at the end of a run.
+//! Arena options of one place, each value valid and with its spelling, and the selector of arenas
+//! to shrink at the end of a run.
 //!
 //! There are four vocabularies: the `arena.*` keys, bare or with a scope, the names of
 //! `OrtArenaCfg`, the options of ONNX Runtime's own CUDA provider, and cuArena's single limit. A
@@ -15,9 +15,9 @@
 //! The selector (`cpu:0;gpu:0`) is not checked against existing arenas; the shrink does that. It is
 //! stricter than ONNX Runtime's: an empty entry (`cpu:0;`) and a repeated target are errors.
 //!
-//! Invariants: at most one value for each key; two spellings of one key agree or are an error; every
-//! key that ends in an option of this arena is read or is a fault; `parse(targets.to_string()) =
-//! targets`, and each target is in it once.
+//! Invariants: at most one value for each key; two spellings of one key agree or are an error;
+//! every key that ends in an option of this arena is read or is a fault;
+//! `parse(targets.to_string()) = targets`, and each target is in it once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -350,8 +350,8 @@ impl Targets {
         self.0.iter().copied()
     }
 
-    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run: the targets to shrink
-    /// when it ends. Ignores all others. An empty value means no shrink, as in ONNX Runtime.
+    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run: the targets to
+    /// shrink when it ends. Ignores all others. An empty value means no shrink, as in ONNX Runtime.
     ///
     /// # Errors
     /// [`ConfigError`] if the selector is invalid.

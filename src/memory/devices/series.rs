@@ -3,7 +3,7 @@
 use crate::device::driver::Backend;
 use crate::memory::MemorySnapshot;
 use crate::memory::shared::Shared;
-use crate::metrics::record::MetricsWriter;
+use crate::metrics::record::{DeviceBudget, DeviceFigures, MetricsWriter};
 
 use super::snapshot::{DeviceStatus, DevicesSnapshot};
 
@@ -55,9 +55,17 @@ impl Series {
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
         let name = &status.name;
-        let memory = status.memory.as_ref();
+        let memory = status.memory.map(|device| DeviceFigures {
+            total: device.total,
+            free: device.free,
+            context_overhead: device.context_overhead,
+            unmanaged: device.unmanaged,
+            watermark_released_total: device.watermark_released_total,
+        });
         to.device(name, status.lost.is_some(), status.rollback_failures_total, memory);
         if let Some(budget) = &status.budget {
+            let (reserved, ceiling) = (budget.reserved, budget.ceiling);
+            let budget = DeviceBudget { reserved, ceiling, allowance: budget.allowance };
             to.device_budget(name, budget);
         }
         let was_known = self.known.contains(&status.number);

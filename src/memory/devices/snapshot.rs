@@ -134,7 +134,7 @@ pub struct DeviceStatus {
 }
 
 /// The memory of a device, with all its users.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceSnapshot {

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
-use crate::metrics::record::MetricsWriter;
+use crate::metrics::record::{CloseReason, OPEN};
 use crate::sync::lock;
 use lowtide_admission::{Admission, Budget, Level, RejectReason};
 
@@ -46,43 +46,6 @@ const PART: u64 = 4;
 const PACE: u32 = 4;
 /// The time between two looks for connections that hold memory.
 const TEND_EVERY: Duration = Duration::from_millis(100);
-
-/// The open connections.
-static OPEN: AtomicU64 = AtomicU64::new(0);
-/// The connections that were closed, in the order of [`CloseReason::ALL`].
-static CLOSED: [AtomicU64; CloseReason::ALL.len()] =
-    [const { AtomicU64::new(0) }; CloseReason::ALL.len()];
-
-lowtide_core::named_enum! {
-    /// Why a connection is closed.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    enum CloseReason {
-        /// It got no place.
-        Refused = "refused",
-        /// It had made no progress for longest, and another needed its place.
-        Displaced = "displaced",
-        /// Its client took nothing of a response while memory was short.
-        Stalled = "stalled",
-        /// Its client took nothing of a response whose time limit had passed.
-        Overdue = "overdue",
-    }
-}
-
-impl CloseReason {
-    /// Counts a connection.
-    fn count(self) {
-        if let Some(total) = CLOSED.get(self as usize) {
-            total.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-}
-
-/// Publishes the counts.
-pub(crate) fn publish(writer: MetricsWriter) {
-    let closed = CloseReason::ALL.iter().zip(&CLOSED);
-    let closed = closed.map(|(reason, total)| (reason.name(), total.load(Ordering::Relaxed)));
-    writer.connections(OPEN.load(Ordering::Relaxed), closed);
-}
 
 /// The open connections of a server. Cheap to clone; clones share the connections.
 ///

@@ -46,6 +46,13 @@ const REFUSED_PAUSE: Duration = Duration::from_millis(1);
 /// The pause while no connection is open, which the next one ends.
 const IDLE: Duration = Duration::from_secs(3600);
 
+/// The longest time that a connection lingers. An estimate: most clients have read an answer and
+/// closed by then.
+const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Bytes that are read and discarded at once, on the stack.
+const DISCARDED: usize = 8 << 10;
+
 impl Connections {
     /// Returns a listener that accepts connections within these bounds.
     pub fn listen(&self, listener: TcpListener) -> ConnectionListener {
@@ -136,8 +143,14 @@ impl ConnectionListener {
                         let Some((stream, from, _)) = waiting.pop_front() else { continue };
                         let state = Arc::clone(&connection.state);
                         let settings = connections.settings.clone();
-                        let linger = Linger::default();
-                        let stream = ConnectionStream { stream, state, settings, linger };
+                        let stream = ConnectionStream {
+                            stream,
+                            state,
+                            settings,
+                            has_shut_down: false,
+                            discarded: 0,
+                            timer: None,
+                        };
                         return Ok((connection, stream, from));
                     }
                     Err(earliest) => pause = pause.min(earliest - now),
@@ -199,7 +212,11 @@ pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
     settings: ConnectionSettings,
-    linger: Linger,
+    has_shut_down: bool,
+    /// The bytes that were discarded after the shutdown.
+    discarded: u64,
+    /// Ends the lingering. `None` until the connection lingers.
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl ConnectionStream {
@@ -261,63 +278,27 @@ impl AsyncWrite for ConnectionStream {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Self { stream, state, settings, linger } = &mut *self;
-        linger.poll_shutdown(stream, state, settings, cx)
-    }
-}
-
-impl Drop for ConnectionStream {
-    fn drop(&mut self) {
-        if self.state.is_closed.load(Ordering::Acquire) {
-            // A socket without this option is closed as well.
-            let _ = self.stream.set_zero_linger();
-        }
-    }
-}
-
-/// The longest time that a connection lingers. An estimate: most clients have read an answer and
-/// closed by then.
-const LINGER_TIME: Duration = Duration::from_secs(2);
-
-/// Bytes that are read and discarded at once, on the stack.
-const DISCARDED: usize = 8 << 10;
-
-/// The shutdown of a stream.
-#[derive(Debug, Default)]
-pub(super) struct Linger {
-    has_shut_down: bool,
-    /// The bytes that were discarded.
-    discarded: u64,
-    /// Ends it. `None` until the connection lingers.
-    timer: Option<Pin<Box<Sleep>>>,
-}
-
-impl Linger {
     /// Shuts the stream down for writing, and lingers if something of a request was not read.
-    pub(super) fn poll_shutdown(
-        &mut self,
-        stream: &mut TcpStream,
-        state: &ConnectionState,
-        settings: &ConnectionSettings,
-        cx: &mut Context<'_>,
-    ) -> Poll<io::Result<()>> {
-        if !self.has_shut_down {
-            ready!(Pin::new(&mut *stream).poll_shutdown(cx))?;
-            self.has_shut_down = true;
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        if !this.has_shut_down {
+            ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+            this.has_shut_down = true;
         }
         // Bounded: each iteration discards a byte or more, up to the maximum.
-        while self.discarded < DRAIN_MAX.get() {
+        while this.discarded < DRAIN_MAX.get() {
             let mut buffer = [std::mem::MaybeUninit::uninit(); DISCARDED];
             let mut buffer = ReadBuf::uninit(&mut buffer);
-            let polled = Pin::new(&mut *stream).poll_read(cx, &mut buffer);
+            let polled = Pin::new(&mut this.stream).poll_read(cx, &mut buffer);
             let is_over = polled.is_ready() && buffer.filled().is_empty();
-            if is_over || (polled.is_pending() && !self.lingers(state)) {
+            let lingers = this.timer.is_some() || this.state.has_unread.load(Ordering::Relaxed);
+            if is_over || (polled.is_pending() && !lingers) {
                 return Poll::Ready(Ok(()));
             }
-            self.discarded += buffer.filled().len() as u64;
-            let timer = self.timer.get_or_insert_with(|| {
-                state.lingers_since.store(settings.now().max(1), Ordering::Relaxed);
+            this.discarded += buffer.filled().len() as u64;
+            let timer = this.timer.get_or_insert_with(|| {
+                let now = this.settings.now().max(1);
+                this.state.lingers_since.store(now, Ordering::Relaxed);
                 Box::pin(sleep(LINGER_TIME))
             });
             if timer.as_mut().poll(cx).is_ready() {
@@ -327,8 +308,13 @@ impl Linger {
         }
         Poll::Ready(Ok(()))
     }
+}
 
-    fn lingers(&self, state: &ConnectionState) -> bool {
-        self.timer.is_some() || state.has_unread.load(Ordering::Relaxed)
+impl Drop for ConnectionStream {
+    fn drop(&mut self) {
+        if self.state.is_closed.load(Ordering::Acquire) {
+            // A socket without this option is closed as well.
+            let _ = self.stream.set_zero_linger();
+        }
     }
 }

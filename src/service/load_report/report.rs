@@ -2,7 +2,8 @@
 //! `OrcaLoadReport` in Protocol Buffers, written by hand since a generator and its runtime are more
 //! than it is.
 //!
-//! Pure. Envoy's parser wants `TEXT ` in front, names as in the message, and numbers that are finite. Fields that are zero are left out of the message, as proto3 does.
+//! Pure. Envoy's parser wants `TEXT ` in front, names as in the message, and numbers that are
+//! finite. Fields that are zero are left out of the message, as proto3 does.
 
 use std::fmt::Write as _;
 

@@ -111,7 +111,7 @@ impl LoadReports {
         reports
     }
 
-    /// ResponseCounts a response and adds the report, in place of any that it has: one of another service
+    /// Counts a response and adds the report, in place of any that it has: one of another service
     /// would be taken for this one's.
     #[inline]
     pub(in crate::service) fn attach<R: Body>(&self, response: &mut Response<R>) -> Carrier {
@@ -166,7 +166,7 @@ impl LoadReports {
         self.admission.is_closed() || is_ending(&self.admission)
     }
 
-    /// ResponseCounts a request for which there is no response.
+    /// Counts a request for which there is no response.
     #[cold]
     pub(in crate::service) fn count_failed_call(&self) {
         self.responses.fetch_add(1, Ordering::Relaxed);
@@ -323,7 +323,7 @@ fn is_grpc_failure(headers: &HeaderMap) -> bool {
     matches!(status, Some(b"2" | b"4" | b"8" | b"12" | b"13" | b"14" | b"15"))
 }
 
-/// ResponseCounts since the start.
+/// Counts since the start.
 #[derive(Clone, Copy, Debug, Default)]
 struct ResponseCounts {
     responses: u64,

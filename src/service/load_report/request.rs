@@ -1,8 +1,8 @@
 //! The request of a stream of load reports, `xds.service.orca.v3.OrcaLoadReportRequest`, as it
 //! arrives: a gRPC message with its prefix.
 //!
-//! Pure; an error is a sentence. Of the message only `report_interval` counts; names of request costs are accepted, and no
-//! costs are reported.
+//! Pure; an error is a sentence. Of the message only `report_interval` counts; names of request
+//! costs are accepted, and no costs are reported.
 
 use std::time::Duration;
 
@@ -60,7 +60,9 @@ impl PartialRequest {
         match flag {
             0 if length <= REQUEST_MAX => Ok(PREFIX + length),
             0 => Err(format!("message of {length} bytes: expected at most {REQUEST_MAX}")),
-            flag => Err(format!("compression flag {flag}: expected 0, messages are not compressed")),
+            flag => {
+                Err(format!("compression flag {flag}: expected 0, messages are not compressed"))
+            }
         }
     }
 }
@@ -219,7 +221,10 @@ mod tests {
             assert_eq!(read(&bytes(message)).expect_err(message), error, "{message}");
         }
         let add = |bytes: &[u8]| PartialRequest::default().add(bytes).expect_err("invalid");
-        assert_eq!(add(&[1, 0, 0, 0, 0]), "compression flag 1: expected 0, messages are not compressed");
+        assert_eq!(
+            add(&[1, 0, 0, 0, 0]),
+            "compression flag 1: expected 0, messages are not compressed"
+        );
         assert_eq!(add(&[0, 0, 0, 16, 1]), "message of 4097 bytes: expected at most 4096");
     }
 

@@ -72,8 +72,7 @@ struct Known {
 
 impl Default for Known {
     fn default() -> Self {
-        let mut rest = Need::new(Arc::default(), LESSONS_UNDECLARED);
-        rest.usage = KeptUsage::of_any_route();
+        let rest = Need::new(Arc::default(), LESSONS_UNDECLARED, false);
         Self { routes: Routes::new(rest), families: BTreeMap::new() }
     }
 }
@@ -102,11 +101,7 @@ impl Needs {
         let Known { routes, families } = &mut *lock(&self.0);
         let need = routes.of(key, || {
             let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-            let mut need = Need::new(Known::family(families, family), lessons);
-            if has_many_routes {
-                need.usage = KeptUsage::of_any_route();
-            }
-            need
+            Need::new(Known::family(families, family), lessons, !has_many_routes)
         });
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
@@ -216,7 +211,7 @@ impl Ratio {
 }
 
 impl Need {
-    fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
+    fn new(family: Arc<AtomicU64>, lessons_min: u32, is_of_one_route: bool) -> Self {
         Self {
             seen: AtomicU64::new(0),
             running: AtomicU64::new(0),
@@ -225,7 +220,7 @@ impl Need {
             average: Mutex::default(),
             trials: Trials::new(lessons_min),
             lessons_min,
-            usage: KeptUsage::of_one_route(),
+            usage: KeptUsage::new(is_of_one_route),
         }
     }
 
