@@ -41,6 +41,7 @@ debug_is_message!(ConfigError);
 
 impl ConfigError {
     /// Creates the error of a value that a setting does not accept.
+    #[cfg(any(feature = "device", feature = "service"))]
     pub(crate) fn bad(name: &str, value: &str, expected: impl fmt::Display) -> Self {
         Self { faults: vec![Fault::bad(name, value, expected)] }
     }

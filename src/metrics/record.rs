@@ -85,7 +85,7 @@ pub(crate) struct HostPressure<'a> {
 /// The memory of a device, with all its users.
 #[cfg(feature = "device")]
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct DeviceFigures {
+pub(crate) struct DeviceMemoryFigures {
     /// The total memory.
     pub(crate) total: ByteSize,
     /// The free memory.
@@ -389,7 +389,7 @@ impl MetricsWriter {
         name: &str,
         is_lost: bool,
         rollback_failures_total: u64,
-        memory: Option<DeviceFigures>,
+        memory: Option<DeviceMemoryFigures>,
     ) {
         let labels = [label("device", name)];
         self.put(name::DEVICE_LOST, &labels, is_lost);
@@ -406,7 +406,7 @@ impl MetricsWriter {
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        device_memory(&DeviceFigures::default(), &mut |metric, _| {
+        device_memory(&DeviceMemoryFigures::default(), &mut |metric, _| {
             if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }

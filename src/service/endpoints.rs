@@ -30,7 +30,7 @@ use super::admin::{Admin, PROFILE, host_refusal, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
-use super::json::{self, MemoryPart, PartContext};
+use super::json::{self, JsonPart, PartContext};
 use super::query::{Format, Query, QueryError};
 use super::rejection::problem;
 
@@ -280,7 +280,7 @@ impl Endpoints {
     }
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
-    fn memory(&self, parts: &[&MemoryPart], limit: Option<ByteSize>) -> Response<String> {
+    fn memory(&self, parts: &[&JsonPart], limit: Option<ByteSize>) -> Response<String> {
         let mut body = self
             .memory
             .as_ref()

@@ -35,7 +35,7 @@ const PATH_MAX: usize = 256;
 
 /// An optional part: its name in the query and in the JSON, and its value, `None` if this build has
 /// none.
-pub(super) type MemoryPart = (&'static str, fn(&PartContext<'_>) -> Option<Value>);
+pub(super) type JsonPart = (&'static str, fn(&PartContext<'_>) -> Option<Value>);
 
 /// The subject of a query.
 pub(super) struct PartContext<'a> {
@@ -50,7 +50,7 @@ pub(super) struct PartContext<'a> {
 
 const LIMIT_ADVICE: &str = "limit_advice";
 
-const PARTS: &[MemoryPart] = &[
+const PARTS: &[JsonPart] = &[
     #[cfg(feature = "device")]
     ("map", |asked| Some(asked.maps.of(asked.memory))),
     #[cfg(not(feature = "device"))]
@@ -78,8 +78,8 @@ const PARTS: &[MemoryPart] = &[
 ];
 
 /// Parses names of parts, separated by commas.
-pub(super) fn read(text: &str) -> Result<Vec<&'static MemoryPart>, QueryError> {
-    let mut parts: Vec<&MemoryPart> = Vec::new();
+pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, QueryError> {
+    let mut parts: Vec<&JsonPart> = Vec::new();
     for name in text.split(',').filter(|name| !name.is_empty()) {
         let known = PARTS.iter().find(|(known, _)| *known == name);
         let part = known.ok_or_else(|| {
@@ -95,7 +95,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static MemoryPart>, QueryError> {
 }
 
 /// Parses the limit for which advice is asked, of a query with these parts.
-pub(super) fn read_limit(text: &str, parts: &[&MemoryPart]) -> Result<ByteSize, QueryError> {
+pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, QueryError> {
     let expected = if parts.iter().all(|(name, _)| *name != LIMIT_ADVICE) {
         "with=limit_advice in the same query"
     } else {

@@ -574,7 +574,6 @@ impl<E: Estimate> MemoryLayer<E> {
         let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
         let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
-        let is_exempt = priority == Priority::Exempt;
         let terms =
             RequestOptions { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();

@@ -3,7 +3,7 @@
 use crate::device::driver::Backend;
 use crate::memory::MemorySnapshot;
 use crate::memory::shared::Shared;
-use crate::metrics::record::{DeviceBudget, DeviceFigures, MetricsWriter};
+use crate::metrics::record::{DeviceBudget, DeviceMemoryFigures, MetricsWriter};
 
 use super::snapshot::{DeviceStatus, DevicesSnapshot};
 
@@ -55,7 +55,7 @@ impl Series {
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
         let name = &status.name;
-        let memory = status.memory.map(|device| DeviceFigures {
+        let memory = status.memory.map(|device| DeviceMemoryFigures {
             total: device.total,
             free: device.free,
             context_overhead: device.context_overhead,
