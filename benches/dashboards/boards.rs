@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use lowtide::BoxError;
-use lowtide::metrics::names::{Kind, TABLE};
+use lowtide::metrics::names::{MetricKind, TABLE};
 use serde_json::Value;
 use yaml_rust2::{Yaml, YamlLoader};
 
@@ -119,8 +119,8 @@ pub(crate) fn metrics(text: &str) -> BTreeSet<&'static str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');
     let words: BTreeSet<_> =
         words.filter(|word| word.starts_with("lowtide_") || word.starts_with("process_")).collect();
-    let named = |name: &str, kind: Kind| match kind {
-        Kind::Histogram => words.iter().any(|word| {
+    let named = |name: &str, kind: MetricKind| match kind {
+        MetricKind::Histogram => words.iter().any(|word| {
             let part = word.strip_prefix(name).unwrap_or_default();
             ["_bucket", "_sum", "_count"].contains(&part)
         }),

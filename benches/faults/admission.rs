@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::memory::Memory;
-use lowtide::service::{Constant, MemoryLayer};
+use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::{Admission, Cost, Level, Managed, Resource as _, UnloadReason};
 use tokio::net::TcpListener;
@@ -36,7 +36,7 @@ pub(crate) async fn health(figures: &mut Figures) -> Result<(), BoxError> {
     let address = listener.local_addr()?;
     let (reporter, health) = tonic_health::server::health_reporter();
     reporter.set_service_status("", tonic_health::ServingStatus::Serving).await;
-    let layer = MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)));
+    let layer = MemoryLayer::new(admission.clone(), Cost::host(COST));
     let server = Server::builder().layer(layer).add_service(health);
     tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
     let loaders: Vec<_> = (0..LOADERS).map(|_| tokio::spawn(load(admission.clone()))).collect();

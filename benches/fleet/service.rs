@@ -4,7 +4,6 @@
 use std::net::{Ipv4Addr, SocketAddr};
 
 use lowtide::admission::Admission;
-use lowtide::service::LoadReportFormat;
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -26,7 +25,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
 
 async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {
     let memory = Memory::builder().start()?;
-    let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
+    let layer = memory.layer().with_load_reports();
     let routes = hold::routes(true).layer(layer);
     let routes = routes.merge(memory.routes());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;

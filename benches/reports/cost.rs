@@ -22,7 +22,7 @@ use http_body_util::{Empty, Full};
 use lowtide::admission::Cost;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody};
+use lowtide::service::{MemoryLayer, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer as _, Service};
 
@@ -104,13 +104,9 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn layer(memory: &Memory, format: Option<LoadReportFormat>) -> MemoryLayer<Constant> {
-    let layer =
-        MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(ByteSize::kib(64))));
-    match format {
-        None => layer,
-        Some(format) => layer.with_load_reports(format),
-    }
+fn layer(memory: &Memory, reports: bool) -> MemoryLayer<Cost> {
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(ByteSize::kib(64)));
+    if reports { layer.with_load_reports() } else { layer }
 }
 
 /// Measures, only what is counted if it says so, and returns whether the goals held.
@@ -131,22 +127,14 @@ pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
     Ok(most <= GOAL && still == 0.0)
 }
 
-/// Returns the nanoseconds that a report costs a response, the most of all formats.
+/// Returns the nanoseconds that a report costs a response, the most of both protocols.
 fn costs(memory: &Memory) -> f64 {
     println!("{CALLS} calls in each of {ROUNDS} rounds, in turns; ns for each call");
-    let mut most: f64 = 0.0;
-    let formats = [
-        ("text", LoadReportFormat::Text),
-        ("json", LoadReportFormat::Json),
-        ("binary", LoadReportFormat::Binary),
-    ];
-    for (name, format) in formats {
-        let mut with = layer(memory, Some(format)).layer(tower::service_fn(plain));
-        let mut without = layer(memory, None).layer(tower::service_fn(plain));
-        most = most.max(compare(name, &mut || call(&mut with), &mut || call(&mut without)));
-    }
-    let mut with = layer(memory, Some(LoadReportFormat::Text)).layer(tower::service_fn(grpc));
-    let mut without = layer(memory, None).layer(tower::service_fn(grpc));
+    let mut with = layer(memory, true).layer(tower::service_fn(plain));
+    let mut without = layer(memory, false).layer(tower::service_fn(plain));
+    let most = compare("HTTP", &mut || call(&mut with), &mut || call(&mut without));
+    let mut with = layer(memory, true).layer(tower::service_fn(grpc));
+    let mut without = layer(memory, false).layer(tower::service_fn(grpc));
     most.max(compare("gRPC", &mut || call(&mut with), &mut || call(&mut without)))
 }
 
@@ -164,8 +152,8 @@ fn compare(name: &str, with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64
 
 /// Returns the further allocations of a response with a report.
 fn allocations(memory: &Memory) -> f64 {
-    let mut with = layer(memory, Some(LoadReportFormat::Text)).layer(tower::service_fn(plain));
-    let mut without = layer(memory, None).layer(tower::service_fn(plain));
+    let mut with = layer(memory, true).layer(tower::service_fn(plain));
+    let mut without = layer(memory, false).layer(tower::service_fn(plain));
     let count = |calls: &mut dyn FnMut()| {
         // The first calls of a route are measured.
         (0..CALLS).for_each(|_| calls());

@@ -17,7 +17,7 @@ use http_body::Frame;
 use http_body_util::StreamBody;
 use lowtide::admission::{Budget, Cost, Permit, Priority};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LOAD_REPORT_STREAM_PATH, LoadReportFormat, MemoryLayer};
+use lowtide::service::{LOAD_REPORT_STREAM_PATH, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::task::JoinHandle;
 use tonic::service::Routes;
@@ -48,8 +48,8 @@ impl Instance {
         let cost = Cost::host(allowance.scaled(reserved));
         let reserved = memory.admission().try_admit_with(cost, Priority::Exempt)?;
         let cost = Cost::host(ByteSize::kib(64));
-        let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(cost))
-            .with_load_reports(LoadReportFormat::Binary);
+        let layer = MemoryLayer::new(memory.admission().clone(), cost)
+            .with_load_reports();
         let streams = layer.load_report_service();
         let answer = tower::service_fn(async move |_: http::Request<axum::body::Body>| {
             let mut trailers = HeaderMap::new();

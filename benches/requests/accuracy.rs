@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use lowtide::admission::Cost;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, MemoryLayer};
+use lowtide::service::{MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_heap::{Account, AccountOwner, HeapProbe};
 use tokio::net::TcpListener;
@@ -166,7 +166,7 @@ async fn run(
     protocol: Protocol,
     at_once: usize,
 ) -> Result<Seen, BoxError> {
-    let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::ZERO));
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::ZERO);
     let stage = Stage::new();
     let service = handlers::routes(stage.clone()).layer(layer.without_slow_start());
     let listener = TcpListener::bind("127.0.0.1:0").await?;

@@ -21,7 +21,7 @@ use lowtide::admission::{Admission, Cost};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::heap::{Account, AccountOwner};
-use lowtide::service::{Constant, ContentLength, MemoryLayer};
+use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::{Layer as _, Service as _};
@@ -84,7 +84,7 @@ pub(crate) fn be(counted: Counted, steps: usize) -> Result<(), BoxError> {
         Counted::Peak => work(LARGE, true, steps),
         Counted::PeakBare => work(LARGE, false, steps),
         Counted::Poll => {
-            let layer = MemoryLayer::new(memory()?.admission().clone(), Constant::new(Cost::ZERO));
+            let layer = MemoryLayer::new(memory()?.admission().clone(), Cost::ZERO);
             let mut service = layer.layer(tower::service_fn(|_| Waits));
             poll(pin!(service.call(Request::new(Empty::<Bytes>::new()))), steps);
         }

@@ -15,7 +15,7 @@ use futures_util::stream;
 use http::header::CONTENT_LENGTH;
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::service::{SharedPermit, scope, scope_blocking};
+use lowtide::service::{RequestPermit, scope, scope_blocking};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::cases::MIB;
@@ -37,7 +37,7 @@ struct Inner {
     /// `true` when they may go on.
     opened: watch::Sender<bool>,
     /// The permits of all requests.
-    permits: Mutex<Vec<SharedPermit>>,
+    permits: Mutex<Vec<RequestPermit>>,
     /// What others hold.
     given: mpsc::UnboundedSender<Block>,
     cache: Mutex<VecDeque<Block>>,
@@ -82,13 +82,13 @@ impl Stage {
         self.inner.opened.send_replace(true);
     }
 
-    pub(crate) fn permits(&self) -> Vec<SharedPermit> {
+    pub(crate) fn permits(&self) -> Vec<RequestPermit> {
         self.inner.permits.lock().expect("no panic").clone()
     }
 
     /// Notes that a request holds most now.
     fn arrive(&self) {
-        if let Some(permit) = SharedPermit::current() {
+        if let Some(permit) = RequestPermit::current() {
             self.inner.permits.lock().expect("no panic").push(permit);
         }
         self.inner.waiting.fetch_add(1, Ordering::Release);
@@ -250,7 +250,7 @@ async fn hold(stage: &Stage, parts: [tokio::task::JoinHandle<Block>; 4]) {
 
 async fn given(State(stage): State<Stage>) {
     let _ = stage.inner.given.send(filled(8 * MIB));
-    if let Some(permit) = SharedPermit::current() {
+    if let Some(permit) = RequestPermit::current() {
         permit.release(ByteSize::of(8 * MIB));
     }
     stage.wait().await;
@@ -260,7 +260,7 @@ async fn taken(State(stage): State<Stage>) {
     let (to, from) = oneshot::channel();
     let _ = stage.inner.producer.send(to);
     let block = from.await;
-    if let Some(permit) = SharedPermit::current() {
+    if let Some(permit) = RequestPermit::current() {
         permit.adopt(ByteSize::of(8 * MIB));
     }
     stage.wait().await;

@@ -1,10 +1,8 @@
-//! How many requests a route takes to learn: until its estimate stays within 10 % of the true 95th
-//! percentile of their needs.
+//! How many requests a route takes to learn: until what it reserves stays within 10 % of the true
+//! mean of their needs.
 
-use http::Request;
-use http::request::Parts;
 use lowtide::ByteSize;
-use lowtide::service::{Estimate as _, Learned};
+use lowtide_admission::learning::{Kind, Needs, Room};
 
 use crate::chance::Chance;
 
@@ -26,12 +24,10 @@ fn need(chance: &mut Chance) -> f64 {
 
 /// Measures it and returns whether the goal held.
 pub(crate) fn measure() -> bool {
-    let mut all: Vec<_> = {
+    let truth = {
         let mut chance = Chance::new(7);
-        (0..100_000).map(|_| need(&mut chance)).collect()
+        (0..100_000).map(|_| need(&mut chance)).sum::<f64>() / 100_000.0
     };
-    all.sort_by(f64::total_cmp);
-    let truth = all.get(all.len() * 95 / 100).copied().unwrap_or_default();
     let mut after: Vec<_> = (1..=ROUTES).map(|seed| requests(seed, truth)).collect();
     after.sort_unstable();
     let at = |percent: usize| after.get(after.len() * percent / 100).copied().unwrap_or(REQUESTS);
@@ -41,19 +37,17 @@ pub(crate) fn measure() -> bool {
     most as f64 <= GOAL
 }
 
-/// Returns the number of requests after which the estimate of a route stays near the truth.
+/// Returns the number of requests after which the claim of a route stays near the truth.
 fn requests(seed: u64, truth: f64) -> usize {
-    let (head, ()): (Parts, ()) = Request::new(()).into_parts();
-    let learned = Learned::new(ByteSize::mib(1), |_: &Parts| ());
-    let mut chance = Chance::new(seed);
+    let (needs, mut chance) = (Needs::default(), Chance::new(seed));
+    let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
+    let request = needs.of(kind, ByteSize::mib(1), false);
     let mut wrong = 0;
     for nth in 1..=REQUESTS {
-        let estimated = learned.estimate_to_learn(&head);
-        let Some(lesson) = estimated.lesson else { return REQUESTS };
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "of some MiB")]
-        lesson.learn(ByteSize::new(need(&mut chance) as u64));
-        let estimate = learned.estimate(&head).0.host.as_f64();
-        if (estimate / truth - 1.0).abs() > ERROR_MAX {
+        request.learn(ByteSize::new(need(&mut chance) as u64));
+        let claim = request.claim(Room::UNLIMITED).as_f64();
+        if (claim / truth - 1.0).abs() > ERROR_MAX {
             wrong = nth;
         }
     }

@@ -28,7 +28,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, FromArgMatches as _};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, Endpoints, LoadReportFormat, MinDataRate, Peer};
+use lowtide::service::{Admin, Endpoints, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -78,10 +78,10 @@ pub(crate) struct Options {
     #[command(flatten)]
     pub(crate) limits: Limits,
     /// Add an ORCA load report to each response, for load balancers, which should remove it: header
-    /// endpoint-load-metrics, in this format. Those of the upstream are always dropped.
+    /// endpoint-load-metrics. Those of the upstream are always dropped.
     #[arg(long, env = "PROXY_LOAD_REPORTS", default_value = "off")]
-    #[arg(value_parser = PossibleValuesParser::new(["off", "text", "json", "binary"]).map(format))]
-    pub(crate) load_reports: LoadReports,
+    #[arg(value_parser = PossibleValuesParser::new(["off", "text"]).map(|name| name == "text"))]
+    pub(crate) load_reports: bool,
     /// The admin commands that are accepted; `None` for none.
     #[arg(skip)]
     pub(crate) admin: Option<Admin>,
@@ -93,19 +93,6 @@ impl Default for Options {
         let command = Self::augment_args(clap::Command::new("proxy"));
         let matches = command.get_matches_from(["proxy", "--listen=127.0.0.1:0"]);
         Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
-    }
-}
-
-/// The format of load reports; `None` for none.
-type LoadReports = Option<LoadReportFormat>;
-
-#[expect(clippy::needless_pass_by_value, reason = "as a parser of values calls it")]
-fn format(name: String) -> LoadReports {
-    match &*name {
-        "text" => Some(LoadReportFormat::Text),
-        "json" => Some(LoadReportFormat::Json),
-        "binary" => Some(LoadReportFormat::Binary),
-        _ => None,
     }
 }
 
@@ -215,9 +202,9 @@ pub(crate) async fn start(
     // The small upstream admits in the same ledger: requests wait in front of it, and not for the
     // little that forwarding them takes as well.
     let forward_waits = own_upstream.is_none();
-    let rate = MinDataRate::new(RATE_MIN, options.limits.body_timeout);
+    let grace = options.limits.body_timeout;
     let reports = options.load_reports;
-    let mut routes = clients_routes(forward, embedder, memory, forward_waits, rate, reports);
+    let mut routes = clients_routes(forward, embedder, memory, forward_waits, grace, reports);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
@@ -246,8 +233,8 @@ fn clients_routes(
     embedder: Embedder,
     memory: Option<Memory>,
     forward_waits: bool,
-    rate: MinDataRate,
-    reports: Option<LoadReportFormat>,
+    grace: Duration,
+    reports: bool,
 ) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
@@ -264,9 +251,9 @@ fn clients_routes(
         (Router::new().route("/embed", embed), Router::new().fallback(forward));
     if let Some(memory) = memory {
         let mut layer = memory.layer();
-        if let Some(format) = reports {
+        if reports {
             // One for both routes: the rates are those of the proxy.
-            layer = layer.with_load_reports(format);
+            layer = layer.with_load_reports();
         }
         let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
@@ -277,7 +264,8 @@ fn clients_routes(
             }
         };
         // Bounds: bodies stream through, and the model plans its memory.
-        let layer = layer.with_estimate(estimate).without_slow_start().with_min_data_rate(rate);
+        let layer =
+            layer.with_estimate(estimate).without_slow_start().with_min_data_rate(RATE_MIN, grace);
         embed = embed.layer(layer.clone());
         let layer = if forward_waits { layer } else { layer.with_max_wait(Duration::ZERO) };
         forward = forward.layer(layer);

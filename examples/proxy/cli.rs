@@ -26,7 +26,7 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::clock::SystemClock;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
-use lowtide::service::{Admin, AdminToken};
+use lowtide::service::Admin;
 use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -83,11 +83,6 @@ enum Command {
 }
 
 /// The token in a file, which ends with a line's end or without.
-fn token_in(file: &Path) -> Result<AdminToken, BoxError> {
-    let token = AdminToken::new(&token_text(file)?);
-    Ok(token.map_err(|error| format!("{}: {error}", file.display()))?)
-}
-
 fn token_text(file: &Path) -> Result<String, BoxError> {
     let text = std::fs::read_to_string(file)
         .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
@@ -195,7 +190,10 @@ fn wake(runtime: &Handle) {
 async fn serve(cli: Cli) -> Result<(), BoxError> {
     let clock = Arc::new(SystemClock::new());
     let admin = match &cli.admin_token_file {
-        Some(file) => Some(Admin::with_token(clock, token_in(file)?)),
+        Some(file) => {
+            let admin = Admin::with_token(clock, &token_text(file)?);
+            Some(admin.map_err(|error| format!("{}: {error}", file.display()))?)
+        }
         None => cli.admin.then(|| Admin::loopback(clock)),
     };
     let workers = Handle::current();

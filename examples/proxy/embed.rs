@@ -14,7 +14,7 @@ use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
 use lowtide::admission::ResourceError;
-use lowtide::service::{DRAIN_MAX, SharedPermit, scope_blocking};
+use lowtide::service::{DRAIN_MAX, RequestPermit, scope_blocking};
 use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
@@ -120,7 +120,7 @@ pub(crate) async fn read(
     most: ByteSize,
     cost: impl Fn(u64) -> ByteSize,
 ) -> Result<Vec<u8>, Box<Response>> {
-    let permit = request.extensions().get::<SharedPermit>().cloned();
+    let permit = request.extensions().get::<RequestPermit>().cloned();
     let known = request.headers().contains_key(CONTENT_LENGTH);
     let asks_first = request.headers().contains_key(EXPECT);
     let too_long = || {

@@ -14,7 +14,7 @@ use axum::body::Body;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use lowtide::admission::{Cost, Priority, Rejected};
-use lowtide::service::{Constant, SharedPermit};
+use lowtide::service::{RequestPermit};
 use lowtide::{BoxError, ByteSize, Memory};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::server::{Grpc as Server, UnaryService};
@@ -64,7 +64,7 @@ impl UnaryService<Bytes> for Allocate {
     type Response = Bytes;
     type Future = Ready<Result<Response<Bytes>, Status>>;
     fn call(&mut self, request: Request<Bytes>) -> Self::Future {
-        let permit = request.extensions().get::<SharedPermit>().cloned();
+        let permit = request.extensions().get::<RequestPermit>().cloned();
         let asked = std::str::from_utf8(request.get_ref()).ok().and_then(|text| text.parse().ok());
         let (Some(permit), Some(mib)) = (permit, asked) else {
             return ready(Err(Status::invalid_argument("expected a number of MiB")));
@@ -78,7 +78,7 @@ impl UnaryService<Bytes> for Allocate {
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::gib(1)).prometheus()?.start()?;
-    let layer = memory.layer().with_estimate(Constant::new(Cost::host(ByteSize::kib(64))));
+    let layer = memory.layer().with_estimate(Cost::host(ByteSize::kib(64)));
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
     let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
     // With a generated service it is `.layer(layer).add_service(AllocateServer::new(Allocate))`.

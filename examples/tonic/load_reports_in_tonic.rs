@@ -5,7 +5,7 @@
 //! `weighted_round_robin` reads; with `enableOobLoadReport` it reads the stream instead.
 #![forbid(unsafe_code)]
 
-use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportFormat};
+use lowtide::service::LOAD_REPORT_STREAM_PATH;
 use lowtide::{BoxError, Memory};
 use tonic::service::Routes;
 use tonic::transport::Server;
@@ -15,7 +15,7 @@ lowtide::global_allocator!(balanced);
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
     let memory = Memory::builder().prometheus()?.start()?;
-    let layer = memory.layer().with_load_reports(LoadReportFormat::Text); // gRPC has its own format
+    let layer = memory.layer().with_load_reports();
     let streams = layer.load_report_service();
     let routes = axum::Router::new().route_service(LOAD_REPORT_STREAM_PATH, streams);
     let (_reporter, health) = tonic_health::server::health_reporter();

@@ -1,14 +1,13 @@
-//! Devices and backends by name, and what the settings of a sleep mean.
+//! Devices and backends by name.
 //!
 //! This module exists only with the feature `device`.
 
 use std::fmt;
 use std::str::FromStr;
 
-use super::settings::Config;
 use super::value::{Bounds, Spelled, part, spelled};
+use crate::device::Contents;
 use crate::device::driver::DeviceUuid;
-use crate::device::{Contents, SleepConfig, SleepOptions};
 
 const SHARE: &str = "a number in [0, 1), or a percentage below 100%";
 
@@ -18,24 +17,6 @@ pub(super) fn share(text: &str) -> Result<f64, &'static str> {
 
 pub(super) fn in_share(share: &f64) -> Bounds {
     if (0.0..1.0).contains(share) { Ok(()) } else { Err(SHARE) }
-}
-
-impl Config {
-    /// Returns the sleep configuration of arenas.
-    #[must_use]
-    pub fn device_sleep(&self) -> SleepConfig {
-        let options = SleepOptions {
-            stable: self.device_sleep_stable.value,
-            dynamic: self.device_sleep_dynamic.value,
-            ..SleepOptions::default()
-        };
-        SleepConfig {
-            idle_after: self.device_sleep_after.value,
-            min_awake: self.device_min_awake.value,
-            options,
-            ..SleepConfig::default()
-        }
-    }
 }
 
 spelled! {
@@ -167,7 +148,8 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    use crate::config::{Profile, Settings};
+    use crate::config::{Config, Profile, Settings};
+    use crate::device::SleepConfig;
 
     #[test]
     fn a_device_is_named_by_number_or_uuid_and_written_as_it_is_read() {

@@ -65,7 +65,8 @@ pub(crate) fn settings(
             continue;
         }
         let Some(variable) = VARIABLES.iter().find(|variable| variable.name == name) else {
-            faults.push(Fault::UnknownVariable { name: name.to_owned() });
+            let unknown = format!("unknown variable {name}: {}", meant(name));
+            faults.push(Fault::of_name(name, unknown));
             continue;
         };
         let put = match value.to_str().map(str::trim) {
@@ -77,12 +78,8 @@ pub(crate) fn settings(
             faults.push(Fault::bad(name, &value.to_string_lossy(), expected));
         }
     }
-    if faults.is_empty() {
-        Ok(settings)
-    } else {
-        faults.sort();
-        Err(ConfigError { faults })
-    }
+    ConfigError::check(faults)?;
+    Ok(settings)
 }
 
 /// Returns `true` if Kubernetes injects a variable of this shape for a service whose name begins
@@ -97,6 +94,39 @@ fn is_service_link(name: &str) -> bool {
         || name.ends_with("_PORT")
         || name.contains("_SERVICE_PORT")
         || name.match_indices("_PORT_").any(|(at, sep)| tail_of_port(&name[at + sep.len()..]))
+}
+
+/// The most similar known variable, or all of them.
+fn meant(name: &str) -> String {
+    let names = || VARIABLES.iter().map(|variable| variable.name);
+    let tail = name.len().saturating_sub(PREFIX.len());
+    let most = EDITS_MAX.min(tail / 2);
+    names()
+        .filter(|known| known.len().abs_diff(name.len()) <= most)
+        .map(|known| (edits(name, known), known))
+        .min()
+        .filter(|(edits, _)| *edits <= most)
+        .map_or_else(
+            || format!("expected one of {}", names().collect::<Vec<_>>().join(", ")),
+            |(_, known)| format!("did you mean {known}?"),
+        )
+}
+
+/// The maximum edit distance of a suggestion, which is also limited to half the name's letters.
+const EDITS_MAX: usize = 4;
+
+/// The edit distance (Levenshtein).
+fn edits(one: &str, other: &str) -> usize {
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (at, letter) in one.bytes().enumerate() {
+        let mut before = std::mem::replace(&mut row[0], at + 1);
+        for (to, wanted) in other.bytes().enumerate() {
+            let changed = before + usize::from(letter != wanted);
+            before = row[to + 1];
+            row[to + 1] = changed.min(before + 1).min(row[to] + 1);
+        }
+    }
+    row[other.len()]
 }
 
 #[cfg(test)]
@@ -352,5 +382,27 @@ mod tests {
         let value = OsString::from_vec(vec![0xFF, 0xFE]);
         let error = settings([("LOWTIDE_PROFILE".into(), value)]).expect_err("not UTF-8");
         assert!(error.to_string().contains("UTF-8"), "{error}");
+    }
+
+    #[test]
+    fn edits_are_counted() {
+        for (one, other, count) in
+            [("", "", 0), ("ebb", "ebb", 0), ("", "ebb", 3), ("ebb", "eb", 1), ("tide", "dive", 2)]
+        {
+            assert_eq!((edits(one, other), edits(other, one)), (count, count), "{one} {other}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_variable_is_told_from_one_that_is_like_none() {
+        let text = |name: &str| given(&[(name, "1")]).expect_err("unknown").to_string();
+        for name in ["LOWTIDE_MEM_LIMIT", "LOWTIDE_MEMORY_LIMTI", "LOWTIDE_MEMORYLIMIT"] {
+            let text = text(name);
+            assert!(text.ends_with("did you mean LOWTIDE_MEMORY_LIMIT?"), "{text}");
+        }
+        for name in ["LOWTIDE_", "LOWTIDE_X", "LOWTIDE_COLOUR_OF_THE_SEA", "LOWTIDE_\u{e4}"] {
+            let text = text(name);
+            assert!(text.contains("expected one of LOWTIDE_PROFILE, "), "{text}");
+        }
     }
 }

@@ -24,7 +24,8 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// Implements `Debug` as the message: `main` prints the `Debug` output of the error that it returns.
+/// Implements `Debug` as the message: `main` prints the `Debug` output of the error that it
+/// returns.
 macro_rules! debug_is_message {
     ($($error:ty),*) => {
         $(impl std::fmt::Debug for $error {
@@ -38,98 +39,49 @@ pub(crate) use debug_is_message;
 
 debug_is_message!(ConfigError);
 
+impl ConfigError {
+    /// Creates the error of a value that a setting does not accept.
+    #[cfg(any(feature = "device", feature = "service"))]
+    pub(crate) fn bad(name: &str, value: &str, expected: impl fmt::Display) -> Self {
+        Self { faults: vec![Fault::bad(name, value, expected)] }
+    }
+
+    /// Returns `Err` with these faults, if there are any.
+    pub(super) fn check(mut faults: Vec<Fault>) -> Result<(), Self> {
+        faults.sort();
+        if faults.is_empty() { Ok(()) } else { Err(Self { faults }) }
+    }
+}
+
 /// One invalid setting.
-#[derive(Clone, Debug, Error, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
-pub enum Fault {
-    /// A value that the setting does not accept.
-    #[error("{name}={value:?}: expected {expected}")]
-    BadValue {
-        /// The variable or setting.
-        name: String,
-        /// The value that was set.
-        value: String,
-        /// The accepted values.
-        expected: String,
-    },
-    /// A key that is not read in its place.
-    #[error("{name} has no effect in these options: expected {expected}")]
-    UnknownKey {
-        /// The key as spelled.
-        name: String,
-        /// The keys that are read there.
-        expected: String,
-    },
-    /// An unknown `LOWTIDE_*` variable.
-    #[error("unknown variable {name}: {}", meant(name))]
-    UnknownVariable {
-        /// The variable.
-        name: String,
-    },
+pub struct Fault {
+    /// The variable, setting or key, as spelled.
+    pub name: String,
+    /// The value that was set; `None` if the name is unknown, or has no effect in its place.
+    pub value: Option<String>,
+    /// The problem, with what was expected.
+    pub problem: String,
 }
 
 impl Fault {
-    pub(super) fn bad(name: &str, value: &str, expected: impl Into<String>) -> Self {
-        Self::BadValue { name: name.to_owned(), value: value.to_owned(), expected: expected.into() }
+    pub(super) fn bad(name: &str, value: &str, expected: impl fmt::Display) -> Self {
+        let problem = format!("expected {expected}");
+        Self { name: name.to_owned(), value: Some(value.to_owned()), problem }
+    }
+
+    /// Creates the fault of a name that means nothing in its place.
+    pub(super) fn of_name(name: &str, problem: String) -> Self {
+        Self { name: name.to_owned(), value: None, problem }
     }
 }
 
-/// The most similar known variable, or all of them.
-fn meant(name: &str) -> String {
-    let names = || super::env::VARIABLES.iter().map(|variable| variable.name);
-    let tail = name.len().saturating_sub(super::env::PREFIX.len());
-    let most = EDITS_MAX.min(tail / 2);
-    names()
-        .filter(|known| known.len().abs_diff(name.len()) <= most)
-        .map(|known| (edits(name, known), known))
-        .min()
-        .filter(|(edits, _)| *edits <= most)
-        .map_or_else(
-            || format!("expected one of {}", names().collect::<Vec<_>>().join(", ")),
-            |(_, known)| format!("did you mean {known}?"),
-        )
-}
-
-/// The maximum edit distance of a suggestion, which is also limited to half the name's letters.
-const EDITS_MAX: usize = 4;
-
-/// The edit distance (Levenshtein).
-fn edits(one: &str, other: &str) -> usize {
-    let mut row: Vec<usize> = (0..=other.len()).collect();
-    for (at, letter) in one.bytes().enumerate() {
-        let mut before = std::mem::replace(&mut row[0], at + 1);
-        for (to, wanted) in other.bytes().enumerate() {
-            let changed = before + usize::from(letter != wanted);
-            before = row[to + 1];
-            row[to + 1] = changed.min(before + 1).min(row[to] + 1);
-        }
-    }
-    row[other.len()]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn edits_are_counted() {
-        for (one, other, count) in
-            [("", "", 0), ("ebb", "ebb", 0), ("", "ebb", 3), ("ebb", "eb", 1), ("tide", "dive", 2)]
-        {
-            assert_eq!((edits(one, other), edits(other, one)), (count, count), "{one} {other}");
-        }
-    }
-
-    #[test]
-    fn a_misspelt_variable_is_told_from_one_that_is_like_none() {
-        let text = |name: &str| Fault::UnknownVariable { name: name.to_owned() }.to_string();
-        for name in ["LOWTIDE_MEM_LIMIT", "LOWTIDE_MEMORY_LIMTI", "LOWTIDE_MEMORYLIMIT"] {
-            let text = text(name);
-            assert!(text.ends_with("did you mean LOWTIDE_MEMORY_LIMIT?"), "{text}");
-        }
-        for name in ["LOWTIDE_", "LOWTIDE_X", "LOWTIDE_COLOUR_OF_THE_SEA", "LOWTIDE_\u{e4}"] {
-            let text = text(name);
-            assert!(text.contains("expected one of LOWTIDE_PROFILE, "), "{text}");
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.value {
+            Some(value) => write!(f, "{}={value:?}: {}", self.name, self.problem),
+            None => f.write_str(&self.problem),
         }
     }
 }

@@ -18,7 +18,6 @@ mod device;
 #[doc(hidden)]
 pub mod env;
 mod error;
-mod onnxruntime;
 mod profile;
 mod settings;
 mod value;
@@ -28,8 +27,7 @@ pub use device::{DeviceBackend, DeviceChoice};
 pub(crate) use error::debug_is_message;
 pub use error::{ConfigError, Fault};
 pub use lowtide_admission::ExhaustionPolicy;
-pub use onnxruntime::{OrtPlace, OrtSetting};
-pub use profile::Profile;
+pub use profile::{OrtPlace, OrtSetting, Profile};
 pub(crate) use settings::Settings;
 pub use settings::{Config, Resolved, Source};
 pub(crate) use settings::{setter, setters};

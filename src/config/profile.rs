@@ -1,14 +1,24 @@
-//! Profiles: named sets of defaults.
+//! Profiles: named sets of defaults, and of settings for ONNX Runtime in the same process.
 //!
 //! A profile is data. Its values that jemalloc reads at start-up (arena count, page classes) are
 //! exported by `global_allocator!`; the values here can change at run time.
+//!
+//! ONNX Runtime caches memory in its own arenas, which neither jemalloc nor a
+//! [`DeviceArena`](crate::device::DeviceArena) manages, and starts one thread per core of the
+//! machine. Its settings limit both. The crate does not link ONNX Runtime: the program that
+//! creates the session applies them, or the package `lowtide-ort`. ONNX Runtime's arena options are
+//! in [`arena`](super::arena).
+//!
+//! Invariant: a profile differs from ONNX Runtime's defaults only in the listed settings.
 
+use std::borrow::Cow;
 use std::str::FromStr;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use lowtide_admission::PurgeGrowth;
+use lowtide_heap as heap;
 
 lowtide_core::named_enum! {
     /// A named set of defaults.
@@ -122,6 +132,106 @@ impl FromStr for Profile {
     }
 }
 
+/// The kind of interface that accepts a setting in ONNX Runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OrtPlace {
+    /// An attribute of `SessionOptions`, under its name in the Python interface and in the
+    /// `session_options` of a `genai_config.json`. In C it is a function: `DisableCpuMemArena`,
+    /// `DisableMemPattern`, `SetIntraOpNumThreads`, `SetInterOpNumThreads`.
+    SessionOption,
+    /// A configuration entry of a session: `AddSessionConfigEntry`, `add_session_config_entry`.
+    SessionEntry,
+}
+
+/// A setting of ONNX Runtime.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OrtSetting {
+    /// The interface that accepts the setting.
+    pub place: OrtPlace,
+    /// The name of the setting.
+    pub key: &'static str,
+    /// The value, as text.
+    pub value: Cow<'static, str>,
+}
+
+impl Profile {
+    /// Returns the settings to apply to each ONNX Runtime session in this process. All other
+    /// settings keep ONNX Runtime's defaults. `cpus` is the CPU quota in whole CPUs
+    /// ([`Cpus::whole`](crate::admission::Cpus::whole)); 0 counts as 1.
+    ///
+    /// | key | where | low-memory | balanced | throughput |
+    /// |---|---|---|---|---|
+    /// | `enable_cpu_mem_arena` | session option | false | false with `interpose` | as it is |
+    /// | `enable_mem_pattern` | session option | false | false with `interpose` | as it is |
+    /// | `session.use_device_allocator_for_initializers` | session entry | 1 | 1 | 1 |
+    /// | `intra_op_num_threads` | session option | 1 | the CPUs | the CPUs |
+    /// | `inter_op_num_threads` | session option | 1 | 1 | 1 |
+    /// | `session.intra_op.allow_spinning` | session entry | 0 | 0 | as it is |
+    ///
+    /// Without its CPU arena, ONNX Runtime frees to the heap that serves C++ code; without the
+    /// memory pattern, it plans no block for a whole run. The effect depends on the heap, so
+    /// `balanced` decides by [`heap::serves_c`]. jemalloc, with feature `interpose`, keeps such
+    /// blocks for a second and returns them to the system when idle. glibc maps and unmaps each
+    /// large block, which costs many page faults and a larger peak than with the arena. Under glibc
+    /// `balanced` therefore leaves the arena on, and it keeps its memory between bursts;
+    /// `low-memory` turns the arena off. `docs/BENCHMARKING.md` has the figures.
+    ///
+    /// Initializers (the weights) are to be allocated outside the arena, which would keep its
+    /// largest step for them. ONNX Runtime counts the cores of the machine instead of the quota,
+    /// and each thread costs a stack and a share of the heap, so the number of threads is set to
+    /// the quota. Spinning threads use up the CPU quota of the working threads.
+    ///
+    /// With ONNX Runtime 1.32 the first two rows were measured, and the effect of threads and of
+    /// spinning was observed, as `lowtide-ort` does at each start. The third row has no effect on
+    /// the CPU there. Sources:
+    /// `onnxruntime_session_options_config_keys.h` and `onnxruntime_c_api.h` of ONNX Runtime 1.2x.
+    /// A run's `memory.enable_memory_arena_shrinkage` is for sessions with an arena: with `cpu:0`
+    /// in it "`DisableCpuMemArena()` API must not be called", so no profile sets it.
+    ///
+    /// ```
+    /// use lowtide::config::{OrtPlace, Profile};
+    ///
+    /// let settings = Profile::LowMemory.onnxruntime(4);
+    /// let arena = settings.iter().find(|setting| setting.key == "enable_cpu_mem_arena");
+    /// assert!(arena.is_some_and(|arena| arena.value == "false"));
+    /// for setting in &settings {
+    ///     match setting.place {
+    ///         OrtPlace::SessionOption => println!("options.{} = {}", setting.key, setting.value),
+    ///         _ => println!("entry {}={}", setting.key, setting.value),
+    ///     }
+    /// }
+    /// ```
+    #[must_use]
+    pub fn onnxruntime(self, cpus: u32) -> Vec<OrtSetting> {
+        self.settings(cpus, heap::serves_c())
+    }
+
+    /// The same, if jemalloc serves C++ code or if it does not.
+    fn settings(self, cpus: u32, serves_cpp: bool) -> Vec<OrtSetting> {
+        use OrtPlace::{SessionEntry, SessionOption};
+        let cpus = cpus.max(1);
+        let frees_at_once = match self {
+            Self::LowMemory => true,
+            Self::Balanced => serves_cpp,
+            Self::Throughput => false,
+        };
+        let gives_back = matches!(self, Self::LowMemory | Self::Balanced);
+        let threads = if self == Self::LowMemory { 1 } else { cpus };
+        let rows = [
+            (frees_at_once, SessionOption, "enable_cpu_mem_arena", Cow::Borrowed("false")),
+            (frees_at_once, SessionOption, "enable_mem_pattern", "false".into()),
+            (true, SessionEntry, "session.use_device_allocator_for_initializers", "1".into()),
+            (true, SessionOption, "intra_op_num_threads", threads.to_string().into()),
+            (true, SessionOption, "inter_op_num_threads", "1".into()),
+            (gives_back, SessionEntry, "session.intra_op.allow_spinning", "0".into()),
+        ];
+        let chosen = rows.into_iter().filter(|(holds, ..)| *holds);
+        chosen.map(|(_, place, key, value)| OrtSetting { place, key, value }).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,5 +278,59 @@ mod tests {
         let config = Config::resolve(&nothing, &nothing).expect("valid");
         assert!((config.ceiling.value - 0.80).abs() < f64::EPSILON);
         assert_eq!(config.metrics_interval.value, Duration::from_secs(1));
+    }
+
+    #[test]
+    fn the_documented_settings_of_onnx_runtime_are_those_of_the_code() {
+        let text = include_str!("profile.rs");
+        let rows: Vec<_> = text.lines().filter(|line| line.starts_with("    /// | `")).collect();
+        for row in &rows {
+            let cells: Vec<_> =
+                row.trim_start_matches([' ', '/']).trim_matches('|').split('|').collect();
+            let cells: Vec<_> = cells.iter().map(|cell| cell.trim().trim_matches('`')).collect();
+            for (profile, said) in Profile::ALL.into_iter().zip(&cells[2..]) {
+                let of = |serves_cpp| {
+                    let settings = profile.settings(7, serves_cpp);
+                    settings.into_iter().find(|setting| setting.key == cells[0])
+                };
+                let (found, without) = (of(true), of(false));
+                let place = match found.as_ref().map(|setting| setting.place) {
+                    Some(OrtPlace::SessionEntry) => "session entry",
+                    Some(OrtPlace::SessionOption) => "session option",
+                    None => cells[1],
+                };
+                let value = match found.as_ref().map(|setting| &*setting.value) {
+                    Some("7") => "the CPUs".to_owned(),
+                    Some(value) if without.is_none() => format!("{value} with `interpose"),
+                    Some(value) => value.to_owned(),
+                    None => "as it is".to_owned(),
+                };
+                assert_eq!((cells[1], *said), (place, &*value), "{profile}: {row}");
+            }
+        }
+        let of_code = Profile::LowMemory.settings(7, true).len();
+        assert_eq!(rows.len(), of_code, "each key has a row");
+    }
+
+    /// Bug: `balanced` switched the arena off under glibc too, which then maps and unmaps each
+    /// large block of each run.
+    #[test]
+    fn balanced_keeps_the_arena_of_onnx_runtime_unless_jemalloc_serves_cpp() {
+        let keys = |profile: Profile, serves_cpp| {
+            let settings = profile.settings(2, serves_cpp);
+            settings.iter().filter(|setting| setting.key.contains("_mem_")).count()
+        };
+        assert_eq!([keys(Profile::Balanced, false), keys(Profile::Balanced, true)], [0, 2]);
+        for serves_cpp in [false, true] {
+            let of = |profile| keys(profile, serves_cpp);
+            assert_eq!([of(Profile::LowMemory), of(Profile::Throughput)], [2, 0]);
+        }
+    }
+
+    #[test]
+    fn there_is_a_thread_even_where_no_cpu_was_counted() {
+        for setting in Profile::ALL.into_iter().flat_map(|profile| profile.onnxruntime(0)) {
+            assert_ne!((setting.key, &*setting.value), ("intra_op_num_threads", "0"));
+        }
     }
 }

@@ -17,7 +17,7 @@ use super::value::*;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 #[cfg(feature = "device")]
-use crate::device::Contents;
+use crate::device::{Contents, SleepConfig, SleepOptions};
 use crate::metrics::MetricsTier;
 use lowtide_admission::K_START;
 use lowtide_admission::{ExhaustionPolicy, PurgeGrowth};
@@ -132,7 +132,7 @@ macro_rules! settings {
                         faults.push(Fault::bad(stringify!($name), &value.spelled(), expected));
                     }
                 })*
-                if faults.is_empty() { Ok(()) } else { Err(ConfigError { faults }) }
+                ConfigError::check(faults)
             }
         }
 
@@ -364,6 +364,25 @@ impl Config {
     /// for never, which also holds if `purge_interval` is `None`.
     pub(crate) fn purge_growth(&self) -> Option<PurgeGrowth> {
         self.profile.value.purge_growth().filter(|_| self.purge_interval.value.is_some())
+    }
+}
+
+#[cfg(feature = "device")]
+impl Config {
+    /// Returns the sleep configuration of arenas.
+    #[must_use]
+    pub fn device_sleep(&self) -> SleepConfig {
+        let options = SleepOptions {
+            stable: self.device_sleep_stable.value,
+            dynamic: self.device_sleep_dynamic.value,
+            ..SleepOptions::default()
+        };
+        SleepConfig {
+            idle_after: self.device_sleep_after.value,
+            min_awake: self.device_min_awake.value,
+            options,
+            ..SleepConfig::default()
+        }
     }
 }
 

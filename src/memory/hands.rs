@@ -254,7 +254,7 @@ impl MaintenanceExecutor {
         }
         to.admission(&snapshot.admission);
         #[cfg(feature = "service")]
-        crate::metrics::connections::publish(to);
+        to.connections();
         let routes = admission.state().usage_by_route();
         routes.iter().for_each(|route| to.route(route));
         if to.has_detail() {

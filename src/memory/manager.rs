@@ -278,7 +278,7 @@ impl Memory {
 
     /// Returns the running requests that hold most memory, the largest first: at most 16, each with
     /// at least 256 KiB. Only requests that passed a layer and are measured are listed
-    /// (`service::SharedPermit::memory`). Empty in a forked child.
+    /// (`service::RequestPermit::memory`). Empty in a forked child.
     #[must_use]
     pub fn largest_requests(&self) -> Vec<RequestMemory> {
         let shared = &self.0.shared;

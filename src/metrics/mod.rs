@@ -9,22 +9,18 @@
 // created before the application's recorder, or removed by its idle timeout, would silently lose
 // values.
 
-#[cfg(feature = "service")]
-pub(crate) mod connections;
 #[doc(hidden)]
 #[macro_use]
 pub mod names;
-pub(crate) mod figures;
 pub(crate) mod process;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;
 #[doc(hidden)]
 pub mod record;
-mod tier;
 
-pub use tier::MetricsTier;
+pub use names::MetricsTier;
 
-use names::{Kind, SECONDS_BUCKETS, TABLE};
+use names::{MetricKind, SECONDS_BUCKETS, TABLE};
 
 /// Returns the name of each histogram and the upper bounds of its buckets, in seconds.
 ///
@@ -46,6 +42,6 @@ use names::{Kind, SECONDS_BUCKETS, TABLE};
 /// # Ok::<(), lowtide::BoxError>(())
 /// ```
 pub fn histograms() -> impl Iterator<Item = (&'static str, &'static [f64])> {
-    let histograms = TABLE.iter().filter(|metric| metric.kind == Kind::Histogram);
+    let histograms = TABLE.iter().filter(|metric| metric.kind == MetricKind::Histogram);
     histograms.map(|metric| (metric.name, SECONDS_BUCKETS))
 }

@@ -1,15 +1,16 @@
-//! The table of metrics: name, type, labels and help of each, and where its value is.
+//! The table of metrics: name, tier, type, labels and help of each, and where its value is.
 //!
 //! Tests compare dashboards, rules, docs and a live scrape with this table. Every name contains its
 //! unit, so that an exporter's own naming rules change nothing.
 
-use metrics::Unit;
+use std::fmt;
+use std::str::FromStr;
 
-use super::MetricsTier;
+use metrics::Unit;
 
 /// The type of a metric, in Prometheus' terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// A value that rises and falls.
     Gauge,
     /// A total that only rises while the process runs.
@@ -18,7 +19,7 @@ pub enum Kind {
     Histogram,
 }
 
-impl Kind {
+impl MetricKind {
     /// Returns the word in a `# TYPE` line.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -38,7 +39,7 @@ pub struct Metric {
     /// The tier in which it is published.
     pub tier: MetricsTier,
     /// The type.
-    pub kind: Kind,
+    pub kind: MetricKind,
     /// The labels of every series.
     pub labels: &'static [&'static str],
     /// The help text, one sentence.
@@ -212,24 +213,24 @@ macro_rules! rows {
         "Reserved bytes of the device up to which requests are admitted now; absent without a \
          limit; 0 once the device is lost.";
 
-    @ ["device"] #[cfg(feature = "device")] device: Device;
+    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceMemoryFigures;
     Basic Counter "lowtide_device_rollback_failures_total" as DEVICE_ROLLBACK_FAILURES,
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
          until the process ends.";
-    Basic Gauge "lowtide_device_total_bytes" = device.total,
+    Basic Gauge "lowtide_device_total_bytes" = device_memory.total,
         "Memory of the device. Absent if the device does not report it; NaN if it no longer does.";
-    Basic Gauge "lowtide_device_free_bytes" = device.free,
+    Basic Gauge "lowtide_device_free_bytes" = device_memory.free,
         "Free memory of the device, all processes considered.";
-    Detail Gauge "lowtide_device_context_overhead_bytes" = device.context_overhead,
+    Detail Gauge "lowtide_device_context_overhead_bytes" = device_memory.context_overhead,
         "Device memory in use right after the CUDA context was created, other processes included.";
-    Basic Gauge "lowtide_device_unmanaged_bytes" = device.unmanaged,
+    Basic Gauge "lowtide_device_unmanaged_bytes" = device_memory.unmanaged,
         "Used device memory outside lowtide's arenas and the context overhead: other processes and \
          allocators.";
     Detail Counter "lowtide_device_watermark_released_bytes_total"
-        = device.watermark_released_total,
+        = device_memory.watermark_released_total,
         "Idle bytes that arenas released because free device memory fell below the watermark.";
 
-    @ [] pressure: Pressure<'_>;
+    @ [] pressure: HostPressure<'_>;
     Basic Gauge "lowtide_pressure_level" = u64::from(pressure.state.level(Budget::Host).as_u8()),
         "Pressure level of host memory: 0 none, 1 elevated, 2 high, 3 critical.";
     Basic Gauge "lowtide_pressure_limit_bytes" = pressure.signal.limit.bytes,
@@ -448,7 +449,7 @@ macro_rules! metric {
         Metric {
             name: $name,
             tier: MetricsTier::$tier,
-            kind: Kind::$kind,
+            kind: MetricKind::$kind,
             labels: &$section,
             help: $help,
         }
@@ -524,6 +525,50 @@ fn line(metric: &Metric) -> String {
     format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
 }
 
+/// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
+///
+/// A metric that is not published costs nothing: its series are not written, and it is not
+/// described to the recorder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum MetricsTier {
+    /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
+    #[default]
+    Basic,
+    /// All, with the internals of heap, arenas and admission: some 135 names.
+    Detail,
+}
+
+impl MetricsTier {
+    /// All tiers. Each contains the metrics of those before it.
+    pub const ALL: [Self; 2] = [Self::Basic, Self::Detail];
+
+    /// Returns the name used in configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Basic => "basic",
+            Self::Detail => "detail",
+        }
+    }
+}
+
+impl fmt::Display for MetricsTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Parses the name of a tier. The error describes the accepted names.
+impl FromStr for MetricsTier {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let tier = Self::ALL.into_iter().find(|tier| tier.name() == text);
+        tier.ok_or("basic or detail")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -535,7 +580,7 @@ mod tests {
             assert!(TABLE[..at].iter().all(|other| other.name != name), "{name} stands twice");
             let prefixes = ["lowtide_", "process_"];
             assert!(prefixes.iter().any(|prefix| name.starts_with(prefix)), "{name}");
-            assert_eq!(metric.kind == Kind::Counter, name.ends_with("_total"), "{name}");
+            assert_eq!(metric.kind == MetricKind::Counter, name.ends_with("_total"), "{name}");
             assert!(metric.help.ends_with('.'), "{name}: help is a sentence");
         }
     }

@@ -20,9 +20,6 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 
-/// The content type of the text that [`render`] returns.
-pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
-
 /// The handle of the recorder that [`install`] installed.
 static INSTALLED: OnceLock<PrometheusHandle> = OnceLock::new();
 

@@ -1,4 +1,5 @@
-//! Publishes the figures of snapshots under the names of the table.
+//! Reads the figures of the table from snapshots, by a function for each section of the table, and
+//! publishes them. `/memory` shows those of heap, arenas, resources and requests.
 //!
 //! Takes 50 to 300 ns per figure with a recorder, by labels and machine (`benches/render`), 4 ns
 //! without one, and nothing for a metric of a tier that is not published. A recorder may allocate,
@@ -6,20 +7,26 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+#[cfg(feature = "service")]
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use metrics::{Key, Label, SharedString};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 
 use super::MetricsTier;
-use super::figures::{self, Figure};
-use super::names::{self as name, Kind, Metric, TABLE};
+use super::names::{self as name, Metric, MetricKind, TABLE};
 use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::{ArenaSnapshot, driver::Backend};
 use crate::sync::lock;
-use lowtide_admission::{Budget, PressureState, Signal};
+use lowtide_admission::{
+    AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
+    PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, RouteUsage, Signal,
+    TenantUsage, UnloadReason,
+};
+use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
 /// The budgets with metrics: the device's exists only in a build with device arenas.
 pub const BUDGETS: &[Budget] =
@@ -32,9 +39,43 @@ const PROCESS: &str = "process_";
 /// keeps. Those of the next one continue them.
 static ENDED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
 
+/// The open connections of the process. Servers that bound them count.
+#[cfg(feature = "service")]
+pub(crate) static OPEN: AtomicU64 = AtomicU64::new(0);
+/// The connections that were closed, in the order of [`CloseReason::ALL`].
+#[cfg(feature = "service")]
+static CLOSED: [AtomicU64; CloseReason::ALL.len()] =
+    [const { AtomicU64::new(0) }; CloseReason::ALL.len()];
+
+#[cfg(feature = "service")]
+lowtide_core::named_enum! {
+    /// Why a connection is closed.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum CloseReason {
+        /// It got no place.
+        Refused = "refused",
+        /// It had made no progress for longest, and another needed its place.
+        Displaced = "displaced",
+        /// Its client took nothing of a response while memory was short.
+        Stalled = "stalled",
+        /// Its client took nothing of a response whose time limit had passed.
+        Overdue = "overdue",
+    }
+}
+
+#[cfg(feature = "service")]
+impl CloseReason {
+    /// Counts a connection.
+    pub(crate) fn count(self) {
+        if let Some(total) = CLOSED.get(self as usize) {
+            total.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
 /// The host's pressure.
 #[derive(Debug)]
-pub(crate) struct Pressure<'a> {
+pub(crate) struct HostPressure<'a> {
     pub(crate) signal: &'a Signal,
     pub(crate) state: &'a PressureState,
     /// The largest number of physical bytes of late.
@@ -44,31 +85,29 @@ pub(crate) struct Pressure<'a> {
 /// The memory of a device, with all its users.
 #[cfg(feature = "device")]
 #[derive(Clone, Copy, Debug, Default)]
-#[expect(clippy::exhaustive_structs, reason = "the published figures")]
-pub struct Device {
+pub(crate) struct DeviceMemoryFigures {
     /// The total memory.
-    pub total: ByteSize,
+    pub(crate) total: ByteSize,
     /// The free memory.
-    pub free: ByteSize,
+    pub(crate) free: ByteSize,
     /// The memory in use when the context was created.
-    pub context_overhead: Option<ByteSize>,
+    pub(crate) context_overhead: Option<ByteSize>,
     /// The memory in use that is neither ours nor in the context overhead.
-    pub unmanaged: Option<ByteSize>,
+    pub(crate) unmanaged: Option<ByteSize>,
     /// Bytes released because little memory was free.
-    pub watermark_released_total: u64,
+    pub(crate) watermark_released_total: u64,
 }
 
 /// The budget of a device.
 #[cfg(feature = "device")]
 #[derive(Clone, Copy, Debug)]
-#[expect(clippy::exhaustive_structs, reason = "the published figures")]
-pub struct DeviceBudget {
+pub(crate) struct DeviceBudget {
     /// The reserved bytes.
-    pub reserved: ByteSize,
+    pub(crate) reserved: ByteSize,
     /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
-    pub ceiling: ByteSize,
+    pub(crate) ceiling: ByteSize,
     /// The most bytes that may be reserved now.
-    pub allowance: ByteSize,
+    pub(crate) allowance: ByteSize,
 }
 
 /// Publishes the metrics of a tier.
@@ -122,7 +161,7 @@ impl MetricsWriter {
                     self.put(metric, &[labels, &[own]].concat(), figure);
                 });
             }
-            Figure::Count(total) if metric.kind == Kind::Counter => {
+            Figure::Count(total) if metric.kind == MetricKind::Counter => {
                 return self.total(metric, labels, total);
             }
             Figure::Count(count) => count as f64,
@@ -170,9 +209,11 @@ impl MetricsWriter {
     pub fn describe(self) {
         for metric in TABLE.iter().filter(|metric| self.has(metric)) {
             match metric.kind {
-                Kind::Gauge => describe_gauge!(metric.name, metric.unit(), metric.help),
-                Kind::Counter => describe_counter!(metric.name, metric.unit(), metric.help),
-                Kind::Histogram => describe_histogram!(metric.name, metric.unit(), metric.help),
+                MetricKind::Gauge => describe_gauge!(metric.name, metric.unit(), metric.help),
+                MetricKind::Counter => describe_counter!(metric.name, metric.unit(), metric.help),
+                MetricKind::Histogram => {
+                    describe_histogram!(metric.name, metric.unit(), metric.help)
+                }
             }
         }
     }
@@ -193,7 +234,7 @@ impl MetricsWriter {
         if let Some(cpu) = stats.cpu {
             self.process_total(name::PROCESS_CPU, &[], cpu.as_secs());
         }
-        figures::process(stats, &mut self.to(&[]));
+        process(stats, &mut self.to(&[]));
     }
 
     /// Publishes the time at which figures were taken, since the Unix epoch, and the duration.
@@ -214,13 +255,13 @@ impl MetricsWriter {
     }
 
     /// Publishes the process heap.
-    pub fn heap(self, heap: &lowtide_heap::HeapSnapshot) {
-        figures::heap(heap, &mut self.to(&[]));
+    pub fn heap(self, heap: &HeapSnapshot) {
+        self::heap(heap, &mut self.to(&[]));
     }
 
     /// Publishes a dedicated heap arena; zeros after it is dropped.
-    pub fn heap_arena(self, name: &str, arena: &lowtide_heap::HostArenaStats) {
-        figures::heap_arena(arena, &mut self.to(&[label("heap_arena", name)]));
+    pub fn heap_arena(self, name: &str, arena: &HostArenaStats) {
+        heap_arena(arena, &mut self.to(&[label("heap_arena", name)]));
     }
 
     /// Publishes the parts of the host's limit.
@@ -246,7 +287,7 @@ impl MetricsWriter {
 
     /// Publishes the host's pressure; `peak` is the largest number of physical bytes of late.
     pub fn pressure(self, signal: &Signal, state: &PressureState, peak: ByteSize) {
-        figures::pressure(&Pressure { signal, state, peak }, &mut self.to(&[]));
+        pressure(&HostPressure { signal, state, peak }, &mut self.to(&[]));
         self.put(name::SATURATION, &[], state.saturation());
         if state.limit() != ByteSize::MAX {
             self.put(name::ADMISSION_CEILING_PART, &[], state.ceiling_parts().by_name());
@@ -260,22 +301,22 @@ impl MetricsWriter {
 
     /// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`),
     /// since the start.
-    pub fn events(self, group: &'static str, counts: lowtide_admission::EventCounts) {
-        figures::events(&counts, &mut self.to(&[label("group", group)]));
+    pub fn events(self, group: &'static str, counts: EventCounts) {
+        events(&counts, &mut self.to(&[label("group", group)]));
     }
 
     /// Publishes the time that the own cgroup stalls for memory.
-    pub fn psi(self, psi: lowtide_admission::Psi) {
-        figures::psi(&psi, &mut self.to(&[]));
+    pub fn psi(self, psi: Psi) {
+        self::psi(&psi, &mut self.to(&[]));
     }
 
     /// Publishes one budget's ledger.
-    pub fn ledger(self, ledger: &lowtide_admission::Ledger, budget: Budget) {
-        figures::ledger(ledger, &mut self.to(&[label("budget", budget.name())]));
+    pub fn ledger(self, ledger: &Ledger, budget: Budget) {
+        self::ledger(ledger, &mut self.to(&[label("budget", budget.name())]));
     }
 
     /// Publishes one budget's requests by size; classes without requests are omitted.
-    pub fn classes(self, budget: Budget, classes: &[lowtide_admission::ClassStats]) {
+    pub fn classes(self, budget: Budget, classes: &[ClassStats]) {
         for class in classes.iter().filter(|class| class.admitted_total + class.rejected_total > 0)
         {
             let labels = [label("budget", budget.name()), label("size_class", class.class.name())];
@@ -291,38 +332,39 @@ impl MetricsWriter {
 
     /// Publishes the open connections, and those closed by reason.
     #[cfg(feature = "service")]
-    pub(crate) fn connections(self, open: u64, closed: impl Iterator<Item = (&'static str, u64)>) {
-        self.put(name::CONNECTIONS, &[], open);
-        closed.for_each(|(reason, total)| {
-            self.process_total(name::CONNECTIONS_CLOSED, &[label("reason", reason)], total);
-        });
+    pub(crate) fn connections(self) {
+        self.put(name::CONNECTIONS, &[], OPEN.load(Ordering::Relaxed));
+        for (reason, total) in CloseReason::ALL.iter().zip(&CLOSED) {
+            let labels = [label("reason", reason.name())];
+            self.process_total(name::CONNECTIONS_CLOSED, &labels, total.load(Ordering::Relaxed));
+        }
     }
 
     /// Publishes the admitted and rejected requests.
-    pub fn admission(self, stats: &lowtide_admission::AdmissionStats) {
-        figures::admission(stats, &mut self.to(&[]));
+    pub fn admission(self, stats: &AdmissionStats) {
+        admission(stats, &mut self.to(&[]));
     }
 
     /// Publishes the memory of the requests of a route.
-    pub fn route(self, usage: &lowtide_admission::RouteUsage) {
+    pub fn route(self, usage: &RouteUsage) {
         let labels = [label("method", usage.method), label("route", &usage.route)];
-        figures::route(&usage.memory, &mut self.to(&labels));
+        route(&usage.memory, &mut self.to(&labels));
     }
 
     /// Publishes the memory of the requests of a tenant.
-    pub fn tenant(self, usage: &lowtide_admission::TenantUsage) {
-        figures::tenant(&usage.memory, &mut self.to(&[label("tenant", &usage.tenant)]));
+    pub fn tenant(self, usage: &TenantUsage) {
+        tenant(&usage.memory, &mut self.to(&[label("tenant", &usage.tenant)]));
     }
 
     /// Publishes a reclaimer of the application.
-    pub fn reclaimer(self, stats: &lowtide_admission::ReclaimerStats) {
-        figures::reclaimer(stats, &mut self.to(&[label("reclaimer", &stats.name)]));
+    pub fn reclaimer(self, stats: &ReclaimerStats) {
+        reclaimer(stats, &mut self.to(&[label("reclaimer", &stats.name)]));
     }
 
     /// Publishes a resource; `last_used` since the Unix epoch.
-    pub fn resource(self, stats: &lowtide_admission::ResourceStats, last_used: Option<Duration>) {
+    pub fn resource(self, stats: &ResourceStats, last_used: Option<Duration>) {
         let labels = [label("resource", &stats.name)];
-        figures::resource(stats, &mut self.to(&labels));
+        resource(stats, &mut self.to(&labels));
         self.put(name::RESOURCE_LAST_USED, &labels, last_used);
     }
 }
@@ -332,7 +374,7 @@ impl MetricsWriter {
     /// Publishes an arena of the device with this name.
     pub fn arena(self, device: &str, arena: &ArenaSnapshot) {
         let labels = [label("device", device), label("arena", &arena.name)];
-        figures::arena(arena, &mut self.to(&labels));
+        self::arena(arena, &mut self.to(&labels));
     }
 
     /// Publishes the backend of an arena, and whether the arena is open.
@@ -342,32 +384,125 @@ impl MetricsWriter {
     }
 
     /// Publishes a device: its state, failed rollbacks, and its memory if known.
-    pub fn device(
+    pub(crate) fn device(
         self,
         name: &str,
         is_lost: bool,
         rollback_failures_total: u64,
-        device: Option<Device>,
+        memory: Option<DeviceMemoryFigures>,
     ) {
         let labels = [label("device", name)];
         self.put(name::DEVICE_LOST, &labels, is_lost);
         self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
-        if let Some(device) = device {
-            figures::device(&device, &mut self.to(&labels));
+        if let Some(memory) = memory {
+            device_memory(&memory, &mut self.to(&labels));
         }
     }
 
     /// Publishes the budget of a device.
-    pub fn device_budget(self, name: &str, budget: DeviceBudget) {
-        figures::device_budget(&budget, &mut self.to(&[label("device", name)]));
+    pub(crate) fn device_budget(self, name: &str, budget: DeviceBudget) {
+        device_budget(&budget, &mut self.to(&[label("device", name)]));
     }
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        figures::device(&Device::default(), &mut |metric, _| {
-            if metric.kind == Kind::Gauge {
+        device_memory(&DeviceMemoryFigures::default(), &mut |metric, _| {
+            if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }
         });
     }
 }
+
+/// The value of a metric.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Figure {
+    /// Unknown, or [`ByteSize::MAX`], which means no limit.
+    Absent,
+    Count(u64),
+    Real(f64),
+    Flag(bool),
+    /// A series for each value of the metric's last label.
+    Each(Vec<(&'static str, Self)>),
+}
+
+impl From<u64> for Figure {
+    fn from(count: u64) -> Self {
+        Self::Count(count)
+    }
+}
+
+impl From<f64> for Figure {
+    fn from(real: f64) -> Self {
+        Self::Real(real)
+    }
+}
+
+impl From<bool> for Figure {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+impl From<Duration> for Figure {
+    fn from(time: Duration) -> Self {
+        Self::Real(time.as_secs_f64())
+    }
+}
+
+impl From<ByteSize> for Figure {
+    fn from(size: ByteSize) -> Self {
+        if size == ByteSize::MAX { Self::Absent } else { Self::Count(size.get()) }
+    }
+}
+
+impl<T: Into<Self>> From<Option<T>> for Figure {
+    fn from(value: Option<T>) -> Self {
+        value.map_or(Self::Absent, Into::into)
+    }
+}
+
+impl<T: Into<Self>, const N: usize> From<[(&'static str, T); N]> for Figure {
+    fn from(values: [(&'static str, T); N]) -> Self {
+        Self::Each(values.map(|(label, value)| (label, value.into())).into())
+    }
+}
+
+impl From<Cost> for Figure {
+    fn from(cost: Cost) -> Self {
+        let part = |budget: &Budget| match budget {
+            Budget::Host => cost.host,
+            Budget::Device => cost.device,
+        };
+        Self::Each(BUDGETS.iter().map(|of| (of.name(), part(of).into())).collect())
+    }
+}
+
+/// Returns a figure that exists only with a limit.
+fn limited<T>(ledger: &Ledger, figure: T) -> Option<T> {
+    (ledger.ceiling() != ByteSize::MAX).then_some(figure)
+}
+
+/// Reads the value of a row, if it has one.
+macro_rules! read {
+    ($each:ident [] $($metric:tt)+) => {};
+    ($each:ident [$value:expr] $($metric:tt)+) => {
+        $each(metric!($($metric)+), Figure::from($value));
+    };
+}
+
+macro_rules! readers {
+    ($(@ $labels:tt $(#[$cfg:meta])? $source:ident: $type:ty;
+        $($tier:ident $kind:ident $name:literal $([$($own:literal),*])? $(as $id:ident)?
+            $(= $value:expr)?, $help:literal;)*
+    )*) => {
+        $(
+            $(#[$cfg])?
+            pub(crate) fn $source($source: &$type, each: &mut dyn FnMut(Metric, Figure)) {
+                $(read!(each [$($value)?] $tier $kind $name $help $labels $([$($own),*])?);)*
+            }
+        )*
+    };
+}
+
+rows!(readers);

@@ -36,7 +36,7 @@ use crate::BoxError;
 use crate::bytes::ByteSize;
 
 use super::load_report::LoadReports;
-use super::permit::{SharedPermit, WeakPermit};
+use super::permit::{RequestPermit, WeakPermit};
 use super::scoped::Scoped;
 
 /// A request's frame of at most so many bytes is a plain copy. It would keep the whole buffer of
@@ -70,7 +70,7 @@ pin_project! {
         #[pin]
         body: Option<Q>,
         // `None` if the body is empty, or nothing is measured and no time limited.
-        permit: Option<SharedPermit>,
+        permit: Option<RequestPermit>,
         is_arriving: bool,
         // The end of the body of a suspended request.
         last: Option<Last>,
@@ -104,7 +104,7 @@ impl<Q: Body> RequestBody<Q> {
         Self { body: Some(body), permit, is_arriving: false, last, waiting, is_refused: false }
     }
 
-    pub(super) fn new(body: Q, permit: &SharedPermit) -> Self {
+    pub(super) fn new(body: Q, permit: &RequestPermit) -> Self {
         let is_arriving = !body.is_end_stream();
         if !is_arriving {
             permit.arrived();
@@ -151,7 +151,7 @@ enum Last {
 /// claim for that.
 #[cold]
 fn poll_room(
-    permit: &SharedPermit,
+    permit: &RequestPermit,
     waiting: &mut Option<Waiting>,
     is_refused: &mut bool,
     is_last: bool,
@@ -289,7 +289,7 @@ impl RequestFrame {
     const BLOCK: ByteSize = ByteSize::of(size_of::<Self>() + 2 * size_of::<usize>());
 
     /// Charges the request for the frame.
-    fn receive(data: Bytes, permit: &SharedPermit) -> Bytes {
+    fn receive(data: Bytes, permit: &RequestPermit) -> Bytes {
         let length = ByteSize::of(data.len());
         if length <= COPIED_MAX && permit.is_current() && permit.copy_plainly(length, PLAIN_MAX) {
             let copy = Bytes::copy_from_slice(&data);
@@ -321,11 +321,11 @@ impl Drop for RequestFrame {
 
 /// A part of a response that is not sent, of a request with time limits.
 #[derive(Debug)]
-struct UnsentPart(SharedPermit);
+struct UnsentPart(RequestPermit);
 
 impl UnsentPart {
     /// Returns `None` if the request has no time limits.
-    fn of(permit: &SharedPermit) -> Option<Self> {
+    fn of(permit: &RequestPermit) -> Option<Self> {
         permit.limits()?.begin_part();
         Some(Self(permit.clone()))
     }
@@ -342,7 +342,7 @@ impl Drop for UnsentPart {
 /// A frame of a response, which holds the request's permit until it is sent.
 struct ResponseFrame {
     data: Bytes,
-    permit: SharedPermit,
+    permit: RequestPermit,
     _part: Option<UnsentPart>,
 }
 
@@ -350,7 +350,7 @@ impl ResponseFrame {
     /// Replaces the data of a frame by one that holds the permit until it is sent, if it is large
     /// or the response already had `PLAIN_FRAMES` others, which `plain` counts. Otherwise releases
     /// its bytes at once.
-    fn send(data: &mut Bytes, permit: &SharedPermit, plain: &mut u8) {
+    fn send(data: &mut Bytes, permit: &RequestPermit, plain: &mut u8) {
         let length = ByteSize::of(data.len());
         if length >= FOLLOWED_MIN || *plain >= PLAIN_FRAMES {
             let (_part, permit) = (UnsentPart::of(permit), permit.clone());
@@ -383,14 +383,14 @@ pin_project! {
     #[derive(Debug)]
     pub struct ResponseBody<R> {
         #[pin]
-        kind: Kind<R>,
+        kind: ResponseKind<R>,
     }
 }
 
 pin_project! {
-    #[project = KindProject]
+    #[project = ResponseKindProject]
     #[derive(Debug)]
-    enum Kind<R> {
+    enum ResponseKind<R> {
         // With the number of frames that were not followed.
         Admitted {
             #[pin]
@@ -413,7 +413,7 @@ struct Limited {
 }
 
 impl Limited {
-    fn new(permit: &SharedPermit) -> Option<Box<Self>> {
+    fn new(permit: &RequestPermit) -> Option<Box<Self>> {
         let _part = UnsentPart::of(permit)?;
         // The connection may still send an earlier response.
         permit.sends(Poll::Ready(0), Waker::noop());
@@ -426,7 +426,7 @@ impl Limited {
     }
 
     /// Returns the first piece of a frame if its pace counts.
-    fn split(&mut self, frame: Frame<Bytes>, permit: &SharedPermit) -> Frame<Bytes> {
+    fn split(&mut self, frame: Frame<Bytes>, permit: &RequestPermit) -> Frame<Bytes> {
         let is_paced = permit.limits().is_some_and(|limits| limits.response().is_some());
         match frame.into_data() {
             Ok(data) if is_paced => {
@@ -443,14 +443,14 @@ impl<R> ResponseBody<R> {
     /// An empty text ends the body immediately, so that HTTP/2 sends only the head.
     pub(super) fn rejected(text: String) -> Self {
         let text = Some(text.into()).filter(|text: &Bytes| !text.is_empty());
-        Self { kind: Kind::Rejected { text } }
+        Self { kind: ResponseKind::Rejected { text } }
     }
 }
 
 impl<R> Default for ResponseBody<R> {
     /// Returns an empty body, which layers such as a timeout or CORS answer with.
     fn default() -> Self {
-        Self { kind: Kind::Rejected { text: None } }
+        Self { kind: ResponseKind::Rejected { text: None } }
     }
 }
 
@@ -489,19 +489,19 @@ impl<R: Body> ResponseBody<R> {
     /// Creates the body of a request that another layer has admitted.
     pub(super) const fn passed(body: R) -> Self {
         let body = Scoped::new(body, None);
-        Self { kind: Kind::Admitted { body, plain: 0, limited: None, reports: None } }
+        Self { kind: ResponseKind::Admitted { body, plain: 0, limited: None, reports: None } }
     }
 
     #[inline]
     pub(super) fn admitted(
         body: R,
-        permit: SharedPermit,
+        permit: RequestPermit,
         reports: Option<Arc<LoadReports>>,
     ) -> Self {
         let has_limits = permit.limits().is_some() && !body.is_end_stream();
         let limited = if has_limits { Limited::new(&permit) } else { None };
         let body = Scoped::new(body, Some(permit));
-        Self { kind: Kind::Admitted { body, plain: 0, limited, reports } }
+        Self { kind: ResponseKind::Admitted { body, plain: 0, limited, reports } }
     }
 }
 
@@ -514,7 +514,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match self.project().kind.project() {
-            KindProject::Admitted { mut body, plain, limited, reports } => {
+            ResponseKindProject::Admitted { mut body, plain, limited, reports } => {
                 if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
                     if let Some(rejected) = permit.cut() {
                         body.end();
@@ -558,7 +558,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 }
                 Poll::Ready(Some(Ok(frame)))
             }
-            KindProject::Rejected { text } => {
+            ResponseKindProject::Rejected { text } => {
                 Poll::Ready(text.take().map(|text| Ok(Frame::data(text))))
             }
         }
@@ -566,24 +566,24 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            Kind::Admitted { body, limited, .. } => {
+            ResponseKind::Admitted { body, limited, .. } => {
                 limited.as_ref().is_none_or(|limits| limits.rest.is_empty())
                     && body.get().is_none_or(Body::is_end_stream)
             }
-            Kind::Rejected { text } => text.is_none(),
+            ResponseKind::Rejected { text } => text.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            Kind::Admitted { body, limited, .. } => {
+            ResponseKind::Admitted { body, limited, .. } => {
                 let left = || body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
                 match limited {
                     None => left(),
                     Some(limits) => and_kept(&left(), limits.rest.len()),
                 }
             }
-            Kind::Rejected { text } => {
+            ResponseKind::Rejected { text } => {
                 SizeHint::with_exact(text.as_ref().map_or(0, Bytes::len) as u64)
             }
         }

@@ -10,7 +10,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
 use crate::memory::{DeviceSnapshot, DeviceStatus, Memory, MemorySnapshot};
-use crate::metrics::figures as read;
+use crate::metrics::record as read;
 use crate::sync::{Mutex, lock};
 
 #[cfg(feature = "cuda")]
@@ -128,11 +128,11 @@ pub(super) fn processes(memory: &Memory) -> Value {
 /// The last maps. Requests in between get the same maps, so the number of clients does not increase
 /// the time under the arenas' locks.
 #[derive(Debug, Default)]
-pub(super) struct Maps(Mutex<Option<Kept>>);
+pub(super) struct Maps(Mutex<Option<CachedMaps>>);
 
 /// Maps of arenas of these names, and the end of their validity.
 #[derive(Debug)]
-struct Kept {
+struct CachedMaps {
     names: Vec<String>,
     until: Moment,
     maps: Value,
@@ -151,7 +151,7 @@ impl Maps {
         let most = occupancy.iter().map(|(_, occupancy)| again(blocks(occupancy))).max();
         // A client that waits as advised gets new maps.
         let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
-        *kept = Some(Kept { names, until, maps: maps.clone() });
+        *kept = Some(CachedMaps { names, until, maps: maps.clone() });
         maps
     }
 }

@@ -10,25 +10,28 @@
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
 use std::fmt;
+#[cfg(feature = "axum")]
+use std::{net::SocketAddr, sync::Arc};
 
+#[cfg(feature = "axum")]
+use axum::body::Body;
 use http::header::VARY;
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
 use crate::memory::{Breakdown, Memory, MemorySnapshot};
-use crate::metrics::figures as read;
+use crate::metrics::record as read;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, PROFILE, host_refusal};
-use super::answer::{JSON, answer, budget, figures, guard, limit, pretty, seconds};
-use super::asked::{Format, Query, QueryError};
+use super::admin::{Admin, PROFILE, host_refusal, wrong_method};
+use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
-use super::page::page;
-use super::parts::{self, Asked, Part};
+use super::json::{self, JsonPart, PartContext};
+use super::query::{Format, Query, QueryError};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -142,14 +145,15 @@ impl Endpoints {
     /// Returns the answer to this request; `None` if its path is not an endpoint.
     ///
     /// In addition to [`Endpoints::answer`]: a request for `/memory` or `/metrics` to an unknown
-    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
-    /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
-    /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
-    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
-    /// `mappings`, `device_processes` (for at most 50 ms; see `Memory::device_processes`),
-    /// `last_exit` ([`Memory::last_exit`]), `limit_advice`, `leaks`, `settings` (each value in
-    /// force with its source), separated by commas. `?with=limit_advice&limit=256Mi` adds what a
-    /// limit of 256 MiB would have done. An invalid query is 400.
+    /// host is 403 ([`Endpoints::with_hosts`]), and one of another method than GET or HEAD is 405.
+    /// `/memory` answers with the live page if the `Accept` header prefers HTML (`?format=json` and
+    /// `?format=html` override the header). `?with=` adds parts to the JSON: `map`, `history`,
+    /// `events`, `admin_tasks`, `largest_requests`, `permits` (the oldest requests), `routes`,
+    /// `tenants`, `size_classes`, `mappings`, `device_processes` (for at most 50 ms; see
+    /// `Memory::device_processes`), `last_exit` ([`Memory::last_exit`]), `limit_advice`, `leaks`,
+    /// `settings` (each value in force with its source), separated by commas.
+    /// `?with=limit_advice&limit=256Mi` adds what a limit of 256 MiB would have done. An invalid
+    /// query is 400.
     ///
     /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped, which is no
     /// text. It needs [`Endpoints::with_admin`] and an active heap profiler
@@ -175,7 +179,11 @@ impl Endpoints {
             return Some(guard(self.admin.as_ref()?.profile(request)));
         }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
-        let refusal = shows_figures.then(|| host_refusal(request, &self.hosts)).flatten();
+        let refuse = || match *request.method() {
+            Method::GET | Method::HEAD => host_refusal(request, &self.hosts),
+            _ => Some(wrong_method(request.method(), "GET, HEAD")),
+        };
+        let refusal = if shows_figures { refuse() } else { None };
         let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {
@@ -263,8 +271,8 @@ impl Endpoints {
             Some("html") => Format::Html,
             Some(other) => return Err(QueryError::value("format", other, "json or html")),
         };
-        let parts = parts::read(query.get("with").unwrap_or_default())?;
-        let limit = query.get("limit").map(|text| parts::read_limit(text, &parts)).transpose()?;
+        let parts = json::read(query.get("with").unwrap_or_default())?;
+        let limit = query.get("limit").map(|text| json::read_limit(text, &parts)).transpose()?;
         Ok(match format {
             Format::Html => page(),
             Format::Json => self.memory(&parts, limit),
@@ -272,14 +280,14 @@ impl Endpoints {
     }
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
-    fn memory(&self, parts: &[&Part], limit: Option<ByteSize>) -> Response<String> {
+    fn memory(&self, parts: &[&JsonPart], limit: Option<ByteSize>) -> Response<String> {
         let mut body = self
             .memory
             .as_ref()
             .map_or_else(|| json!({ "schema": SCHEMA, "managed": false }), document);
         let body = match (&self.memory, &mut body) {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
-                let asked = Asked {
+                let asked = PartContext {
                     memory,
                     #[cfg(feature = "device")]
                     maps: &self.maps,
@@ -306,6 +314,65 @@ fn installed_metrics() -> Option<Box<dyn Fn() -> String + Send + Sync>> {
         return Some(Box::new(|| crate::metrics::prometheus::render().unwrap_or_default()));
     }
     None
+}
+
+#[cfg(feature = "axum")]
+impl Memory {
+    /// Returns the operator endpoints (`/healthz`, `/readyz`, `/memory`, and `/metrics` after
+    /// `Builder::prometheus`) as routes. Merge them after the layer, so that they answer under
+    /// overload:
+    ///
+    /// ```
+    /// use axum::{Router, routing::post};
+    /// use lowtide::Memory;
+    ///
+    /// let memory = Memory::start()?;
+    /// let app: Router = Router::new()
+    ///     .route("/length", post(|body: String| async move { body.len().to_string() }))
+    ///     .layer(memory.layer())
+    ///     .merge(memory.routes());
+    /// # drop(app);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// They are for operators: `/memory` and `/metrics` show figures of the service. To keep them
+    /// from the public, serve them on a port of their own.
+    pub fn routes<S: Clone + Send + Sync + 'static>(&self) -> axum::Router<S> {
+        Endpoints::new(Some(self.clone())).into_routes()
+    }
+}
+
+#[cfg(feature = "axum")]
+impl Endpoints {
+    /// Returns these endpoints as routes: [`Endpoints::PATHS`], and [`Endpoints::ADMIN_PATHS`] with
+    /// admin commands. Those need the client's address: serve the routes with
+    /// `into_make_service_with_connect_info::<SocketAddr>()`.
+    pub fn into_routes<S: Clone + Send + Sync + 'static>(self) -> axum::Router<S> {
+        let admin =
+            self.admin.is_some().then_some(Self::ADMIN_PATHS).into_iter().flatten().copied();
+        let endpoints = Arc::new(self);
+        Self::PATHS.into_iter().chain(admin).fold(axum::Router::new(), |router, path| {
+            let endpoints = Arc::clone(&endpoints);
+            router.route(path, axum::routing::any(async move |request| routed(&endpoints, request)))
+        })
+    }
+}
+
+#[cfg(feature = "axum")]
+fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
+    let peer =
+        request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|peer| peer.0);
+    if let Some(peer) = peer {
+        request.extensions_mut().insert(super::Peer(peer));
+    }
+    match endpoints.answer_request(&request) {
+        Some(answer) => answer.map(Body::from),
+        None => {
+            let mut missing = Response::new(Body::empty());
+            *missing.status_mut() = StatusCode::NOT_FOUND;
+            missing
+        }
+    }
 }
 
 impl fmt::Debug for Endpoints {

@@ -14,14 +14,12 @@ use http_body::{Body, SizeHint};
 use crate::bytes::ByteSize;
 use lowtide_admission::{Cost, Priority};
 
-use super::learned::Lesson;
-
 /// The assumed memory of a request whose body has no declared length.
 pub(super) const UNDECLARED: ByteSize = ByteSize::mib(2);
 
-/// Estimates the memory of a request from its head. Implemented for closures that return a
-/// [`Cost`], or a [`Cost`] and a [`Priority`]. Ready-made estimators are [`ContentLength`],
-/// [`FromHeader`], [`Constant`] and [`Learned`](super::Learned).
+/// Estimates the memory of a request from its head. Implemented for a [`Cost`], or a [`Cost`] and a
+/// [`Priority`], which is the same for every request, and for closures that return either.
+/// Ready-made estimators are [`ContentLength`] and [`FromHeader`].
 ///
 /// ```
 /// use http::request::Parts;
@@ -29,7 +27,7 @@ pub(super) const UNDECLARED: ByteSize = ByteSize::mib(2);
 /// use lowtide::admission::{Admission, Cost, Priority};
 /// use lowtide::service::MemoryLayer;
 ///
-/// let flat = |_: &Parts| Cost::host(ByteSize::mib(1));
+/// let flat = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(64));
 /// let by_path = |head: &Parts| match head.uri.path() {
 ///     "/report" => (Cost::host(ByteSize::mib(64)), Priority::Low), // rejected first
 ///     _ => (Cost::host(ByteSize::mib(1)), Priority::Normal),
@@ -42,33 +40,14 @@ pub trait Estimate: Send + Sync + 'static {
     /// Returns the bytes that the request will need at its peak, and its priority under pressure.
     fn estimate(&self, head: &Parts) -> (Cost, Priority);
 
-    /// Like [`Estimate::estimate`], but also returns the recipient of the measured memory; none
-    /// unless the estimator learns. The layer calls this method. An estimator that wraps another
-    /// one must forward it.
-    fn estimate_to_learn(&self, head: &Parts) -> Estimated {
-        let (cost, priority) = self.estimate(head);
-        Estimated { cost, priority, lesson: None }
-    }
-
     /// The same for a body whose length was found before; `None` if there is a body of unknown
     /// length.
     #[doc(hidden)]
     #[inline]
-    fn estimate_with_length(&self, head: &Parts, length: Option<ByteSize>) -> Estimated {
+    fn estimate_with_length(&self, head: &Parts, length: Option<ByteSize>) -> (Cost, Priority) {
         let _ = length;
-        self.estimate_to_learn(head)
+        self.estimate(head)
     }
-}
-
-/// An estimate, and the recipient of the measurement.
-#[derive(Clone, Debug)]
-pub struct Estimated {
-    /// The bytes that the request will need at its peak.
-    pub cost: Cost,
-    /// The priority under pressure.
-    pub priority: Priority,
-    /// The recipient of the measured memory.
-    pub lesson: Option<Lesson>,
 }
 
 impl<F, R> Estimate for F
@@ -81,42 +60,15 @@ where
     }
 }
 
-/// The same estimate for every request.
-///
-/// ```
-/// use lowtide::ByteSize;
-/// use lowtide::admission::{Cost, Priority};
-/// use lowtide::service::{Constant, Estimate};
-///
-/// let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(64));
-/// let (head, ()) = http::Request::new(()).into_parts();
-/// let estimate = Constant::new(cost).priority(Priority::Low);
-/// assert_eq!(estimate.estimate(&head), (cost, Priority::Low));
-/// ```
-#[derive(Clone, Copy, Debug)]
-pub struct Constant {
-    cost: Cost,
-    priority: Priority,
-}
-
-impl Constant {
-    /// Creates an estimator with this cost, at normal priority.
-    #[must_use]
-    pub const fn new(cost: Cost) -> Self {
-        Self { cost, priority: Priority::Normal }
-    }
-
-    /// Sets the priority.
-    #[must_use]
-    pub const fn priority(mut self, priority: Priority) -> Self {
-        self.priority = priority;
-        self
-    }
-}
-
-impl Estimate for Constant {
+impl Estimate for Cost {
     fn estimate(&self, _: &Parts) -> (Cost, Priority) {
-        (self.cost, self.priority)
+        (*self, Priority::Normal)
+    }
+}
+
+impl Estimate for (Cost, Priority) {
+    fn estimate(&self, _: &Parts) -> (Cost, Priority) {
+        *self
     }
 }
 
@@ -198,15 +150,13 @@ impl ContentLength {
 
 impl Estimate for ContentLength {
     fn estimate(&self, head: &Parts) -> (Cost, Priority) {
-        let Estimated { cost, priority, .. } = self.estimate_with_length(head, body_length(head));
-        (cost, priority)
+        self.estimate_with_length(head, body_length(head))
     }
 
     #[inline]
-    fn estimate_with_length(&self, _: &Parts, length: Option<ByteSize>) -> Estimated {
+    fn estimate_with_length(&self, _: &Parts, length: Option<ByteSize>) -> (Cost, Priority) {
         let bytes = length.map_or(self.unknown, |length| scaled(length, self.factor));
-        let cost = Cost::host(bytes.max(self.least));
-        Estimated { cost, priority: self.priority, lesson: None }
+        (Cost::host(bytes.max(self.least)), self.priority)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `poll_ready` only polls the inner service: idle connections would hold a permit taken there. The
 //! inner error type is unchanged. A rejected request never reaches the inner service; its body is
-//! drained before it is answered (see `drain`).
+//! drained before it is answered (see `rejection`).
 //!
 //! If the admission belongs to a running `Memory`, requests are measured (see `permit`). The layer
 //! records the bytes held for each estimated byte by method, route and size, and later requests of
@@ -22,7 +22,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::hash::BuildHasher;
+use std::hash::{BuildHasher, Hash};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,7 +33,7 @@ use bytes::Bytes;
 use foldhash::quality::RandomState;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Method, Request, Response, Version};
+use http::{HeaderName, HeaderValue, Request, Response, Version};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -45,29 +45,27 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::layer::{GRACE, Waiting};
-use lowtide_admission::learning::{Kind, LASTS, Needs, SlowStartPermit, TooManyRunning};
+use lowtide_admission::learning::{Compared, Kind, LASTS, Needs, SlowStartPermit, TooManyRunning};
 use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
 use super::body::{RequestBody, ResponseBody};
 use super::connections::ConnectionHandle;
-use super::drain::Drain;
-use super::estimate::{ContentLength, Estimate, Estimated, UNDECLARED, body_length, note_length};
+use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
-use super::learned::Lesson;
-use super::load_report::{
-    Carrier, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReports,
-};
-use super::origin::{Origin, RouteLabel, Tenant};
-use super::pace::{MinDataRate, RegisteredPace};
-use super::permit::{Resumes, SharedPermit, Terms};
-use super::rejection::negotiated;
+use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
+use super::permit::{RequestOptions, RequestPermit, ResumeOptions};
+use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
-use super::time_limits::TimeLimits;
+use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
+use super::usage::{RequestOrigin, RouteLabel, Tenant};
 
 /// Returns the answer to the rejected request with this head.
 type Reject = dyn Fn(&Rejected, &Parts) -> Response<String> + Send + Sync;
+
+/// Returns the key under which the needs of requests are learned.
+type RouteKey = dyn Fn(&Parts) -> u64 + Send + Sync;
 
 /// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -98,6 +96,7 @@ struct LayerSettings {
     needs: Arc<Needs>,
     /// Clients choose the paths, and so the keys of `needs`.
     hasher: RandomState,
+    route_key: Option<Arc<RouteKey>>,
     starts_slowly: bool,
     request_cap: f64,
     max_wait: Duration,
@@ -142,6 +141,7 @@ impl<E: Estimate> MemoryLayer<E> {
             reject: Arc::new(negotiated),
             needs: Arc::default(),
             hasher: RandomState::default(),
+            route_key: None,
             starts_slowly: true,
             request_cap: REQUEST_CAP,
             max_wait: Config::MAX_WAIT,
@@ -163,13 +163,43 @@ impl<E: Estimate> MemoryLayer<E> {
         MemoryLayer { estimate: Arc::new(estimate), settings: self.settings }
     }
 
+    /// Sets the key of a request: what requests of one key held determines what later ones reserve.
+    /// By default the key is the method, the route (the pattern that axum matched, the gRPC method,
+    /// or the first segment of the path), and whether the length of the body is declared. At most
+    /// 256 keys are kept apart, each with a size class of its estimate; the others share one.
+    ///
+    /// Use it for needs that the route does not show. Handlers report memory that is not measured,
+    /// such as that of a C library, with [`RequestPermit::hold`]; with a key, the layer learns from
+    /// these reports even without a running [`Memory`].
+    ///
+    /// ```
+    /// use http::request::Parts;
+    /// use lowtide::ByteSize;
+    /// use lowtide::admission::{Admission, Cost};
+    /// use lowtide::service::MemoryLayer;
+    ///
+    /// let model = |head: &Parts| head.headers.get("model").cloned();
+    /// let guess = Cost::host(ByteSize::mib(4)); // until it is known
+    /// let _layer =
+    ///     MemoryLayer::new(Admission::with_limit(ByteSize::gib(1)), guess).with_route_key(model);
+    /// ```
+    #[must_use]
+    pub fn with_route_key<K: Hash>(
+        mut self,
+        key: impl Fn(&Parts) -> K + Send + Sync + 'static,
+    ) -> Self {
+        let hasher = self.settings.hasher.clone();
+        self.settings().route_key = Some(Arc::new(move |head| hasher.hash_one(key(head))));
+        self
+    }
+
     /// Trusts estimates. Requests of a route that is not measured yet reserve their estimate, and
     /// as many run as fit. Later requests reserve at least their estimate, even if less was
     /// measured. Use it if handlers reject requests that need more than their estimate, or if
     /// estimates cover memory that is not measured, such as that of tasks without a scope or of C
     /// code. While its body arrives, a request may be suspended all the same
-    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`SharedPermit::hold`], so
-    /// that it stays reserved. Without this setting an estimate is a hint, which the layer uses
+    /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`RequestPermit::hold`],
+    /// so that it stays reserved. Without this setting an estimate is a hint, which the layer uses
     /// until it has measured eight requests of the route.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
@@ -183,7 +213,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// With [`f64::INFINITY`] no request is ever cancelled, not even at level critical.
     ///
     /// The claim is what the request reserved when it was admitted, or later with
-    /// [`SharedPermit::grow`]. In a route in which needs vary, the multiple is of what a large
+    /// [`RequestPermit::grow`]. In a route in which needs vary, the multiple is of what a large
     /// request needs, if that is more. Memory is short if more is reserved than allowed, so that
     /// other requests are rejected. While there is room, a request may hold any multiple.
     ///
@@ -191,7 +221,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// below the multiple. The next one is cancelled when that one has released its memory, or
     /// after 100 ms.
     ///
-    /// [`SharedPermit::cancelled`] notifies the handler; its documentation lists what cannot be
+    /// [`RequestPermit::cancelled`] notifies the handler; its documentation lists what cannot be
     /// interrupted. If the handler goes on, the layer drops it and answers as for
     /// [`Rejected::Outgrown`]. The head that the function of
     /// [`with_rejection`](Self::with_rejection) gets then has the method, the version and the route
@@ -236,10 +266,13 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Sets the rate at which clients must send the bodies of requests and take responses. By
-    /// default there is none.
+    /// Sets the rate at which clients must send the bodies of requests and take responses, such as
+    /// 16 KiB, a poor line's, with a grace period of 10 s. By default there is none.
     ///
-    /// A client may pause for the grace period and must keep up the rate on average. Only time
+    /// A client may pause for the grace period and must keep up the rate on average. With zero
+    /// bytes per second, a byte in each grace period is enough for a request, and a response does
+    /// not end once a part of it was sent. Choose a grace period of a second or more; with zero, a
+    /// body ends when its client has to be waited for until the second check. Only time
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
     /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
@@ -256,8 +289,8 @@ impl<E: Estimate> MemoryLayer<E> {
     /// than 4,096 wait. Exempt requests have no limit, and none has one without a running
     /// [`Memory`].
     #[must_use]
-    pub fn with_min_data_rate(mut self, rate: MinDataRate) -> Self {
-        self.settings().min_data_rate = Some(rate);
+    pub fn with_min_data_rate(mut self, bytes_per_second: ByteSize, grace: Duration) -> Self {
+        self.settings().min_data_rate = Some(MinDataRate { bytes_per_second, grace });
         self
     }
 
@@ -268,7 +301,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// (gRPC: `DEADLINE_EXCEEDED`), because another try may take as long. If its handler has
     /// answered, the response ends with an error ([`Rejected::HeldTooLong`]). Requests are checked,
     /// and connections closed, as for [`with_min_data_rate`](Self::with_min_data_rate); what cannot
-    /// be interrupted is listed at [`SharedPermit::cancelled`].
+    /// be interrupted is listed at [`RequestPermit::cancelled`].
     #[must_use]
     pub fn with_max_hold(mut self, max_hold: Duration) -> Self {
         self.settings().max_hold = Some(max_hold);
@@ -279,9 +312,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Envoy's `client_side_weighted_round_robin` and gRPC's `weighted_round_robin`. By default
     /// there is none.
     ///
-    /// A response has it in the header `endpoint-load-metrics`, a gRPC response in the trailer
-    /// `endpoint-load-metrics-bin`. It replaces one that the handler has set, since that may be of
-    /// another service; the same headers of requests are ignored. The report has
+    /// A response has it in the header `endpoint-load-metrics`, as text of about 200 bytes, a gRPC
+    /// response in the trailer `endpoint-load-metrics-bin`. It replaces one that the handler has
+    /// set, since that may be of another service; the same headers of requests are ignored. The
+    /// report has
     ///
     /// * `mem_utilization`: physical memory by its limit, from 0 to 1;
     /// * `application_utilization`: the reserved part of the allowance, of host or device,
@@ -303,10 +337,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// unless its headers have to grow. Configure the load balancer to remove the report: it shows
     /// clients how full this instance is.
     #[must_use]
-    pub fn with_load_reports(mut self, format: LoadReportFormat) -> Self {
+    pub fn with_load_reports(mut self) -> Self {
         let settings = self.settings();
         let (admission, clock) = (settings.admission.clone(), Arc::clone(&settings.clock));
-        settings.load_reports = Some(Arc::new(LoadReports::new(format, admission, clock)));
+        settings.load_reports = Some(Arc::new(LoadReports::new(admission, clock)));
         self
     }
 
@@ -325,10 +359,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// ```
     /// use axum::{Router, routing::get};
     /// use lowtide::Memory;
-    /// use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportFormat};
+    /// use lowtide::service::LOAD_REPORT_STREAM_PATH;
     ///
     /// let memory = Memory::start()?;
-    /// let layer = memory.layer().with_load_reports(LoadReportFormat::Text);
+    /// let layer = memory.layer().with_load_reports();
     /// let streams = layer.load_report_service();
     /// let app: Router = Router::new()
     ///     .route("/", get(async || "hello"))
@@ -479,43 +513,46 @@ impl<E: Estimate> MemoryLayer<E> {
         body: &impl Body,
         length: Option<ByteSize>,
         waiting: Option<&Waiting>,
-    ) -> Result<SharedPermit, NotAdmitted> {
+    ) -> Result<RequestPermit, NotAdmitted> {
         let settings = &*self.settings;
-        let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
+        let exempt = |cost| (cost, Priority::Exempt);
         let mut share = None;
-        let estimated = if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
-            exempt(Cost::ZERO)
-        } else {
-            share = settings.exempt_share(head, body);
-            match &share {
-                Some(share) => exempt(Cost::host(share.bytes())),
-                None => self.estimate.estimate_with_length(head, length),
-            }
-        };
-        let Estimated { mut cost, priority, mut lesson } = estimated;
+        let (mut cost, priority) =
+            if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+                exempt(Cost::ZERO)
+            } else {
+                share = settings.exempt_share(head, body);
+                match &share {
+                    Some(share) => exempt(Cost::host(share.bytes())),
+                    None => self.estimate.estimate_with_length(head, length),
+                }
+            };
         let is_measured = settings.admission.is_managed() && is_measured();
         let (method, (route, is_matched)) = (&head.method, route(head));
-        if is_measured && priority != Priority::Exempt {
+        let learns = is_measured || settings.route_key.is_some();
+        let need = (learns && priority != Priority::Exempt).then(|| {
             let is_minimum = !settings.starts_slowly;
-            if lesson.is_none() {
-                let is_declared = length.is_some();
-                if !is_declared && !is_minimum {
-                    cost.host = cost.host.max(UNDECLARED);
+            let kind = match &settings.route_key {
+                Some(key) => Kind { route: key(head), is_declared: true, has_many_routes: true },
+                None => {
+                    let route = settings.hasher.hash_one((method, route));
+                    Kind { route, is_declared: length.is_some(), has_many_routes: false }
                 }
-                let kind = Kind { route: settings.hasher.hash_one((method, route)), is_declared };
-                lesson = Some(settings.needs.of(kind, cost.host, is_minimum).into());
+            };
+            if !kind.is_declared && !is_minimum {
+                cost.host = cost.host.max(UNDECLARED);
             }
-        }
-        let slot = match &lesson {
-            Some(lesson) => settings.enter(lesson, &mut cost, is_measured, waiting),
+            settings.needs.of(kind, cost.host, is_minimum)
+        });
+        let slot = match &need {
+            Some(need) => settings.enter(need, &mut cost, is_measured, waiting),
             None => Ok(None),
         };
         let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
-        let name = RequestName(method, &route);
-        let label: Option<&dyn fmt::Display> = Some(&name);
+        let label = format_args!("{method} {route}");
         let permit = match waiting {
-            Some(waiting) => waiting.try_admit(cost, priority, label),
-            None => settings.admission.state().try_admit_uncounted(cost, priority, label),
+            Some(waiting) => waiting.try_admit(cost, priority, Some(&label)),
+            None => settings.admission.state().try_admit_uncounted(cost, priority, Some(&label)),
         };
         let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
@@ -535,21 +572,21 @@ impl<E: Estimate> MemoryLayer<E> {
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
         let number = self.number_of(tenant);
-        let resumes = can_resume.then_some(Resumes { priority, tenant: number, within });
+        let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
-        let origin = Origin { method, version, route, is_matched, tenant, content_type };
-        let is_exempt = priority == Priority::Exempt;
-        let terms = Terms { cap, lesson, share, slot, is_measured, is_exempt, resumes, reports };
+        let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
+        let terms =
+            RequestOptions { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
-        Ok(SharedPermit::new(permit, origin, terms, limits))
+        Ok(RequestPermit::new(permit, origin, terms, limits))
     }
 
     /// Returns `true` if another layer of this admission has admitted the request, so that it has a
     /// reservation already. Bug: it reserved twice, and waited for itself in the slow start.
     fn has_admitted(&self, head: &Parts) -> bool {
         static WARNED: AtomicBool = AtomicBool::new(false);
-        let Some(permit) = head.extensions.get::<SharedPermit>() else { return false };
+        let Some(permit) = head.extensions.get::<RequestPermit>() else { return false };
         let has_admitted = permit.is_admitted_by(&self.settings.admission);
         if has_admitted && !WARNED.swap(true, Ordering::Relaxed) {
             let path = head.uri.path();
@@ -579,16 +616,17 @@ impl<E: Estimate> MemoryLayer<E> {
         &self,
         inner: &mut S,
         (mut head, body): (Parts, Q),
-        permit: &SharedPermit,
-    ) -> Scoped<S::Future>
+        permit: RequestPermit,
+    ) -> RequestState<S, E, S::Future, Q>
     where
         S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
         Q: Body<Data = Bytes>,
     {
         head.extensions.insert(permit.clone());
-        let request = Request::from_parts(head, RequestBody::new(body, permit));
+        let request = Request::from_parts(head, RequestBody::new(body, &permit));
         let future = permit.measure(|| inner.call(request));
-        permit.scope(future)
+        let (future, settings) = (Scoped::new(future, Some(permit)), Arc::clone(&self.settings));
+        RequestState::Admitted { future, settings, cancelled_at: None }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -597,12 +635,12 @@ impl<E: Estimate> MemoryLayer<E> {
         head: &Parts,
         body: Q,
         rejected: Rejected,
-    ) -> State<S, E, F, Q> {
+    ) -> RequestState<S, E, F, Q> {
         let settings = &self.settings;
         let rate = settings.min_data_rate.filter(|_| settings.admission.is_managed());
         let pace = || Some(RegisteredPace::new(rate?, &settings.admission));
         let rest = Box::pin(Drain::new(head, body, self.reject(head, rejected), pace));
-        State::Rejected { rest, reports: settings.load_reports.clone() }
+        RequestState::Rejected { rest, reports: settings.load_reports.clone() }
     }
 
     /// Counts and logs a rejection, and returns the answer.
@@ -611,16 +649,6 @@ impl<E: Estimate> MemoryLayer<E> {
         let path = head.uri.path();
         log!(debug, target: "lowtide", %rejected, path, "request rejected");
         (self.settings.reject)(&rejected, head)
-    }
-}
-
-/// The method and the route of a request, as a label of evictions.
-struct RequestName<'a, R>(&'a Method, &'a R);
-
-impl<R: fmt::Display> fmt::Display for RequestName<'_, R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(method, route) = self;
-        write!(f, "{method} {route}")
     }
 }
 
@@ -636,21 +664,21 @@ impl LayerSettings {
     #[inline]
     fn enter(
         &self,
-        lesson: &Lesson,
+        need: &Compared,
         cost: &mut Cost,
         is_measured: bool,
         waiting: Option<&Waiting>,
     ) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
         let host = self.admission.ledger(Budget::Host);
         let (estimate, room) = (cost.host, host.learned_room());
-        cost.host = lesson.claim(estimate, room);
+        cost.host = need.claim(room);
         let starts_slowly = is_measured && self.starts_slowly;
         // A request that is too large, or that arrives during shutdown, is rejected for that
         // reason, by the admission.
         if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
             return Ok(None);
         }
-        lesson.enter(cost.host, room.all, &self.clock).map_err(|TooManyRunning(running)| {
+        need.enter(room.all, &self.clock).map_err(|TooManyRunning(running)| {
             waiting.into_iter().for_each(Waiting::lacks_other);
             Rejected::SlowStart { running, retry_after: LASTS }
         })
@@ -682,7 +710,7 @@ impl LayerSettings {
     #[cold]
     fn end(
         &self,
-        permit: &SharedPermit,
+        permit: &RequestPermit,
         rejected: &Rejected,
         cancelled_at: &mut Option<Moment>,
     ) -> Option<Response<String>> {
@@ -702,7 +730,7 @@ impl LayerSettings {
 
     /// Logs that a request was cancelled, and adds an event.
     #[cold]
-    fn report(&self, permit: &SharedPermit, rejected: &Rejected) {
+    fn report(&self, permit: &RequestPermit, rejected: &Rejected) {
         let route = permit.route();
         let Rejected::Outgrown { held, claim, most, .. } = rejected else {
             log!(debug, target: "lowtide", %rejected, path = route, "request rejected");
@@ -711,12 +739,6 @@ impl LayerSettings {
         log!(warn, target: "lowtide", route, %held, %claim, %most, "request cancelled");
         let text = format!("{rejected}; claim {claim}");
         add_request_event(&self.admission, self.clock.since_epoch(), &route, text);
-    }
-}
-
-impl fmt::Debug for LayerSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LayerSettings").finish_non_exhaustive()
     }
 }
 
@@ -770,16 +792,12 @@ where
             let request = Request::from_parts(head, RequestBody::passed(body));
             let future = Scoped::new(self.inner.call(request), None);
             let settings = Arc::clone(&self.layer.settings);
-            let state = State::Admitted { future, settings, cancelled_at: None };
+            let state = RequestState::Admitted { future, settings, cancelled_at: None };
             return ResponseFuture { state };
         }
         let length = note_length(&mut head, &body);
         let state = match self.layer.admit(&head, &body, length, None) {
-            Ok(permit) => {
-                let future = self.layer.start(&mut self.inner, (head, body), &permit);
-                let settings = Arc::clone(&self.layer.settings);
-                State::Admitted { future, settings, cancelled_at: None }
-            }
+            Ok(permit) => self.layer.start(&mut self.inner, (head, body), permit),
             Err(refused) => self.refuse(head, body, refused),
         };
         ResponseFuture { state }
@@ -795,7 +813,7 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         head: Parts,
         body: Q,
         refused: NotAdmitted,
-    ) -> State<S, E, F, Q> {
+    ) -> RequestState<S, E, F, Q> {
         let Some(waiting) = self.layer.wait(&head, &refused) else {
             return self.layer.turn_away(&head, body, refused.rejected);
         };
@@ -804,7 +822,7 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         let inner = std::mem::replace(&mut self.inner, next);
         let layer = self.layer.clone();
         let request = Some((head, body));
-        State::Waiting { call: Box::new(WaitingCall { waiting, inner, layer, request }) }
+        RequestState::Waiting { call: Box::new(WaitingCall { waiting, inner, layer, request }) }
     }
 }
 
@@ -825,7 +843,7 @@ where
     Q: Body<Data = Bytes>,
 {
     /// Waits until the request is admitted or rejected, and returns its next state.
-    fn poll(&mut self, cx: &Context<'_>) -> Poll<State<S, E, S::Future, Q>> {
+    fn poll(&mut self, cx: &Context<'_>) -> Poll<RequestState<S, E, S::Future, Q>> {
         let Some((head, body)) = self.request.take() else { unreachable!("polled after its end") };
         // Ends: each iteration needs a wake of the queue.
         loop {
@@ -836,9 +854,7 @@ where
             let waiting = is_turn.then_some(&self.waiting);
             match self.layer.admit(&head, &body, body_length(&head), waiting) {
                 Ok(permit) => {
-                    let future = self.layer.start(&mut self.inner, (head, body), &permit);
-                    let settings = Arc::clone(&self.layer.settings);
-                    return Poll::Ready(State::Admitted { future, settings, cancelled_at: None });
+                    return Poll::Ready(self.layer.start(&mut self.inner, (head, body), permit));
                 }
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {
@@ -853,13 +869,13 @@ pin_project! {
     /// The future of the response.
     pub struct ResponseFuture<S, E, F, Q> {
         #[pin]
-        state: State<S, E, F, Q>,
+        state: RequestState<S, E, F, Q>,
     }
 }
 
 pin_project! {
-    #[project = StateProject]
-    enum State<S, E, F, Q> {
+    #[project = RequestStateProject]
+    enum RequestState<S, E, F, Q> {
         Waiting {
             call: Box<WaitingCall<S, E, Q>>,
         },
@@ -906,13 +922,13 @@ where
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut state = self.project().state;
-        if let StateProject::Waiting { call } = state.as_mut().project() {
+        if let RequestStateProject::Waiting { call } = state.as_mut().project() {
             let next = ready!(call.poll(cx));
             state.set(next);
         }
         match state.project() {
-            StateProject::Waiting { .. } => unreachable!("it waits no more"),
-            StateProject::Admitted { mut future, settings, cancelled_at } => {
+            RequestStateProject::Waiting { .. } => unreachable!("it waits no more"),
+            RequestStateProject::Admitted { mut future, settings, cancelled_at } => {
                 let polled = future.as_mut().poll(cx);
                 let Some(permit) = future.permit() else {
                     return polled.map_ok(|response| response.map(ResponseBody::passed));
@@ -954,7 +970,7 @@ where
                     response.map(|body| ResponseBody::admitted(body, permit.clone(), trailers))
                 }))
             }
-            StateProject::Rejected { rest, reports } => {
+            RequestStateProject::Rejected { rest, reports } => {
                 rest.as_mut().poll(cx).map(|answer| Ok(reject_with(answer, reports.as_deref())))
             }
         }

@@ -39,36 +39,34 @@ use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
-use lowtide_admission::learning::SlowStartPermit;
+use lowtide_admission::learning::{Compared, SlowStartPermit};
 use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestMemory, RequestPhase};
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
-use super::learned::Lesson;
-use super::origin::Origin;
 use super::time_limits::TimeLimits;
-use super::usage::{self, LiveIn};
+use super::usage::{self, LiveIn, RequestOrigin};
 
 /// The permit of a request, found in the request's extensions (in a handler of axum:
-/// `Extension<SharedPermit>`), or with [`SharedPermit::current`].
+/// `Extension<RequestPermit>`), or with [`RequestPermit::current`].
 /// Shows the memory that the request holds, attributes work on other threads to it, and reserves
 /// memory in advance.
 ///
 /// ```
 /// use http::{Request, Response};
 /// use lowtide::ByteSize;
-/// use lowtide::service::{SharedPermit, rejection};
+/// use lowtide::service::{RequestPermit, rejection};
 ///
 /// /// Called by a handler for each piece of the body.
 /// fn take<B>(request: &Request<B>, piece: &[u8]) -> Result<(), Response<String>> {
-///     let permit = request.extensions().get::<SharedPermit>(); // none without the layer
+///     let permit = request.extensions().get::<RequestPermit>(); // none without the layer
 ///     let reserved = permit.map(|permit| permit.grow(ByteSize::of(piece.len())));
 ///     reserved.transpose().map(drop).map_err(|rejected| rejection(&rejected))
 /// }
 /// # assert!(take(&Request::new(()), b"ebb").is_ok());
 /// ```
 #[derive(Clone)]
-pub struct SharedPermit(Arc<Account<Admitted>>);
+pub struct RequestPermit(Arc<Account<Admitted>>);
 
 /// Smaller changes of the live bytes are not reported to the ledger. An estimate: less than the
 /// memory of a connection.
@@ -94,7 +92,7 @@ struct Admitted {
     /// `true` if it has a slot of its route's slow start.
     is_trial: bool,
     is_exempt: bool,
-    origin: Origin,
+    origin: RequestOrigin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
     /// nothing cancels it.
     cap: Option<f64>,
@@ -109,7 +107,7 @@ struct Admitted {
     /// `true` once its handler has answered, and the layer cannot end it any more.
     is_answered: AtomicBool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
-    resumes: Option<Resumes>,
+    resumes: Option<ResumeOptions>,
     limits: Option<Box<TimeLimits>>,
     /// What it waits for: [`WORKS`], [`RECEIVES`] or [`SENDS`].
     progress: AtomicU8,
@@ -121,7 +119,7 @@ struct Admitted {
     lent: AtomicU64,
     /// The bytes of frames that were ever copied plainly.
     copied: AtomicU64,
-    held: Mutex<Held>,
+    held: Mutex<PermitState>,
 }
 
 /// Its handler works: it has got what it read of the body, or does not read it.
@@ -133,7 +131,7 @@ const SENDS: u8 = 2;
 
 /// The terms on which a suspended request waits for room.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Resumes {
+pub(super) struct ResumeOptions {
     pub(super) priority: Priority,
     pub(super) tenant: u64,
     /// The longest time to wait.
@@ -142,12 +140,12 @@ pub(super) struct Resumes {
 
 /// The layer's data of an admitted request.
 #[derive(Debug)]
-pub(super) struct Terms {
+pub(super) struct RequestOptions {
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
     /// nothing cancels it.
     pub(super) cap: Option<f64>,
     /// The recipient of the measured memory.
-    pub(super) lesson: Option<Lesson>,
+    pub(super) need: Option<Compared>,
     /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
@@ -156,14 +154,14 @@ pub(super) struct Terms {
     pub(super) is_measured: bool,
     pub(super) is_exempt: bool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
-    pub(super) resumes: Option<Resumes>,
+    pub(super) resumes: Option<ResumeOptions>,
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
 }
 
 #[derive(Debug)]
-struct Held {
+struct PermitState {
     permit: Permit,
     /// The largest amount that the handler reported or requested, without the initial reservation.
     reported: Option<ByteSize>,
@@ -184,14 +182,14 @@ struct Held {
     next: u64,
     /// The figures to which its live bytes were added, once they were reported.
     live_in: Option<LiveIn>,
-    terms: Terms,
+    terms: RequestOptions,
 }
 
-impl SharedPermit {
+impl RequestPermit {
     pub(super) fn new(
         mut permit: Permit,
-        origin: Origin,
-        terms: Terms,
+        origin: RequestOrigin,
+        terms: RequestOptions,
         limits: Option<Box<TimeLimits>>,
     ) -> Self {
         let is_measured = terms.is_measured;
@@ -223,7 +221,7 @@ impl SharedPermit {
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             copied: AtomicU64::new(0),
-            held: Mutex::new(Held {
+            held: Mutex::new(PermitState {
                 permit,
                 reported: None,
                 answer: None,
@@ -240,7 +238,7 @@ impl SharedPermit {
     }
 
     /// Returns the permit of the request for which this thread runs: in its handler, in its
-    /// response body, and in [`SharedPermit::scope`] and [`SharedPermit::measure`]. `None`
+    /// response body, and in [`RequestPermit::scope`] and [`RequestPermit::measure`]. `None`
     /// elsewhere, and if requests are not measured.
     #[must_use]
     pub fn current() -> Option<Self> {
@@ -250,7 +248,7 @@ impl SharedPermit {
     /// Returns the memory that is measured for this request; `None` if requests are not measured,
     /// because the admission belongs to no `Memory`, jemalloc is not the global allocator, or the
     /// system is not Linux. Work that runs now, such as the current poll, counts when it ends; call
-    /// [`SharedPermit::check`] first to include it. Reads three atomics.
+    /// [`RequestPermit::check`] first to include it. Reads three atomics.
     #[must_use]
     pub fn memory(&self) -> Option<AccountMemory> {
         self.is_measured().then(|| self.0.memory())
@@ -262,7 +260,7 @@ impl SharedPermit {
     /// only runs the work.
     ///
     /// ```
-    /// # async fn parse(permit: lowtide::service::SharedPermit, text: String) {
+    /// # async fn parse(permit: lowtide::service::RequestPermit, text: String) {
     /// tokio::task::spawn_blocking(move || permit.measure(|| text.to_uppercase()));
     /// # }
     /// ```
@@ -272,7 +270,7 @@ impl SharedPermit {
             return work();
         }
         let _trial = self.0.owner().is_trial.then(|| TrialWork::new(self));
-        let _cover = Cover(self);
+        let _cover = ReserveGuard(self);
         self.0.run(work)
     }
 
@@ -286,7 +284,7 @@ impl SharedPermit {
     }
 
     /// Subtracts memory from this request that others hold from now on, for example a cache. The
-    /// reservation does not change; use [`SharedPermit::shrink`] for that.
+    /// reservation does not change; use [`RequestPermit::shrink`] for that.
     pub fn release(&self, bytes: ByteSize) {
         if self.is_measured() {
             self.0.release(bytes);
@@ -343,8 +341,8 @@ impl SharedPermit {
             // Read under the lock, so that no thread overwrites a newer report with an older one.
             let live = self.0.memory().live;
             held.hold(live);
-            if let Some(lesson) = &held.terms.lesson {
-                lesson.observe_running(live);
+            if let Some(need) = &held.terms.need {
+                need.observe_running(live);
             }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
@@ -378,7 +376,7 @@ impl SharedPermit {
     /// Returns the most that the request was expected to hold.
     fn expected(&self) -> ByteSize {
         let (held, claim) = (self.held(), self.0.owner().claim());
-        held.terms.lesson.as_ref().map_or(claim, |lesson| lesson.expected(claim))
+        held.terms.need.as_ref().map_or(claim, |need| need.expected().max(claim))
     }
 
     /// Records that the handler waits for more of the body, or has got some. In the meantime it
@@ -424,7 +422,7 @@ impl SharedPermit {
     /// Enters the queue to resume. Returns `None` if it is full, and if the request is never
     /// suspended.
     pub(super) fn wait_to_resume(&self) -> Option<Waiting> {
-        let Resumes { priority, tenant, within } = self.0.owner().resumes?;
+        let ResumeOptions { priority, tenant, within } = self.0.owner().resumes?;
         let held = self.held();
         held.permit.wait_to_resume(held.claimed(), priority, tenant, within)
     }
@@ -432,7 +430,7 @@ impl SharedPermit {
     /// Reserves the claim of a suspended request again.
     pub(super) fn resume(&self, waiting: Option<&Waiting>) -> Result<(), Rejected> {
         let admitted = self.0.owner();
-        let Some(Resumes { priority, .. }) = admitted.resumes else { return Ok(()) };
+        let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(()) };
         self.change(|held| {
             held.permit.resume(waiting, held.claimed(), priority)?;
             held.claimed = None;
@@ -533,7 +531,7 @@ impl SharedPermit {
 
     /// Cancels the request for this reason, unless it is cancelled already. Returns `true` if it is
     /// cancelled now and its handler has answered.
-    fn end(&self, reason: impl FnOnce(&Held) -> Rejected) -> bool {
+    fn end(&self, reason: impl FnOnce(&PermitState) -> Rejected) -> bool {
         let mut held = self.held();
         if held.cancelled.is_some() {
             return false;
@@ -582,7 +580,7 @@ impl SharedPermit {
     /// Returns the head of the request for an answer: its method, version and content type, and its
     /// route as the path.
     pub(super) fn head(&self) -> Parts {
-        let Origin { method, version, route, content_type, .. } = &self.0.owner().origin;
+        let RequestOrigin { method, version, route, content_type, .. } = &self.0.owner().origin;
         let (mut head, ()) = Request::new(()).into_parts();
         (head.method, head.version) = (method.clone(), *version);
         let path = route.to_string();
@@ -623,12 +621,12 @@ impl SharedPermit {
         }
     }
 
-    fn held(&self) -> MutexGuard<'_, Held> {
+    fn held(&self) -> MutexGuard<'_, PermitState> {
         lock(&self.0.owner().held)
     }
 
     /// Changes the reservation.
-    fn change<R>(&self, change: impl FnOnce(&mut Held) -> R) -> R {
+    fn change<R>(&self, change: impl FnOnce(&mut PermitState) -> R) -> R {
         let mut held = self.held();
         let result = change(&mut held);
         self.0.owner().covered.store(held.permit.cost().host.get(), Ordering::Relaxed);
@@ -645,20 +643,20 @@ impl SharedPermit {
     /// above its claim at level critical, and if a time limit has passed
     /// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate),
     /// [`MemoryLayer::with_max_hold`](super::MemoryLayer::with_max_hold)). Its claim is what it
-    /// reserved when it was admitted, or later with [`SharedPermit::grow`] and
-    /// [`SharedPermit::hold`].
+    /// reserved when it was admitted, or later with [`RequestPermit::grow`] and
+    /// [`RequestPermit::hold`].
     ///
     /// A handler that goes on is dropped at the end of a later poll: 100 ms after the cancellation,
     /// or earlier if the request grows by another quarter; after a time limit, at the end of its
     /// next poll. Its bytes stay reserved until they are freed. Three things cannot be interrupted:
-    /// a single poll (see [`SharedPermit::check`]), work on other threads such as `spawn_blocking`,
-    /// and, except by a time limit, a response whose head was returned.
+    /// a single poll (see [`RequestPermit::check`]), work on other threads such as
+    /// `spawn_blocking`, and, except by a time limit, a response whose head was returned.
     ///
     /// ```
     /// use http::Response;
-    /// use lowtide::service::{SharedPermit, rejection};
+    /// use lowtide::service::{RequestPermit, rejection};
     ///
-    /// async fn handler(permit: SharedPermit) -> Response<String> {
+    /// async fn handler(permit: RequestPermit) -> Response<String> {
     ///     tokio::select! {
     ///         answer = work() => Response::new(answer),
     ///         rejected = permit.cancelled() => rejection(&rejected),
@@ -673,7 +671,7 @@ impl SharedPermit {
 
     /// Counts the memory that the calling thread has allocated for the request so far, and returns
     /// an error if the request is cancelled. Use it in long loops within one poll, and in blocking
-    /// work. Costs about as much as measuring a poll; see [`SharedPermit::cancelled`].
+    /// work. Costs about as much as measuring a poll; see [`RequestPermit::cancelled`].
     ///
     /// # Errors
     /// [`Rejected::Outgrown`] once the request is cancelled, or the time limit that has passed.
@@ -705,7 +703,7 @@ impl SharedPermit {
 
     /// Reports the total host memory that the request holds now. Reserves the difference if that
     /// exceeds the reservation, and records the largest amount reported, from which
-    /// [`Learned`](super::Learned) learns. Releases nothing: see [`SharedPermit::shrink`].
+    /// the layer learns. Releases nothing: see [`RequestPermit::shrink`].
     ///
     /// # Errors
     /// [`Rejected`] if it does not fit, or if the request is cancelled. The earlier reservation is
@@ -725,7 +723,7 @@ impl SharedPermit {
     /// Grows the reservation on request of the handler, and with it the claim.
     fn grow_with(
         &self,
-        grow: impl FnOnce(&mut Held) -> Result<(), Rejected>,
+        grow: impl FnOnce(&mut PermitState) -> Result<(), Rejected>,
     ) -> Result<(), Rejected> {
         self.change(|held| {
             if let Some(cancelled) = &held.cancelled {
@@ -797,7 +795,7 @@ fn nanos(moment: Moment) -> u64 {
 
 /// Waits until a request is cancelled.
 struct WaitForCancel<'a> {
-    permit: &'a SharedPermit,
+    permit: &'a RequestPermit,
     /// The number of its waker.
     id: Option<u64>,
 }
@@ -832,13 +830,13 @@ impl Drop for WaitForCancel<'_> {
 /// Work of a large request whose need is not known. While it runs, time lets no further requests
 /// in. It ends when dropped, also on a panic.
 struct TrialWork<'a> {
-    permit: &'a SharedPermit,
+    permit: &'a RequestPermit,
     before: ByteSize,
 }
 
 impl<'a> TrialWork<'a> {
     #[cold]
-    fn new(permit: &'a SharedPermit) -> Self {
+    fn new(permit: &'a RequestPermit) -> Self {
         if let Some(slot) = &permit.held().terms.slot {
             slot.begins_work();
         }
@@ -858,18 +856,18 @@ impl Drop for TrialWork<'_> {
 }
 
 /// Reserves what work left allocated, also if it panicked.
-struct Cover<'a>(&'a SharedPermit);
+struct ReserveGuard<'a>(&'a RequestPermit);
 
-impl Drop for Cover<'_> {
+impl Drop for ReserveGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         self.0.cover();
     }
 }
 
-impl fmt::Debug for SharedPermit {
+impl fmt::Debug for RequestPermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedPermit")
+        f.debug_struct("RequestPermit")
             .field("reserved", &self.reserved())
             .field("memory", &self.memory())
             .finish_non_exhaustive()
@@ -880,7 +878,7 @@ impl WeakPermit {
     /// Subtracts a frame from the request, unless the request has ended. If this thread runs for
     /// the request, freeing the frame's block is measured; otherwise the block is subtracted here.
     pub(super) fn give_back(&self, bytes: ByteSize, is_lent: bool, block: ByteSize) {
-        let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
+        let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
         if is_lent {
             permit.0.owner().lent.fetch_sub(bytes.get(), Ordering::Relaxed);
         }
@@ -913,13 +911,13 @@ impl LargeRequest for WeakPermit {
     }
 
     fn cancel(&self) {
-        if let Some(permit) = self.0.upgrade().map(SharedPermit) {
+        if let Some(permit) = self.0.upgrade().map(RequestPermit) {
             permit.cancel(permit.0.owner().claim());
         }
     }
 
     fn suspend(&self, now: Moment) {
-        let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
+        let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
         let admitted = permit.0.owner();
         let progress = admitted.progress.load(Ordering::Relaxed);
         let reserved_at = admitted.reserved_at.load(Ordering::Relaxed);
@@ -969,7 +967,7 @@ impl LargeRequest for WeakPermit {
     }
 
     fn check_time(&self, now: Moment) {
-        let Some(permit) = self.0.upgrade().map(SharedPermit) else { return };
+        let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
         let Some(limits) = permit.limits() else { return };
         limits.request().into_iter().for_each(|pace| pace.probe(now));
         if let Some(rejected) = limits.passed(now - permit.0.owner().admitted_at, now) {
@@ -980,7 +978,7 @@ impl LargeRequest for WeakPermit {
     fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
         let Some(account) = self.0.upgrade() else { return false };
         let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
-        let Origin { method, route, tenant, .. } = &admitted.origin;
+        let RequestOrigin { method, route, tenant, .. } = &admitted.origin;
         for (text, of) in [(&mut into.method, method.as_str()), (&mut into.route, route.as_str())] {
             text.clear();
             text.push_str(of);
@@ -1011,7 +1009,7 @@ fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
     fits
 }
 
-impl Held {
+impl PermitState {
     /// Returns what it has reserved, or reserves again when it resumes.
     fn claimed(&self) -> ByteSize {
         self.claimed.unwrap_or_default().max(self.permit.cost().host)
@@ -1028,9 +1026,9 @@ impl Held {
     }
 
     /// Replaces its live bytes in the figures of its route and tenant.
-    fn change_live(&mut self, origin: &Origin, before: ByteSize, after: ByteSize) {
-        if let Some(lesson) = &self.terms.lesson {
-            let live_in = || LiveIn::new(&self.permit, origin, lesson);
+    fn change_live(&mut self, origin: &RequestOrigin, before: ByteSize, after: ByteSize) {
+        if let Some(need) = &self.terms.need {
+            let live_in = || LiveIn::new(&self.permit, origin, need);
             self.live_in.get_or_insert_with(live_in).change(before, after);
         }
     }
@@ -1056,28 +1054,28 @@ impl AccountOwner for Admitted {
         if let Some(live_in) = &held.live_in {
             live_in.change(ByteSize::new(self.reported.load(Ordering::Relaxed)), ByteSize::ZERO);
         }
-        let Some(lesson) = held.terms.lesson.take() else { return };
+        let Some(need) = held.terms.need.take() else { return };
         if self.is_measured {
             let bytes = (memory.peak, self.claim());
             let succeeded = held.answer == Some(true);
-            usage::add(&held.permit, &self.origin, &lesson, succeeded, bytes);
+            usage::add(&held.permit, &self.origin, &need, succeeded, bytes);
         }
         let measured = self.is_measured.then_some(memory.peak);
         if held.cancelled.is_some() {
             // It might have needed more.
-            return lesson.learn_at_least(held.reported.max(measured).unwrap_or_default());
+            return need.learn_at_least(held.reported.max(measured).unwrap_or_default());
         }
         if held.answer == Some(true)
             && let Some(peak) = held.reported.max(measured)
         {
-            return lesson.learn(peak);
+            return need.learn(peak);
         }
         // The request failed, or its client left: what it held is no evidence of its full need.
         if let Some(peak) = held.reported {
-            lesson.learn(peak);
+            need.learn(peak);
         }
         if let Some(measured) = measured {
-            lesson.learn_at_least(measured);
+            need.learn_at_least(measured);
         }
     }
 }

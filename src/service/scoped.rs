@@ -8,17 +8,17 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::permit::SharedPermit;
+use super::permit::RequestPermit;
 
 pin_project! {
     /// A future whose memory is attributed to a request.
     #[derive(Debug)]
     #[must_use = "futures do nothing unless polled"]
-    pub struct Scoped<F> {
+    pub(super) struct Scoped<F> {
         // `None` once it has completed.
         #[pin]
         inner: Option<F>,
-        permit: Option<SharedPermit>,
+        permit: Option<RequestPermit>,
     }
 
     impl<F> PinnedDrop for Scoped<F> {
@@ -32,7 +32,7 @@ pin_project! {
 }
 
 impl<T> Scoped<T> {
-    pub(super) const fn new(inner: T, permit: Option<SharedPermit>) -> Self {
+    pub(super) const fn new(inner: T, permit: Option<RequestPermit>) -> Self {
         Self { inner: Some(inner), permit }
     }
 
@@ -40,7 +40,7 @@ impl<T> Scoped<T> {
         self.inner.as_ref()
     }
 
-    pub(super) const fn permit(&self) -> Option<&SharedPermit> {
+    pub(super) const fn permit(&self) -> Option<&RequestPermit> {
         self.permit.as_ref()
     }
 
@@ -77,16 +77,16 @@ impl<T> Scoped<T> {
     }
 }
 
-impl SharedPermit {
+impl RequestPermit {
     /// Attributes the memory of a future to this request, wherever it is polled and dropped. The
     /// reservation lasts at least as long as the future.
     ///
     /// ```
-    /// # async fn work(permit: lowtide::service::SharedPermit) {
+    /// # async fn work(permit: lowtide::service::RequestPermit) {
     /// let parts = tokio::spawn(permit.scope(async { vec![0_u8; 1 << 20] }));
     /// # }
     /// ```
-    pub fn scope<F: Future>(&self, future: F) -> Scoped<F> {
+    pub fn scope<F: Future>(&self, future: F) -> impl Future<Output = F::Output> + use<F> {
         Scoped::new(future, Some(self.clone()))
     }
 }
@@ -101,16 +101,16 @@ impl<F: Future> Future for Scoped<F> {
 }
 
 /// Attributes the memory of a future to the request for which this thread runs, if there is one.
-/// Use it for tasks that a handler spawns. Equals [`SharedPermit::scope`] of
-/// [`SharedPermit::current`].
+/// Use it for tasks that a handler spawns. Equals [`RequestPermit::scope`] of
+/// [`RequestPermit::current`].
 ///
 /// ```
 /// # async fn handler() {
 /// let part = tokio::spawn(lowtide::service::scope(async { vec![0_u8; 1 << 20] }));
 /// # }
 /// ```
-pub fn scope<F: Future>(future: F) -> Scoped<F> {
-    Scoped::new(future, SharedPermit::current())
+pub fn scope<F: Future>(future: F) -> impl Future<Output = F::Output> {
+    Scoped::new(future, RequestPermit::current())
 }
 
 /// Attributes the memory of a closure to the request for which this thread runs, if there is one.
@@ -123,7 +123,7 @@ pub fn scope<F: Future>(future: F) -> Scoped<F> {
 /// # }
 /// ```
 pub fn scope_blocking<R>(work: impl FnOnce() -> R) -> impl FnOnce() -> R {
-    let permit = SharedPermit::current();
+    let permit = RequestPermit::current();
     move || match permit {
         Some(permit) => permit.measure(work),
         None => work(),

@@ -1,23 +1,40 @@
-//! The time limits of an admitted request: the pace of its bodies, and how long it may hold its
-//! permit.
+//! The time limits of an admitted request: how long it may hold its permit, and the pace of its
+//! bodies, a minimum rate at which clients send requests and take responses.
 //!
 //! The control loop checks them, for requests that the layer has registered (`permit`). A request
 //! whose limit has passed is cancelled if its handler has not answered. Otherwise its response is
 //! cut: the body ends with an error when the connection polls it next. A connection whose client
 //! takes nothing polls no body, and is closed (`connections`).
 //!
-//! Invariant: a response is cut only while a part of it is not sent.
+//! A body has a credit of time. Waiting for the client spends it, and bytes earn it back at the
+//! minimum rate, so a client may pause for the grace period and has to keep up the rate on average.
+//! Nothing is spent while the handler works, or while the request waits for room (`body`).
+//!
+//! A response is handed to the connection in advance, and its bytes are in buffers when they earn
+//! their time. So its credit may exceed the grace period by the time of [`BUFFERED`], and of the
+//! part that was handed over last.
+//!
+//! Time is that of the control loop's ticks, so a wait may count for as much as the time between
+//! two ticks. Time in which this process stands still, or a thread of its runtime is blocked, is
+//! not the client's. So the loop wakes the task that reads a body each time half of the credit is
+//! spent, and nothing more is spent until the task has read ([`Pace::probe`]). Without credit, a
+//! body ends only if two such reads in a row come promptly and find nothing. A late tick of the
+//! loop spends little more than half of a credit.
+//!
+//! Invariants: a response is cut only while a part of it is not sent; the credit of a request's
+//! body is at most the grace period.
 
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::Duration;
 
+use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use crate::sync::{Mutex, lock};
-use lowtide_admission::Rejected;
+use crate::sync::{Mutex, MutexGuard, lock};
+use lowtide_admission::{Admission, Rejected, layer::LargeRequest};
 
 use super::connections::{ConnectionHandle, Overdue};
-use super::pace::{MinDataRate, Pace};
 
 /// The time limits of a request.
 #[derive(Debug)]
@@ -113,5 +130,351 @@ impl TimeLimits {
         if self.unsent.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_cut() {
             *lock(&self.overdue) = None;
         }
+    }
+}
+
+/// The part of a response that the buffers between the server and a slow client hold. An estimate:
+/// the buffers of hyper and the kernel hold 400 KiB and more, and the kernel takes more of a
+/// response only when a third of its buffer is free.
+const BUFFERED: ByteSize = ByteSize::mib(1);
+
+/// A read within this time after its wake is prompt. An estimate: more than two ticks at which time
+/// limits are checked.
+const PROMPT: Duration = Duration::from_millis(250);
+
+/// A minimum rate at which a client must send the body of a request and take the response, and the
+/// time for which it may pause or be slower.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MinDataRate {
+    pub(super) bytes_per_second: ByteSize,
+    pub(super) grace: Duration,
+}
+
+impl MinDataRate {
+    /// Returns the time in which so many bytes are to be sent.
+    fn time_of(&self, bytes: ByteSize) -> Duration {
+        if bytes.is_zero() {
+            return Duration::ZERO;
+        }
+        let nanos = u128::from(bytes.get()) * Duration::from_secs(1).as_nanos();
+        let nanos = nanos.checked_div(self.bytes_per_second.get().into());
+        let nanos = nanos.and_then(|nanos| u64::try_from(nanos).ok());
+        nanos.map_or(Duration::MAX, Duration::from_nanos)
+    }
+
+    /// Returns the rejection of a client that is slower.
+    pub(super) const fn too_slow(self) -> Rejected {
+        let Self { bytes_per_second, grace } = self;
+        Rejected::SlowClient { bytes_per_second, grace }
+    }
+}
+
+/// The pace of one body.
+#[derive(Debug)]
+pub(super) struct Pace {
+    rate: MinDataRate,
+    /// The largest credit between two waits.
+    most: Duration,
+    state: Mutex<PaceState>,
+}
+
+#[derive(Debug)]
+struct PaceState {
+    credit: Duration,
+    /// The start of the wait for the client.
+    since: Option<Moment>,
+    /// The task that waits.
+    waker: Option<Waker>,
+    /// The time at which that task was woken to read once more, if it has not.
+    woken_at: Option<Moment>,
+    /// The prompt reads without credit.
+    vain: u8,
+}
+
+impl PaceState {
+    /// Returns the longest wait until the next look at it.
+    fn due(&self) -> Duration {
+        if self.credit <= PROMPT { self.credit } else { self.credit / 2 }
+    }
+
+    /// Ends the wait for the client. If that was longer than due, the control loop was late.
+    fn settle(&mut self, now: Moment, most: Duration) {
+        if let Some(since) = self.since.take() {
+            let spent = (now - since).min(self.due() + PROMPT);
+            self.credit = self.credit.saturating_sub(spent).min(most);
+        }
+    }
+}
+
+impl Pace {
+    /// Creates the pace of a request's body.
+    pub(super) fn of_request(rate: MinDataRate) -> Self {
+        Self::new(rate, rate.grace)
+    }
+
+    /// Creates the pace of a response's body.
+    pub(super) fn of_response(rate: MinDataRate) -> Self {
+        Self::new(rate, rate.grace.saturating_add(rate.time_of(BUFFERED)))
+    }
+
+    fn new(rate: MinDataRate, most: Duration) -> Self {
+        let (credit, since, waker, woken_at) = (rate.grace, None, None, None);
+        let state = PaceState { credit, since, waker, woken_at, vain: 0 };
+        Self { rate, most, state: Mutex::new(state) }
+    }
+
+    /// Ends the wait for the client, and adds the time of so many bytes to the credit.
+    fn earn(&self, bytes: usize, now: Moment) -> MutexGuard<'_, PaceState> {
+        let mut state = lock(&self.state);
+        state.settle(now, self.most);
+        let earned = self.rate.time_of(ByteSize::of(bytes));
+        state.credit = state.credit.saturating_add(earned);
+        state
+    }
+
+    /// Ends the wait for the client, of which so many bytes have arrived.
+    pub(super) fn received(&self, bytes: usize, now: Moment) {
+        let mut state = self.earn(bytes, now);
+        state.credit = state.credit.min(self.most);
+        state.woken_at = None;
+    }
+
+    /// Waits for the client, in a task with this waker that has read and found nothing. Returns
+    /// `false` if the body must end.
+    pub(super) fn wait(&self, waker: &Waker, now: Moment) -> bool {
+        let mut state = lock(&self.state);
+        state.settle(now, self.most);
+        match state.woken_at.take() {
+            Some(at) if now - at > PROMPT => state.vain = 0,
+            Some(_) if state.credit.is_zero() => state.vain += 1,
+            _ if state.credit > self.most / 4 => state.vain = 0,
+            _ => {}
+        }
+        if state.vain > 1 {
+            return false;
+        }
+        state.since = Some(now);
+        if !state.waker.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
+            state.waker = Some(waker.clone());
+        }
+        true
+    }
+
+    /// Waits until the client has taken so many bytes, which the connection has.
+    pub(super) fn send(&self, bytes: usize, now: Moment) {
+        self.earn(bytes, now).since = Some(now);
+    }
+
+    /// Spends the time since the last tick. Returns `true` if it was waited for without credit.
+    pub(super) fn is_spent(&self, now: Moment) -> bool {
+        let mut state = lock(&self.state);
+        if state.since.is_none() {
+            return false;
+        }
+        state.settle(now, Duration::MAX);
+        state.since = Some(now);
+        state.credit.is_zero()
+    }
+
+    /// Wakes the task that reads the body if half of its credit was spent since its last read.
+    pub(super) fn probe(&self, now: Moment) {
+        let mut state = lock(&self.state);
+        if state.since.is_some_and(|since| now - since >= state.due()) {
+            state.settle(now, self.most);
+            state.woken_at = Some(now);
+            let waker = state.waker.take();
+            drop(state);
+            waker.into_iter().for_each(Waker::wake);
+        }
+    }
+
+    pub(super) const fn rate(&self) -> MinDataRate {
+        self.rate
+    }
+}
+
+/// The pace of a body that belongs to no admitted request, which the control loop wakes.
+#[derive(Debug)]
+pub(super) struct RegisteredPace {
+    admission: Admission,
+    pace: Pace,
+}
+
+impl RegisteredPace {
+    pub(super) fn new(rate: MinDataRate, admission: &Admission) -> Arc<Self> {
+        let (admission, pace) = (admission.clone(), Pace::of_request(rate));
+        let registered = Arc::new(Self { admission, pace });
+        registered.admission.state().register(Arc::new(WeakPace(Arc::downgrade(&registered))));
+        registered
+    }
+
+    /// Like [`Pace::received`].
+    pub(super) fn received(&self, bytes: usize) {
+        self.pace.received(bytes, self.admission.state().last_tick());
+    }
+
+    /// Like [`Pace::wait`].
+    pub(super) fn wait(&self, waker: &Waker) -> bool {
+        self.pace.wait(waker, self.admission.state().last_tick())
+    }
+}
+
+/// A pace that does not keep its body.
+struct WeakPace(Weak<RegisteredPace>);
+
+impl LargeRequest for WeakPace {
+    fn reserved(&self) -> Option<ByteSize> {
+        self.0.upgrade().map(|_| ByteSize::ZERO)
+    }
+
+    fn has_time_limit(&self) -> bool {
+        true
+    }
+
+    fn check_time(&self, now: Moment) {
+        if let Some(registered) = self.0.upgrade() {
+            registered.pace.probe(now);
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::Wake;
+
+    use super::*;
+
+    const GRACE: Duration = Duration::from_secs(10);
+    const SECOND: Duration = Duration::from_secs(1);
+    const TICK: Duration = Duration::from_millis(100);
+    /// The time of two reads without credit.
+    const READS: Duration = Duration::from_millis(200);
+
+    fn rate(bytes: u64) -> MinDataRate {
+        MinDataRate { bytes_per_second: ByteSize::new(bytes), grace: GRACE }
+    }
+
+    #[derive(Default)]
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits for so long, in a task that reads promptly once it is woken. Returns `false` if the
+    /// body ends.
+    fn waits(pace: &Pace, now: &mut Moment, time: Duration) -> bool {
+        let (task, until) = (Arc::new(Woken::default()), *now + time);
+        let waker = Waker::from(Arc::clone(&task));
+        let mut goes_on = pace.wait(&waker, *now);
+        while goes_on && *now < until {
+            *now = *now + TICK.min(until - *now);
+            pace.probe(*now);
+            goes_on = !task.0.swap(false, Ordering::Relaxed) || pace.wait(&waker, *now);
+        }
+        goes_on
+    }
+
+    /// Returns `true` if a response is spent after this time.
+    fn is_spent_after(pace: &Pace, now: &mut Moment, time: Duration) -> bool {
+        let until = *now + time;
+        while *now < until {
+            *now = *now + TICK.min(until - *now);
+            if pace.is_spent(*now) {
+                return true;
+            }
+        }
+        false
+    }
+
+    #[test]
+    fn a_body_at_the_minimum_rate_never_ends_and_a_slower_one_does() {
+        for (bytes, is_enough) in [(1000, true), (999, false), (1, false)] {
+            let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+            let mut seconds = 0;
+            while seconds < 100_000 && waits(&pace, &mut now, SECOND) {
+                pace.received(bytes, now);
+                seconds += 1;
+            }
+            assert_eq!(seconds == 100_000, is_enough, "{bytes} B/s: {seconds} s");
+        }
+    }
+
+    /// A client that is fast at first must not earn the time to hold its request for hours.
+    #[test]
+    fn a_request_earns_no_more_than_the_grace_period() {
+        let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+        assert!(waits(&pace, &mut now, SECOND));
+        pace.received(1 << 30, now);
+        assert!(waits(&pace, &mut now, GRACE - SECOND));
+        assert!(!waits(&pace, &mut now, SECOND + READS));
+    }
+
+    #[test]
+    fn only_the_time_of_waits_counts() {
+        let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+        for _ in 0..9 {
+            assert!(waits(&pace, &mut now, SECOND));
+            pace.received(0, now);
+            now = now + 100 * GRACE;
+        }
+        assert!(!waits(&pace, &mut now, SECOND + READS));
+    }
+
+    /// jetty#4641, KestrelHttpServer#2855: a service that stood still ended what its clients sent.
+    #[test]
+    fn time_in_which_the_service_stands_still_is_not_the_clients() {
+        for standstill in [GRACE, 100 * GRACE] {
+            let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+            // The thread of the task is blocked, also when little credit is left.
+            for credit in [GRACE, SECOND, TICK] {
+                assert!(waits(&pace, &mut now, GRACE - credit));
+                for _ in 0..standstill.as_millis() / TICK.as_millis() {
+                    now = now + TICK;
+                    pace.probe(now);
+                }
+                assert!(pace.wait(Waker::noop(), now), "it reads once more");
+                pace.received(10_000, now);
+            }
+            // The process is stopped.
+            assert!(waits(&pace, &mut now, SECOND));
+            now = now + standstill;
+            assert!(waits(&pace, &mut now, SECOND));
+            assert!(!waits(&pace, &mut now, GRACE), "the client is silent");
+            let (pace, mut now) = (Pace::of_response(rate(1 << 20)), now);
+            pace.send(0, now);
+            now = now + standstill;
+            assert!(!pace.is_spent(now));
+            assert!(is_spent_after(&pace, &mut now, GRACE));
+        }
+    }
+
+    #[test]
+    fn a_large_part_of_a_response_may_take_its_time_and_that_of_the_buffers() {
+        let rate = rate(ByteSize::mib(1).get());
+        let (pace, mut now) = (Pace::of_response(rate), Moment::ORIGIN);
+        pace.send(100 << 20, now);
+        assert!(!is_spent_after(&pace, &mut now, GRACE + 99 * SECOND));
+        assert!(is_spent_after(&pace, &mut now, SECOND));
+        // Of what was taken at once, no more than the buffers hold counts.
+        let (pace, mut now) = (Pace::of_response(rate), Moment::ORIGIN);
+        pace.send(100 << 20, now);
+        pace.send(0, now + SECOND);
+        now = now + SECOND;
+        assert!(!is_spent_after(&pace, &mut now, GRACE));
+        assert!(is_spent_after(&pace, &mut now, SECOND));
+    }
+
+    #[test]
+    fn without_a_rate_any_byte_within_the_grace_period_is_enough() {
+        let (pace, mut now) = (Pace::of_request(rate(0)), Moment::ORIGIN);
+        for _ in 0..1000 {
+            assert!(waits(&pace, &mut now, GRACE - SECOND));
+            pace.received(1, now);
+        }
+        assert!(!waits(&pace, &mut now, GRACE + READS));
     }
 }

@@ -1,4 +1,5 @@
-//! Adds the memory of a request to the figures of its route and its tenant.
+//! The parts of a request's head that are kept while it runs (method, route, tenant), and the
+//! figures of the route and the tenant to which its memory is added.
 //!
 //! The permit calls this module when a request ends, and when the live bytes that it reports
 //! change. The record of a route is kept with the learned need of the route, so most requests need
@@ -7,26 +8,27 @@
 //! Invariant: each measured request that is not exempt counts for one route, and for one tenant if
 //! it has one; its live bytes are subtracted from the records to which they were added.
 
+use std::fmt;
 use std::sync::Arc;
+
+use http::{HeaderValue, Method, Version};
 
 use crate::bytes::ByteSize;
 use lowtide_admission::Permit;
-use lowtide_admission::layer::{KeptUsage, NameSource, Usage};
+use lowtide_admission::layer::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
+use lowtide_admission::learning::Compared;
 use lowtide_heap::unmeasured;
-
-use super::learned::Lesson;
-use super::origin::{Origin, Tenant};
 
 /// Passes the record of the request's route to `act`, or that of all routes without one.
 #[inline]
 fn with_route<R>(
     permit: &Permit,
-    origin: &Origin,
-    lesson: &Lesson,
+    origin: &RequestOrigin,
+    need: &Compared,
     succeeded: bool,
     act: impl FnOnce(&Arc<Usage>) -> R,
 ) -> R {
-    let kept = lesson.usage();
+    let kept = need.usage();
     match kept.get(|| (origin.method.as_str(), origin.route.as_bytes())) {
         Some(usage) => act(usage),
         None => act(&look_up(kept, permit, origin, succeeded)),
@@ -34,7 +36,12 @@ fn with_route<R>(
 }
 
 #[cold]
-fn look_up(kept: &KeptUsage, permit: &Permit, origin: &Origin, succeeded: bool) -> Arc<Usage> {
+fn look_up(
+    kept: &KeptUsage,
+    permit: &Permit,
+    origin: &RequestOrigin,
+    succeeded: bool,
+) -> Arc<Usage> {
     let source = match (origin.is_matched, succeeded) {
         (true, _) => NameSource::Program,
         (false, true) => NameSource::Client,
@@ -58,8 +65,8 @@ pub(super) struct LiveIn {
 impl LiveIn {
     /// Returns the records of a running request.
     #[cold]
-    pub(super) fn new(permit: &Permit, origin: &Origin, lesson: &Lesson) -> Self {
-        let route = with_route(permit, origin, lesson, false, Arc::clone);
+    pub(super) fn new(permit: &Permit, origin: &RequestOrigin, need: &Compared) -> Self {
+        let route = with_route(permit, origin, need, false, Arc::clone);
         let tenant = origin.tenant.as_ref().map(|tenant| of_tenant(permit, tenant));
         Self { route, tenant }
     }
@@ -77,12 +84,12 @@ impl LiveIn {
 #[inline]
 pub(super) fn add(
     permit: &Permit,
-    origin: &Origin,
-    lesson: &Lesson,
+    origin: &RequestOrigin,
+    need: &Compared,
     succeeded: bool,
     (peak, claim): (ByteSize, ByteSize),
 ) {
-    with_route(permit, origin, lesson, succeeded, |route| route.add(peak, claim));
+    with_route(permit, origin, need, succeeded, |route| route.add(peak, claim));
     if let Some(tenant) = &origin.tenant {
         of_tenant(permit, tenant).add(peak, claim);
     }
@@ -90,4 +97,97 @@ pub(super) fn add(
 
 fn of_tenant(permit: &Permit, tenant: &Tenant) -> Arc<Usage> {
     unmeasured(|| permit.state().usage_of_tenant(tenant.name()))
+}
+
+/// The parts of a request's head that name it to operators and select the answer.
+#[derive(Clone, Debug)]
+pub(super) struct RequestOrigin {
+    pub(super) method: Method,
+    pub(super) version: Version,
+    pub(super) route: RouteLabel,
+    /// `true` if the route is a pattern of the program.
+    pub(super) is_matched: bool,
+    pub(super) tenant: Option<Tenant>,
+    pub(super) content_type: Option<HeaderValue>,
+}
+
+/// The name of a route, shortened to a fixed size, so that each request can have a copy.
+#[derive(Clone, Copy)]
+pub(super) struct RouteLabel {
+    text: [u8; NAME_MAX],
+    length: u8,
+}
+
+impl RouteLabel {
+    pub(super) fn new(route: &str) -> Self {
+        let route = shortened(route).as_bytes();
+        let mut text = [0; NAME_MAX];
+        if let Some(to) = text.get_mut(..route.len()) {
+            to.copy_from_slice(route);
+        }
+        Self { text, length: u8::try_from(route.len()).unwrap_or_default() }
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8] {
+        self.text.get(..self.length.into()).unwrap_or_default()
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        std::str::from_utf8(self.as_bytes()).unwrap_or_default()
+    }
+}
+
+impl fmt::Display for RouteLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl fmt::Debug for RouteLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.to_string(), f)
+    }
+}
+
+/// The tenant of a request: the customer, project or key for which it runs. A trusted layer around
+/// [`MemoryLayer`](super::MemoryLayer) inserts it into the request's extensions, for example after
+/// authentication. Large requests are then listed with their tenant, and the memory of each tenant
+/// is published.
+///
+/// Names are shortened to 64 bytes. Only the first 32 tenants of a process have figures of their
+/// own. Don't use names that clients choose freely, since they could use up these 32.
+///
+/// ```
+/// use http::Request;
+/// use lowtide::service::Tenant;
+///
+/// /// Called before the memory layer. Create the tenants once: clones are cheap.
+/// fn authenticated<B>(mut request: Request<B>, tenant: &Tenant) -> Request<B> {
+///     request.extensions_mut().insert(tenant.clone());
+///     request
+/// }
+/// # let request = authenticated(Request::new(()), &Tenant::new("acme"));
+/// # assert_eq!(request.extensions().get::<Tenant>().unwrap().name(), "acme");
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Tenant(Arc<str>);
+
+impl Tenant {
+    /// Creates a tenant with this name.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        Self(shortened(name).into())
+    }
+
+    /// Returns its name, shortened to 64 bytes.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Tenant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Tenant").field(&self.name()).finish()
+    }
 }

@@ -16,7 +16,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::metrics::names::{Kind, SECONDS_BUCKETS, TABLE};
+use lowtide::metrics::names::{MetricKind, SECONDS_BUCKETS, TABLE};
 use lowtide::{ByteSize, Memory};
 use lowtide_heap::HeapProbe;
 
@@ -25,14 +25,14 @@ use crate::support::{Tree, advance_until};
 
 /// An observation in every histogram of the table.
 fn observe_all() {
-    for metric in TABLE.iter().filter(|metric| metric.kind == Kind::Histogram) {
+    for metric in TABLE.iter().filter(|metric| metric.kind == MetricKind::Histogram) {
         metrics::histogram!(metric.name).record(0.002);
     }
 }
 
 /// Each histogram of the table is one, and not a summary, with its buckets and the one above all.
 fn every_histogram_has_its_buckets(text: &str) {
-    let histograms = TABLE.iter().filter(|metric| metric.kind == Kind::Histogram);
+    let histograms = TABLE.iter().filter(|metric| metric.kind == MetricKind::Histogram);
     let mut count = 0;
     for metric in histograms {
         let name = metric.name;

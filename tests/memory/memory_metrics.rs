@@ -14,7 +14,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::memory::Builder;
 use lowtide::metrics::MetricsTier;
-use lowtide::metrics::names::{Kind, Metric, TABLE};
+use lowtide::metrics::names::{Metric, MetricKind, TABLE};
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
@@ -80,7 +80,7 @@ impl Scrape {
 fn stem(series: &str, metric: &Metric) -> Option<&'static str> {
     let rest = series.strip_prefix(metric.name)?;
     let parts: &[&str] =
-        if metric.kind == Kind::Histogram { &["_bucket", "_sum", "_count"] } else { &[""] };
+        if metric.kind == MetricKind::Histogram { &["_bucket", "_sum", "_count"] } else { &[""] };
     parts.contains(&rest).then_some(metric.name)
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide::clock::{ManualClock, Moment};
-use lowtide::config::arena::{ArenaOptions, RunOptions};
+use lowtide::config::arena::ArenaOptions;
 use lowtide::config::{DeviceChoice, Profile, env};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
@@ -122,7 +122,7 @@ fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
     let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
     let slot = Slot::device("session", 0);
     let session = memory.use_arena(&slot, &ArenaOptions::new()).expect("opened");
-    let targets = RunOptions::shrinking("gpu:0".parse().expect("valid"));
+    let targets = Some("gpu:0".parse().expect("valid"));
     let run = memory.run(targets).expect("begins");
     assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest while the process forks");
 

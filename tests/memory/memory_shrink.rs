@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use lowtide::config::DeviceChoice;
-use lowtide::config::arena::{ArenaOptions, RunOptions, SHRINK_OPTION, Targets};
+use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION, Targets};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::memory::{ShrinkError, ShrinkOutcome, Slot};
@@ -79,7 +79,7 @@ fn a_wrong_selector_shrinks_nothing() {
 fn a_run_shrinks_when_it_ends_and_a_wrong_selector_does_not_begin_it() {
     let memory = start();
     let arena = memory.open_arena("embedder").expect("opens");
-    let options = |selector| RunOptions::from_entries([(SHRINK_OPTION, selector)]).expect("valid");
+    let options = |selector| Targets::of_run([(SHRINK_OPTION, selector)]).expect("valid");
     let refused = memory.run(options("gpu:3")).expect_err("no such device");
     assert!(matches!(refused, ShrinkError::UnknownTarget { .. }));
     let idle = || drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
@@ -89,7 +89,7 @@ fn a_run_shrinks_when_it_ends_and_a_wrong_selector_does_not_begin_it() {
     assert!(!before.is_zero(), "not before the end");
     assert_eq!(run.end().released(), before);
     // Without an option nothing is shrunk.
-    let run = memory.run(RunOptions::new()).expect("begins");
+    let run = memory.run(None).expect("begins");
     idle();
     assert!(run.end().targets.is_empty());
     assert!(!arena.glance().idle.is_zero());

@@ -14,7 +14,7 @@ use http_body::{Body, Frame, SizeHint};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::heap::unmeasured;
-use lowtide::service::{MemoryLayer, RequestBody, SharedPermit, scope, scope_blocking};
+use lowtide::service::{MemoryLayer, RequestBody, RequestPermit, scope, scope_blocking};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Budget, Cost};
 use test_fork::test;
@@ -115,7 +115,7 @@ async fn data<B: Body<Data = Bytes> + Unpin>(body: &mut B) -> Bytes {
 
 /// Fails unless so many bytes are live, rounded to a size class, beside a few small blocks.
 fn assert_live(bytes: usize) {
-    let permit = SharedPermit::current().expect("within a request");
+    let permit = RequestPermit::current().expect("within a request");
     // Work that runs counts at its end: end it.
     permit.release(ByteSize::ZERO);
     let live = permit.memory().expect("measured").live.get();
@@ -252,7 +252,7 @@ fn frames_that_another_task_reads_and_drops_count_no_longer_than_they_live() {
         let mut body = request.into_body();
         let elsewhere = || while now(Box::pin(next(&mut body))).is_some() {};
         std::thread::scope(|scope| scope.spawn(elsewhere).join()).expect("no panic");
-        let peak = SharedPermit::current().and_then(|permit| permit.memory()).map(|m| m.peak);
+        let peak = RequestPermit::current().and_then(|permit| permit.memory()).map(|m| m.peak);
         assert!(peak.expect("measured") < ByteSize::kib(64), "{peak:?}");
         empty().await
     })));
@@ -384,7 +384,7 @@ fn spawned_work_counts_in_a_scope_and_the_reservation_lasts_as_long() {
         empty().await
     });
     assert!(poll(&mut call).is_pending());
-    assert!(SharedPermit::current().is_none());
+    assert!(RequestPermit::current().is_none());
     let mut task = spawned.lock().expect("no panic").take().expect("spawned");
     assert!(poll(&mut task).is_pending());
     drop(now(call));
@@ -398,7 +398,7 @@ fn spawned_work_counts_in_a_scope_and_the_reservation_lasts_as_long() {
 fn memory_that_changes_hands_is_adopted_and_released() {
     let bed = Bed::new();
     drop(now(bed.call(Vec::new(), async |_: Received| {
-        let permit = SharedPermit::current().expect("within a request");
+        let permit = RequestPermit::current().expect("within a request");
         let given = black_box(vec![7_u8; 8 * MIB]);
         permit.release(ByteSize::of(8 * MIB));
         assert_live(0);
@@ -463,7 +463,7 @@ fn a_request_that_is_cancelled_frees_what_it_held() {
     let permits = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&permits);
     let mut call = bed.call(Vec::new(), async |_: Received| {
-        noted.lock().expect("no panic").push(SharedPermit::current().expect("within a request"));
+        noted.lock().expect("no panic").push(RequestPermit::current().expect("within a request"));
         let held = black_box(vec![7_u8; 30 * MIB]);
         wait_once().await;
         drop(held);

@@ -12,7 +12,7 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Region, SleepState};
 use lowtide::memory::{AdminTask, AdminTaskState};
-use lowtide::service::{Admin, AdminToken, Endpoints, Peer};
+use lowtide::service::{Admin, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::Resource as _;
 use serde_json::Value;
@@ -41,7 +41,7 @@ impl Service {
         let memory = builder.device(DeviceChoice::Host).start().expect("starts");
         let admin = match token {
             None => Admin::loopback(own),
-            Some(token) => Admin::with_token(own, AdminToken::new(token).expect("a token")),
+            Some(token) => Admin::with_token(own, token).expect("a token"),
         };
         let endpoints = Endpoints::new(Some(memory.clone())).with_admin(admin);
         Self { memory, clock, endpoints, _tree: tree }

@@ -19,7 +19,7 @@ use lowtide::admission::{
 };
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{MemoryLayer, RequestBody, ResponseBody, SharedPermit, rejection, scope};
+use lowtide::service::{MemoryLayer, RequestBody, RequestPermit, ResponseBody, rejection, scope};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -276,7 +276,7 @@ fn a_cap_below_the_claim_is_a_mistake() {
 fn a_handler_that_waits_for_its_cancellation_answers_itself() {
     let bed = Bed::new();
     let mut call = bed.call("/polite", |request| async move {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         let cancelled = pin!(permit.cancelled());
         wait_once().await;
         let held = block(40);
@@ -304,7 +304,7 @@ fn a_handler_that_waits_for_its_cancellation_answers_itself() {
 fn memory_that_a_handler_reserved_belongs_to_its_claim() {
     let bed = Bed::new();
     let mut call = bed.call("/grows", |request| async move {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         permit.grow(ByteSize::mib(20)).expect("fits");
         wait_once().await;
         let _held = block(40);
@@ -442,7 +442,7 @@ fn at_level_critical_the_furthest_above_its_claim_goes_first() {
     let permits = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&permits);
     let mut answered = bed.call("/answered", move |request| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         noted.lock().expect("no panic").push(permit);
         async { ok() }
     });
@@ -477,7 +477,7 @@ fn a_request_whose_head_was_returned_is_not_interrupted() {
     let permits = Arc::new(Mutex::new(Vec::new()));
     let noted = Arc::clone(&permits);
     let mut call = bed.call("/upgrade", move |request| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         noted.lock().expect("no panic").push(permit);
         async {
             let mut answer = ok();

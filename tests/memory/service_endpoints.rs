@@ -145,10 +145,28 @@ fn metrics_are_what_the_application_renders_at_each_request() {
     assert_eq!(get(&endpoints, "/metrics").body(), "x_total 0\n");
     let response = get(&endpoints, "/metrics");
     assert_eq!(response.body(), "x_total 1\n");
-    assert_eq!(response.headers()["content-type"], lowtide::metrics::prometheus::CONTENT_TYPE);
+    assert_eq!(response.headers()["content-type"], "text/plain; version=0.0.4; charset=utf-8");
 }
 
 /// The bug: any site could have a name of its own lead here, and read the figures in a browser.
+/// The bug: `POST /memory` was answered like GET, so a command sent to the wrong path seemed to work.
+#[test]
+fn figures_were_answered_to_any_method() {
+    let endpoints = Endpoints::new(None).with_metrics(String::new);
+    let status = |method: &str, path: &str| {
+        let request = Request::builder().method(method).uri(path).body(()).expect("valid");
+        let answer = endpoints.answer_request(&request).expect("one of its paths");
+        (answer.status().as_u16(), answer.headers().get("allow").cloned())
+    };
+    let allow = http::HeaderValue::from_static("GET, HEAD");
+    for path in ["/memory", "/metrics"] {
+        assert_eq!(status("HEAD", path), (200, None), "{path}");
+        assert_eq!(status("POST", path), (405, Some(allow.clone())), "{path}");
+    }
+    // Load balancers choose the method of their checks.
+    assert_eq!(status("OPTIONS", "/healthz"), (200, None));
+}
+
 #[test]
 fn figures_were_told_whatever_host_was_asked() {
     let known = ["localhost", "LOCALHOST:8081", "127.0.0.1:8081", "10.0.0.7", "[::1]:8081"];

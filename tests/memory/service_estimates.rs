@@ -4,7 +4,6 @@
 use std::convert::Infallible;
 use std::future::{Future, pending, ready};
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
@@ -14,9 +13,10 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{Empty, Full};
 use lowtide::ByteSize;
 use lowtide::service::{
-    Constant, ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, Estimated, FromHeader, Learned,
-    MemoryLayer, ROUTES_MAX, RequestBody, SharedPermit,
+    ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, FromHeader, MemoryLayer, RequestBody,
+    RequestPermit,
 };
+use lowtide_admission::learning::{Compared, Kind, Needs, ROUTES_MAX, Room};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority};
 use tower::{Layer, Service, service_fn};
 use tower_test::mock;
@@ -115,7 +115,7 @@ fn a_header_says_what_is_needed_and_nonsense_says_nothing() {
 fn estimates_of_nothing_and_of_everything_book_nothing_or_are_refused_as_never_fitting() {
     let admission = Admission::with_limit(CEILING);
     let answer = |bytes: ByteSize| {
-        let constant = Constant::new(Cost::host(bytes));
+        let constant = Cost::host(bytes);
         let handler = |_: Received| ready(Ok::<_, Infallible>(Answer::default()));
         let mut service = MemoryLayer::new(admission.clone(), constant).layer(service_fn(handler));
         let response = now(service.call(asked(Request::get("/")))).expect("no error");
@@ -127,64 +127,59 @@ fn estimates_of_nothing_and_of_everything_book_nothing_or_are_refused_as_never_f
     assert_eq!(reserved(&admission), ByteSize::ZERO);
 }
 
-/// One estimator for the layer, and for the test to ask.
-struct Shared<E>(Arc<E>);
-
-impl<E: Estimate> Estimate for Shared<E> {
-    fn estimate(&self, head: &Parts) -> (Cost, Priority) {
-        self.0.estimate(head)
-    }
-
-    fn estimate_to_learn(&self, head: &Parts) -> Estimated {
-        self.0.estimate_to_learn(head)
-    }
-}
-
-/// A service whose requests hold what their header says, and tell the permit.
-fn serve<E: Estimate>(
+/// A service of these paths that learns from a guess. Its requests hold what their header says, tell
+/// the permit, and answer with what they had reserved at first.
+fn serve(
     admission: &Admission,
-    estimate: E,
-) -> impl Service<Asked, Response = Response<impl Sized>, Error = Infallible> {
+    guess: ByteSize,
+) -> impl Service<Asked, Response = Response<impl Body<Data = Bytes>>, Error = Infallible> {
     let handler = |request: Received| {
         let held = request.headers().get("held").and_then(|held| held.to_str().ok()?.parse().ok());
-        let permit = request.extensions().get::<SharedPermit>().expect("put there");
-        let fits = held.map(|held| permit.hold(ByteSize::new(held)));
+        let permit = request.extensions().get::<RequestPermit>().expect("put there");
+        let reserved = permit.reserved().get();
+        let _ = held.map(|held| permit.hold(ByteSize::new(held)));
         assert_eq!(permit.peak().map(ByteSize::get), held);
-        let fits = fits.is_none_or(|fits| fits.is_ok());
-        ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(fits.to_string()))))
+        let answer =
+            Response::builder().header("reserved", reserved).body(Full::<Bytes>::default());
+        ready(Ok::<_, Infallible>(answer.expect("a valid answer")))
     };
-    MemoryLayer::new(admission.clone(), estimate).layer(service_fn(handler))
+    let by_path = |head: &Parts| head.uri.path().to_owned();
+    MemoryLayer::new(admission.clone(), Cost::host(guess))
+        .with_route_key(by_path)
+        .layer(service_fn(handler))
 }
 
-fn by_path(head: &Parts) -> String {
-    head.uri.path().to_owned()
+/// Returns what the next request of a path reserves.
+fn next<R>(
+    service: &mut impl Service<Asked, Response = Response<R>, Error = Infallible>,
+    request: Builder,
+) -> ByteSize {
+    let answer = now(service.call(asked(request))).expect("no error");
+    let reserved = answer.headers()["reserved"].to_str().expect("digits").parse();
+    ByteSize::new(reserved.expect("digits"))
 }
 
 #[test]
-fn a_route_learns_what_its_requests_said_to_hold_and_others_do_not() {
+fn a_key_learns_what_its_requests_said_to_hold_and_others_do_not() {
     let admission = Admission::with_limit(CEILING);
-    let estimate = Arc::new(Learned::new(ByteSize::mib(8), by_path));
-    let asking = Arc::clone(&estimate);
-    let mut service = serve(&admission, Shared(estimate));
-    let of = |path: &str| host(&*asking, Request::get(path));
-    for (path, held) in [("/small", 1_000_u64), ("/large", 20 << 20)] {
+    let mut service = serve(&admission, ByteSize::mib(8));
+    for (path, held) in [("/small", 1 << 20), ("/large", 20 << 20)] {
         for _ in 0..40 {
-            let request = Request::get(path).header("held", held);
-            drop(now(service.call(asked(request))).expect("no error"));
+            next(&mut service, Request::get(path).header("held", held));
         }
-        assert_eq!(of(path), ByteSize::new(held), "{path}");
+        assert_eq!(next(&mut service, Request::get(path)).get(), held, "{path}");
     }
     for _ in 0..40 {
-        drop(now(service.call(asked(Request::get("/silent")))).expect("no error"));
+        next(&mut service, Request::get("/silent"));
     }
-    assert_eq!(of("/silent"), ByteSize::mib(8), "what was only booked is no news");
+    let silent = next(&mut service, Request::get("/silent"));
+    assert_eq!(silent, ByteSize::mib(16), "what was only reserved is no news");
     assert_eq!(reserved(&admission), ByteSize::ZERO);
-    // Of a request that is turned away half-way the wish counts, or it would never be estimated.
+    // Of a request that is rejected half-way the wish counts, or it would never be estimated.
     for _ in 0..10 {
-        let request = Request::get("/wish").header("held", CEILING.get() + 1);
-        drop(now(service.call(asked(request))).expect("no error"));
+        next(&mut service, Request::get("/wish").header("held", CEILING.get() + 1));
     }
-    assert_eq!(of("/wish").get(), CEILING.get() + 1);
+    assert!(next(&mut service, Request::get("/wish")) > ByteSize::mib(60));
 }
 
 /// The bug: without measured requests the route was refused from then on, so that nothing could
@@ -192,7 +187,7 @@ fn a_route_learns_what_its_requests_said_to_hold_and_others_do_not() {
 #[test]
 fn one_request_that_wished_for_too_much_closed_its_route_for_ever() {
     let admission = Admission::with_limit(CEILING);
-    let mut service = serve(&admission, Learned::new(ByteSize::mib(4), by_path));
+    let mut service = serve(&admission, ByteSize::mib(4));
     let mut status = |held: u64| {
         let request = Request::get("/").header("held", held);
         now(service.call(asked(request))).expect("no error").status()
@@ -209,80 +204,79 @@ fn one_request_that_wished_for_too_much_closed_its_route_for_ever() {
 #[test]
 fn a_permit_that_grew_teaches_and_one_that_only_shrank_does_not() {
     let admission = Admission::with_limit(CEILING);
-    for (grows, learned) in [(true, 10), (false, 4)] {
-        let estimate = Shared(Arc::new(Learned::new(ByteSize::mib(4), |_: &Parts| ())));
-        let asking = Shared(Arc::clone(&estimate.0));
+    for (grows, learned) in [(true, 14), (false, 8)] {
         let handler = move |request: Received| {
-            let permit = request.extensions().get::<SharedPermit>().expect("put there");
+            let permit = request.extensions().get::<RequestPermit>().expect("put there");
+            let reserved = permit.reserved();
             if grows {
                 permit.grow(ByteSize::mib(6)).expect("fits");
             }
             permit.shrink(ByteSize::mib(3));
-            ready(Ok::<_, Infallible>(Answer::default()))
+            let answer = Response::builder().header("reserved", reserved.get());
+            ready(Ok::<_, Infallible>(answer.body(Full::<Bytes>::default()).expect("valid")))
         };
-        let mut service = MemoryLayer::new(admission.clone(), estimate).layer(service_fn(handler));
-        drop(now(service.call(asked(Request::get("/")))).expect("no error"));
-        assert_eq!(host(&asking, Request::get("/")), ByteSize::mib(learned));
+        let mut service = MemoryLayer::new(admission.clone(), Cost::host(ByteSize::mib(4)))
+            .with_route_key(|_| ())
+            .layer(service_fn(handler));
+        assert_eq!(next(&mut service, Request::get("/")), ByteSize::mib(8), "twice the guess");
+        assert_eq!(next(&mut service, Request::get("/")), ByteSize::mib(learned));
     }
+}
+
+/// The need of the requests of a route, with an estimate of 1 MiB.
+fn need(needs: &Needs, route: u64) -> Compared {
+    let kind = Kind { route: route << 32, is_declared: true, has_many_routes: false };
+    needs.of(kind, ByteSize::mib(1), false)
 }
 
 #[test]
 fn routes_beyond_the_bound_share_one_estimate() {
-    let estimate = Learned::new(ByteSize::mib(1), by_path);
-    let lesson = |path: String| {
-        estimate.estimate_to_learn(&head(Request::get(path))).lesson.expect("it learns")
-    };
-    for nth in 0..ROUTES_MAX {
-        lesson(format!("/known/{nth}")).learn(ByteSize::kib(1));
+    let needs = Needs::default();
+    for nth in 0..ROUTES_MAX as u64 {
+        need(&needs, nth).learn(ByteSize::kib(1));
     }
     for nth in 0..10_000 {
-        lesson(format!("/made-up/{nth}")).learn(ByteSize::mib(7));
+        need(&needs, 1_000 + nth).learn(ByteSize::mib(7));
     }
-    assert_eq!(host(&estimate, Request::get("/made-up/x")), ByteSize::mib(7));
-    assert_eq!(host(&estimate, Request::get("/known/0")), ByteSize::mib(1));
-    assert!(format!("{estimate:?}").contains(&format!("known: {ROUTES_MAX}")), "{estimate:?}");
+    assert_eq!(need(&needs, 100_000).claim(Room::UNLIMITED), ByteSize::mib(7));
+    assert_eq!(need(&needs, 0).claim(Room::UNLIMITED), ByteSize::mib(2), "too few of it");
+    assert!(format!("{needs:?}").contains(&format!("known: {ROUTES_MAX}")), "{needs:?}");
 }
 
 /// The bug: each path that a client made up took a place for ever, and the routes that came later
 /// shared one estimate.
 #[test]
 fn paths_that_taught_nothing_give_up_their_places() {
-    let estimate = Learned::new(ByteSize::mib(1), by_path);
-    let ask = |path: String| estimate.estimate_to_learn(&head(Request::get(path)));
+    let needs = Needs::default();
     for nth in 0..10_000 {
-        ask(format!("/made-up/{nth}"));
+        need(&needs, 1_000 + nth);
     }
-    let learn = |path: &str, held| {
-        (0..8).for_each(|_| ask(path.to_owned()).lesson.expect("it learns").learn(held));
-    };
-    learn("/small", ByteSize::kib(16));
-    learn("/large", ByteSize::mib(7));
-    assert_eq!(host(&estimate, Request::get("/small")), ByteSize::kib(16));
-    assert_eq!(host(&estimate, Request::get("/large")), ByteSize::mib(7));
+    for (route, held) in [(1, ByteSize::kib(16)), (2, ByteSize::mib(7))] {
+        (0..8).for_each(|_| need(&needs, route).learn(held));
+    }
+    assert_eq!(need(&needs, 1).claim(Room::UNLIMITED), ByteSize::kib(16));
+    assert_eq!(need(&needs, 2).claim(Room::UNLIMITED), ByteSize::mib(7));
 }
 
 /// The bug: a client that had been answered at as many paths as have a place kept all of them for
 /// ever, and no other route was told apart from then on.
 #[test]
 fn paths_that_are_not_used_any_more_kept_their_places() {
-    let estimate = Learned::new(ByteSize::mib(1), by_path);
-    let ask = |path: String| {
-        estimate.estimate_to_learn(&head(Request::get(path))).lesson.expect("it learns")
-    };
-    for nth in 0..ROUTES_MAX {
-        ask(format!("/made-up/{nth}")).learn(ByteSize::kib(1));
+    let needs = Needs::default();
+    for nth in 0..ROUTES_MAX as u64 {
+        need(&needs, 1_000 + nth).learn(ByteSize::kib(1));
     }
-    for (path, held) in [("/small", ByteSize::kib(16)), ("/large", ByteSize::mib(7))] {
-        (0..20_000).for_each(|_| ask(path.to_owned()).learn(held));
+    for (route, held) in [(1, ByteSize::kib(16)), (2, ByteSize::mib(7))] {
+        (0..20_000).for_each(|_| need(&needs, route).learn(held));
     }
-    assert_eq!(host(&estimate, Request::get("/small")), ByteSize::kib(16));
-    assert_eq!(host(&estimate, Request::get("/large")), ByteSize::mib(7));
+    assert_eq!(need(&needs, 1).claim(Room::UNLIMITED), ByteSize::kib(16));
+    assert_eq!(need(&needs, 2).claim(Room::UNLIMITED), ByteSize::mib(7));
 }
 
 #[test]
 fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
     let admission = Admission::with_limit(CEILING);
-    let most = Constant::new(Cost::host(CEILING));
+    let most = Cost::host(CEILING);
     let handler = |_: Received| ready(Ok::<_, Infallible>(Answer::default()));
     let layer = MemoryLayer::new(admission.clone(), most).exempt_paths(Endpoints::PATHS);
     let mut service = layer.layer(service_fn(handler));
@@ -342,7 +336,7 @@ fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() 
     let most = 20 * EXEMPT_BODY_MAX.get();
     let admission = Admission::with_limit(ByteSize::new(16 * most));
     let endless = |_: Request<RequestBody<Announced>>| pending::<Result<Answer, Infallible>>();
-    let estimate = Constant::new(Cost::host(ByteSize::MAX)); // never fits
+    let estimate = Cost::host(ByteSize::MAX); // never fits
     let mut service = MemoryLayer::new(admission.clone(), estimate)
         .exempt_paths(["/verb"])
         .layer(service_fn(endless));
@@ -370,11 +364,11 @@ fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() 
 fn an_exempt_request_that_grew_without_end_kept_its_share_for_ever() {
     let admission = Admission::with_limit(ByteSize::new(16 * EXEMPT_BODY_MAX.get()));
     let handler = |request: Request<RequestBody<Announced>>| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        let permit = request.extensions().get::<RequestPermit>().expect("put there");
         permit.grow(ByteSize::MAX).expect("an exempt permit always grows");
         ready(Ok::<_, Infallible>(Answer::default()))
     };
-    let estimate = Constant::new(Cost::host(ByteSize::MAX)); // never fits
+    let estimate = Cost::host(ByteSize::MAX); // never fits
     let mut service = MemoryLayer::new(admission.clone(), estimate)
         .exempt_paths(["/verb"])
         .layer(service_fn(handler));
@@ -392,11 +386,11 @@ fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
     let admission = Admission::with_limit(CEILING);
     let name = HeaderName::from_static("x-own-call");
     let handler = |request: Received| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        let permit = request.extensions().get::<RequestPermit>().expect("put there");
         assert!(permit.grow(ByteSize::gib(1)).is_ok(), "it grows beyond the ceiling");
         ready(Ok::<_, Infallible>(Answer::default()))
     };
-    let mut service = MemoryLayer::new(admission.clone(), Constant::new(Cost::ZERO))
+    let mut service = MemoryLayer::new(admission.clone(), Cost::ZERO)
         .exempt(|head| head.uri.path() == "/first")
         .exempt_header(name, &HeaderValue::from_static(SECRET))
         .layer(service_fn(handler));
@@ -421,7 +415,7 @@ fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
 #[test]
 #[should_panic(expected = "secret of 0 bytes: expected 16 or more")]
 fn a_secret_that_everybody_guesses_is_refused() {
-    let layer = MemoryLayer::new(Admission::new(), Constant::new(Cost::ZERO));
+    let layer = MemoryLayer::new(Admission::new(), Cost::ZERO);
     let _ =
         layer.exempt_header(HeaderName::from_static("x-own-call"), &HeaderValue::from_static(""));
 }
@@ -432,8 +426,7 @@ fn a_secret_that_everybody_guesses_is_refused() {
 fn being_ready_takes_no_permit_however_long_it_waits() {
     let admission = Admission::with_limit(CEILING);
     let (inner, mut handle) = mock::pair::<Received, Answer>();
-    let mut service =
-        MemoryLayer::new(admission.clone(), Constant::new(Cost::host(CEILING))).layer(inner);
+    let mut service = MemoryLayer::new(admission.clone(), Cost::host(CEILING)).layer(inner);
     let mut context = Context::from_waker(Waker::noop());
     handle.allow(0);
     for _ in 0..100 {

@@ -21,8 +21,8 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use lowtide::service::{
-    ConnectionBody, Connections, DRAIN_MAX, Estimate, MemoryLayer, RequestBody, ResponseBody,
-    SharedPermit, rejection,
+    ConnectionBody, Connections, DRAIN_MAX, Estimate, MemoryLayer, RequestBody, RequestPermit,
+    ResponseBody, rejection,
 };
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
@@ -285,7 +285,7 @@ fn a_handler_books_more_and_gives_back_through_the_shared_permit() {
     let admission = admission();
     let door = admission.clone();
     let handler = move |request: Received| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         assert_eq!(permit.grow(ByteSize::mib(20)), Ok(()));
         assert_eq!(reserved(&door), ByteSize::mib(30));
         let full = permit.grow(ByteSize::mib(40));
@@ -312,7 +312,7 @@ fn a_permit_that_a_handler_keeps_for_work_behind_the_answer_keeps_its_bytes() {
     let kept = Arc::new(std::sync::Mutex::new(None));
     let place = Arc::clone(&kept);
     let handler = move |request: Received| {
-        *place.lock().unwrap() = request.extensions().get::<SharedPermit>().cloned();
+        *place.lock().unwrap() = request.extensions().get::<RequestPermit>().cloned();
         ready(Ok::<_, Infallible>(Response::new(Body200::default())))
     };
     drop(now(layer(&admission).layer(service_fn(handler)).call(asked())));

@@ -18,9 +18,7 @@ use hyper::service::service_fn;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use lowtide::ByteSize;
-use lowtide::service::{
-    ConnectionBody, Connections, DRAIN_MAX, MemoryLayer, MinDataRate, RequestBody,
-};
+use lowtide::service::{ConnectionBody, Connections, DRAIN_MAX, MemoryLayer, RequestBody};
 use lowtide_admission::{Admission, Cost, RejectReason, RequestPhase};
 use test_fork::test as fork_test;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -50,7 +48,7 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     within(what, waited).await;
 }
 
-const RATE: MinDataRate = MinDataRate::new(ByteSize::kib(16), Duration::from_secs(10));
+const RATE: ByteSize = ByteSize::kib(16);
 
 /// A server whose handler collects its body and answers with its length, or with much, and whose
 /// connections linger.
@@ -71,7 +69,7 @@ impl Server {
             let bytes = request.into_body().collect().await.map_or(0, |body| body.to_bytes().len());
             Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(bytes.to_string()))))
         };
-        let service = layer.without_slow_start().with_min_data_rate(RATE);
+        let service = layer.without_slow_start().with_min_data_rate(RATE, Duration::from_secs(10));
         let service = service.layer(tower::service_fn(handler));
         let mut listener = Connections::new(admission, 64).listen(listener);
         let open = Arc::new(AtomicUsize::new(0));

@@ -15,8 +15,7 @@ use http_body_util::{Empty, Full, StreamBody};
 use lowtide::clock::{Bell, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::service::{
-    Constant, LOAD_REPORT_STREAM_PATH, LoadReportFormat, LoadReportService, LoadReportStream,
-    MemoryLayer, RequestBody,
+    LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream, MemoryLayer, RequestBody,
 };
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Cost};
@@ -35,7 +34,7 @@ const STREAMS_MAX: usize = 256;
 struct Bed {
     memory: Memory,
     clock: Arc<ManualClock>,
-    layer: MemoryLayer<Constant>,
+    layer: MemoryLayer<Cost>,
     service: LoadReportService,
     _tree: Tree,
 }
@@ -45,9 +44,9 @@ impl Bed {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
         let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
-        let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::ZERO))
+        let layer = MemoryLayer::new(memory.admission().clone(), Cost::ZERO)
             .clock(clock.clone())
-            .with_load_reports(LoadReportFormat::Text);
+            .with_load_reports();
         let service = layer.load_report_service();
         Self { memory, clock, layer, service, _tree: tree }
     }
@@ -190,7 +189,7 @@ fn an_invalid_request_ends_with_the_value_that_is_wrong() {
             vec![0x0a, 11, 8, 0xfb, 255, 255, 255, 255, 255, 255, 255, 255, 1],
             "report_interval of -5 s and 0 ns: expected 0 s or more, and 0 to 999999999 ns",
         ),
-        (vec![255; 30], "invalid message at byte 0 of 30: expected OrcaLoadReportRequest"),
+        (vec![255; 30], "invalid message of 30 bytes: expected OrcaLoadReportRequest"),
         (vec![0; 5000], "message of 5000 bytes: expected at most 4096"),
     ] {
         let mut stream = bed.open(&message);
@@ -285,8 +284,7 @@ fn streams_end_with_a_shutdown_after_which_nothing_ticks() {
 
 #[test]
 fn without_a_running_memory_there_are_no_streams() {
-    let layer = MemoryLayer::new(Admission::new(), Constant::new(Cost::ZERO))
-        .with_load_reports(LoadReportFormat::Text);
+    let layer = MemoryLayer::new(Admission::new(), Cost::ZERO).with_load_reports();
     let mut stream =
         Stream::open(&layer.load_report_service(), Full::new(Bytes::from(framed(&every(1)))));
     let text = "load reports are not streamed without a running Memory";
@@ -332,9 +330,8 @@ fn the_services_of_a_layer_have_one_place_in_the_registry() {
 #[test]
 fn the_path_is_exempt_only_if_streams_are_served() {
     let bed = Bed::new();
-    let large = Constant::new(Cost::host(ByteSize::gib(1)));
-    let layer = MemoryLayer::new(bed.memory.admission().clone(), large)
-        .with_load_reports(LoadReportFormat::Text);
+    let large = Cost::host(ByteSize::gib(1));
+    let layer = MemoryLayer::new(bed.memory.admission().clone(), large).with_load_reports();
     let is_rejected = || {
         let handler = service_fn(async |_: Request<RequestBody<Empty<Bytes>>>| {
             Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))

@@ -13,7 +13,7 @@ use http_body::Frame;
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody, SharedPermit};
+use lowtide::service::{MemoryLayer, RequestBody, RequestPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost};
 use lowtide_admission::{Correction, Measured};
@@ -45,20 +45,17 @@ fn correct(admission: &Admission, ceiling: ByteSize) {
     admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
 }
 
-fn layer(
-    admission: &Admission,
-    format: LoadReportFormat,
-) -> (MemoryLayer<Constant>, Arc<ManualClock>) {
+fn layer(admission: &Admission) -> (MemoryLayer<Cost>, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::new());
-    let layer = MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)))
+    let layer = MemoryLayer::new(admission.clone(), Cost::host(COST))
         .with_max_wait(Duration::ZERO)
         .clock(clock.clone());
-    (layer.with_load_reports(format), clock)
+    (layer.with_load_reports(), clock)
 }
 
 /// Calls a handler, and returns the head of the response.
 fn call(
-    layer: &MemoryLayer<Constant>,
+    layer: &MemoryLayer<Cost>,
     request: Request<Empty<Bytes>>,
     mut handler: impl FnMut(Received) -> Answer,
 ) -> Response<()> {
@@ -67,7 +64,7 @@ fn call(
     response.map(drop)
 }
 
-fn get(layer: &MemoryLayer<Constant>) -> Response<()> {
+fn get(layer: &MemoryLayer<Cost>) -> Response<()> {
     call(layer, Request::new(Empty::new()), |_| Response::default())
 }
 
@@ -85,7 +82,7 @@ fn parsed(headers: &HeaderMap) -> BTreeMap<String, f64> {
     fields.collect()
 }
 
-fn report(layer: &MemoryLayer<Constant>) -> BTreeMap<String, f64> {
+fn report(layer: &MemoryLayer<Cost>) -> BTreeMap<String, f64> {
     parsed(get(layer).headers())
 }
 
@@ -98,7 +95,7 @@ fn weight(report: &BTreeMap<String, f64>) -> f64 {
 #[test]
 fn without_the_option_no_response_has_a_report() {
     let admission = admission();
-    let layer = MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)));
+    let layer = MemoryLayer::new(admission.clone(), Cost::host(COST));
     let response = get(&layer);
     assert!(response.headers().is_empty(), "{response:?}");
     let own = |_| Response::builder().header(HEADER, "own").body(Full::default()).expect("valid");
@@ -109,7 +106,7 @@ fn without_the_option_no_response_has_a_report() {
 #[test]
 fn a_report_has_what_is_reserved_and_the_rates() {
     let admission = admission();
-    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    let (layer, clock) = layer(&admission);
     let held = admission.try_admit(Cost::host(ByteSize::mib(30))).expect("fits");
     // 10 requests a second, of which two fail.
     for nth in 0..200 {
@@ -136,8 +133,8 @@ fn a_report_has_what_is_reserved_and_the_rates() {
 fn an_idle_service_reports_a_utilization_that_balancers_accept() {
     let admission = admission();
     let clock = Arc::new(ManualClock::new());
-    let layer = MemoryLayer::new(admission, Constant::new(Cost::ZERO)).clock(clock.clone());
-    let layer = layer.with_load_reports(LoadReportFormat::Text);
+    let layer = MemoryLayer::new(admission, Cost::ZERO).clock(clock.clone());
+    let layer = layer.with_load_reports();
     for _ in 0..20 {
         clock.advance(SECOND / 10);
         get(&layer);
@@ -149,7 +146,7 @@ fn an_idle_service_reports_a_utilization_that_balancers_accept() {
 
 #[test]
 fn without_a_limit_there_is_no_utilization() {
-    let (layer, _clock) = layer(&Admission::new(), LoadReportFormat::Text);
+    let (layer, _clock) = layer(&Admission::new());
     let report = report(&layer);
     assert_eq!(report.keys().collect::<Vec<_>>(), ["eps", "rps_fractional"]);
 }
@@ -159,7 +156,7 @@ fn without_a_limit_there_is_no_utilization() {
 #[test]
 fn a_service_that_sheds_says_so_in_the_rejection_itself_and_for_a_second_after_it() {
     let admission = admission();
-    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    let (layer, clock) = layer(&admission);
     let held = admission.try_admit(Cost::host(ByteSize::mib(35))).expect("fits");
     let before = report(&layer);
     assert!(before["application_utilization"] < 1.0, "{before:?}");
@@ -188,7 +185,7 @@ fn a_service_that_sheds_says_so_in_the_rejection_itself_and_for_a_second_after_i
 fn the_weight_of_a_service_that_sheds_is_at_most_what_it_serves() {
     for rejected in [1, 5, 9, 10] {
         let admission = admission();
-        let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+        let (layer, clock) = layer(&admission);
         let fill = ByteSize::mib(45);
         let mut weights = Vec::new();
         // 10 requests in each tenth of a second, some of which are rejected.
@@ -213,7 +210,7 @@ fn the_weight_of_a_service_that_sheds_is_at_most_what_it_serves() {
 #[test]
 fn a_service_that_rejects_large_requests_reports_the_memory_that_they_ask_for() {
     let admission = admission();
-    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    let (layer, clock) = layer(&admission);
     // Of 21 requests one is rejected, and 45 of 255 MiB.
     for _ in 0..100 {
         clock.advance(SECOND / 10);
@@ -231,12 +228,12 @@ fn a_service_that_rejects_large_requests_reports_the_memory_that_they_ask_for() 
 #[test]
 fn a_growth_that_is_refused_and_done_without_counts_as_full_and_no_more() {
     let admission = admission();
-    let (layer, clock) = layer(&admission, LoadReportFormat::Text);
+    let (layer, clock) = layer(&admission);
     let mut report = BTreeMap::new();
     for _ in 0..100 {
         clock.advance(SECOND / 10);
         let response = call(&layer, Request::new(Empty::new()), |request| {
-            let permit = request.extensions().get::<SharedPermit>().expect("put there");
+            let permit = request.extensions().get::<RequestPermit>().expect("put there");
             (0..50).for_each(|_| assert!(permit.grow(ByteSize::mib(90)).is_err(), "too much now"));
             Response::default()
         });
@@ -250,7 +247,7 @@ fn a_growth_that_is_refused_and_done_without_counts_as_full_and_no_more() {
 fn an_allowance_of_zero_is_full() {
     let admission = admission();
     correct(&admission, ByteSize::ZERO);
-    let (layer, _clock) = layer(&admission, LoadReportFormat::Text);
+    let (layer, _clock) = layer(&admission);
     let response = get(&layer);
     let report = parsed(response.headers());
     assert!(report["named_metrics.host_utilization"] >= 1.0, "{report:?}");
@@ -261,7 +258,7 @@ fn an_allowance_of_zero_is_full() {
 fn the_report_replaces_one_of_the_handler_and_ignores_one_of_the_client() {
     let admission = admission();
     for grpc in [false, true] {
-        let (layer, _clock) = layer(&admission, LoadReportFormat::Text);
+        let (layer, _clock) = layer(&admission);
         let mut request = Request::new(Empty::new());
         for name in [HEADER, METADATA] {
             request.headers_mut().insert(name, "TEXT eps:0".parse().expect("valid"));
@@ -291,21 +288,6 @@ fn the_report_replaces_one_of_the_handler_and_ignores_one_of_the_client() {
     }
 }
 
-#[test]
-fn each_format_is_announced_as_envoy_reads_it() {
-    let admission = admission();
-    for (format, start) in [
-        (LoadReportFormat::Text, "TEXT application_utilization:"),
-        (LoadReportFormat::Json, "JSON {\"application_utilization\":"),
-        (LoadReportFormat::Binary, "BIN "),
-    ] {
-        let (layer, _clock) = layer(&admission, format);
-        let response = get(&layer);
-        let value = response.headers()[HEADER].to_str().expect("text");
-        assert!(value.starts_with(start), "{value}");
-    }
-}
-
 fn grpc_request() -> Request<Empty<Bytes>> {
     let request = Request::post("/test.Echo/Echo").version(Version::HTTP_2);
     let request = request.header("content-type", "application/grpc");
@@ -314,7 +296,7 @@ fn grpc_request() -> Request<Empty<Bytes>> {
 
 /// Returns the head of a gRPC response with these trailers, and the trailers that are sent.
 fn trailers(
-    layer: &MemoryLayer<Constant>,
+    layer: &MemoryLayer<Cost>,
     kind: &'static str,
     status: &'static str,
 ) -> (HeaderMap, HeaderMap) {
@@ -338,7 +320,7 @@ fn trailers(
 #[test]
 fn a_grpc_response_has_the_report_in_its_trailers() {
     let admission = admission();
-    let (layer, _clock) = layer(&admission, LoadReportFormat::Json);
+    let (layer, _clock) = layer(&admission);
     for kind in ["application/grpc", "application/grpc+proto", "application/grpc;charset=x"] {
         let (head, trailers) = trailers(&layer, kind, "0");
         assert!(!head.contains_key(HEADER) && !head.contains_key(METADATA), "{kind}: {head:?}");
@@ -350,13 +332,13 @@ fn a_grpc_response_has_the_report_in_its_trailers() {
         assert_eq!((value.len() % 4, value == "b3RoZXI="), (0, false), "{kind}: padded {value}");
     }
     let (head, _) = trailers(&layer, "application/grpc-web", "0");
-    assert!(head[HEADER].to_str().expect("text").starts_with("JSON "), "no gRPC of HTTP/2");
+    assert!(head[HEADER].to_str().expect("text").starts_with("TEXT "), "no gRPC of HTTP/2");
 }
 
 #[test]
 fn a_rejected_grpc_call_has_the_report_in_its_only_head() {
     let admission = admission();
-    let (layer, _clock) = layer(&admission, LoadReportFormat::Text);
+    let (layer, _clock) = layer(&admission);
     let held = admission.try_admit(Cost::host(ByteSize::mib(45))).expect("fits");
     let response = call(&layer, grpc_request(), |_| unreachable!("it is rejected"));
     assert_eq!(response.headers()["grpc-status"], "8");
@@ -369,7 +351,7 @@ fn failures_of_the_service_count_as_errors_and_those_of_clients_do_not() {
     for (status, is_error) in
         [(200, false), (404, false), (413, false), (408, false), (500, true), (503, true)]
     {
-        let (layer, clock) = layer(&admission(), LoadReportFormat::Text);
+        let (layer, clock) = layer(&admission());
         let failing =
             |_: Received| Response::builder().status(status).body(Full::default()).expect("valid");
         call(&layer, Request::new(Empty::new()), failing);
@@ -380,7 +362,7 @@ fn failures_of_the_service_count_as_errors_and_those_of_clients_do_not() {
     }
     for (status, is_error) in [("0", false), ("3", false), ("5", false), ("13", true), ("14", true)]
     {
-        let (layer, clock) = layer(&admission(), LoadReportFormat::Text);
+        let (layer, clock) = layer(&admission());
         trailers(&layer, "application/grpc", status);
         clock.advance(SECOND);
         let report = report(&layer);
@@ -393,7 +375,7 @@ struct Bed {
     memory: Memory,
     clock: Arc<ManualClock>,
     tree: Tree,
-    layer: MemoryLayer<Constant>,
+    layer: MemoryLayer<Cost>,
 }
 
 impl Bed {
@@ -401,10 +383,10 @@ impl Bed {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
         let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
-        let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(COST)))
+        let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(COST))
             .without_slow_start()
             .clock(clock.clone())
-            .with_load_reports(LoadReportFormat::Text);
+            .with_load_reports();
         Self { memory, clock, tree, layer }
     }
 

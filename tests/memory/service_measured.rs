@@ -16,7 +16,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{MemoryLayer, RequestBody, SharedPermit};
+use lowtide::service::{MemoryLayer, RequestBody, RequestPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, RejectReason};
 use test_fork::test;
@@ -281,7 +281,7 @@ fn a_route_that_has_shown_a_giant_is_still_admitted() {
 #[test]
 fn a_declared_length_that_can_never_fit_taught_its_route_a_need() {
     let mut bed = Bed::new(handler(|request| async move {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         if request.uri().path() == "/a/declared" {
             assert!(permit.grow(ByteSize::MAX).is_err(), "too large");
         } else {
@@ -368,7 +368,7 @@ fn work_on_other_threads_nested_work_and_panics_are_attributed_once() {
     let keeps = Arc::clone(&kept);
     let step = Arc::new(AtomicUsize::new(0));
     let mut bed = Bed::new(handler(move |request| {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         let (keeps, step) = (Arc::clone(&keeps), step.fetch_add(1, Ordering::SeqCst));
         async move {
             let keep = move || keeps.lock().expect("no panic").push(block(30));

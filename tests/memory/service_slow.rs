@@ -17,7 +17,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use lowtide::ByteSize;
 use lowtide::clock::Clock;
-use lowtide::service::{Estimate, MemoryLayer, RequestBody, ResponseBody, SharedPermit};
+use lowtide::service::{Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody};
 use lowtide_admission::{Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -612,11 +612,11 @@ fn trailers_are_the_end_of_a_body() {
 }
 
 /// A call whose handler hands out its permit, then collects its body and works.
-fn with_permit(bed: &Bed, body: &Fed) -> (Task<()>, SharedPermit) {
-    let slot: Arc<Mutex<Option<SharedPermit>>> = Arc::default();
+fn with_permit(bed: &Bed, body: &Fed) -> (Task<()>, RequestPermit) {
+    let slot: Arc<Mutex<Option<RequestPermit>>> = Arc::default();
     let permits = slot.clone();
     let handler = move |request: Request<RequestBody<Fed>>| {
-        let permit: SharedPermit = request.extensions().get().cloned().expect("admitted");
+        let permit: RequestPermit = request.extensions().get().cloned().expect("admitted");
         *permits.lock().expect("not poisoned") = Some(permit);
         async {
             drop(request.into_body().collect().await);
@@ -742,7 +742,7 @@ fn memory_that_a_handler_releases_may_wake_the_reader_of_its_body_at_once() {
     let slot = Arc::new(Mutex::new(None));
     let kept = slot.clone();
     let handler = move |request: Request<RequestBody<Fed>>| {
-        let permit: SharedPermit = request.extensions().get().cloned().expect("admitted");
+        let permit: RequestPermit = request.extensions().get().cloned().expect("admitted");
         let read = async { drop(request.into_body().collect().await) };
         *kept.lock().expect("not poisoned") = Some((permit, Box::pin(read)));
         async {

@@ -17,7 +17,7 @@ use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCO
 use http::{HeaderName, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use lowtide::ByteSize;
-use lowtide::service::{ContentLength, MemoryLayer, SharedPermit};
+use lowtide::service::{ContentLength, MemoryLayer, RequestPermit};
 use test_fork::test;
 use tower::{Service, ServiceBuilder, ServiceExt as _};
 use tower_http::catch_panic::CatchPanicLayer;
@@ -81,7 +81,7 @@ fn a_request_that_passes_two_layers_is_admitted_once() {
     const MB: usize = 1_000_000;
     let bed = Bed::new();
     let upload = || {
-        let handler = async |Extension(permit): Extension<SharedPermit>, body: Bytes| {
+        let handler = async |Extension(permit): Extension<RequestPermit>, body: Bytes| {
             format!("{} {}", body.len(), permit.reserved().get())
         };
         Router::new().route("/upload", post(handler))
@@ -139,7 +139,7 @@ fn a_request_that_passes_two_layers_is_admitted_once() {
 fn a_request_that_the_outer_layer_exempts_is_admitted_by_the_inner_one() {
     let bed = Bed::new();
     let handler =
-        async |Extension(permit): Extension<SharedPermit>| permit.reserved().get().to_string();
+        async |Extension(permit): Extension<RequestPermit>| permit.reserved().get().to_string();
     let outer = bed.memory.layer().exempt(|head| head.uri.path() == "/");
     let app = Router::new().route("/", post(handler)).layer(bed.memory.layer()).layer(outer);
     let request = Request::post("/").header(CONTENT_LENGTH, 1 << 20);
@@ -156,7 +156,7 @@ fn a_request_that_the_outer_layer_exempts_is_admitted_by_the_inner_one() {
 /// answer with the bytes that a request has reserved when its handler begins.
 fn stacks(layer: &MemoryLayer<ContentLength>) -> Vec<(&'static str, Router)> {
     let app = || {
-        let handler = async |Extension(permit): Extension<SharedPermit>| {
+        let handler = async |Extension(permit): Extension<RequestPermit>| {
             [(RESERVED, permit.reserved().get().to_string())]
         };
         Router::new().route("/", any(handler))

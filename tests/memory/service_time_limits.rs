@@ -15,8 +15,8 @@ use http_body::Body;
 use http_body_util::{BodyExt, Empty, Full};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::service::{
-    Connection, Connections, Estimate, MemoryLayer, MinDataRate, RequestBody, ResponseBody,
-    SharedPermit, rejection,
+    Connection, Connections, Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody,
+    rejection,
 };
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::{Cost, RejectReason, Rejected};
@@ -30,7 +30,7 @@ use crate::support::{advance_until, until};
 
 const GRACE: Duration = Duration::from_secs(10);
 const STEP: Duration = Duration::from_millis(100);
-const RATE: MinDataRate = MinDataRate::new(ByteSize::kib(16), GRACE);
+const RATE: ByteSize = ByteSize::kib(16);
 
 type Answer<R> = Response<ResponseBody<R>>;
 type Call<R> = Pin<Box<dyn Future<Output = Answer<R>>>>;
@@ -168,7 +168,7 @@ where
 #[test]
 fn a_body_that_does_not_arrive_is_answered_with_408() {
     let bed = Bed::new();
-    let layer = bed.layer().with_min_data_rate(RATE);
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE);
     for frames in [0, 1] {
         let (body, task) = (Fed::default(), Arc::default());
         body.arrives(frames);
@@ -197,7 +197,7 @@ fn uploads_go_on_after_a_standstill_of_the_service() {
     for is_stopped in [false, true] {
         let small = |_: &http::request::Parts| Cost::host(ByteSize::mib(1));
         let layer = MemoryLayer::new(bed.memory.admission().clone(), small).without_slow_start();
-        let layer = layer.with_min_data_rate(RATE);
+        let layer = layer.with_min_data_rate(RATE, GRACE);
         let mut uploads: Vec<_> = (0..16)
             .map(|_| {
                 let body = Fed::default();
@@ -234,7 +234,7 @@ fn uploads_go_on_after_a_standstill_of_the_service() {
 fn a_body_at_the_minimum_rate_arrives_for_as_long_as_it_takes() {
     let bed = Bed::new();
     let body = Fed::default();
-    let mut slow = bed.upload_to(bed.layer().with_min_data_rate(RATE), &body);
+    let mut slow = bed.upload_to(bed.layer().with_min_data_rate(RATE, GRACE), &body);
     for _ in 0..12 {
         assert!(poll(&mut slow).is_pending());
         bed.pass(Duration::from_secs(7));
@@ -249,7 +249,7 @@ fn a_body_at_the_minimum_rate_arrives_for_as_long_as_it_takes() {
 #[test]
 fn a_body_that_arrives_byte_by_byte_runs_out_of_credit() {
     let bed = Bed::new();
-    let layer = bed.layer().with_min_data_rate(MinDataRate::new(ByteSize::mib(1), GRACE));
+    let layer = bed.layer().with_min_data_rate(ByteSize::mib(1), GRACE);
     let body = Fed::default();
     let mut slow = bed.upload_to(layer, &body);
     let mut answer = None;
@@ -290,7 +290,7 @@ fn a_handler_that_does_not_read_its_body_does_not_spend_its_time() {
                 Ok(Response::new(Full::new(whole)))
             }
         };
-        let mut slow = call(&bed.layer().with_min_data_rate(RATE), post(&body), handler);
+        let mut slow = call(&bed.layer().with_min_data_rate(RATE, GRACE), post(&body), handler);
         assert!(poll(&mut slow).is_pending());
         body.arrives(1);
         bed.pass_with(3 * GRACE, || assert!(poll(&mut slow).is_pending()));
@@ -306,10 +306,10 @@ fn a_handler_that_does_not_read_its_body_does_not_spend_its_time() {
 #[test]
 fn a_suspended_request_does_not_spend_its_time_while_it_waits_for_room() {
     let bed = Bed::new();
-    let layer = bed.layer().with_min_data_rate(RATE).with_max_wait(10 * GRACE);
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE).with_max_wait(10 * GRACE);
     let body = Fed::default();
     body.arrives(1);
-    let kept: Arc<Mutex<Option<SharedPermit>>> = Arc::default();
+    let kept: Arc<Mutex<Option<RequestPermit>>> = Arc::default();
     let slot = Arc::clone(&kept);
     let handler = move |request: Request<RequestBody<Fed>>| {
         *slot.lock().expect("not poisoned") = request.extensions().get().cloned();
@@ -352,7 +352,8 @@ fn a_body_that_another_task_reads_ends_too() {
         *slot.lock().expect("not poisoned") = Some(request.into_body());
         pending::<Result<Response<Empty<Bytes>>, Infallible>>()
     };
-    let mut slow = call(&bed.layer().with_min_data_rate(RATE), post(&Fed::default()), handler);
+    let mut slow =
+        call(&bed.layer().with_min_data_rate(RATE, GRACE), post(&Fed::default()), handler);
     let (reader, layer) = (Arc::default(), Arc::default());
     assert!(poll_in(&layer, slow.as_mut()).is_pending());
     let mut body = kept.lock().expect("not poisoned").take().expect("it was kept");
@@ -372,7 +373,7 @@ fn a_body_that_another_task_reads_ends_too() {
 fn the_answer_to_a_rejected_request_waits_for_its_body_no_longer_than_the_credit_lasts() {
     let bed = Bed::new();
     let full = bed.fill();
-    let layer = bed.layer().with_min_data_rate(RATE).with_max_wait(Duration::ZERO);
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE).with_max_wait(Duration::ZERO);
     let (body, task) = (Fed::default(), Arc::default());
     body.arrives(1);
     let mut refused = bed.upload_to(layer, &body);
@@ -387,7 +388,7 @@ fn the_answer_to_a_rejected_request_waits_for_its_body_no_longer_than_the_credit
 #[test]
 fn a_response_that_is_not_taken_ends_with_an_error() {
     let bed = Bed::new();
-    let layer = bed.layer().with_min_data_rate(RATE);
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE);
     let mut answer = answered(&bed, &layer, Full::new(Bytes::from(vec![1_u8; 1 << 20])));
     bed.pass(GRACE - 5 * STEP);
     assert_eq!(bed.count(RejectReason::SlowClient), 0);
@@ -402,7 +403,7 @@ fn a_response_that_is_not_taken_ends_with_an_error() {
 #[test]
 fn a_response_that_is_taken_at_the_minimum_rate_or_waits_for_its_handler_does_not_end() {
     let bed = Bed::new();
-    let layer = bed.layer().with_min_data_rate(RATE);
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE);
     let sent = Fed::default();
     let mut answer = answered(&bed, &layer, sent.clone());
     for _ in 0..60 {
@@ -425,7 +426,7 @@ fn a_large_response_is_handed_over_in_pieces() {
     const PIECE: usize = 256 << 10;
     let bed = Bed::new();
     let whole: Vec<u8> = (0..=u8::MAX).cycle().take(3 * PIECE + 5).collect();
-    for (layer, pieces) in [(bed.layer().with_min_data_rate(RATE), 4), (bed.layer(), 1)] {
+    for (layer, pieces) in [(bed.layer().with_min_data_rate(RATE, GRACE), 4), (bed.layer(), 1)] {
         let mut answer = answered(&bed, &layer, Full::new(Bytes::from(whole.clone())));
         let (mut read, mut frames) = (Vec::new(), 0);
         while !answer.body().is_end_stream() {
@@ -446,7 +447,7 @@ fn a_large_response_is_handed_over_in_pieces() {
 fn on_a_connection<R>(
     bed: &Bed,
     body: R,
-) -> (Connections, ManualClock, Connection, Answer<R>, SharedPermit)
+) -> (Connections, ManualClock, Connection, Answer<R>, RequestPermit)
 where
     R: Body<Data = Bytes> + Clone + 'static,
 {
@@ -456,11 +457,11 @@ where
     let left = Arc::new(Mutex::new(None));
     let leaves = Arc::clone(&left);
     let handler = move |request: Request<_>| {
-        let permit: Option<&SharedPermit> = request.extensions().get();
+        let permit: Option<&RequestPermit> = request.extensions().get();
         *leaves.lock().expect("not poisoned") = permit.cloned();
         std::future::ready(Ok::<_, Infallible>(Response::new(body.clone())))
     };
-    let layer = bed.layer().with_min_data_rate(RATE);
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE);
     let mut service = layer.layer(service_fn(handler));
     // The layer is inside, and its body is wrapped by that of the connection.
     let inner = Arc::new(Mutex::new(None));
@@ -585,7 +586,7 @@ fn a_response_that_holds_its_permit_for_too_long_ends_with_an_error() {
 fn a_handler_that_notices_its_end_answers_by_itself() {
     let bed = Bed::new();
     let handler = |request: Request<RequestBody<Fed>>| async move {
-        let permit: SharedPermit = request.extensions().get().cloned().expect("the layer's");
+        let permit: RequestPermit = request.extensions().get().cloned().expect("the layer's");
         let rejected = permit.cancelled().await;
         wait_once().await;
         Ok(rejection(&rejected).map(|_| Full::new(Bytes::from_static(b"mine"))))
@@ -603,7 +604,7 @@ fn a_handler_that_notices_its_end_answers_by_itself() {
     assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(text(answer).contains("held_too_long"), "a handler that waits on is dropped");
     let handler = |request: Request<RequestBody<Fed>>| async move {
-        let permit: SharedPermit = request.extensions().get().cloned().expect("the layer's");
+        let permit: RequestPermit = request.extensions().get().cloned().expect("the layer's");
         permit.cancelled().await;
         Ok(Response::new(Full::new(Bytes::from_static(b"mine"))))
     };
@@ -622,7 +623,7 @@ fn a_handler_that_notices_its_end_answers_by_itself() {
 #[test]
 fn exempt_requests_and_those_without_limits_are_not_ended() {
     let bed = Bed::new();
-    let limited = bed.layer().with_min_data_rate(RATE).with_max_hold(GRACE);
+    let limited = bed.layer().with_min_data_rate(RATE, GRACE).with_max_hold(GRACE);
     let exempt = limited.exempt_paths(["/"]);
     for layer in [exempt, bed.layer().exempt_paths(["/other"])] {
         let mut slow = bed.upload_to(layer, &Fed::default());
@@ -636,7 +637,7 @@ fn exempt_requests_and_those_without_limits_are_not_ended() {
 fn without_a_memory_nothing_is_ended() {
     let admission = lowtide_admission::Admission::with_limit(ByteSize::mib(64));
     let layer = MemoryLayer::new(admission, |_: &http::request::Parts| Cost::ZERO);
-    let layer = layer.with_min_data_rate(MinDataRate::new(ByteSize::ZERO, Duration::ZERO));
+    let layer = layer.with_min_data_rate(ByteSize::ZERO, Duration::ZERO);
     let handler = |request| async { Ok(Response::new(Full::new(collected(request).await))) };
     let body = Fed::default();
     let mut slow = call(&layer.with_max_hold(Duration::ZERO), post(&body), handler);

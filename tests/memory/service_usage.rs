@@ -16,7 +16,7 @@ use lowtide::admission::{MemoryUsage, RouteUsage};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::metrics::MetricsTier;
-use lowtide::service::{ContentLength, Endpoints, Learned, MemoryLayer, Tenant};
+use lowtide::service::{ContentLength, Endpoints, MemoryLayer, Tenant};
 use lowtide::{ByteSize, Memory};
 use serde_json::Value;
 use test_fork::test;
@@ -172,10 +172,9 @@ fn the_mean_claim_shows_what_the_route_has_learned() {
 }
 
 #[test]
-fn an_estimator_that_groups_routes_does_not_mix_their_records() {
+fn a_key_that_groups_routes_does_not_mix_their_records() {
     let bed = Bed::new();
-    let all = Learned::new(ByteSize::kib(16), |_: &http::request::Parts| ());
-    let layer = MemoryLayer::new(bed.memory.admission().clone(), all);
+    let layer = bed.memory.layer().with_route_key(|_| ());
     let handler = async |_| Ok::<_, Infallible>(Response::new(Empty::new()));
     let mut service = layer.layer(service_fn(handler));
     for path in ["/a", "/b", "/a", "/c", "/a"] {

@@ -180,7 +180,7 @@ impl World {
 
     /// What is known of requests with this estimate.
     pub(super) fn need_of(&self, estimate: ByteSize) -> Compared {
-        self.needs.of(Kind { route: 1, is_declared: true }, estimate, false)
+        self.needs.of(Kind { route: 1, is_declared: true, has_many_routes: false }, estimate, false)
     }
 
     /// Admits a request with this estimate, measured or not.

@@ -57,6 +57,8 @@ pub struct Kind {
     pub route: u64,
     /// `true` if the length of the body is known.
     pub is_declared: bool,
+    /// `true` if requests of several routes may be of this kind.
+    pub has_many_routes: bool,
 }
 
 /// The needs of the routes behind a layer.
@@ -71,8 +73,7 @@ struct Known {
 
 impl Default for Known {
     fn default() -> Self {
-        let mut rest = RouteNeed::new(Arc::default(), LESSONS_UNDECLARED);
-        rest.usage = KeptUsage::of_any_route();
+        let rest = RouteNeed::new(Arc::default(), LESSONS_UNDECLARED, false);
         Self { routes: Routes::new(rest, RouteNeed::has_learned), families: BTreeMap::new() }
     }
 }
@@ -95,13 +96,13 @@ impl fmt::Debug for Needs {
 impl Needs {
     /// Returns the need of requests of this kind with this estimate.
     pub fn of(&self, kind: Kind, estimate: ByteSize, is_minimum: bool) -> Compared {
-        let Kind { route, is_declared } = kind;
+        let Kind { route, is_declared, has_many_routes } = kind;
         let family = if is_declared { route } else { !route };
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
         let Known { routes, families } = &mut *lock(&self.0);
         let need = routes.of(key, || {
             let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-            RouteNeed::new(Known::family(families, family), lessons)
+            RouteNeed::new(Known::family(families, family), lessons, !has_many_routes)
         });
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
@@ -211,7 +212,7 @@ impl NeedRatio {
 }
 
 impl RouteNeed {
-    fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
+    fn new(family: Arc<AtomicU64>, lessons_min: u32, is_of_one_route: bool) -> Self {
         Self {
             seen: AtomicU64::new(0),
             running: AtomicU64::new(0),
@@ -220,7 +221,7 @@ impl RouteNeed {
             average: Mutex::default(),
             trials: SlowStart::new(lessons_min),
             lessons_min,
-            usage: KeptUsage::of_one_route(),
+            usage: KeptUsage::new(is_of_one_route),
         }
     }
 
@@ -629,7 +630,7 @@ mod tests {
     }
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
-        needs.of(Kind { route: 1, is_declared }, estimate, false)
+        needs.of(Kind { route: 1, is_declared, has_many_routes: false }, estimate, false)
     }
 
     /// One of each hundred requests needs a hundred times more.
@@ -763,7 +764,7 @@ mod tests {
 
     #[test]
     fn a_trusted_estimate_is_a_lower_bound_and_nothing_overflows() {
-        let kind = Kind { route: 1, is_declared: true };
+        let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
         for estimate in [ByteSize::ZERO, MIB, ByteSize::MAX] {
             let needs = Needs::default();
             let trusted = needs.of(kind, estimate, true);

@@ -179,16 +179,11 @@ pub struct KeptUsage {
 }
 
 impl KeptUsage {
-    /// Creates a place for the record of requests that all have the same route.
+    /// Creates a place for the record of requests that all have the same route, or for that of the
+    /// first route of requests that may have several.
     #[must_use]
-    pub const fn of_one_route() -> Self {
-        Self { usage: OnceLock::new(), is_of_one_route: true }
-    }
-
-    /// Creates a place for the record of the first route of requests that may have several.
-    #[must_use]
-    pub const fn of_any_route() -> Self {
-        Self { usage: OnceLock::new(), is_of_one_route: false }
+    pub const fn new(is_of_one_route: bool) -> Self {
+        Self { usage: OnceLock::new(), is_of_one_route }
     }
 
     /// Returns the record if it is of this route.

@@ -8,7 +8,7 @@ use std::thread::park_timeout;
 use std::time::Duration;
 
 use lowtide::admission::Resource as _;
-use lowtide::config::arena::{ArenaOptions, RunOptions, SHRINK_OPTION};
+use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION, Targets};
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
@@ -257,7 +257,7 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     assert_eq!(runtime.allocator().stats().overflows, overflows);
     let before = committed();
     assert!(before >= ByteSize::mib(128), "{before}");
-    let ends = memory.run(RunOptions::from_entries([(SHRINK_OPTION, "gpu:0")]).unwrap()).unwrap();
+    let ends = memory.run(Targets::of_run([(SHRINK_OPTION, "gpu:0")]).unwrap()).unwrap();
     run(&mut held.lock(), 10).unwrap();
     assert!(ends.end().released() >= ByteSize::mib(128));
     assert_eq!(committed(), ByteSize::ZERO);

@@ -40,26 +40,15 @@ pub enum ArenaKey {
     PoolKeep,
 }
 
-/// The growth strategy of an arena.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ExtendStrategy {
-    /// `0`, `kNextPowerOfTwo`: steps that double in size.
-    #[default]
-    NextPowerOfTwo,
-    /// `1`, `kSameAsRequested`: by the size of the request.
-    SameAsRequested,
-}
+/// ONNX Runtime's names of the values of [`ArenaKey::ExtendStrategy`]: steps that double in size,
+/// or by the size of the request.
+const STRATEGIES: [&str; 2] = ["kNextPowerOfTwo", "kSameAsRequested"];
 
-/// The value of an option.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ArenaValue {
-    /// The value of [`ArenaKey::ExtendStrategy`].
-    Strategy(ExtendStrategy),
-    /// The value of [`ArenaKey::UsePool`].
-    Flag(bool),
-    /// The value of every other key; [`ByteSize::MAX`] for no limit.
-    Bytes(ByteSize),
-}
+/// The value of `kSameAsRequested`.
+pub(super) const SAME_AS_REQUESTED: u64 = 1;
+
+/// The value of [`ArenaKey::Limit`] without a limit.
+pub(super) const NO_LIMIT: u64 = u64::MAX;
 
 /// The vocabulary of a text. The rules for values differ between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,46 +62,37 @@ pub(super) enum Dialect {
 }
 
 /// Names in the order of [`Dialect`], empty if it does not know the key; default; bounds in bytes.
-type Row = ([&'static str; 3], ArenaValue, (u64, u64));
+type Row = ([&'static str; 3], u64, (u64, u64));
 
 const fn row(key: ArenaKey) -> Row {
-    let bytes = ArenaValue::Bytes;
     match key {
-        ArenaKey::ExtendStrategy => (
-            ["arena.extend_strategy", "arena_extend_strategy", "arena_extend_strategy"],
-            ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo),
-            ANY,
-        ),
+        ArenaKey::ExtendStrategy => {
+            (["arena.extend_strategy", "arena_extend_strategy", "arena_extend_strategy"], 0, ANY)
+        }
         ArenaKey::InitialBytes => (
             ["arena.initial_chunk_size_bytes", "initial_chunk_size_bytes", ""],
-            bytes(ByteSize::mib(1)),
+            ByteSize::mib(1).get(),
             INT,
         ),
         ArenaKey::DeadBytes => (
             ["arena.max_dead_bytes_per_chunk", "max_dead_bytes_per_chunk", ""],
-            bytes(ByteSize::mib(128)),
+            ByteSize::mib(128).get(),
             INT,
         ),
         ArenaKey::RegrowthBytes => (
             ["arena.initial_growth_chunk_size_bytes", "initial_growth_chunk_size_bytes", ""],
-            bytes(ByteSize::mib(2)),
+            ByteSize::mib(2).get(),
             INT,
         ),
         ArenaKey::StepMaxBytes => (
             ["arena.max_power_of_two_extend_bytes", "max_power_of_two_extend_bytes", ""],
-            bytes(ByteSize::gib(1)),
+            ByteSize::gib(1).get(),
             INT64,
         ),
-        ArenaKey::Limit => {
-            (["arena.max_mem", "max_mem", "gpu_mem_limit"], bytes(ByteSize::MAX), ANY)
-        }
-        ArenaKey::UsePool => (["arena.use_cuda_mempool", "", ""], ArenaValue::Flag(false), ANY),
-        ArenaKey::PoolThreshold => {
-            (["arena.cuda_mempool_release_threshold", "", ""], bytes(ByteSize::ZERO), ANY)
-        }
-        ArenaKey::PoolKeep => {
-            (["arena.cuda_mempool_bytes_to_keep_on_shrink", "", ""], bytes(ByteSize::ZERO), ANY)
-        }
+        ArenaKey::Limit => (["arena.max_mem", "max_mem", "gpu_mem_limit"], NO_LIMIT, ANY),
+        ArenaKey::UsePool => (["arena.use_cuda_mempool", "", ""], 0, ANY),
+        ArenaKey::PoolThreshold => (["arena.cuda_mempool_release_threshold", "", ""], 0, ANY),
+        ArenaKey::PoolKeep => (["arena.cuda_mempool_bytes_to_keep_on_shrink", "", ""], 0, ANY),
     }
 }
 
@@ -136,9 +116,9 @@ impl ArenaKey {
         row(self).0[0]
     }
 
-    /// Returns ONNX Runtime's default.
+    /// Returns ONNX Runtime's default; [`u64::MAX`] for no limit.
     #[must_use]
-    pub const fn default_value(self) -> ArenaValue {
+    pub const fn default_value(self) -> u64 {
         row(self).1
     }
 
@@ -151,38 +131,50 @@ impl ArenaKey {
         Some(row(self).0[dialect as usize]).filter(|name| !name.is_empty())
     }
 
+    /// Returns a value for display: `no limit`, `128MiB`, `kSameAsRequested`.
+    #[must_use]
+    pub fn show(self, value: u64) -> String {
+        match self {
+            Self::ExtendStrategy => STRATEGIES[usize::from(value == SAME_AS_REQUESTED)].to_owned(),
+            Self::UsePool => value.to_string(),
+            _ if value == NO_LIMIT => "no limit".to_owned(),
+            _ => ByteSize::new(value).exact(),
+        }
+    }
+
     /// Parses a value; `None` if the text stands for the default.
     ///
     /// # Errors
     /// The accepted values.
-    pub(super) fn read(self, text: &str, dialect: Dialect) -> Result<Option<ArenaValue>, String> {
+    pub(super) fn read(self, text: &str, dialect: Dialect) -> Result<Option<u64>, String> {
         let is_cfg = dialect == Dialect::ArenaCfg && self != Self::Limit;
         if is_cfg && text == "-1" {
             return Ok(None);
         }
         let or_default = if is_cfg { ", or -1 for the default" } else { "" };
-        let (_, default, (least, most)) = row(self);
-        let (value, expected) = match default {
-            ArenaValue::Strategy(_) => {
+        let (.., (least, most)) = row(self);
+        let (value, expected) = match self {
+            Self::ExtendStrategy => {
                 let named = dialect == Dialect::Provider;
-                let is = |strategy: &ExtendStrategy| {
-                    text == (*strategy as u8).to_string() || named && text == strategy.name()
-                };
-                let all = [ExtendStrategy::NextPowerOfTwo, ExtendStrategy::SameAsRequested];
-                let value = all.into_iter().find(is).map(ArenaValue::Strategy);
-                (value, "0 (kNextPowerOfTwo) or 1 (kSameAsRequested)".to_owned())
+                let is = |name: &&str| named && text == *name;
+                let value = ["0", "1"].iter().zip(&STRATEGIES);
+                let value =
+                    value.into_iter().position(|(number, name)| text == *number || is(name));
+                (
+                    value.map(|at| at as u64),
+                    "0 (kNextPowerOfTwo) or 1 (kSameAsRequested)".to_owned(),
+                )
             }
-            ArenaValue::Flag(_) => {
+            Self::UsePool => {
                 let value = ["0", "1"].iter().position(|known| *known == text);
-                (value.map(|at| ArenaValue::Flag(at == 1)), "0 or 1".to_owned())
+                (value.map(|at| at as u64), "0 or 1".to_owned())
             }
-            ArenaValue::Bytes(_) => {
+            _ => {
                 let bytes = whole(text).filter(|bytes| (least..=most).contains(bytes));
                 let is_none = |bytes| self == Self::Limit && bytes == 0;
-                let value = bytes.map(|it| if is_none(it) { u64::MAX } else { it });
+                let value = bytes.map(|bytes| if is_none(bytes) { NO_LIMIT } else { bytes });
                 let none = if self == Self::Limit { ", 0 for no limit" } else { "" };
-                let expected = format!("a whole number of bytes from {least} to {most}{none}");
-                (value.map(|bytes| ArenaValue::Bytes(ByteSize::new(bytes))), expected)
+                (value, format!("a whole number of bytes from {least} to {most}{none}"))
             }
         };
         value.map(Some).ok_or_else(|| format!("{expected}{or_default}"))
@@ -192,29 +184,6 @@ impl ArenaKey {
 impl fmt::Display for ArenaKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
-    }
-}
-
-impl ExtendStrategy {
-    /// Returns ONNX Runtime's name.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::NextPowerOfTwo => "kNextPowerOfTwo",
-            Self::SameAsRequested => "kSameAsRequested",
-        }
-    }
-}
-
-impl fmt::Display for ArenaValue {
-    /// Formats for display: `no limit`, `128MiB`, `kSameAsRequested`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Strategy(strategy) => f.pad(strategy.name()),
-            Self::Flag(flag) => f.pad(if *flag { "1" } else { "0" }),
-            Self::Bytes(ByteSize::MAX) => f.pad("no limit"),
-            Self::Bytes(bytes) => f.pad(&bytes.exact()),
-        }
     }
 }
 

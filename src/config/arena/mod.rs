@@ -2,8 +2,8 @@
 //!
 //! [`ArenaOptions`] holds the options of one place, each validated and with its spelling.
 //! [`Layers`] combines the places into an [`ArenaResolution`]: a value for each of the nine keys,
-//! with its source, its effect and every conflict. [`Targets`] and [`RunOptions`] select the arenas
-//! to shrink at the end of a run. The module is part of `config` because it maps options to an
+//! with its source, its effect and every conflict. [`Targets`] selects the arenas to shrink at
+//! the end of a run. The module is part of `config` because it maps options to an
 //! [`ArenaConfig`](crate::device::ArenaConfig). It opens nothing; `Memory` does.
 //!
 //! Precedence, for each key: a replacement at run time, the shared arena's options, the session's
@@ -16,12 +16,10 @@
 mod keys;
 mod options;
 mod resolve;
-mod selector;
 
-pub use keys::{ArenaKey, ArenaValue, ExtendStrategy};
-pub use options::{ArenaOptions, CUARENA_MARGIN, Written};
+pub use keys::ArenaKey;
+pub use options::{ArenaOptions, CUARENA_MARGIN, SHRINK_OPTION, ShrinkTarget, Targets, Written};
 pub use resolve::{ArenaResolution, ArenaSource, Conflict, Effective, Layers, Reason};
-pub use selector::{RunOptions, SHRINK_OPTION, Target, Targets};
 
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,5 @@
-//! Arena options of one place, each value valid and with its spelling.
+//! Arena options of one place, each value valid and with its spelling, and the selector of arenas
+//! to shrink at the end of a run.
 //!
 //! There are four vocabularies: the `arena.*` keys, bare or with a scope, the names of
 //! `OrtArenaCfg`, the options of ONNX Runtime's own CUDA provider, and cuArena's single limit. A
@@ -11,13 +12,18 @@
 //! Runtime would ignore (the prefix in another case, the other place's scope, no scope, the shrink
 //! of a run) is a fault.
 //!
-//! Invariant: at most one value for each key; two spellings of one key agree or are an error; every
-//! key that ends in an option of this arena is read or is a fault.
+//! The selector (`cpu:0;gpu:0`) is not checked against existing arenas; the shrink does that. It is
+//! stricter than ONNX Runtime's: an empty entry (`cpu:0;`) and a repeated target are errors.
+//!
+//! Invariants: at most one value for each key; two spellings of one key agree or are an error;
+//! every key that ends in an option of this arena is read or is a fault;
+//! `parse(targets.to_string()) = targets`, and each target is in it once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::str::FromStr;
 
-use super::keys::{ArenaKey, ArenaValue, Dialect};
-use super::selector::SHRINK_OPTION;
+use super::keys::{ArenaKey, Dialect, whole};
 use crate::bytes::ByteSize;
 use crate::config::error::{ConfigError, Fault};
 use crate::device::driver::{Backend, Driver, DriverError};
@@ -34,8 +40,8 @@ const BARE: &str = "arena.";
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Written {
-    /// The value.
-    pub value: ArenaValue,
+    /// The value: bytes, [`u64::MAX`] for no limit, or the number of a strategy or a switch.
+    pub value: u64,
     /// The key as spelled, with its scope.
     pub spelled: String,
     /// The requested amount, if the device did not have that much memory left.
@@ -45,12 +51,11 @@ pub struct Written {
 /// The options of one place, without those that were not set.
 ///
 /// ```
-/// use lowtide::ByteSize;
-/// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaValue};
+/// use lowtide::config::arena::{ArenaKey, ArenaOptions};
 ///
 /// let options = ArenaOptions::from_keys([("arena.max_mem", "0")])?;
 /// let written = options.get(ArenaKey::Limit).map(|written| written.value);
-/// assert_eq!(written, Some(ArenaValue::Bytes(ByteSize::MAX))); // 0: no limit
+/// assert_eq!(written, Some(u64::MAX)); // 0: no limit
 ///
 /// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.max_mem", "1g")]);
 /// assert_eq!(error.unwrap_err().faults.len(), 2); // all faults together
@@ -148,8 +153,11 @@ impl ArenaOptions {
         for (spelled, text) in entries {
             let (spelled, text) = (spelled.as_ref(), text.as_ref());
             let found = find(spelled);
-            let found =
-                found.map_err(|expected| Fault::UnknownKey { name: spelled.to_owned(), expected });
+            let found = found.map_err(|expected| {
+                let problem =
+                    format!("{spelled} has no effect in these options: expected {expected}");
+                Fault::of_name(spelled, problem)
+            });
             let added = found.and_then(|key| {
                 let Some(key) = key else { return Ok(()) };
                 let added = options.add(key, spelled, key.read(text, dialect));
@@ -157,19 +165,20 @@ impl ArenaOptions {
             });
             faults.extend(added.err());
         }
-        if faults.is_empty() { Ok(options) } else { Err(ConfigError { faults }) }
+        ConfigError::check(faults)?;
+        Ok(options)
     }
 
     fn add(
         &mut self,
         key: ArenaKey,
         spelled: &str,
-        value: Result<Option<ArenaValue>, String>,
+        value: Result<Option<u64>, String>,
     ) -> Result<(), String> {
         let Some(value) = value? else { return Ok(()) };
         match self.get(key) {
             Some(first) if first.value != value => {
-                Err(format!("{}, as {} says", first.value, first.spelled))
+                Err(format!("{}, as {} says", key.show(first.value), first.spelled))
             }
             Some(_) => Ok(()),
             None => {
@@ -197,10 +206,7 @@ impl ArenaOptions {
         headroom: Result<Option<ByteSize>, DriverError>,
         backend: Backend,
     ) -> Result<Self, ConfigError> {
-        let refused = |expected| {
-            let fault = Fault::bad(CUARENA_LIMIT, &limit.exact(), expected);
-            ConfigError { faults: vec![fault] }
-        };
+        let refused = |expected: String| ConfigError::bad(CUARENA_LIMIT, &limit.exact(), expected);
         let left = match headroom {
             Ok(Some(headroom)) => match headroom.saturating_sub(CUARENA_MARGIN) {
                 ByteSize::ZERO => {
@@ -221,7 +227,7 @@ impl ArenaOptions {
         };
         let lowered = limit > left;
         let written = Written {
-            value: ArenaValue::Bytes(if limit.is_zero() || lowered { left } else { limit }),
+            value: if limit.is_zero() || lowered { left.get() } else { limit.get() },
             spelled: CUARENA_LIMIT.to_owned(),
             capped_from: lowered.then_some(limit),
         };
@@ -260,10 +266,10 @@ impl ArenaOptions {
     /// [`ConfigError`] if an option is valid but not supported.
     pub fn check_supported(&self) -> Result<(), ConfigError> {
         match self.get(ArenaKey::UsePool) {
-            Some(Written { value: ArenaValue::Flag(true), spelled, .. }) => {
+            Some(Written { value: 1, spelled, .. }) => {
                 let expected = "0, because CUDA's memory pool is not supported: the arena commits \
                                 and releases memory itself";
-                Err(ConfigError { faults: vec![Fault::bad(spelled, "1", expected)] })
+                Err(ConfigError::bad(spelled, "1", expected))
             }
             _ => Ok(()),
         }
@@ -300,4 +306,123 @@ fn in_scope(key: &str, prefix: &str, other: &str) -> Result<Option<ArenaKey>, St
 fn tail_in_any_case<'a>(key: &'a str, prefix: &str) -> Option<&'a str> {
     let (head, tail) = key.split_at_checked(prefix.len())?;
     head.eq_ignore_ascii_case(prefix).then_some(tail)
+}
+
+/// ONNX Runtime's key for the shrink at the end of a run.
+pub const SHRINK_OPTION: &str = "memory.enable_memory_arena_shrinkage";
+
+/// A memory to shrink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum ShrinkTarget {
+    /// `cpu:0`: host memory, which is the process heap and pinned pools.
+    Cpu(u32),
+    /// `gpu:0`: the arenas of the device of this number, including those of the host driver.
+    Gpu(u32),
+}
+
+impl fmt::Display for ShrinkTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu(id) => write!(f, "cpu:{id}"),
+            Self::Gpu(id) => write!(f, "gpu:{id}"),
+        }
+    }
+}
+
+/// Targets of a shrink, in the given order. Never empty, each target once.
+///
+/// ```
+/// use lowtide::config::ConfigError;
+/// use lowtide::config::arena::Targets;
+///
+/// let targets: Targets = "cpu:0;gpu:0".parse()?;
+/// assert_eq!(targets.iter().count(), 2);
+/// assert!("tpu:0".parse::<Targets>().is_err());
+/// # Ok::<(), ConfigError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Targets(Vec<ShrinkTarget>);
+
+impl Targets {
+    /// Returns the targets in order.
+    pub fn iter(&self) -> impl Iterator<Item = ShrinkTarget> {
+        self.0.iter().copied()
+    }
+
+    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run: the targets to
+    /// shrink when it ends. Ignores all others. An empty value means no shrink, as in ONNX Runtime.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the selector is invalid.
+    pub fn of_run<K: AsRef<str>, V: AsRef<str>>(
+        entries: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Option<Self>, ConfigError> {
+        let mut targets = None;
+        for (key, value) in entries {
+            if key.as_ref() == SHRINK_OPTION && !value.as_ref().is_empty() {
+                targets = Some(Self::read(SHRINK_OPTION, value.as_ref())?);
+            }
+        }
+        Ok(targets)
+    }
+
+    /// Parses a selector under this name.
+    fn read(name: &str, text: &str) -> Result<Self, ConfigError> {
+        let (mut targets, mut named) = (Vec::new(), BTreeSet::new());
+        for entry in text.split(';') {
+            let id = |id| whole(id).and_then(|id| u32::try_from(id).ok());
+            let target = match entry.split_once(':').map(|(kind, number)| (kind, id(number))) {
+                Some(("cpu", Some(id))) => Ok(ShrinkTarget::Cpu(id)),
+                Some(("gpu", Some(id))) => Ok(ShrinkTarget::Gpu(id)),
+                Some(("cpu" | "gpu", None)) | None => Err("with the number of a device"),
+                Some(_) => Err("cpu or gpu"),
+            };
+            // The loop is bounded by the number of entries; a repetition ends it.
+            match target {
+                Ok(target) if named.insert(target) => targets.push(target),
+                wrong => {
+                    let why = wrong.err().unwrap_or("each once");
+                    let expected = format!("targets such as cpu:0;gpu:0: {entry:?} is not {why}");
+                    return Err(ConfigError::bad(name, text, expected));
+                }
+            }
+        }
+        Ok(Self(targets))
+    }
+}
+
+impl fmt::Display for Targets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, target) in self.0.iter().enumerate() {
+            let separator = if at == 0 { "" } else { ";" };
+            write!(f, "{separator}{target}")?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Targets {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        Self::read("selector", text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bug: each target was compared with all before it: minutes for a text of a megabyte.
+    #[test]
+    fn a_long_selector_was_read_in_square_time() {
+        let entry = |number: u32| format!("gpu:{number}");
+        let mut text = (0..100_000).map(entry).collect::<Vec<_>>().join(";");
+        let targets: Targets = text.parse().expect("each once");
+        assert_eq!((targets.iter().count(), targets.to_string() == text), (100_000, true));
+        text.push_str(";gpu:7");
+        let error = text.parse::<Targets>().expect_err("gpu:7 twice").to_string();
+        assert!(error.ends_with("\"gpu:7\" is not each once"));
+    }
 }

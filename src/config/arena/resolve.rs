@@ -10,7 +10,7 @@
 
 use std::fmt;
 
-use super::keys::{ArenaKey, ArenaValue, ExtendStrategy};
+use super::keys::{ArenaKey, SAME_AS_REQUESTED};
 use super::options::{ArenaOptions, Written};
 use crate::bytes::ByteSize;
 use crate::config::error::ConfigError;
@@ -40,8 +40,8 @@ lowtide_core::named_enum! {
 pub struct Effective {
     /// The option.
     pub key: ArenaKey,
-    /// Its value.
-    pub value: ArenaValue,
+    /// Its value, as in [`Written`].
+    pub value: u64,
     /// The source of the value.
     pub source: ArenaSource,
     /// The key as spelled; `None` for a default.
@@ -52,7 +52,7 @@ pub struct Effective {
 
 impl fmt::Display for Effective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}={} ({}", self.key, self.value, self.source)?;
+        write!(f, "{}={} ({}", self.key, self.key.show(self.value), self.source)?;
         if let Some(spelled) = self.spelled.as_ref().filter(|name| *name != self.key.name()) {
             write!(f, ", as {spelled}")?;
         }
@@ -86,7 +86,7 @@ pub struct Conflict {
     /// The option.
     pub key: ArenaKey,
     /// The value that was set.
-    pub wanted: ArenaValue,
+    pub wanted: u64,
     /// The source of that value.
     pub wanted_by: ArenaSource,
     /// The key as spelled.
@@ -99,7 +99,8 @@ pub struct Conflict {
 
 impl fmt::Display for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { wanted, wanted_by, spelled, effective, reason, .. } = self;
+        let Self { key, wanted, wanted_by, spelled, effective, reason } = self;
+        let wanted = key.show(*wanted);
         write!(f, "{spelled}={wanted} ({wanted_by}) is ignored because {reason}: ")?;
         write!(f, "{effective} is in force")
     }
@@ -200,16 +201,16 @@ impl Layers {
         };
         let spelled = winner.map(|(_, written)| written.spelled.clone());
         let mut effective = Effective { key, value, source, spelled, without_effect: None };
-        let is_lowered = key == ArenaKey::Limit && bytes(&effective) > self.device_limit;
+        let is_lowered = key == ArenaKey::Limit && value > self.device_limit.get();
         if is_lowered {
-            effective.value = ArenaValue::Bytes(self.device_limit);
+            effective.value = self.device_limit.get();
             (effective.source, effective.spelled) = (ArenaSource::DeviceLimit, None);
         }
         for (wanted_by, written) in written {
             let is_winner = winner.is_some_and(|(source, _)| source == wanted_by);
             let (wanted, reason) = match written.capped_from {
                 _ if is_winner && is_lowered => (written.value, Reason::DeviceLimit),
-                Some(amount) if is_winner => (ArenaValue::Bytes(amount), Reason::DeviceFull),
+                Some(amount) if is_winner => (amount.get(), Reason::DeviceFull),
                 _ if is_out(*wanted_by) => (written.value, Reason::SharedArena),
                 _ => (written.value, Reason::Replaced),
             };
@@ -226,8 +227,8 @@ impl Layers {
 
 /// Sets the reason for each value that was set and has no effect.
 fn explain(values: &mut [Effective], pinned: bool) {
-    let same = ArenaValue::Strategy(ExtendStrategy::SameAsRequested);
-    let as_requested = values.iter().any(|value| value.value == same);
+    let as_requested =
+        values.iter().any(|of| of.key == ArenaKey::ExtendStrategy && of.value == SAME_AS_REQUESTED);
     for value in values.iter_mut().filter(|value| value.source != ArenaSource::Default) {
         let is_step = matches!(
             value.key,
@@ -244,14 +245,6 @@ fn explain(values: &mut [Effective], pinned: bool) {
             ArenaKey::PoolThreshold | ArenaKey::PoolKeep => Some("CUDA's memory pool is not used"),
             _ => None,
         };
-    }
-}
-
-/// Returns the value in bytes, or zero for values that are no amount.
-const fn bytes(effective: &Effective) -> ByteSize {
-    match effective.value {
-        ArenaValue::Bytes(bytes) => bytes,
-        ArenaValue::Strategy(_) | ArenaValue::Flag(_) => ByteSize::ZERO,
     }
 }
 
@@ -298,20 +291,20 @@ impl ArenaResolution {
     /// Returns the limit in force; [`ByteSize::MAX`] for none.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        bytes(self.get(ArenaKey::Limit))
+        ByteSize::new(self.get(ArenaKey::Limit).value)
     }
 
     /// Returns the arena's growth.
     #[must_use]
     pub fn growth(&self) -> Growth {
-        let step = |key| bytes(self.get(key));
-        match self.get(ArenaKey::ExtendStrategy).value {
-            ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo) => Growth::NextPowerOfTwo {
-                initial: step(ArenaKey::InitialBytes),
-                after_shrink: step(ArenaKey::RegrowthBytes),
-                cap: step(ArenaKey::StepMaxBytes),
-            },
-            _ => Growth::SameAsRequested,
+        let step = |key| ByteSize::new(self.get(key).value);
+        if self.get(ArenaKey::ExtendStrategy).value == SAME_AS_REQUESTED {
+            return Growth::SameAsRequested;
+        }
+        Growth::NextPowerOfTwo {
+            initial: step(ArenaKey::InitialBytes),
+            after_shrink: step(ArenaKey::RegrowthBytes),
+            cap: step(ArenaKey::StepMaxBytes),
         }
     }
 

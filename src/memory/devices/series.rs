@@ -3,8 +3,7 @@
 use crate::device::driver::Backend;
 use crate::memory::MemorySnapshot;
 use crate::memory::shared::Shared;
-use crate::metrics::record::MetricsWriter;
-use crate::metrics::record::{Device, DeviceBudget};
+use crate::metrics::record::{DeviceBudget, DeviceMemoryFigures, MetricsWriter};
 
 use super::snapshot::{DeviceStatus, DevicesSnapshot};
 
@@ -55,15 +54,15 @@ impl Series {
     }
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
-        let figures = status.memory.map(|device| Device {
+        let name = &status.name;
+        let memory = status.memory.map(|device| DeviceMemoryFigures {
             total: device.total,
             free: device.free,
             context_overhead: device.context_overhead,
             unmanaged: device.unmanaged,
             watermark_released_total: device.watermark_released_total,
         });
-        let name = &status.name;
-        to.device(name, status.lost.is_some(), status.rollback_failures_total, figures);
+        to.device(name, status.lost.is_some(), status.rollback_failures_total, memory);
         if let Some(budget) = &status.budget {
             let (reserved, ceiling) = (budget.reserved, budget.ceiling);
             let budget = DeviceBudget { reserved, ceiling, allowance: budget.allowance };

@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::ConfigError;
-use crate::config::arena::{RunOptions, Target, Targets};
+use crate::config::arena::{ShrinkTarget, Targets};
 use crate::device::DeviceError;
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
@@ -41,7 +41,7 @@ pub enum ShrinkError {
     #[error("unknown target {target}: expected {}", names(*devices))]
     UnknownTarget {
         /// The target in the selector.
-        target: Target,
+        target: ShrinkTarget,
         /// The number of devices, at least 1.
         devices: usize,
     },
@@ -75,7 +75,7 @@ impl Shrunk {
 #[non_exhaustive]
 pub struct ShrunkTarget {
     /// The target.
-    pub target: Target,
+    pub target: ShrinkTarget,
     /// The outcome.
     pub outcome: ShrinkOutcome,
     /// The duration.
@@ -170,15 +170,15 @@ impl Memory {
         Ok(shared.shrink(targets.iter()))
     }
 
-    /// Starts a run, at the end of which the targets in its options are shrunk. The options are
-    /// checked now, so that a run with an invalid selector does not start.
+    /// Starts a run, at the end of which these targets are shrunk. They are checked now, so that a
+    /// run with an unknown target does not start.
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::config::arena::{RunOptions, SHRINK_OPTION};
+    /// use lowtide::config::arena::{SHRINK_OPTION, Targets};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let run = memory.run(RunOptions::from_entries([(SHRINK_OPTION, "gpu:0")])?)?;
+    /// let run = memory.run(Targets::of_run([(SHRINK_OPTION, "gpu:0")])?)?;
     /// // ... inference ...
     /// println!("{}", run.end().released());
     /// # Ok::<(), lowtide::BoxError>(())
@@ -186,11 +186,11 @@ impl Memory {
     ///
     /// # Errors
     /// [`ShrinkError`] if a target is unknown, or this is a forked child.
-    pub fn run(&self, options: RunOptions) -> Result<Run, ShrinkError> {
+    pub fn run(&self, shrink: Option<Targets>) -> Result<Run, ShrinkError> {
         let shared = &self.0.shared;
         shared.check_here().map_err(ShrinkError::from)?;
-        options.shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
-        Ok(Run { memory: self.clone(), shrink: options.shrink })
+        shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
+        Ok(Run { memory: self.clone(), shrink })
     }
 }
 
@@ -236,7 +236,7 @@ impl Shared {
     fn check_targets(&self, targets: &Targets) -> Result<(), ShrinkError> {
         self.check_here()?;
         let devices = self.devices.list.len().max(1);
-        let exists = |target: &Target| known(devices).any(|known| known == *target);
+        let exists = |target: &ShrinkTarget| known(devices).any(|known| known == *target);
         let unknown = targets.iter().find(|target| !exists(target));
         unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target, devices }))
     }
@@ -250,12 +250,12 @@ impl Shared {
         }
     }
 
-    fn shrink(&self, targets: impl Iterator<Item = Target>) -> Shrunk {
-        let one = |target: Target| {
+    fn shrink(&self, targets: impl Iterator<Item = ShrinkTarget>) -> Shrunk {
+        let one = |target: ShrinkTarget| {
             let start = self.clock.now();
             let outcome = match target {
-                Target::Cpu(_) => self.shrink_host(),
-                Target::Gpu(number) => self.shrink_arenas(number),
+                ShrinkTarget::Cpu(_) => self.shrink_host(),
+                ShrinkTarget::Gpu(number) => self.shrink_arenas(number),
             };
             ShrunkTarget { target, outcome, took: self.clock.now() - start }
         };

@@ -1,4 +1,4 @@
-//! Authorization of admin requests.
+//! Authorization of admin requests, and the secret token for those from other machines.
 //!
 //! A browser sends requests for any page, to any address that it reaches, with the credentials that
 //! it has for this service. A request therefore has to prove that it comes from a page of this
@@ -6,16 +6,18 @@
 //! names are checked if no token is required, since another party's name can be pointed at this
 //! machine. Requests for figures are checked for the same reason ([`check_host`]).
 //!
-//! Invariant: a request passes only if each check has passed; only the last check reads the token.
+//! Invariants: a request passes only if each check has passed; only the last check reads the token,
+//! in constant time; neither `Debug` nor an error contains any byte of the token.
 
+use std::borrow::Cow;
+use std::fmt;
+use std::hint::black_box;
 use std::net::{IpAddr, SocketAddr};
 
+use crate::config::ConfigError;
 use http::header::{AUTHORIZATION, HOST, ORIGIN};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Request, Uri};
-use thiserror::Error;
-
-use super::token::AdminToken;
 
 /// The header that every admin request needs. A page of another origin may not send it unless this
 /// service allows that, which it never does.
@@ -30,81 +32,71 @@ const FORWARDED: [&str; 6] =
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
 
-/// The reason that a request is rejected.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-pub(super) enum Refused {
-    #[error("missing or ambiguous host: expected one Host header")]
-    Host,
-    #[error("cross-site request: expected a request from a page of this service")]
-    CrossSite,
-    #[error("missing header {HEADER}: expected `{HEADER}: 1`")]
-    Header,
-    #[error("admin requests are local only: the client is {0}, expected a loopback address")]
-    NotLoopback(IpAddr),
-    #[error(
-        "admin requests are local only: the client's address is unknown (serve with \
-         `into_make_service_with_connect_info::<SocketAddr>()`, or add `Peer` to the request)"
-    )]
-    UnknownPeer,
-    #[error("admin requests are local only: the request came through a proxy")]
-    Forwarded,
-    #[error("admin requests are local only: expected localhost or a loopback address as the host")]
-    HostName,
-    #[error("unknown host: expected localhost, an IP address or a configured name")]
-    UnknownHost,
-    #[error("missing or wrong token: expected `Authorization: Bearer <token>`")]
-    Token,
+/// The reason that a request is rejected: a word, and a sentence.
+#[derive(Clone, Debug)]
+pub(super) struct Denial {
+    pub(super) reason: &'static str,
+    pub(super) detail: Cow<'static, str>,
 }
 
-impl Refused {
-    pub(super) const fn reason(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::CrossSite => "cross_site",
-            Self::Header => "header",
-            Self::NotLoopback(_) | Self::UnknownPeer => "not_loopback",
-            Self::Forwarded => "forwarded",
-            Self::HostName => "host_name",
-            Self::UnknownHost => "unknown_host",
-            Self::Token => "token",
-        }
-    }
+/// The reason of a request without the token.
+pub(super) const TOKEN_REASON: &str = "token";
+
+fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Denial {
+    Denial { reason, detail: detail.into() }
+}
+
+/// Returns the refusal of a request that is not local, for this reason.
+fn not_local(reason: &'static str, why: &str) -> Denial {
+    refuse(reason, format!("admin requests are local only: {why}"))
+}
+
+fn no_host() -> Denial {
+    refuse("host", "missing or ambiguous host: expected one Host header")
 }
 
 /// Checks the authorization of a request: with the token if there is one, otherwise local only.
-pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Refused> {
+pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Denial> {
     let headers = request.headers();
-    let host = host(headers, request.uri()).ok_or(Refused::Host)?;
+    let host = host(headers, request.uri()).ok_or_else(no_host)?;
     check_site(headers, &host)?;
     if !headers.contains_key(HEADER) {
-        return Err(Refused::Header);
+        return Err(refuse("header", format!("missing header {HEADER}: expected `{HEADER}: 1`")));
     }
     if let Some(token) = token {
-        return if has_token(headers, token) { Ok(()) } else { Err(Refused::Token) };
+        let wrong = "missing or wrong token: expected `Authorization: Bearer <token>`";
+        return has_token(headers, token).then_some(()).ok_or_else(|| refuse(TOKEN_REASON, wrong));
     }
-    let peer = request.extensions().get::<Peer>().ok_or(Refused::UnknownPeer)?.0.ip();
+    let unknown = "the client's address is unknown (serve with \
+                   `into_make_service_with_connect_info::<SocketAddr>()`, or add `Peer` to the \
+                   request)";
+    let peer = request.extensions().get::<Peer>();
+    let peer = peer.ok_or_else(|| not_local("not_loopback", unknown))?.0.ip();
     if !is_loopback(peer) {
-        return Err(Refused::NotLoopback(peer));
+        let why = format!("the client is {peer}, expected a loopback address");
+        return Err(not_local("not_loopback", &why));
     }
     if FORWARDED.iter().any(|name| headers.contains_key(*name)) {
-        return Err(Refused::Forwarded);
+        return Err(not_local("forwarded", "the request came through a proxy"));
     }
-    if is_this_machine(host.host()) { Ok(()) } else { Err(Refused::HostName) }
+    let expected = "expected localhost or a loopback address as the host";
+    is_this_machine(host.host()).then_some(()).ok_or_else(|| not_local("host_name", expected))
 }
 
 /// Checks that a request for figures names a known host: an address, `localhost`, or one of these
 /// names. A request without a host comes from no browser.
-pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Refused> {
+pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Denial> {
     let (headers, uri) = (request.headers(), request.uri());
     if !headers.contains_key(HOST) && uri.authority().is_none() {
         return Ok(());
     }
-    let host = host(headers, uri).ok_or(Refused::Host)?;
+    let host = host(headers, uri).ok_or_else(no_host)?;
     let host = host.host();
     let is_known = address(host).is_some()
         || host.eq_ignore_ascii_case("localhost")
         || names.iter().any(|name| host.eq_ignore_ascii_case(name));
-    if is_known { Ok(()) } else { Err(Refused::UnknownHost) }
+    let unknown = "unknown host: expected localhost, an IP address or a configured name";
+    is_known.then_some(()).ok_or_else(|| refuse("unknown_host", unknown))
 }
 
 /// Returns the single host of a request: from its header, its URI (HTTP/2), or both if equal.
@@ -129,10 +121,8 @@ fn authority(text: &str) -> Option<Authority> {
 }
 
 /// Checks the headers with which browsers describe the origin of a request; no page can set them.
-fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Refused> {
-    if headers.get_all("sec-fetch-site").iter().any(|site| site != "same-origin") {
-        return Err(Refused::CrossSite);
-    }
+fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Denial> {
+    let is_own_site = headers.get_all("sec-fetch-site").iter().all(|site| site == "same-origin");
     let is_own = |origin: &HeaderValue| {
         let origin: Uri = origin.to_str().ok()?.parse().ok()?;
         let scheme = origin.scheme_str()?;
@@ -145,11 +135,10 @@ fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Refused> {
         let ports = [from, host].map(|of| of.port_u16().unwrap_or(port));
         (from.host().eq_ignore_ascii_case(host.host()) && ports[0] == ports[1]).then_some(())
     };
-    if headers.get_all(ORIGIN).iter().all(|origin| is_own(origin).is_some()) {
-        Ok(())
-    } else {
-        Err(Refused::CrossSite)
-    }
+    let is_own_site =
+        is_own_site && headers.get_all(ORIGIN).iter().all(|origin| is_own(origin).is_some());
+    let foreign = "cross-site request: expected a request from a page of this service";
+    is_own_site.then_some(()).ok_or_else(|| refuse("cross_site", foreign))
 }
 
 fn has_token(headers: &HeaderMap, token: &AdminToken) -> bool {
@@ -174,4 +163,94 @@ fn is_this_machine(host: &str) -> bool {
 fn address(host: &str) -> Option<IpAddr> {
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
     bare.unwrap_or(host).parse().ok()
+}
+
+/// A token of 32 to 256 printable ASCII characters.
+#[derive(Clone)]
+pub(super) struct AdminToken(Box<str>);
+
+/// The name of a token in errors.
+const TOKEN: &str = "admin token";
+
+impl AdminToken {
+    /// The minimum length in bytes: 128 bits of random hexadecimal digits.
+    const LENGTH_MIN: usize = 32;
+    /// The maximum length in bytes.
+    const LENGTH_MAX: usize = 256;
+
+    /// Creates a token from a text.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the text is no token. It does not contain the text.
+    pub(super) fn new(text: &str) -> Result<Self, ConfigError> {
+        let bad = |value: String, expected: String| Err(ConfigError::bad(TOKEN, &value, expected));
+        let length = text.len();
+        if let Some(at) = text.bytes().position(|byte| !byte.is_ascii_graphic()) {
+            return bad(format!("byte {at}"), "printable ASCII characters without spaces".into());
+        }
+        if !(Self::LENGTH_MIN..=Self::LENGTH_MAX).contains(&length) {
+            let expected = format!("{} to {} bytes", Self::LENGTH_MIN, Self::LENGTH_MAX);
+            return bad(format!("{length} bytes"), expected);
+        }
+        Ok(Self(text.into()))
+    }
+
+    /// Returns `true` if these bytes are the token. The time depends only on the length, which is
+    /// not secret.
+    pub(super) fn is(&self, given: &[u8]) -> bool {
+        is_secret(self.0.as_bytes(), given)
+    }
+}
+
+/// Returns `true` if these bytes are the secret. The time depends only on its length.
+pub(in crate::service) fn is_secret(secret: &[u8], given: &[u8]) -> bool {
+    let mut difference = u8::from(given.len() != secret.len());
+    for (at, byte) in secret.iter().enumerate() {
+        difference |= byte ^ given.get(at).copied().unwrap_or(0);
+        difference = black_box(difference); // so that no early end is made of it
+    }
+    difference == 0
+}
+
+impl fmt::Debug for AdminToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AdminToken(..)")
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_same_bytes_are_the_token() {
+        let text = "0123456789abcdef0123456789abcdef";
+        let token = AdminToken::new(text).expect("long enough");
+        assert!(token.is(text.as_bytes()));
+        let longer = format!("{text}0");
+        for wrong in ["", "0", &text[..31], &longer, "1123456789abcdef0123456789abcdef"] {
+            assert!(!token.is(wrong.as_bytes()), "{wrong}");
+        }
+        for at in 0..text.len() {
+            let mut other = text.as_bytes().to_vec();
+            other[at] ^= 1;
+            assert!(!token.is(&other), "byte {at}");
+        }
+        let zeros = "\0".repeat(32);
+        assert!(!token.is(zeros.as_bytes()));
+    }
+
+    #[test]
+    fn what_is_no_token_is_said_without_showing_it() {
+        let secret = "correct horse battery staple and more";
+        let error = |text: &str| AdminToken::new(text).expect_err("invalid").to_string();
+        let expected = "expected printable ASCII characters without spaces";
+        assert_eq!(error(secret), format!("admin token=\"byte 7\": {expected}"));
+        for length in [31, 257] {
+            let expected = format!("admin token=\"{length} bytes\": expected 32 to 256 bytes");
+            assert_eq!(error(&"a".repeat(length)), expected);
+        }
+        let token = AdminToken::new(&"s3cret".repeat(6)).expect("right");
+        assert_eq!(format!("{token:?}"), "AdminToken(..)");
+    }
 }

@@ -11,7 +11,6 @@
 
 mod guard;
 mod profile;
-mod token;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,21 +21,21 @@ use serde_json::json;
 
 use crate::bytes::ParseByteSizeError;
 use crate::clock::{Clock, Moment};
+use crate::config::ConfigError;
 use crate::memory::{AdminCommand, AdminError, Memory};
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
-use super::asked::{Query, QueryError};
+use super::query::{Query, QueryError};
 use super::rejection::{problem, with_retry_after};
 
 pub(super) use profile::PROFILE;
-pub(super) use token::is_secret;
 
 pub use guard::Peer;
-pub use token::{AdminToken, TokenError};
+pub(super) use guard::is_secret;
 
-use guard::Refused;
+use guard::{AdminToken, Denial, TOKEN_REASON};
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
@@ -94,11 +93,23 @@ impl Admin {
     }
 
     /// Accepts commands with the token, from any address including this machine: `Authorization:
-    /// Bearer` and the token. Use TLS in front of the service; otherwise the token can be read on
-    /// the network.
-    #[must_use]
-    pub fn with_token(clock: Arc<dyn Clock>, token: AdminToken) -> Self {
-        Self::new(clock, Some(token))
+    /// Bearer` and the token, for example from `openssl rand -hex 32`. Use TLS in front of the
+    /// service; otherwise the token can be read on the network.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide::clock::SystemClock;
+    /// use lowtide::service::Admin;
+    ///
+    /// let error = Admin::with_token(Arc::new(SystemClock::new()), "hunter2").unwrap_err();
+    /// assert_eq!(error.to_string(), r#"admin token="7 bytes": expected 32 to 256 bytes"#);
+    /// ```
+    ///
+    /// # Errors
+    /// [`ConfigError`] unless the token is 32 to 256 printable ASCII characters without spaces. It
+    /// does not contain the token.
+    pub fn with_token(clock: Arc<dyn Clock>, token: &str) -> Result<Self, ConfigError> {
+        Ok(Self::new(clock, Some(AdminToken::new(token)?)))
     }
 
     fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
@@ -139,8 +150,8 @@ impl Admin {
         let now = self.clock.now();
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
         if let Err(refused) = guard::check(request, self.token.as_ref()) {
-            self.log(now, path, refused.reason(), peer);
-            return Some(refusal(refused));
+            self.log(now, path, refused.reason, peer);
+            return Some(refusal(&refused));
         }
         let taken = lock(&self.buckets).commands.take(now);
         let wait = taken.err()?;
@@ -266,7 +277,7 @@ fn wrong_query(error: &QueryError) -> Response<String> {
     problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
 }
 
-fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
+pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
     let mut response = problem(status, "method not allowed", "method", &detail);
@@ -276,15 +287,14 @@ fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
 
 /// Returns the answer to a request for figures with an unknown host; `None` for any other request.
 pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<Response<String>> {
-    guard::check_host(request, hosts).err().map(refusal)
+    guard::check_host(request, hosts).err().as_ref().map(refusal)
 }
 
-fn refusal(refused: Refused) -> Response<String> {
-    let (reason, detail) = (refused.reason(), refused.to_string());
-    if refused != Refused::Token {
-        return problem(StatusCode::FORBIDDEN, "not allowed", reason, &detail);
+fn refusal(Denial { reason, detail }: &Denial) -> Response<String> {
+    if *reason != TOKEN_REASON {
+        return problem(StatusCode::FORBIDDEN, "not allowed", reason, detail);
     }
-    let mut response = problem(StatusCode::UNAUTHORIZED, "token required", reason, &detail);
+    let mut response = problem(StatusCode::UNAUTHORIZED, "token required", reason, detail);
     let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
     response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
     response

@@ -6,7 +6,7 @@
 //! (`tcp`, or [`Connection::progress`]) and on [`ConnectionService`] for what the client is waited
 //! for (`requests`). With the feature `tokio`, a [`ConnectionListener`] does the rest.
 //!
-//! A connection that lingers (`linger`) keeps its place until another needs it.
+//! A connection that lingers (`tcp`) keeps its place until another needs it.
 //!
 //! Invariants: open connections <= `most`, except that a closed one lives on until its server drops
 //! it; a connection that has moved a byte within the grace period, and does not linger, is not
@@ -14,8 +14,6 @@
 //!
 //! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
 
-#[cfg(feature = "tokio")]
-mod linger;
 mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
@@ -28,7 +26,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
-use crate::metrics::connections::{CloseReason, OPEN};
+use crate::metrics::record::{CloseReason, OPEN};
 use crate::sync::lock;
 use lowtide_admission::{Admission, Budget, Level, RejectReason};
 
@@ -91,12 +89,12 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Connections {
-    settings: Settings,
+    settings: ConnectionSettings,
     table: Arc<Mutex<ConnectionTable>>,
 }
 
 #[derive(Clone, Debug)]
-struct Settings {
+struct ConnectionSettings {
     admission: Admission,
     most: usize,
     estimate: ByteSize,
@@ -238,7 +236,7 @@ impl Connections {
     /// number. Keeps the [`Memory`](crate::Memory) of the admission running.
     #[must_use]
     pub fn new(admission: &Admission, most: usize) -> Self {
-        let settings = Settings {
+        let settings = ConnectionSettings {
             admission: admission.clone(),
             most,
             estimate: ESTIMATE,
@@ -276,7 +274,7 @@ impl Connections {
 
     /// Returns the number of connections that may be open now.
     fn most(&self) -> usize {
-        let Settings { admission, most, estimate, .. } = &self.settings;
+        let ConnectionSettings { admission, most, estimate, .. } = &self.settings;
         let ceiling = admission.ledger(Budget::Host).ceiling().get();
         let fit = ceiling / PART / estimate.get().max(1);
         usize::try_from(fit).unwrap_or(usize::MAX).min(*most).max(1)
@@ -327,7 +325,7 @@ impl Connections {
     /// closes those whose clients have taken nothing of their responses for longer than the grace
     /// period. Looks at most every 100 ms. A `ConnectionListener` calls it.
     pub fn tend(&self) {
-        let Settings { admission, grace, clock, .. } = &self.settings;
+        let ConnectionSettings { admission, grace, clock, .. } = &self.settings;
         let now = clock.now();
         let mut table = lock(&self.table);
         if now < table.tend_at {
@@ -410,7 +408,7 @@ impl Connection {
     }
 }
 
-impl Settings {
+impl ConnectionSettings {
     fn progress(&self, state: &ConnectionState) {
         state.moved.store(self.now(), Ordering::Relaxed);
     }

@@ -1,11 +1,21 @@
-//! Accepting connections over TCP with tokio, and the time of their last byte.
+//! Accepting connections over TCP with tokio, the time of their last byte, and their close.
 //!
 //! A connection for which there is no place waits for one, before anything is read of it. Those
 //! that wait get their places in the order of their arrival, so that a client that connects again
 //! whenever it is closed comes after those that wait already.
 //!
-//! Invariant: at most a quarter as many connections wait as there are places, the number that gets
-//! places within a grace period if all open connections do nothing.
+//! If a socket is closed with unread bytes, or more of them arrive later, the kernel resets the
+//! connection, and the client may lose an answer that it has not read yet (RFC 9112, 9.6). So the
+//! stream first sends no more, and then reads and discards what arrives until the client has
+//! closed its side: the `lingering_close` of nginx. It lingers only if something of a request was
+//! not read: the service left a part of the last body, or bytes have arrived that the server did
+//! not read.
+//!
+//! Invariants: at most a quarter as many connections wait as there are places, the number that gets
+//! places within a grace period if all open connections do nothing. A connection lingers for at
+//! most [`LINGER_TIME`], and discards at most [`DRAIN_MAX`]; it holds no memory for what it
+//! discards. The number of lingering connections is bounded with all others: they are open, and the
+//! first to be closed for another one.
 
 use std::collections::VecDeque;
 use std::future::{Future as _, poll_fn};
@@ -19,13 +29,15 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::sleep;
+use tokio::time::{Sleep, sleep};
 
 use crate::clock::Moment;
+use crate::service::DRAIN_MAX;
 use crate::sync::lock;
 
-use super::linger::Linger;
-use super::{CloseReason, Connection, ConnectionState, Connections, PACE, Settings, TEND_EVERY};
+use super::{
+    CloseReason, Connection, ConnectionSettings, ConnectionState, Connections, PACE, TEND_EVERY,
+};
 
 /// The time for which no further connection is accepted after one was refused. A client that
 /// connects again at once waits in the queue of the listener meanwhile, and costs little.
@@ -33,6 +45,13 @@ const REFUSED_PAUSE: Duration = Duration::from_millis(1);
 
 /// The pause while no connection is open, which the next one ends.
 const IDLE: Duration = Duration::from_secs(3600);
+
+/// The longest time that a connection lingers. An estimate: most clients have read an answer and
+/// closed by then.
+const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Bytes that are read and discarded at once, on the stack.
+const DISCARDED: usize = 8 << 10;
 
 impl Connections {
     /// Returns a listener that accepts connections within these bounds.
@@ -111,7 +130,7 @@ impl ConnectionListener {
     /// again.
     pub async fn accept(&mut self) -> io::Result<(Connection, ConnectionStream, SocketAddr)> {
         let Self { listener, connections, waiting, accepts_at } = self;
-        let Settings { clock, grace, .. } = &connections.settings;
+        let ConnectionSettings { clock, grace, .. } = &connections.settings;
         loop {
             connections.tend();
             let now = clock.now();
@@ -124,8 +143,14 @@ impl ConnectionListener {
                         let Some((stream, from, _)) = waiting.pop_front() else { continue };
                         let state = Arc::clone(&connection.state);
                         let settings = connections.settings.clone();
-                        let linger = Linger::default();
-                        let stream = ConnectionStream { stream, state, settings, linger };
+                        let stream = ConnectionStream {
+                            stream,
+                            state,
+                            settings,
+                            has_shut_down: false,
+                            discarded: 0,
+                            timer: None,
+                        };
                         return Ok((connection, stream, from));
                     }
                     Err(earliest) => pause = pause.min(earliest - now),
@@ -186,8 +211,12 @@ impl Connections {
 pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
-    settings: Settings,
-    linger: Linger,
+    settings: ConnectionSettings,
+    has_shut_down: bool,
+    /// The bytes that were discarded after the shutdown.
+    discarded: u64,
+    /// Ends the lingering. `None` until the connection lingers.
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl ConnectionStream {
@@ -249,9 +278,35 @@ impl AsyncWrite for ConnectionStream {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
+    /// Shuts the stream down for writing, and lingers if something of a request was not read.
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Self { stream, state, settings, linger } = &mut *self;
-        linger.poll_shutdown(stream, state, settings, cx)
+        let this = &mut *self;
+        if !this.has_shut_down {
+            ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+            this.has_shut_down = true;
+        }
+        // Bounded: each iteration discards a byte or more, up to the maximum.
+        while this.discarded < DRAIN_MAX.get() {
+            let mut buffer = [std::mem::MaybeUninit::uninit(); DISCARDED];
+            let mut buffer = ReadBuf::uninit(&mut buffer);
+            let polled = Pin::new(&mut this.stream).poll_read(cx, &mut buffer);
+            let is_over = polled.is_ready() && buffer.filled().is_empty();
+            let lingers = this.timer.is_some() || this.state.has_unread.load(Ordering::Relaxed);
+            if is_over || (polled.is_pending() && !lingers) {
+                return Poll::Ready(Ok(()));
+            }
+            this.discarded += buffer.filled().len() as u64;
+            let timer = this.timer.get_or_insert_with(|| {
+                let now = this.settings.now().max(1);
+                this.state.lingers_since.store(now, Ordering::Relaxed);
+                Box::pin(sleep(LINGER_TIME))
+            });
+            if timer.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Ok(()));
+            }
+            ready!(polled)?;
+        }
+        Poll::Ready(Ok(()))
     }
 }
 

@@ -1,34 +1,17 @@
 //! ORCA load reports, which load balancers read: how full this service is, and what it serves.
 //!
-//! `report` has the figures and their forms in headers, `protobuf` the binary form, and `reports`
-//! what a layer keeps of its responses and the report that it sends with them. The layer calls
-//! `reports` for each response. `service` streams the same reports to balancers that ask for them,
-//! as `request` says; `streams` has those that wait. The definitions are `xds.data.orca.v3` of
-//! github.com/cncf/xds, Envoy's parser of the header, and gRFC A51.
+//! `report` has the figures and their forms, and `reports` what a layer keeps of its responses and
+//! the report that it sends with them. The layer calls `reports` for each response. `service`
+//! streams the same reports to balancers that ask for them, as `request` says. The definitions are
+//! `xds.data.orca.v3` of github.com/cncf/xds, Envoy's parser of the header, and gRFC A51.
 //!
 //! Invariant: a report is encoded at most once for each tick of the control loop, and once more
 //! when the service begins to shed. All other responses get a copy of shared bytes.
 
-mod protobuf;
 mod report;
 mod reports;
 mod request;
 mod service;
-mod streams;
 
 pub(super) use reports::{Carrier, LoadReports};
 pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
-
-/// The format of the load reports in the response header `endpoint-load-metrics`.
-///
-/// gRPC responses carry reports in the trailer `endpoint-load-metrics-bin`, in any format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum LoadReportFormat {
-    /// `TEXT mem_utilization:0.41, application_utilization:0.7, ...`: about 200 bytes.
-    Text,
-    /// `JSON {"mem_utilization":0.41,...}`: about 200 bytes.
-    Json,
-    /// `BIN` and the message `OrcaLoadReport` in Base64: about 100 bytes.
-    Binary,
-}

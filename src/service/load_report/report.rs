@@ -1,18 +1,11 @@
-//! The figures of a load report, and their forms.
+//! The figures of a load report, and their forms: text for a header, and the message
+//! `OrcaLoadReport` in Protocol Buffers, written by hand since a generator and its runtime are more
+//! than it is.
 //!
-//! Pure. Envoy's parser wants `TEXT `, `JSON ` or `BIN ` in front, names as in the message, and
-//! numbers that are finite.
+//! Pure. Envoy's parser wants `TEXT ` in front, names as in the message, and numbers that are
+//! finite. Fields that are zero are left out of the message, as proto3 does.
 
 use std::fmt::Write as _;
-
-use serde_json::{Map, Value};
-
-use super::super::base64::base64;
-use super::LoadReportFormat;
-use super::protobuf::{
-    APPLICATION_UTILIZATION, EPS, MEM_UTILIZATION, NAMED_METRICS, RPS_FRACTIONAL, put_double,
-    put_entry,
-};
 
 /// One report. `None` for what is unknown, because no limit is.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -62,16 +55,8 @@ impl LoadReport {
             .filter_map(|(nth, value)| Some((ledger_name(nth), (*value)?)))
     }
 
-    /// Returns the value of the header `endpoint-load-metrics`; `message` is that of this report.
-    pub(super) fn header(&self, format: LoadReportFormat, message: &[u8]) -> String {
-        match format {
-            LoadReportFormat::Text => self.text(),
-            LoadReportFormat::Json => self.json(),
-            LoadReportFormat::Binary => format!("BIN {}", base64(message)),
-        }
-    }
-
-    fn text(&self) -> String {
+    /// Returns the value of the header `endpoint-load-metrics`.
+    pub(super) fn header(&self) -> String {
         let mut text = String::from("TEXT ");
         for (nth, (name, value)) in self.fields().enumerate() {
             let comma = if nth == 0 { "" } else { ", " };
@@ -82,14 +67,6 @@ impl LoadReport {
             let _ = write!(text, ", named_metrics.{name}:{}", rounded(value));
         }
         text
-    }
-
-    fn json(&self) -> String {
-        let named = self.named_metrics().map(|(name, value)| (name, rounded(value).into()));
-        let fields = self.fields().map(|(name, value)| (name.to_owned(), rounded(value).into()));
-        let mut all: Map<String, Value> = fields.collect();
-        all.insert("named_metrics".to_owned(), Value::Object(named.collect()));
-        format!("JSON {}", Value::Object(all))
     }
 
     /// Returns the message `xds.data.orca.v3.OrcaLoadReport`.
@@ -115,6 +92,61 @@ pub(super) fn framed(message: &[u8]) -> Vec<u8> {
     [&[0], length.to_be_bytes().as_slice(), message].concat()
 }
 
+/// The numbers of the fields of `OrcaLoadReport`.
+pub(super) const MEM_UTILIZATION: u8 = 2;
+pub(super) const RPS_FRACTIONAL: u8 = 6;
+pub(super) const EPS: u8 = 7;
+pub(super) const NAMED_METRICS: u8 = 8;
+pub(super) const APPLICATION_UTILIZATION: u8 = 9;
+
+/// The wire types: 8 bytes, and bytes with their length in front.
+const FIXED64: u8 = 1;
+const LENGTH_DELIMITED: u8 = 2;
+
+const fn tag(field: u8, wire_type: u8) -> u8 {
+    // Fields up to 15 have a tag of one byte.
+    field << 3 | wire_type
+}
+
+/// Appends a field of type `double`.
+pub(super) fn put_double(field: u8, value: f64, into: &mut Vec<u8>) {
+    if value != 0.0 {
+        into.push(tag(field, FIXED64));
+        into.extend_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// Appends an entry of a field of type `map<string, double>`. The name has at most 100 bytes, so
+/// that each length is one byte.
+pub(super) fn put_entry(field: u8, name: &str, value: f64, into: &mut Vec<u8>) {
+    let name = name.as_bytes();
+    let Some(length) = u8::try_from(name.len()).ok().filter(|length| *length <= 100) else {
+        debug_assert!(false, "a name of {} bytes", name.len());
+        return;
+    };
+    // The tags of both fields, the length of the name, and the value.
+    into.extend_from_slice(&[tag(field, LENGTH_DELIMITED), length + 11]);
+    into.extend_from_slice(&[tag(1, LENGTH_DELIMITED), length]);
+    into.extend_from_slice(name);
+    into.push(tag(2, FIXED64));
+    into.extend_from_slice(&value.to_le_bytes());
+}
+
+/// Encodes bytes.
+pub(super) fn base64(bytes: &[u8]) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for three in bytes.chunks(3) {
+        let bits =
+            (0..3).fold(0, |bits: u32, at| bits << 8 | three.get(at).map_or(0, |b| (*b).into()));
+        for at in 0..4 {
+            let six = (bits >> (18 - 6 * at)) as usize & 63;
+            text.push(if at <= three.len() { char::from(LETTERS[six]) } else { '=' });
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,40 +161,19 @@ mod tests {
         }
     }
 
-    fn header(report: &LoadReport, format: LoadReportFormat) -> String {
-        report.header(format, &report.message())
-    }
-
     #[test]
-    fn each_form_has_the_names_of_the_message() {
+    fn the_header_has_the_names_of_the_message() {
         assert_eq!(
-            header(&report(), LoadReportFormat::Text),
+            report().header(),
             "TEXT mem_utilization:0.5, application_utilization:1.25, rps_fractional:100.123457, \
              eps:2, named_metrics.host_utilization:0.75, named_metrics.device1_utilization:1.25"
-        );
-        let json = header(&report(), LoadReportFormat::Json);
-        let json: Value =
-            serde_json::from_str(json.strip_prefix("JSON ").expect("a format")).expect("JSON");
-        assert_eq!(
-            json,
-            serde_json::json!({
-                "mem_utilization": 0.5,
-                "application_utilization": 1.25,
-                "rps_fractional": 100.123_457,
-                "eps": 2.0,
-                "named_metrics": {"host_utilization": 0.75, "device1_utilization": 1.25},
-            })
         );
     }
 
     #[test]
     fn what_is_unknown_is_left_out() {
         let nothing = LoadReport::default();
-        assert_eq!(header(&nothing, LoadReportFormat::Text), "TEXT rps_fractional:0, eps:0");
-        assert_eq!(
-            header(&nothing, LoadReportFormat::Json),
-            r#"JSON {"eps":0.0,"named_metrics":{},"rps_fractional":0.0}"#
-        );
+        assert_eq!(nothing.header(), "TEXT rps_fractional:0, eps:0");
         assert_eq!(nothing.message(), b"", "as proto3 leaves out zeros");
     }
 
@@ -170,10 +181,6 @@ mod tests {
     #[test]
     fn the_message_is_that_of_another_encoder() {
         let message = report().message();
-        assert_eq!(
-            header(&report(), LoadReportFormat::Binary).len(),
-            4 + message.len().div_ceil(3) * 4
-        );
         let hex: String = message.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, EXPECTED);
     }
@@ -182,4 +189,12 @@ mod tests {
         421b0a10686f73745f7574696c697a6174696f6e11000000000000e83f\
         421e0a13646576696365315f7574696c697a6174696f6e11000000000000f43f\
         49000000000000f43f";
+
+    #[test]
+    fn base64_is_that_of_the_standards_examples() {
+        let examples = ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg==", "Zm9vYmE=", "Zm9vYmFy"];
+        for (length, text) in examples.into_iter().enumerate() {
+            assert_eq!(base64(&b"foobar"[..length]), text);
+        }
+    }
 }

@@ -30,10 +30,8 @@ use crate::fork::Birth;
 use crate::memory::{is_ending, published_state};
 use crate::sync::{Mutex, lock};
 
-use super::super::base64::base64;
-use super::LoadReportFormat;
-use super::report::{LoadReport, framed};
-use super::streams::Streams;
+use super::report::{LoadReport, base64, framed};
+use super::service::Streams;
 
 /// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
 /// an error for each. Below it, the weight is in proportion to the rate of requests, so that an
@@ -52,7 +50,6 @@ const AGE_MAX: Duration = Duration::from_millis(100);
 /// The reports of a layer and its clones.
 #[derive(Debug)]
 pub(in crate::service) struct LoadReports {
-    format: LoadReportFormat,
     pub(super) admission: Admission,
     /// `None` if no control loop ticks.
     pub(super) state: Option<Arc<PressureState>>,
@@ -90,19 +87,14 @@ pub(in crate::service) enum Carrier {
 }
 
 impl LoadReports {
-    pub(in crate::service) fn new(
-        format: LoadReportFormat,
-        admission: Admission,
-        clock: Arc<dyn Clock>,
-    ) -> Self {
-        let (now, counts) = (clock.now(), Counts::of(&admission));
+    pub(in crate::service) fn new(admission: Admission, clock: Arc<dyn Clock>) -> Self {
+        let (now, counts) = (clock.now(), ResponseCounts::of(&admission));
         let empty = Encoded {
             header: HeaderValue::from_static(""),
             metadata: HeaderValue::from_static(""),
             message: Bytes::new(),
         };
         let reports = Self {
-            format,
             state: published_state(&admission),
             birth: Birth::now(),
             responses: AtomicU64::new(0),
@@ -249,10 +241,10 @@ impl LoadReports {
         // Before the counts: what is counted later shows in the next report.
         self.encoded_at.store(time, Ordering::Relaxed);
         let now = self.clock.now();
-        let counts = Counts {
+        let counts = ResponseCounts {
             responses: self.responses.load(Ordering::Relaxed),
             errors: self.errors.load(Ordering::Relaxed),
-            ..Counts::of(&self.admission)
+            ..ResponseCounts::of(&self.admission)
         };
         rates.add(now, counts);
         let is_shedding = self.admission.state().has_waiting()
@@ -267,7 +259,7 @@ impl LoadReports {
             value.unwrap_or_else(|_| HeaderValue::from_static(""))
         };
         let encoded = Encoded {
-            header: value(report.header(self.format, &message)),
+            header: value(report.header()),
             metadata: value(base64(&message)),
             message: Bytes::from(framed(&message)),
         };
@@ -335,7 +327,7 @@ fn is_grpc_failure(headers: &HeaderMap) -> bool {
 
 /// Counts since the start.
 #[derive(Clone, Copy, Debug, Default)]
-struct Counts {
+struct ResponseCounts {
     responses: u64,
     errors: u64,
     sheds: u64,
@@ -346,7 +338,7 @@ struct Counts {
 /// The number of counts.
 const COUNTS: usize = 7;
 
-impl Counts {
+impl ResponseCounts {
     /// Returns the counts of an admission.
     fn of(admission: &Admission) -> Self {
         let bytes = |budget| {
@@ -369,7 +361,7 @@ impl Counts {
 #[derive(Debug)]
 struct Rates {
     at: Moment,
-    counts: Counts,
+    counts: ResponseCounts,
     /// The time of the last rejection, as far as it was looked at.
     shed_at: Option<Moment>,
     /// The sums of rates by their weights, and of the weights.
@@ -378,13 +370,13 @@ struct Rates {
 }
 
 impl Rates {
-    const fn new(now: Moment, counts: Counts) -> Self {
+    const fn new(now: Moment, counts: ResponseCounts) -> Self {
         Self { at: now, counts, shed_at: None, sums: [0.0; COUNTS], weight: 0.0 }
     }
 
     /// Adds what was counted since the last call.
     #[expect(clippy::cast_precision_loss, reason = "counts of a few seconds")]
-    fn add(&mut self, now: Moment, counts: Counts) {
+    fn add(&mut self, now: Moment, counts: ResponseCounts) {
         if counts.sheds != self.counts.sheds {
             self.shed_at = Some(now);
         }

@@ -1,13 +1,12 @@
 //! The request of a stream of load reports, `xds.service.orca.v3.OrcaLoadReportRequest`, as it
 //! arrives: a gRPC message with its prefix.
 //!
-//! Pure. Of the message only `report_interval` counts; names of request costs are accepted, and no
-//! costs are reported.
+//! Pure; an error is a sentence. Of the message only `report_interval` counts; names of request
+//! costs are accepted, and no costs are reported.
 
 use std::time::Duration;
 
 use bytes::Buf;
-use thiserror::Error;
 
 /// The time between two reports if the client names none, or zero: that of gRPC's clients.
 const INTERVAL_DEFAULT: Duration = Duration::from_secs(10);
@@ -21,25 +20,7 @@ pub(super) const REQUEST_MAX: usize = 4096;
 /// The prefix of a message: a flag for compression and the length.
 pub(super) const PREFIX: usize = 5;
 
-const NANOS_MAX: i64 = 999_999_999;
-
-/// The reason why a request is invalid.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub(super) enum RequestError {
-    #[error("message of {0} bytes: expected at most {REQUEST_MAX}")]
-    TooLong(usize),
-    #[error("compression flag {0}: expected 0, messages are not compressed")]
-    Compressed(u8),
-    #[error("request ended after {0} bytes: expected one message")]
-    Ended(usize),
-    #[error("invalid message at byte {at} of {length}: expected OrcaLoadReportRequest")]
-    Malformed { at: usize, length: usize },
-    #[error(
-        "report_interval of {seconds} s and {nanos} ns: expected 0 s or more, and 0 to \
-         {NANOS_MAX} ns"
-    )]
-    Interval { seconds: i64, nanos: i64 },
-}
+const NANOS_MAX: u32 = 999_999_999;
 
 /// A request that has not arrived as a whole.
 #[derive(Debug, Default)]
@@ -48,7 +29,7 @@ pub(super) struct PartialRequest(Vec<u8>);
 impl PartialRequest {
     /// Adds what arrived. Returns the interval when the message is complete; what follows it is
     /// ignored.
-    pub(super) fn add(&mut self, mut data: impl Buf) -> Result<Option<Duration>, RequestError> {
+    pub(super) fn add(&mut self, mut data: impl Buf) -> Result<Option<Duration>, String> {
         while data.has_remaining() {
             let missing = self.length()?.saturating_sub(self.0.len());
             if missing == 0 {
@@ -66,51 +47,39 @@ impl PartialRequest {
     }
 
     /// Returns the error of a request that ends here.
-    pub(super) fn ended(&self) -> RequestError {
-        RequestError::Ended(self.0.len())
+    pub(super) fn ended(&self) -> String {
+        format!("request ended after {} bytes: expected one message", self.0.len())
     }
 
     /// Returns the length of the whole, as far as it is known.
-    fn length(&self) -> Result<usize, RequestError> {
+    fn length(&self) -> Result<usize, String> {
         let Some((&[flag, length @ ..], _)) = self.0.split_first_chunk::<PREFIX>() else {
             return Ok(PREFIX);
         };
         let length = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
         match flag {
             0 if length <= REQUEST_MAX => Ok(PREFIX + length),
-            0 => Err(RequestError::TooLong(length)),
-            flag => Err(RequestError::Compressed(flag)),
+            0 => Err(format!("message of {length} bytes: expected at most {REQUEST_MAX}")),
+            flag => {
+                Err(format!("compression flag {flag}: expected 0, messages are not compressed"))
+            }
         }
     }
 }
 
 /// Returns the interval that a message asks for, within the bounds.
-fn interval(message: &[u8]) -> Result<Duration, RequestError> {
-    let (mut seconds, mut nanos) = (0, 0);
-    let mut fields = Fields { message, at: 0 };
-    while let Some((number, value)) = fields.next_field()? {
-        let (1, Value::Bytes(start, duration)) = (number, value) else { continue };
-        // Given more than once, the messages are merged.
-        let mut parts = Fields { message: duration, at: 0 };
-        let malformed = |error| match error {
-            RequestError::Malformed { at, .. } => fields.malformed(start + at),
-            error => error,
-        };
-        while let Some((number, value)) = parts.next_field().map_err(malformed)? {
-            match (number, value) {
-                (1, Value::Varint(value)) => seconds = value.cast_signed(),
-                (2, Value::Varint(value)) => nanos = value.cast_signed(),
-                _ => {}
-            }
-        }
-    }
-    let error = RequestError::Interval { seconds, nanos };
-    let whole = u64::try_from(seconds).map_err(|_| error.clone())?;
-    if !(0..=NANOS_MAX).contains(&nanos) {
-        return Err(error);
-    }
-    let interval = Duration::from_secs(whole)
-        .saturating_add(Duration::from_nanos(u64::try_from(nanos).unwrap_or(0)));
+fn interval(message: &[u8]) -> Result<Duration, String> {
+    let malformed =
+        || format!("invalid message of {} bytes: expected OrcaLoadReportRequest", message.len());
+    let (seconds, nanos) = duration(message).ok_or_else(malformed)?;
+    let parts = (u64::try_from(seconds), u32::try_from(nanos));
+    let (Ok(whole), Ok(part @ 0..=NANOS_MAX)) = parts else {
+        return Err(format!(
+            "report_interval of {seconds} s and {nanos} ns: expected 0 s or more, and 0 to \
+             {NANOS_MAX} ns"
+        ));
+    };
+    let interval = Duration::new(whole, part);
     Ok(if interval.is_zero() {
         INTERVAL_DEFAULT
     } else {
@@ -118,73 +87,63 @@ fn interval(message: &[u8]) -> Result<Duration, RequestError> {
     })
 }
 
+/// Returns the seconds and nanoseconds of `report_interval`; `None` if the message is malformed.
+fn duration(mut message: &[u8]) -> Option<(i64, i64)> {
+    let (mut seconds, mut nanos) = (0, 0);
+    while !message.is_empty() {
+        let (1, FieldValue::Bytes(mut parts)) = next_field(&mut message)? else { continue };
+        // Given more than once, the messages are merged.
+        while !parts.is_empty() {
+            match next_field(&mut parts)? {
+                (1, FieldValue::Varint(value)) => seconds = value.cast_signed(),
+                (2, FieldValue::Varint(value)) => nanos = value.cast_signed(),
+                _ => {}
+            }
+        }
+    }
+    Some((seconds, nanos))
+}
+
 /// A value of a field.
-enum Value<'a> {
+enum FieldValue<'a> {
     Varint(u64),
-    /// With the place at which they begin.
-    Bytes(usize, &'a [u8]),
+    Bytes(&'a [u8]),
     /// Of a type that no known field has.
     Other,
 }
 
-/// The fields of a message.
-struct Fields<'a> {
-    message: &'a [u8],
-    at: usize,
+/// Takes the next field off a message, and returns its number and its value.
+fn next_field<'a>(message: &mut &'a [u8]) -> Option<(u64, FieldValue<'a>)> {
+    let tag = varint(message)?;
+    let value = match tag & 7 {
+        0 => FieldValue::Varint(varint(message)?),
+        1 => message.split_off(..8).map(|_| FieldValue::Other)?,
+        2 => {
+            let length = usize::try_from(varint(message)?).ok()?;
+            FieldValue::Bytes(message.split_off(..length)?)
+        }
+        5 => message.split_off(..4).map(|_| FieldValue::Other)?,
+        // Groups are no part of proto3.
+        _ => return None,
+    };
+    Some((tag >> 3, value)).filter(|(number, _)| *number != 0)
 }
 
-impl<'a> Fields<'a> {
-    const fn malformed(&self, at: usize) -> RequestError {
-        RequestError::Malformed { at, length: self.message.len() }
-    }
-
-    /// Returns the number and the value of the next field; `None` at the end.
-    fn next_field(&mut self) -> Result<Option<(u64, Value<'a>)>, RequestError> {
-        if self.at == self.message.len() {
-            return Ok(None);
+/// Takes a number of at most ten bytes off a message.
+fn varint(message: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for shift in (0..70).step_by(7) {
+        let byte = *message.split_off_first()?;
+        // The last byte has one bit.
+        if shift == 63 && byte > 1 {
+            return None;
         }
-        let start = self.at;
-        let tag = self.varint()?;
-        let value = match tag & 7 {
-            0 => Value::Varint(self.varint()?),
-            1 => self.take(8).map(|_| Value::Other)?,
-            2 => {
-                let length = usize::try_from(self.varint()?).unwrap_or(usize::MAX);
-                let at = self.at;
-                Value::Bytes(at, self.take(length)?)
-            }
-            5 => self.take(4).map(|_| Value::Other)?,
-            // Groups are no part of proto3.
-            _ => return Err(self.malformed(start)),
-        };
-        let number = tag >> 3;
-        if number == 0 { Err(self.malformed(start)) } else { Ok(Some((number, value))) }
-    }
-
-    fn take(&mut self, length: usize) -> Result<&'a [u8], RequestError> {
-        let end = self.at.saturating_add(length);
-        let taken = self.message.get(self.at..end).ok_or_else(|| self.malformed(self.at))?;
-        self.at = end;
-        Ok(taken)
-    }
-
-    fn varint(&mut self) -> Result<u64, RequestError> {
-        let start = self.at;
-        let mut value = 0;
-        // At most ten bytes.
-        for shift in (0..70).step_by(7) {
-            let &[byte] = self.take(1)? else { break };
-            // The last byte has one bit.
-            if shift == 63 && byte > 1 {
-                break;
-            }
-            value |= u64::from(byte & 0x7f) << shift;
-            if byte < 0x80 {
-                return Ok(value);
-            }
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte < 0x80 {
+            return Some(value);
         }
-        Err(self.malformed(start))
     }
+    None
 }
 
 #[cfg(test)]
@@ -196,7 +155,7 @@ mod tests {
         [&[0], length.to_be_bytes().as_slice(), message].concat()
     }
 
-    fn read(message: &[u8]) -> Result<Duration, RequestError> {
+    fn read(message: &[u8]) -> Result<Duration, String> {
         PartialRequest::default().add(&*framed(message)).map(|read| read.expect("it is whole"))
     }
 
@@ -248,22 +207,25 @@ mod tests {
                 "report_interval of 0 s and 1000000000 ns: expected 0 s or more, and 0 to \
                  999999999 ns",
             ),
-            ("0a05", "invalid message at byte 2 of 2: expected OrcaLoadReportRequest"),
-            ("0a", "invalid message at byte 1 of 1: expected OrcaLoadReportRequest"),
+            ("0a05", "invalid message of 2 bytes: expected OrcaLoadReportRequest"),
+            ("0a", "invalid message of 1 bytes: expected OrcaLoadReportRequest"),
             (
                 "ffffffffffffffffffffff",
-                "invalid message at byte 0 of 11: expected OrcaLoadReportRequest",
+                "invalid message of 11 bytes: expected OrcaLoadReportRequest",
             ),
-            ("0a0208", "invalid message at byte 2 of 3: expected OrcaLoadReportRequest"),
-            ("0a020880", "invalid message at byte 4 of 4: expected OrcaLoadReportRequest"),
-            ("0b", "invalid message at byte 0 of 1: expected OrcaLoadReportRequest"),
-            ("0001", "invalid message at byte 0 of 2: expected OrcaLoadReportRequest"),
+            ("0a0208", "invalid message of 3 bytes: expected OrcaLoadReportRequest"),
+            ("0a020880", "invalid message of 4 bytes: expected OrcaLoadReportRequest"),
+            ("0b", "invalid message of 1 bytes: expected OrcaLoadReportRequest"),
+            ("0001", "invalid message of 2 bytes: expected OrcaLoadReportRequest"),
         ] {
-            assert_eq!(read(&bytes(message)).expect_err(message).to_string(), error, "{message}");
+            assert_eq!(read(&bytes(message)).expect_err(message), error, "{message}");
         }
         let add = |bytes: &[u8]| PartialRequest::default().add(bytes).expect_err("invalid");
-        assert_eq!(add(&[1, 0, 0, 0, 0]), RequestError::Compressed(1));
-        assert_eq!(add(&[0, 0, 0, 16, 1]), RequestError::TooLong(4097));
+        assert_eq!(
+            add(&[1, 0, 0, 0, 0]),
+            "compression flag 1: expected 0, messages are not compressed"
+        );
+        assert_eq!(add(&[0, 0, 0, 16, 1]), "message of 4097 bytes: expected at most 4096");
     }
 
     #[test]
@@ -279,7 +241,7 @@ mod tests {
         }
         let mut request = PartialRequest::default();
         assert_eq!(request.add(&whole[..4]), Ok(None));
-        assert_eq!(request.ended(), RequestError::Ended(4));
+        assert_eq!(request.ended(), "request ended after 4 bytes: expected one message");
         let more = [&whole[4..], &[0xff; 100_000]].concat();
         assert_eq!(request.add(&*more), Ok(Some(5 * SECOND)), "no more than the message is kept");
         assert!(request.0.capacity() < 2 * REQUEST_MAX);

@@ -6,8 +6,7 @@ use serde_json::Value;
 
 use super::{Figure, count, figure, printed};
 use crate::run::cargo;
-use crate::text::metrics_tier::MetricsTier;
-use crate::text::names::TABLE;
+use crate::text::names::{MetricsTier, TABLE};
 use crate::tree::{self, Tree};
 
 /// Counts the lines that a user writes, of the programs in the documents: those of a service, and

@@ -8,8 +8,7 @@
 
 use std::collections::BTreeSet;
 
-use super::metrics_tier::MetricsTier;
-use super::names::{self, Kind, Metric, TABLE};
+use super::names::{self, MetricKind, Metric, MetricsTier, TABLE};
 use crate::tree::{Faults, Source, Tree};
 
 const RULES: &str = "dashboards/lowtide.rules.yml";
@@ -79,7 +78,7 @@ fn is_of_deployment(file: &Source) -> bool {
 fn metric(series: &str) -> Option<&'static Metric> {
     let is_it = |metric: &&Metric| {
         let end = series.strip_prefix(metric.name).unwrap_or("?");
-        let is_histogram = metric.kind == Kind::Histogram;
+        let is_histogram = metric.kind == MetricKind::Histogram;
         end.is_empty() || is_histogram && ["_bucket", "_sum", "_count"].contains(&end)
     };
     TABLE.iter().find(is_it)

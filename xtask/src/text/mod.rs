@@ -13,15 +13,11 @@ mod dashboards;
 mod header;
 pub(crate) mod imports;
 mod links;
-#[path = "../../../src/metrics/tier.rs"]
-#[allow(dead_code, unreachable_pub, reason = "it is the library's")]
-pub(crate) mod metrics_tier;
 /// The table of metrics, which the checks compare with everything that names one.
 #[path = "../../../src/metrics/names.rs"]
 #[allow(dead_code, unreachable_pub, reason = "it is the library's")]
 pub(crate) mod names;
 
-use self::metrics_tier::MetricsTier;
 use crate::code;
 use crate::figures::field;
 use crate::mutants;

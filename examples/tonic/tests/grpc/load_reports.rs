@@ -3,7 +3,7 @@
 
 use http::uri::PathAndQuery;
 use lowtide::Memory;
-use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportFormat};
+use lowtide::service::LOAD_REPORT_STREAM_PATH;
 use tonic::metadata::MetadataMap;
 use tonic::service::Routes;
 
@@ -31,7 +31,7 @@ fn utilization(message: &Bytes) -> f64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_grpc_client_gets_a_report_with_each_answer() {
     let admission = admission();
-    let layer = layer(&admission).with_load_reports(LoadReportFormat::Text);
+    let layer = layer(&admission).with_load_reports();
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
     let address = listener.local_addr().expect("bound");
     let server = Server::builder().layer(layer).add_service(Echo);
@@ -55,8 +55,8 @@ async fn a_grpc_client_gets_a_report_with_each_answer() {
 async fn a_grpc_client_reads_a_stream_of_reports_until_the_service_ends() {
     let memory = Memory::builder().detached();
     let memory = memory.memory_limit(ByteSize::gib(1)).start().expect("starts");
-    let layer = MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(COST)))
-        .with_load_reports(LoadReportFormat::Text);
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(COST))
+        .with_load_reports();
     let streams = layer.load_report_service();
     let routes = axum::Router::new().route_service(LOAD_REPORT_STREAM_PATH, streams);
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");

@@ -13,7 +13,7 @@ use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use http_body_util::BodyExt;
 use lowtide::admission::{Admission, Budget, Cost, Level, Rejected};
-use lowtide::service::{Constant, MemoryLayer, SharedPermit};
+use lowtide::service::{MemoryLayer, RequestPermit};
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::{Correction, Measured};
 use tokio::net::TcpListener;
@@ -84,7 +84,7 @@ impl UnaryService<Bytes> for Echo {
     type Future = Ready<Result<Response<Bytes>, Status>>;
 
     fn call(&mut self, request: Request<Bytes>) -> Self::Future {
-        let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
+        let permit = request.extensions().get::<RequestPermit>().expect("put there").clone();
         let message = request.into_inner();
         let more = std::str::from_utf8(&message).ok().and_then(|text| text.parse().ok());
         let grown = permit.grow(ByteSize::mib(more.unwrap_or(0)));
@@ -118,8 +118,8 @@ fn admission() -> Admission {
     admission
 }
 
-fn layer(admission: &Admission) -> MemoryLayer<Constant> {
-    MemoryLayer::new(admission.clone(), Constant::new(Cost::host(COST)))
+fn layer(admission: &Admission) -> MemoryLayer<Cost> {
+    MemoryLayer::new(admission.clone(), Cost::host(COST))
 }
 
 /// A server with the layer around all of it, or around one service by its name.
@@ -198,7 +198,7 @@ async fn a_grpc_client_reads_that_memory_is_short_and_when_to_come_again() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_can_never_fit_is_not_to_be_tried_again() {
     let admission = admission();
-    let most = Constant::new(Cost::host(ByteSize::MAX));
+    let most = Cost::host(ByteSize::MAX);
     let layer = MemoryLayer::new(admission, most);
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
     let address = listener.local_addr().expect("bound");

@@ -3,26 +3,30 @@
 //! process, the processes on each device, the last run, the advice on limits, the trend of live
 //! memory, and the settings.
 //!
-//! Each part is bounded. The figures themselves are in `endpoints`, the maps in `devices`.
+//! Each part is bounded; the recording of the last run to about 300 samples, 256 events and 16
+//! permits. The figures themselves are in `endpoints`, the maps in `devices`.
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::bytes::{ByteSize, ParseByteSizeError};
 use crate::heap::Profiler;
-use crate::memory::{AdminTask, Event, HistorySample, LeakReport, LeakSuspect, Memory};
+use crate::memory::{
+    AdminTask, Event, FlightEvent, FlightResource, FlightSample, HistorySample, LastExit,
+    LeakReport, LeakSuspect, Memory,
+};
 use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
     TenantUsage,
 };
 use lowtide_heap::HeapSizeClass;
 
-use super::answer::{self, seconds};
-use super::asked::QueryError;
+use super::answer::{limit, seconds};
 #[cfg(feature = "cuda")]
 use super::devices;
 #[cfg(feature = "device")]
 use super::devices::Maps;
-use super::last_exit::last_exit;
+use super::query::QueryError;
 
 /// The maximum number of size classes, and of mapped files.
 const ROWS_MAX: usize = 16;
@@ -31,10 +35,10 @@ const PATH_MAX: usize = 256;
 
 /// An optional part: its name in the query and in the JSON, and its value, `None` if this build has
 /// none.
-pub(super) type Part = (&'static str, fn(&Asked<'_>) -> Option<Value>);
+pub(super) type JsonPart = (&'static str, fn(&PartContext<'_>) -> Option<Value>);
 
 /// The subject of a query.
-pub(super) struct Asked<'a> {
+pub(super) struct PartContext<'a> {
     pub(super) memory: &'a Memory,
     #[cfg(feature = "device")]
     pub(super) maps: &'a Maps,
@@ -46,7 +50,7 @@ pub(super) struct Asked<'a> {
 
 const LIMIT_ADVICE: &str = "limit_advice";
 
-const PARTS: &[Part] = &[
+const PARTS: &[JsonPart] = &[
     #[cfg(feature = "device")]
     ("map", |asked| Some(asked.maps.of(asked.memory))),
     #[cfg(not(feature = "device"))]
@@ -74,8 +78,8 @@ const PARTS: &[Part] = &[
 ];
 
 /// Parses names of parts, separated by commas.
-pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
-    let mut parts: Vec<&Part> = Vec::new();
+pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, QueryError> {
+    let mut parts: Vec<&JsonPart> = Vec::new();
     for name in text.split(',').filter(|name| !name.is_empty()) {
         let known = PARTS.iter().find(|(known, _)| *known == name);
         let part = known.ok_or_else(|| {
@@ -83,7 +87,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
             QueryError::value("with", name, names.join(", "))
         })?;
         if parts.iter().any(|(other, _)| *other == name) {
-            return Err(QueryError::Twice { name: part.0 });
+            return Err(QueryError::twice(part.0));
         }
         parts.push(part);
     }
@@ -91,7 +95,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static Part>, QueryError> {
 }
 
 /// Parses the limit for which advice is asked, of a query with these parts.
-pub(super) fn read_limit(text: &str, parts: &[&Part]) -> Result<ByteSize, QueryError> {
+pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, QueryError> {
     let expected = if parts.iter().all(|(name, _)| *name != LIMIT_ADVICE) {
         "with=limit_advice in the same query"
     } else {
@@ -105,7 +109,7 @@ pub(super) fn read_limit(text: &str, parts: &[&Part]) -> Result<ByteSize, QueryE
 }
 
 /// Returns the admin tasks; null if admin commands are disabled.
-fn admin_tasks(asked: &Asked<'_>) -> Value {
+fn admin_tasks(asked: &PartContext<'_>) -> Value {
     json!(asked.needs_token.map(|needs_token| json!({
         "needs_token": needs_token,
         "list": asked.memory.admin_tasks().iter().map(admin_task).collect::<Value>(),
@@ -228,7 +232,7 @@ fn named(mut named: Value, memory: &MemoryUsage) -> Value {
     named
 }
 
-fn limit_advice(memory: &Memory, limit: Option<ByteSize>) -> Value {
+fn limit_advice(memory: &Memory, asked: Option<ByteSize>) -> Value {
     let advice = memory.limit_advice();
     let hour = |hour: &LimitHour| {
         json!({
@@ -242,7 +246,7 @@ fn limit_advice(memory: &Memory, limit: Option<ByteSize>) -> Value {
         })
     };
     json!({
-        "limit_bytes": answer::limit(advice.limit),
+        "limit_bytes": limit(advice.limit),
         "observed_seconds": seconds(advice.observed),
         "requests": advice.requests,
         "requests_min": LimitAdvice::REQUESTS_MIN,
@@ -251,7 +255,7 @@ fn limit_advice(memory: &Memory, limit: Option<ByteSize>) -> Value {
         "smallest_limit_bytes": advice.smallest_limit().map(ByteSize::get),
         "sentence": advice.to_string(),
         "hours": advice.hours.iter().map(hour).collect::<Value>(),
-        "at": limit.map(|limit| forecast(&advice.at(limit))),
+        "at": asked.map(|limit| forecast(&advice.at(limit))),
     })
 }
 
@@ -310,5 +314,73 @@ fn admin_task(admin_task: &AdminTask) -> Value {
         "state": admin_task.state.name(),
         "outcome": admin_task.state.outcome(),
         "progress": admin_task.progress,
+    })
+}
+
+/// Returns the recording.
+pub(super) fn last_exit(last: &LastExit) -> Value {
+    json!({
+        "cause": last.cause.name(),
+        "orderly": last.cause.is_orderly(),
+        "summary": last.summary,
+        "at_seconds": last.at.map(seconds),
+        "started_at_seconds": seconds(last.started_at),
+        "pid": Some(last.pid).filter(|pid| *pid != 0),
+        "service_version": Some(&last.version).filter(|version| !version.is_empty()),
+        "samples": columns(&last.samples),
+        "events": last.events.iter().map(flight_event).collect::<Vec<_>>(),
+        "permits": last.permits.iter().map(request).collect::<Vec<_>>(),
+        "resources": last.resources.iter().map(flight_resource).collect::<Vec<_>>(),
+    })
+}
+
+/// Returns the samples by column, so that names appear once.
+fn columns(samples: &[FlightSample]) -> Value {
+    json!({
+        "at_seconds": column(samples, |sample| seconds(sample.at)),
+        "uptime_seconds": column(samples, |sample| seconds(sample.uptime)),
+        "physical_bytes": column(samples, |sample| sample.physical.get()),
+        "growth_bytes_per_second": column(samples, |sample| sample.growth.get()),
+        "limit_bytes": column(samples, |sample| limit(sample.limit)),
+        "required_bytes": column(samples, |sample| sample.required.get()),
+        "heap_live_bytes": column(samples, |sample| sample.heap_live.get()),
+        "heap_retained_bytes": column(samples, |sample| sample.heap_retained.get()),
+        "other_bytes": column(samples, |sample| sample.other.map(ByteSize::get)),
+        "device_live_bytes": column(samples, |sample| sample.device_live.get()),
+        "device_retained_bytes": column(samples, |sample| sample.device_retained.get()),
+        "device_reserved_bytes": column(samples, |sample| sample.device_reserved.get()),
+        "reserved_bytes": column(samples, |sample| sample.reserved.get()),
+        "allowance_bytes": column(samples, |sample| limit(sample.allowance)),
+        "ceiling_bytes": column(samples, |sample| limit(sample.ceiling)),
+        "level": column(samples, |sample| sample.level.name()),
+        "held": column(samples, |sample| sample.held),
+        "waiting": column(samples, |sample| sample.waiting),
+        "rejected": column(samples, |sample| sample.rejected_total),
+        "oom_kills": column(samples, |sample| sample.oom_kills),
+        "exhausted": column(samples, |sample| sample.exhausted),
+        "ending": column(samples, |sample| sample.ending),
+    })
+}
+
+fn column<T: Serialize>(samples: &[FlightSample], of: impl Fn(&FlightSample) -> T) -> Value {
+    samples.iter().map(|sample| json!(of(sample))).collect()
+}
+
+fn flight_event(event: &FlightEvent) -> Value {
+    json!({
+        "at_seconds": seconds(event.at),
+        "kind": event.kind,
+        "about": event.about,
+        "text": event.text,
+        "times": event.times,
+    })
+}
+
+fn flight_resource(resource: &FlightResource) -> Value {
+    json!({
+        "name": resource.name,
+        "loaded": resource.loaded,
+        "host_bytes": resource.host.get(),
+        "device_bytes": resource.device.get(),
     })
 }

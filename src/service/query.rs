@@ -1,0 +1,181 @@
+//! Parses the query and the `Accept` header of a request.
+//!
+//! Plain functions of text. Invariant: the answer is JSON unless HTML is named.
+
+use std::fmt;
+
+use http::HeaderMap;
+use http::header::ACCEPT;
+use thiserror::Error;
+
+/// The maximum length of a query, in bytes.
+const QUERY_MAX: usize = 4096;
+
+/// The reason that a query is invalid, as a sentence.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{0}")]
+pub(super) struct QueryError(String);
+
+impl QueryError {
+    /// Creates the error of an invalid value.
+    pub(super) fn value(name: &str, value: &str, expected: impl fmt::Display) -> Self {
+        Self(format!("{name}={value:?}: expected {expected}"))
+    }
+
+    /// Creates the error of a name that is given twice.
+    pub(super) fn twice(name: &str) -> Self {
+        Self(format!("{name:?} is given twice in the query: expected it once"))
+    }
+}
+
+/// The values of the query parameters, each of which is known and given at most once.
+#[derive(Debug, Default)]
+pub(super) struct Query(Vec<(&'static str, String)>);
+
+impl Query {
+    /// Parses a query with these parameters.
+    pub(super) fn read(
+        text: Option<&str>,
+        names: &'static [&'static str],
+        expected: &'static str,
+    ) -> Result<Self, QueryError> {
+        let text = text.unwrap_or_default();
+        if text.len() > QUERY_MAX {
+            let length = text.len();
+            return Err(QueryError(format!(
+                "query of {length} bytes: expected at most {QUERY_MAX}"
+            )));
+        }
+        let mut found: Vec<(&'static str, String)> = Vec::new();
+        for pair in text.split('&').filter(|pair| !pair.is_empty()) {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let (name, value) = (decoded(name)?, decoded(value)?);
+            let Some(&name) = names.iter().find(|known| **known == name) else {
+                let unknown = format!("unknown query parameter {name:?}: expected {expected}");
+                return Err(QueryError(unknown));
+            };
+            if found.iter().any(|(other, _)| *other == name) {
+                return Err(QueryError::twice(name));
+            }
+            found.push((name, value));
+        }
+        Ok(Self(found))
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&str> {
+        self.0.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str())
+    }
+
+    pub(super) fn need(&self, name: &str) -> Result<&str, QueryError> {
+        let missing = || format!("query parameter {name:?} is missing: expected ?{name}=...");
+        self.get(name).ok_or_else(|| QueryError(missing()))
+    }
+}
+
+/// Decodes percent-encoded text, with `+` for a space as in forms and `URLSearchParams`.
+fn decoded(text: &str) -> Result<String, QueryError> {
+    let encoding = || QueryError("the query is not percent-encoded UTF-8".to_owned());
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        bytes.push(match byte {
+            b'+' => b' ',
+            b'%' => {
+                let mut digit = || rest.next().and_then(|byte| char::from(byte).to_digit(16));
+                let value = digit().zip(digit()).map(|(high, low)| high * 16 + low);
+                let value = value.and_then(|value| u8::try_from(value).ok());
+                value.ok_or_else(encoding)?
+            }
+            plain => plain,
+        });
+    }
+    String::from_utf8(bytes).map_err(|_| encoding())
+}
+
+/// The format of the figures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    Json,
+    Html,
+}
+
+impl Format {
+    /// Returns the format that the headers prefer: HTML if it is named, as by browsers, and JSON is
+    /// not; otherwise JSON. Weights are not read.
+    pub(super) fn preferred(headers: &HeaderMap) -> Self {
+        let names = |known: [&str; 2]| {
+            let accepts = headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
+            let mut ranges = accepts.flat_map(|accept| accept.split(','));
+            ranges.any(|range| {
+                let kind = range.split(';').next().unwrap_or_default().trim();
+                known.iter().any(|name| kind.eq_ignore_ascii_case(name))
+            })
+        };
+        let prefers_html =
+            names(["text/html", "text/*"]) && !names(["application/json", "application/*"]);
+        if prefers_html { Self::Html } else { Self::Json }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+
+    fn preferred(accept: &str) -> Format {
+        let mut headers = HeaderMap::new();
+        headers.insert(ACCEPT, HeaderValue::from_str(accept).expect("a header"));
+        Format::preferred(&headers)
+    }
+
+    #[test]
+    fn html_is_for_clients_that_name_it_and_not_json() {
+        assert_eq!(Format::preferred(&HeaderMap::new()), Format::Json);
+        let browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
+        for accept in [browser, "text/html", "TEXT/HTML", "text/*", "text/html;q=0.5, */*"] {
+            assert_eq!(preferred(accept), Format::Html, "{accept}");
+        }
+        for accept in [
+            "*/*",
+            "",
+            "application/json",
+            "text/html, application/json",
+            "text/html;q=0.5, application/json",
+            "image/png",
+            ";;,,q=1",
+            "application/*;q=0.9, text/html;q=0.8",
+        ] {
+            assert_eq!(preferred(accept), Format::Json, "{accept}");
+        }
+        let mut two = HeaderMap::new();
+        two.append(ACCEPT, HeaderValue::from_static("image/png"));
+        two.append(ACCEPT, HeaderValue::from_static("text/html"));
+        assert_eq!(Format::preferred(&two), Format::Html, "headers add up");
+    }
+
+    #[test]
+    fn a_query_is_decoded_and_what_is_wrong_with_it_is_named() {
+        const NAMES: &[&str] = &["arena", "keep"];
+        let read = |text: &str| Query::read(Some(text), NAMES, "arena or keep");
+        let query = read("arena=a%20b%2Fc+d%C3%A4&keep=").expect("right");
+        assert_eq!((query.get("arena"), query.get("keep")), (Some("a b/c dä"), Some("")));
+        assert!(Query::read(None, NAMES, "").expect("none").get("arena").is_none());
+        assert_eq!(query.need("arena"), Ok("a b/c dä"));
+        let missing = read("").and_then(|query| query.need("keep").map(drop)).expect_err("missing");
+        assert_eq!(missing.to_string(), "query parameter \"keep\" is missing: expected ?keep=...");
+        let encoding = "the query is not percent-encoded UTF-8";
+        for (text, error) in [
+            ("arena=%", encoding),
+            ("arena=%2", encoding),
+            ("arena=%+f", encoding),
+            ("arena=%FF", encoding),
+            ("arena=1&arena=2", "\"arena\" is given twice in the query: expected it once"),
+            ("x=1", "unknown query parameter \"x\": expected arena or keep"),
+        ] {
+            assert_eq!(read(text).expect_err(text).to_string(), error);
+        }
+        let long = "a".repeat(QUERY_MAX + 1);
+        assert!(read(&long).expect_err("long").to_string().contains("expected at most 4096"));
+    }
+}
