@@ -348,7 +348,8 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     } else {
         let ordinal = u32::try_from(number).unwrap_or(u32::MAX);
         let device = DeviceChoice::Ordinal(ordinal);
-        let driver = CudaDriver::open(CudaOptions { device, ..CudaOptions::default() })?;
+        let driver = CudaDriver::open(CudaOptions { device, ..CudaOptions::default() });
+        let driver = driver.map_err(|error| Box::new(Failure::Open(error)))?;
         Arc::new(Guarded::new(Arc::new(driver)))
     };
     let arena = DeviceArena::open(Arc::clone(&driver), decay::clock(), config.of_device(number))?;

@@ -32,7 +32,7 @@ pub use guarded::Guarded;
 pub use handle::{DeviceMemory, EventHandle, HostStore, Owner, StoreSpan, StreamHandle};
 #[doc(hidden)]
 pub use touched::TouchedMemory;
-pub use uuid::{DeviceUuid, UuidError};
+pub use uuid::DeviceUuid;
 
 /// The unit of sizes for [`Driver::host_alloc`]. 64 KiB is the largest page size in use, so it is a
 /// multiple of every page size.

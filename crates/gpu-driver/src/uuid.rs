@@ -8,7 +8,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use thiserror::Error;
+use super::DriverError;
 
 /// The UUID of a device, which stays the same across restarts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -50,25 +50,16 @@ impl fmt::Debug for DeviceUuid {
 }
 
 impl FromStr for DeviceUuid {
-    type Err = UuidError;
+    type Err = DriverError;
 
-    fn from_str(text: &str) -> Result<Self, UuidError> {
-        let refused = || UuidError { text: text.to_owned() };
+    fn from_str(text: &str) -> Result<Self, DriverError> {
+        let refused = || DriverError::InvalidUuid { text: text.to_owned() };
         let digits = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-"));
         let digits: String = digits.ok_or_else(refused)?.chars().filter(|&it| it != '-').collect();
         let is_hex = digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
         let number = u128::from_str_radix(&digits, 16).ok().filter(|_| is_hex);
         Ok(Self(number.ok_or_else(refused)?.to_be_bytes()))
     }
-}
-
-/// The error of parsing a [`DeviceUuid`].
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("invalid device UUID {text:?}: expected GPU- or MIG- and 32 hexadecimal digits")]
-#[non_exhaustive]
-pub struct UuidError {
-    /// The text that was parsed.
-    pub text: String,
 }
 
 #[cfg(test)]
@@ -89,7 +80,7 @@ mod tests {
         let short = "GPU-00112233-4455-6677-8899-aabbccddeef";
         for text in ["", "0", "GPU-", "GPU-0", short, "00112233-4455-6677-8899-aabbccddeeff"] {
             let error = text.parse::<DeviceUuid>().expect_err(text);
-            assert_eq!(error, UuidError { text: text.to_owned() });
+            assert_eq!(error, DriverError::InvalidUuid { text: text.to_owned() });
         }
         let signed = "GPU-+0112233-4455-6677-8899-aabbccddeeff";
         assert!(signed.parse::<DeviceUuid>().is_err() && "GPU-é".parse::<DeviceUuid>().is_err());

@@ -21,8 +21,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, ExitCode};
 
 use clap::Parser;
-use lowtide_gpu::driver::cuda::{CudaError, CudaOptions, probe};
-use lowtide_gpu::driver::{Backend, Driver};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::driver::{Backend, Driver, DriverError};
 
 #[path = "gpu_check/calls/mod.rs"]
 mod calls;
@@ -169,12 +169,13 @@ fn failure(act: impl FnOnce() -> Outcome) -> Option<String> {
 
 /// Opens the device and prints its properties.
 fn identified(args: &Args, report: &mut Report<'_>) -> Outcome {
-    let found = probe();
-    if !found.is_usable() {
-        report.no_device(&found.to_string());
-        return Ok(());
+    match CudaDriver::devices() {
+        Ok(devices) => report.fact("devices", &devices.len().to_string()),
+        Err(error) => {
+            report.no_device(&error.to_string());
+            return Ok(());
+        }
     }
-    report.fact("driver", &found.to_string());
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
     let version = rig.driver.driver_version();
@@ -217,5 +218,5 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
 
 /// Returns `true` if the device does not support a backend.
 fn is_refused(fault: &Fault) -> bool {
-    matches!(fault.downcast_ref(), Some(CudaError::NoSuchBackend { .. }))
+    matches!(fault.downcast_ref(), Some(DriverError::NoSuchBackend { .. }))
 }

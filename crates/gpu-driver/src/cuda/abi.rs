@@ -8,10 +8,6 @@
 
 /// `CUresult`: success.
 pub(super) const SUCCESS: u32 = 0;
-/// `CUDA_ERROR_STUB_LIBRARY`
-pub(super) const STUB_LIBRARY: u32 = 34;
-/// `CUDA_ERROR_NO_DEVICE`
-pub(super) const NO_DEVICE: u32 = 100;
 /// `CUDA_ERROR_NOT_READY`: work is not complete yet. Not an error.
 pub(super) const NOT_READY: u32 = 600;
 
@@ -51,7 +47,7 @@ pub(super) const POOL_USED_HIGH: i32 = 8;
 pub(super) const STREAM_LEGACY: usize = 1;
 /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`: the legacy default stream depends on a stream that
 /// captures a graph.
-pub(super) const CAPTURE_IMPLICIT: u32 = 906;
+pub(super) const CAPTURE_IMPLICIT: i64 = 906;
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_BLOCKING_SYNC`: the host sleeps while it waits for the event.
@@ -73,7 +69,7 @@ pub(super) const ATTRIBUTE_ORDINAL: i32 = 9;
 /// `CU_MEMORYTYPE_HOST`
 pub(super) const MEMORY_HOST: u32 = 1;
 /// `CUDA_ERROR_INVALID_VALUE`
-pub(super) const INVALID_VALUE: u32 = 1;
+pub(super) const INVALID_VALUE: i64 = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`
 pub(super) const CAPTURE_NONE: u32 = 0;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`

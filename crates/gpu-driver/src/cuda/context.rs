@@ -17,20 +17,25 @@
 
 use std::marker::PhantomData;
 
-use super::abi::CAPTURE_RELAXED;
+use super::abi::{CAPTURE_RELAXED, STREAM_NON_BLOCKING};
 use super::calls::{Answer, Calls};
 use super::exit::{self, Running};
 use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
-/// A retained primary context.
+/// A retained primary context and a private stream in it, for copies that are waited for and for
+/// stream-ordered work.
 #[derive(Debug)]
-pub(super) struct Context {
+pub(super) struct DeviceContext {
     calls: Calls,
     device: i32,
     handle: usize,
     birth: Birth,
+    /// The private stream; 0 before it is created.
+    pub(super) stream: usize,
+    /// Bytes in use on the device when the context was created.
+    pub(super) overhead: Option<ByteSize>,
 }
 
 /// Restores the calling thread's context and capture mode when dropped.
@@ -71,16 +76,17 @@ impl<'a> Entered<'a> {
     }
 
     fn relax(&mut self) -> Answer {
-        let before = self.calls.exchange_capture_mode(CAPTURE_RELAXED)?;
-        self.mode = Some(before).filter(|&mode| mode != CAPTURE_RELAXED);
+        let mut mode = CAPTURE_RELAXED;
+        self.calls.capture_mode(&mut mode)?;
+        self.mode = Some(mode).filter(|&mode| mode != CAPTURE_RELAXED);
         Ok(())
     }
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        if let Some(mode) = self.mode {
-            let _ = self.calls.exchange_capture_mode(mode);
+        if let Some(mode) = &mut self.mode {
+            let _ = self.calls.capture_mode(mode);
         }
         if let Some(context) = self.context {
             // If this fails the context is gone, and its owner will find out.
@@ -89,25 +95,26 @@ impl Drop for Entered<'_> {
     }
 }
 
-impl Context {
-    /// Retains the primary context of a device. The first call in a process creates it, which is
-    /// slow.
+impl DeviceContext {
+    /// Retains the primary context of a device, and creates the stream. The first call in a process
+    /// creates the context, which is slow. Holds nothing if it fails.
     pub(super) fn retain(calls: Calls, device: i32) -> Answer<Self> {
         let entered = Entered::relaxed(&calls)?;
         let handle = calls.context_retain(device)?;
         drop(entered);
         exit::watch();
-        Ok(Self { calls, device, handle, birth: Birth::now() })
+        let birth = Birth::now();
+        let mut context = Self { calls, device, handle, birth, stream: 0, overhead: None };
+        context.stream = context.call(|calls| calls.create_stream(STREAM_NON_BLOCKING))?;
+        // If the query fails the value is unknown, and the trial of the memory reports the cause.
+        let info = context.call(Calls::memory_info).ok();
+        context.overhead = info.map(|(free, total)| total.saturating_sub(free));
+        Ok(context)
     }
 
     /// Returns the calls that need no context.
     pub(super) const fn calls(&self) -> &Calls {
         &self.calls
-    }
-
-    /// Returns the number of calls made.
-    pub(super) fn calls_made(&self) -> u64 {
-        self.calls.made()
     }
 
     /// Returns the number of the context.
@@ -149,54 +156,22 @@ fn judged(error: DriverError, query: impl FnOnce() -> Answer) -> DriverError {
     }
 }
 
-impl Drop for Context {
-    /// Releases the context with one call. Does nothing in a forked child, and while the process
-    /// exits.
+impl Drop for DeviceContext {
+    /// Destroys the stream and the spare events, and releases the context. Does nothing in a forked
+    /// child, and while the process exits.
     fn drop(&mut self) {
-        if self.birth.is_here()
-            && let Ok(_running) = Running::enter()
-        {
-            let _relaxed = Entered::relaxed(&self.calls);
-            let _ = self.calls.context_release(self.device);
+        if !self.is_here() {
+            return;
         }
-    }
-}
-
-/// A context and a private stream in it, for copies that are waited for and for stream-ordered
-/// work.
-#[derive(Debug)]
-pub(super) struct Seat {
-    pub(super) context: Context,
-    pub(super) own: usize,
-    /// Bytes in use on the device when the context was created.
-    pub(super) floor: Option<ByteSize>,
-}
-
-impl Seat {
-    /// Retains the context of a device and creates the stream. Holds nothing if either fails.
-    pub(super) fn take(calls: Calls, device: i32) -> Answer<Self> {
-        let context = Context::retain(calls, device)?;
-        let own = context.call(Calls::stream_create)?;
-        // If the query fails the value is unknown, and the trial of the memory reports the cause.
-        let info = context.call(Calls::memory_info).ok();
-        let floor = info.map(|(free, total)| total.saturating_sub(free));
-        Ok(Self { context, own, floor })
-    }
-
-    /// Like [`Context::call`].
-    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        self.context.call(act)
-    }
-}
-
-impl Drop for Seat {
-    /// Destroys the stream and the spare events. Does nothing in a forked child.
-    fn drop(&mut self) {
-        if self.context.is_here() {
+        if self.stream != 0 {
             let _ = self.call(|calls| {
                 calls.destroy_spare_events();
-                calls.stream_destroy(self.own)
+                calls.stream_destroy(self.stream)
             });
+        }
+        if let Ok(_running) = Running::enter() {
+            let _relaxed = Entered::relaxed(&self.calls);
+            let _ = self.calls.context_release(self.device);
         }
     }
 }

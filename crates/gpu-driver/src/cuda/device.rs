@@ -35,8 +35,13 @@ impl CudaDevice {
     /// Queries the device with this ordinal.
     pub(super) fn read(calls: &Calls, ordinal: u32) -> Answer<Self> {
         let device = calls.device(ordinal)?;
-        let uuid = DeviceUuid::new(calls.device_uuid(device)?);
-        let (name, memory) = (calls.device_name(device)?, calls.device_memory(device)?);
+        // The UUID of the part of a device that this process sees, if there is one.
+        let uuid = match calls.table.part_uuid {
+            Some(_) => calls.part_uuid(device)?,
+            None => calls.device_uuid(device)?,
+        };
+        let (uuid, name) = (DeviceUuid::new(uuid), calls.device_name(device)?);
+        let memory = ByteSize::of(calls.device_memory(device)?);
         let integrated = calls.device_attribute(ATTRIBUTE_INTEGRATED, device)? == 1;
         Ok(Self { ordinal, uuid, name, memory, integrated })
     }

@@ -11,12 +11,11 @@
 use std::fmt;
 use std::ptr::NonNull;
 
-use super::abi::{INVALID_VALUE, STREAM_LEGACY};
+use super::abi::{INVALID_VALUE, STREAM_LEGACY, STREAM_NON_BLOCKING};
 use super::calls::{Answer, Calls, Locked};
-use super::context::Seat;
+use super::context::DeviceContext;
 use super::device::CudaDevice;
-use super::error::Skipped;
-use super::memory::Memory;
+use super::memory::{Memory, Source};
 use super::stores::{Found, Stores};
 use crate::host::HostDriver;
 use crate::{
@@ -33,13 +32,13 @@ use lowtide_core::bytes::ByteSize;
 ///
 /// let driver = CudaDriver::open(CudaOptions::default())?; // before any call of cudarc
 /// println!("{:?} by {}", driver.device(), driver.backend());
-/// # Ok::<(), lowtide_gpu_driver::cuda::CudaError>(())
+/// # Ok::<(), lowtide_gpu_driver::DriverError>(())
 /// ```
 pub struct CudaDriver {
-    pub(super) seat: Seat,
+    pub(super) context: DeviceContext,
     pub(super) device: CudaDevice,
     pub(super) memory: Memory,
-    pub(super) skipped: Vec<Skipped>,
+    pub(super) skipped: Vec<(Backend, DriverError)>,
     pub(super) stores: Stores,
     pub(super) driver_version: u32,
 }
@@ -60,7 +59,7 @@ impl CudaDriver {
     /// Returns the backends that were tried and did not work, with their causes, in the order of
     /// preference. Empty if a backend was requested explicitly.
     #[must_use]
-    pub fn skipped(&self) -> &[Skipped] {
+    pub fn skipped(&self) -> &[(Backend, DriverError)] {
         &self.skipped
     }
 
@@ -68,7 +67,7 @@ impl CudaDriver {
     /// [`MemoryKind::Managed`](super::MemoryKind::Managed) requests.
     #[must_use]
     pub fn is_managed(&self) -> bool {
-        self.memory.is_managed()
+        matches!(self.memory.source, Source::Plain { is_managed: true })
     }
 
     /// Returns `true` if the memory comes from the device's default pool, because the device
@@ -78,31 +77,31 @@ impl CudaDriver {
     /// users of the pool freed. While the driver is open, that pool keeps all memory that is freed.
     #[must_use]
     pub fn shares_pool(&self) -> bool {
-        self.memory.is_shared()
+        matches!(&self.memory.source, Source::Pool(pool) if pool.is_shared())
     }
 
     /// Returns the number of CUDA calls made through this driver.
     #[must_use]
     pub fn calls_made(&self) -> u64 {
-        self.seat.context.calls_made()
+        self.context.calls().made()
     }
 
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        self.seat.call(act)
+        self.context.call(act)
     }
 }
 
 impl Drop for CudaDriver {
     /// Closes the device. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.seat.context.is_here() {
-            let _ = self.memory.close(&self.seat);
+        if self.context.is_here() {
+            let _ = self.memory.close(&self.context);
         }
     }
 }
 
 // SAFETY: the promises are those of the CUDA driver (cuda.h), for addresses and handles that it
-// returned: `calls` and `mapping` name them at each call. `number` refuses the null stream, which
+// returned: `calls` names them at each call. `number` refuses the null stream, which
 // `ordered` lets the caller name, and `apart` parts that overlap.
 unsafe impl Driver for CudaDriver {
     fn backend(&self) -> Backend {
@@ -110,23 +109,23 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let is_virtual = matches!(self.memory, Memory::Virtual(_));
+        let is_virtual = self.memory.is_virtual();
         Capabilities {
             virtual_memory: is_virtual,
             host_access: false,
             host_backed: false,
             unified: self.device.integrated,
             same_address_wake: is_virtual,
-            remap: self.memory.can_remap(),
+            remap: matches!(&self.memory.source, Source::Virtual(mapping) if mapping.can_remap),
             asynchronous: true,
             page_locked: true,
-            handles: matches!(self.memory, Memory::Virtual(_)),
-            granularity: self.memory.unit(),
+            handles: is_virtual,
+            granularity: self.memory.unit,
         }
     }
 
     fn context(&self) -> Option<u64> {
-        Some(self.seat.context.number())
+        Some(self.context.number())
     }
 
     fn ordinal(&self) -> Option<u32> {
@@ -138,23 +137,19 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        let space = self.memory.space()?;
-        self.call(|calls| space.reserve(calls, size))
+        self.call(|calls| self.memory.reserve(calls, size))
     }
 
     unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.unreserve(calls, at, size))
+        self.call(|calls| self.memory.unreserve(calls, at, size))
     }
 
     unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.commit(calls, at, size, handle))
+        self.call(|calls| self.memory.commit(calls, at, size, handle))
     }
 
     unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.decommit(calls, at, size, handle))
+        self.call(|calls| self.memory.decommit(calls, at, size, handle))
     }
 
     unsafe fn remap(
@@ -164,32 +159,27 @@ unsafe impl Driver for CudaDriver {
         size: ByteSize,
         handle: ByteSize,
     ) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.remap(calls, (from, to), size, handle))
+        self.call(|calls| self.memory.remap(calls, (from, to), size, handle))
     }
 
     fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        let segments = self.memory.segments()?;
-        self.call(|calls| segments.create(calls, size, self.seat.own))
+        self.call(|calls| self.memory.create(calls, size, self.context.stream))
     }
 
     unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
-        let segments = self.memory.segments()?;
-        self.call(|calls| segments.destroy(calls, (at, size), self.seat.own))
+        self.call(|calls| self.memory.destroy(calls, (at, size), self.context.stream))
     }
 
     fn trim(&self) -> Answer {
-        match &self.memory {
-            Memory::Virtual(_) => Ok(()),
-            Memory::Segments(segments) => self.call(|calls| segments.trim(calls, self.seat.own)),
-        }
+        let Source::Pool(pool) = &self.memory.source else { return Ok(()) };
+        self.call(|calls| pool.trim(calls, self.context.stream))
     }
 
     unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let bytes = apart(from, to, size)?;
         self.call(|calls| {
-            calls.copy_on_device(from.get(), to.get(), bytes, self.seat.own)?;
-            calls.stream_synchronize(self.seat.own)
+            calls.copy_on_device(to.get(), from.get(), bytes, self.context.stream)?;
+            calls.stream_synchronize(self.context.stream)
         })
     }
 
@@ -205,7 +195,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn context_overhead(&self) -> Option<ByteSize> {
-        self.seat.floor
+        self.context.overhead
     }
 
     fn rollback_failures_total(&self) -> u64 {
@@ -218,14 +208,14 @@ unsafe impl Driver for CudaDriver {
         let (first, last) = match found {
             Ok(found) => found,
             Err(DriverError::Unsupported { .. }) => return Ok(Owner::Unknown),
-            Err(error) if error.code() == Some(i64::from(INVALID_VALUE)) => {
+            Err(error) if error.code() == Some(INVALID_VALUE) => {
                 return Ok(Owner::Elsewhere("memory that CUDA does not know, or that ends early"));
             }
             Err(error) => return Err(error),
         };
         let ordinal = i32::try_from(self.device.ordinal).unwrap_or(-1);
         // Mapped and pooled memory belongs to a device, but to no single context.
-        let is_ours = |context: usize| context == 0 || context as u64 == self.seat.context.number();
+        let is_ours = |context: usize| context == 0 || context as u64 == self.context.number();
         let ends = [first, last];
         // Page-locked memory has a device as well: that of the context which locked it.
         if ends.iter().any(|of| of.is_host) {
@@ -245,7 +235,7 @@ unsafe impl Driver for CudaDriver {
             return HostDriver::new().host_alloc(size, memory);
         }
         check_host_size(size)?;
-        let locked = self.call(|calls| calls.host_alloc(size))?;
+        let locked = self.call(|calls| calls.host_memory(size))?;
         let none = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
         NonNull::new(locked.start()).ok_or(none)
     }
@@ -255,11 +245,13 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: `host_alloc` had it of the host driver; otherwise the contract of this call.
             return unsafe { HostDriver::new().host_free(at, size, memory) };
         }
-        self.call(|calls| calls.host_free(&Locked::of(at, size)))
+        // SAFETY: memory of `host_alloc` that nothing uses any more (contract of this call).
+        self.call(|calls| unsafe { calls.host_free(at.as_ptr()) })
     }
 
     fn stream_create(&self) -> Answer<StreamHandle> {
-        self.call(Calls::stream_create).map(|stream| StreamHandle::new(stream as u64))
+        self.call(|calls| calls.create_stream(STREAM_NON_BLOCKING))
+            .map(|stream| StreamHandle::new(stream as u64))
     }
 
     unsafe fn stream_destroy(&self, stream: StreamHandle) -> Answer {
@@ -269,7 +261,7 @@ unsafe impl Driver for CudaDriver {
 
     unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
         let (stream, event) = (ordered(stream)?, number(event.get())?);
-        self.call(|calls| calls.stream_wait_event(stream, event))
+        self.call(|calls| calls.wait_event(stream, event, 0))
     }
 
     unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
@@ -318,7 +310,7 @@ unsafe impl Driver for CudaDriver {
         stream: StreamHandle,
     ) -> Answer {
         let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
-        self.call(|calls| calls.copy_on_device(from.get(), to.get(), bytes, stream))
+        self.call(|calls| calls.copy_on_device(to.get(), from.get(), bytes, stream))
     }
 
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
@@ -334,9 +326,8 @@ unsafe impl Driver for CudaDriver {
     unsafe fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
         match self.stores.find(into)? {
             Found::Locked(part) => {
-                let (memory, stream) = (Locked::of(part, into.size), number(stream.get())?);
-                let whole = (&memory, memory.whole());
-                self.call(|calls| calls.copy_to_host(from.get(), whole, stream))
+                // SAFETY: the contract of this call.
+                unsafe { self.copy_to_host(from, part, into.size, stream) }
             }
             Found::Pageable(part) => {
                 let put = &mut |offset, bytes: &[u8]| part.write(offset, bytes);
@@ -349,9 +340,8 @@ unsafe impl Driver for CudaDriver {
     unsafe fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
         match self.stores.find(from)? {
             Found::Locked(part) => {
-                let (memory, stream) = (Locked::of(part, from.size), number(stream.get())?);
-                let whole = (&memory, memory.whole());
-                self.call(|calls| calls.copy_to_device(whole, to.get(), stream))
+                // SAFETY: the contract of this call.
+                unsafe { self.copy_from_host(part, to, from.size, stream) }
             }
             Found::Pageable(part) => {
                 let get = &mut |offset, bytes: &mut [u8]| part.read(offset, bytes);
@@ -369,7 +359,8 @@ unsafe impl Driver for CudaDriver {
         stream: StreamHandle,
     ) -> Answer {
         let (from, stream) = (Locked::of(from, size), number(stream.get())?);
-        self.call(|calls| calls.copy_to_device((&from, from.whole()), to.get(), stream))
+        // SAFETY: the contract of this call.
+        self.call(|calls| unsafe { from.write_device(calls, to.get(), stream) })
     }
 
     unsafe fn copy_to_host(
@@ -380,7 +371,8 @@ unsafe impl Driver for CudaDriver {
         stream: StreamHandle,
     ) -> Answer {
         let (to, stream) = (Locked::of(to, size), number(stream.get())?);
-        self.call(|calls| calls.copy_to_host(from.get(), (&to, to.whole()), stream))
+        // SAFETY: the contract of this call.
+        self.call(|calls| unsafe { to.read_device(calls, from.get(), stream) })
     }
 }
 
@@ -392,7 +384,7 @@ impl fmt::Debug for CudaDriver {
             .field("managed", &self.is_managed())
             .field("shares_pool", &self.shares_pool())
             .field("skipped", &self.skipped)
-            .field("granularity", &self.memory.unit())
+            .field("granularity", &self.memory.unit)
             .field("calls_made", &self.calls_made())
             .finish_non_exhaustive()
     }

@@ -6,7 +6,7 @@
 //! later calls and waits for those in progress. The threads themselves go on and are not joined:
 //! one that waits for the exiting thread would block the exit.
 //!
-//! Invariant: when the handler returns, no call of a [`Context`](super::context::Context) is in
+//! Invariant: when the handler returns, no call of a [`DeviceContext`](super::context::DeviceContext) is in
 //! progress or begins, unless one took longer than the longest wait.
 #![expect(unsafe_code, reason = "registering an exit handler is a C call")]
 

@@ -6,20 +6,20 @@
 //! begins.
 //!
 //! Invariant: `climb = Ok => a round trip through that memory returned the data written`.
+#![expect(unsafe_code, reason = "copying from and to page-locked memory")]
+
+use std::collections::VecDeque;
 
 use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_RDMA, ATTRIBUTE_VIRTUAL_MEMORY};
 use super::calls::{Answer, Calls};
-use super::context::Seat;
+use super::context::DeviceContext;
 use super::device::CudaDevice;
-use super::error::{BackendFailure, CudaError, Skipped};
-use super::mapping::Mapping;
-use super::memory::Memory;
+use super::driver::CudaDriver;
+use super::memory::{Memory, Source};
 use super::open::{CudaOptions, DeviceChoice, MemoryKind, choose};
-use super::pool::Pool;
-use super::pooling::{Pieces, Pooling};
-use super::segments::{Segments, Source, UNIT, UNIT_MIN};
-use super::table::Missing;
-use super::vmm::VirtualMemory;
+use super::segments::{Pool, UNIT, UNIT_MIN};
+use super::stores::Stores;
+use super::vmm::Mapping;
 use crate::{Backend, DriverError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
@@ -27,209 +27,193 @@ use lowtide_core::log;
 /// The backends, the best first.
 const LADDER: [Backend; 3] = [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain];
 
+/// The expected backends, in messages.
+const CUDA_BACKEND: &str = "a CUDA backend: cuda_virtual_memory, cuda_pool or cuda_plain";
+
 /// The first driver that limits a pool: CUDA 12.2.
 pub(super) const POOL_LIMITS: u32 = 12_020;
 
-/// A device for which a backend is being selected.
-pub(super) struct Ground {
-    pub(super) device: CudaDevice,
-    /// The device's handle.
-    pub(super) number: i32,
-    pub(super) driver_version: u32,
-}
-
-/// The result of the search.
-pub(super) struct Found {
-    pub(super) seat: Seat,
-    pub(super) memory: Memory,
-    pub(super) skipped: Vec<Skipped>,
-}
-
 /// A backend that the driver's functions and the device's attributes allow.
 enum Way {
-    Virtual(VirtualMemory),
+    Memory(Memory),
     /// A pool with this limit, and the unit of segment sizes.
-    Pool(Pooling, Option<ByteSize>, ByteSize),
-    Plain(Segments),
+    Pool(Option<ByteSize>, ByteSize),
 }
 
-/// A reason to reject a backend.
-enum Refusal {
-    /// The next backend may work.
-    Backend(BackendFailure),
-    /// The request is invalid for every backend.
-    Asked(CudaError),
-}
-
-impl<T: Into<BackendFailure>> From<T> for Refusal {
-    fn from(cause: T) -> Self {
-        Self::Backend(cause.into())
-    }
-}
-
-impl From<Missing> for BackendFailure {
-    fn from(Missing(name): Missing) -> Self {
-        Self::NoFunction(name)
-    }
+/// A device for which a backend is being selected.
+struct Ground {
+    device: CudaDevice,
+    /// The device's handle.
+    number: i32,
+    driver_version: u32,
+    options: CudaOptions,
 }
 
 /// Selects the first backend that works, or the requested one. Creates no context before a backend
 /// is found that may work.
-pub(super) fn climb(
-    calls: Calls,
-    ground: &Ground,
-    options: CudaOptions,
-) -> Result<Found, CudaError> {
-    let device = ground.device.ordinal;
-    let (mut place, mut skipped) = (Place::Bare(calls), Vec::new());
-    let wanted = wanted(options).map_err(|cause| no_rung(options, device, cause))?;
+pub(super) fn climb(calls: Calls, device: CudaDevice, options: CudaOptions) -> Answer<CudaDriver> {
+    let (ordinal, driver_version) = (device.ordinal, calls.driver_version()?);
+    let ground = Ground { number: calls.device(ordinal)?, device, driver_version, options };
+    let unusable = |backend, cause| {
+        let cause = Box::new(cause);
+        DriverError::NoSuchBackend { backend, device: ordinal, cause }
+    };
+    let wanted = wanted(options)
+        .map_err(|cause| unusable(options.backend.unwrap_or(Backend::CudaPlain), cause))?;
     // With a choice of backends virtual memory needs as many addresses as the device has memory.
     let addresses = Some(ground.device.memory).filter(|_| wanted.len() > 1);
-    let mut queue: Vec<_> = wanted.into_iter().map(|backend| (backend, addresses)).collect();
-    let mut nth = 0;
-    while let Some(&(backend, addresses)) = queue.get(nth) {
-        nth += 1;
-        let cause = match offered(place.calls(), backend, ground, options) {
+    let mut queue: VecDeque<_> = wanted.into_iter().map(|it| (it, addresses)).collect();
+    let (mut place, mut skipped) = (Place::Bare(calls), Vec::new());
+    while let Some((backend, addresses)) = queue.pop_front() {
+        let cause = match offered(place.calls(), backend, &ground) {
             Ok(way) => {
-                let seat = place.seat(ground.number)?;
-                match take(&seat, way, addresses) {
-                    Ok(memory) => return Ok(Found { seat, memory, skipped }),
+                let context = place.context(ground.number)?;
+                match take(&context, way, &ground, addresses) {
+                    Ok(memory) => {
+                        let Ground { device, .. } = ground;
+                        let stores = Stores::default();
+                        return Ok(CudaDriver {
+                            context,
+                            device,
+                            memory,
+                            skipped,
+                            stores,
+                            driver_version,
+                        });
+                    }
                     Err(cause) => {
-                        place = Place::Seated(seat);
+                        place = Place::Entered(context);
                         cause
                     }
                 }
             }
-            Err(Refusal::Backend(cause)) => cause,
-            Err(Refusal::Asked(error)) => return Err(error),
+            Err(error) if is_invalid(&error) => return Err(error),
+            Err(cause) => cause,
         };
-        if matches!(cause, BackendFailure::Addresses { .. }) {
-            queue.push((backend, None)); // better than none
+        if matches!(cause, DriverError::Addresses { .. }) {
+            queue.push_back((backend, None)); // better than none
         }
-        let is_lost = matches!(&cause, BackendFailure::Driver(error) if error.is_context_lost());
-        skipped.push(Skipped { backend, cause });
+        let is_lost = cause.is_context_lost();
+        skipped.push((backend, cause));
         if is_lost {
             break;
         }
     }
     if options.backend.is_some()
-        && let Some(Skipped { backend, cause }) = skipped.pop()
+        && let Some((backend, cause)) = skipped.pop()
     {
-        return Err(CudaError::NoSuchBackend { backend, device, cause });
+        return Err(unusable(backend, cause));
     }
-    Err(CudaError::NoBackend { device, skipped })
+    Err(DriverError::NoBackend { device: ordinal, skipped })
+}
+
+/// Returns `true` if the request is invalid for every backend.
+const fn is_invalid(error: &DriverError) -> bool {
+    matches!(
+        error,
+        DriverError::HandleSize { .. }
+            | DriverError::PoolLimit { .. }
+            | DriverError::NoPeerAccess { .. }
+            | DriverError::NoRdma { .. }
+            | DriverError::NoSuchDevice { .. }
+    )
 }
 
 /// The object that calls are made through: the library alone, or a context.
 enum Place {
     Bare(Calls),
-    Seated(Seat),
+    Entered(DeviceContext),
 }
 
 impl Place {
-    fn calls(&self) -> &Calls {
+    const fn calls(&self) -> &Calls {
         match self {
             Self::Bare(calls) => calls,
-            Self::Seated(seat) => seat.context.calls(),
+            Self::Entered(context) => context.calls(),
         }
     }
 
-    fn seat(self, device: i32) -> Answer<Seat> {
+    fn context(self, device: i32) -> Answer<DeviceContext> {
         match self {
-            Self::Bare(calls) => Seat::take(calls, device),
-            Self::Seated(seat) => Ok(seat),
+            Self::Bare(calls) => DeviceContext::retain(calls, device),
+            Self::Entered(context) => Ok(context),
         }
     }
 }
 
 /// Returns the backends to try, in order.
-fn wanted(options: CudaOptions) -> Result<Vec<Backend>, BackendFailure> {
+fn wanted(options: CudaOptions) -> Answer<Vec<Backend>> {
+    let wrong = |expected| Err(DriverError::WrongBackend { expected });
     let is_shared = options.rdma || !options.peers.is_empty();
     match (options.backend, options.memory) {
-        (Some(Backend::Host), _) => Err(BackendFailure::NotCuda),
+        (Some(Backend::Host), _) => wrong(CUDA_BACKEND),
         (None | Some(Backend::CudaVirtualMemory), MemoryKind::Device) if is_shared => {
             Ok(vec![Backend::CudaVirtualMemory])
         }
-        _ if is_shared => Err(BackendFailure::NotShared),
+        _ if is_shared => wrong("the backend cuda_virtual_memory for peer access and RDMA"),
         (None | Some(Backend::CudaPlain), MemoryKind::Managed) => Ok(vec![Backend::CudaPlain]),
-        (Some(_), MemoryKind::Managed) => Err(BackendFailure::NotManaged),
+        (Some(_), MemoryKind::Managed) => wrong("the backend cuda_plain for managed memory"),
         (Some(backend), MemoryKind::Device) => Ok(vec![backend]),
         (None, MemoryKind::Device) => Ok(LADDER.to_vec()),
     }
 }
 
-fn no_rung(options: CudaOptions, device: u32, cause: BackendFailure) -> CudaError {
-    CudaError::NoSuchBackend {
-        backend: options.backend.unwrap_or(Backend::CudaPlain),
-        device,
-        cause,
-    }
-}
-
 /// Checks the functions and attributes that a backend needs. Allocates nothing and needs no
 /// context.
-fn offered(
-    calls: &Calls,
-    backend: Backend,
-    ground: &Ground,
-    options: CudaOptions,
-) -> Result<Way, Refusal> {
-    let has = |attribute| match calls.device_attribute(attribute, ground.number)? {
-        0 => Err(BackendFailure::NotOffered),
-        _ => Ok(()),
+fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> Answer<Way> {
+    let options = ground.options;
+    let has = |attribute| calls.device_attribute(attribute, ground.number).map(|it| it != 0);
+    let needs = |attribute, what| match has(attribute)? {
+        true => Ok(()),
+        false => Err(DriverError::Unsupported { what }),
     };
     match backend {
         Backend::CudaVirtualMemory => {
-            let of_virtual = calls.table.virtual_memory?;
-            has(ATTRIBUTE_VIRTUAL_MEMORY)?;
-            if options.rdma && calls.device_attribute(ATTRIBUTE_RDMA, ground.number)? == 0 {
-                return Err(Refusal::Asked(CudaError::NoRdma { device: ground.device.ordinal }));
+            calls.table.virtual_memory()?;
+            needs(ATTRIBUTE_VIRTUAL_MEMORY, "virtual memory")?;
+            if options.rdma && !has(ATTRIBUTE_RDMA)? {
+                return Err(DriverError::NoRdma { device: ground.device.ordinal });
             }
-            let shared = (&*accessing(calls, ground, options)?, options.rdma);
-            let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), shared);
+            let mapping = Mapping::new(calls, &accessing(calls, ground)?, options.rdma);
             let granularity = mapping.granularity(calls)?;
             let unit = unit_of(options.handle, granularity, granularity)?;
-            Ok(Way::Virtual(VirtualMemory::new(mapping, unit)))
+            Ok(Way::Memory(Memory::new(Source::Virtual(mapping), unit)))
         }
         Backend::CudaPool => {
-            let pooling = Pooling::new(calls.table.pools?, ground.number);
-            has(ATTRIBUTE_POOLS)?;
+            calls.table.pools()?;
+            needs(ATTRIBUTE_POOLS, "memory pools")?;
             let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
             if let Some(requested) = options.pool_limit.filter(|&limit| limit < unit) {
-                return Err(Refusal::Asked(CudaError::PoolLimit { requested, unit }));
+                return Err(DriverError::PoolLimit { requested, unit });
             }
             let limit = options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
-            Ok(Way::Pool(pooling, limit, unit))
+            Ok(Way::Pool(limit, unit))
         }
         Backend::CudaPlain => {
-            let plain = calls.table.plain?;
-            let managed = match options.memory {
-                MemoryKind::Device => None,
-                MemoryKind::Managed => {
-                    let managed = calls.table.managed?;
-                    has(ATTRIBUTE_MANAGED)?;
-                    Some(managed)
-                }
-            };
+            calls.table.plain()?;
+            let is_managed = options.memory == MemoryKind::Managed;
+            if is_managed {
+                calls.table.managed()?;
+                needs(ATTRIBUTE_MANAGED, "managed memory")?;
+            }
             let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
-            let source = Source::Plain(Pieces::new(plain, managed));
-            Ok(Way::Plain(Segments::new(source, unit)))
+            Ok(Way::Memory(Memory::new(Source::Plain { is_managed }, unit)))
         }
         Backend::Host | Backend::PinnedHost | Backend::Custom => {
-            Err(Refusal::Backend(BackendFailure::NotCuda))
+            Err(DriverError::WrongBackend { expected: CUDA_BACKEND })
         }
     }
 }
 
 /// Returns the handles of the device and of the peers that are to access its memory.
-fn accessing(calls: &Calls, ground: &Ground, options: CudaOptions) -> Result<Vec<i32>, Refusal> {
+fn accessing(calls: &Calls, ground: &Ground) -> Answer<Vec<i32>> {
     let device = ground.device.ordinal;
     let mut accessing = vec![ground.number];
-    for peer in options.peers.ordinals().filter(|&peer| peer != device) {
+    for peer in ground.options.peers.ordinals().filter(|&peer| peer != device) {
         let choice = DeviceChoice::Ordinal(peer);
-        let number = calls.device(choose(calls, choice).map_err(Refusal::Asked)?.ordinal)?;
-        if !calls.can_access_peer(number, ground.number)? {
-            return Err(Refusal::Asked(CudaError::NoPeerAccess { device, peer }));
+        let number = calls.device(choose(calls, choice)?.ordinal)?;
+        if calls.can_access(number, ground.number)? == 0 {
+            return Err(DriverError::NoPeerAccess { device, peer });
         }
         accessing.push(number);
     }
@@ -237,105 +221,99 @@ fn accessing(calls: &Calls, ground: &Ground, options: CudaOptions) -> Result<Vec
 }
 
 /// Returns the unit in which memory is allocated.
-fn unit_of(
-    asked: Option<ByteSize>,
-    granularity: ByteSize,
-    usual: ByteSize,
-) -> Result<ByteSize, Refusal> {
+fn unit_of(asked: Option<ByteSize>, granularity: ByteSize, usual: ByteSize) -> Answer<ByteSize> {
     let requested = asked.unwrap_or(usual);
     if requested < granularity || !requested.get().is_power_of_two() {
-        return Err(Refusal::Asked(CudaError::HandleSize { requested, granularity }));
+        return Err(DriverError::HandleSize { requested, granularity });
     }
     Ok(requested)
 }
 
 /// Opens a backend and tries it once; virtual memory only if each region of an arena can have this
 /// many addresses.
-fn take(seat: &Seat, way: Way, addresses: Option<ByteSize>) -> Result<Memory, BackendFailure> {
-    match way {
-        Way::Virtual(memory) => {
-            addresses.map_or(Ok(()), |of_region| check_addresses(seat, &memory, of_region))?;
-            tried(seat, Memory::Virtual(memory))
-        }
-        Way::Plain(segments) => tried(seat, Memory::Segments(segments)),
-        Way::Pool(pooling, limit, unit) => {
-            let with = |pool: Answer<Pool>| {
-                tried(seat, Memory::Segments(Segments::new(Source::Pool(pool?), unit)))
-            };
-            let cause = match with(seat.call(|calls| Pool::create(calls, pooling, limit))) {
-                Ok(memory) => return Ok(memory),
-                Err(cause) => cause,
-            };
-            if let BackendFailure::Driver(error) = &cause
-                && (error.is_context_lost() || error.is_out_of_memory())
-            {
-                return Err(cause); // another pool has no more memory either
+fn take(
+    context: &DeviceContext,
+    way: Way,
+    ground: &Ground,
+    addresses: Option<ByteSize>,
+) -> Answer<Memory> {
+    let (limit, unit) = match way {
+        Way::Memory(memory) => {
+            if let Some(of_region) = addresses.filter(|_| memory.is_virtual()) {
+                check_addresses(context, &memory, of_region)?;
             }
-            let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
-                return Err(cause);
-            };
-            log!(info, %cause, "own CUDA pool not usable, using the pool of the device");
-            Ok(memory)
+            return tried(context, memory);
         }
-    }
+        Way::Pool(limit, unit) => (limit, unit),
+    };
+    let tried = |pool: Answer<Pool>| tried(context, Memory::new(Source::Pool(pool?), unit));
+    let own = tried(context.call(|calls| Pool::create(calls, ground.number, limit)));
+    own.or_else(|cause| {
+        if cause.is_context_lost() || cause.is_out_of_memory() {
+            return Err(cause); // another pool has no more memory either
+        }
+        let shared = tried(context.call(|calls| Pool::of_device(calls, ground.number)));
+        let Ok(memory) = shared else { return Err(cause) };
+        log!(info, %cause, "own CUDA pool not usable, using the pool of the device");
+        Ok(memory)
+    })
 }
 
 /// Reserves addresses for both regions of an arena, with what a region has beyond its blocks, and
 /// releases them.
-fn check_addresses(
-    seat: &Seat,
-    memory: &VirtualMemory,
-    of_region: ByteSize,
-) -> Result<(), BackendFailure> {
+fn check_addresses(context: &DeviceContext, memory: &Memory, of_region: ByteSize) -> Answer {
     let size = of_region.saturating_add(ByteSize::new(of_region.get() / 8));
-    let size = size.next_multiple_of(memory.unit()).unwrap_or(size);
-    seat.call(|calls| {
+    let size = size.next_multiple_of(memory.unit).unwrap_or(size);
+    let reserved = context.call(|calls| {
         let reserved = [(); 2].map(|()| memory.reserve(calls, size));
         for &at in reserved.iter().flatten() {
             memory.unreserve(calls, at, size)?;
         }
-        Ok(reserved.into_iter().collect::<Answer<Vec<_>>>().map(drop))
-    })?
-    .map_err(|error: DriverError| match error {
-        error if error.is_out_of_memory() => BackendFailure::Addresses { needed: size },
-        error => error.into(),
+        Ok(reserved)
+    })?;
+    reserved.into_iter().try_for_each(|at| match at {
+        Err(error) if error.is_out_of_memory() => Err(DriverError::Addresses { needed: size }),
+        at => at.map(drop),
     })
 }
 
 /// Returns a private pool that passed a trial.
 pub(super) fn try_pool(
-    seat: &Seat,
-    pooling: Pooling,
+    context: &DeviceContext,
+    device: i32,
     limit: Option<ByteSize>,
-) -> Result<Pool, BackendFailure> {
-    let pool = seat.call(|calls| Pool::create(calls, pooling, limit))?;
-    let segments = Segments::new(Source::Pool(pool), UNIT_MIN);
-    tried(seat, Memory::Segments(segments)).map(|_| pool)
+) -> Answer<Pool> {
+    let pool = context.call(|calls| Pool::create(calls, device, limit))?;
+    tried(context, Memory::new(Source::Pool(pool), UNIT_MIN)).map(|_| pool)
 }
 
 /// Returns the memory if it passes a round trip; releases it otherwise.
-fn tried(seat: &Seat, memory: Memory) -> Result<Memory, BackendFailure> {
-    let outcome = round_trip(seat, &memory);
-    match outcome {
+fn tried(context: &DeviceContext, memory: Memory) -> Answer<Memory> {
+    match round_trip(context, &memory) {
         Ok(()) => Ok(memory),
         Err(cause) => {
-            if let Err(error) = memory.close(seat) {
-                log!(warn, %error, "rollback of a driver call failed, memory may leak");
-            }
+            log_undone(memory.close(context));
             Err(cause)
         }
     }
 }
 
+/// Logs a failed rollback call, because no caller can receive the error.
+pub(super) fn log_undone(outcome: Answer) {
+    if let Err(error) = outcome {
+        log!(warn, %error, "rollback of a driver call failed, memory may leak");
+    }
+}
+
 /// Allocates one unit of memory, writes it, reads it, and releases it.
-fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
-    let size = memory.unit();
-    let held = seat.call(|calls| match memory {
-        Memory::Virtual(memory) => {
+fn round_trip(context: &DeviceContext, memory: &Memory) -> Answer {
+    let (size, stream) = (memory.unit, context.stream);
+    let held = context.call(|calls| {
+        if memory.is_virtual() {
             let at = memory.reserve(calls, size)?;
             let held = match memory.commit(calls, at, size, size) {
                 Ok(()) => {
-                    let held = write_and_read(seat, calls, (at.get(), size));
+                    let held = write_and_read(calls, stream, (at.get(), size));
                     // Memory that stays mapped keeps its addresses.
                     memory.decommit(calls, at, size, size)?;
                     held
@@ -344,37 +322,36 @@ fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
             };
             let gone = memory.unreserve(calls, at, size);
             held.and_then(|held| gone.map(|()| held))
-        }
-        Memory::Segments(memory) => {
-            let at = memory.create(calls, size, seat.own)?;
-            let held = write_and_read(seat, calls, (at.get(), size));
-            let gone = memory.destroy(calls, (at, size), seat.own);
-            let gone = gone.and_then(|()| memory.trim(calls, seat.own));
+        } else {
+            let at = memory.create(calls, size, stream)?;
+            let held = write_and_read(calls, stream, (at.get(), size));
+            let gone = memory.destroy(calls, (at, size), stream);
+            let gone = gone.and_then(|()| memory.trim(calls, stream));
             held.and_then(|held| gone.map(|()| held))
         }
     })?;
-    if held { Ok(()) } else { Err(BackendFailure::Contents) }
+    if held { Ok(()) } else { Err(DriverError::Contents) }
 }
 
 /// Returns `true` if the data read at an address is the data written there.
-fn write_and_read(seat: &Seat, calls: &Calls, (at, unit): (u64, ByteSize)) -> Answer<bool> {
-    let size = ByteSize::kib(64).min(unit);
-    let all = 0..size.as_usize().unwrap_or(0);
-    let mut locked = calls.host_alloc(size)?;
+fn write_and_read(calls: &Calls, stream: usize, (at, unit): (u64, ByteSize)) -> Answer<bool> {
+    let mut locked = calls.host_memory(ByteSize::kib(64).min(unit))?;
     locked.fill(0x5A);
-    let written = calls
-        .copy_to_device((&locked, all.clone()), at, seat.own)
-        .and_then(|()| calls.stream_synchronize(seat.own));
+    // SAFETY: the memory exists and is not written to until the copy was waited for.
+    let written = unsafe { locked.write_device(calls, at, stream) }
+        .and_then(|()| calls.stream_synchronize(stream));
     // After an error of the wait the copy may still be in progress.
     let read = written.and_then(|()| {
         locked.fill(0);
-        calls.copy_to_host(at, (&locked, all), seat.own)?;
-        calls.stream_synchronize(seat.own)
+        // SAFETY: the memory exists and is not accessed until the copy was waited for.
+        unsafe { locked.read_device(calls, at, stream) }?;
+        calls.stream_synchronize(stream)
     });
     let held = read.map(|()| locked.holds(0x5A));
-    if held.is_err() && calls.stream_synchronize(seat.own).is_err() {
+    if held.is_err() && calls.stream_synchronize(stream).is_err() {
         return held; // the host memory stays allocated for the copies
     }
-    let freed = calls.host_free(&locked);
+    // SAFETY: memory of `host_memory`, with which every copy is complete.
+    let freed = unsafe { calls.host_free(locked.start()) };
     held.and_then(|held| freed.map(|()| held))
 }

@@ -1,95 +1,86 @@
-//! The memory of a device, with the selected backend.
+//! The memory of a device, with the selected backend, and what the backends have in common.
 //!
-//! This module only dispatches between the two kinds. A call that the backend does not support is a
-//! typed error.
+//! A call that the backend does not support is a typed error.
 //!
-//! Invariant: `backend = CudaVirtualMemory <=> Virtual`.
+//! Invariant: a failed call changes nothing, except for failed rollbacks, which are counted.
 
-use super::calls::Answer;
-use super::context::Seat;
-use super::segments::{Segments, Source};
-use super::vmm::VirtualMemory;
-use crate::{Backend, DriverError};
+use std::collections::BTreeMap;
+
+use super::calls::{Answer, Calls};
+use super::context::DeviceContext;
+use super::segments::Pool;
+use super::vmm::Mapping;
+use crate::{Backend, DeviceAddress, DriverError};
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::sync::Mutex;
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Address space with mapped memory, or segments.
-pub(super) enum Memory {
-    Virtual(VirtualMemory),
-    Segments(Segments),
+/// Memory of one device, in whole units.
+pub(super) struct Memory {
+    pub(super) source: Source,
+    /// The unit of addresses and sizes, and the size of the smallest handle; a power of two.
+    pub(super) unit: ByteSize,
+    /// The number of failed rollback calls: memory or addresses are lost until the process ends.
+    stuck: AtomicU64,
+    /// `true` if the driver has returned a segment at an unaligned address.
+    pub(super) is_odd: AtomicBool,
+    /// For each segment that begins inside its allocation: the start of the allocation.
+    pub(super) began: Mutex<BTreeMap<u64, u64>>,
+}
+
+/// The source of memory.
+pub(super) enum Source {
+    /// Address space with mapped memory.
+    Virtual(Mapping),
+    /// Segments of a pool.
+    Pool(Pool),
+    /// Segments that are plain or managed allocations.
+    Plain { is_managed: bool },
 }
 
 impl Memory {
+    pub(super) fn new(source: Source, unit: ByteSize) -> Self {
+        let (is_odd, began) = (AtomicBool::new(false), Mutex::default());
+        Self { source, unit, stuck: AtomicU64::new(0), is_odd, began }
+    }
+
     pub(super) const fn backend(&self) -> Backend {
-        match self {
-            Self::Virtual(_) => Backend::CudaVirtualMemory,
-            Self::Segments(segments) => match segments.source() {
-                Source::Pool(_) => Backend::CudaPool,
-                Source::Plain(_) => Backend::CudaPlain,
-            },
+        match self.source {
+            Source::Virtual(_) => Backend::CudaVirtualMemory,
+            Source::Pool(_) => Backend::CudaPool,
+            Source::Plain { .. } => Backend::CudaPlain,
         }
     }
 
-    /// Returns the unit of addresses and sizes.
-    pub(super) const fn unit(&self) -> ByteSize {
-        match self {
-            Self::Virtual(memory) => memory.unit(),
-            Self::Segments(segments) => segments.unit(),
-        }
-    }
-
-    pub(super) const fn can_remap(&self) -> bool {
-        match self {
-            Self::Virtual(memory) => memory.can_remap(),
-            Self::Segments(_) => false,
-        }
-    }
-
-    /// Returns `true` for managed memory, which the driver moves between device and host by itself.
-    pub(super) fn is_managed(&self) -> bool {
-        matches!(self.source(), Some(Source::Plain(pieces)) if pieces.is_managed())
-    }
-
-    /// Returns `true` if the memory comes from a pool that other code uses as well.
-    pub(super) fn is_shared(&self) -> bool {
-        matches!(self.source(), Some(Source::Pool(pool)) if pool.is_shared())
-    }
-
-    fn source(&self) -> Option<&Source> {
-        match self {
-            Self::Virtual(_) => None,
-            Self::Segments(segments) => Some(segments.source()),
-        }
+    pub(super) const fn is_virtual(&self) -> bool {
+        matches!(self.source, Source::Virtual(_))
     }
 
     pub(super) fn stuck(&self) -> u64 {
-        match self {
-            Self::Virtual(memory) => memory.stuck(),
-            Self::Segments(segments) => segments.stuck(),
-        }
-    }
-
-    pub(super) fn space(&self) -> Answer<&VirtualMemory> {
-        match self {
-            Self::Virtual(memory) => Ok(memory),
-            Self::Segments(_) => Err(DriverError::Unsupported { what: "virtual memory" }),
-        }
-    }
-
-    pub(super) fn segments(&self) -> Answer<&Segments> {
-        match self {
-            Self::Segments(segments) => Ok(segments),
-            Self::Virtual(_) => {
-                let what = "memory in segments";
-                Err(DriverError::Unsupported { what })
-            }
-        }
+        self.stuck.load(Ordering::Relaxed)
     }
 
     /// Closes the backend, of which no memory is left.
-    pub(super) fn close(&self, seat: &Seat) -> Answer {
-        match self {
-            Self::Virtual(_) => Ok(()),
-            Self::Segments(segments) => seat.call(|calls| segments.close(calls, seat.own)),
+    pub(super) fn close(&self, context: &DeviceContext) -> Answer {
+        let Source::Pool(pool) = &self.source else { return Ok(()) };
+        context.call(|calls| pool.close(calls, context.stream))
+    }
+
+    /// Counts a failed rollback call.
+    pub(super) fn back(&self, calls: &Calls, outcome: Answer) {
+        if let Err(error) = outcome {
+            self.stuck.fetch_add(1, Ordering::Relaxed);
+            calls.note_not_undone(error);
         }
+    }
+
+    /// Returns the bytes of a range of whole units that does not exceed the last address.
+    pub(super) fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<usize> {
+        let is_whole = !size.is_zero()
+            && at.is_multiple_of(self.unit)
+            && size.get().is_multiple_of(self.unit.get())
+            && at.checked_add(size).is_some();
+        let bytes = size.as_usize().filter(|_| is_whole);
+        bytes.ok_or(DriverError::Misaligned { at, size, granularity: self.unit })
     }
 }

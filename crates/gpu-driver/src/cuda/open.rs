@@ -2,16 +2,13 @@
 //!
 //! Invariant: a failed open holds nothing.
 
-use super::abi::NO_DEVICE;
-use super::calls::{Answer, Calls};
+use super::calls::Calls;
 use super::device::CudaDevice;
 use super::driver::CudaDriver;
-use super::error::CudaError;
-use super::ladder::{Ground, climb};
-use super::library::{LIBRARIES, Library, Look, search};
-use super::probe::Probe;
-use super::stores::Stores;
-use super::table::{Find, Missing, Table};
+use super::ladder::climb;
+use super::library::{LIBRARIES, Look, search};
+use super::table::{Find, Table};
+use crate::error::STUB_LIBRARY;
 use crate::{Backend, DeviceUuid, DriverError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
@@ -116,12 +113,19 @@ impl Default for CudaOptions {
 impl CudaDriver {
     /// Returns the devices visible to this process, in the order of their ordinals.
     ///
-    /// Cost: that of [`probe`](super::probe).
+    /// Looks for the driver with the loader alone: it never panics and calls nothing of cudarc. The
+    /// library stays open for the rest of the process, because `cuInit` may start threads in it.
+    ///
+    /// Cost: without a driver, one search of the loader's path for each name (well under a
+    /// millisecond). With a driver, the first call initializes it: that opens device files and can
+    /// take from tens of milliseconds to seconds (longest if no other process holds the device and
+    /// the kernel driver is not persistent; not measured). Call it at start, never per request. It
+    /// blocks; don't call it between `fork` and `exec`.
     ///
     /// # Errors
-    /// [`CudaError::Unavailable`] without a driver or device; [`CudaError::Driver`] if a call
-    /// fails.
-    pub fn devices() -> Result<Vec<CudaDevice>, CudaError> {
+    /// [`DriverError::NoLibrary`], [`DriverError::NoFunction`] or [`DriverError::NoDevice`] without
+    /// a driver or device; or that of a call.
+    pub fn devices() -> Result<Vec<CudaDevice>, DriverError> {
         let calls = start(&|_| true)?;
         list(&calls)
     }
@@ -133,8 +137,8 @@ impl CudaDriver {
     /// seconds, and uses several hundred MiB of the device for the life of the process.
     ///
     /// # Errors
-    /// [`CudaError`] if there is no such device or no usable memory. Nothing is held then.
-    pub fn open(options: CudaOptions) -> Result<Self, CudaError> {
+    /// [`DriverError`] if there is no such device or no usable memory. Nothing is held then.
+    pub fn open(options: CudaOptions) -> Result<Self, DriverError> {
         Self::open_with(options, &|_| true)
     }
 
@@ -143,94 +147,185 @@ impl CudaDriver {
     /// # Errors
     /// The errors of [`CudaDriver::open`].
     #[doc(hidden)]
-    pub fn open_with(options: CudaOptions, has: &dyn Fn(&str) -> bool) -> Result<Self, CudaError> {
+    pub fn open_with(
+        options: CudaOptions,
+        has: &dyn Fn(&str) -> bool,
+    ) -> Result<Self, DriverError> {
         let calls = start(has)?;
         let device = choose(&calls, options.device)?;
-        let driver_version = calls.driver_version()?;
-        let number = calls.device(device.ordinal)?;
-        let ground = Ground { device, number, driver_version };
-        let found = climb(calls, &ground, options)?;
-        for skipped in &found.skipped {
-            log!(
-                info,
-                backend = %skipped.backend,
-                cause = %skipped.cause,
-                "CUDA backend skipped"
-            );
+        let found = climb(calls, device, options)?;
+        for (backend, cause) in &found.skipped {
+            log!(info, %backend, %cause, "CUDA backend skipped");
         }
-        Ok(Self {
-            seat: found.seat,
-            device: ground.device,
-            memory: found.memory,
-            skipped: found.skipped,
-            stores: Stores::default(),
-            driver_version,
-        })
+        Ok(found)
     }
 }
 
 /// Finds the driver's functions and starts it.
-pub(super) fn start(has: &dyn Fn(&str) -> bool) -> Result<Calls, CudaError> {
-    let started = search(LIBRARIES, |name, library| match start_in(library, has) {
-        Err(CudaError::Unavailable(probe)) if probe.is_no_driver() => {
-            log!(warn, library = name, cause = %probe, "library skipped: not a CUDA driver");
-            Look::Passed(Err(CudaError::Unavailable(probe)))
-        }
-        started => Look::Found(started),
-    });
-    let none = |error| CudaError::Unavailable(Probe::NoLibrary { tried: LIBRARIES, error });
-    started.map_err(none)?
+pub(super) fn start(has: &dyn Fn(&str) -> bool) -> Result<Calls, DriverError> {
+    start_one_of(LIBRARIES, has)
 }
 
-fn start_in(library: Library, has: &dyn Fn(&str) -> bool) -> Result<Calls, CudaError> {
-    let find: Find<'_> = &|name| library.symbol(name).filter(|_| name.to_str().is_ok_and(has));
-    let table = Table::find(find)
-        .map_err(|Missing(symbol)| CudaError::Unavailable(Probe::NoSymbol { symbol }))?;
+fn start_one_of(
+    names: &'static [&'static str],
+    has: &dyn Fn(&str) -> bool,
+) -> Result<Calls, DriverError> {
+    let started = search(names, |name, library| {
+        let find: Find<'_> = &|name| library.symbol(name).filter(|_| name.to_str().is_ok_and(has));
+        match start_with(find) {
+            Err(cause) if is_no_driver(&cause) => {
+                log!(warn, library = name, %cause, "library skipped: not a CUDA driver");
+                Look::Passed(Err(cause))
+            }
+            started => Look::Found(started),
+        }
+    });
+    started.map_err(|error| DriverError::NoLibrary { tried: names, error })?
+}
+
+fn start_with(find: Find<'_>) -> Result<Calls, DriverError> {
+    let table = Table::find(find);
+    table.base()?;
     let calls = Calls::new(table);
-    calls.init().map_err(|error| of_init(&calls, error))?;
+    calls.init(0)?;
     Ok(calls)
 }
 
-/// Converts an error of `cuInit` to the form that the probe reports.
-fn of_init(calls: &Calls, error: DriverError) -> CudaError {
-    match error {
-        DriverError::Refused { code, .. } if code == i64::from(NO_DEVICE) => {
-            CudaError::Unavailable(Probe::NoDevice)
-        }
-        DriverError::Refused { code, .. } => {
-            let code = u32::try_from(code).unwrap_or(u32::MAX);
-            let name = calls.error_name(code).unwrap_or_else(|| "unnamed".to_owned());
-            CudaError::Unavailable(Probe::InitFailed { code, name })
-        }
-        other => CudaError::Driver(other),
-    }
+/// Returns `true` if a library is not a driver's (a stub, or one without the driver's functions),
+/// so that another may be.
+fn is_no_driver(error: &DriverError) -> bool {
+    matches!(error, DriverError::NoFunction { .. }) || error.code() == Some(i64::from(STUB_LIBRARY))
 }
 
-fn list(calls: &Calls) -> Result<Vec<CudaDevice>, CudaError> {
-    let count = calls.device_count()?;
-    if count == 0 {
-        return Err(CudaError::Unavailable(Probe::NoDevice));
-    }
-    Ok((0..count).map(|ordinal| CudaDevice::read(calls, ordinal)).collect::<Answer<_>>()?)
+/// Returns the number of visible devices, at least 1.
+fn count(calls: &Calls) -> Result<u32, DriverError> {
+    let count = u32::try_from(calls.device_count()?).unwrap_or(0);
+    if count == 0 { Err(DriverError::NoDevice) } else { Ok(count) }
 }
 
-pub(super) fn choose(calls: &Calls, choice: DeviceChoice) -> Result<CudaDevice, CudaError> {
+fn list(calls: &Calls) -> Result<Vec<CudaDevice>, DriverError> {
+    (0..count(calls)?).map(|ordinal| CudaDevice::read(calls, ordinal)).collect()
+}
+
+pub(super) fn choose(calls: &Calls, choice: DeviceChoice) -> Result<CudaDevice, DriverError> {
     match choice {
         DeviceChoice::Ordinal(ordinal) => {
-            let count = calls.device_count()?;
-            if count == 0 {
-                return Err(CudaError::Unavailable(Probe::NoDevice));
-            }
+            let count = count(calls)?;
             if ordinal >= count {
-                return Err(CudaError::NoSuchDevice { ordinal, count });
+                return Err(DriverError::NoSuchDevice { ordinal, count });
             }
-            Ok(CudaDevice::read(calls, ordinal)?)
+            CudaDevice::read(calls, ordinal)
         }
         DeviceChoice::Uuid(uuid) => {
             let devices = list(calls)?;
             let known = devices.iter().map(|device| device.uuid).collect();
             let found = devices.into_iter().find(|device| device.uuid == uuid);
-            found.ok_or(CudaError::NoSuchUuid { uuid, known })
+            found.ok_or(DriverError::NoSuchUuid { uuid, known })
         }
+    }
+}
+
+#[cfg(test)]
+#[expect(unsafe_code, reason = "functions that a driver would have write through their arguments")]
+mod tests {
+    use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+    use std::ptr::NonNull;
+
+    use super::*;
+
+    unsafe extern "C" fn starts(_flags: c_uint) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn is_a_stub(_flags: c_uint) -> u32 {
+        STUB_LIBRARY
+    }
+
+    unsafe extern "C" fn sees_no_device(_flags: c_uint) -> u32 {
+        100
+    }
+
+    unsafe extern "C" fn none(_out: *mut c_int) -> u32 {
+        0
+    }
+
+    unsafe extern "C" fn minus_one(out: *mut c_int) -> u32 {
+        // SAFETY: `Calls::device_count` passes a pointer to a local.
+        unsafe { out.write(-1) };
+        0
+    }
+
+    unsafe extern "C" fn fails(_out: *mut c_int) -> u32 {
+        999
+    }
+
+    unsafe extern "C" fn names_only_34(code: u32, out: *mut *const c_char) -> u32 {
+        if code == STUB_LIBRARY {
+            // SAFETY: `Calls::error_name` passes a pointer to a local.
+            unsafe { out.write(c"CUDA_ERROR_STUB_LIBRARY".as_ptr()) };
+            return 0;
+        }
+        1
+    }
+
+    /// Lists the devices of a driver with these functions; no other one is called.
+    fn devices(
+        init: unsafe extern "C" fn(c_uint) -> u32,
+        device_count: unsafe extern "C" fn(*mut c_int) -> u32,
+    ) -> DriverError {
+        let find = |name: &CStr| match name.to_bytes() {
+            b"cuInit" => NonNull::new(init as *mut c_void),
+            b"cuDeviceGetCount" => NonNull::new(device_count as *mut c_void),
+            b"cuGetErrorName" => NonNull::new(names_only_34 as *mut c_void),
+            _ => Some(NonNull::dangling()),
+        };
+        start_with(&find).and_then(|calls| list(&calls)).expect_err("no device")
+    }
+
+    #[test]
+    fn a_machine_without_a_driver_is_an_answer_and_no_panic() {
+        let found = CudaDriver::devices();
+        assert_eq!(found, CudaDriver::devices(), "a second look finds the same");
+        match found {
+            Ok(devices) => assert!(!devices.is_empty()),
+            Err(error) => println!("skipped: no device ({error})"),
+        }
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_named_with_the_loaders_words() {
+        static NAMES: [&str; 2] = ["liblowtide-absent.so.1", "liblowtide-absent.so"];
+        let found = start_one_of(&NAMES, &|_| true).expect_err("no library");
+        let DriverError::NoLibrary { tried, error } = &found else { panic!("{found}") };
+        assert_eq!(*tried, NAMES);
+        assert_eq!(error.matches("cannot open").count(), 1, "{error}");
+        let begin =
+            "no CUDA driver library found (tried 2 names): liblowtide-absent.so: cannot open";
+        assert!(found.to_string().starts_with(begin), "{found}");
+    }
+
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    #[test]
+    fn a_library_that_is_no_driver_is_named_by_the_missing_symbol() {
+        static NAMES: [&str; 2] = ["liblowtide-absent.so", "libc.so.6"];
+        let found = start_one_of(&NAMES, &|_| true).err();
+        assert_eq!(found, Some(DriverError::NoFunction { function: "cuInit" }));
+    }
+
+    #[test]
+    fn a_count_of_zero_or_less_is_no_device() {
+        for count in [none, minus_one] {
+            assert_eq!(devices(starts, count), DriverError::NoDevice);
+        }
+        assert_eq!(devices(sees_no_device, none), DriverError::NoDevice);
+    }
+
+    #[test]
+    fn a_failing_call_is_named_with_its_code() {
+        let stub = devices(is_a_stub, none).to_string();
+        let begin = "cuInit failed: CUDA_ERROR_STUB_LIBRARY: ";
+        assert!(stub.starts_with(begin) && stub.contains("LD_LIBRARY_PATH"), "{stub}");
+        let count = devices(starts, fails).to_string();
+        assert_eq!(count, "cuDeviceGetCount failed: unnamed (code 999)");
     }
 }

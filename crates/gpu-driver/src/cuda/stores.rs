@@ -79,7 +79,7 @@ impl Stores {
     /// Page-locks memory, or counts it as a store that needs a ring. Returns `true` if it is
     /// page-locked.
     fn lock_pages(&self, driver: &CudaDriver, memory: &TouchedMemory) -> Answer<bool> {
-        let error = match driver.call(|calls| calls.host_register(memory)) {
+        let error = match driver.call(|calls| calls.register(memory)) {
             Ok(()) => return Ok(true),
             Err(error) if error.is_context_lost() => return Err(error),
             Err(error) => error,
@@ -112,7 +112,8 @@ impl Stores {
     /// As for [`Stores::destroy`].
     unsafe fn free(&self, driver: &CudaDriver, store: &mut Store) -> Answer {
         if store.is_locked {
-            driver.call(|calls| calls.host_unregister(&store.memory))?;
+            // SAFETY: registered by `lock_pages`; no copy uses it (contract of this function).
+            driver.call(|calls| unsafe { calls.host_unregister(store.memory.start()) })?;
         } else {
             // SAFETY: the contract of this function.
             unsafe { self.staging.remove_store(driver) }?;

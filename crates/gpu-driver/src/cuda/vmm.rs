@@ -4,25 +4,71 @@
 //! range is divided into handles, and names whole handles when the range leaves. The granularity
 //! that an arena sees is the smallest handle. A handle is released as soon as it is mapped, so that
 //! an unmap frees its memory; a remap retains it again by its address. The arena, not this module,
-//! tracks the mappings. Each handle is unmapped by a call of its own: the manual does not say that
+//! tracks the mappings. Addresses and handles are numbers that the driver looks up: a wrong one is
+//! an error, and touches no memory of this process. Each handle is unmapped by a call of its own: the manual does not say that
 //! one call may unmap several.
 //!
 //! Invariant: a failed call leaves the ranges unchanged, except for failed rollbacks, which are
 //! counted.
+#![expect(unsafe_code, reason = "calling a C function with an array")]
 
+use super::abi::{Access, AllocationProperties, GRANULARITY_MINIMUM};
 use super::calls::{Answer, Calls};
-use super::mapping::Mapping;
+use super::memory::{Memory, Source};
 use crate::{DeviceAddress, DriverError};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
-/// Virtual memory of one device.
-pub(super) struct VirtualMemory {
-    mapping: Mapping,
-    /// The size of the smallest handle; a power of two.
-    unit: ByteSize,
-    /// The number of failed rollback calls: memory or addresses are lost until the process ends.
-    stuck: AtomicU64,
+/// The shape of mapped memory.
+pub(super) struct Mapping {
+    properties: AllocationProperties,
+    /// The device, then its peers.
+    access: Vec<Access>,
+    /// `true` if the handle of an address can be queried.
+    pub(super) can_remap: bool,
+}
+
+impl Mapping {
+    /// Describes memory of the first of these devices, which all of them access, and with `rdma`
+    /// network cards too.
+    pub(super) fn new(calls: &Calls, devices: &[i32], rdma: bool) -> Self {
+        let device = devices.first().copied().unwrap_or_default();
+        Self {
+            properties: AllocationProperties::on(device, rdma),
+            access: devices.iter().map(|&device| Access::by(device)).collect(),
+            can_remap: calls.table.retain().is_ok(),
+        }
+    }
+
+    /// Returns the smallest unit of memory that can be mapped.
+    pub(super) fn granularity(&self, calls: &Calls) -> Answer<ByteSize> {
+        calls.granularity(&self.properties, GRANULARITY_MINIMUM).map(ByteSize::of)
+    }
+
+    /// Lets the device and its peers read and write a range of whole mappings.
+    fn set_access(&self, calls: &Calls, range: HandleRange) -> Answer {
+        let access = &self.access;
+        // SAFETY: it reads as many structures of that shape as the last argument says.
+        unsafe { calls.set_access(range.at, range.bytes, access.as_ptr(), access.len()) }
+    }
+
+    /// Creates memory for one bare handle's range.
+    fn create_at(&self, memory: &Memory, calls: &Calls, (at, bytes): (u64, usize)) -> Answer {
+        let handle = calls.create(bytes, &self.properties, 0)?;
+        let mapped = calls.map(at, bytes, 0, handle, 0);
+        let released = calls.release(handle);
+        match (mapped, released) {
+            (Ok(()), Ok(())) => Ok(()),
+            (Ok(()), Err(error)) => {
+                memory.back(calls, calls.unmap(at, bytes));
+                memory.back(calls, Err(error.clone())); // no owner could free the memory
+                Err(error)
+            }
+            (Err(error), released) => {
+                memory.back(calls, released);
+                Err(error)
+            }
+        }
+    }
 }
 
 /// A range of whole handles.
@@ -42,33 +88,28 @@ impl HandleRange {
             .step_by(handle)
             .map(move |offset| (at.saturating_add(offset as u64), handle.min(bytes - offset)))
     }
+
+    /// Unmaps each handle, and adds up the bytes that are unmapped.
+    fn unmap(self, calls: &Calls, unmapped: &mut usize) -> Answer {
+        self.handles().try_for_each(|(at, bytes)| {
+            calls.unmap(at, bytes)?;
+            *unmapped += bytes;
+            Ok(())
+        })
+    }
 }
 
-impl VirtualMemory {
-    pub(super) fn new(mapping: Mapping, unit: ByteSize) -> Self {
-        Self { mapping, unit, stuck: AtomicU64::new(0) }
-    }
-
-    pub(super) const fn unit(&self) -> ByteSize {
-        self.unit
-    }
-
-    pub(super) const fn can_remap(&self) -> bool {
-        self.mapping.can_retain()
-    }
-
-    pub(super) fn stuck(&self) -> u64 {
-        self.stuck.load(Ordering::Relaxed)
-    }
-
+impl Memory {
     pub(super) fn reserve(&self, calls: &Calls, size: ByteSize) -> Answer<DeviceAddress> {
-        let range = self.whole(DeviceAddress::new(0), size, self.unit)?;
-        self.mapping.reserve(calls, range.bytes, range.handle).map(DeviceAddress::new)
+        self.mapping()?;
+        let bytes = self.whole(DeviceAddress::new(0), size)?;
+        let at = calls.reserve(bytes, self.unit.as_usize().unwrap_or(0), 0, 0);
+        at.map(DeviceAddress::new).map_err(|error| error.sized(size))
     }
 
     pub(super) fn unreserve(&self, calls: &Calls, at: DeviceAddress, size: ByteSize) -> Answer {
-        let range = self.whole(at, size, self.unit)?;
-        self.mapping.unreserve(calls, range.at, range.bytes)
+        self.mapping()?;
+        calls.unreserve(at.get(), self.whole(at, size)?)
     }
 
     pub(super) fn commit(
@@ -78,40 +119,19 @@ impl VirtualMemory {
         size: ByteSize,
         handle: ByteSize,
     ) -> Answer {
-        let range = self.whole(at, size, handle)?;
+        let mapping = self.mapping()?;
+        let range = self.handles(at, size, handle)?;
         let mut mapped = 0;
-        let mut outcome = Ok(());
-        for (at, bytes) in range.handles() {
-            outcome = self.create_at(calls, at, bytes);
-            if outcome.is_err() {
-                break;
-            }
+        let mut outcome = range.handles().try_for_each(|(at, bytes)| {
+            mapping.create_at(self, calls, (at, bytes))?;
             mapped += bytes;
-        }
-        outcome = outcome.and_then(|()| self.mapping.set_access(calls, range.at, range.bytes));
+            Ok(())
+        });
+        outcome = outcome.and_then(|()| mapping.set_access(calls, range));
         if outcome.is_err() {
             self.unmap_back(calls, range, mapped);
         }
-        outcome.map_err(|error| of_whole(error, size))
-    }
-
-    /// Creates memory for one bare handle's range.
-    fn create_at(&self, calls: &Calls, at: u64, bytes: usize) -> Answer {
-        let handle = self.mapping.create(calls, bytes)?;
-        let mapped = self.mapping.map(calls, at, bytes, handle);
-        let released = self.mapping.release(calls, handle);
-        match (mapped, released) {
-            (Ok(()), Ok(())) => Ok(()),
-            (Ok(()), Err(error)) => {
-                self.back(calls, self.mapping.unmap(calls, at, bytes));
-                self.back(calls, Err(error.clone())); // no owner could free the memory
-                Err(error)
-            }
-            (Err(error), released) => {
-                self.back(calls, released);
-                Err(error)
-            }
-        }
+        outcome.map_err(|error| error.sized(size))
     }
 
     /// Unmaps each handle. If one stays, memory is committed again for those before it.
@@ -122,22 +142,14 @@ impl VirtualMemory {
         size: ByteSize,
         handle: ByteSize,
     ) -> Answer {
-        let range = self.whole(at, size, handle)?;
+        self.mapping()?;
+        let range = self.handles(at, size, handle)?;
         let mut left = 0;
-        for (at, bytes) in range.handles() {
-            if let Err(error) = self.mapping.unmap(calls, at, bytes) {
-                if left > 0 {
-                    let left = ByteSize::of(left);
-                    self.back(
-                        calls,
-                        self.commit(calls, DeviceAddress::new(range.at), left, handle),
-                    );
-                }
-                return Err(error);
-            }
-            left += bytes;
+        let outcome = range.unmap(calls, &mut left);
+        if outcome.is_err() {
+            self.commit_back(calls, at, left, handle);
         }
-        Ok(())
+        outcome
     }
 
     pub(super) fn remap(
@@ -147,75 +159,55 @@ impl VirtualMemory {
         size: ByteSize,
         handle: ByteSize,
     ) -> Answer {
-        let (from, to) = (self.whole(from, size, handle)?, self.whole(to, size, handle)?);
-        let mut mapped = 0;
-        let mut outcome = Ok(());
-        for ((old, bytes), (new, _)) in from.handles().zip(to.handles()) {
-            let moved = self.mapping.handle_of(calls, old).and_then(|handle| {
-                let mapped = self.mapping.map(calls, new, bytes, handle);
-                self.back(calls, self.mapping.release(calls, handle));
-                mapped
-            });
-            outcome = moved;
-            if outcome.is_err() {
-                break;
-            }
+        let mapping = self.mapping()?;
+        let (old, new) = (self.handles(from, size, handle)?, self.handles(to, size, handle)?);
+        let (mut mapped, mut left) = (0, 0);
+        let mut pairs = old.handles().zip(new.handles());
+        let mut outcome = pairs.try_for_each(|((old, bytes), (new, _))| {
+            let handle = calls.handle_of(old)?;
+            let moved = calls.map(new, bytes, 0, handle, 0);
+            self.back(calls, calls.release(handle));
+            moved?;
             mapped += bytes;
-        }
-        // The memory is at both places now, so the old ones can be mapped again.
-        let mut left = 0;
-        outcome = outcome.and_then(|()| self.mapping.set_access(calls, to.at, to.bytes));
-        outcome = outcome.and_then(|()| {
-            from.handles().try_for_each(|(at, bytes)| {
-                self.mapping.unmap(calls, at, bytes)?;
-                left += bytes;
-                Ok(())
-            })
+            Ok(())
         });
+        // The memory is at both places now, so the old ones can be mapped again.
+        outcome = outcome.and_then(|()| mapping.set_access(calls, new));
+        outcome = outcome.and_then(|()| old.unmap(calls, &mut left));
         if outcome.is_err() {
-            self.unmap_back(calls, to, mapped);
-            if left > 0 {
-                let (at, left) = (DeviceAddress::new(from.at), ByteSize::of(left));
-                self.back(calls, self.commit(calls, at, left, handle));
-            }
+            self.unmap_back(calls, new, mapped);
+            self.commit_back(calls, from, left, handle);
         }
-        outcome
+        outcome.map_err(|error| error.sized(size))
     }
 
     /// Unmaps the handles in the first bytes of a range again.
     fn unmap_back(&self, calls: &Calls, range: HandleRange, bytes: usize) {
         for (at, bytes) in (HandleRange { bytes, ..range }).handles() {
-            self.back(calls, self.mapping.unmap(calls, at, bytes));
+            self.back(calls, calls.unmap(at, bytes));
         }
     }
 
-    /// Counts a failed rollback call.
-    fn back(&self, calls: &Calls, outcome: Answer) {
-        if let Err(error) = outcome {
-            self.stuck.fetch_add(1, Ordering::Relaxed);
-            calls.note_not_undone(error);
+    /// Commits the first bytes of a range again.
+    fn commit_back(&self, calls: &Calls, at: DeviceAddress, bytes: usize, handle: ByteSize) {
+        if bytes > 0 {
+            self.back(calls, self.commit(calls, at, ByteSize::of(bytes), handle));
         }
     }
 
-    /// Returns a range of whole handles that does not exceed the last address.
-    fn whole(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer<HandleRange> {
-        let is_whole =
-            |bytes: ByteSize| !bytes.is_zero() && bytes.get().is_multiple_of(self.unit.get());
-        let bytes = size.as_usize().filter(|_| {
-            let ends = at.get().checked_add(size.get()).is_some();
-            ends && at.is_multiple_of(self.unit) && is_whole(size)
-        });
-        let handle = handle.as_usize().filter(|_| is_whole(handle));
-        let misaligned = DriverError::Misaligned { at, size, granularity: self.unit };
-        let (bytes, handle) = bytes.zip(handle).ok_or(misaligned)?;
+    fn mapping(&self) -> Answer<&Mapping> {
+        match &self.source {
+            Source::Virtual(mapping) => Ok(mapping),
+            _ => Err(DriverError::Unsupported { what: "virtual memory" }),
+        }
+    }
+
+    /// Returns a range of whole handles.
+    fn handles(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer<HandleRange> {
+        let bytes = self.whole(at, size)?;
+        let is_whole = !handle.is_zero() && handle.get().is_multiple_of(self.unit.get());
+        let handle = handle.as_usize().filter(|_| is_whole);
+        let handle = handle.ok_or(DriverError::Misaligned { at, size, granularity: self.unit })?;
         Ok(HandleRange { at: at.get(), bytes, handle })
-    }
-}
-
-/// Returns the error of one handle for the whole requested range.
-fn of_whole(error: DriverError, size: ByteSize) -> DriverError {
-    match error {
-        DriverError::OutOfMemory { call, .. } => DriverError::OutOfMemory { call, requested: size },
-        other => other,
     }
 }

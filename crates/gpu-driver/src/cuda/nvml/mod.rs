@@ -12,23 +12,20 @@
 //! is `None`, never 0.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
 
-mod error;
-mod functions;
 mod pids;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_char};
 use std::fmt;
+use std::mem::ManuallyDrop;
 
-use super::library::{Look, search};
-use super::table::Missing;
-use crate::DeviceUuid;
+use super::calls::Answer;
+use super::library::{Library, Look, search};
+use super::table::{Find, functions};
+use crate::{DeviceUuid, DriverError};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
-pub use error::NvmlError;
-use error::{INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND};
-use functions::{Functions, List, MEMORY_VERSION, MemoryInfo1, MemoryInfo2};
 use pids::{OwnPids, Owned};
 
 /// The name under which the driver installs NVML.
@@ -47,8 +44,121 @@ const ATTEMPTS: usize = 3;
 /// The maximum length of a process's name in bytes.
 const NAME_MAX: usize = 64;
 
+const NO_PERMISSION: u32 = 4;
+const NOT_SUPPORTED: u32 = 3;
+const INVALID_ARGUMENT: i64 = 2;
+const NOT_FOUND: i64 = 6;
+const INSUFFICIENT_SIZE: i64 = 7;
+
+/// Names of `nvmlReturn_t`, from 1 on, without their prefix `NVML_ERROR_`.
+const NAMES: [&str; 29] = [
+    "UNINITIALIZED",
+    "INVALID_ARGUMENT",
+    "NOT_SUPPORTED",
+    "NO_PERMISSION",
+    "ALREADY_INITIALIZED",
+    "NOT_FOUND",
+    "INSUFFICIENT_SIZE",
+    "INSUFFICIENT_POWER",
+    "DRIVER_NOT_LOADED",
+    "TIMEOUT",
+    "IRQ_ISSUE",
+    "LIBRARY_NOT_FOUND",
+    "FUNCTION_NOT_FOUND",
+    "CORRUPTED_INFOROM",
+    "GPU_IS_LOST",
+    "RESET_REQUIRED",
+    "OPERATING_SYSTEM",
+    "LIB_RM_VERSION_MISMATCH",
+    "IN_USE",
+    "MEMORY",
+    "NO_DATA",
+    "VGPU_ECC_NOT_SUPPORTED",
+    "INSUFFICIENT_RESOURCES",
+    "FREQ_NOT_SUPPORTED",
+    "ARGUMENT_VERSION_MISMATCH",
+    "DEPRECATED",
+    "NOT_READY",
+    "GPU_NOT_FOUND",
+    "INVALID_STATE",
+];
+
+fn result_name(code: u32) -> String {
+    let nth = usize::try_from(code).ok().and_then(|code| code.checked_sub(1));
+    let name = nth.and_then(|nth| NAMES.get(nth)).copied();
+    let name = name.or_else(|| (code == 999).then_some("UNKNOWN"));
+    name.map_or_else(|| "unnamed".to_owned(), |name| format!("NVML_ERROR_{name}"))
+}
+
+/// Returns advice for the operator, after a colon.
+const fn advice(code: u32) -> &'static str {
+    match code {
+        NOT_SUPPORTED => ": this device or driver does not report it, such as a vGPU, or WSL",
+        NO_PERMISSION => ": expected a user with access to the device's processes",
+        9 => ": the kernel module is not loaded",
+        12 => ": the library was found, but not the driver behind it",
+        18 => {
+            ": the driver library and the kernel module have different versions: reboot or reload \
+             the module; in a container, mount the driver library of the host"
+        }
+        _ => "",
+    }
+}
+
 /// `NVML_VALUE_NOT_AVAILABLE`.
 const NOT_AVAILABLE: u64 = u64::MAX;
+
+functions! {
+    /// The functions of NVML.
+    NvmlTable of Nvml;
+
+    /// Checks the functions without which there is no NVML.
+    base {
+        safe init = "nvmlInit_v2"();
+        safe shutdown = "nvmlShutdown"();
+        unsafe by_uuid = "nvmlDeviceGetHandleByUUID"(name: *const c_char, device: &mut usize);
+        unsafe compute =
+            "nvmlDeviceGetComputeRunningProcesses_v3"(device: usize, count: &mut u32, to: *mut u64);
+    }
+
+    /// Checks functions that are used if they are there: the memory in use without what the driver
+    /// reserves, since driver 510, and with it; processes that draw; clients of the multi-process
+    /// service; the name of a process.
+    #[expect(dead_code, reason = "each is used if it is there")]
+    optional {
+        safe memory_2 = "nvmlDeviceGetMemoryInfo_v2"(device: usize, info: &mut MemoryInfo2);
+        safe memory_1 = "nvmlDeviceGetMemoryInfo"(device: usize, info: &mut MemoryInfo1);
+        unsafe graphics =
+            "nvmlDeviceGetGraphicsRunningProcesses_v3"(device: usize, count: &mut u32, to: *mut u64);
+        unsafe mps =
+            "nvmlDeviceGetMPSComputeRunningProcesses_v3"(device: usize, count: &mut u32, to: *mut u64);
+        unsafe process_name = "nvmlSystemGetProcessName"(pid: u32, name: *mut c_char, room: u32);
+    }
+}
+
+/// `nvmlMemory_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct MemoryInfo1 {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlMemory_v2_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct MemoryInfo2 {
+    version: u32,
+    total: u64,
+    reserved: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlMemory_v2`: the size of the struct, and the version above it.
+#[expect(clippy::cast_possible_truncation, reason = "the size is 40")]
+const MEMORY_VERSION: u32 = size_of::<MemoryInfo2>() as u32 | 2 << 24;
 
 /// NVML, loaded and initialized. Dropping it ends NVML's own session and keeps the library loaded.
 ///
@@ -64,7 +174,7 @@ const NOT_AVAILABLE: u64 = u64::MAX;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Nvml {
-    functions: Functions,
+    table: NvmlTable,
     birth: Birth,
 }
 
@@ -114,8 +224,8 @@ impl Nvml {
     /// blocks. Its time was not measured on a GPU.
     ///
     /// # Errors
-    /// [`NvmlError`] if there is no such library, it is too old, or the driver does not answer.
-    pub fn open() -> Result<Self, NvmlError> {
+    /// [`DriverError`] if there is no such library, it is too old, or the driver does not answer.
+    pub fn open() -> Result<Self, DriverError> {
         Self::open_with(&|_| true)
     }
 
@@ -124,19 +234,35 @@ impl Nvml {
     /// # Errors
     /// The errors of [`Nvml::open`].
     #[doc(hidden)]
-    pub fn open_with(has: &dyn Fn(&str) -> bool) -> Result<Self, NvmlError> {
+    pub fn open_with(has: &dyn Fn(&str) -> bool) -> Result<Self, DriverError> {
         Self::open_named(LIBRARY, has)
     }
 
-    fn open_named(library: &'static str, has: &dyn Fn(&str) -> bool) -> Result<Self, NvmlError> {
-        let found = search(&[library], |_, library| match Functions::find(library, has) {
-            Ok(functions) => Look::Found(Ok(functions)),
-            Err(Missing(function)) => Look::Passed(Err(NvmlError::NoFunction { function })),
+    fn open_named(library: &'static str, has: &dyn Fn(&str) -> bool) -> Result<Self, DriverError> {
+        let found = search(&[library], |_, library| {
+            let table = find(library, has);
+            match table.base() {
+                Ok(()) => Look::Found(Ok(table)),
+                Err(missing) => Look::Passed(Err(missing)),
+            }
         });
-        let functions = found.map_err(|error| NvmlError::NoLibrary { library, error })??;
-        // SAFETY: nvml.h: no precondition, may be called more than once, from any thread.
-        answer("nvmlInit_v2", unsafe { (functions.base.init)() })?;
-        Ok(Self { functions, birth: Birth::now() })
+        let table = found.map_err(|error| DriverError::NoNvml { library, error })??;
+        // Its drop ends a session, which there is not before this call.
+        let nvml = ManuallyDrop::new(Self { table, birth: Birth::now() });
+        nvml.init()?;
+        Ok(ManuallyDrop::into_inner(nvml))
+    }
+
+    /// Converts the result of a call.
+    #[expect(clippy::unused_self, reason = "the calls of a table name it")]
+    fn done(&self, call: &'static str, code: u32) -> Answer {
+        match code {
+            0 => Ok(()),
+            code => {
+                let message = format!("{}{}", result_name(code), advice(code));
+                Err(DriverError::Refused { call, code: i64::from(code), message })
+            }
+        }
     }
 
     /// Returns the memory of the device with this UUID, a GPU or a MIG instance, by process.
@@ -146,65 +272,53 @@ impl Nvml {
     /// not measured on a GPU.
     ///
     /// # Errors
-    /// [`NvmlError`] if there is no such device, or NVML does not list its processes.
-    pub fn usage(&self, uuid: DeviceUuid) -> Result<DeviceUsage, NvmlError> {
+    /// [`DriverError`] if there is no such device, or NVML does not list its processes.
+    pub fn usage(&self, uuid: DeviceUuid) -> Result<DeviceUsage, DriverError> {
         if !self.birth.is_here() {
-            return Err(NvmlError::Forked);
+            return Err(DriverError::Forked);
         }
         let device = self.device(uuid)?;
         let mut by_pid = BTreeMap::new();
-        let base = &self.functions.base;
-        for (pid, used) in list("nvmlDeviceGetComputeRunningProcesses_v3", base.compute, device)? {
-            add(&mut by_pid, pid, used);
-        }
+        // SAFETY: `list` passes a list with room for `count` entries.
+        let computing = list(|count, to| unsafe { self.compute(device, count, to) })?;
         // A process that computes and draws is in two lists, with the same figure. Devices without
         // graphics, and drivers without the multi-process service, refuse the further lists.
-        let graphics = self.functions.graphics.map(|it| it.list);
-        let further = graphics.into_iter().chain(self.functions.mps.map(|it| it.list));
-        for function in further {
-            let more = list("the list of further processes", function, device);
-            more.unwrap_or_default()
-                .into_iter()
-                .for_each(|(pid, used)| add(&mut by_pid, pid, used));
+        // SAFETY: as above.
+        let drawing = list(|count, to| unsafe { self.graphics(device, count, to) });
+        // SAFETY: as above.
+        let clients = list(|count, to| unsafe { self.mps(device, count, to) });
+        let further = [drawing, clients].into_iter().flatten().flatten();
+        for (pid, used) in computing.into_iter().chain(further) {
+            add(&mut by_pid, pid, used);
         }
         let used = self.used(device);
         Ok(self.sorted(used, by_pid))
     }
 
     /// Returns the device's handle. A MIG instance has a UUID of its own, with another prefix.
-    fn device(&self, uuid: DeviceUuid) -> Result<usize, NvmlError> {
-        const FUNCTION: &str = "nvmlDeviceGetHandleByUUID";
+    fn device(&self, uuid: DeviceUuid) -> Answer<usize> {
         let gpu = uuid.to_string();
         let mig = gpu.replacen("GPU", "MIG", 1);
         for name in [gpu, mig] {
             let name = CString::new(name).unwrap_or_default();
             let mut device = 0;
-            // SAFETY: nvml.h: a C string and a place for a handle, both valid during the call.
-            let code = unsafe { (self.functions.base.by_uuid)(name.as_ptr(), &raw mut device) };
-            match code {
-                0 => return Ok(device),
-                NOT_FOUND | INVALID_ARGUMENT => {}
-                code => return Err(NvmlError::Failed { function: FUNCTION, code }),
+            // SAFETY: a C string that is valid during the call.
+            match unsafe { self.by_uuid(name.as_ptr(), &mut device) } {
+                Ok(()) => return Ok(device),
+                Err(error) if matches!(error.code(), Some(NOT_FOUND | INVALID_ARGUMENT)) => {}
+                Err(error) => return Err(error),
             }
         }
-        Err(NvmlError::UnknownDevice { uuid })
+        Err(DriverError::UnknownToNvml { uuid })
     }
 
     fn used(&self, device: usize) -> Option<ByteSize> {
         let mut info = MemoryInfo2 { version: MEMORY_VERSION, ..MemoryInfo2::default() };
-        let code = self.functions.memory_2.map(|it| {
-            // SAFETY: nvml.h: a device's handle, and a struct of the version that it names.
-            unsafe { (it.memory)(device, &raw mut info) }
-        });
-        if code == Some(0) {
+        if self.memory_2(device, &mut info).is_ok() {
             return known(info.used);
         }
         let mut info = MemoryInfo1::default();
-        let code = self.functions.memory_1.map(|it| {
-            // SAFETY: nvml.h: a device's handle, and a struct that is valid during the call.
-            unsafe { (it.memory)(device, &raw mut info) }
-        });
-        known(info.used).filter(|_| code == Some(0))
+        self.memory_1(device, &mut info).ok().and_then(|()| known(info.used))
     }
 
     /// Returns the processes with their names, those with most memory first.
@@ -245,12 +359,11 @@ impl Nvml {
         comm(pid).or_else(|| {
             let mut name = [0_u8; NAME_MAX + 1];
             let room = u32::try_from(name.len()).unwrap_or_default();
-            let function = self.functions.name?.name;
             // SAFETY: nvml.h: a buffer of this length, in which the name is cut off and ends with
             // a zero.
-            let code = unsafe { function(pid, name.as_mut_ptr().cast(), room) };
+            unsafe { self.process_name(pid, name.as_mut_ptr().cast(), room) }.ok()?;
             let text = CStr::from_bytes_until_nul(&name).ok()?.to_string_lossy();
-            Some(printable(&text)).filter(|name| code == 0 && !name.is_empty())
+            Some(printable(&text)).filter(|name| !name.is_empty())
         })
     }
 }
@@ -259,14 +372,22 @@ impl Drop for Nvml {
     /// Ends NVML's session with one call. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.birth.is_here() {
-            // SAFETY: nvml.h: once for each `nvmlInit_v2`; handles of this session are not kept.
-            let _ = unsafe { (self.functions.base.shutdown)() };
+            let _ = self.shutdown(); // once for each `nvmlInit_v2`
         }
     }
 }
 
-const fn answer(function: &'static str, code: u32) -> Result<(), NvmlError> {
-    if code == 0 { Ok(()) } else { Err(NvmlError::Failed { function, code }) }
+/// Returns the functions of a library.
+fn find(library: Library, has: &dyn Fn(&str) -> bool) -> NvmlTable {
+    let shown = |name: &CStr| library.symbol(name).filter(|_| name.to_str().is_ok_and(has));
+    // Lists of processes had other versions before driver 510, of the same arguments.
+    let find: Find<'_> = &|name| {
+        let older = name.to_str().ok().and_then(|text| text.strip_suffix("_v3"));
+        let older = older.map(|text| [format!("{text}_v2"), text.to_owned()]);
+        let older = older.into_iter().flatten().filter_map(|text| CString::new(text).ok());
+        shown(name).or_else(|| older.into_iter().find_map(|name| shown(&name)))
+    };
+    NvmlTable::find(find)
 }
 
 fn known(bytes: u64) -> Option<ByteSize> {
@@ -304,31 +425,27 @@ const ENTRY_MAX: usize = 5;
 /// What the room for a list is filled with before the call.
 const UNTOUCHED: u64 = 0xA5A5_A5A5_A5A5_A5A5;
 
-/// Asks for a list of processes.
-fn list(
-    name: &'static str,
-    function: List,
-    device: usize,
-) -> Result<Vec<(u32, Option<ByteSize>)>, NvmlError> {
+/// Asks for a list of processes. `ask` gets the number of entries for which there is room, with 8
+/// bytes more for each than the largest that a driver writes, and sets the number of entries.
+fn list(ask: impl Fn(&mut u32, *mut u64) -> Answer) -> Answer<Vec<(u32, Option<ByteSize>)>> {
     let [mut entries, most] = ENTRIES;
     let mut attempt = 1;
     loop {
         let mut room = vec![UNTOUCHED; entries * ENTRY_MAX];
         let mut count = u32::try_from(entries).unwrap_or(u32::MAX);
-        // SAFETY: nvml.h: a device's handle, and a list with room for `count` entries, each of
-        // which has 8 bytes more than the largest that a driver writes.
-        let code = unsafe { function(device, &raw mut count, room.as_mut_ptr()) };
+        let answer = ask(&mut count, room.as_mut_ptr());
         let count = usize::try_from(count).unwrap_or(usize::MAX);
-        match code {
-            INSUFFICIENT_SIZE if attempt < ATTEMPTS && entries < most => {
+        match answer {
+            Err(error)
+                if error.code() == Some(INSUFFICIENT_SIZE)
+                    && attempt < ATTEMPTS
+                    && entries < most =>
+            {
                 attempt += 1;
                 // Some more, as processes may start in between.
                 entries = count.saturating_add(16).clamp(2 * entries, most);
             }
-            code => {
-                answer(name, code)?;
-                return Ok(parsed(&room, count.min(entries)));
-            }
+            answer => return answer.map(|()| parsed(&room, count.min(entries))),
         }
     }
 }
