@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use flate2::read::GzDecoder;
-use lowtide_planner::{Ends, Problem};
+use lowtide_planner::{LifetimeEnds, Problem};
 
 /// The capacity of the instances of MiniMalloc's challenging set.
 pub(crate) const CAPACITY: u64 = 1_048_576;
@@ -53,9 +53,9 @@ impl Instance {
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/planner/tests/data/planning");
         let file = File::open(folder.join(self.file)).expect("an instance of the project");
         let read = if self.file.ends_with(".gz") {
-            Problem::read_csv(GzDecoder::new(file), Ends::AsNamed)
+            Problem::read_csv(GzDecoder::new(file), LifetimeEnds::AsNamed)
         } else {
-            Problem::read_csv(file, Ends::AsNamed)
+            Problem::read_csv(file, LifetimeEnds::AsNamed)
         };
         read.expect("a file of its field")
     }

@@ -27,12 +27,12 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
-use lowtide_planner::{Budget, Demand, Heuristic, Plan, Planner, Problem};
+use lowtide_planner::{Demand, Heuristic, Plan, PlanBudget, Planner, Problem};
 
 use crate::common::figures::Figures;
 use crate::common::process::kernel_value;
 use crate::instance::{CAPACITY, INSTANCES, Instance, LARGEST};
-use crate::random::{Gaps, Kind};
+use crate::random::{Gaps, KindProblem};
 
 /// Lookups of one timed loop.
 const LOOKUPS: usize = 10_000_000;
@@ -148,7 +148,7 @@ fn measure(figures: &mut Figures, instance: &Instance, cli: &Cli) -> Option<f64>
     if instance.has_capacity {
         let clock = SystemClock::new();
         let time = Duration::from_millis(if cli.ci { 250 } else { 1_000 });
-        let budget = Budget { time, nodes: u64::MAX };
+        let budget = PlanBudget { time, nodes: u64::MAX };
         let planner = Planner::new(&clock).budget(budget);
         let mut planner = planner.segments_of(ByteSize::new(SEGMENT));
         let plan = planner.plan(&problem).expect("no buffer has a fixed offset");
@@ -195,7 +195,7 @@ fn least(figures: &mut Figures, instance: &Instance, problem: &Problem, cli: &Cl
 
 fn solve(problem: &Problem, time: Duration, enough: u64) -> Plan {
     let clock = SystemClock::new();
-    let budget = Budget { time, nodes: u64::MAX };
+    let budget = PlanBudget { time, nodes: u64::MAX };
     let mut planner = Planner::new(&clock).budget(budget).enough(ByteSize::new(enough));
     planner.plan(problem).expect("an instance that has plans")
 }
@@ -266,13 +266,13 @@ fn reset_resident() -> f64 {
 
 fn against_brute_force(figures: &mut Figures, cli: &Cli) {
     let kinds = [
-        Kind::default(),
-        Kind { aligned: true, ..Kind::default() },
-        Kind { gaps: Gaps::Empty, ..Kind::default() },
-        Kind { roles: true, ..Kind::default() },
-        Kind { aligned: true, gaps: Gaps::Empty, fixed: true, roles: true, shared: false },
-        Kind { roles: true, shared: true, ..Kind::default() },
-        Kind { aligned: true, gaps: Gaps::Windows, fixed: true, ..Kind::default() },
+        KindProblem::default(),
+        KindProblem { aligned: true, ..KindProblem::default() },
+        KindProblem { gaps: Gaps::Empty, ..KindProblem::default() },
+        KindProblem { roles: true, ..KindProblem::default() },
+        KindProblem { aligned: true, gaps: Gaps::Empty, fixed: true, roles: true, shared: false },
+        KindProblem { roles: true, shared: true, ..KindProblem::default() },
+        KindProblem { aligned: true, gaps: Gaps::Windows, fixed: true, ..KindProblem::default() },
     ];
     let (mut worse, mut unproved) = (0_u32, 0_u32);
     for (seed, kind) in (cli.from..cli.from + cli.random).zip(kinds.iter().cycle()) {

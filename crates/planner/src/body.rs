@@ -34,7 +34,7 @@ impl Body {
 
 /// A list of keys on the stack that meet in time, and the sections that they are in.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Group {
+pub(super) struct ItemGroup {
     pub(super) start: usize,
     pub(super) end: usize,
     pub(super) from: u32,

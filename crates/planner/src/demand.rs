@@ -23,14 +23,14 @@ impl BufferId {
 
 /// A part of a buffer: the bytes from `low` to before `high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Window {
+pub struct ByteWindow {
     /// The first byte.
     pub low: u64,
     /// One past the last byte.
     pub high: u64,
 }
 
-impl fmt::Display for Window {
+impl fmt::Display for ByteWindow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.low, self.high)
     }
@@ -42,7 +42,7 @@ pub struct Gap {
     /// The steps, half-open.
     pub span: Range<i64>,
     /// The bytes still needed; `None` for none.
-    pub window: Option<Window>,
+    pub window: Option<ByteWindow>,
 }
 
 /// The relation of a buffer to the outside of the plan.

@@ -19,8 +19,8 @@ use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 
 use super::chance::Chance;
-use super::part::{Item, Part};
-use super::totals::Totals;
+use super::part::{Item, Subproblem};
+use super::totals::NeedTotals;
 
 /// The bits of a key for the size left to place, at most 31.
 const COARSE: u32 = 31;
@@ -31,9 +31,9 @@ const KEYS_PER_STOP: u32 = 512;
 /// The sort key of a class: the lowest offset of its first item; the size left to place in its
 /// sections, largest first; the class's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Key(u128);
+struct HeapKey(u128);
 
-impl Key {
+impl HeapKey {
     fn new(offset: u64, rest: u32, class: u32) -> Self {
         Self(u128::from(offset) << 64 | u128::from(rest) << 32 | u128::from(class))
     }
@@ -46,7 +46,7 @@ impl Key {
 
 /// Items of the same sections, as a range of the order.
 #[derive(Clone, Copy, Debug)]
-struct Class {
+struct ItemClass {
     next: u32,
     end: u32,
 }
@@ -65,21 +65,21 @@ pub(super) enum Bonus {
 /// A part on its way to the top.
 #[derive(Debug)]
 pub(super) struct Dive<'a> {
-    part: &'a Part,
+    part: &'a Subproblem,
     /// Items by class; within a class in placement order.
     order: Vec<u32>,
     /// The start of each class's items.
     starts: Vec<u32>,
-    classes: Vec<Class>,
+    classes: Vec<ItemClass>,
     bonus: Vec<u64>,
     /// The shift that scales the size left to place into the key.
     shift: u32,
-    heap: BinaryHeap<Reverse<Key>>,
+    heap: BinaryHeap<Reverse<HeapKey>>,
     /// The size to place in each section: the total, and the rest.
-    all: Totals,
-    left: Totals,
+    all: NeedTotals,
+    left: NeedTotals,
     /// The first free offset of each section.
-    tops: Totals,
+    tops: NeedTotals,
     offsets: Vec<u64>,
     chance: Chance,
     placed: u64,
@@ -87,15 +87,15 @@ pub(super) struct Dive<'a> {
 
 impl<'a> Dive<'a> {
     /// Returns `true` if the part suits a dive.
-    pub(super) fn suits(part: &Part) -> bool {
+    pub(super) fn suits(part: &Subproblem) -> bool {
         let plain = !part.is_sliding && part.pieces.len() == part.items.len();
         plain && part.walls.is_none() && part.items.iter().all(|item| item.fixed.is_none())
     }
 
-    pub(super) fn new(part: &'a Part) -> Self {
+    pub(super) fn new(part: &'a Subproblem) -> Self {
         debug_assert!(Self::suits(part), "gaps, windows or fixed offsets");
         let spans = part.items.iter().map(|item| (item.from, item.to, item.height));
-        let all = Totals::of(part.sections, spans);
+        let all = NeedTotals::of(part.sections, spans);
         let (order, starts) = classes(part);
         Self {
             part,
@@ -105,8 +105,8 @@ impl<'a> Dive<'a> {
             bonus: vec![0; part.items.len()],
             shift: (2 * part.bound).checked_ilog2().unwrap_or(0).saturating_sub(COARSE),
             heap: BinaryHeap::new(),
-            left: Totals::new(part.sections),
-            tops: Totals::new(part.sections),
+            left: NeedTotals::new(part.sections),
+            tops: NeedTotals::new(part.sections),
             all,
             offsets: vec![0; part.items.len()],
             chance: Chance::new(0x2545_F491_4F6C_DD1D),
@@ -119,7 +119,7 @@ impl<'a> Dive<'a> {
         &self.offsets
     }
 
-    pub(super) const fn part(&self) -> &'a Part {
+    pub(super) const fn part(&self) -> &'a Subproblem {
         self.part
     }
 
@@ -149,13 +149,13 @@ impl<'a> Dive<'a> {
             let item = &self.part.items[number];
             let offset = aligned(self.tops.most(item.from, item.to), item);
             if offset != known_offset && !in_haste {
-                top.0 = Key::new(offset, known_rest, number_of_class);
+                top.0 = HeapKey::new(offset, known_rest, number_of_class);
                 continue;
             }
             let left = self.left.most(item.from, item.to);
             let rest = rest(left + self.bonus[number], self.shift);
             if rest != known_rest && !in_haste {
-                top.0 = Key::new(offset, rest, number_of_class);
+                top.0 = HeapKey::new(offset, rest, number_of_class);
                 continue;
             }
             let least = if in_haste { 0 } else { offset + left };
@@ -171,7 +171,7 @@ impl<'a> Dive<'a> {
             if class.next < class.end {
                 let next = self.order[class.next as usize] as usize;
                 let rest = self::rest(left - item.height + self.bonus[next], self.shift);
-                top.0 = Key::new(offset + item.height, rest, number_of_class);
+                top.0 = HeapKey::new(offset + item.height, rest, number_of_class);
             } else {
                 PeekMut::pop(top);
             }
@@ -204,11 +204,11 @@ impl<'a> Dive<'a> {
                 let (bonus, size) = (self.bonus[*member as usize], items[*member as usize].size);
                 (Reverse((bonus, size)), *member)
             });
-            self.classes.push(Class { next, end });
+            self.classes.push(ItemClass { next, end });
             let first = members[0] as usize;
             let item = &items[first];
             let rest = rest(self.all.most(item.from, item.to) + self.bonus[first], self.shift);
-            keys.push(Reverse(Key::new(0, rest, class)));
+            keys.push(Reverse(HeapKey::new(0, rest, class)));
         }
         self.heap = BinaryHeap::from(keys);
     }
@@ -216,7 +216,7 @@ impl<'a> Dive<'a> {
 
 /// Items by class, the class with the largest item times its sections first, and where each class
 /// begins and the last one ends.
-fn classes(part: &Part) -> (Vec<u32>, Vec<u32>) {
+fn classes(part: &Subproblem) -> (Vec<u32>, Vec<u32>) {
     let count = u32::try_from(part.items.len()).unwrap_or(u32::MAX);
     let class = |item: u32| {
         let own = &part.items[item as usize];
@@ -258,7 +258,7 @@ fn rest(left: u64, shift: u32) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::super::demand::Demand;
-    use super::super::part::Parts;
+    use super::super::part::Subproblems;
     use super::super::problem::Problem;
     use super::super::shape::Shapes;
     use super::super::walls::Walls;
@@ -290,7 +290,7 @@ mod tests {
         stop: &mut dyn FnMut() -> bool,
     ) -> Option<u64> {
         let shapes = Shapes::of(problem).expect("nothing is shared");
-        let parts = Parts::of(&shapes, &Walls::default());
+        let parts = Subproblems::of(&shapes, &Walls::default());
         assert_eq!((parts.list.len(), parts.unit), (1, 1));
         let mut dive = Dive::new(&parts.list[0]);
         let peak = dive.run(bonus, enough, stop)?;

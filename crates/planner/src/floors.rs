@@ -7,8 +7,8 @@
 //!
 //! Invariant: no solution is ruled out that the search would find.
 
-use super::body::{Body, Group, key, offset_of, rank_of};
-use super::part::Piece;
+use super::body::{Body, ItemGroup, key, offset_of, rank_of};
+use super::part::ItemNeed;
 
 /// Room to work in, and the blame.
 #[derive(Debug)]
@@ -38,9 +38,9 @@ impl Floors {
         list: &[u64],
         least: u64,
         (height, room): (u64, u64),
-        group: Group,
+        group: ItemGroup,
         bodies: &[Body],
-        pieces: impl Fn(usize) -> &'a [Piece],
+        pieces: impl Fn(usize) -> &'a [ItemNeed],
         totals: &[u64],
     ) -> Option<u64> {
         let first = list.partition_point(|key| *key < least);
@@ -123,7 +123,7 @@ impl Floors {
     pub(super) fn cuts(
         &mut self,
         spans: impl Iterator<Item = (u32, u32)>,
-        group: Group,
+        group: ItemGroup,
     ) -> Option<Vec<u32>> {
         let words = group.from as usize / 64..(group.to as usize).div_ceil(64);
         self.seen[words].fill(0);

@@ -11,7 +11,7 @@
 
 use super::demand::{BufferId, Demand, Role};
 use super::error::PlanError;
-use super::kinds::Kind;
+use super::kinds::KindProblem;
 use super::problem::Problem;
 use lowtide_core::bytes::ByteSize;
 
@@ -51,14 +51,14 @@ impl ValueId {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
-    values: Vec<Value>,
+    values: Vec<GraphValue>,
     /// The number of steps so far.
     steps: i64,
 }
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Origin {
+enum ValueOrigin {
     Input,
     External,
     Node,
@@ -67,10 +67,10 @@ enum Origin {
 }
 
 #[derive(Clone, Debug)]
-struct Value {
+struct GraphValue {
     name: String,
     size: ByteSize,
-    origin: Origin,
+    origin: ValueOrigin,
     operands: Vec<usize>,
     overwrites: bool,
     is_kept: bool,
@@ -95,12 +95,12 @@ impl Graph {
 
     /// Adds a value that exists before the first step, in memory of the plan.
     pub fn input(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
-        self.add(name.into(), size, Origin::Input, &[], false)
+        self.add(name.into(), size, ValueOrigin::Input, &[], false)
     }
 
     /// Adds a value in external memory, which the caller owns.
     pub fn external(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
-        self.add(name.into(), size, Origin::External, &[], false)
+        self.add(name.into(), size, ValueOrigin::External, &[], false)
     }
 
     /// Adds the next node, which reads its operands and writes its result.
@@ -117,7 +117,7 @@ impl Graph {
         overwrites: bool,
     ) -> ValueId {
         self.steps += 1;
-        self.add(name.into(), size, Origin::Node, operands, overwrites)
+        self.add(name.into(), size, ValueOrigin::Node, operands, overwrites)
     }
 
     /// Adds a view: a part of a value, from the byte `at` on. It takes no step.
@@ -128,7 +128,7 @@ impl Graph {
         at: u64,
         size: ByteSize,
     ) -> ValueId {
-        self.add(name.into(), size, Origin::View(of.0, at), &[], false)
+        self.add(name.into(), size, ValueOrigin::View(of.0, at), &[], false)
     }
 
     /// Marks a value as read after the last step, so its memory is not reused. If it is a view,
@@ -149,19 +149,19 @@ impl Graph {
         &mut self,
         name: String,
         size: ByteSize,
-        origin: Origin,
+        origin: ValueOrigin,
         operands: &[ValueId],
         overwrites: bool,
     ) -> ValueId {
         // An input is there at step 0, before the first node's step 1.
-        let is_there = matches!(origin, Origin::Input | Origin::External);
+        let is_there = matches!(origin, ValueOrigin::Input | ValueOrigin::External);
         let first = if is_there { 0 } else { self.steps };
         let operands: Vec<usize> = operands.iter().map(|operand| operand.0).collect();
         let end = self.steps + 1;
         let (own, mut content) = (self.values.len(), (self.values.len(), 0));
         // The base value is live until the view is made; from then on the view is, if it has a
         // reader.
-        let is_view = if let Origin::View(of, from) = origin {
+        let is_view = if let ValueOrigin::View(of, from) = origin {
             let (root, at) = self.values[of].content;
             content = (root, at.saturating_add(from));
             self.values[of].end = self.values[of].end.max(end);
@@ -176,7 +176,7 @@ impl Graph {
             let root = below.content.0;
             self.values[root].content_end = self.values[root].content_end.max(end);
         }
-        self.values.push(Value {
+        self.values.push(GraphValue {
             name,
             size,
             origin,
@@ -213,20 +213,20 @@ impl Graph {
         for (at, value) in self.values.iter().enumerate() {
             let role = match value.origin {
                 _ if self.kind_of(at) != kind => Role::External,
-                Origin::External => Role::External,
-                Origin::Input if value.is_kept => Role::Through,
-                Origin::Input => Role::Input,
+                ValueOrigin::External => Role::External,
+                ValueOrigin::Input if value.is_kept => Role::Through,
+                ValueOrigin::Input => Role::Input,
                 _ if value.is_kept => Role::Output,
                 _ => Role::Inner,
             };
-            let is_view = matches!(value.origin, Origin::View(..));
+            let is_view = matches!(value.origin, ValueOrigin::View(..));
             let align = if is_view { 1 } else { align };
             let live = value.first..value.end;
             let demand = Demand::new(value.name.clone(), value.size, live);
             ids.push(problem.add(Demand { align, role, ..demand })?);
         }
         for (at, value) in self.values.iter().enumerate() {
-            if let Origin::View(of, from) = value.origin {
+            if let ValueOrigin::View(of, from) = value.origin {
                 problem.view(ids[at], ids[of], from)?;
             }
         }
@@ -250,12 +250,12 @@ impl Graph {
         &self,
         align: u64,
         named: &[(&str, Option<ByteSize>)],
-    ) -> Result<(Vec<Kind>, Vec<BufferId>), PlanError> {
+    ) -> Result<(Vec<KindProblem>, Vec<BufferId>), PlanError> {
         let (mut kinds, mut ids) = (Vec::with_capacity(named.len()), Vec::new());
         for (number, (name, segment_limit)) in (0..).zip(named) {
             let (problem, own) = self.problem_of(number, align)?;
             let (name, segment_limit) = (String::from(*name), *segment_limit);
-            kinds.push(Kind { name, problem, segment_limit });
+            kinds.push(KindProblem { name, problem, segment_limit });
             ids = own;
         }
         let others = |at: &usize| self.kind_of(*at) as usize >= named.len();
@@ -284,7 +284,7 @@ impl Graph {
             let below = &self.values[content];
             let is_single =
                 |other: &usize| other == operand || self.values[*other].content.0 != content;
-            let has_memory = matches!(below.origin, Origin::Input | Origin::Node);
+            let has_memory = matches!(below.origin, ValueOrigin::Input | ValueOrigin::Node);
             let is_last = below.content_end == own.first + 1 && !below.is_content_kept;
             let fits = from == 0 && own.size <= self.values[*operand].size;
             let is_free = has_memory && is_last && !taken[content] && own.kind == below.kind;

@@ -32,7 +32,7 @@
 //! # Ok::<(), lowtide_planner::PlanError>(())
 //! ```
 //!
-//! Invariants: every returned plan is verified; without a time limit (a `Budget::time` of
+//! Invariants: every returned plan is verified; without a time limit (a `PlanBudget::time` of
 //! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -64,18 +64,18 @@ mod walls;
 
 pub use lowtide_core::{ByteSize, clock};
 
-pub use bump::{Bump, BumpFull, packed};
-pub use csv::{CsvError, CsvFault, CsvWriteError, Ends};
-pub use demand::{BufferId, Demand, Gap, Role, Window};
-pub use error::{PlanError, PlanFault};
+pub use bump::{Bump, packed};
+pub use csv::LifetimeEnds;
+pub use demand::{BufferId, ByteWindow, Demand, Gap, Role};
+pub use error::PlanError;
 pub use fingerprint::Fingerprint;
 pub use graph::{Graph, ValueId};
-pub use kinds::{JointPlan, Kind};
+pub use kinds::KindProblem;
 pub use order::Heuristic;
-pub use planned::{Place, Plan};
+pub use planned::{Plan, PlannedPlace};
 pub use problem::Problem;
-pub use reuse::{PlanCache, Unserved};
-pub use solve::{Budget, Planner};
+pub use reuse::PlanCache;
+pub use solve::{PlanBudget, Planner};
 
 /// The README's code, compiled.
 #[cfg(doctest)]

@@ -7,9 +7,9 @@
 
 use std::cmp::Reverse;
 
-use super::part::Part;
-use super::place::Fit;
-use super::shape::{Need, Shapes};
+use super::part::Subproblem;
+use super::place::FitRule;
+use super::shape::{ShapeNeed, Shapes};
 
 /// The properties of an item that orders use.
 #[derive(Clone, Copy, Debug)]
@@ -24,10 +24,10 @@ pub(super) struct Traits {
 
 impl Traits {
     /// Of all items of a part.
-    pub(super) fn of(part: &Part, shapes: &Shapes) -> Vec<Self> {
+    pub(super) fn of(part: &Subproblem, shapes: &Shapes) -> Vec<Self> {
         let traits = |item: &super::part::Item| {
             let needs = shapes.needs(item.shape as usize);
-            let birth = needs.first().map_or(0, |need: &Need| need.first);
+            let birth = needs.first().map_or(0, |need: &ShapeNeed| need.first);
             let duration = needs.last().map_or(0, |need| need.end.abs_diff(birth));
             let area = u128::from(item.size) * u128::from(duration);
             Self { birth, duration, shape: item.shape, size: item.size, area }
@@ -44,7 +44,7 @@ impl Traits {
 
 /// A rule that orders items.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Rule {
+pub(super) enum OrderRule {
     /// By first step, then by input order: the order in which an allocator sees them.
     Birth,
     /// By first step; ties by size, largest first.
@@ -56,12 +56,12 @@ pub(super) enum Rule {
     /// By the product of size and duration, largest first.
     Area,
     /// By size class, largest first, and by this rule within a class.
-    Classes(Ratio, Within),
+    Classes(ClassRatio, Within),
 }
 
 /// The size at which a class begins, by that of the one below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ratio(u64, u64);
+pub(super) struct ClassRatio(u64, u64);
 
 /// The rule within a class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,55 +121,61 @@ impl Heuristic {
 
     pub(super) const fn rule(self) -> Ruled {
         match self {
-            Self::Ggml => (Rule::Birth, Fit::BestHighest),
-            Self::OnnxRuntime => (Rule::Birth, Fit::BestBelowPeak),
-            Self::TfLite => (Rule::Size, Fit::Best),
-            Self::XlaByTime => (Rule::Duration, Fit::Best),
-            Self::LargestFirstFit => (Rule::Size, Fit::First),
-            Self::AreaFirstFit => (Rule::Area, Fit::First),
-            Self::FirstFit => (Rule::Birth, Fit::First),
+            Self::Ggml => (OrderRule::Birth, FitRule::BestHighest),
+            Self::OnnxRuntime => (OrderRule::Birth, FitRule::BestBelowPeak),
+            Self::TfLite => (OrderRule::Size, FitRule::Best),
+            Self::XlaByTime => (OrderRule::Duration, FitRule::Best),
+            Self::LargestFirstFit => (OrderRule::Size, FitRule::First),
+            Self::AreaFirstFit => (OrderRule::Area, FitRule::First),
+            Self::FirstFit => (OrderRule::Birth, FitRule::First),
         }
     }
 }
 
 /// A rule, and the fit that goes with it.
-pub(super) type Ruled = (Rule, Fit);
+pub(super) type Ruled = (OrderRule, FitRule);
 
 /// The first rule to run, for any budget: GGML's graph allocator.
-pub(super) const FIRST: [Ruled; 1] = [(Rule::Birth, Fit::BestHighest)];
+pub(super) const FIRST: [Ruled; 1] = [(OrderRule::Birth, FitRule::BestHighest)];
 
 /// Rules of allocators, which see one buffer at a time.
 pub(super) const ONLINE: [Ruled; 3] = [
-    (Rule::Birth, Fit::First),
-    (Rule::Birth, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
-    (Rule::BirthLargest, Fit::BestBelowPeak), // the same, the largest first
+    (OrderRule::Birth, FitRule::First),
+    (OrderRule::Birth, FitRule::BestBelowPeak), // ONNX Runtime's memory pattern
+    (OrderRule::BirthLargest, FitRule::BestBelowPeak), // the same, the largest first
 ];
 
 /// Rules of planners, which see all buffers at once; the best ones for large parts come first
 /// (measured by the bench `plan`).
 pub(super) const OFFLINE: [Ruled; 9] = [
-    (Rule::Classes(Ratio(1, 1), Within::Birth), Fit::First),
-    (Rule::Size, Fit::Best), // TFLite, XLA by space
-    (Rule::Size, Fit::First),
-    (Rule::Classes(Ratio(3, 2), Within::Birth), Fit::Best),
-    (Rule::Area, Fit::First),
-    (Rule::Duration, Fit::Best), // XLA by time
-    (Rule::Area, Fit::Best),
-    (Rule::Duration, Fit::First),
-    (Rule::BirthLargest, Fit::First),
+    (OrderRule::Classes(ClassRatio(1, 1), Within::Birth), FitRule::First),
+    (OrderRule::Size, FitRule::Best), // TFLite, XLA by space
+    (OrderRule::Size, FitRule::First),
+    (OrderRule::Classes(ClassRatio(3, 2), Within::Birth), FitRule::Best),
+    (OrderRule::Area, FitRule::First),
+    (OrderRule::Duration, FitRule::Best), // XLA by time
+    (OrderRule::Area, FitRule::Best),
+    (OrderRule::Duration, FitRule::First),
+    (OrderRule::BirthLargest, FitRule::First),
 ];
 
 /// Classes of sizes, each in four orders with two fits.
 pub(super) fn classes() -> impl Iterator<Item = Ruled> {
     let withins = [Within::Birth, Within::Duration, Within::Death, Within::Area];
-    let ratios = [Ratio(1, 1), Ratio(2, 1), Ratio(3, 2), Ratio(5, 4), Ratio(11, 10)];
+    let ratios = [
+        ClassRatio(1, 1),
+        ClassRatio(2, 1),
+        ClassRatio(3, 2),
+        ClassRatio(5, 4),
+        ClassRatio(11, 10),
+    ];
     let rules = ratios
         .into_iter()
-        .flat_map(move |ratio| withins.map(|within| Rule::Classes(ratio, within)));
-    rules.flat_map(|rule| [(rule, Fit::First), (rule, Fit::Best)])
+        .flat_map(move |ratio| withins.map(|within| OrderRule::Classes(ratio, within)));
+    rules.flat_map(|rule| [(rule, FitRule::First), (rule, FitRule::Best)])
 }
 
-impl Rule {
+impl OrderRule {
     /// Returns `true` if items come in the order of their first steps.
     pub(super) const fn is_online(self) -> bool {
         matches!(self, Self::Birth | Self::BirthLargest)
@@ -177,25 +183,25 @@ impl Rule {
 }
 
 /// The items in the order of a rule.
-pub(super) fn order(traits: &[Traits], rule: Rule) -> Vec<u32> {
+pub(super) fn order(traits: &[Traits], rule: OrderRule) -> Vec<u32> {
     let mut order: Vec<u32> = (0..).take(traits.len()).collect();
     let of = |item: u32| &traits[item as usize];
     match rule {
-        Rule::Birth => order.sort_by_key(|item| (of(*item).birth, of(*item).shape)),
-        Rule::BirthLargest => {
+        OrderRule::Birth => order.sort_by_key(|item| (of(*item).birth, of(*item).shape)),
+        OrderRule::BirthLargest => {
             order.sort_by_key(|item| (of(*item).birth, Reverse(of(*item).size), of(*item).shape));
         }
-        Rule::Size => order
+        OrderRule::Size => order
             .sort_by_key(|item| (Reverse((of(*item).size, of(*item).duration)), of(*item).shape)),
-        Rule::Duration => order
+        OrderRule::Duration => order
             .sort_by_key(|item| (Reverse((of(*item).duration, of(*item).size)), of(*item).shape)),
-        Rule::Area => order.sort_by_key(|item| (Reverse(of(*item).area), of(*item).shape)),
-        Rule::Classes(ratio, within) => by_classes(traits, &mut order, ratio, within),
+        OrderRule::Area => order.sort_by_key(|item| (Reverse(of(*item).area), of(*item).shape)),
+        OrderRule::Classes(ratio, within) => by_classes(traits, &mut order, ratio, within),
     }
     order
 }
 
-fn by_classes(traits: &[Traits], order: &mut [u32], ratio: Ratio, within: Within) {
+fn by_classes(traits: &[Traits], order: &mut [u32], ratio: ClassRatio, within: Within) {
     let classes = Classes::new(ratio, traits.iter().map(|own| own.size).max().unwrap_or(0));
     order.sort_by_cached_key(|item| {
         let own = &traits[*item as usize];
@@ -214,7 +220,7 @@ fn by_classes(traits: &[Traits], order: &mut [u32], ratio: Ratio, within: Within
 struct Classes(Vec<u64>);
 
 impl Classes {
-    fn new(Ratio(up, down): Ratio, largest: u64) -> Self {
+    fn new(ClassRatio(up, down): ClassRatio, largest: u64) -> Self {
         let next = |at: &u64| (at + 1).max(at.saturating_mul(up) / down);
         let each = up == down;
         let starts =

@@ -9,13 +9,13 @@
 
 use std::ops::Range;
 
-use super::demand::Window;
-use super::shape::{Need, Shapes, gcd};
+use super::demand::ByteWindow;
+use super::shape::{ShapeNeed, Shapes, gcd};
 use super::walls::Walls;
 
 /// The need of an item in some sections, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct ItemNeed {
     pub(super) from: u32,
     pub(super) to: u32,
     pub(super) low: u64,
@@ -41,9 +41,9 @@ pub(super) struct Item {
 
 /// Items that meet in time, directly or through others.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Part {
+pub(super) struct Subproblem {
     pub(super) items: Vec<Item>,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: Vec<ItemNeed>,
     pub(super) sections: u32,
     /// All offsets are multiples of it.
     pub(super) grain: u64,
@@ -56,14 +56,14 @@ pub(super) struct Part {
     pub(super) bound: u64,
 }
 
-impl Part {
-    pub(super) fn pieces(&self, item: usize) -> &[Piece] {
+impl Subproblem {
+    pub(super) fn pieces(&self, item: usize) -> &[ItemNeed] {
         let Range { start, end } = self.items[item].pieces.clone();
         &self.pieces[start as usize..end as usize]
     }
 
     /// The least units that a piece takes of its sections, except for the topmost one.
-    pub(super) const fn weight(&self, piece: &Piece) -> u64 {
+    pub(super) const fn weight(&self, piece: &ItemNeed) -> u64 {
         (piece.high - piece.low).next_multiple_of(self.grain)
     }
 
@@ -103,14 +103,14 @@ impl Part {
 
 /// A whole problem, made small.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Parts {
+pub(super) struct Subproblems {
     /// The one with the highest bound first.
-    pub(super) list: Vec<Part>,
+    pub(super) list: Vec<Subproblem>,
     /// Bytes.
     pub(super) unit: u64,
 }
 
-impl Parts {
+impl Subproblems {
     /// Splits a problem into parts. O(n log n).
     pub(super) fn of(shapes: &Shapes, walls: &Walls) -> Self {
         let unit = unit(shapes, walls);
@@ -126,7 +126,7 @@ impl Parts {
                 parts.push(part(shapes, &order[from..at], unit, walls));
                 from = at;
             }
-            end = end.max(needs.and_then(<[Need]>::last).map_or(end, |need| need.end));
+            end = end.max(needs.and_then(<[ShapeNeed]>::last).map_or(end, |need| need.end));
         }
         parts.sort_by_key(|part| std::cmp::Reverse(part.bound));
         Self { list: parts, unit }
@@ -143,7 +143,7 @@ fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
     let windows = |at: usize| shapes.needs(at).iter().map(|need| need.window);
     let of_sizes = (0..shapes.list.len())
         .flat_map(windows)
-        .fold(0, |unit, Window { low, high }| gcd(gcd(unit, low), high));
+        .fold(0, |unit, ByteWindow { low, high }| gcd(gcd(unit, low), high));
     let of_fixed = |unit, fixed: Option<u64>| fixed.map_or(unit, |offset| gcd(unit, offset));
     let mut unit = shapes.list.iter().fold(of_sizes, |unit, shape| of_fixed(unit, shape.fixed));
     if unit == 0 {
@@ -164,19 +164,19 @@ fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
 }
 
 /// One part of the shapes, whose sections follow each other without a break.
-fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Part {
+fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Subproblem {
     let sections = sections(shapes, members);
     let index = |time: i64| {
         u32::try_from(sections.partition_point(|first| *first < time)).unwrap_or(u32::MAX)
     };
-    let mut part = Part { sections: index(i64::MAX), walls, ..Part::default() };
+    let mut part = Subproblem { sections: index(i64::MAX), walls, ..Subproblem::default() };
     for &shape in members {
         let first = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
         for need in shapes.needs(shape as usize) {
             let (low, high) = (need.window.low / unit, need.window.high / unit);
             let (from, to) = (index(need.first), index(need.end));
             debug_assert!(from < to, "a need without a section");
-            part.pieces.push(Piece { from, to, low, high });
+            part.pieces.push(ItemNeed { from, to, low, high });
             part.is_sliding |= low > 0;
         }
         let last = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
@@ -222,7 +222,7 @@ fn sections(shapes: &Shapes, members: &[u32]) -> Vec<i64> {
 }
 
 /// Returns the largest sum of needs at one time, with the certain loss to alignments.
-fn bound(part: &Part) -> u64 {
+fn bound(part: &Subproblem) -> u64 {
     let mut events = Vec::with_capacity(part.pieces.len() * 2);
     let (mut single, mut pad) = (0, 0);
     for (at, item) in part.items.iter().enumerate() {

@@ -6,14 +6,14 @@
 //!
 //! Invariant: no two placed items overlap.
 
-use super::part::{Item, Part};
+use super::part::{Item, Subproblem};
 
 /// The number of items between two checks of `stop`: about a millisecond for large parts.
 const ITEMS_PER_STOP: u32 = 128;
 
 /// Which of the gaps that are large enough an item takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fit {
+pub(super) enum FitRule {
     /// The lowest gap.
     First,
     /// The smallest sufficient gap, of equal ones the lowest; above all items if there is none.
@@ -27,7 +27,7 @@ pub(super) enum Fit {
 /// The positions of the items placed so far.
 #[derive(Debug)]
 pub(super) struct Placer<'a> {
-    part: &'a Part,
+    part: &'a Subproblem,
     /// Sorted by offset.
     placed: Vec<Placed>,
     /// Ranges in which an item cannot begin: for items with gaps or windows.
@@ -48,7 +48,7 @@ struct Placed {
 }
 
 impl<'a> Placer<'a> {
-    pub(super) fn new(part: &'a Part) -> Self {
+    pub(super) fn new(part: &'a Subproblem) -> Self {
         let count = part.items.len();
         let is_plain = !part.is_sliding && part.pieces.len() == count;
         let (placed, closed) = (Vec::with_capacity(count), Vec::new());
@@ -63,7 +63,7 @@ impl<'a> Placer<'a> {
     pub(super) fn run(
         &mut self,
         order: &[u32],
-        fit: Fit,
+        fit: FitRule,
         is_online: bool,
         enough: u64,
         stop: &mut dyn FnMut() -> bool,
@@ -112,7 +112,7 @@ impl<'a> Placer<'a> {
         self.peak = self.peak.max(offset + own.size);
     }
 
-    fn find(&mut self, item: u32, fit: Fit) -> u64 {
+    fn find(&mut self, item: u32, fit: FitRule) -> u64 {
         let own = &self.part.items[item as usize];
         let mut gaps = Gaps { part: self.part, own, at: 0, size: own.height, fit, best: None };
         gaps.at = self.part.fit(0, 1, own.size);
@@ -157,12 +157,12 @@ impl<'a> Placer<'a> {
 
 /// The search for a gap, from below.
 struct Gaps<'a> {
-    part: &'a Part,
+    part: &'a Subproblem,
     own: &'a Item,
     /// No offset below it is free.
     at: u64,
     size: u64,
-    fit: Fit,
+    fit: FitRule,
     /// The remaining space of the best gap, and its offset.
     best: Option<(u64, u64)>,
 }
@@ -188,17 +188,17 @@ impl Gaps<'_> {
     fn offer(&mut self, left: u64) -> bool {
         let better = match self.best {
             None => true,
-            Some((least, _)) => left < least || left == least && self.fit == Fit::BestHighest,
+            Some((least, _)) => left < least || left == least && self.fit == FitRule::BestHighest,
         };
         // A gap of no length is between two that adjoin, unless nothing is to be placed there.
         if better && (self.size > 0 || left > 0) {
             self.best = Some((left, self.at));
         }
-        self.fit == Fit::First && self.best.is_some()
+        self.fit == FitRule::First && self.best.is_some()
     }
 
     fn take(mut self, peak: u64, size: u64) -> u64 {
-        if self.fit == Fit::BestBelowPeak && self.at + size <= peak {
+        if self.fit == FitRule::BestBelowPeak && self.at + size <= peak {
             self.offer(peak - self.at - size);
         }
         self.best.map_or(self.at, |(_, at)| at)

@@ -7,7 +7,7 @@
 //! has a smaller peak.
 
 use super::demand::BufferId;
-use super::error::PlanFault;
+use super::error::PlanError;
 use super::fingerprint::Fingerprint;
 use super::problem::{Problem, TOTAL_MAX};
 use super::shape::{Shapes, gcd};
@@ -15,14 +15,14 @@ use lowtide_core::bytes::ByteSize;
 
 /// The place of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Place {
-    /// The index of the plan's segment; [`Place::ELSEWHERE`] for external memory.
+pub struct PlannedPlace {
+    /// The index of the plan's segment; [`PlannedPlace::ELSEWHERE`] for external memory.
     pub segment: u32,
     /// Bytes from the segment's start.
     pub offset: u64,
 }
 
-impl Place {
+impl PlannedPlace {
     /// The segment index of external memory.
     pub const ELSEWHERE: u32 = u32::MAX;
 }
@@ -30,7 +30,7 @@ impl Place {
 /// Places for all buffers of a [`Problem`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    pub(super) places: Box<[Place]>,
+    pub(super) places: Box<[PlannedPlace]>,
     /// The size of each segment.
     pub(super) segments: Box<[ByteSize]>,
     pub(super) peak: ByteSize,
@@ -61,13 +61,13 @@ impl Plan {
     /// As for [`Plan::offset`].
     #[must_use]
     #[inline]
-    pub fn place(&self, id: BufferId) -> Place {
+    pub fn place(&self, id: BufferId) -> PlannedPlace {
         self.places[id.index()]
     }
 
     /// Returns the places of all buffers, in order.
     #[must_use]
-    pub const fn places(&self) -> &[Place] {
+    pub const fn places(&self) -> &[PlannedPlace] {
         &self.places
     }
 
@@ -119,11 +119,11 @@ impl Plan {
     /// Checks the plan against a problem: the one that it was made for, or another one. O(n log n).
     ///
     /// # Errors
-    /// [`PlanFault`] for the first fault.
-    pub fn verify(&self, problem: &Problem) -> Result<(), PlanFault> {
+    /// [`PlanError`] for the first fault.
+    pub fn verify(&self, problem: &Problem) -> Result<(), PlanError> {
         let (found, expected) = (self.places.len(), problem.demands().len());
         if found != expected {
-            return Err(PlanFault::Count { found, expected });
+            return Err(PlanError::OffsetCount { found, expected });
         }
         // Segments are laid out without overlap, at multiples of every alignment.
         let mut stride = self.segments.iter().max().map_or(0, |size| size.get());
@@ -135,25 +135,25 @@ impl Plan {
                 common =
                     multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32).ok_or_else(|| {
                         let (name, offset) = (demand.name.clone(), 0);
-                        PlanFault::Misaligned { name, offset, align }
+                        PlanError::Misaligned { name, offset, align }
                     })?;
             }
             stride = stride.next_multiple_of(common);
         }
-        let flat = |place: &Place| match place.segment {
-            Place::ELSEWHERE => 0, // never used
+        let flat = |place: &PlannedPlace| match place.segment {
+            PlannedPlace::ELSEWHERE => 0, // never used
             segment => u64::from(segment) * stride + place.offset,
         };
         let flat: Vec<u64> = self.places.iter().map(flat).collect();
         problem.verify(&flat)?;
         let shapes = Shapes::of(problem)?;
         for (at, shape) in shapes.list.iter().enumerate() {
-            let Place { segment, offset } = self.place(shape.root);
+            let PlannedPlace { segment, offset } = self.place(shape.root);
             let size = self.segments.get(segment as usize).map_or(0, |size| size.get());
             let end = shapes.needs(at).iter().map(|need| offset + need.window.high).max();
             if let Some(end) = end.filter(|end| *end > size) {
                 let name = problem.demands()[shape.root.index()].name.clone();
-                return Err(PlanFault::BeyondPeak { name, end, peak: size });
+                return Err(PlanError::BeyondPeak { name, end, peak: size });
             }
         }
         Ok(())

@@ -12,8 +12,8 @@
 
 use super::chance::Chance;
 use super::order::Traits;
-use super::part::Part;
-use super::search::{Decision, Search};
+use super::part::Subproblem;
+use super::search::{ExactSearch, SearchOutcome};
 
 /// The sort key of the items in a search, largest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +23,7 @@ enum Trait {
     Duration,
     /// The largest total of its sections, and the sum of all of them.
     Total,
-    Totals,
+    NeedTotals,
     Size,
     Area,
     /// The number of items that it overlaps in time, and their total size.
@@ -51,7 +51,7 @@ const ORDERS: [(Trait, Trait); 16] = [
     (Trait::Total, Trait::Duration),
     (Trait::Tight, Trait::Early),
     (Trait::Width, Trait::Late),
-    (Trait::Totals, Trait::Area),
+    (Trait::NeedTotals, Trait::Area),
     (Trait::Early, Trait::Size),
     (Trait::Tight, Trait::Met),
     (Trait::Late, Trait::Area),
@@ -70,7 +70,7 @@ const WEIGHT_ONE: u64 = 1 << 10;
 /// The probes of one part.
 #[derive(Debug)]
 pub(super) struct Probe<'a> {
-    search: Search<'a>,
+    search: ExactSearch<'a>,
     /// By order and item: both keys in one number.
     scores: Vec<Vec<u64>>,
     chance: Chance,
@@ -94,10 +94,15 @@ pub(super) struct Probe<'a> {
 
 impl<'a> Probe<'a> {
     /// Probes of a part for which offsets of this peak are known.
-    pub(super) fn new(part: &'a Part, traits: &[Traits], peak: u64, offsets: Vec<u64>) -> Self {
+    pub(super) fn new(
+        part: &'a Subproblem,
+        traits: &[Traits],
+        peak: u64,
+        offsets: Vec<u64>,
+    ) -> Self {
         let values = Values::of(part, traits);
         Self {
-            search: Search::new(part),
+            search: ExactSearch::new(part),
             scores: ORDERS.iter().map(|(first, second)| values.scores(*first, *second)).collect(),
             chance: Chance::new(0x51_7C_C1_B7_27_22_0A_95),
             low: part.bound,
@@ -140,18 +145,18 @@ impl<'a> Probe<'a> {
         self.nodes += spent;
         *(if self.descends { &mut self.on_way } else { &mut self.at_goal }) += spent;
         match verdict {
-            Decision::Found => {
+            SearchOutcome::Found => {
                 self.offsets = self.search.offsets();
                 self.peak = self.search.part().peak(&self.offsets);
                 self.tried = 0; // and the order that found it comes first again
                 self.shrink = self.shrink.saturating_sub(1).max(1);
                 self.descends &= is_far(self.peak, self.low);
             }
-            Decision::Failed => {
+            SearchOutcome::Failed => {
                 self.low = height + 1;
                 (self.tried, self.rounds_at_goal) = (0, 0);
             }
-            Decision::OutOfBudget => self.missed(height),
+            SearchOutcome::OutOfBudget => self.missed(height),
         }
     }
 
@@ -210,13 +215,13 @@ const fn is_far(peak: u64, low: u64) -> bool {
 
 /// The traits of all items.
 struct Values<'a> {
-    part: &'a Part,
+    part: &'a Subproblem,
     traits: &'a [Traits],
     totals: Vec<u64>,
 }
 
 impl<'a> Values<'a> {
-    fn of(part: &'a Part, traits: &'a [Traits]) -> Self {
+    fn of(part: &'a Subproblem, traits: &'a [Traits]) -> Self {
         let mut totals = vec![0; part.sections as usize];
         for piece in &part.pieces {
             for total in &mut totals[piece.from as usize..piece.to as usize] {
@@ -250,7 +255,7 @@ impl<'a> Values<'a> {
             Trait::Width => width,
             Trait::Duration => self.traits[at].duration(),
             Trait::Total => totals.iter().max().copied().unwrap_or(0),
-            Trait::Totals => totals.iter().sum(),
+            Trait::NeedTotals => totals.iter().sum(),
             Trait::Size => item.size,
             Trait::Area => item.size.saturating_mul(width),
             Trait::Met => met().count() as u64,

@@ -11,8 +11,6 @@
 
 use std::collections::BTreeMap;
 
-use thiserror::Error;
-
 use super::error::PlanError;
 use super::planned::Plan;
 use super::problem::Problem;
@@ -20,39 +18,19 @@ use super::shape::Shapes;
 use super::solve::Planner;
 use lowtide_core::bytes::ByteSize;
 
-/// The reason why a plan does not serve a problem.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Unserved {
-    /// Lifetimes, alignments, gaps, roles, fixed offsets, the sharing of memory or the number of
-    /// buffers differ.
-    #[error("the problem differs from the planned one in more than sizes")]
-    Shape,
-    /// A buffer is larger than planned.
-    #[error("{name}: {size} is larger than the planned {planned}")]
-    Larger {
-        /// The buffer.
-        name: String,
-        /// Its size.
-        size: ByteSize,
-        /// The planned size.
-        planned: ByteSize,
-    },
-}
-
 impl Plan {
     /// Checks that the plan also serves this problem. O(n); allocates only for an error.
     ///
     /// # Errors
-    /// [`Unserved`], with the first buffer that is too large.
-    pub fn serves(&self, problem: &Problem) -> Result<(), Unserved> {
+    /// [`PlanError::OtherShape`], or [`PlanError::LargerThanPlanned`] for the first such buffer.
+    pub fn serves(&self, problem: &Problem) -> Result<(), PlanError> {
         if problem.fingerprint() != self.fingerprint {
-            return Err(Unserved::Shape);
+            return Err(PlanError::OtherShape);
         }
         for ((id, demand), planned) in problem.ids().zip(problem.demands()).zip(&self.sizes) {
             if demand.size > *planned && !problem.is_external(id) {
                 let (name, size, planned) = (demand.name.clone(), demand.size, *planned);
-                return Err(Unserved::Larger { name, size, planned });
+                return Err(PlanError::LargerThanPlanned { name, size, planned });
             }
         }
         Ok(())

@@ -19,9 +19,9 @@
 //! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of the
 //! remaining sizes in each section; `Found` comes with offsets below the height for all items.
 
-use super::body::{Body, Group, HEIGHT_MAX, ITEMS_MAX, key, offset_of, rank_of};
+use super::body::{Body, HEIGHT_MAX, ITEMS_MAX, ItemGroup, key, offset_of, rank_of};
 use super::floors::{Blame, Floors};
-use super::part::{Part, Piece};
+use super::part::{ItemNeed, Subproblem};
 
 /// States that are remembered as dead ends: 256 KiB.
 const DEAD_ENDS: usize = 1 << 14;
@@ -31,7 +31,7 @@ const NODES_PER_STOP: u64 = 32;
 
 /// The result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Decision {
+pub(super) enum SearchOutcome {
     /// Offsets were found.
     Found,
     /// It is proved that there are none in which each pair of items has one order from below.
@@ -43,7 +43,7 @@ pub(super) enum Decision {
 /// A group whose items are being placed.
 #[derive(Clone, Copy, Debug)]
 struct Frame {
-    group: Group,
+    group: ItemGroup,
     /// No item may come before this key.
     least: u64,
     hash: u64,
@@ -58,13 +58,13 @@ struct Frame {
 
 /// A search over one part.
 #[derive(Debug)]
-pub(super) struct Search<'a> {
-    part: &'a Part,
+pub(super) struct ExactSearch<'a> {
+    part: &'a Subproblem,
     bodies: Vec<Body>,
     totals: Vec<u64>,
     floors: Floors,
     stack: Vec<u64>,
-    groups: Vec<Group>,
+    groups: Vec<ItemGroup>,
     frames: Vec<Frame>,
     /// The items that an item raises.
     raised: Vec<u64>,
@@ -75,8 +75,8 @@ pub(super) struct Search<'a> {
     runs: u64,
 }
 
-impl<'a> Search<'a> {
-    pub(super) fn new(part: &'a Part) -> Self {
+impl<'a> ExactSearch<'a> {
+    pub(super) fn new(part: &'a Subproblem) -> Self {
         debug_assert!(part.items.len() <= ITEMS_MAX, "more items than ranks");
         let sections = part.sections as usize;
         Self {
@@ -104,14 +104,14 @@ impl<'a> Search<'a> {
         height: u64,
         limit: u64,
         stop: &mut dyn FnMut() -> bool,
-    ) -> Decision {
+    ) -> SearchOutcome {
         debug_assert!(height < HEIGHT_MAX, "a height that keys have no room for");
         (self.height, self.nodes, self.runs) = (height, 0, self.runs + 1);
         self.start(order);
-        let all = Group { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
+        let all = ItemGroup { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
         let least = |body: &Body| body.fixed.unwrap_or(0) + body.size;
         let mut done = if self.bodies.iter().any(|body| least(body) > height) {
-            Some(Decision::Failed)
+            Some(SearchOutcome::Failed)
         } else {
             self.enter(all, 0)
         };
@@ -125,7 +125,7 @@ impl<'a> Search<'a> {
                     self.floors.blame.settle();
                     return verdict;
                 }
-                Some(Decision::Found) => self.next_group(),
+                Some(SearchOutcome::Found) => self.next_group(),
                 Some(_) => {
                     self.take_back();
                     None
@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
             };
         }
         self.floors.blame.settle();
-        Decision::OutOfBudget
+        SearchOutcome::OutOfBudget
     }
 
     fn start(&mut self, order: &[u32]) {
@@ -167,7 +167,7 @@ impl<'a> Search<'a> {
         self.stack.sort_unstable();
     }
 
-    pub(super) const fn part(&self) -> &'a Part {
+    pub(super) const fn part(&self) -> &'a Subproblem {
         self.part
     }
 
@@ -190,7 +190,7 @@ impl<'a> Search<'a> {
         offsets
     }
 
-    fn pieces(&self, rank: usize) -> &'a [Piece] {
+    fn pieces(&self, rank: usize) -> &'a [ItemNeed] {
         self.part.pieces(self.bodies[rank].item as usize)
     }
 
@@ -211,15 +211,15 @@ impl<'a> Search<'a> {
     }
 
     /// Begins with a group; returns at once if it is known to fail.
-    fn enter(&mut self, group: Group, least: u64) -> Option<Decision> {
+    fn enter(&mut self, group: ItemGroup, least: u64) -> Option<SearchOutcome> {
         if group.start == group.end {
-            return Some(Decision::Found);
+            return Some(SearchOutcome::Found);
         }
         let list = &self.stack[group.start..group.end];
         let hash = list.iter().fold(self.runs, |hash, key| hash.wrapping_add(mixed(*key)));
         let (known, known_least) = self.dead_ends[slot(hash)];
         if known == hash && known_least <= least {
-            return Some(Decision::Failed);
+            return Some(SearchOutcome::Failed);
         }
         self.nodes += 1;
         let mut ceiling = u64::MAX;
@@ -232,7 +232,7 @@ impl<'a> Search<'a> {
                 Some(found) => ceiling = found,
                 None => {
                     self.dead_ends[slot(hash)] = (hash, least);
-                    return Some(Decision::Failed);
+                    return Some(SearchOutcome::Failed);
                 }
             }
         }
@@ -243,7 +243,7 @@ impl<'a> Search<'a> {
     }
 
     /// Places the next item of the last frame; if there is none, the group failed.
-    fn advance(&mut self) -> Option<Decision> {
+    fn advance(&mut self) -> Option<SearchOutcome> {
         let Frame { group, least, hash, ceiling, .. } = *self.last();
         while self.last().at < group.end {
             let at = self.last().at;
@@ -255,7 +255,7 @@ impl<'a> Search<'a> {
                 self.remove(rank_of(own));
                 let mark = self.stack.len();
                 if self.place(group, at) {
-                    self.take_apart(Group { start: mark, end: self.stack.len(), ..group });
+                    self.take_apart(ItemGroup { start: mark, end: self.stack.len(), ..group });
                     return self.enter_group();
                 }
                 self.take_back();
@@ -265,7 +265,7 @@ impl<'a> Search<'a> {
         }
         self.dead_ends[slot(hash)] = (hash, least);
         self.frames.pop();
-        Some(Decision::Failed)
+        Some(SearchOutcome::Failed)
     }
 
     /// The frame that is searched: callers have pushed one.
@@ -276,7 +276,7 @@ impl<'a> Search<'a> {
 
     /// Enters the next of the groups that are left after the last frame's item; without one its
     /// group is placed.
-    fn enter_group(&mut self) -> Option<Decision> {
+    fn enter_group(&mut self) -> Option<SearchOutcome> {
         let Frame { next, at, mark, groups, .. } = *self.last();
         let own = self.stack[at];
         if next < self.groups.len() {
@@ -288,10 +288,10 @@ impl<'a> Search<'a> {
         self.stack.truncate(mark);
         self.groups.truncate(groups);
         self.frames.pop();
-        Some(Decision::Found)
+        Some(SearchOutcome::Found)
     }
 
-    fn next_group(&mut self) -> Option<Decision> {
+    fn next_group(&mut self) -> Option<SearchOutcome> {
         self.last().next += 1;
         self.enter_group()
     }
@@ -308,7 +308,7 @@ impl<'a> Search<'a> {
 
     /// Pushes the remainder of a group after one placement; `false` if one of the other items can
     /// no longer be placed.
-    fn place(&mut self, group: Group, placed: usize) -> bool {
+    fn place(&mut self, group: ItemGroup, placed: usize) -> bool {
         let (offset, rank) = (offset_of(self.stack[placed]), rank_of(self.stack[placed]));
         let (from, to, is_plain) =
             (self.bodies[rank].from, self.bodies[rank].to, self.bodies[rank].is_plain);
@@ -364,7 +364,7 @@ impl<'a> Search<'a> {
     }
 
     /// Lists the groups into which one splits at sections that no item crosses.
-    fn take_apart(&mut self, group: Group) {
+    fn take_apart(&mut self, group: ItemGroup) {
         let list = &self.stack[group.start..group.end];
         let spans = list.iter().map(|key| &self.bodies[rank_of(*key)]);
         let Some(cuts) = self.floors.cuts(spans.map(|body| (body.from, body.to)), group) else {
@@ -384,7 +384,7 @@ impl<'a> Search<'a> {
                 }
             }
             if start < self.stack.len() {
-                self.groups.push(Group { start, end: self.stack.len(), from, to });
+                self.groups.push(ItemGroup { start, end: self.stack.len(), from, to });
             }
         }
     }

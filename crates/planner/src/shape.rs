@@ -10,16 +10,16 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::demand::{BufferId, Demand, Window};
+use super::demand::{BufferId, ByteWindow, Demand};
 use super::error::PlanError;
 use super::problem::Problem;
 
 /// A window of a shape, needed at the steps of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Need {
+pub(super) struct ShapeNeed {
     pub(super) first: i64,
     pub(super) end: i64,
-    pub(super) window: Window,
+    pub(super) window: ByteWindow,
 }
 
 /// Memory that is placed as one.
@@ -38,12 +38,12 @@ pub(super) struct Shape {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Shapes {
     pub(super) list: Vec<Shape>,
-    needs: Vec<Need>,
+    needs: Vec<ShapeNeed>,
 }
 
 impl Shapes {
     /// The needs of the shape with this number.
-    pub(super) fn needs(&self, at: usize) -> &[Need] {
+    pub(super) fn needs(&self, at: usize) -> &[ShapeNeed] {
         let end = self.list.get(at + 1).map_or(self.needs.len(), |next| next.from);
         self.list.get(at).map_or(&[], |shape| &self.needs[shape.from..end])
     }
@@ -110,13 +110,13 @@ impl Shapes {
 }
 
 /// The needs of a buffer by itself.
-fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<Need>) {
-    let mut push = |first: i64, end: i64, window: Window| {
+fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<ShapeNeed>) {
+    let mut push = |first: i64, end: i64, window: ByteWindow| {
         if first < end && window.low < window.high {
-            needs.push(Need { first, end, window });
+            needs.push(ShapeNeed { first, end, window });
         }
     };
-    let whole = Window { low: 0, high: demand.size.get() };
+    let whole = ByteWindow { low: 0, high: demand.size.get() };
     let mut at = held.start;
     for gap in &demand.gaps {
         push(at, gap.span.start, whole);
@@ -221,7 +221,7 @@ struct Member<'a> {
     id: u32,
     demand: &'a Demand,
     held: Range<i64>,
-    window: Window,
+    window: ByteWindow,
     /// The buffer that holds its contents.
     content: u32,
     /// The start of that buffer's lifetime.
@@ -236,7 +236,7 @@ fn shared_needs(
     span: &Range<i64>,
     sharing: &Sharing,
     members: &[(u32, u32)],
-    needs: &mut Vec<Need>,
+    needs: &mut Vec<ShapeNeed>,
 ) -> Result<(), PlanError> {
     let member = |member: &(u32, u32)| member_of(problem, span, sharing, member.1);
     let mut members: Vec<Member<'_>> = members.iter().map(member).collect();
@@ -264,11 +264,11 @@ fn shared_needs(
         }
         let windows = live.values().flatten().map(|at| members[*at].window);
         let around =
-            windows.reduce(|a, b| Window { low: a.low.min(b.low), high: a.high.max(b.high) });
+            windows.reduce(|a, b| ByteWindow { low: a.low.min(b.low), high: a.high.max(b.high) });
         let Some(window) = around else { continue };
         match needs[from..].last_mut() {
             Some(last) if last.end == first && last.window == window => last.end = end,
-            _ => needs.push(Need { first, end, window }),
+            _ => needs.push(ShapeNeed { first, end, window }),
         }
     }
     Ok(())
@@ -288,7 +288,7 @@ fn member_of<'a>(
         id,
         demand,
         held: problem.held(demand, span),
-        window: Window { low, high: low + demand.size.get() },
+        window: ByteWindow { low, high: low + demand.size.get() },
         content: own,
         written: problem.held(&problem.demands()[own as usize], span).start,
         replaces: problem.unions.over(own).map(content),

@@ -11,7 +11,7 @@ const BLOCKS_MAX: usize = 256;
 
 /// The numbers.
 #[derive(Clone, Debug)]
-pub(super) struct Totals {
+pub(super) struct NeedTotals {
     /// The number of sections in a block, as a power of two.
     shift: u32,
     values: Vec<u64>,
@@ -22,7 +22,7 @@ pub(super) struct Totals {
     runs: Vec<Vec<u64>>,
 }
 
-impl Totals {
+impl NeedTotals {
     /// Zero for so many sections.
     pub(super) fn new(sections: u32) -> Self {
         let count = sections.max(1) as usize;
@@ -166,7 +166,7 @@ mod tests {
     fn the_largest_of_a_span_is_that_of_a_list() {
         let mut chance = Chance::new(7);
         for sections in [1_u32, 2, 63, 64, 65, 200, 1000, 20_000] {
-            let mut totals = Totals::new(sections);
+            let mut totals = NeedTotals::new(sections);
             let mut list = vec![0_u64; sections as usize];
             let mut spans = Vec::new();
             for _ in 0..300 {
@@ -191,7 +191,7 @@ mod tests {
                 let most = list[from as usize..to as usize].iter().max().copied();
                 assert_eq!(Some(totals.most(from, to)), most, "{from}..{to} of {sections}");
             }
-            let mut other = Totals::of(sections, spans.iter().copied());
+            let mut other = NeedTotals::of(sections, spans.iter().copied());
             assert_eq!(other.values, totals.values);
             assert_eq!((&other.before, &other.after), (&totals.before, &totals.after));
             assert_eq!(other.runs, totals.runs);
