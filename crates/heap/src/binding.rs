@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::error::HostError;
 use super::mallctl as ctl;
-use super::purge::flush_thread_cache;
+use super::recall::flush_thread_cache;
 
 /// Arenas for each CPU, as jemalloc counts them itself.
 const ARENAS_PER_CPU: u32 = 4;

@@ -135,8 +135,9 @@ fn text<const N: usize>(key: &Key<Text, N>) -> Result<&'static str, HostError> {
 /// Returns `true` if every small size has the fewest pages that one block of it needs.
 fn one_page_groups() -> Result<bool, HostError> {
     let page = ctl::ARENAS_PAGE.read()?;
-    for bin in 0..ctl::ARENAS_BINS.read()? {
-        let (size, group) = (ctl::BIN_SIZE.read_of(bin)?, ctl::BIN_GROUP.read_of(bin)?);
+    for class in 0..ctl::ARENAS_CLASSES.read()? {
+        let size = ctl::CLASS_SIZE.read_class(class)?;
+        let group = ctl::CLASS_GROUP_BYTES.read_class(class)?;
         if group > size.next_multiple_of(page.max(1)) {
             return Ok(false);
         }

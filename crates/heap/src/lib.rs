@@ -25,6 +25,8 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod account;
+#[cfg(feature = "profiling")]
+mod allocations;
 mod allocator;
 #[cfg(feature = "allocator-api2")]
 mod api2;
@@ -57,34 +59,32 @@ mod unwind;
 pub use lowtide_core::{ByteSize, clock, decay};
 
 pub use account::{Account, AccountMemory, AccountOwner, is_measured, unmeasured};
+#[cfg(feature = "profiling")]
+pub use allocations::{AllocationProfile, AllocationStack, take_profile, write_profile};
 pub use allocator::{Heap, is_global, serves_c};
-pub use arenas::{
-    ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
-};
+pub use arenas::{HostArena, HostArenaStats};
 pub use asked::HeapConf;
 pub use binding::ArenaBinding;
-pub use classes::{HeapSizeClass, ThreadTotals, thread_totals};
-pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
+pub use classes::{HeapSizeClass, thread_totals};
+pub use conf::{Applied, apply, background_threads_supported};
 pub use effective::{EffectiveConf, effective};
-pub use error::{Act, HostError, Refusal, Unsupported};
+pub use error::{HostError, Unsupported};
 pub use knobs::Difference;
 pub use libc_heap::{LibcHeap, libc_heap};
 #[cfg(any(test, feature = "profiling"))]
 pub use loaded::ProfileMapping;
+pub use mallctl::ARENA_NAME_MAX;
 pub use mappings::{limit_mappings, mappings_max, overcommits};
-pub use profile::HeapProfile;
+pub use profile::{HeapProfile, HeapSettings};
 #[cfg(feature = "profiling")]
-pub use profiler::{
-    AllocationProfile, AllocationStack, ProfileError, cache_unwind_rules, take_profile,
-    write_profile,
-};
+pub use profiler::cache_unwind_rules;
 pub use profiler::{Profiler, profiler};
-pub use purge::{
-    Outcome, Part, PurgeReport, Unreleased, decay_tick, flush_thread_cache, purge, purge_now,
+pub use purge::{HeapPurge, PurgeOutcome, PurgeReport, Unreleased, decay_tick, purge, purge_now};
+pub use recall::{
+    flush_tcache_if_requested, flush_thread_cache, on_thread_park, request_tcache_flush,
 };
-pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
 pub use release::{ReleaseFailure, check_release, release_failure, unreleased_max};
-pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
+pub use stats::{HeapProbe, HeapSnapshot};
 
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
 #[doc(hidden)]

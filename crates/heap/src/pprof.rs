@@ -14,7 +14,7 @@ use std::time::Duration;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-use super::profiler::AllocationProfile;
+use super::allocations::AllocationProfile;
 
 /// The functions of the allocator, which `pprof` leaves out of each stack.
 const ALLOCATOR: &str = "(_rjem_|je_|prof_|imalloc|malloc_default).*";

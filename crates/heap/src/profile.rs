@@ -16,7 +16,21 @@ use std::time::Duration;
 
 use lowtide_core::decay::DecayTime;
 
-use super::conf::HeapSettings;
+/// Heap settings for a running process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeapSettings {
+    /// Time that unused pages stay backed. jemalloc counts whole milliseconds: rounded up, never to
+    /// 0. [`DecayTime::AtOnce`] costs 5 to 8 times the CPU.
+    pub dirty_decay: DecayTime,
+    /// Time that lazily released pages stay so. With [`DecayTime::AtOnce`], pages are never left
+    /// for the kernel to reclaim later, while they would still count as resident.
+    pub muzzy_decay: DecayTime,
+    /// `true` if jemalloc's background threads decay the heap. Without them it decays only when the
+    /// application allocates and frees, or by [`decay_tick`](super::decay_tick).
+    pub background_threads: bool,
+    /// The maximum number of those threads, from 1 to the number fixed at start; `None` keeps it.
+    pub max_background_threads: Option<u32>,
+}
 
 lowtide_core::named_enum! {
     /// A named set of heap settings.

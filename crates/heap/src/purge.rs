@@ -16,14 +16,14 @@ use lowtide_core::clock::{Clock, SystemClock};
 use lowtide_core::kernel::{self, Statm};
 
 use super::error::{HostError, Unsupported};
-use super::recall::request_tcache_flush;
+use super::recall::{flush_thread_cache, request_tcache_flush};
 use super::release::{self, ReleaseFailure};
 use super::stats::{Backed, HeapProbe};
 use super::{allocator, arenas, libc_heap, mallctl};
 
 /// The result of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum PurgeOutcome {
     /// Bytes that were released; never zero.
     Released(ByteSize),
     /// No memory was released: there was none, or other threads took as much at the same time.
@@ -32,7 +32,7 @@ pub enum Outcome {
     Unsupported(Unsupported),
 }
 
-impl Outcome {
+impl PurgeOutcome {
     /// From the amounts before and after.
     fn between(before: ByteSize, after: ByteSize) -> Self {
         match before.saturating_sub(after) {
@@ -45,20 +45,20 @@ impl Outcome {
 /// The result and duration of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Part {
+pub struct HeapPurge {
     /// The result.
-    pub outcome: Outcome,
+    pub outcome: PurgeOutcome,
     /// Duration of the purge, without the measurements around it.
     pub took: Duration,
 }
 
-impl Part {
+impl HeapPurge {
     /// Returns the bytes released; zero if there were none or purging is unsupported.
     #[must_use]
     pub const fn released(&self) -> ByteSize {
         match self.outcome {
-            Outcome::Released(bytes) => bytes,
-            Outcome::NothingToRelease | Outcome::Unsupported(_) => ByteSize::ZERO,
+            PurgeOutcome::Released(bytes) => bytes,
+            PurgeOutcome::NothingToRelease | PurgeOutcome::Unsupported(_) => ByteSize::ZERO,
         }
     }
 }
@@ -82,7 +82,7 @@ pub struct PurgeReport {
     /// jemalloc: the decrease of the memory behind its pages (resident and muzzy), from one refresh
     /// before and one after. Allocations of other threads in between are subtracted. If the
     /// kernel's figure, as for `libc`, fell by less than half of that, it is the kernel's.
-    pub jemalloc: Part,
+    pub jemalloc: HeapPurge,
     /// The muzzy part of jemalloc's bytes: released lazily before, and reclaimed only now. The rest
     /// was dirty. jemalloc purges both in one call, so they share one duration.
     pub muzzy: ByteSize,
@@ -90,7 +90,7 @@ pub struct PurgeReport {
     /// less shared) while glibc trimmed; glibc itself reports only yes or no. It includes pages
     /// that other threads touched or released meanwhile, and the kernel's figure may be off by some
     /// hundred KiB.
-    pub libc: Part,
+    pub libc: HeapPurge,
     /// The unused memory that the kernel did not take back, if that is so.
     pub unreleased: Option<Unreleased>,
 }
@@ -139,22 +139,6 @@ pub fn purge_now() -> Result<PurgeReport, HostError> {
     purge(&SystemClock::new())
 }
 
-/// Empties the calling thread's cache of freed blocks, so that their pages can be released. Returns
-/// `true` if there was a cache.
-///
-/// For threads that are about to park. Costs about 1 us if the cache is already empty.
-///
-/// # Errors
-/// [`HostError::Mallctl`] if jemalloc refuses.
-pub fn flush_thread_cache() -> Result<bool, HostError> {
-    match mallctl::THREAD_CACHE_FLUSH.perform() {
-        Ok(()) => Ok(true),
-        // A thread without a cache, by configuration or because it is ending.
-        Err(HostError::Mallctl { refusal, .. }) if refusal.is_fault() => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
 /// Makes every arena release the pages that are due by its decay time, as jemalloc's background
 /// threads do.
 ///
@@ -170,7 +154,9 @@ pub fn decay_tick() -> Result<(), HostError> {
 }
 
 /// Returns the result for jemalloc, its muzzy part, and what stays.
-fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize, Option<Unreleased>), HostError> {
+fn purge_jemalloc(
+    clock: &dyn Clock,
+) -> Result<(HeapPurge, ByteSize, Option<Unreleased>), HostError> {
     let (before, resident) = (Backed::read()?, anonymous_resident());
     let start = clock.now();
     request_tcache_flush();
@@ -188,11 +174,11 @@ fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize, Option<Unrelease
     let is_known = !resident_after.is_zero();
     let stays = is_known && counted.saturating_sub(fell) > counted.scaled(0.5).max(inexactness());
     let released = if unreleased.is_some() || stays { counted.min(fell) } else { counted };
-    let mut outcome = Outcome::between(released, ByteSize::ZERO);
-    if outcome == Outcome::NothingToRelease && !allocator::is_global() {
-        outcome = Outcome::Unsupported(Unsupported::NoJemalloc);
+    let mut outcome = PurgeOutcome::between(released, ByteSize::ZERO);
+    if outcome == PurgeOutcome::NothingToRelease && !allocator::is_global() {
+        outcome = PurgeOutcome::Unsupported(Unsupported::NoJemalloc);
     }
-    let part = Part { outcome, took };
+    let part = HeapPurge { outcome, took };
     Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released()), unreleased))
 }
 
@@ -222,17 +208,17 @@ fn page_size() -> ByteSize {
 }
 
 /// Returns the result for glibc, trimmed by `trim`.
-fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> Part {
+fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> HeapPurge {
     let before = anonymous_resident();
     let start = clock.now();
     let trimmed = trim();
     let took = clock.now() - start;
     let outcome = match trimmed {
-        Ok(false) => Outcome::NothingToRelease,
-        Ok(true) => Outcome::between(before, anonymous_resident()),
-        Err(reason) => Outcome::Unsupported(reason),
+        Ok(false) => PurgeOutcome::NothingToRelease,
+        Ok(true) => PurgeOutcome::between(before, anonymous_resident()),
+        Err(reason) => PurgeOutcome::Unsupported(reason),
     };
-    Part { outcome, took }
+    HeapPurge { outcome, took }
 }
 
 /// Returns the resident memory of the process that belongs to no file and no shared memory; zero if
@@ -256,18 +242,18 @@ mod tests {
     #[test]
     fn a_difference_is_released_only_when_there_is_one() {
         let (less, more) = (ByteSize::mib(1), ByteSize::mib(3));
-        assert_eq!(Outcome::between(more, less), Outcome::Released(ByteSize::mib(2)));
-        assert_eq!(Outcome::between(less, more), Outcome::NothingToRelease);
-        assert_eq!(Outcome::between(less, less), Outcome::NothingToRelease);
+        assert_eq!(PurgeOutcome::between(more, less), PurgeOutcome::Released(ByteSize::mib(2)));
+        assert_eq!(PurgeOutcome::between(less, more), PurgeOutcome::NothingToRelease);
+        assert_eq!(PurgeOutcome::between(less, less), PurgeOutcome::NothingToRelease);
     }
 
     #[test]
     fn a_report_adds_up_what_was_released() {
-        let part = |outcome| Part { outcome, took: Duration::ZERO };
+        let part = |outcome| HeapPurge { outcome, took: Duration::ZERO };
         let report = PurgeReport {
-            jemalloc: part(Outcome::Released(ByteSize::mib(5))),
+            jemalloc: part(PurgeOutcome::Released(ByteSize::mib(5))),
             muzzy: ByteSize::mib(2),
-            libc: part(Outcome::Unsupported(Unsupported::NotGlibc)),
+            libc: part(PurgeOutcome::Unsupported(Unsupported::NotGlibc)),
             unreleased: None,
         };
         assert_eq!((report.released(), report.dirty()), (ByteSize::mib(5), ByteSize::mib(3)));
@@ -283,13 +269,13 @@ mod tests {
     fn what_the_trim_answers_is_what_is_told() {
         let clock = ManualClock::new();
         let told = |answer| trim_libc(&clock, || answer).outcome;
-        assert_eq!(told(Ok(false)), Outcome::NothingToRelease);
+        assert_eq!(told(Ok(false)), PurgeOutcome::NothingToRelease);
         for reason in [
             Unsupported::SymbolMissing("malloc_trim"),
             Unsupported::NotGlibc,
             Unsupported::NotLinux,
         ] {
-            assert_eq!(told(Err(reason)), Outcome::Unsupported(reason));
+            assert_eq!(told(Err(reason)), PurgeOutcome::Unsupported(reason));
         }
         let step = Duration::from_millis(7);
         let part = trim_libc(&clock, || {
@@ -297,7 +283,7 @@ mod tests {
             Ok(true)
         });
         assert_eq!(part.took, step);
-        assert!(!matches!(part.outcome, Outcome::Unsupported(_)), "it says that it gave back");
+        assert!(!matches!(part.outcome, PurgeOutcome::Unsupported(_)), "it says that it gave back");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The heap's statistics, in this crate's terms.
 //!
-//! It only measures. A snapshot refreshes jemalloc's statistics (one *epoch*) and reads them; a
-//! glance reads the cheap ones. Neither allocates.
+//! It only measures. A snapshot refreshes jemalloc's statistics (one *epoch*) and reads them; the
+//! active bytes alone need no refresh. Neither allocates.
 //!
 //! Invariants: `live <= active <= mapped`; `dirty + muzzy <= resident` if the pages were touched
 //! and muzzy pages are few; `retained = resident - live`.
@@ -72,14 +72,6 @@ impl HeapSnapshot {
     }
 }
 
-/// Figures of the heap that need no refresh of statistics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct HeapGlance {
-    /// Active pages now, in bytes, summed without stopping other threads: arenas change meanwhile.
-    pub active: ByteSize,
-}
-
 /// A reader of the heap's statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct HeapProbe {
@@ -103,7 +95,7 @@ impl HeapProbe {
             return Err(HostError::NoStatistics);
         }
         let probe = Self::here()?;
-        probe.glance()?;
+        probe.active()?;
         probe.snapshot()?;
         Ok(probe)
     }
@@ -135,13 +127,14 @@ impl HeapProbe {
         Ok(snapshot)
     }
 
-    /// Returns the figures that need no refresh. Does not allocate; about 0.1 us with few threads.
+    /// Returns the bytes of active pages now, summed without a refresh and without stopping other
+    /// threads: arenas change meanwhile. Does not allocate; about 0.1 us with few threads.
     ///
     /// # Errors
     /// The errors of [`snapshot`](Self::snapshot).
-    pub fn glance(&self) -> Result<HeapGlance, HostError> {
+    pub fn active(&self) -> Result<ByteSize, HostError> {
         self.check_birth()?;
-        Ok(HeapGlance { active: ByteSize::of(ctl::APPROXIMATE_ACTIVE.read()?) })
+        ctl::APPROXIMATE_ACTIVE.read().map(ByteSize::of)
     }
 
     /// The statistics of the last epoch.
