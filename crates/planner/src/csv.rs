@@ -8,14 +8,15 @@
 //!
 //! Invariant: a written problem reads as the same problem, except for shared memory and roles.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
 
-use super::demand::{ByteWindow, Demand, Gap, Role};
+use lowtide_core::bytes::ByteSize;
+
 use super::error::PlanError;
 use super::planned::Plan;
-use super::problem::Problem;
-use lowtide_core::bytes::ByteSize;
+use super::problem::{ByteWindow, Demand, Gap, Problem, Role};
 
 /// The longest line that is read: room for some ten thousand gaps.
 const LINE_MAX: u64 = 1 << 20;

@@ -9,7 +9,7 @@ use std::io;
 
 use thiserror::Error;
 
-use super::demand::ByteWindow;
+use super::problem::ByteWindow;
 use lowtide_core::bytes::ByteSize;
 
 /// An error of a problem, of a file with one, or of a plan.

@@ -36,45 +36,30 @@
 //! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod body;
 mod bump;
-mod chance;
 mod csv;
-mod demand;
 mod dive;
 mod error;
-mod fingerprint;
-mod floors;
 mod graph;
-mod kinds;
 mod order;
 mod part;
-mod place;
 mod planned;
 mod probe;
 mod problem;
-mod reuse;
 mod search;
 mod shape;
 mod solve;
-mod totals;
-mod union;
 mod verify;
-mod walls;
 
 pub use lowtide_core::{ByteSize, clock};
 
 pub use bump::{Bump, packed};
 pub use csv::LifetimeEnds;
-pub use demand::{BufferId, ByteWindow, Demand, Gap, Role};
 pub use error::PlanError;
-pub use fingerprint::Fingerprint;
-pub use graph::{Graph, ValueId};
-pub use kinds::KindProblem;
+pub use graph::{Graph, KindProblem, ValueId};
 pub use order::Heuristic;
-pub use planned::{Plan, PlannedPlace};
-pub use problem::Problem;
-pub use reuse::PlanCache;
+pub use planned::{Fingerprint, Plan, PlanCache, PlannedPlace};
+pub use problem::{BufferId, ByteWindow, Demand, Gap, Problem, Role};
 pub use solve::{PlanBudget, Planner};
 
 /// The README's code, compiled.

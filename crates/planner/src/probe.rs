@@ -10,7 +10,7 @@
 //! Invariants: `low <= peak`; every height below `low` was proved to be too small, and `peak` was
 //! reached.
 
-use super::chance::Chance;
+use super::dive::Chance;
 use super::order::Traits;
 use super::part::Subproblem;
 use super::search::{ExactSearch, SearchOutcome};

@@ -11,20 +11,19 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use super::body::{HEIGHT_MAX, ITEMS_MAX};
-use super::demand::BufferId;
-use super::dive::{Bonus, Dive};
-use super::error::PlanError;
-use super::order::{self, Heuristic, Traits};
-use super::part::{Subproblem, Subproblems};
-use super::place::Placer;
-use super::planned::{Plan, PlannedPlace};
-use super::probe::Probe;
-use super::problem::Problem;
-use super::shape::{Shapes, gcd};
-use super::walls::Walls;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
+
+use super::dive::{Bonus, Dive};
+use super::error::PlanError;
+use super::order;
+use super::order::{Heuristic, Placer, Traits};
+use super::part::{Subproblem, Subproblems, Walls};
+use super::planned::{Plan, PlannedPlace};
+use super::probe::Probe;
+use super::problem::{BufferId, Problem};
+use super::search::{HEIGHT_MAX, ITEMS_MAX};
+use super::shape::{Shapes, gcd};
 
 /// The most items of a part that is searched exactly. Searches are deep, and keep a list of
 /// remaining items for each level: 16 MiB for this many.

@@ -12,23 +12,23 @@
 //! Invariant: `made` counts every call once.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
 
-use lowtide_core::log;
 use std::ffi::CStr;
 use std::fmt;
 use std::ptr::NonNull;
 
-use super::abi::{
-    ATTRIBUTE_CONTEXT, ATTRIBUTE_IS_MANAGED, ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_ORDINAL,
-    CAPTURE_IMPLICIT, CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE,
-    MEMORY_HOST, NOT_READY, SUCCESS,
-};
-use super::table::Table;
-use crate::{DriverError, TouchedMemory};
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::log;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
-pub(super) type Answer<T = ()> = Result<T, DriverError>;
+use super::table::{
+    ATTRIBUTE_CONTEXT, ATTRIBUTE_IS_MANAGED, ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_ORDINAL,
+    CAPTURE_IMPLICIT, CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE,
+    MEMORY_HOST, NOT_READY, SUCCESS, Table,
+};
+use crate::{DriverError, TouchedMemory};
+
+pub(super) type DriverResult<T = ()> = Result<T, DriverError>;
 
 /// The maximum number of errors of rollback calls that are kept for the log.
 const NOT_UNDONE_MAX: usize = 16;
@@ -75,7 +75,7 @@ impl Calls {
     }
 
     /// Counts a call, and converts its result.
-    pub(super) fn done(&self, call: &'static str, code: u32) -> Answer {
+    pub(super) fn done(&self, call: &'static str, code: u32) -> DriverResult {
         self.made.fetch_add(1, Ordering::Relaxed);
         match code {
             SUCCESS => Ok(()),
@@ -100,7 +100,7 @@ impl Calls {
         Some(text.to_string_lossy().into_owned())
     }
 
-    pub(super) fn device_name(&self, device: i32) -> Answer<String> {
+    pub(super) fn device_name(&self, device: i32) -> DriverResult<String> {
         let mut name = [0; NAME_LENGTH];
         self.read_name(&mut name, i32::try_from(NAME_LENGTH).unwrap_or(i32::MAX), device)?;
         let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
@@ -108,33 +108,38 @@ impl Calls {
     }
 
     /// Returns the free and the total memory of the device.
-    pub(super) fn memory_info(&self) -> Answer<(ByteSize, ByteSize)> {
+    pub(super) fn memory_info(&self) -> DriverResult<(ByteSize, ByteSize)> {
         let (mut free, mut total) = (0, 0);
         self.read_memory(&mut free, &mut total)?;
         Ok((ByteSize::of(free), ByteSize::of(total)))
     }
 
     /// Returns a number of bytes of a pool: an attribute of type `cuuint64_t`.
-    pub(super) fn pool_bytes(&self, pool: usize, attribute: i32) -> Answer<u64> {
+    pub(super) fn pool_bytes(&self, pool: usize, attribute: i32) -> DriverResult<u64> {
         let mut value = 0;
         self.read_pool(pool, attribute, &mut value)?;
         Ok(value)
     }
 
     /// Sets an attribute of type `cuuint64_t`.
-    pub(super) fn set_pool_bytes(&self, pool: usize, attribute: i32, mut value: u64) -> Answer {
+    pub(super) fn set_pool_bytes(
+        &self,
+        pool: usize,
+        attribute: i32,
+        mut value: u64,
+    ) -> DriverResult {
         self.write_pool(pool, attribute, &mut value)
     }
 
     /// Returns a number of bytes that a device caches for graphs.
-    pub(super) fn graph_bytes(&self, device: i32, attribute: i32) -> Answer<u64> {
+    pub(super) fn graph_bytes(&self, device: i32, attribute: i32) -> DriverResult<u64> {
         let mut value = 0;
         self.read_graphs(device, attribute, &mut value)?;
         Ok(value)
     }
 
     /// Reads an attribute of the memory at an address. Fails if the driver knows no memory there.
-    fn pointer<T: Default>(&self, attribute: i32, at: u64) -> Answer<T> {
+    fn pointer<T: Default>(&self, attribute: i32, at: u64) -> DriverResult<T> {
         let call = "cuPointerGetAttribute";
         let function = self.table.pointer_attribute;
         let function = function.ok_or(DriverError::Unsupported { what: call })?;
@@ -147,7 +152,7 @@ impl Calls {
     }
 
     /// Returns the owner of the memory at an address. Fails if the driver knows no memory there.
-    pub(super) fn owner_of(&self, at: u64) -> Answer<PointerOwner> {
+    pub(super) fn owner_of(&self, at: u64) -> DriverResult<PointerOwner> {
         let ordinal: i32 = self.pointer(ATTRIBUTE_ORDINAL, at)?;
         let kind: u32 = self.pointer(ATTRIBUTE_MEMORY_TYPE, at)?;
         let is_managed = self.pointer::<u32>(ATTRIBUTE_IS_MANAGED, at).is_ok_and(|it| it != 0);
@@ -156,7 +161,7 @@ impl Calls {
     }
 
     /// Allocates page-locked memory of the host, all bytes zero.
-    pub(super) fn host_memory(&self, size: ByteSize) -> Answer<Locked> {
+    pub(super) fn host_memory(&self, size: ByteSize) -> DriverResult<LockedMemory> {
         let none = || DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
         let bytes = size.as_usize().ok_or_else(none)?;
         let mut at = 0;
@@ -165,11 +170,11 @@ impl Calls {
         // SAFETY: the driver has just allocated `bytes` bytes of host memory there, exclusively for
         // this call.
         unsafe { at.write_bytes(0, bytes) };
-        Ok(Locked { at: at.as_ptr().expose_provenance(), bytes })
+        Ok(LockedMemory { at: at.as_ptr().expose_provenance(), bytes })
     }
 
     /// Page-locks memory of this process for every context.
-    pub(super) fn register(&self, memory: &TouchedMemory) -> Answer {
+    pub(super) fn register(&self, memory: &TouchedMemory) -> DriverResult {
         // SAFETY: the memory is mapped, and stays so until it is unregistered: its owner unmaps it
         // only afterwards. The flag has the value of `CU_MEMHOSTREGISTER_PORTABLE`.
         let done = unsafe { self.host_register(memory.start(), memory.bytes(), HOST_PORTABLE) };
@@ -180,7 +185,7 @@ impl Calls {
     /// `cuStreamSynchronize` waits as the flags of the primary context specify, which by default
     /// spins a core, and other code shares the context, so the flags stay unchanged. So a blocking
     /// event is recorded and waited for. `cuStreamSynchronize` is called only if there is no event.
-    pub(super) fn stream_synchronize(&self, stream: usize) -> Answer {
+    pub(super) fn stream_synchronize(&self, stream: usize) -> DriverResult {
         let spare = lock(&self.spare_events).pop();
         let Some(event) = spare.or_else(|| self.event_create().ok()) else {
             return self.stream_spin(stream);
@@ -199,7 +204,7 @@ impl Calls {
         }
     }
 
-    pub(super) fn stream_is_capturing(&self, stream: usize) -> Answer<bool> {
+    pub(super) fn stream_is_capturing(&self, stream: usize) -> DriverResult<bool> {
         let mut status = CAPTURE_NONE;
         match self.capture_status(stream, &mut status) {
             // The legacy default stream waits for a stream that captures.
@@ -209,11 +214,11 @@ impl Calls {
     }
 
     /// Creates an event for which the host sleeps while it waits.
-    pub(super) fn event_create(&self) -> Answer<usize> {
+    pub(super) fn event_create(&self) -> DriverResult<usize> {
         self.create_event(EVENT_BLOCKING | EVENT_DISABLE_TIMING)
     }
 
-    pub(super) fn event_query(&self, event: usize) -> Answer<bool> {
+    pub(super) fn event_query(&self, event: usize) -> DriverResult<bool> {
         let call = "cuEventQuery";
         let function = self.table.query_event.ok_or(DriverError::Unsupported { what: call })?;
         // SAFETY: an event, as the head says.
@@ -237,13 +242,13 @@ pub(super) struct PointerOwner {
 /// Memory of the host by its address, page-locked if it is from [`Calls::host_memory`]. Dropping it
 /// frees nothing.
 #[derive(Debug)]
-pub(super) struct Locked {
+pub(super) struct LockedMemory {
     /// The address, with exposed provenance for all of the memory.
     at: usize,
     bytes: usize,
 }
 
-impl Locked {
+impl LockedMemory {
     /// Wraps memory that [`Calls::host_memory`] returned, or a part of a host buffer.
     pub(super) fn of(at: NonNull<u8>, size: ByteSize) -> Self {
         let bytes = size.as_usize().unwrap_or(usize::MAX);
@@ -259,7 +264,12 @@ impl Locked {
     ///
     /// # Safety
     /// Until the copy is complete, the memory exists, and nothing else accesses it.
-    pub(super) unsafe fn read_device(&self, calls: &Calls, from: u64, stream: usize) -> Answer {
+    pub(super) unsafe fn read_device(
+        &self,
+        calls: &Calls,
+        from: u64,
+        stream: usize,
+    ) -> DriverResult {
         // SAFETY: so many bytes of host memory, which the driver writes (contract of this function).
         let done = unsafe { calls.copy_to_host(self.start(), from, self.bytes, stream) };
         done.map_err(|error| error.sized(ByteSize::of(self.bytes)))
@@ -269,7 +279,12 @@ impl Locked {
     ///
     /// # Safety
     /// Until the copy is complete, the memory exists and is not written to.
-    pub(super) unsafe fn write_device(&self, calls: &Calls, to: u64, stream: usize) -> Answer {
+    pub(super) unsafe fn write_device(
+        &self,
+        calls: &Calls,
+        to: u64,
+        stream: usize,
+    ) -> DriverResult {
         // SAFETY: so many bytes of host memory, which the driver reads (contract of this function).
         let done = unsafe { calls.copy_to_device(to, self.start(), self.bytes, stream) };
         done.map_err(|error| error.sized(ByteSize::of(self.bytes)))

@@ -13,27 +13,26 @@
 //! Invariant: a device has at most one governor in this process; after the governor ends, the
 //! current pool is the previous one, or the one that other code has set meanwhile.
 
-use lowtide_core::log;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::abi::{
-    ATTRIBUTE_POOLS, GRAPH_RESERVED, GRAPH_USED_HIGH, POOL_RESERVED, POOL_RESERVED_HIGH,
-    POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
-};
-use super::calls::{Answer, Calls};
-use super::context::DeviceContext;
-use super::device::CudaDevice;
-use super::ladder::{POOL_LIMITS, log_undone, try_pool};
-use super::open::{DeviceChoice, choose, start};
-use super::segments::{KEEP_ALL, UNIT_MIN};
-use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
+use lowtide_core::log;
 use lowtide_core::sync::{Mutex, is_background, lock};
+
+use super::calls::{Calls, DriverResult};
+use super::context::DeviceContext;
+use super::memory::{KEEP_ALL, UNIT_MIN};
+use super::open::{CudaDevice, DeviceChoice, POOL_LIMITS, choose, log_undone, start, try_pool};
+use super::table::{
+    ATTRIBUTE_POOLS, GRAPH_RESERVED, GRAPH_USED_HIGH, POOL_RESERVED, POOL_RESERVED_HIGH,
+    POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
+};
+use crate::DriverError;
 
 /// The devices that have a governor, a bit for each number; the last bit stands for all higher
 /// numbers.
@@ -146,15 +145,15 @@ pub struct PoolGovernor {
     decay: DecayTime,
     /// What was needed of the pool, of the default pool, and of the memory that the device caches
     /// for graphs.
-    own: Mutex<Needs>,
-    default: Mutex<Needs>,
-    graphs: Mutex<Needs>,
-    _claim: Claim,
+    own: Mutex<PeakWindow>,
+    default: Mutex<PeakWindow>,
+    graphs: Mutex<PeakWindow>,
+    _claim: GovernorClaim,
 }
 
 /// The recent peak of memory in use.
 #[derive(Debug, Default)]
-struct Needs {
+struct PeakWindow {
     /// For each part of the window: its start, its last sample, and the peak in it.
     parts: VecDeque<(Moment, Moment, u64)>,
     /// The highest peak ever.
@@ -163,7 +162,7 @@ struct Needs {
     rest_until: Option<Moment>,
 }
 
-impl Needs {
+impl PeakWindow {
     /// Records the peak since the last sample, and returns the peak within the window.
     fn note(&mut self, now: Moment, high: u64, time: Duration) -> u64 {
         self.high = self.high.max(high);
@@ -192,9 +191,9 @@ impl Needs {
 }
 
 /// The right to govern a device.
-struct Claim(u64);
+struct GovernorClaim(u64);
 
-impl Claim {
+impl GovernorClaim {
     fn take(device: u32) -> Option<Self> {
         let bit = 1 << device.min(63);
         let before = GOVERNED.fetch_or(bit, Ordering::AcqRel);
@@ -202,7 +201,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for GovernorClaim {
     fn drop(&mut self) {
         GOVERNED.fetch_and(!self.0, Ordering::AcqRel);
     }
@@ -231,7 +230,8 @@ impl PoolGovernor {
         if let Some(requested) = options.limit.filter(|&limit| limit < UNIT_MIN) {
             return Err(DriverError::PoolLimit { requested, unit: UNIT_MIN });
         }
-        let claim = Claim::take(ordinal).ok_or(DriverError::Governed { device: ordinal })?;
+        let claim =
+            GovernorClaim::take(ordinal).ok_or(DriverError::Governed { device: ordinal })?;
         let driver_version = calls.driver_version()?;
         if let Some(limit) = options.limit.filter(|_| driver_version < POOL_LIMITS) {
             return Err(DriverError::NoPoolLimit { limit, driver_version });
@@ -368,7 +368,7 @@ impl PoolGovernor {
 
     /// Sets the threshold of the pool, and the pool as the current one, if other code has changed
     /// them. Returns `true` if another pool was current.
-    fn hold(&self, calls: &Calls) -> Answer<bool> {
+    fn hold(&self, calls: &Calls) -> DriverResult<bool> {
         if calls.pool_bytes(self.pool, POOL_THRESHOLD)? != KEEP_ALL {
             calls.set_pool_bytes(self.pool, POOL_THRESHOLD, KEEP_ALL)?;
         }
@@ -385,10 +385,10 @@ impl PoolGovernor {
     /// bytes to keep.
     fn release_unneeded(
         &self,
-        (needs, now, time): (&Mutex<Needs>, Moment, Duration),
+        (needs, now, time): (&Mutex<PeakWindow>, Moment, Duration),
         read: &Read,
-        trim: impl FnOnce(u64) -> Answer<ByteSize>,
-    ) -> Answer<ByteSize> {
+        trim: impl FnOnce(u64) -> DriverResult<ByteSize>,
+    ) -> DriverResult<ByteSize> {
         let keep = lock(needs).keep(now, read, time);
         let Some(keep) = keep else { return Ok(ByteSize::ZERO) };
         let released = trim(keep)?;
@@ -397,7 +397,7 @@ impl PoolGovernor {
     }
 
     /// Releases what the default pool and the device's graphs cache beyond their peak.
-    fn decay_others(&self, calls: &Calls, now: Moment, time: Duration) -> Answer<ByteSize> {
+    fn decay_others(&self, calls: &Calls, now: Moment, time: Duration) -> DriverResult<ByteSize> {
         let (default, read) = self.look_at_default(calls)?;
         let released = self.release_unneeded((&self.default, now, time), &read, |keep| {
             self.trim_to(calls, default, (read.reserved, keep))
@@ -416,14 +416,14 @@ impl PoolGovernor {
     }
 
     /// Reads the default pool, without changing what others read from it.
-    fn look_at_default(&self, calls: &Calls) -> Answer<(usize, Read)> {
+    fn look_at_default(&self, calls: &Calls) -> DriverResult<(usize, Read)> {
         let default = calls.default_pool(self.number)?;
         let used = calls.pool_bytes(default, POOL_USED)?;
         let reserved = calls.pool_bytes(default, POOL_RESERVED)?;
         Ok((default, Read { used, used_high: used, reserved }))
     }
 
-    fn trim_graphs(&self, calls: &Calls, before: u64) -> Answer<ByteSize> {
+    fn trim_graphs(&self, calls: &Calls, before: u64) -> DriverResult<ByteSize> {
         calls.graph_trim(self.number)?;
         let after = calls.graph_bytes(self.number, GRAPH_RESERVED)?;
         Ok(ByteSize::new(before.saturating_sub(after)))
@@ -459,7 +459,7 @@ impl PoolGovernor {
     }
 
     /// Reads the memory in use and restarts the peak measurement.
-    fn look(&self, calls: &Calls) -> Answer<Read> {
+    fn look(&self, calls: &Calls) -> DriverResult<Read> {
         let used_high = calls.pool_bytes(self.pool, POOL_USED_HIGH)?;
         calls.set_pool_bytes(self.pool, POOL_USED_HIGH, 0)?;
         let used = calls.pool_bytes(self.pool, POOL_USED)?;
@@ -468,7 +468,12 @@ impl PoolGovernor {
     }
 
     /// Trims a pool and returns the number of bytes released.
-    fn trim_to(&self, calls: &Calls, pool: usize, (before, keep): (u64, u64)) -> Answer<ByteSize> {
+    fn trim_to(
+        &self,
+        calls: &Calls,
+        pool: usize,
+        (before, keep): (u64, u64),
+    ) -> DriverResult<ByteSize> {
         // The frees were on streams of other code, in any number. Background work does not wait:
         // the pool then releases only memory that a wait of the program has shown to be free.
         if !is_background() {
@@ -481,7 +486,7 @@ impl PoolGovernor {
     }
 
     /// Restores the previous pool, unless other code has set a different one.
-    fn restore(&self, calls: &Calls) -> Answer {
+    fn restore(&self, calls: &Calls) -> DriverResult {
         if calls.current_pool(self.number)? != self.pool {
             return Ok(());
         }
@@ -492,7 +497,7 @@ impl PoolGovernor {
     }
 
     /// Destroys the pool if nothing in it is in use; returns `true` if it is destroyed.
-    fn give_up(&self, calls: &Calls) -> Answer<bool> {
+    fn give_up(&self, calls: &Calls) -> DriverResult<bool> {
         let used = self.restore(calls).and_then(|()| calls.pool_bytes(self.pool, POOL_USED));
         if used == Ok(0) {
             return calls.pool_destroy(self.pool).map(|()| true);
@@ -535,7 +540,7 @@ mod tests {
 
     #[test]
     fn what_was_needed_is_forgotten_after_its_time_and_not_before() {
-        let (time, mut needs) = (Duration::from_secs(8), Needs::default());
+        let (time, mut needs) = (Duration::from_secs(8), PeakWindow::default());
         let at = |millis| Moment::ORIGIN + Duration::from_millis(millis);
         assert_eq!(needs.note(at(0), 100, time), 100);
         // Checked often or rarely, and used a little: the highest use counts.

@@ -6,29 +6,21 @@
 //!
 //! Invariant: a driver is open only if there is a device.
 
-mod abi;
 mod calls;
 mod context;
-mod device;
 mod driver;
-mod exit;
 mod governor;
-mod ladder;
 mod library;
 mod memory;
 mod nvml;
 mod open;
-mod segments;
-mod stores;
 mod table;
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests;
-mod vmm;
 
-pub use device::CudaDevice;
 pub use driver::CudaDriver;
 pub use governor::{GovernorOptions, GovernorReport, PoolGovernor};
 pub use nvml::{DeviceUsage, Nvml, ProcessUsage};
-pub use open::{CudaOptions, DeviceChoice, DeviceSet, MemoryKind};
+pub use open::{CudaDevice, CudaOptions, DeviceChoice, DeviceSet, MemoryKind};
 
 pub use super::DeviceUuid;
