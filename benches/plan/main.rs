@@ -32,7 +32,7 @@ use lowtide_planner::{Demand, Heuristic, Plan, PlanBudget, Planner, Problem};
 use crate::common::figures::Figures;
 use crate::common::process::kernel_value;
 use crate::instance::{CAPACITY, INSTANCES, Instance, LARGEST};
-use crate::random::{Gaps, KindProblem};
+use crate::random::{Gaps, Kind};
 
 /// Lookups of one timed loop.
 const LOOKUPS: usize = 10_000_000;
@@ -266,13 +266,13 @@ fn reset_resident() -> f64 {
 
 fn against_brute_force(figures: &mut Figures, cli: &Cli) {
     let kinds = [
-        KindProblem::default(),
-        KindProblem { aligned: true, ..KindProblem::default() },
-        KindProblem { gaps: Gaps::Empty, ..KindProblem::default() },
-        KindProblem { roles: true, ..KindProblem::default() },
-        KindProblem { aligned: true, gaps: Gaps::Empty, fixed: true, roles: true, shared: false },
-        KindProblem { roles: true, shared: true, ..KindProblem::default() },
-        KindProblem { aligned: true, gaps: Gaps::Windows, fixed: true, ..KindProblem::default() },
+        Kind::default(),
+        Kind { aligned: true, ..Kind::default() },
+        Kind { gaps: Gaps::Empty, ..Kind::default() },
+        Kind { roles: true, ..Kind::default() },
+        Kind { aligned: true, gaps: Gaps::Empty, fixed: true, roles: true, shared: false },
+        Kind { roles: true, shared: true, ..Kind::default() },
+        Kind { aligned: true, gaps: Gaps::Windows, fixed: true, ..Kind::default() },
     ];
     let (mut worse, mut unproved) = (0_u32, 0_u32);
     for (seed, kind) in (cli.from..cli.from + cli.random).zip(kinds.iter().cycle()) {
