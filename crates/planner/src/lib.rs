@@ -58,7 +58,7 @@ pub use csv::LifetimeEnds;
 pub use error::PlanError;
 pub use graph::{Graph, KindProblem, ValueId};
 pub use order::Heuristic;
-pub use planned::{Fingerprint, Plan, PlanCache, PlannedPlace};
+pub use planned::{Plan, PlanCache, PlannedPlace};
 pub use problem::{BufferId, ByteWindow, Demand, Gap, Problem, Role};
 pub use solve::{PlanBudget, Planner};
 

@@ -169,7 +169,7 @@ impl Plan {
 
 /// A hash of everything in a problem except names and sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Fingerprint(u128);
+pub(super) struct Fingerprint(u128);
 
 impl Fingerprint {
     /// The offset basis and prime of 128-bit FNV-1a; here 64 bits are mixed in at a time, and the
@@ -204,7 +204,7 @@ impl Fingerprint {
 impl Problem {
     /// Returns the fingerprint, which must be equal for a plan to serve two problems. O(n).
     #[must_use]
-    pub fn fingerprint(&self) -> Fingerprint {
+    pub(super) fn fingerprint(&self) -> Fingerprint {
         let mut hash = Fingerprint::EMPTY;
         hash.add(self.demands().len() as u64);
         for (id, demand) in self.ids().zip(self.demands()) {
