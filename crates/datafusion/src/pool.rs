@@ -192,7 +192,12 @@ impl AdmissionMemoryPool {
         state.wanted = wanted.min(state.releasable(self.min));
     }
 
-    fn check(&self, state: &mut PoolState, of: Consumer, asked: ByteSize) -> Result<(), DenyReason> {
+    fn check(
+        &self,
+        state: &mut PoolState,
+        of: Consumer,
+        asked: ByteSize,
+    ) -> Result<(), DenyReason> {
         let used = state.used;
         if used.saturating_add(asked) > self.limit {
             return Err(DenyReason::Limit { used, limit: self.limit });

@@ -226,7 +226,7 @@ fn number<T: std::str::FromStr>(
 }
 
 fn wrong(column: usize, found: &str, expected: &'static str) -> PlanError {
-    PlanError::GraphValue { column: COLUMNS[column], found: found.into(), expected }
+    PlanError::InvalidValue { column: COLUMNS[column], found: found.into(), expected }
 }
 
 /// `3-5` or `3-5@0:16`; steps may be negative.

@@ -56,7 +56,7 @@ pub enum PlanError {
     },
     /// A window is inverted or extends beyond its buffer.
     #[error("{name}: window {window}: expected a window within its {size} bytes")]
-    ByteWindow {
+    Window {
         /// The buffer.
         name: String,
         /// The window.
@@ -304,7 +304,7 @@ pub enum PlanError {
     },
     /// A value is not a valid number for its column.
     #[error("invalid {column} {found:?}: expected {expected}")]
-    GraphValue {
+    InvalidValue {
         /// Its column.
         column: &'static str,
         /// The text found.

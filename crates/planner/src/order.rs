@@ -33,9 +33,7 @@ impl Traits {
         };
         part.items.iter().map(traits).collect()
     }
-}
 
-impl Traits {
     pub(super) const fn duration(&self) -> u64 {
         self.duration
     }

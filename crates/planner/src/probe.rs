@@ -23,7 +23,7 @@ enum Trait {
     Duration,
     /// The largest total of its sections, and the sum of all of them.
     Total,
-    NeedTotals,
+    Totals,
     Size,
     Area,
     /// The number of items that it overlaps in time, and their total size.
@@ -51,7 +51,7 @@ const ORDERS: [(Trait, Trait); 16] = [
     (Trait::Total, Trait::Duration),
     (Trait::Tight, Trait::Early),
     (Trait::Width, Trait::Late),
-    (Trait::NeedTotals, Trait::Area),
+    (Trait::Totals, Trait::Area),
     (Trait::Early, Trait::Size),
     (Trait::Tight, Trait::Met),
     (Trait::Late, Trait::Area),
@@ -255,7 +255,7 @@ impl<'a> Values<'a> {
             Trait::Width => width,
             Trait::Duration => self.traits[at].duration(),
             Trait::Total => totals.iter().max().copied().unwrap_or(0),
-            Trait::NeedTotals => totals.iter().sum(),
+            Trait::Totals => totals.iter().sum(),
             Trait::Size => item.size,
             Trait::Area => item.size.saturating_mul(width),
             Trait::Met => met().count() as u64,

@@ -198,7 +198,7 @@ fn check(demand: &Demand) -> Result<(), PlanError> {
             return Err(PlanError::Gap { name: name(), first, end: gap_end, from, until });
         }
         if let Some(window) = gap.window.filter(|w| w.low > w.high || w.high > size) {
-            return Err(PlanError::ByteWindow { name: name(), window, size });
+            return Err(PlanError::Window { name: name(), window, size });
         }
         from = gap_end;
     }

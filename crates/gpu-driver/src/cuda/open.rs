@@ -352,7 +352,7 @@ pub(super) fn climb(
                         });
                     }
                     Err(cause) => {
-                        place = CallPlace::EnteredContext(context);
+                        place = CallPlace::Entered(context);
                         cause
                     }
                 }
@@ -392,21 +392,21 @@ const fn is_invalid(error: &DriverError) -> bool {
 /// The object that calls are made through: the library alone, or a context.
 enum CallPlace {
     Bare(Calls),
-    EnteredContext(DeviceContext),
+    Entered(DeviceContext),
 }
 
 impl CallPlace {
     const fn calls(&self) -> &Calls {
         match self {
             Self::Bare(calls) => calls,
-            Self::EnteredContext(context) => context.calls(),
+            Self::Entered(context) => context.calls(),
         }
     }
 
     fn context(self, device: i32) -> DriverResult<DeviceContext> {
         match self {
             Self::Bare(calls) => DeviceContext::retain(calls, device),
-            Self::EnteredContext(context) => Ok(context),
+            Self::Entered(context) => Ok(context),
         }
     }
 }
