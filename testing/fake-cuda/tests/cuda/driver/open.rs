@@ -248,9 +248,8 @@ fn what_a_device_lacks_decides_the_rung_and_is_said() {
         assert_eq!((driver.backend(), driver.skipped().len()), (backend, skipped), "{flags}");
         assert_eq!(driver.shares_pool(), flags & Options::NO_POOL_CREATE != 0);
         let text = format!("{driver:?}");
-        for it in driver.skipped() {
-            assert!(text.contains(&format!("{:?}", it.backend)), "{text}");
-            assert!(it.to_string().starts_with(it.backend.name()), "{it}");
+        for (backend, _) in driver.skipped() {
+            assert!(text.contains(&format!("{backend:?}")), "{text}");
         }
         drop(driver);
         fake.assert_clean();
