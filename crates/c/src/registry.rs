@@ -36,9 +36,9 @@ const _: () = assert!(ALLOCATORS_MAX.is_power_of_two());
 
 /// A stream, as a call names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct NamedStream(u64);
+pub(crate) struct StreamRef(u64);
 
-impl NamedStream {
+impl StreamRef {
     /// Any stream: a use that only a wait for the whole device proves complete.
     pub(crate) const ANY: Self = Self(u64::MAX);
 
@@ -370,8 +370,8 @@ mod tests {
 
     #[test]
     fn handles_of_cuda_with_a_meaning_of_their_own_are_known() {
-        assert_eq!([0, 1, 3, 1 << 63].map(|handle| NamedStream::of(handle).0), [1, 1, 3, 1 << 63]);
+        assert_eq!([0, 1, 3, 1 << 63].map(|handle| StreamRef::of(handle).0), [1, 1, 3, 1 << 63]);
         // Another stream in each thread, and the one for any.
-        assert_eq!([2, u64::MAX].map(NamedStream::of), [NamedStream::ANY; 2]);
+        assert_eq!([2, u64::MAX].map(StreamRef::of), [StreamRef::ANY; 2]);
     }
 }

@@ -46,7 +46,7 @@ pub struct AdmissionMemoryPool {
     admission: Admission,
     min: ByteSize,
     limit: ByteSize,
-    state: Mutex<PoolState>,
+    state: Mutex<State>,
 }
 
 /// The figures of a pool at one instant.
@@ -72,7 +72,7 @@ pub struct PoolStats {
 }
 
 #[derive(Debug, Default)]
-struct PoolState {
+struct State {
     /// By the number of the consumer.
     consumers: BTreeMap<usize, Consumer>,
     used: ByteSize,
@@ -178,7 +178,7 @@ impl AdmissionMemoryPool {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, PoolState> {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -192,12 +192,7 @@ impl AdmissionMemoryPool {
         state.wanted = wanted.min(state.releasable(self.min));
     }
 
-    fn check(
-        &self,
-        state: &mut PoolState,
-        of: Consumer,
-        asked: ByteSize,
-    ) -> Result<(), DenyReason> {
+    fn check(&self, state: &mut State, of: Consumer, asked: ByteSize) -> Result<(), DenyReason> {
         let used = state.used;
         if used.saturating_add(asked) > self.limit {
             return Err(DenyReason::Limit { used, limit: self.limit });
@@ -217,7 +212,7 @@ impl AdmissionMemoryPool {
     }
 }
 
-impl PoolState {
+impl State {
     fn reserved(&self) -> ByteSize {
         self.permit.as_ref().map_or(ByteSize::ZERO, |permit| permit.cost().host)
     }

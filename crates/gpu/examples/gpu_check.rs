@@ -169,13 +169,12 @@ fn failure(act: impl FnOnce() -> Outcome) -> Option<String> {
 
 /// Opens the device and prints its properties.
 fn identified(args: &Args, report: &mut Report<'_>) -> Outcome {
-    match CudaDriver::devices() {
-        Ok(devices) => report.fact("devices", &devices.len().to_string()),
-        Err(error) => {
-            report.no_device(&error.to_string());
-            return Ok(());
-        }
+    let devices = CudaDriver::devices();
+    if let Err(error) = &devices {
+        report.no_device(&error.to_string());
+        return Ok(());
     }
+    report.fact("devices", &devices?.len().to_string());
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
     let version = rig.driver.driver_version();
