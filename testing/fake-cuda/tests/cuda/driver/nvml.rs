@@ -202,9 +202,9 @@ fn a_process_in_several_lists_appears_once_and_a_list_that_is_refused_is_left_ou
 fn each_call_that_fails_is_named_with_its_result() {
     let (fake, _driver, uuid) = start(0);
     for (function, call, code, name) in [
-        ("nvmlInit_v2", c"nvmlInit_v2", 18, "NVML_ERROR_LIB_RM_VERSION_MISMATCH"),
-        ("nvmlInit_v2", c"nvmlInit_v2", 9, "NVML_ERROR_DRIVER_NOT_LOADED"),
-        ("nvmlInit_v2", c"nvmlInit_v2", 12, "NVML_ERROR_LIBRARY_NOT_FOUND"),
+        ("nvmlInit", c"nvmlInit_v2", 18, "NVML_ERROR_LIB_RM_VERSION_MISMATCH"),
+        ("nvmlInit", c"nvmlInit_v2", 9, "NVML_ERROR_DRIVER_NOT_LOADED"),
+        ("nvmlInit", c"nvmlInit_v2", 12, "NVML_ERROR_LIBRARY_NOT_FOUND"),
         ("nvmlDeviceGetHandleByUUID", c"nvmlDeviceGetHandleByUUID", 4, "NVML_ERROR_NO_PERMISSION"),
         ("nvmlDeviceGetComputeRunningProcesses_v3", COMPUTE, 3, "NVML_ERROR_NOT_SUPPORTED"),
         ("nvmlDeviceGetComputeRunningProcesses_v3", COMPUTE, 4, "NVML_ERROR_NO_PERMISSION"),

@@ -475,8 +475,9 @@ fn a_start_that_fails_says_what_an_operator_can_do() {
     ] {
         fake.fail(c"cuInit", 1, code);
         let text = refused(&fake, CudaOptions::default()).to_string();
-        let begin = format!("cannot initialize the CUDA driver: cuInit returned {code} ({name}): ");
+        let begin = format!("cuInit failed: {name}: ");
         assert!(text.starts_with(&begin) && text.contains(part), "{text}");
+        assert!(text.ends_with(&format!("(code {code})")), "{text}");
         // On HGX systems it is the first context that answers so.
         fake.fail(c"cuDevicePrimaryCtxRetain", 1, code);
         let text = refused(&fake, FIRST).to_string();
