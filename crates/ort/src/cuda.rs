@@ -143,7 +143,6 @@ impl CudaArena {
 
 /// Over the fake of the CUDA driver: nothing here has run on a GPU. Some also need a real ONNX
 /// Runtime, of which a build for the CPU is enough (`real`).
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
