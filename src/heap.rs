@@ -6,15 +6,14 @@
 
 pub use lowtide_heap::{
     Account, AccountMemory, AccountOwner, Applied, ArenaBinding, Difference, EffectiveConf, Heap,
-    HeapGlance, HeapProbe, HeapProfile, HeapSettings, HeapSizeClass, HeapSnapshot, HostArena,
-    HostArenaError, HostArenaStats, HostError, LibcHeap, Outcome, Part, Profiler, PurgeReport,
-    ReleaseFailure, Unreleased, Unsupported, apply, check_release, effective,
-    flush_tcache_if_requested, flush_thread_cache, is_global, is_measured, libc_heap,
-    on_thread_park, profiler, purge, purge_now, release_failure, request_tcache_flush, serves_c,
-    unmeasured,
+    HeapProbe, HeapProfile, HeapPurge, HeapSettings, HeapSizeClass, HeapSnapshot, HostArena,
+    HostArenaStats, HostError, LibcHeap, Profiler, PurgeOutcome, PurgeReport, ReleaseFailure,
+    Unreleased, Unsupported, apply, check_release, effective, flush_tcache_if_requested,
+    flush_thread_cache, is_global, is_measured, libc_heap, on_thread_park, profiler, purge,
+    purge_now, release_failure, request_tcache_flush, serves_c, unmeasured,
 };
 #[cfg(feature = "profiling")]
 pub use lowtide_heap::{
-    AllocationProfile, AllocationStack, ProfileError, ProfileMapping, cache_unwind_rules,
-    take_profile, write_profile,
+    AllocationProfile, AllocationStack, ProfileMapping, cache_unwind_rules, take_profile,
+    write_profile,
 };

@@ -51,7 +51,7 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
         admit();
         reject();
     }
-    let bytes = thread_totals()?.allocated - before.allocated;
+    let bytes = thread_totals()?.0 - before.0;
     figures.add("admission.allocated_bytes", f64::from(u32::try_from(bytes)?), "bytes");
     let left = open.ledger(Budget::Host).reserved();
     if left.is_zero() { Ok(()) } else { Err(format!("{left} are booked still").into()) }

@@ -60,16 +60,16 @@ pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError
     let (signals, heap) = (Signals::open(), HeapProbe::new()?);
     let read = || {
         black_box(signals.sample());
-        drop(black_box(heap.glance()));
+        drop(black_box(heap.active()));
     };
     let mut micros = Vec::with_capacity(READINGS as usize);
-    let bytes_before = thread_totals()?.allocated;
+    let bytes_before = thread_totals()?.0;
     for _ in 0..READINGS {
         let start = Instant::now();
         read();
         micros.push(start.elapsed().as_secs_f64() * 1e6);
     }
-    let bytes = thread_totals()?.allocated - bytes_before;
+    let bytes = thread_totals()?.0 - bytes_before;
     micros.sort_by(f64::total_cmp);
     let middle = micros.get(micros.len() / 2).copied().unwrap_or(f64::NAN);
     figures.add("sampler.read_us", middle, "us");

@@ -29,7 +29,7 @@ use clap::Parser;
 use flate2::read::GzDecoder;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
-use lowtide_planner::{Budget, Demand, Ends, Heuristic, Plan, Planner, Problem};
+use lowtide_planner::{Demand, Heuristic, LifetimeEnds, Plan, PlanBudget, Planner, Problem};
 
 use crate::common::figures::{self, Figures};
 use crate::common::process::kernel_value;
@@ -139,9 +139,9 @@ fn read(file: &str) -> Problem {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/planner/tests/data/planning");
     let opened = File::open(folder.join(file)).expect("an instance of the project");
     let problem = if file.ends_with(".gz") {
-        Problem::read_csv(GzDecoder::new(opened), Ends::AsNamed)
+        Problem::read_csv(GzDecoder::new(opened), LifetimeEnds::AsNamed)
     } else {
-        Problem::read_csv(opened, Ends::AsNamed)
+        Problem::read_csv(opened, LifetimeEnds::AsNamed)
     };
     problem.expect("a file of its field")
 }
@@ -190,7 +190,8 @@ fn measure(
     if is_of_set {
         let clock = SystemClock::new();
         let time = Duration::from_millis(if cli.ci { 250 } else { 1_000 });
-        let planner = Planner::new(&clock).budget(Budget { time, nodes: u64::MAX });
+        let budget = PlanBudget { time, nodes: u64::MAX };
+        let planner = Planner::new(&clock).budget(budget);
         let mut planner = planner.segments_of(ByteSize::new(SEGMENT));
         let plan = planner.plan(problem).expect("no buffer has a fixed offset");
         let ggml = ByteSize::new(peers::ggml_segments(problem, SEGMENT)).as_f64();
@@ -232,7 +233,7 @@ fn least(figures: &mut Figures, name: &str, problem: &Problem, budget: Duration,
 
 fn solve(problem: &Problem, time: Duration, enough: u64) -> Plan {
     let clock = SystemClock::new();
-    let budget = Budget { time, nodes: u64::MAX };
+    let budget = PlanBudget { time, nodes: u64::MAX };
     let mut planner = Planner::new(&clock).budget(budget).enough(ByteSize::new(enough));
     planner.plan(problem).expect("an instance that has plans")
 }

@@ -84,7 +84,7 @@ impl Watch {
     }
 
     fn ends(&self, of: &Mutex<Turns>) {
-        let (now, allocated) = (Instant::now(), thread_totals().map_or(0, |it| it.allocated));
+        let (now, allocated) = (Instant::now(), thread_totals().map_or(0, |it| it.0));
         if let Some((begun, before)) = BEGUN.take() {
             let mut turns = lock(of);
             turns.took.push(now - begun);
@@ -140,7 +140,7 @@ impl Clock for Watch {
             deadline
         };
         let wake = self.clock.wait_until(bell, until);
-        let allocated = thread_totals().map_or(0, |it| it.allocated);
+        let allocated = thread_totals().map_or(0, |it| it.0);
         BEGUN.set(Some((Instant::now(), allocated)));
         wake
     }

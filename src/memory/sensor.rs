@@ -111,7 +111,7 @@ impl MemorySensor {
     /// Returns the heap at the last refresh, with its active and purgeable bytes now.
     fn heap(&mut self, now: Moment, signal: &Signal) -> Option<HeapNow> {
         let probe = self.heap.as_ref()?;
-        let active = probe.glance().ok()?.active;
+        let active = probe.active().ok()?;
         let physical = signal.physical;
         if self.seen.refresh.as_ref().is_none_or(|last| last.is_over(now, active, signal)) {
             let start = self.clock.now();

@@ -21,7 +21,7 @@ use lowtide_admission::{
     UnloadReason,
 };
 use lowtide_core::sync::lock;
-use lowtide_heap::Outcome;
+use lowtide_heap::PurgeOutcome;
 use test_fork::test;
 
 use crate::support::{PATIENCE, Tree, advance_until, until};
@@ -334,7 +334,7 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
 
     let purged = memory.purge().expect("not forked");
     let heap = purged.heap.clone().expect("jemalloc purges");
-    let Outcome::Released(bytes) = heap.jemalloc.outcome else { panic!("{heap:?}") };
+    let PurgeOutcome::Released(bytes) = heap.jemalloc.outcome else { panic!("{heap:?}") };
     assert!(bytes >= ByteSize::mib(48), "{bytes}");
     assert_eq!(purged.device, idle);
     assert_eq!(purged.released(), heap.released().saturating_add(idle));
@@ -349,8 +349,8 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
         let purged = memory.purge().expect("not forked");
         assert!(purged.device.is_zero());
         match purged.heap.expect("jemalloc purges").jemalloc.outcome {
-            Outcome::NothingToRelease => true,
-            Outcome::Released(bytes) => bytes <= ByteSize::kib(4),
+            PurgeOutcome::NothingToRelease => true,
+            PurgeOutcome::Released(bytes) => bytes <= ByteSize::kib(4),
             _ => false,
         }
     });

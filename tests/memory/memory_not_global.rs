@@ -11,7 +11,7 @@ use lowtide::device::{ArenaConfig, DeviceArena, Region};
 use lowtide::service::Endpoints;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Cost, Managed};
-use lowtide_heap::{self as heap, HeapProbe, Outcome, Unsupported};
+use lowtide_heap::{self as heap, HeapProbe, PurgeOutcome, Unsupported};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
 use crate::start::NOT_GLOBAL;
@@ -74,9 +74,9 @@ fn with_a_heap_that_nobody_uses_it_starts_says_so_and_goes_on() {
         assert_eq!(said.count(), usize::from(!INTERPOSED), "{diagnostics:?}");
         // What jemalloc took for itself when it started may go first.
         let expected = if INTERPOSED {
-            Outcome::NothingToRelease
+            PurgeOutcome::NothingToRelease
         } else {
-            Outcome::Unsupported(Unsupported::NoJemalloc)
+            PurgeOutcome::Unsupported(Unsupported::NoJemalloc)
         };
         until("a purge says that there is no heap to purge", || {
             let purged = memory.purge().expect("not forked");

@@ -15,7 +15,7 @@ use lowtide_gpu_driver::DeviceAddress;
 use crate::blocks;
 use crate::failure::{self, Outcome, Status, guard, not_null};
 use crate::options::{Block, Config, Options, Statistics, check_room, write};
-use crate::registry::{self, Stream};
+use crate::registry::{self, StreamRef};
 
 /// The version of the functions and structs that this header describes. It changes if a program
 /// that was built with an older header could fail.
@@ -33,8 +33,8 @@ pub type Allocator = u64;
 /// `cudaStreamPerThread` counts as `lowtide_any_stream()`.
 pub type StreamPointer = *mut c_void;
 
-pub(crate) fn stream(pointer: StreamPointer) -> Stream {
-    Stream::of(pointer.addr() as u64)
+pub(crate) fn stream(pointer: StreamPointer) -> StreamRef {
+    StreamRef::of(pointer.addr() as u64)
 }
 
 pub(crate) fn address(pointer: *mut c_void) -> DeviceAddress {

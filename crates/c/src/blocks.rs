@@ -11,7 +11,7 @@ use lowtide_gpu_driver::{DeviceAddress, StreamHandle};
 use crate::api::LOWTIDE_ALL_DEVICES as ALL_DEVICES;
 use crate::failure::{Failure, Outcome, failed_total};
 use crate::options::{Statistics, invalid};
-use crate::registry::{self, Stream};
+use crate::registry::{self, StreamRef};
 
 /// The alignment of blocks for which none is asked: that of `cudaMalloc`, and the unit to which an
 /// arena rounds.
@@ -25,7 +25,7 @@ pub(crate) fn alloc(
     device: i32,
     size: usize,
     align: usize,
-    stream: Stream,
+    stream: StreamRef,
 ) -> Outcome<Option<DeviceAddress>> {
     let device = registry::device(handle, device)?;
     if size == 0 {
@@ -43,7 +43,7 @@ pub(crate) fn alloc(
 
 /// Frees a block after its last use on a stream.
 #[inline(always)]
-pub(crate) fn free(handle: u64, device: i32, at: DeviceAddress, stream: Stream) -> Outcome<()> {
+pub(crate) fn free(handle: u64, device: i32, at: DeviceAddress, stream: StreamRef) -> Outcome<()> {
     let device = registry::device_of(handle, device, at)?;
     if let Some(stream) = stream.handle() {
         // SAFETY: the caller of the C function vouches for the stream.
@@ -60,7 +60,7 @@ pub(crate) fn record_use(
     handle: u64,
     device: i32,
     at: DeviceAddress,
-    stream: Stream,
+    stream: StreamRef,
 ) -> Outcome<()> {
     let device = registry::device_of(handle, device, at)?;
     match stream.handle() {
@@ -72,7 +72,7 @@ pub(crate) fn record_use(
 }
 
 /// Ends a stream that is about to be destroyed.
-pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()> {
+pub(crate) fn end_stream(handle: u64, device: i32, stream: StreamRef) -> Outcome<()> {
     if let (Some(device), Some(stream)) = (registry::opened(handle, device)?, stream.handle()) {
         // SAFETY: the caller of the C function vouches for the stream.
         unsafe { device.arena.end_stream(stream) }?;
@@ -84,7 +84,7 @@ pub(crate) fn end_stream(handle: u64, device: i32, stream: Stream) -> Outcome<()
 pub(crate) fn set_capturing(
     handle: u64,
     device: i32,
-    stream: Stream,
+    stream: StreamRef,
     captures: bool,
 ) -> Outcome<()> {
     let device = registry::device(handle, device)?;

@@ -15,7 +15,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_gpu::DeviceError;
-use lowtide_gpu_driver::cuda::CudaError;
 use lowtide_gpu_driver::{DeviceAddress, DriverError};
 use thiserror::Error;
 
@@ -102,8 +101,9 @@ pub(crate) enum Failure {
     Forked,
     #[error(transparent)]
     Arena(DeviceError),
+    /// A device cannot be opened.
     #[error(transparent)]
-    Cuda(CudaError),
+    Open(DriverError),
 }
 
 /// The result of an act. The failure is boxed, so that a success is returned in registers.
@@ -123,16 +123,9 @@ impl From<DriverError> for Box<Failure> {
     }
 }
 
-impl From<CudaError> for Box<Failure> {
-    #[cold]
-    fn from(error: CudaError) -> Self {
-        Self::new(Failure::Cuda(error))
-    }
-}
-
 impl Failure {
     /// Returns the code of the failure.
-    pub(crate) const fn status(&self) -> Status {
+    pub(crate) fn status(&self) -> Status {
         match self {
             Self::NullPointer { .. } => Status::NullPointer,
             Self::InvalidHandle { .. } => Status::InvalidHandle,
@@ -145,7 +138,7 @@ impl Failure {
             Self::Thread { .. } => Status::Internal,
             Self::Forked => Status::Forked,
             Self::Arena(error) => of_arena(error),
-            Self::Cuda(error) => of_cuda(error),
+            Self::Open(error) => of_open(error),
         }
     }
 }
@@ -181,10 +174,15 @@ const fn of_driver(error: &DriverError) -> Status {
     }
 }
 
-const fn of_cuda(error: &CudaError) -> Status {
+fn of_open(error: &DriverError) -> Status {
     match error {
-        CudaError::NoSuchDevice { .. } => Status::InvalidDevice,
-        CudaError::Driver(error) => of_driver(error),
+        DriverError::NoSuchDevice { .. } => Status::InvalidDevice,
+        // The driver does not start.
+        DriverError::Refused { call: "cuInit", .. } => Status::Unavailable,
+        DriverError::OutOfMemory { .. }
+        | DriverError::Refused { .. }
+        | DriverError::IllegalAddress { .. }
+        | DriverError::ContextLost { .. } => of_driver(error),
         _ => Status::Unavailable,
     }
 }

@@ -16,11 +16,11 @@ use lowtide_gpu::ByteSize;
 use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, stream};
 use crate::blocks;
 use crate::failure::{Outcome, Status, guard, guard_address};
-use crate::registry::{self, Stream};
+use crate::registry::{self, StreamRef};
 
-static BOUND: RwLock<(c_int, Stream)> = RwLock::new((0, Stream::ANY));
+static BOUND: RwLock<(c_int, StreamRef)> = RwLock::new((0, StreamRef::ANY));
 
-fn bound() -> (c_int, Stream) {
+fn bound() -> (c_int, StreamRef) {
     *BOUND.read().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn lowtide_ort_free(block: *mut c_void) {
             // It is of a device that was bound before; the stream is of another device.
             Err(failure) if failure.status() == Status::ForeignAddress => {
                 let (device, _) = blocks::find(handle, at)?;
-                blocks::free(handle, device, at, Stream::ANY)
+                blocks::free(handle, device, at, StreamRef::ANY)
             }
             outcome => outcome,
         }

@@ -36,9 +36,9 @@ const _: () = assert!(ALLOCATORS_MAX.is_power_of_two());
 
 /// A stream, as a call names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Stream(u64);
+pub(crate) struct StreamRef(u64);
 
-impl Stream {
+impl StreamRef {
     /// Any stream: a use that only a wait for the whole device proves complete.
     pub(crate) const ANY: Self = Self(u64::MAX);
 
@@ -57,31 +57,31 @@ impl Stream {
 
 /// An open device.
 #[derive(Debug)]
-pub(crate) struct Device {
+pub(crate) struct OpenDevice {
     pub(crate) arena: DeviceArena,
     pub(crate) driver: Arc<dyn Driver>,
 }
 
 /// A place for an allocator; without one there is no configuration.
 #[derive(Debug)]
-struct Slot {
+struct AllocatorSlot {
     /// The handle of its allocator, or of the last one. Its upper 58 bits are a generation, which
     /// grows with each allocator and does not come round.
     handle: u64,
     config: Option<Arc<Config>>,
     /// By number, `None` if not open; empty without an allocator.
-    devices: Vec<Option<Arc<Device>>>,
+    devices: Vec<Option<Arc<OpenDevice>>>,
 }
 
 #[derive(Debug)]
-struct State {
-    slots: [Slot; ALLOCATORS_MAX],
+struct RegistryState {
+    slots: [AllocatorSlot; ALLOCATORS_MAX],
 }
 
 /// Readers hold it for a lookup, writers for the change of a list. So a thread spins instead of
 /// sleeping, which a reader would pay for with each call.
-static STATE: RwLock<State, Yield> =
-    RwLock::new(State { slots: [const { Slot::EMPTY }; ALLOCATORS_MAX] });
+static STATE: RwLock<RegistryState, Yield> =
+    RwLock::new(RegistryState { slots: [const { AllocatorSlot::EMPTY }; ALLOCATORS_MAX] });
 
 /// The handle of the default allocator; 0 for none. Changes with the state locked.
 static DEFAULT: AtomicU64 = AtomicU64::new(0);
@@ -90,11 +90,11 @@ static DEFAULT: AtomicU64 = AtomicU64::new(0);
 /// device is opened once, and none is opened while its allocator is closed.
 static CHANGES: Mutex<()> = Mutex::new(());
 
-fn read() -> RwLockReadGuard<'static, State> {
+fn read() -> RwLockReadGuard<'static, RegistryState> {
     STATE.read()
 }
 
-fn write() -> RwLockWriteGuard<'static, State, Yield> {
+fn write() -> RwLockWriteGuard<'static, RegistryState, Yield> {
     STATE.write()
 }
 
@@ -118,30 +118,30 @@ fn forked() -> Box<Failure> {
     Failure::Forked.into()
 }
 
-impl Slot {
+impl AllocatorSlot {
     const EMPTY: Self = Self { handle: 0, config: None, devices: Vec::new() };
 }
 
-impl State {
-    fn find(&self, handle: u64) -> Outcome<&Slot> {
+impl RegistryState {
+    fn find(&self, handle: u64) -> Outcome<&AllocatorSlot> {
         let slot = &self.slots[slot_of(handle)];
         let is_open = slot.handle == handle && slot.config.is_some();
         if is_open { Ok(slot) } else { Err(no_such_handle(handle)) }
     }
 
-    fn find_mut(&mut self, handle: u64) -> Outcome<&mut Slot> {
+    fn find_mut(&mut self, handle: u64) -> Outcome<&mut AllocatorSlot> {
         self.find(handle)?;
         Ok(&mut self.slots[slot_of(handle)])
     }
 
     /// Returns the device with this number if it is open.
-    fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Arc<Device>>> {
+    fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Arc<OpenDevice>>> {
         Ok(self.find(handle)?.devices.get(number).and_then(Option::as_ref))
     }
 
     /// Returns a device that is open; `None` if the allocator or the device is not.
     #[inline(always)]
-    fn known(&self, handle: u64, device: i32) -> Option<&Arc<Device>> {
+    fn known(&self, handle: u64, device: i32) -> Option<&Arc<OpenDevice>> {
         let slot = Some(&self.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
         #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
         slot.devices.get(device as usize)?.as_ref()
@@ -236,7 +236,7 @@ fn make_default() -> Outcome<u64> {
 }
 
 /// Takes an allocator out; its handle is not valid any more.
-fn forget(handle: u64) -> Outcome<Vec<Option<Arc<Device>>>> {
+fn forget(handle: u64) -> Outcome<Vec<Option<Arc<OpenDevice>>>> {
     let mut state = write();
     let slot = state.find_mut(handle)?;
     slot.config = None;
@@ -275,7 +275,7 @@ pub(crate) fn devices(handle: u64) -> Outcome<Vec<(i32, DeviceArena)>> {
     check_here()?;
     let state = read();
     let devices = state.find(handle)?.devices.iter().zip(0..);
-    let opened = |(device, number): (&Option<Arc<Device>>, i32)| {
+    let opened = |(device, number): (&Option<Arc<OpenDevice>>, i32)| {
         Some((number, device.as_ref()?.arena.clone()))
     };
     Ok(devices.filter_map(opened).collect())
@@ -290,7 +290,7 @@ pub(crate) fn arenas() -> Vec<DeviceArena> {
 
 /// Returns a device; opens it if it is not open.
 #[inline(always)]
-pub(crate) fn device(handle: u64, device: i32) -> Outcome<Arc<Device>> {
+pub(crate) fn device(handle: u64, device: i32) -> Outcome<Arc<OpenDevice>> {
     check_here()?;
     match known(handle, device) {
         Some(device) => Ok(device),
@@ -299,7 +299,7 @@ pub(crate) fn device(handle: u64, device: i32) -> Outcome<Arc<Device>> {
 }
 
 #[cold]
-fn slow_device(handle: u64, device: i32) -> Outcome<Arc<Device>> {
+fn slow_device(handle: u64, device: i32) -> Outcome<Arc<OpenDevice>> {
     let number = number_of(device)?;
     open_device(handle, number)?;
     let found = read().device(handle, number)?.cloned();
@@ -308,7 +308,7 @@ fn slow_device(handle: u64, device: i32) -> Outcome<Arc<Device>> {
 
 /// As [`device`], for a block that exists: its device is open.
 #[inline(always)]
-pub(crate) fn device_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<Arc<Device>> {
+pub(crate) fn device_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<Arc<OpenDevice>> {
     check_here()?;
     match known(handle, device) {
         Some(device) => Ok(device),
@@ -318,7 +318,7 @@ pub(crate) fn device_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<
 
 /// Returns a device if it is open.
 #[cold]
-pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<Arc<Device>>> {
+pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<Arc<OpenDevice>>> {
     check_here()?;
     let number = number_of(device)?;
     Ok(read().device(handle, number)?.cloned())
@@ -326,7 +326,7 @@ pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<Arc<Device>>> {
 
 /// Returns an open device; `None` if it is not open, or the lock is taken.
 #[inline(always)]
-fn known(handle: u64, device: i32) -> Option<Arc<Device>> {
+fn known(handle: u64, device: i32) -> Option<Arc<OpenDevice>> {
     STATE.try_read()?.known(handle, device).cloned()
 }
 
@@ -348,7 +348,8 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     } else {
         let ordinal = u32::try_from(number).unwrap_or(u32::MAX);
         let device = DeviceChoice::Ordinal(ordinal);
-        let driver = CudaDriver::open(CudaOptions { device, ..CudaOptions::default() })?;
+        let driver = CudaDriver::open(CudaOptions { device, ..CudaOptions::default() });
+        let driver = driver.map_err(|error| Box::new(Failure::Open(error)))?;
         Arc::new(Guarded::new(Arc::new(driver)))
     };
     let arena = DeviceArena::open(Arc::clone(&driver), decay::clock(), config.of_device(number))?;
@@ -357,7 +358,7 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     if devices.len() <= number {
         devices.resize(number + 1, None);
     }
-    devices[number] = Some(Arc::new(Device { arena, driver }));
+    devices[number] = Some(Arc::new(OpenDevice { arena, driver }));
     drop(state);
     decay::wake();
     Ok(())
@@ -369,8 +370,8 @@ mod tests {
 
     #[test]
     fn handles_of_cuda_with_a_meaning_of_their_own_are_known() {
-        assert_eq!([0, 1, 3, 1 << 63].map(|handle| Stream::of(handle).0), [1, 1, 3, 1 << 63]);
+        assert_eq!([0, 1, 3, 1 << 63].map(|handle| StreamRef::of(handle).0), [1, 1, 3, 1 << 63]);
         // Another stream in each thread, and the one for any.
-        assert_eq!([2, u64::MAX].map(Stream::of), [Stream::ANY; 2]);
+        assert_eq!([2, u64::MAX].map(StreamRef::of), [StreamRef::ANY; 2]);
     }
 }

@@ -6,11 +6,9 @@
 //! [`log!`] and [`named_enum!`] are for the lowtide packages only and may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-// First, so that their macros are known to all below.
+// First, so that its macros are known to all below.
 #[macro_use]
-mod log;
-#[macro_use]
-mod named;
+mod macros;
 
 #[doc(hidden)]
 pub mod buckets;

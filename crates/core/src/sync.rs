@@ -6,8 +6,6 @@
 //! on the others. Such closures run in [`caught`].
 
 #[cfg(lowtide_loom)]
-pub use loom::cell::UnsafeCell;
-#[cfg(lowtide_loom)]
 pub use loom::sync::atomic;
 #[cfg(lowtide_loom)]
 pub use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -22,31 +20,6 @@ use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{PoisonError, TryLockError};
-
-/// The standard library's cell with loom's interface.
-#[cfg(not(lowtide_loom))]
-#[derive(Debug)]
-pub struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
-
-#[cfg(not(lowtide_loom))]
-impl<T> UnsafeCell<T> {
-    /// Creates a cell with this content.
-    pub const fn new(content: T) -> Self {
-        Self(std::cell::UnsafeCell::new(content))
-    }
-
-    /// Calls `read` with a pointer for reading the content.
-    #[inline]
-    pub fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
-        read(self.0.get())
-    }
-
-    /// Calls `change` with a pointer for changing the content.
-    #[inline]
-    pub fn with_mut<R>(&self, change: impl FnOnce(*mut T) -> R) -> R {
-        change(self.0.get())
-    }
-}
 
 /// Takes the lock and ignores poison.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

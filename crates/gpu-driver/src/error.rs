@@ -1,17 +1,18 @@
-//! Driver errors, and the meaning of CUDA result codes.
+//! Errors of drivers and of opening them, and the meaning of CUDA result codes.
 //!
 //! This module knows which results mean that the context is lost, and makes no calls: a driver
-//! looks up the names of codes itself, and an error without a name still has its code.
+//! looks up the names of codes itself, and an error without a name still has its code. An error of
+//! opening a device names the request and the available choices.
 //!
 //! Invariant: `DriverError::of_cuda(_, code, _).code()` is `code`, or `None` if the variant stands
 //! for that one code.
 
 use thiserror::Error;
 
-use super::DeviceAddress;
+use super::{Backend, DeviceAddress, DeviceUuid};
 use lowtide_core::bytes::ByteSize;
 
-/// An error of a driver call.
+/// An error of a driver: of a call, of opening a device, or of a value that names one.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DriverError {
@@ -102,12 +103,180 @@ pub enum DriverError {
         /// The meaning of the code.
         message: String,
     },
+    /// The loader did not find the CUDA driver library, or could not load it.
+    #[error("no CUDA driver library found (tried {} names): {error}", tried.len())]
+    NoLibrary {
+        /// The names that were tried, in order.
+        tried: &'static [&'static str],
+        /// The loader's message for the last name.
+        error: String,
+    },
+    /// The loader did not find NVML, or could not load it.
+    #[error(
+        "cannot load NVML: {error}; expected {library} of the NVIDIA driver (in a container: \
+         NVIDIA_DRIVER_CAPABILITIES with `utility`)"
+    )]
+    NoNvml {
+        /// The library's name.
+        library: &'static str,
+        /// The loader's message.
+        error: String,
+    },
+    /// A library lacks a function: it is not an NVIDIA driver's, or too old for a backend.
+    #[error("the driver library lacks the function {function}")]
+    NoFunction {
+        /// The function's name.
+        function: &'static str,
+    },
+    /// There is a driver, but no device, or none visible to this process.
+    #[error("the CUDA driver is loaded, but no device is visible to this process")]
+    NoDevice,
+    /// No device has this ordinal.
+    #[error(
+        "no CUDA device {ordinal}: expected a number below {count}, the number of visible \
+        devices"
+    )]
+    NoSuchDevice {
+        /// The requested ordinal.
+        ordinal: u32,
+        /// The number of devices.
+        count: u32,
+    },
+    /// No device has this UUID.
+    #[error("no CUDA device {uuid}: visible devices are {}", list(.known))]
+    NoSuchUuid {
+        /// The requested UUID.
+        uuid: DeviceUuid,
+        /// The UUIDs of the visible devices.
+        known: Vec<DeviceUuid>,
+    },
+    /// NVML has no device with this UUID, neither as a GPU nor as a MIG instance, or hides it from
+    /// this process.
+    #[error("NVML knows no device {uuid}: expected the UUID of a visible GPU or MIG instance")]
+    UnknownToNvml {
+        /// The UUID.
+        uuid: DeviceUuid,
+    },
+    /// A text is not the UUID of a device.
+    #[error("invalid device UUID {text:?}: expected GPU- or MIG- and 32 hexadecimal digits")]
+    InvalidUuid {
+        /// The text that was parsed.
+        text: String,
+    },
+    /// The requested backend does not work on this device.
+    #[error("backend {backend} does not work on CUDA device {device}: {cause}")]
+    NoSuchBackend {
+        /// The requested backend.
+        backend: Backend,
+        /// The device's ordinal.
+        device: u32,
+        /// The cause.
+        #[source]
+        cause: Box<Self>,
+    },
+    /// No backend works on this device.
+    #[error("cannot allocate on CUDA device {device}: {}", causes(.skipped))]
+    NoBackend {
+        /// The device's ordinal.
+        device: u32,
+        /// The backends that were tried, in order, and the cause for each.
+        skipped: Vec<(Backend, Self)>,
+    },
+    /// The options do not fit the backend.
+    #[error("the options need {expected}")]
+    WrongBackend {
+        /// The expected backend, and the option that needs it.
+        expected: &'static str,
+    },
+    /// The memory did not hold the data written to it.
+    #[error("the memory did not hold the data written to it")]
+    Contents,
+    /// There are fewer addresses than the device's memory needs, and another backend may do
+    /// without.
+    #[error("cannot reserve {needed} of addresses for each of two regions")]
+    Addresses {
+        /// The addresses of a region: the device's memory and an eighth.
+        needed: ByteSize,
+    },
+    /// The requested handle size is invalid.
+    #[error("invalid handle size {requested}: expected a power of two of at least {granularity}")]
+    HandleSize {
+        /// The requested size.
+        requested: ByteSize,
+        /// The smallest size that the device supports.
+        granularity: ByteSize,
+    },
+    /// The pool limit is smaller than one allocation unit.
+    #[error("invalid pool limit {requested}: expected at least {unit}, the allocation unit")]
+    PoolLimit {
+        /// The requested limit.
+        requested: ByteSize,
+        /// The smallest unit that the pool allocates.
+        unit: ByteSize,
+    },
+    /// The driver does not support pool limits.
+    #[error(
+        "a pool limit of {limit} needs a driver for CUDA 12.2 or newer: found one for CUDA \
+         {}.{}",
+        driver_version / 1000, driver_version % 1000 / 10
+    )]
+    NoPoolLimit {
+        /// The requested limit.
+        limit: ByteSize,
+        /// The driver's CUDA version: 1000 x major + 10 x minor.
+        driver_version: u32,
+    },
+    /// A device of `CudaOptions::peers` cannot access the memory.
+    #[error(
+        "CUDA device {peer} cannot access memory of CUDA device {device}: expected a peer of it"
+    )]
+    NoPeerAccess {
+        /// The ordinal of the device with the memory.
+        device: u32,
+        /// The ordinal of the other device.
+        peer: u32,
+    },
+    /// Network cards cannot access virtual memory of the device (`CudaOptions::rdma`).
+    #[error("CUDA device {device} does not support GPUDirect RDMA with virtual memory")]
+    NoRdma {
+        /// The device's ordinal.
+        device: u32,
+    },
+    /// The device already has a pool governor in this process.
+    #[error("CUDA device {device} already has a pool governor in this process")]
+    Governed {
+        /// The device's ordinal.
+        device: u32,
+    },
+    /// The device refused to create the pool of a governor, or to make it the current one.
+    #[error("cannot replace the current pool of CUDA device {device}: {cause}")]
+    CurrentPool {
+        /// The device's ordinal.
+        device: u32,
+        /// The cause.
+        #[source]
+        cause: Box<Self>,
+    },
+    /// This process was forked from the one that opened the library.
+    #[error("NVML was opened before a fork: expected the process that opened it")]
+    Forked,
+}
+
+fn list(items: &[DeviceUuid]) -> String {
+    let names: Vec<_> = items.iter().map(ToString::to_string).collect();
+    names.join(", ")
+}
+
+fn causes(skipped: &[(Backend, DriverError)]) -> String {
+    let causes: Vec<_> =
+        skipped.iter().map(|(backend, cause)| format!("{backend}: {cause}")).collect();
+    causes.join("; ")
 }
 
 impl DriverError {
     /// Converts a CUDA result code other than success: out of memory (2, or what WSL answers
-    /// instead), not supported (801), an illegal address (700), a lost context, or a refusal. For
-    /// codes about the machine's setup
+    /// instead), no device (100), not supported (801), an illegal address (700), a lost context, or a
+    /// refusal. For codes about the machine's setup
     /// (34, 46, 802, 803) the message contains advice for the operator.
     #[must_use]
     pub fn of_cuda(call: &'static str, code: u32, requested: ByteSize) -> Self {
@@ -122,14 +291,15 @@ impl DriverError {
         name: impl FnOnce() -> Option<String>,
     ) -> Self {
         let message = || {
-            let name = name().unwrap_or_else(|| cuda_result_name(code).to_owned());
-            described(code, name)
+            let name = name().unwrap_or_else(|| "unnamed".to_owned());
+            advice(code).map_or_else(|| name.clone(), |advice| format!("{name}: {advice}"))
         };
         match code {
             OUT_OF_MEMORY => Self::OutOfMemory { call, requested },
             _ if SHORTAGE.contains(&code) && TAKING.contains(&call) => {
                 Self::OutOfMemory { call, requested }
             }
+            NO_DEVICE => Self::NoDevice,
             NOT_SUPPORTED => Self::Unsupported { what: call },
             ILLEGAL_ADDRESS => Self::IllegalAddress { call },
             _ if is_sticky(code) => {
@@ -153,6 +323,15 @@ impl DriverError {
         matches!(self, Self::OutOfMemory { .. })
     }
 
+    /// Returns the error with this size if memory has run out: that of the whole request, of which
+    /// the call was a part.
+    pub(super) fn sized(self, requested: ByteSize) -> Self {
+        match self {
+            Self::OutOfMemory { call, .. } => Self::OutOfMemory { call, requested },
+            other => other,
+        }
+    }
+
     /// Returns the CUDA result code or `errno`, if there is one.
     #[must_use]
     pub fn code(&self) -> Option<i64> {
@@ -167,7 +346,9 @@ impl DriverError {
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: u32 = 2;
 /// `CUDA_ERROR_STUB_LIBRARY`
-const STUB_LIBRARY: u32 = 34;
+pub(super) const STUB_LIBRARY: u32 = 34;
+/// `CUDA_ERROR_NO_DEVICE`
+const NO_DEVICE: u32 = 100;
 /// `CUDA_ERROR_ILLEGAL_ADDRESS`
 const ILLEGAL_ADDRESS: u32 = 700;
 /// `CUDA_ERROR_NOT_SUPPORTED`
@@ -203,62 +384,13 @@ const STICKY: &[u32] = &[
     911, // EXTERNAL_DEVICE
 ];
 
-/// The names in cuda.h of results for which the driver is not queried: those that the simulation
-/// returns and those that this crate treats specially. In ascending order.
-const NAMES: &[(u32, &str)] = &[
-    (1, "CUDA_ERROR_INVALID_VALUE"),
-    (OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"),
-    (3, "CUDA_ERROR_NOT_INITIALIZED"),
-    (4, "CUDA_ERROR_DEINITIALIZED"),
-    (STUB_LIBRARY, "CUDA_ERROR_STUB_LIBRARY"),
-    (46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
-    (100, "CUDA_ERROR_NO_DEVICE"),
-    (101, "CUDA_ERROR_INVALID_DEVICE"),
-    (201, "CUDA_ERROR_INVALID_CONTEXT"),
-    (214, "CUDA_ERROR_ECC_UNCORRECTABLE"),
-    (220, "CUDA_ERROR_NVLINK_UNCORRECTABLE"),
-    (226, "CUDA_ERROR_CONTAINED"),
-    (400, "CUDA_ERROR_INVALID_HANDLE"),
-    (401, "CUDA_ERROR_ILLEGAL_STATE"),
-    (600, "CUDA_ERROR_NOT_READY"),
-    (ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"),
-    (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
-    (702, "CUDA_ERROR_LAUNCH_TIMEOUT"),
-    (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED"),
-    (710, "CUDA_ERROR_ASSERT"),
-    (714, "CUDA_ERROR_HARDWARE_STACK_ERROR"),
-    (715, "CUDA_ERROR_ILLEGAL_INSTRUCTION"),
-    (716, "CUDA_ERROR_MISALIGNED_ADDRESS"),
-    (717, "CUDA_ERROR_INVALID_ADDRESS_SPACE"),
-    (718, "CUDA_ERROR_INVALID_PC"),
-    (719, "CUDA_ERROR_LAUNCH_FAILED"),
-    (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK"),
-    (800, "CUDA_ERROR_NOT_PERMITTED"),
-    (NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"),
-    (802, "CUDA_ERROR_SYSTEM_NOT_READY"),
-    (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-    (810, "CUDA_ERROR_MPS_CLIENT_TERMINATED"),
-    (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
-    (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
-    (905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"),
-    (906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"),
-    (907, "CUDA_ERROR_CAPTURED_EVENT"),
-    (911, "CUDA_ERROR_EXTERNAL_DEVICE"),
-    (999, "CUDA_ERROR_UNKNOWN"),
-];
-
-/// Returns the name of a CUDA result in cuda.h, or "unnamed" if this table does not have it.
-fn cuda_result_name(code: u32) -> &'static str {
-    NAMES.iter().find(|row| row.0 == code).map_or("unnamed", |row| row.1)
-}
-
 /// Returns `true` if a CUDA result means that the context is lost.
 fn is_sticky(code: u32) -> bool {
     STICKY.binary_search(&code).is_ok()
 }
 
 /// Returns advice for the operator if a CUDA result is about the machine's setup.
-pub(super) const fn advice(code: u32) -> Option<&'static str> {
+const fn advice(code: u32) -> Option<&'static str> {
     Some(match code {
         STUB_LIBRARY => {
             "a CUDA toolkit stub was loaded instead of the driver library: remove its folder from \
@@ -280,11 +412,6 @@ pub(super) const fn advice(code: u32) -> Option<&'static str> {
     })
 }
 
-/// Returns a name with advice for the operator.
-fn described(code: u32, name: String) -> String {
-    advice(code).map_or_else(|| name.clone(), |advice| format!("{name}: {advice}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -296,11 +423,10 @@ mod tests {
         assert_eq!(of(2), DriverError::OutOfMemory { call: "cuMemMap", requested });
         assert_eq!(of(801), DriverError::Unsupported { what: "cuMemMap" });
         assert_eq!(of(700), DriverError::IllegalAddress { call: "cuMemMap" });
-        assert_eq!(
-            of(719).to_string(),
-            "cuMemMap: the CUDA context is lost: CUDA_ERROR_LAUNCH_FAILED (code 719)"
-        );
-        assert_eq!(of(1).to_string(), "cuMemMap failed: CUDA_ERROR_INVALID_VALUE (code 1)");
+        assert_eq!(of(719).to_string(), "cuMemMap: the CUDA context is lost: unnamed (code 719)");
+        let name = || Some("CUDA_ERROR_INVALID_VALUE".to_owned());
+        let named = DriverError::of_cuda_named("cuMemMap", 1, requested, name);
+        assert_eq!(named.to_string(), "cuMemMap failed: CUDA_ERROR_INVALID_VALUE (code 1)");
         assert_eq!(of(4242).to_string(), "cuMemMap failed: unnamed (code 4242)");
     }
 
@@ -320,17 +446,16 @@ mod tests {
 
     #[test]
     fn an_error_says_whether_the_context_is_lost_and_keeps_its_number() {
-        for (code, _) in NAMES {
-            let error = DriverError::of_cuda("cuCtxSynchronize", *code, ByteSize::ZERO);
-            assert_eq!(error.is_context_lost(), STICKY.contains(code), "{error}");
-            let stands_for_it = [OUT_OF_MEMORY, NOT_SUPPORTED].contains(code);
-            assert_eq!(error.code(), (!stands_for_it).then_some(i64::from(*code)), "{error}");
+        for code in 1..=999 {
+            let error = DriverError::of_cuda("cuCtxSynchronize", code, ByteSize::ZERO);
+            assert_eq!(error.is_context_lost(), STICKY.contains(&code), "{error}");
+            let stands_for_it = [OUT_OF_MEMORY, NO_DEVICE, NOT_SUPPORTED].contains(&code);
+            assert_eq!(error.code(), (!stands_for_it).then_some(i64::from(code)), "{error}");
         }
     }
 
     #[test]
-    fn the_tables_are_in_order_of_the_numbers() {
-        assert!(NAMES.windows(2).all(|pair| pair[0].0 < pair[1].0));
+    fn the_table_is_in_order_of_the_numbers() {
         assert!(STICKY.windows(2).all(|pair| pair[0] < pair[1]));
     }
 

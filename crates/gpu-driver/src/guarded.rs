@@ -17,7 +17,7 @@ use crate::{
 };
 use lowtide_core::bytes::ByteSize;
 
-type Answer<T = ()> = Result<T, DriverError>;
+type DriverResult<T = ()> = Result<T, DriverError>;
 
 /// A driver that passes calls on to another until the other reports that its context is lost, and
 /// answers every later call with that error. Costs one atomic read per call.
@@ -49,7 +49,7 @@ impl Guarded {
         &self.driver
     }
 
-    fn call<T>(&self, act: impl FnOnce(&dyn Driver) -> Answer<T>) -> Answer<T> {
+    fn call<T>(&self, act: impl FnOnce(&dyn Driver) -> DriverResult<T>) -> DriverResult<T> {
         if let Some(error) = self.lost.get() {
             return Err(error.clone());
         }
@@ -72,12 +72,12 @@ macro_rules! forward {
         })*
     };
     (safe: $($name:ident($($arg:ident: $kind:ty),*) -> $out:ty;)*) => {
-        $(fn $name(&self $(, $arg: $kind)*) -> Answer<$out> {
+        $(fn $name(&self $(, $arg: $kind)*) -> DriverResult<$out> {
             self.call(|driver| driver.$name($($arg),*))
         })*
     };
     (taking: $($name:ident($($arg:ident: $kind:ty),*) -> $out:ty;)*) => {
-        $(unsafe fn $name(&self $(, $arg: $kind)*) -> Answer<$out> {
+        $(unsafe fn $name(&self $(, $arg: $kind)*) -> DriverResult<$out> {
             // SAFETY: the contract of this call is that of the other, with the same arguments.
             self.call(|driver| unsafe { driver.$name($($arg),*) })
         })*
@@ -141,14 +141,19 @@ unsafe impl Driver for Guarded {
         ) -> ();
     }
 
-    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> DriverResult<NonNull<u8>> {
         match memory {
             HostMemory::Pageable => self.driver.host_alloc(size, memory),
             HostMemory::PageLocked => self.call(|driver| driver.host_alloc(size, memory)),
         }
     }
 
-    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
+    unsafe fn host_free(
+        &self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        memory: HostMemory,
+    ) -> DriverResult {
         // SAFETY: the contract of this call is that of the other, with the same arguments.
         let free = |driver: &dyn Driver| unsafe { driver.host_free(at, size, memory) };
         match memory {
@@ -183,37 +188,42 @@ mod tests {
             self.host.capabilities()
         }
 
-        fn reserve(&self, _: ByteSize) -> Answer<DeviceAddress> {
+        fn reserve(&self, _: ByteSize) -> DriverResult<DeviceAddress> {
             self.calls.fetch_add(1, Ordering::Relaxed);
             Err(DriverError::IllegalAddress { call: "cuMemAddressReserve" })
         }
 
-        unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Answer {
+        unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> DriverResult {
             Ok(())
         }
 
-        unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
+        unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> DriverResult {
             Ok(())
         }
 
-        unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
+        unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> DriverResult {
             Ok(())
         }
 
-        unsafe fn copy(&self, _: DeviceAddress, _: DeviceAddress, _: ByteSize) -> Answer {
+        unsafe fn copy(&self, _: DeviceAddress, _: DeviceAddress, _: ByteSize) -> DriverResult {
             Ok(())
         }
 
-        fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+        fn device_memory(&self) -> DriverResult<Option<DeviceMemory>> {
             self.calls.fetch_add(1, Ordering::Relaxed);
             Ok(None)
         }
 
-        fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> DriverResult<NonNull<u8>> {
             self.host.host_alloc(size, memory)
         }
 
-        unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
+        unsafe fn host_free(
+            &self,
+            at: NonNull<u8>,
+            size: ByteSize,
+            memory: HostMemory,
+        ) -> DriverResult {
             // SAFETY: `host_alloc` allocated it with the host driver.
             unsafe { self.host.host_free(at, size, memory) }
         }

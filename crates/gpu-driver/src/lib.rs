@@ -8,31 +8,27 @@
 //! committed.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod address;
-mod capabilities;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
 mod guarded;
-mod handle;
 pub mod host;
 pub mod staging;
-mod touched;
-mod uuid;
+mod values;
 
 use std::fmt;
 use std::ptr::NonNull;
 
 pub use lowtide_core::{ByteSize, clock};
 
-pub use address::DeviceAddress;
-pub use capabilities::{Backend, Capabilities, HostMemory};
 pub use error::DriverError;
 pub use guarded::Guarded;
-pub use handle::{DeviceMemory, EventHandle, HostStore, Owner, StoreSpan, StreamHandle};
 #[doc(hidden)]
-pub use touched::TouchedMemory;
-pub use uuid::{DeviceUuid, UuidError};
+pub use host::TouchedMemory;
+pub use values::{
+    Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, EventHandle, HostMemory,
+    HostStore, Owner, StoreSpan, StreamHandle,
+};
 
 /// The unit of sizes for [`Driver::host_alloc`]. 64 KiB is the largest page size in use, so it is a
 /// multiple of every page size.
@@ -647,6 +643,11 @@ const STORES: &str = "host stores for offloading";
 /// The feature that a driver without host copies lacks.
 const HOST_COPIES: &str = "copies from and to host memory";
 
+/// The README's code, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 #[cfg(test)]
 #[expect(unsafe_code, reason = "each call that takes memory away is made")]
 mod tests {
@@ -691,8 +692,3 @@ mod tests {
         }
     }
 }
-
-/// The README's code, compiled.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

@@ -34,11 +34,11 @@ const STUCK_MAX: usize = 4;
 /// The rings of a driver.
 #[derive(Debug, Default)]
 pub struct Staging {
-    state: Mutex<State>,
+    state: Mutex<StagingState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct StagingState {
     /// The number of stores that need rings.
     stores: u64,
     idle: Vec<Ring>,
@@ -49,11 +49,11 @@ struct State {
 /// A few buffers for one copy at a time.
 #[derive(Debug, Default)]
 struct Ring {
-    buffers: Vec<Buffer>,
+    buffers: Vec<StagingBuffer>,
 }
 
 #[derive(Debug)]
-struct Buffer {
+struct StagingBuffer {
     start: NonNull<u8>,
     memory: HostMemory,
     event: EventHandle,
@@ -63,7 +63,7 @@ struct Buffer {
 
 // SAFETY: a buffer is an address and plain values; the ring that owns it accesses the memory, and
 // one copy at a time has the ring.
-unsafe impl Send for Buffer {}
+unsafe impl Send for StagingBuffer {}
 
 impl Staging {
     /// Counts a store that needs rings, and makes a ring for the first one. If the driver has no
@@ -206,13 +206,13 @@ impl Ring {
     fn open(driver: &dyn Driver) -> Result<Self, DriverError> {
         let mut ring = Self::default();
         while ring.buffers.len() < BUFFERS {
-            match Buffer::open(driver, HostMemory::PageLocked) {
+            match StagingBuffer::open(driver, HostMemory::PageLocked) {
                 Ok(buffer) => ring.buffers.push(buffer),
                 Err(_) if !ring.buffers.is_empty() => break,
                 Err(error) if error.is_context_lost() => return Err(error),
                 Err(_) => {
                     // More of these would not copy faster.
-                    ring.buffers.push(Buffer::open(driver, HostMemory::Pageable)?);
+                    ring.buffers.push(StagingBuffer::open(driver, HostMemory::Pageable)?);
                     break;
                 }
             }
@@ -294,7 +294,7 @@ impl Ring {
     }
 }
 
-impl Buffer {
+impl StagingBuffer {
     fn open(driver: &dyn Driver, memory: HostMemory) -> Result<Self, DriverError> {
         let event = driver.event_create()?;
         match driver.host_alloc(BUFFER_SIZE, memory) {
@@ -331,7 +331,7 @@ impl Buffer {
         unsafe { driver.event_record(self.event, stream) }
     }
 
-    /// Returns the first bytes. No copy is in progress: [`Buffer::wait`] came before.
+    /// Returns the first bytes. No copy is in progress: [`StagingBuffer::wait`] came before.
     fn bytes(&mut self, size: ByteSize) -> &mut [u8] {
         debug_assert!(!self.is_queued && size <= BUFFER_SIZE);
         let length = size.min(BUFFER_SIZE).as_usize().unwrap_or(0);

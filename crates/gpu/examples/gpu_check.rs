@@ -21,8 +21,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, ExitCode};
 
 use clap::Parser;
-use lowtide_gpu::driver::cuda::{CudaError, CudaOptions, probe};
-use lowtide_gpu::driver::{Backend, Driver};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::driver::{Backend, Driver, DriverError};
 
 #[path = "gpu_check/calls/mod.rs"]
 mod calls;
@@ -178,17 +178,19 @@ fn failure(act: impl FnOnce() -> Outcome) -> Option<String> {
 
 /// Opens the device and prints its properties.
 fn identified(args: &Args, report: &mut Report<'_>) -> Outcome {
-    let found = probe();
-    if !found.is_usable() {
-        report.no_device(&found.to_string());
-        return Ok(());
-    }
+    let devices = match CudaDriver::devices() {
+        Ok(devices) => devices,
+        Err(error) => {
+            report.no_device(&error.to_string());
+            return Ok(());
+        }
+    };
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
     let version = rig.driver.driver_version();
     let capabilities = rig.driver.capabilities();
     for (name, value) in [
-        ("driver", found.to_string()),
+        ("devices", devices.len().to_string()),
         ("device", device.name.clone()),
         ("uuid", device.uuid.to_string()),
         ("driver_version", format!("{}.{}", version / 1000, version % 1000 / 10)),
@@ -220,7 +222,7 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
         let device = match cuda::Cuda::open(options) {
             Ok(device) => device,
             Err(fault) => {
-                if !matches!(fault.downcast_ref(), Some(CudaError::NoSuchBackend { .. })) {
+                if !matches!(fault.downcast_ref(), Some(DriverError::NoSuchBackend { .. })) {
                     return Err(fault);
                 }
                 report.line(&format!("contract not run: {fault}"));

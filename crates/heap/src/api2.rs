@@ -30,7 +30,7 @@ use super::HostArena;
 /// tensor.resize(1 << 20, 0.5_f32);
 /// assert!(arena.stats()?.live.get() >= 4 << 20);
 /// drop(tensor); // on whichever thread
-/// arena.retire()?;
+/// arena.retire().map_err(|(_, cause)| cause)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 // SAFETY: a block is jemalloc's, with the requested size and alignment, and does not move until it

@@ -16,7 +16,6 @@
 #![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
 
 use std::cell::RefCell;
-use std::error::Error;
 use std::ffi::CStr;
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -30,14 +29,11 @@ use lowtide_core::decay::DecayTime;
 use lowtide_core::fork::{self, Birth};
 
 use super::conf::decay_to_ms;
-use super::error::{Act, HostError};
-use super::mallctl::{self as ctl, ARENA_LIMIT};
-use super::purge::flush_thread_cache;
+use super::error::HostError;
+use super::mallctl::{self as ctl, ARENA_LIMIT, ARENA_NAME_MAX};
+use super::recall::flush_thread_cache;
 use super::redirect::{self, Redirected};
 use super::stats::refresh;
-
-/// The maximum length of an arena's name in bytes: jemalloc's 32 minus the NUL.
-pub const ARENA_NAME_MAX: usize = 31;
 
 /// A jemalloc arena for one purpose, such as a model.
 ///
@@ -54,9 +50,9 @@ pub const ARENA_NAME_MAX: usize = 31;
 /// let arena = HostArena::new("reranker")?;
 /// let model = arena.scope(|| vec![1_u8; 64 << 20])?; // all its allocations are in the arena
 /// assert!(arena.stats()?.active.get() >= 64 << 20);
-/// let refused = arena.retire().expect_err("the model is still there");
+/// let (arena, cause) = arena.retire().expect_err("the model is still there");
 /// drop(model);
-/// refused.arena.retire()?; // releases all its memory
+/// arena.retire().map_err(|(_, cause)| cause)?; // releases all its memory
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -87,112 +83,6 @@ impl HostArenaStats {
     pub const fn retained(&self) -> ByteSize {
         let backed = self.active.saturating_add(self.dirty).saturating_add(self.muzzy);
         backed.saturating_sub(self.live)
-    }
-}
-
-/// The reason an arena could not be created.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum HostArenaError {
-    /// The name is empty, too long, or contains a NUL.
-    Name {
-        /// The name.
-        name: String,
-    },
-    /// Another arena has the name.
-    Taken {
-        /// The name.
-        name: String,
-    },
-    /// All arena indices are in use.
-    Exhausted,
-    /// A call to jemalloc failed.
-    Host(HostError),
-}
-
-impl fmt::Display for HostArenaError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Name { name } => write!(
-                f,
-                "invalid arena name {name:?}: expected 1 to {ARENA_NAME_MAX} bytes without a NUL"
-            ),
-            Self::Taken { name } => {
-                write!(f, "arena name {name:?} is already in use: expected a unique name")
-            }
-            Self::Exhausted => {
-                write!(f, "no arena index is free: expected fewer than {ARENA_LIMIT} arenas")
-            }
-            Self::Host(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for HostArenaError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Host(error) => error.source(),
-            Self::Name { .. } | Self::Taken { .. } | Self::Exhausted => None,
-        }
-    }
-}
-
-impl From<HostError> for HostArenaError {
-    fn from(error: HostError) -> Self {
-        Self::Host(error)
-    }
-}
-
-/// An arena that was not retired because something may point into it.
-#[derive(Debug)]
-#[expect(clippy::exhaustive_structs, reason = "an arena and the cause")]
-pub struct RetireRefused {
-    /// The arena, purged.
-    pub arena: HostArena,
-    /// The reason.
-    pub cause: StillHeld,
-}
-
-impl fmt::Display for RetireRefused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cannot retire arena {:?}: {}", self.arena.name(), self.cause)
-    }
-}
-
-impl Error for RetireRefused {}
-
-/// The reason an arena cannot be retired.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum StillHeld {
-    /// Bytes of pages with blocks that are live or in thread caches.
-    Active(ByteSize),
-    /// A thread could not leave it at the end of a scope.
-    Bound,
-    /// A call to jemalloc failed.
-    Host(HostError),
-}
-
-impl fmt::Display for StillHeld {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Active(size) => {
-                write!(f, "{size} of its pages have live or thread-cached blocks: expected none")
-            }
-            Self::Bound => f.write_str(
-                "a thread is bound to it and could not leave: expected that thread to end first",
-            ),
-            Self::Host(error) => error.fmt(f),
-        }
-    }
-}
-
-impl Error for StillHeld {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Host(error) => error.source(),
-            Self::Active(_) | Self::Bound => None,
-        }
     }
 }
 
@@ -227,7 +117,7 @@ impl fmt::Debug for ArenaName {
 
 /// The state of an index.
 #[derive(Clone, Copy)]
-struct Slot {
+struct ArenaSlot {
     name: ArenaName,
     /// Purged, and kept for reuse.
     is_kept: bool,
@@ -235,27 +125,27 @@ struct Slot {
     is_bound: bool,
 }
 
-impl Slot {
+impl ArenaSlot {
     const NONE: Self = Self { name: ArenaName::NONE, is_kept: false, is_bound: false };
 }
 
 /// All indices. Those from `known` on were never used here.
 pub(super) struct Slots {
-    slots: [Slot; ARENA_LIMIT as usize],
+    slots: [ArenaSlot; ARENA_LIMIT as usize],
     known: usize,
 }
 
 /// All zeros until an arena is created, so it takes no physical memory until then.
 static SLOTS: Mutex<Slots> =
-    Mutex::new(Slots { slots: [Slot::NONE; ARENA_LIMIT as usize], known: 0 });
+    Mutex::new(Slots { slots: [ArenaSlot::NONE; ARENA_LIMIT as usize], known: 0 });
 
 impl Slots {
-    fn known(&mut self) -> &mut [Slot] {
+    fn known(&mut self) -> &mut [ArenaSlot] {
         self.slots.get_mut(..self.known).unwrap_or_default()
     }
 
     /// Records a new index, or one that was kept.
-    fn put(&mut self, index: u32, slot: Slot) {
+    fn put(&mut self, index: u32, slot: ArenaSlot) {
         if let Some(at) = self.slots.get_mut(index as usize) {
             *at = slot;
             self.known = self.known.max(index as usize + 1);
@@ -312,24 +202,24 @@ impl HostArena {
     /// costs about 70 us.
     ///
     /// # Errors
-    /// [`HostArenaError`] if the name is invalid or taken, no index is free, or jemalloc refuses.
-    pub fn new(name: &str) -> Result<Self, HostArenaError> {
+    /// [`HostError`] if the name is invalid or taken, no index is free, or jemalloc refuses.
+    pub fn new(name: &str) -> Result<Self, HostError> {
         let text =
-            ArenaName::new(name).ok_or_else(|| HostArenaError::Name { name: name.into() })?;
+            ArenaName::new(name).ok_or_else(|| HostError::ArenaName { name: name.into() })?;
         let mut slots = keep();
         if slots.known().iter().any(|slot| slot.name == text) {
-            return Err(HostArenaError::Taken { name: name.into() });
+            return Err(HostError::ArenaNameTaken { name: name.into() });
         }
         let index = match slots.take_kept() {
             Some(index) => index,
             None => ctl::ARENAS_CREATE.read().map_err(|error| match error {
                 // If all are in use jemalloc answers EAGAIN, and nothing else makes it fail.
-                HostError::Mallctl { act: Act::Read, .. } => HostArenaError::Exhausted,
-                error => error.into(),
+                HostError::Mallctl { act: "read", .. } => HostError::NoArenaIndex,
+                error => error,
             })?,
         };
         let arena = Self { index, name: text, birth: Birth::now() };
-        slots.put(index, Slot { name: text, ..Slot::NONE });
+        slots.put(index, ArenaSlot { name: text, ..ArenaSlot::NONE });
         // Refresh, so that iterations over all arenas find figures of each.
         let refreshed = refresh();
         drop(slots);
@@ -371,7 +261,7 @@ impl HostArena {
         }
         flush_thread_cache()?;
         let before = ctl::THREAD_ARENA.exchange(self.index)?;
-        let _bound = Bound { before, index: self.index };
+        let _bound = BoundThread { before, index: self.index };
         let _inner = Redirected::not();
         Ok(act())
     }
@@ -463,7 +353,7 @@ impl HostArena {
     #[doc(hidden)]
     pub fn all_as_refreshed() -> Result<Vec<(String, HostArenaStats)>, HostError> {
         let mut slots = keep();
-        let ours = |slot: &Slot| slot.is_kept || slot.name != ArenaName::NONE;
+        let ours = |slot: &ArenaSlot| slot.is_kept || slot.name != ArenaName::NONE;
         let indices = (0..).zip(slots.known().iter()).filter(|(_, slot)| ours(slot));
         indices.map(|(index, slot)| Ok((slot.name.text().to_owned(), stats_of(index)?))).collect()
     }
@@ -494,37 +384,38 @@ impl HostArena {
     /// ([`flush_thread_cache`](super::flush_thread_cache)), or let the threads end.
     ///
     /// # Errors
-    /// [`RetireRefused`] with the arena, purged.
-    pub fn retire(mut self) -> Result<(), RetireRefused> {
+    /// The arena, purged, with [`HostError::ArenaInUse`], [`HostError::ThreadBound`] or what
+    /// jemalloc refused.
+    pub fn retire(mut self) -> Result<(), (Self, HostError)> {
         match self.destroy() {
             Ok(()) => {
                 let _gone = ManuallyDrop::new(self); // a plain value: its index is jemalloc's again
                 Ok(())
             }
-            Err(cause) => Err(RetireRefused { arena: self, cause }),
+            Err(cause) => Err((self, cause)),
         }
     }
 
-    fn destroy(&mut self) -> Result<(), StillHeld> {
-        self.check_birth().map_err(StillHeld::Host)?;
-        self.purge().map_err(StillHeld::Host)?;
+    fn destroy(&mut self) -> Result<(), HostError> {
+        self.check_birth()?;
+        self.purge()?;
         let mut slots = keep();
         let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
         if is_bound {
-            return Err(StillHeld::Bound);
+            return Err(HostError::ThreadBound);
         }
-        refresh().map_err(StillHeld::Host)?;
-        let page = ctl::ARENAS_PAGE.read().map_err(StillHeld::Host)?;
-        let active = ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index).map_err(StillHeld::Host)?;
+        refresh()?;
+        let page = ctl::ARENAS_PAGE.read()?;
+        let active = ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index)?;
         if active > 0 {
-            return Err(StillHeld::Active(ByteSize::of(active.saturating_mul(page))));
+            return Err(HostError::ArenaInUse { bytes: ByteSize::of(active.saturating_mul(page)) });
         }
         // SAFETY: it has no active page, so there is no block in it, not even in a thread's cache.
         // None comes: blocks are allocated in it by bound threads, which are scopes, by threads in
         // `scope_uncached`, or through the arena as allocator; each borrows it, and it is borrowed
         // mutably here; a scope that could not be left is recorded as `is_bound`.
-        unsafe { ctl::ARENA_DESTROY.perform_in(self.index) }.map_err(StillHeld::Host)?;
-        slots.put(self.index, Slot::NONE);
+        unsafe { ctl::ARENA_DESTROY.perform_in(self.index) }?;
+        slots.put(self.index, ArenaSlot::NONE);
         Ok(())
     }
 
@@ -565,7 +456,7 @@ impl Drop for HostArena {
             let _ = self.purge();
             let mut slots = keep();
             let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
-            slots.put(self.index, Slot { name: ArenaName::NONE, is_kept: true, is_bound });
+            slots.put(self.index, ArenaSlot { name: ArenaName::NONE, is_kept: true, is_bound });
         }
     }
 }
@@ -593,12 +484,12 @@ impl<F: Future> Future for InArena<F> {
 }
 
 /// A thread that is bound to an arena. Stays on the thread that created it.
-struct Bound {
+struct BoundThread {
     before: u32,
     index: u32,
 }
 
-impl Drop for Bound {
+impl Drop for BoundThread {
     fn drop(&mut self) {
         // An empty cache cannot serve blocks of the arena afterwards.
         let flushed = flush_thread_cache().is_ok();

@@ -25,31 +25,24 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod account;
+#[cfg(feature = "profiling")]
+mod allocations;
 mod allocator;
 #[cfg(feature = "allocator-api2")]
 mod api2;
 mod arenas;
-mod asked;
-mod binding;
-mod classes;
-mod compare;
 mod conf;
 mod effective;
 mod error;
-mod knobs;
 mod libc_heap;
 #[cfg(any(test, feature = "profiling"))]
 mod loaded;
 mod mallctl;
-mod mappings;
-#[cfg(feature = "profiling")]
-mod pprof;
 mod profile;
 mod profiler;
 mod purge;
 mod recall;
 mod redirect;
-mod release;
 mod stats;
 #[cfg(all(feature = "profiling", target_os = "linux", target_arch = "x86_64"))]
 mod unwind;
@@ -57,41 +50,39 @@ mod unwind;
 pub use lowtide_core::{ByteSize, clock, decay};
 
 pub use account::{Account, AccountMemory, AccountOwner, is_measured, unmeasured};
+#[cfg(feature = "profiling")]
+pub use allocations::{AllocationProfile, AllocationStack, take_profile, write_profile};
 pub use allocator::{Heap, is_global, serves_c};
-pub use arenas::{
-    ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
+pub use arenas::{HostArena, HostArenaStats};
+pub use conf::{
+    Applied, apply, background_threads_supported, limit_mappings, mappings_max, overcommits,
 };
-pub use asked::HeapConf;
-pub use binding::ArenaBinding;
-pub use classes::{HeapSizeClass, ThreadTotals, thread_totals};
-pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
-pub use effective::{EffectiveConf, effective};
-pub use error::{Act, HostError, Refusal, Unsupported};
-pub use knobs::Difference;
+pub use effective::{EffectiveConf, HeapConf, effective};
+pub use error::{HostError, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 #[cfg(any(test, feature = "profiling"))]
 pub use loaded::ProfileMapping;
-pub use mappings::{limit_mappings, mappings_max, overcommits};
-pub use profile::HeapProfile;
+pub use mallctl::ARENA_NAME_MAX;
+pub use profile::{Difference, HeapProfile, HeapSettings};
 #[cfg(feature = "profiling")]
-pub use profiler::{
-    AllocationProfile, AllocationStack, ProfileError, cache_unwind_rules, take_profile,
-    write_profile,
-};
+pub use profiler::cache_unwind_rules;
 pub use profiler::{Profiler, profiler};
 pub use purge::{
-    Outcome, Part, PurgeReport, Unreleased, decay_tick, flush_thread_cache, purge, purge_now,
+    HeapPurge, PurgeOutcome, PurgeReport, ReleaseFailure, Unreleased, check_release, decay_tick,
+    purge, purge_now, release_failure, unreleased_max,
 };
-pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
-pub use release::{ReleaseFailure, check_release, release_failure, unreleased_max};
-pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
+pub use recall::{
+    ArenaBinding, flush_tcache_if_requested, flush_thread_cache, on_thread_park,
+    request_tcache_flush,
+};
+pub use stats::{HeapProbe, HeapSizeClass, HeapSnapshot, thread_totals};
 
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
 #[doc(hidden)]
 pub use allocator::ConfSymbol;
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
 #[doc(hidden)]
-pub use knobs::ConfText;
+pub use profile::ConfText;
 
 /// The README's code, compiled.
 #[cfg(doctest)]

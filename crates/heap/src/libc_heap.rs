@@ -69,25 +69,10 @@ mod platform {
 
     use super::{ByteSize, LibcHeap, Unsupported};
 
-    /// `struct mallinfo2` of glibc's `malloc.h` (2.33 and later): ten fields of type `size_t`.
-    #[repr(C)]
-    struct MallInfo2 {
-        arena: usize,
-        ordblks: usize,
-        smblks: usize,
-        hblks: usize,
-        hblkhd: usize,
-        usmblks: usize,
-        fsmblks: usize,
-        uordblks: usize,
-        fordblks: usize,
-        keepcost: usize,
-    }
-
     /// `int malloc_trim(size_t pad)` and `struct mallinfo2 mallinfo2(void)`. Safe to call: the code
     /// that creates one guarantees that.
     type Trim = extern "C" fn(usize) -> c_int;
-    type Info = extern "C" fn() -> MallInfo2;
+    type Info = extern "C" fn() -> libc::mallinfo2;
 
     pub(super) fn trim() -> Result<bool, Unsupported> {
         static FOUND: OnceLock<Option<Trim>> = OnceLock::new();

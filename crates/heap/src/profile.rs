@@ -11,12 +11,28 @@
 //!
 //! Invariant: the decay times in `conf` are those in `settings`.
 
+use std::borrow::Cow;
 use std::ffi::CStr;
+use std::fmt;
 use std::time::Duration;
 
 use lowtide_core::decay::DecayTime;
 
-use super::conf::HeapSettings;
+/// Heap settings for a running process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeapSettings {
+    /// Time that unused pages stay backed. jemalloc counts whole milliseconds: rounded up, never to
+    /// 0. [`DecayTime::AtOnce`] costs 5 to 8 times the CPU.
+    pub dirty_decay: DecayTime,
+    /// Time that lazily released pages stay so. With [`DecayTime::AtOnce`], pages are never left
+    /// for the kernel to reclaim later, while they would still count as resident.
+    pub muzzy_decay: DecayTime,
+    /// `true` if jemalloc's background threads decay the heap. Without them it decays only when the
+    /// application allocates and frees, or by [`decay_tick`](super::decay_tick).
+    pub background_threads: bool,
+    /// The maximum number of those threads, from 1 to the number fixed at start; `None` keeps it.
+    pub max_background_threads: Option<u32>,
+}
 
 lowtide_core::named_enum! {
     /// A named set of heap settings.
@@ -206,6 +222,426 @@ macro_rules! __export_conf {
     };
 }
 
+// jemalloc's settings that this crate supports: one table, their string format, and what differs
+// from a request.
+//
+// Pure: no calls to jemalloc. The table serves the macro [`jemalloc_conf!`](crate::jemalloc_conf),
+// which checks and writes a string at compile time, and the comparison of requested and effective
+// settings.
+//
+// Left out on purpose: `hpa` (twice the memory at rest), and a dirty decay of 0 (5 to 8 times the
+// CPU).
+//
+// Invariant: jemalloc accepts every setting that the macro accepts.
+
+/// One setting.
+pub(super) struct Knob {
+    /// jemalloc's name for it.
+    pub(super) name: &'static str,
+    /// The values that the macro accepts.
+    takes: Takes,
+    /// jemalloc's default; written explicitly, it resets an earlier string's value. `None` if it
+    /// cannot be reset.
+    pub(super) default: Option<&'static str>,
+    /// `true` if it can be changed while the process runs.
+    pub(super) moves: bool,
+    /// The macro's message for other values.
+    expected: &'static str,
+}
+
+enum Takes {
+    /// A whole number, both ends included.
+    Number(u64, u64),
+    /// One of these words, each with its written form.
+    Word(&'static [(&'static str, &'static str)]),
+}
+
+const BOOL: Takes = Takes::Word(&[("true", "true"), ("false", "false")]);
+
+/// The small block groups of [`HeapProfile::LowMemory`]: for every size the fewest pages.
+pub(super) const ONE_PAGE: &str = "1-16384:1";
+
+/// The table. Bounds are jemalloc's own (5.3.1, `conf.c`) but for those of the decay times: longer
+/// than an hour is most likely a wrong unit, which is a guess.
+pub(super) const KNOBS: [Knob; 10] = [
+    Knob {
+        name: "background_thread",
+        takes: BOOL,
+        default: Some("false"),
+        moves: true,
+        expected: "background_thread takes true or false",
+    },
+    Knob {
+        name: "max_background_threads",
+        takes: Takes::Number(1, 64),
+        default: None, // A later string can lower it and never raise it.
+        moves: true,
+        expected: "max_background_threads takes a whole number from 1 to 64",
+    },
+    Knob {
+        name: "narenas",
+        takes: Takes::Number(1, 4094),
+        default: Some("default"),
+        moves: false,
+        expected: "narenas takes a whole number from 1 to 4094",
+    },
+    Knob {
+        name: "tcache_max",
+        takes: Takes::Number(8, 32_768),
+        default: Some("32768"),
+        moves: false,
+        expected: "tcache_max takes a whole number of bytes from 8 to 32768",
+    },
+    Knob {
+        name: "dirty_decay_ms",
+        takes: Takes::Number(1, 3_600_000),
+        default: Some("10000"),
+        moves: true,
+        expected: "dirty_decay_ms takes a whole number of ms from 1 to 3600000 (0 \
+                   would cost 5 to 8 times the CPU)",
+    },
+    Knob {
+        name: "muzzy_decay_ms",
+        takes: Takes::Number(0, 3_600_000),
+        default: Some("0"),
+        moves: true,
+        expected: "muzzy_decay_ms takes a whole number of ms from 0 to 3600000",
+    },
+    Knob {
+        name: "thp",
+        takes: Takes::Word(&[("default", "default"), ("always", "always"), ("never", "never")]),
+        default: Some("default"),
+        moves: false,
+        expected: "thp takes default, always or never",
+    },
+    Knob {
+        name: "metadata_thp",
+        takes: Takes::Word(&[("disabled", "disabled"), ("auto", "auto"), ("always", "always")]),
+        default: Some("disabled"),
+        moves: false,
+        expected: "metadata_thp takes disabled, auto or always",
+    },
+    Knob {
+        name: "slab_sizes",
+        takes: Takes::Word(&[("default", "default"), ("one_page", ONE_PAGE)]),
+        default: Some("default"),
+        moves: false,
+        expected: "slab_sizes takes default or one_page",
+    },
+    Knob {
+        name: "cache_oblivious",
+        takes: BOOL,
+        default: Some("true"),
+        moves: false,
+        expected: "cache_oblivious takes true or false",
+    },
+];
+
+/// The settings of the heap profiler, which the macro accepts in a build that has it. They are no
+/// part of a profile's comparison: whether a process is profiled changes nothing else.
+const PROFILER_KNOBS: [Knob; 2] = [
+    Knob {
+        name: "prof",
+        takes: BOOL,
+        default: Some("false"),
+        moves: false,
+        expected: "prof takes true or false",
+    },
+    Knob {
+        name: "lg_prof_sample",
+        takes: Takes::Number(19, 30),
+        default: Some("19"),
+        moves: false,
+        expected: "lg_prof_sample takes a whole number from 19 to 30 (2^19 bytes = 512 KiB, \
+                   2^23 = 8 MiB)",
+    },
+];
+
+const NO_PROFILER: &str = "prof and lg_prof_sample need the feature `profiling`, which builds the \
+                           heap profiler in";
+const UNKNOWN: &str = "expected a setting of background_thread, \
+                       max_background_threads, narenas, tcache_max, dirty_decay_ms, \
+                       muzzy_decay_ms, thp, metadata_thp, slab_sizes, \
+                       cache_oblivious, prof, lg_prof_sample";
+const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expected \
+                   another setting, such as narenas";
+const TWICE: &str = "duplicate setting; expected each at most once";
+const TOO_LONG: &str = "the settings together are too long";
+
+/// The setting of this name.
+pub(super) const fn knob(name: &str) -> Option<&'static Knob> {
+    const TABLE: &[Knob] = &KNOBS;
+    named(TABLE, name)
+}
+
+/// The setting of the heap profiler of this name.
+const fn of_profiler(name: &str) -> Option<&'static Knob> {
+    const TABLE: &[Knob] = &PROFILER_KNOBS;
+    named(TABLE, name)
+}
+
+const fn named(table: &'static [Knob], name: &str) -> Option<&'static Knob> {
+    let mut at = 0;
+    while at < table.len() {
+        if same(table[at].name.as_bytes(), name.as_bytes()) {
+            return Some(&table[at]);
+        }
+        at += 1;
+    }
+    None
+}
+
+/// The most bytes of a string, its NUL included; all settings together take some 250.
+const TEXT_MAX: usize = 512;
+
+/// A configuration string, built at compile time.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct ConfText {
+    bytes: [u8; TEXT_MAX],
+    len: usize,
+}
+
+impl ConfText {
+    /// Creates the string of a profile with custom settings, which replace the profile's or follow
+    /// them.
+    ///
+    /// # Panics
+    /// At compile time, if a setting is invalid; the message names the setting and the expected
+    /// value.
+    #[must_use]
+    pub const fn of(profile: HeapProfile, own: &[(&str, &str)]) -> Self {
+        match Self::compose(profile, own) {
+            Ok(text) => text,
+            Err(expected) => panic!("{}", expected),
+        }
+    }
+
+    /// Returns the string as a C string.
+    ///
+    /// # Panics
+    /// Never: the bytes after the text are 0.
+    #[must_use]
+    pub const fn as_c_str(&self) -> &CStr {
+        match CStr::from_bytes_until_nul(&self.bytes) {
+            Ok(text) => text,
+            Err(_) => panic!("{}", TOO_LONG),
+        }
+    }
+
+    /// The same, with the expected value as error.
+    pub(super) const fn compose(
+        profile: HeapProfile,
+        own: &[(&str, &str)],
+    ) -> Result<Self, &'static str> {
+        let mut text = Self { bytes: [0; TEXT_MAX], len: 0 };
+        let mut rest = profile.conf().to_bytes();
+        while !rest.is_empty() {
+            let (setting, after) = cut(rest, b',');
+            let (name, _) = cut(setting, b':');
+            let written = match position(own, name) {
+                Some(at) => text.push_setting(own[at].0, own[at].1),
+                None => text.push(setting),
+            };
+            if let Err(expected) = written {
+                return Err(expected);
+            }
+            rest = after;
+        }
+        let mut at = 0;
+        while at < own.len() {
+            let name = own[at].0.as_bytes();
+            let written = match position(own, name) {
+                Some(first) if first != at => Err(TWICE),
+                _ if names(profile.conf().to_bytes(), name) => Ok(()),
+                _ => text.push_setting(own[at].0, own[at].1),
+            };
+            if let Err(expected) = written {
+                return Err(expected);
+            }
+            at += 1;
+        }
+        Ok(text)
+    }
+
+    /// Appends one setting as it stands in the source, checked.
+    const fn push_setting(&mut self, name: &str, value: &str) -> Result<(), &'static str> {
+        let knob = match knob(name) {
+            Some(knob) => knob,
+            None if same(name.as_bytes(), b"hpa") => return Err(HPA),
+            None => match of_profiler(name) {
+                Some(knob) if cfg!(feature = "profiling") => knob,
+                Some(_) => return Err(NO_PROFILER),
+                None => return Err(UNKNOWN),
+            },
+        };
+        if let Err(expected) = self.push(name.as_bytes()) {
+            return Err(expected);
+        }
+        let value = value.as_bytes();
+        match knob.takes {
+            Takes::Number(least, most) => match digits(value) {
+                Some(number) if least <= number && number <= most => {
+                    self.push_bytes(b":");
+                    self.push_digits(value);
+                    Ok(())
+                }
+                _ => Err(knob.expected),
+            },
+            Takes::Word(words) => {
+                let mut at = 0;
+                while at < words.len() {
+                    if same(words[at].0.as_bytes(), value) {
+                        self.push_bytes(b":");
+                        self.push_bytes(words[at].1.as_bytes());
+                        return Ok(());
+                    }
+                    at += 1;
+                }
+                Err(knob.expected)
+            }
+        }
+    }
+
+    /// Appends after a comma, if the text is not empty.
+    const fn push(&mut self, setting: &[u8]) -> Result<(), &'static str> {
+        // Room for a value of any length that passes its check.
+        if self.len + setting.len() + 32 > TEXT_MAX {
+            return Err(TOO_LONG);
+        }
+        if self.len > 0 {
+            self.push_bytes(b",");
+        }
+        self.push_bytes(setting);
+        Ok(())
+    }
+
+    const fn push_bytes(&mut self, bytes: &[u8]) {
+        let mut at = 0;
+        while at < bytes.len() {
+            self.bytes[self.len] = bytes[at];
+            self.len += 1;
+            at += 1;
+        }
+    }
+
+    /// Appends a number as jemalloc reads it: in decimal digits, no zero before them.
+    const fn push_digits(&mut self, number: &[u8]) {
+        let mut at = 0;
+        let mut leads = true;
+        while at < number.len() {
+            let last = at + 1 == number.len();
+            leads = leads && !last && (number[at] == b'0' || number[at] == b'_');
+            if number[at] != b'_' && !leads {
+                self.bytes[self.len] = number[at];
+                self.len += 1;
+            }
+            at += 1;
+        }
+    }
+}
+
+/// A number of Rust's, in decimal digits and underscores.
+const fn digits(text: &[u8]) -> Option<u64> {
+    let (mut number, mut at) = (0_u64, 0);
+    while at < text.len() {
+        let digit = text[at];
+        if digit.is_ascii_digit() {
+            number = number.saturating_mul(10).saturating_add((digit - b'0') as u64);
+        } else if digit != b'_' || at == 0 {
+            return None;
+        }
+        at += 1;
+    }
+    if text.is_empty() { None } else { Some(number) }
+}
+
+/// Returns the text before and after the first such byte.
+const fn cut(text: &[u8], by: u8) -> (&[u8], &[u8]) {
+    let mut at = 0;
+    while at < text.len() {
+        if text[at] == by {
+            let (before, after) = text.split_at(at);
+            let (_, after) = after.split_at(1);
+            return (before, after);
+        }
+        at += 1;
+    }
+    (text, &[])
+}
+
+/// Returns the first position of a setting of this name.
+const fn position(own: &[(&str, &str)], name: &[u8]) -> Option<usize> {
+    let mut at = 0;
+    while at < own.len() {
+        if same(own[at].0.as_bytes(), name) {
+            return Some(at);
+        }
+        at += 1;
+    }
+    None
+}
+
+/// Returns `true` if a string sets this.
+const fn names(mut conf: &[u8], name: &[u8]) -> bool {
+    while !conf.is_empty() {
+        let (setting, after) = cut(conf, b',');
+        if same(cut(setting, b':').0, name) {
+            return true;
+        }
+        conf = after;
+    }
+    false
+}
+
+const fn same(one: &[u8], other: &[u8]) -> bool {
+    let mut at = 0;
+    while at < one.len() && at < other.len() {
+        if one[at] != other[at] {
+            return false;
+        }
+        at += 1;
+    }
+    one.len() == other.len()
+}
+
+/// A setting that differs from the requested value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Difference {
+    /// jemalloc's name of the setting; `page` for the page size, `transparent_hugepage` for the
+    /// kernel's mode.
+    pub setting: Cow<'static, str>,
+    /// The requested value.
+    pub requested: String,
+    /// The value in effect; `none` if jemalloc has no such setting.
+    pub effective: String,
+}
+
+impl Difference {
+    pub(super) fn new(
+        setting: impl Into<Cow<'static, str>>,
+        requested: impl Into<String>,
+        effective: impl Into<String>,
+    ) -> Self {
+        let (requested, effective) = (requested.into(), effective.into());
+        Self { setting: setting.into(), requested, effective }
+    }
+
+    /// Returns `true` if only a restart of the process can change it.
+    #[must_use]
+    pub fn is_fixed_at_start(&self) -> bool {
+        knob(&self.setting).is_none_or(|knob| !knob.moves)
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting, requested, effective } = self;
+        write!(f, "{setting}: requested {requested}, effective {effective}")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -237,6 +673,103 @@ mod tests {
             let threads = settings.max_background_threads;
             let threads = threads.map(|count| format!("max_background_threads:{count}"));
             assert!(threads.is_none_or(|text| conf.contains(&text)), "{conf}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod knobs_tests {
+    use super::*;
+
+    fn composed(profile: HeapProfile, own: &[(&str, &str)]) -> Result<String, &'static str> {
+        ConfText::compose(profile, own).map(|text| text.as_c_str().to_str().unwrap().to_owned())
+    }
+
+    #[test]
+    fn a_profile_alone_is_its_own_string() {
+        for profile in HeapProfile::ALL {
+            assert_eq!(composed(profile, &[]).as_deref(), Ok(profile.conf().to_str().unwrap()));
+        }
+    }
+
+    #[test]
+    fn own_settings_stand_in_place_of_the_profiles_or_after_them() {
+        let own = [("tcache_max", "8_192"), ("narenas", "8"), ("slab_sizes", "one_page")];
+        assert_eq!(
+            composed(HeapProfile::Balanced, &own).as_deref(),
+            Ok("background_thread:true,max_background_threads:2,narenas:8,dirty_decay_ms:1000,\
+                muzzy_decay_ms:0,cache_oblivious:false,tcache_max:8192,slab_sizes:1-16384:1")
+        );
+        let all: Vec<_> = KNOBS.iter().map(|knob| (knob.name, widest(knob))).collect();
+        for profile in HeapProfile::ALL {
+            let text = composed(profile, &all).unwrap();
+            assert_eq!(text.split(',').count(), KNOBS.len(), "{text}");
+        }
+    }
+
+    /// The longest value that passes.
+    fn widest(knob: &Knob) -> &'static str {
+        match knob.takes {
+            Takes::Number(_, most) => match most {
+                64 => "64",
+                4094 => "4_094",
+                32_768 => "0000000032768",
+                _ => "3_600_000",
+            },
+            Takes::Word(words) => words.last().unwrap().0,
+        }
+    }
+
+    #[test]
+    fn a_bad_setting_is_refused_with_what_was_expected() {
+        for (own, part) in [
+            (("narenas", "0"), "narenas takes a whole number from 1 to 4094"),
+            (("narenas", "4095"), "from 1 to 4094"),
+            (("narenas", "eight"), "from 1 to 4094"),
+            (("narenas", "8usize"), "from 1 to 4094"),
+            (("narenas", "0x8"), "from 1 to 4094"),
+            (("narenas", "99999999999999999999999"), "from 1 to 4094"),
+            (("dirty_decay_ms", "0"), "5 to 8 times the CPU"),
+            (("dirty_decay_ms", "1000.5"), "whole number of ms"),
+            (("tcache_max", "7"), "bytes from 8 to 32768"),
+            (("thp", "sometimes"), "default, always or never"),
+            (("background_thread", "yes"), "true or false"),
+            (("slab_sizes", "two_pages"), "default or one_page"),
+            (("hpa", "true"), "twice the memory"),
+            (("arenas", "8"), "expected a setting of background_thread"),
+            (("", ""), "expected a setting of"),
+        ] {
+            let error = composed(HeapProfile::Balanced, &[own]).expect_err("refused");
+            assert!(error.contains(part), "{own:?}: {error}");
+        }
+        let twice = [("narenas", "2"), ("narenas", "4")];
+        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE));
+        let twice = [("tcache_max", "64"), ("tcache_max", "64")];
+        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE));
+    }
+
+    #[test]
+    fn the_profiler_is_set_only_in_a_build_that_has_it() {
+        let own = [("prof", "true"), ("lg_prof_sample", "23")];
+        let composed = composed(HeapProfile::Throughput, &own);
+        if cfg!(feature = "profiling") {
+            let text = composed.unwrap();
+            assert!(text.ends_with(",prof:true,lg_prof_sample:23"), "{text}");
+        } else {
+            assert_eq!(composed, Err(NO_PROFILER));
+        }
+    }
+
+    #[test]
+    fn what_the_macro_says_is_what_the_table_checks() {
+        for knob in KNOBS.iter().chain(&PROFILER_KNOBS) {
+            assert!(UNKNOWN.contains(knob.name), "{}", knob.name);
+            assert!(knob.expected.contains(knob.name), "{}", knob.expected);
+            let parts: Vec<String> = match knob.takes {
+                Takes::Number(least, most) => vec![format!("from {least} to {most}")],
+                Takes::Word(words) => words.iter().map(|(word, _)| (*word).to_owned()).collect(),
+            };
+            assert!(parts.iter().all(|part| knob.expected.contains(part)), "{}", knob.expected);
         }
     }
 }

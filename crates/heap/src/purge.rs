@@ -8,22 +8,26 @@
 //!
 //! Invariant: each part is `Released(bytes > 0)`, nothing to release, or the reason it is
 //! unsupported.
+#![cfg_attr(target_os = "linux", expect(unsafe_code, reason = "madvise on a block of jemalloc"))]
 
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
+use std::{fmt, io};
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};
-use lowtide_core::kernel::{self, Statm};
+use lowtide_core::kernel;
+use lowtide_core::kernel::Statm;
 
 use super::error::{HostError, Unsupported};
-use super::recall::request_tcache_flush;
-use super::release::{self, ReleaseFailure};
+use super::libc_heap::locked;
+use super::recall::{flush_thread_cache, request_tcache_flush};
 use super::stats::{Backed, HeapProbe};
 use super::{allocator, arenas, libc_heap, mallctl};
 
 /// The result of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum PurgeOutcome {
     /// Bytes that were released; never zero.
     Released(ByteSize),
     /// No memory was released: there was none, or other threads took as much at the same time.
@@ -32,7 +36,7 @@ pub enum Outcome {
     Unsupported(Unsupported),
 }
 
-impl Outcome {
+impl PurgeOutcome {
     /// From the amounts before and after.
     fn between(before: ByteSize, after: ByteSize) -> Self {
         match before.saturating_sub(after) {
@@ -45,20 +49,20 @@ impl Outcome {
 /// The result and duration of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Part {
+pub struct HeapPurge {
     /// The result.
-    pub outcome: Outcome,
+    pub outcome: PurgeOutcome,
     /// Duration of the purge, without the measurements around it.
     pub took: Duration,
 }
 
-impl Part {
+impl HeapPurge {
     /// Returns the bytes released; zero if there were none or purging is unsupported.
     #[must_use]
     pub const fn released(&self) -> ByteSize {
         match self.outcome {
-            Outcome::Released(bytes) => bytes,
-            Outcome::NothingToRelease | Outcome::Unsupported(_) => ByteSize::ZERO,
+            PurgeOutcome::Released(bytes) => bytes,
+            PurgeOutcome::NothingToRelease | PurgeOutcome::Unsupported(_) => ByteSize::ZERO,
         }
     }
 }
@@ -82,7 +86,7 @@ pub struct PurgeReport {
     /// jemalloc: the decrease of the memory behind its pages (resident and muzzy), from one refresh
     /// before and one after. Allocations of other threads in between are subtracted. If the
     /// kernel's figure, as for `libc`, fell by less than half of that, it is the kernel's.
-    pub jemalloc: Part,
+    pub jemalloc: HeapPurge,
     /// The muzzy part of jemalloc's bytes: released lazily before, and reclaimed only now. The rest
     /// was dirty. jemalloc purges both in one call, so they share one duration.
     pub muzzy: ByteSize,
@@ -90,7 +94,7 @@ pub struct PurgeReport {
     /// less shared) while glibc trimmed; glibc itself reports only yes or no. It includes pages
     /// that other threads touched or released meanwhile, and the kernel's figure may be off by some
     /// hundred KiB.
-    pub libc: Part,
+    pub libc: HeapPurge,
     /// The unused memory that the kernel did not take back, if that is so.
     pub unreleased: Option<Unreleased>,
 }
@@ -139,22 +143,6 @@ pub fn purge_now() -> Result<PurgeReport, HostError> {
     purge(&SystemClock::new())
 }
 
-/// Empties the calling thread's cache of freed blocks, so that their pages can be released. Returns
-/// `true` if there was a cache.
-///
-/// For threads that are about to park. Costs about 1 us if the cache is already empty.
-///
-/// # Errors
-/// [`HostError::Mallctl`] if jemalloc refuses.
-pub fn flush_thread_cache() -> Result<bool, HostError> {
-    match mallctl::THREAD_CACHE_FLUSH.perform() {
-        Ok(()) => Ok(true),
-        // A thread without a cache, by configuration or because it is ending.
-        Err(HostError::Mallctl { refusal, .. }) if refusal.is_fault() => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
 /// Makes every arena release the pages that are due by its decay time, as jemalloc's background
 /// threads do.
 ///
@@ -170,13 +158,15 @@ pub fn decay_tick() -> Result<(), HostError> {
 }
 
 /// Returns the result for jemalloc, its muzzy part, and what stays.
-fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize, Option<Unreleased>), HostError> {
+fn purge_jemalloc(
+    clock: &dyn Clock,
+) -> Result<(HeapPurge, ByteSize, Option<Unreleased>), HostError> {
     let (before, resident) = (Backed::read()?, anonymous_resident());
     let start = clock.now();
     request_tcache_flush();
     flush_thread_cache()?;
     // First, so that its block is purged as well.
-    let failure = if allocator::is_global() { release::check_release() } else { None };
+    let failure = if allocator::is_global() { check_release() } else { None };
     let kept = arenas::keep();
     mallctl::ARENAS_PURGE.perform()?;
     drop(kept);
@@ -188,11 +178,11 @@ fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize, Option<Unrelease
     let is_known = !resident_after.is_zero();
     let stays = is_known && counted.saturating_sub(fell) > counted.scaled(0.5).max(inexactness());
     let released = if unreleased.is_some() || stays { counted.min(fell) } else { counted };
-    let mut outcome = Outcome::between(released, ByteSize::ZERO);
-    if outcome == Outcome::NothingToRelease && !allocator::is_global() {
-        outcome = Outcome::Unsupported(Unsupported::NoJemalloc);
+    let mut outcome = PurgeOutcome::between(released, ByteSize::ZERO);
+    if outcome == PurgeOutcome::NothingToRelease && !allocator::is_global() {
+        outcome = PurgeOutcome::Unsupported(Unsupported::NoJemalloc);
     }
-    let part = Part { outcome, took };
+    let part = HeapPurge { outcome, took };
     Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released()), unreleased))
 }
 
@@ -204,11 +194,11 @@ fn unreleased(
     resident: ByteSize,
 ) -> Result<Option<Unreleased>, HostError> {
     let inexact = inexactness();
-    let is_locked = || stays > inexact && libc_heap::locked().saturating_add(inexact) >= stays;
-    let failure = failure.or_else(|| is_locked().then(release::note_locked).flatten());
+    let is_locked = || stays > inexact && locked().saturating_add(inexact) >= stays;
+    let failure = failure.or_else(|| is_locked().then(note_locked).flatten());
     let Some(cause) = failure else { return Ok(None) };
     let bytes = HeapProbe::here()?.snapshot()?.unused_of(resident).max(stays);
-    let bytes = bytes.min(release::unreleased_max());
+    let bytes = bytes.min(unreleased_max());
     Ok(Some(Unreleased { bytes, cause }))
 }
 
@@ -222,17 +212,17 @@ fn page_size() -> ByteSize {
 }
 
 /// Returns the result for glibc, trimmed by `trim`.
-fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> Part {
+fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> HeapPurge {
     let before = anonymous_resident();
     let start = clock.now();
     let trimmed = trim();
     let took = clock.now() - start;
     let outcome = match trimmed {
-        Ok(false) => Outcome::NothingToRelease,
-        Ok(true) => Outcome::between(before, anonymous_resident()),
-        Err(reason) => Outcome::Unsupported(reason),
+        Ok(false) => PurgeOutcome::NothingToRelease,
+        Ok(true) => PurgeOutcome::between(before, anonymous_resident()),
+        Err(reason) => PurgeOutcome::Unsupported(reason),
     };
-    Part { outcome, took }
+    HeapPurge { outcome, took }
 }
 
 /// Returns the resident memory of the process that belongs to no file and no shared memory; zero if
@@ -248,6 +238,132 @@ const fn anonymous_resident() -> ByteSize {
     ByteSize::ZERO
 }
 
+// Tests if the kernel takes unused memory back: jemalloc does not report that a release failed.
+//
+// Memory that is locked, and a filter of system calls, make `madvise` fail; some emulators ignore
+// it. jemalloc then counts the pages as released, and reuses them before it maps new ones.
+
+/// The reason that the kernel does not take unused memory back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum ReleaseFailure {
+    /// The memory is locked (`mlockall`).
+    Locked,
+    /// `madvise` fails with this error code, for example because of a seccomp filter.
+    Refused(i32),
+    /// `madvise` reports success and has no effect, as in some emulators.
+    Ignored,
+}
+
+impl fmt::Display for ReleaseFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Locked => f.write_str("the memory is locked (mlockall)"),
+            Self::Refused(code) => {
+                let error = io::Error::from_raw_os_error(*code);
+                write!(f, "madvise fails: {error}; expected no seccomp filter that refuses it")
+            }
+            Self::Ignored => f.write_str("madvise has no effect, as in some emulators"),
+        }
+    }
+}
+
+/// The result of the last test: an error code, or one of these.
+static LAST: AtomicI32 = AtomicI32::new(WORKS);
+const WORKS: i32 = 0;
+const LOCKED: i32 = -1;
+const IGNORED: i32 = -2;
+
+/// Returns the result of the last [`check_release`], which each purge makes; `None` before the
+/// first. Costs one load.
+#[must_use]
+pub fn release_failure() -> Option<ReleaseFailure> {
+    match LAST.load(Ordering::Relaxed) {
+        WORKS => None,
+        LOCKED => Some(ReleaseFailure::Locked),
+        IGNORED => Some(ReleaseFailure::Ignored),
+        code => Some(ReleaseFailure::Refused(code)),
+    }
+}
+
+/// Returns the most bytes of unused memory that can stay resident for the reason of the last
+/// [`check_release`]: zero if there is none, and what the process has locked if that is the reason.
+/// Reads a file of the kernel in that case; allocates nothing.
+#[must_use]
+pub fn unreleased_max() -> ByteSize {
+    match release_failure() {
+        None => ByteSize::ZERO,
+        Some(ReleaseFailure::Locked) => locked(),
+        Some(ReleaseFailure::Refused(_) | ReleaseFailure::Ignored) => ByteSize::MAX,
+    }
+}
+
+/// Tests if the kernel takes memory back, with a block of the calling thread's arena. Returns the
+/// reason if it does not. About 5 us.
+pub fn check_release() -> Option<ReleaseFailure> {
+    LAST.store(platform::try_release(), Ordering::Relaxed);
+    release_failure()
+}
+
+/// Records that memory stays because it is locked. A block that is mapped later may be unlocked.
+pub(super) fn note_locked() -> Option<ReleaseFailure> {
+    LAST.store(LOCKED, Ordering::Relaxed);
+    release_failure()
+}
+
+#[cfg(target_os = "linux")]
+mod platform {
+    use std::io;
+
+    use tikv_jemalloc_sys::{MALLOCX_ALIGN, MALLOCX_TCACHE_NONE, mallocx, sdallocx};
+
+    use super::{IGNORED, LOCKED, WORKS};
+    use lowtide_core::kernel::page_size;
+
+    /// Large enough to be no part of a slab, so that the block has pages that were unused before.
+    const PAGES: usize = 8;
+
+    pub(super) fn try_release() -> i32 {
+        let page = usize::try_from(page_size().unwrap_or_default().get()).unwrap_or(0);
+        let (size, flags) = (PAGES * page, MALLOCX_ALIGN(page.max(1)) | MALLOCX_TCACHE_NONE);
+        if page == 0 {
+            return WORKS;
+        }
+        // SAFETY: the size is not zero, and a page is a power of two.
+        let block = unsafe { mallocx(size, flags) };
+        if block.is_null() {
+            return WORKS;
+        }
+        let first = block.cast::<u8>();
+        // SAFETY: the block is this function's, and longer than a byte. Volatile: the kernel
+        // changes it below.
+        unsafe { first.write_volatile(1) };
+        // SAFETY: the first page belongs to the block, which holds nothing.
+        let refused = unsafe { libc::madvise(block, page, libc::MADV_DONTNEED) } != 0;
+        let code = io::Error::last_os_error().raw_os_error().unwrap_or(0);
+        // SAFETY: as above.
+        let stays = unsafe { first.read_volatile() } != 0;
+        // SAFETY: the block came from `mallocx` with these flags and this size, and is not used any
+        // more.
+        unsafe { sdallocx(block, size, flags) };
+        match (refused, code) {
+            (false, _) if stays => IGNORED,
+            (false, _) => WORKS,
+            // The arguments are valid, so only the state of the pages is not.
+            (true, libc::EINVAL) => LOCKED,
+            (true, code) => code,
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod platform {
+    pub(super) const fn try_release() -> i32 {
+        super::WORKS
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -256,18 +372,18 @@ mod tests {
     #[test]
     fn a_difference_is_released_only_when_there_is_one() {
         let (less, more) = (ByteSize::mib(1), ByteSize::mib(3));
-        assert_eq!(Outcome::between(more, less), Outcome::Released(ByteSize::mib(2)));
-        assert_eq!(Outcome::between(less, more), Outcome::NothingToRelease);
-        assert_eq!(Outcome::between(less, less), Outcome::NothingToRelease);
+        assert_eq!(PurgeOutcome::between(more, less), PurgeOutcome::Released(ByteSize::mib(2)));
+        assert_eq!(PurgeOutcome::between(less, more), PurgeOutcome::NothingToRelease);
+        assert_eq!(PurgeOutcome::between(less, less), PurgeOutcome::NothingToRelease);
     }
 
     #[test]
     fn a_report_adds_up_what_was_released() {
-        let part = |outcome| Part { outcome, took: Duration::ZERO };
+        let part = |outcome| HeapPurge { outcome, took: Duration::ZERO };
         let report = PurgeReport {
-            jemalloc: part(Outcome::Released(ByteSize::mib(5))),
+            jemalloc: part(PurgeOutcome::Released(ByteSize::mib(5))),
             muzzy: ByteSize::mib(2),
-            libc: part(Outcome::Unsupported(Unsupported::NotGlibc)),
+            libc: part(PurgeOutcome::Unsupported(Unsupported::NotGlibc)),
             unreleased: None,
         };
         assert_eq!((report.released(), report.dirty()), (ByteSize::mib(5), ByteSize::mib(3)));
@@ -283,13 +399,13 @@ mod tests {
     fn what_the_trim_answers_is_what_is_told() {
         let clock = ManualClock::new();
         let told = |answer| trim_libc(&clock, || answer).outcome;
-        assert_eq!(told(Ok(false)), Outcome::NothingToRelease);
+        assert_eq!(told(Ok(false)), PurgeOutcome::NothingToRelease);
         for reason in [
             Unsupported::SymbolMissing("malloc_trim"),
             Unsupported::NotGlibc,
             Unsupported::NotLinux,
         ] {
-            assert_eq!(told(Err(reason)), Outcome::Unsupported(reason));
+            assert_eq!(told(Err(reason)), PurgeOutcome::Unsupported(reason));
         }
         let step = Duration::from_millis(7);
         let part = trim_libc(&clock, || {
@@ -297,7 +413,7 @@ mod tests {
             Ok(true)
         });
         assert_eq!(part.took, step);
-        assert!(!matches!(part.outcome, Outcome::Unsupported(_)), "it says that it gave back");
+        assert!(!matches!(part.outcome, PurgeOutcome::Unsupported(_)), "it says that it gave back");
     }
 
     #[test]

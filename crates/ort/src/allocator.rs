@@ -30,7 +30,7 @@ use ort::environment::Environment;
 use ort::memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType};
 use ort::{AsPointer as _, sys};
 
-use super::blocks::{self, Block, Found, RunArena};
+use super::blocks::{self, FoundBlock, OrtBlock, RunArena};
 #[cfg(feature = "cuda")]
 use super::cuda::{self, CudaArena};
 
@@ -65,7 +65,7 @@ pub(crate) enum Purpose {
 /// The live blocks by address, and the figures.
 #[derive(Default)]
 struct Blocks {
-    live: BTreeMap<usize, Block>,
+    live: BTreeMap<usize, OrtBlock>,
     stats: OrtAllocatorStats,
 }
 
@@ -194,7 +194,7 @@ impl MemorySource {
 
     /// Allocates a block. Also returns `true` if it is not from the arena of runs, in which it
     /// belongs.
-    fn alloc(&self, size: usize, purpose: Purpose) -> (Option<Found>, bool) {
+    fn alloc(&self, size: usize, purpose: Purpose) -> (Option<FoundBlock>, bool) {
         match self {
             Self::Cpu(arena) => {
                 let of_run = purpose != Purpose::Weight && !blocks::is_loading();

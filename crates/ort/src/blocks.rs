@@ -10,16 +10,16 @@
 
 use std::alloc::Layout;
 use std::cell::Cell;
-use std::fmt;
-use std::ptr::{self, NonNull};
+use std::collections::BTreeSet;
+use std::ptr::NonNull;
+use std::sync::{Mutex, PoisonError};
+use std::{fmt, ptr};
 
 use lowtide::ByteSize;
 use lowtide::device::driver::DeviceAddress;
 use lowtide::device::{DeviceArena, DeviceError, Lease, RawBlock, Region};
 use lowtide::heap::HostArena;
 use lowtide::memory::ArenaUse;
-
-use super::huge::HugePages;
 
 /// The alignment of all blocks: ONNX Runtime's kernels read whole vectors of 64 bytes.
 pub(crate) const ALIGN: usize = 64;
@@ -30,31 +30,31 @@ const DEVICE_ALIGN: ByteSize = ByteSize::new(ALIGN as u64);
 ///
 /// Weights are allocated from the heap, not from this arena.
 pub struct RunArena {
-    source: Source,
+    source: RunSource,
     huge: HugePages,
 }
 
-enum Source {
+enum RunSource {
     Device(DeviceArena),
     Slot(ArenaUse),
     Heap(HostArena),
 }
 
 /// A block and its address.
-pub(crate) type Found = (NonNull<u8>, Block);
+pub(crate) type FoundBlock = (NonNull<u8>, OrtBlock);
 
 impl RunArena {
     /// Allocates a block. Returns `None` if the arena has no memory left.
-    pub(crate) fn alloc(&self, size: usize) -> Option<Found> {
+    pub(crate) fn alloc(&self, size: usize) -> Option<FoundBlock> {
         let (arena, block) = match &self.source {
-            Source::Device(arena) => {
+            RunSource::Device(arena) => {
                 let block = arena.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
                 (arena.clone(), block.ok()?)
             }
-            Source::Slot(used) => {
+            RunSource::Slot(used) => {
                 used.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic).ok()?
             }
-            Source::Heap(arena) => {
+            RunSource::Heap(arena) => {
                 // Without lowtide's global allocator there is no such scope.
                 return arena.scope_uncached(|| in_heap(size)).unwrap_or_else(|_| in_heap(size));
             }
@@ -67,9 +67,9 @@ impl RunArena {
     /// Releases idle memory now.
     pub(crate) fn shrink(&self) {
         match &self.source {
-            Source::Device(arena) => drop(arena.purge()),
-            Source::Slot(used) => drop(used.purge()),
-            Source::Heap(arena) => drop(arena.purge()),
+            RunSource::Device(arena) => drop(arena.purge()),
+            RunSource::Slot(used) => drop(used.purge()),
+            RunSource::Heap(arena) => drop(arena.purge()),
         }
     }
 
@@ -77,8 +77,8 @@ impl RunArena {
     pub(crate) fn is_readable(&self) -> bool {
         let Some((start, block)) = self.alloc(1) else { return true }; // full, so known later
         let is_readable = match &block {
-            Block::Heap(_) => true,
-            Block::Device(arena, ..) => arena.capabilities().host_backed,
+            OrtBlock::Heap(_) => true,
+            OrtBlock::Device(arena, ..) => arena.capabilities().host_backed,
         };
         // SAFETY: the block was just allocated, and is not used.
         unsafe { block.free(start) };
@@ -86,43 +86,43 @@ impl RunArena {
     }
 }
 
-impl From<Source> for RunArena {
-    fn from(source: Source) -> Self {
+impl From<RunSource> for RunArena {
+    fn from(source: RunSource) -> Self {
         Self { source, huge: HugePages::default() }
     }
 }
 
 impl From<DeviceArena> for RunArena {
     fn from(arena: DeviceArena) -> Self {
-        Source::Device(arena).into()
+        RunSource::Device(arena).into()
     }
 }
 
 impl From<ArenaUse> for RunArena {
     /// Each allocation goes to the arena that serves the slot at that moment.
     fn from(used: ArenaUse) -> Self {
-        Source::Slot(used).into()
+        RunSource::Slot(used).into()
     }
 }
 
 impl From<HostArena> for RunArena {
     fn from(arena: HostArena) -> Self {
-        Source::Heap(arena).into()
+        RunSource::Heap(arena).into()
     }
 }
 
 impl fmt::Debug for RunArena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.source {
-            Source::Device(arena) => f.debug_tuple("RunArena").field(arena).finish(),
-            Source::Slot(used) => f.debug_tuple("RunArena").field(used).finish(),
-            Source::Heap(arena) => f.debug_tuple("RunArena").field(&arena.name()).finish(),
+            RunSource::Device(arena) => f.debug_tuple("RunArena").field(arena).finish(),
+            RunSource::Slot(used) => f.debug_tuple("RunArena").field(used).finish(),
+            RunSource::Heap(arena) => f.debug_tuple("RunArena").field(&arena.name()).finish(),
         }
     }
 }
 
 /// How a live block is freed.
-pub(crate) enum Block {
+pub(crate) enum OrtBlock {
     Heap(Layout),
     /// The lease is dropped after the block is freed.
     Device(DeviceArena, Lease, usize),
@@ -133,14 +133,14 @@ pub(crate) fn leased(
     arena: DeviceArena,
     block: &RawBlock,
     size: usize,
-) -> Result<Option<Found>, DeviceError> {
+) -> Result<Option<FoundBlock>, DeviceError> {
     let lease = arena.enter().inspect_err(|_| drop(arena.free(block.at)))?;
     let address = usize::try_from(block.at.get()).unwrap_or_default();
     let start = NonNull::new(ptr::with_exposed_provenance_mut(address));
-    Ok(start.map(|start| (start, Block::Device(arena, lease, size))))
+    Ok(start.map(|start| (start, OrtBlock::Device(arena, lease, size))))
 }
 
-impl Block {
+impl OrtBlock {
     pub(crate) const fn size(&self) -> usize {
         match self {
             Self::Heap(layout) => layout.size(),
@@ -151,7 +151,7 @@ impl Block {
     /// Frees the block.
     ///
     /// # Safety
-    /// This `Block` was returned with `start`, and no work that is queued later uses the memory.
+    /// This `OrtBlock` was returned with `start`, and no work that is queued later uses the memory.
     pub(crate) unsafe fn free(self, start: NonNull<u8>) {
         match self {
             // SAFETY: allocated with this layout by the global allocator; the caller's promise.
@@ -166,11 +166,11 @@ impl Block {
 }
 
 /// Allocates from the process heap: in the arena to which this thread is bound.
-pub(crate) fn in_heap(size: usize) -> Option<(NonNull<u8>, Block)> {
+pub(crate) fn in_heap(size: usize) -> Option<(NonNull<u8>, OrtBlock)> {
     let layout = Layout::from_size_align(size, ALIGN).ok().filter(|layout| layout.size() > 0)?;
     // SAFETY: the size is not zero.
     let start = NonNull::new(unsafe { std::alloc::alloc(layout) })?;
-    Some((start, Block::Heap(layout)))
+    Some((start, OrtBlock::Heap(layout)))
 }
 
 thread_local! {
@@ -194,6 +194,49 @@ pub(crate) fn load<T>(act: impl FnOnce() -> T) -> T {
 pub(crate) fn is_loading() -> bool {
     LOADING.get()
 }
+
+// Huge pages for the memory of runs.
+//
+// A run touches blocks of many MiB, and each fresh page of 4 KiB is a fault of a microsecond or
+// more. A device arena commits granules of 2 MiB, each the size of a huge page, so that huge pages
+// use no more memory than is committed. The request outlives the release of a granule, so each is
+// requested once.
+//
+// Invariant: only whole granules inside of blocks are named.
+
+/// The size of a huge page, and of a granule of the host driver.
+const PAGE: usize = 2 << 20;
+
+/// The granules for which huge pages were requested, by address.
+#[derive(Debug, Default)]
+pub(crate) struct HugePages(Mutex<BTreeSet<usize>>);
+
+impl HugePages {
+    /// Requests huge pages for the granules within a block. If the system has none, nothing
+    /// changes.
+    pub(crate) fn request(&self, start: usize, size: usize) {
+        let Some(first) = start.checked_next_multiple_of(PAGE) else { return };
+        let end = start.saturating_add(size) / PAGE * PAGE;
+        if first >= end {
+            return;
+        }
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh: Vec<_> =
+            (first..end).step_by(PAGE).filter(|granule| known.insert(*granule)).collect();
+        drop(known);
+        fresh.into_iter().for_each(advise);
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn advise(granule: usize) {
+    let start = ptr::with_exposed_provenance_mut(granule);
+    // SAFETY: the advice changes no contents, and the range is a part of a live block.
+    let _ = unsafe { libc::madvise(start, PAGE, libc::MADV_HUGEPAGE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise(_: usize) {}
 
 #[cfg(test)]
 mod tests {
@@ -278,5 +321,27 @@ mod tests {
         });
         let _ = std::panic::catch_unwind(|| load(|| panic!("a failed load")));
         assert!(!is_loading());
+    }
+}
+
+#[cfg(test)]
+mod huge_tests {
+    use super::*;
+
+    fn requested(start: usize, size: usize) -> Vec<usize> {
+        let pages = HugePages::default();
+        pages.request(start, size);
+        pages.0.into_inner().unwrap().into_iter().collect()
+    }
+
+    #[test]
+    fn only_whole_granules_within_a_block_are_requested() {
+        let base = 1 << 40; // not mapped: the system refuses, which changes nothing
+        let none: [usize; 0] = [];
+        assert_eq!(requested(base, PAGE - 1), none);
+        assert_eq!(requested(base, 2 * PAGE + 5), [base, base + PAGE]);
+        assert_eq!(requested(base + 64, 2 * PAGE), [base + PAGE]);
+        assert_eq!(requested(base + 64, PAGE), none);
+        assert_eq!(requested(usize::MAX - 1, PAGE), none);
     }
 }

@@ -25,7 +25,7 @@ use ort::environment::Environment;
 use ort::{AsPointer as _, sys};
 
 use super::allocator::{MemorySource, OrtAllocator, Purpose, check};
-use super::blocks::{self, Found};
+use super::blocks::{self, FoundBlock};
 use super::error::{OrtError, failed};
 
 /// The alignment of `cudaMalloc`.
@@ -108,7 +108,7 @@ impl CudaArena {
     }
 
     /// Allocates a block. Logs the first failure after a success.
-    pub(crate) fn alloc(&self, size: usize, purpose: Purpose) -> Option<Found> {
+    pub(crate) fn alloc(&self, size: usize, purpose: Purpose) -> Option<FoundBlock> {
         let found = self.try_alloc(size, purpose);
         let was_failing = self.is_failing.swap(found.is_err(), Ordering::Relaxed);
         if let (Err(error), false) = (&found, was_failing) {
@@ -118,7 +118,7 @@ impl CudaArena {
         found.ok().flatten()
     }
 
-    fn try_alloc(&self, size: usize, purpose: Purpose) -> Result<Option<Found>, DeviceError> {
+    fn try_alloc(&self, size: usize, purpose: Purpose) -> Result<Option<FoundBlock>, DeviceError> {
         let arena = &self.arena;
         let bytes = ByteSize::of(size);
         let block = match purpose {

@@ -76,8 +76,17 @@ pub enum OrtError {
         cause: String,
     },
     /// A setting was accepted and has no effect.
-    #[error(transparent)]
-    NotInForce(#[from] NotInForce),
+    #[error("ONNX Runtime {version} ignores {key}={value}: observed {observed}")]
+    NotInForce {
+        /// The name of the setting.
+        key: &'static str,
+        /// The value that was set.
+        value: String,
+        /// The behaviour that contradicts it.
+        observed: String,
+        /// The version of ONNX Runtime.
+        version: String,
+    },
     /// The file of a model cannot be read.
     #[error("cannot read the model {}: {cause}: expected an ONNX file", path.display())]
     ModelFile {
@@ -117,22 +126,6 @@ impl OrtError {
         source.downcast_ref()
     }
 }
-
-/// A setting that ONNX Runtime accepted and that has no effect.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("ONNX Runtime {version} ignores {key}={value}: observed {observed}")]
-#[non_exhaustive]
-pub struct NotInForce {
-    /// The name of the setting.
-    pub key: &'static str,
-    /// The value that was set.
-    pub value: String,
-    /// The behaviour that contradicts it.
-    pub observed: String,
-    /// The version of ONNX Runtime.
-    pub version: String,
-}
-
 /// Returns an error of ONNX Runtime at the start.
 pub(crate) fn failed(act: &'static str) -> impl Fn(ort::Error) -> OrtError {
     move |error| OrtError::Runtime { act, cause: text(&error) }

@@ -38,12 +38,8 @@ mod blocks;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod error;
-mod huge;
-mod library;
 mod runtime;
 mod session;
-mod settings;
-mod threads;
 mod verify;
 
 #[cfg(test)]
@@ -51,7 +47,7 @@ mod real;
 
 pub use allocator::{OrtAllocator, OrtAllocatorStats};
 pub use blocks::RunArena;
-pub use error::{NotInForce, OrtError};
+pub use error::OrtError;
 pub use ort;
 pub use runtime::Runtime;
 pub use session::{Configured, LoadedSession, ManagedSession};

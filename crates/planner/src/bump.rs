@@ -5,23 +5,9 @@
 //!
 //! Invariant: allocations do not overlap, and none reaches beyond its block or segment.
 
-use thiserror::Error;
-
-use super::planned::Place;
+use super::error::PlanError;
+use super::planned::PlannedPlace;
 use lowtide_core::bytes::ByteSize;
-
-/// The error of a request that does not fit the rest of a block.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("no room for {requested}: {left} of {capacity} are left")]
-#[non_exhaustive]
-pub struct BumpFull {
-    /// The requested size.
-    pub requested: ByteSize,
-    /// The bytes left, at the requested alignment.
-    pub left: ByteSize,
-    /// The size of the block.
-    pub capacity: ByteSize,
-}
 
 /// A block in which offsets are allocated upward.
 ///
@@ -34,7 +20,7 @@ pub struct BumpFull {
 /// assert_eq!(block.take(ByteSize::new(40), 8)?, 16);
 /// let full = block.take(ByteSize::new(16), 8).unwrap_err();
 /// assert_eq!(full.to_string(), "no room for 16 B: 8 B of 64 B are left");
-/// # Ok::<(), lowtide_planner::BumpFull>(())
+/// # Ok::<(), lowtide_planner::PlanError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bump {
@@ -53,15 +39,15 @@ impl Bump {
     /// counts as 1. O(1).
     ///
     /// # Errors
-    /// [`BumpFull`]; the block is unchanged.
-    pub fn take(&mut self, size: ByteSize, align: u64) -> Result<u64, BumpFull> {
+    /// [`PlanError::BumpFull`]; the block is unchanged.
+    pub fn take(&mut self, size: ByteSize, align: u64) -> Result<u64, PlanError> {
         let align = align.max(1);
         let start = self.taken.checked_next_multiple_of(align);
         let start = start.unwrap_or(u64::MAX).min(self.capacity);
         let left = self.capacity - start;
         if size.get() > left || !start.is_multiple_of(align) {
             let (left, capacity) = (ByteSize::new(left), ByteSize::new(self.capacity));
-            return Err(BumpFull { requested: size, left, capacity });
+            return Err(PlanError::BumpFull { requested: size, left, capacity });
         }
         self.taken = start + size.get();
         Ok(start)
@@ -77,7 +63,11 @@ impl Bump {
 /// Places sizes one after the other in segments of at most `limit`; a larger size gets a segment of
 /// its own. Returns the places and the sizes of the segments. O(n). An alignment of 0 counts as 1.
 #[must_use]
-pub fn packed(sizes: &[ByteSize], limit: ByteSize, align: u64) -> (Vec<Place>, Vec<ByteSize>) {
+pub fn packed(
+    sizes: &[ByteSize],
+    limit: ByteSize,
+    align: u64,
+) -> (Vec<PlannedPlace>, Vec<ByteSize>) {
     let (mut places, mut segments) = (Vec::with_capacity(sizes.len()), Vec::new());
     let mut open = Bump::new(ByteSize::ZERO);
     for &size in sizes {
@@ -93,7 +83,7 @@ pub fn packed(sizes: &[ByteSize], limit: ByteSize, align: u64) -> (Vec<Place>, V
         if let Some(last) = segments.last_mut() {
             *last = open.taken();
         }
-        places.push(Place { segment, offset });
+        places.push(PlannedPlace { segment, offset });
     }
     (places, segments)
 }

@@ -8,23 +8,22 @@
 //!
 //! Invariant: a written problem reads as the same problem, except for shared memory and roles.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
 
-use thiserror::Error;
+use lowtide_core::bytes::ByteSize;
 
-use super::demand::{Demand, Gap, Role, Window};
 use super::error::PlanError;
 use super::planned::Plan;
-use super::problem::Problem;
-use lowtide_core::bytes::ByteSize;
+use super::problem::{ByteWindow, Demand, Gap, Problem, Role};
 
 /// The longest line that is read: room for some ten thousand gaps.
 const LINE_MAX: u64 = 1 << 20;
 
 /// The meaning of the end of a lifetime in a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Ends {
+pub enum LifetimeEnds {
     /// As the column is named: `upper` is one past the last step, `end` is the last step.
     #[default]
     AsNamed,
@@ -34,96 +33,16 @@ pub enum Ends {
     HalfOpen,
 }
 
-/// The error of an invalid line.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("line {line}: {fault}")]
-#[non_exhaustive]
-pub struct CsvError {
-    /// The line number, from 1.
-    pub line: u64,
-    /// The error in the line.
-    pub fault: CsvFault,
-}
-
-/// An error in a line.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CsvFault {
-    /// The line cannot be read.
-    #[error("cannot be read: {0}")]
-    Read(io::ErrorKind),
-    /// The line is longer than 1 MiB.
-    #[error("longer than {limit} bytes")]
-    TooLong {
-        /// The limit in bytes.
-        limit: u64,
-    },
-    /// A required column is missing.
-    #[error("missing column {column}")]
-    NoColumn {
-        /// Its name.
-        column: &'static str,
-    },
-    /// A column appears twice.
-    #[error("duplicate column {column}")]
-    ColumnTwice {
-        /// Its name.
-        column: String,
-    },
-    /// A column has an unknown name.
-    #[error("unknown column {column:?}: expected id, lower, upper, size, alignment, offset, gaps")]
-    UnknownColumn {
-        /// Its name.
-        column: String,
-    },
-    /// The number of values differs from the number of columns.
-    #[error("found {found} values: expected {expected}")]
-    Values {
-        /// The number of values on the line.
-        found: usize,
-        /// The number of columns.
-        expected: usize,
-    },
-    /// A value is not a valid number for its column.
-    #[error("invalid {column} {found:?}: expected {expected}")]
-    Value {
-        /// Its column.
-        column: &'static str,
-        /// The text found.
-        found: String,
-        /// A description of valid values.
-        expected: &'static str,
-    },
-    /// There is a line after the empty line that ends the file.
-    #[error("unexpected line after the empty line that ends the file")]
-    AfterEnd,
-    /// The buffer is invalid.
-    #[error(transparent)]
-    Buffer(#[from] PlanError),
-}
-
-impl CsvFault {
-    const fn at(self, line: u64) -> CsvError {
-        CsvError { line, fault: self }
+impl From<io::Error> for PlanError {
+    fn from(error: io::Error) -> Self {
+        Self::Unwritable(error.kind())
     }
 }
 
-/// An error of writing a problem.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum CsvWriteError {
-    /// The file cannot be written.
-    #[error("cannot write the file: {0}")]
-    Write(#[from] io::Error),
-    /// The format cannot express a property of a buffer.
-    #[error(
-        "{name}: the format does not support names with a comma, shared memory, or several \
-        segments"
-    )]
-    Inexpressible {
-        /// The buffer.
-        name: String,
-    },
+impl PlanError {
+    fn at(self, line: u64) -> Self {
+        Self::AtLine { line, error: Box::new(self) }
+    }
 }
 
 /// Columns, in the order in which they are written.
@@ -141,19 +60,19 @@ impl Problem {
     /// Reads a problem from a file or another reader, with buffering.
     ///
     /// # Errors
-    /// [`CsvError`] for the first invalid line.
+    /// [`PlanError::AtLine`] for the first invalid line.
     ///
     /// ```
-    /// use lowtide_planner::{Ends, Problem};
+    /// use lowtide_planner::{LifetimeEnds, Problem};
     /// let text = "id,lower,upper,size,gaps\nb1,0,9,4,3-5\nb2,3,5,4,\n";
-    /// let problem = Problem::read_csv(text.as_bytes(), Ends::AsNamed)?;
+    /// let problem = Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed)?;
     /// assert_eq!(problem.lower_bound()?.get(), 4);
-    /// let wrong = Problem::read_csv("id,lower,upper,size\nb1,9,0,4\n".as_bytes(), Ends::AsNamed);
+    /// let wrong = Problem::read_csv("id,lower,upper,size\nb1,9,0,4\n".as_bytes(), LifetimeEnds::AsNamed);
     /// assert!(wrong.unwrap_err().to_string().starts_with("line 2: b1: live from 9"));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn read_csv(from: impl Read, ends: Ends) -> Result<Self, CsvError> {
-        let mut lines = Lines { from: BufReader::new(from), text: Vec::new(), number: 0 };
+    pub fn read_csv(from: impl Read, ends: LifetimeEnds) -> Result<Self, PlanError> {
+        let mut lines = LineReader { from: BufReader::new(from), text: Vec::new(), number: 0 };
         let header = lines.next()?.unwrap_or_default();
         let columns = Columns::of(header, ends).map_err(|fault| fault.at(1))?;
         let mut problem = Self::new();
@@ -165,8 +84,8 @@ impl Problem {
                 has_ended = true;
                 continue;
             }
-            let demand = if has_ended { Err(CsvFault::AfterEnd) } else { columns.demand(line) };
-            let added = demand.and_then(|demand| Ok(problem.add(demand)?));
+            let demand = if has_ended { Err(PlanError::AfterEnd) } else { columns.demand(line) };
+            let added = demand.and_then(|demand| problem.add(demand));
             added.map_err(|fault| fault.at(number))?;
         }
     }
@@ -175,14 +94,14 @@ impl Problem {
     /// Inputs and outputs are written with their extended lifetimes; external buffers are omitted.
     ///
     /// # Errors
-    /// [`CsvWriteError`] if the file cannot be written, or a buffer shares memory of another.
+    /// [`PlanError`] if the file cannot be written, or a buffer shares memory of another.
     pub fn write_csv(
         &self,
         mut to: impl Write,
-        ends: Ends,
+        ends: LifetimeEnds,
         plan: Option<&Plan>,
-    ) -> Result<(), CsvWriteError> {
-        let is_inclusive = ends == Ends::Inclusive;
+    ) -> Result<(), PlanError> {
+        let is_inclusive = ends == LifetimeEnds::Inclusive;
         let has_segments = plan.is_some_and(|plan| plan.segments().len() > 1);
         let own = || self.demands().iter().filter(|demand| demand.role != Role::External);
         let aligned = own().any(|demand| demand.align > 1);
@@ -190,12 +109,9 @@ impl Problem {
         let gaps = own().any(|demand| !demand.gaps.is_empty());
         write!(to, "id,lower,{},size", if is_inclusive { "end" } else { "upper" })?;
         for (column, is_there) in [("alignment", aligned), ("offset", placed), ("gaps", gaps)] {
-            write!(
-                to,
-                "{}{}",
-                if is_there { "," } else { "" },
-                if is_there { column } else { "" }
-            )?;
+            if is_there {
+                write!(to, ",{column}")?;
+            }
         }
         writeln!(to)?;
         let span = self.span();
@@ -209,7 +125,7 @@ impl Problem {
             let Some(end) =
                 end.filter(|_| is_plain && !has_segments && self.unions.over(id.0).is_none())
             else {
-                return Err(CsvWriteError::Inexpressible { name: demand.name.clone() });
+                return Err(PlanError::Inexpressible { name: demand.name.clone() });
             };
             write!(to, "{},{start},{end},{}", demand.name, demand.size.get())?;
             if aligned {
@@ -244,7 +160,7 @@ struct Columns {
 }
 
 impl Columns {
-    fn of(header: &str, ends: Ends) -> Result<Self, CsvFault> {
+    fn of(header: &str, ends: LifetimeEnds) -> Result<Self, PlanError> {
         let mut columns = Self { at: [None; COLUMNS.len()], count: 0, is_inclusive: false };
         for name in header.split(',').map(str::trim) {
             let which = match name {
@@ -260,29 +176,29 @@ impl Columns {
                 "offset" => OFFSET,
                 "hint" => HINT,
                 "gaps" => GAPS,
-                _ => return Err(CsvFault::UnknownColumn { column: name.into() }),
+                _ => return Err(PlanError::UnknownColumn { column: name.into() }),
             };
             if columns.at[which].replace(columns.count).is_some() {
-                return Err(CsvFault::ColumnTwice { column: name.into() });
+                return Err(PlanError::ColumnTwice { column: name.into() });
             }
             columns.count += 1;
         }
         let missing = [ID, LOWER, UPPER, SIZE].into_iter().find(|at| columns.at[*at].is_none());
         if let Some(at) = missing {
-            return Err(CsvFault::NoColumn { column: COLUMNS[at] });
+            return Err(PlanError::NoColumn { column: COLUMNS[at] });
         }
         match ends {
-            Ends::AsNamed => {}
-            Ends::Inclusive => columns.is_inclusive = true,
-            Ends::HalfOpen => columns.is_inclusive = false,
+            LifetimeEnds::AsNamed => {}
+            LifetimeEnds::Inclusive => columns.is_inclusive = true,
+            LifetimeEnds::HalfOpen => columns.is_inclusive = false,
         }
         Ok(columns)
     }
 
-    fn demand(&self, line: &str) -> Result<Demand, CsvFault> {
+    fn demand(&self, line: &str) -> Result<Demand, PlanError> {
         let values: Vec<&str> = line.split(',').map(str::trim).collect();
         if values.len() != self.count {
-            return Err(CsvFault::Values { found: values.len(), expected: self.count });
+            return Err(PlanError::ValueCount { found: values.len(), expected: self.count });
         }
         let value = |column: usize| self.at[column].map_or("", |at| values[at]);
         let step = |column| number::<i64>(value(column), column, "a whole number below 2^63");
@@ -305,16 +221,16 @@ fn number<T: std::str::FromStr>(
     found: &str,
     column: usize,
     expected: &'static str,
-) -> Result<T, CsvFault> {
+) -> Result<T, PlanError> {
     found.parse().map_err(|_| wrong(column, found, expected))
 }
 
-fn wrong(column: usize, found: &str, expected: &'static str) -> CsvFault {
-    CsvFault::Value { column: COLUMNS[column], found: found.into(), expected }
+fn wrong(column: usize, found: &str, expected: &'static str) -> PlanError {
+    PlanError::InvalidValue { column: COLUMNS[column], found: found.into(), expected }
 }
 
 /// `3-5` or `3-5@0:16`; steps may be negative.
-fn gap(text: &str) -> Result<Gap, CsvFault> {
+fn gap(text: &str) -> Result<Gap, PlanError> {
     let wrong = || wrong(GAPS, text, "gaps such as 3-5 or 3-5@0:16");
     let (steps, window) = match text.split_once('@') {
         Some((steps, window)) => (steps, Some(window)),
@@ -327,29 +243,29 @@ fn gap(text: &str) -> Result<Gap, CsvFault> {
     let window = window.map(|window| {
         let (low, high) = window.split_once(':').ok_or_else(wrong)?;
         let bytes = |text: &str| text.parse::<u64>().map_err(|_| wrong());
-        Ok::<_, CsvFault>(Window { low: bytes(low)?, high: bytes(high)? })
+        Ok::<_, PlanError>(ByteWindow { low: bytes(low)?, high: bytes(high)? })
     });
     Ok(Gap { span, window: window.transpose()? })
 }
 
 /// Lines without their ends, one at a time.
-struct Lines<R> {
+struct LineReader<R> {
     from: BufReader<R>,
     text: Vec<u8>,
     number: u64,
 }
 
-impl<R: Read> Lines<R> {
-    fn next(&mut self) -> Result<Option<&str>, CsvError> {
+impl<R: Read> LineReader<R> {
+    fn next(&mut self) -> Result<Option<&str>, PlanError> {
         self.number += 1;
         self.text.clear();
-        let fault = |fault: CsvFault| fault.at(self.number);
+        let fault = |fault: PlanError| fault.at(self.number);
         let read = self.from.by_ref().take(LINE_MAX + 1).read_until(b'\n', &mut self.text);
-        let length = read.map_err(|error| fault(CsvFault::Read(error.kind())))?;
+        let length = read.map_err(|error| fault(PlanError::Unreadable(error.kind())))?;
         if length as u64 > LINE_MAX {
-            return Err(fault(CsvFault::TooLong { limit: LINE_MAX }));
+            return Err(fault(PlanError::LineTooLong { limit: LINE_MAX }));
         }
-        let not_text = |_| fault(CsvFault::Read(io::ErrorKind::InvalidData));
+        let not_text = |_| fault(PlanError::Unreadable(io::ErrorKind::InvalidData));
         let text = std::str::from_utf8(&self.text).map_err(not_text)?;
         Ok((length > 0).then(|| text.trim()))
     }

@@ -18,9 +18,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 
-use super::chance::Chance;
-use super::part::{Item, Part};
-use super::totals::Totals;
+use super::part::{Item, Subproblem};
 
 /// The bits of a key for the size left to place, at most 31.
 const COARSE: u32 = 31;
@@ -31,9 +29,9 @@ const KEYS_PER_STOP: u32 = 512;
 /// The sort key of a class: the lowest offset of its first item; the size left to place in its
 /// sections, largest first; the class's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Key(u128);
+struct HeapKey(u128);
 
-impl Key {
+impl HeapKey {
     fn new(offset: u64, rest: u32, class: u32) -> Self {
         Self(u128::from(offset) << 64 | u128::from(rest) << 32 | u128::from(class))
     }
@@ -46,7 +44,7 @@ impl Key {
 
 /// Items of the same sections, as a range of the order.
 #[derive(Clone, Copy, Debug)]
-struct Class {
+struct ItemClass {
     next: u32,
     end: u32,
 }
@@ -65,21 +63,21 @@ pub(super) enum Bonus {
 /// A part on its way to the top.
 #[derive(Debug)]
 pub(super) struct Dive<'a> {
-    part: &'a Part,
+    part: &'a Subproblem,
     /// Items by class; within a class in placement order.
     order: Vec<u32>,
     /// The start of each class's items.
     starts: Vec<u32>,
-    classes: Vec<Class>,
+    classes: Vec<ItemClass>,
     bonus: Vec<u64>,
     /// The shift that scales the size left to place into the key.
     shift: u32,
-    heap: BinaryHeap<Reverse<Key>>,
+    heap: BinaryHeap<Reverse<HeapKey>>,
     /// The size to place in each section: the total, and the rest.
-    all: Totals,
-    left: Totals,
+    all: NeedTotals,
+    left: NeedTotals,
     /// The first free offset of each section.
-    tops: Totals,
+    tops: NeedTotals,
     offsets: Vec<u64>,
     chance: Chance,
     placed: u64,
@@ -87,15 +85,15 @@ pub(super) struct Dive<'a> {
 
 impl<'a> Dive<'a> {
     /// Returns `true` if the part suits a dive.
-    pub(super) fn suits(part: &Part) -> bool {
+    pub(super) fn suits(part: &Subproblem) -> bool {
         let plain = !part.is_sliding && part.pieces.len() == part.items.len();
         plain && part.walls.is_none() && part.items.iter().all(|item| item.fixed.is_none())
     }
 
-    pub(super) fn new(part: &'a Part) -> Self {
+    pub(super) fn new(part: &'a Subproblem) -> Self {
         debug_assert!(Self::suits(part), "gaps, windows or fixed offsets");
         let spans = part.items.iter().map(|item| (item.from, item.to, item.height));
-        let all = Totals::of(part.sections, spans);
+        let all = NeedTotals::of(part.sections, spans);
         let (order, starts) = classes(part);
         Self {
             part,
@@ -105,8 +103,8 @@ impl<'a> Dive<'a> {
             bonus: vec![0; part.items.len()],
             shift: (2 * part.bound).checked_ilog2().unwrap_or(0).saturating_sub(COARSE),
             heap: BinaryHeap::new(),
-            left: Totals::new(part.sections),
-            tops: Totals::new(part.sections),
+            left: NeedTotals::new(part.sections),
+            tops: NeedTotals::new(part.sections),
             all,
             offsets: vec![0; part.items.len()],
             chance: Chance::new(0x2545_F491_4F6C_DD1D),
@@ -119,7 +117,7 @@ impl<'a> Dive<'a> {
         &self.offsets
     }
 
-    pub(super) const fn part(&self) -> &'a Part {
+    pub(super) const fn part(&self) -> &'a Subproblem {
         self.part
     }
 
@@ -149,13 +147,13 @@ impl<'a> Dive<'a> {
             let item = &self.part.items[number];
             let offset = aligned(self.tops.most(item.from, item.to), item);
             if offset != known_offset && !in_haste {
-                top.0 = Key::new(offset, known_rest, number_of_class);
+                top.0 = HeapKey::new(offset, known_rest, number_of_class);
                 continue;
             }
             let left = self.left.most(item.from, item.to);
             let rest = rest(left + self.bonus[number], self.shift);
             if rest != known_rest && !in_haste {
-                top.0 = Key::new(offset, rest, number_of_class);
+                top.0 = HeapKey::new(offset, rest, number_of_class);
                 continue;
             }
             let least = if in_haste { 0 } else { offset + left };
@@ -171,7 +169,7 @@ impl<'a> Dive<'a> {
             if class.next < class.end {
                 let next = self.order[class.next as usize] as usize;
                 let rest = self::rest(left - item.height + self.bonus[next], self.shift);
-                top.0 = Key::new(offset + item.height, rest, number_of_class);
+                top.0 = HeapKey::new(offset + item.height, rest, number_of_class);
             } else {
                 PeekMut::pop(top);
             }
@@ -204,11 +202,11 @@ impl<'a> Dive<'a> {
                 let (bonus, size) = (self.bonus[*member as usize], items[*member as usize].size);
                 (Reverse((bonus, size)), *member)
             });
-            self.classes.push(Class { next, end });
+            self.classes.push(ItemClass { next, end });
             let first = members[0] as usize;
             let item = &items[first];
             let rest = rest(self.all.most(item.from, item.to) + self.bonus[first], self.shift);
-            keys.push(Reverse(Key::new(0, rest, class)));
+            keys.push(Reverse(HeapKey::new(0, rest, class)));
         }
         self.heap = BinaryHeap::from(keys);
     }
@@ -216,7 +214,7 @@ impl<'a> Dive<'a> {
 
 /// Items by class, the class with the largest item times its sections first, and where each class
 /// begins and the last one ends.
-fn classes(part: &Part) -> (Vec<u32>, Vec<u32>) {
+fn classes(part: &Subproblem) -> (Vec<u32>, Vec<u32>) {
     let count = u32::try_from(part.items.len()).unwrap_or(u32::MAX);
     let class = |item: u32| {
         let own = &part.items[item as usize];
@@ -255,13 +253,198 @@ fn rest(left: u64, shift: u32) -> u32 {
     u32::MAX - u32::try_from(left >> shift).unwrap_or(u32::MAX)
 }
 
+// A number for each section, with range updates and O(1) range maximum.
+//
+// Sections are grouped in blocks. Each block knows the maximum up to and from each section; over
+// blocks, the maximum of each run of 1, 2, 4, and so on is known. It knows nothing of items.
+//
+// Invariant: after every call the cached maxima agree with `values`.
+
+/// The fewest sections of a block, as a power of two, and the most blocks.
+const BLOCK_MIN: u32 = 6;
+const BLOCKS_MAX: usize = 256;
+
+/// The numbers.
+#[derive(Clone, Debug)]
+pub(super) struct NeedTotals {
+    /// The number of sections in a block, as a power of two.
+    shift: u32,
+    values: Vec<u64>,
+    /// The maximum of the block up to here, and from here on.
+    before: Vec<u64>,
+    after: Vec<u64>,
+    /// `runs[k][b]`: the maximum of `2^k` blocks from `b` on.
+    runs: Vec<Vec<u64>>,
+}
+
+impl NeedTotals {
+    /// Zero for so many sections.
+    pub(super) fn new(sections: u32) -> Self {
+        let count = sections.max(1) as usize;
+        let mut shift = BLOCK_MIN;
+        while count.div_ceil(1 << shift) > BLOCKS_MAX {
+            shift += 1;
+        }
+        let blocks = count.div_ceil(1 << shift);
+        let lengths = (0..=blocks.ilog2()).map(|run| blocks + 1 - (1 << run));
+        let runs = lengths.map(|length| vec![0; length]).collect();
+        let zeros = || vec![0; count];
+        Self { shift, values: zeros(), before: zeros(), after: zeros(), runs }
+    }
+
+    /// Sums the needs of spans. O(spans + sections).
+    pub(super) fn of(sections: u32, spans: impl Iterator<Item = (u32, u32, u64)>) -> Self {
+        let mut all = Self::new(sections);
+        let mut ends = vec![0; all.values.len() + 1];
+        for (from, to, size) in spans {
+            all.values[from as usize] += size;
+            ends[to as usize] += size;
+        }
+        let mut sum = 0;
+        for (value, end) in all.values.iter_mut().zip(&ends) {
+            sum += *value;
+            sum -= end;
+            *value = sum;
+        }
+        for block in 0..all.runs[0].len() {
+            let start = block << all.shift;
+            all.settle(start, (start + (1 << all.shift)).min(all.values.len()));
+            all.runs[0][block] = all.after[start];
+        }
+        all.settle_runs(0, all.runs[0].len() - 1);
+        all
+    }
+
+    pub(super) fn clear(&mut self) {
+        for list in [&mut self.values, &mut self.before, &mut self.after] {
+            list.fill(0);
+        }
+        self.runs.iter_mut().for_each(|run| run.fill(0));
+    }
+
+    /// Makes these the same as others of as many sections.
+    pub(super) fn copy(&mut self, other: &Self) {
+        self.values.copy_from_slice(&other.values);
+        self.before.copy_from_slice(&other.before);
+        self.after.copy_from_slice(&other.after);
+        for (own, other) in self.runs.iter_mut().zip(&other.runs) {
+            own.copy_from_slice(other);
+        }
+    }
+
+    /// Takes from the sections of a span. O(sections of the span + blocks).
+    pub(super) fn remove(&mut self, from: u32, to: u32, size: u64) {
+        self.change(from, to, |total| total - size);
+    }
+
+    /// Makes all sections of a span the same. O(sections of the span + blocks).
+    pub(super) fn set(&mut self, from: u32, to: u32, value: u64) {
+        self.change(from, to, |_| value);
+    }
+
+    /// Changes the numbers of a span; the order of values must be preserved.
+    fn change(&mut self, from: u32, to: u32, change: impl Fn(u64) -> u64) {
+        let (from, to) = (from as usize, to as usize);
+        if from >= to {
+            return;
+        }
+        let (first, last) = (from >> self.shift, (to - 1) >> self.shift);
+        for block in first..=last {
+            let start = block << self.shift;
+            let end = (start + (1 << self.shift)).min(self.values.len());
+            let is_whole = from <= start && end <= to;
+            let (low, high) = (from.max(start), to.min(end));
+            self.values[low..high].iter_mut().for_each(|value| *value = change(*value));
+            if is_whole {
+                // The position of the maximum does not change.
+                self.before[low..high].iter_mut().for_each(|value| *value = change(*value));
+                self.after[low..high].iter_mut().for_each(|value| *value = change(*value));
+            } else {
+                self.settle(start, end);
+            }
+            self.runs[0][block] = self.after[start];
+        }
+        self.settle_runs(first, last);
+    }
+
+    /// Finds the largest of all runs that have a block of these.
+    fn settle_runs(&mut self, first: usize, last: usize) {
+        for run in 1..self.runs.len() {
+            let (half, whole) = (1 << (run - 1), 1 << run);
+            let (shorter, longer) = self.runs.split_at_mut(run);
+            let (shorter, longer) = (&shorter[run - 1], &mut longer[0]);
+            let end = (last + 1).min(longer.len());
+            for at in (first + 1).saturating_sub(whole)..end {
+                longer[at] = shorter[at].max(shorter[at + half]);
+            }
+        }
+    }
+
+    /// Finds the largest up to and from each section of a block.
+    fn settle(&mut self, start: usize, end: usize) {
+        let mut most = 0;
+        for at in start..end {
+            most = self.values[at].max(most);
+            self.before[at] = most;
+        }
+        most = 0;
+        for at in (start..end).rev() {
+            most = self.values[at].max(most);
+            self.after[at] = most;
+        }
+    }
+
+    /// The largest of a span that is not empty. O(1), but for spans within a block: O(sections).
+    pub(super) fn most(&self, from: u32, to: u32) -> u64 {
+        let (from, last) = (from as usize, to as usize - 1);
+        let (first_block, last_block) = (from >> self.shift, last >> self.shift);
+        if first_block == last_block {
+            return self.values[from..=last].iter().copied().fold(0, u64::max);
+        }
+        let most = self.after[from].max(self.before[last]);
+        let between = last_block - first_block - 1;
+        if between == 0 {
+            return most;
+        }
+        let run = between.ilog2();
+        let list = &self.runs[run as usize];
+        most.max(list[first_block + 1]).max(list[last_block - (1 << run)])
+    }
+}
+
+// A small deterministic random generator, for randomized placement orders.
+//
+// Not for secrets, and not for statistics. (xorshift64*, S. Vigna 2016.)
+//
+// Invariant: the same seed produces the same numbers.
+
+/// A generator.
+#[derive(Clone, Debug)]
+pub(super) struct Chance(u64);
+
+impl Chance {
+    /// Any seed will do.
+    pub(super) const fn new(seed: u64) -> Self {
+        Self(seed | 1)
+    }
+
+    /// A number below `end`, which is not zero and below 2^32.
+    pub(super) const fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        let draw = self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 32;
+        (draw * end) >> 32
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::demand::Demand;
-    use super::super::part::Parts;
+    use super::super::part::Subproblems;
+    use super::super::part::Walls;
+    use super::super::problem::Demand;
     use super::super::problem::Problem;
     use super::super::shape::Shapes;
-    use super::super::walls::Walls;
     use super::*;
     use lowtide_core::bytes::ByteSize;
 
@@ -290,7 +473,7 @@ mod tests {
         stop: &mut dyn FnMut() -> bool,
     ) -> Option<u64> {
         let shapes = Shapes::of(problem).expect("nothing is shared");
-        let parts = Parts::of(&shapes, &Walls::default());
+        let parts = Subproblems::of(&shapes, &Walls::default());
         assert_eq!((parts.list.len(), parts.unit), (1, 1));
         let mut dive = Dive::new(&parts.list[0]);
         let peak = dive.run(bonus, enough, stop)?;
@@ -324,6 +507,53 @@ mod tests {
             let above = peak(&problem, Bonus::None, whole + 1, &mut || false);
             assert_eq!(above, Some(whole), "seed {seed}");
             assert_eq!(peak(&problem, Bonus::None, whole, &mut || false), None, "seed {seed}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod totals_tests {
+    use super::Chance;
+    use super::*;
+
+    #[test]
+    fn the_largest_of_a_span_is_that_of_a_list() {
+        let mut chance = Chance::new(7);
+        for sections in [1_u32, 2, 63, 64, 65, 200, 1000, 20_000] {
+            let mut totals = NeedTotals::new(sections);
+            let mut list = vec![0_u64; sections as usize];
+            let mut spans = Vec::new();
+            for _ in 0..300 {
+                let draw = |chance: &mut Chance, end: u32| {
+                    u32::try_from(chance.below(u64::from(end))).expect("below it")
+                };
+                let from = draw(&mut chance, sections);
+                let to = from + 1 + draw(&mut chance, sections - from);
+                let span = from as usize..to as usize;
+                if chance.below(3) > 0 || spans.is_empty() {
+                    let size = chance.below(100);
+                    totals.change(from, to, |total| total + size);
+                    list[span].iter_mut().for_each(|sum| *sum += size);
+                    spans.push((from, to, size));
+                } else {
+                    let (from, to, size) = spans.swap_remove(0);
+                    totals.remove(from, to, size);
+                    list[from as usize..to as usize].iter_mut().for_each(|sum| *sum -= size);
+                }
+                let from = draw(&mut chance, sections);
+                let to = from + 1 + draw(&mut chance, sections - from);
+                let most = list[from as usize..to as usize].iter().max().copied();
+                assert_eq!(Some(totals.most(from, to)), most, "{from}..{to} of {sections}");
+            }
+            let mut other = NeedTotals::of(sections, spans.iter().copied());
+            assert_eq!(other.values, totals.values);
+            assert_eq!((&other.before, &other.after), (&totals.before, &totals.after));
+            assert_eq!(other.runs, totals.runs);
+            other.copy(&totals);
+            other.set(0, sections, 5_000);
+            assert_eq!(other.most(0, sections), 5_000);
+            totals.clear();
+            assert_eq!(totals.most(0, sections), 0);
         }
     }
 }

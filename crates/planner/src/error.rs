@@ -5,12 +5,14 @@
 //!
 //! Invariant: every error about buffers names one of them.
 
+use std::io;
+
 use thiserror::Error;
 
-use super::demand::Window;
+use super::problem::ByteWindow;
 use lowtide_core::bytes::ByteSize;
 
-/// An error of a problem that is invalid or has no solution.
+/// An error of a problem, of a file with one, or of a plan.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -58,7 +60,7 @@ pub enum PlanError {
         /// The buffer.
         name: String,
         /// The window.
-        window: Window,
+        window: ByteWindow,
         /// The buffer's size in bytes.
         size: u64,
     },
@@ -192,19 +194,9 @@ pub enum PlanError {
         /// The error.
         error: Box<Self>,
     },
-    /// The new plan failed verification. This is a bug in this crate, caught before the plan is
-    /// returned.
-    #[error("the new plan failed verification: {0}")]
-    Refuted(Box<PlanFault>),
-}
-
-/// A fault in offsets, found by [`Problem::verify`](super::Problem::verify).
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum PlanFault {
     /// The number of offsets differs from the number of buffers.
     #[error("found {found} offsets: expected {expected}, one for each buffer")]
-    Count {
+    OffsetCount {
         /// The number of offsets.
         found: usize,
         /// The number of buffers.
@@ -266,7 +258,101 @@ pub enum PlanFault {
         /// The stated peak.
         peak: u64,
     },
-    /// The problem itself is invalid.
-    #[error(transparent)]
-    Problem(#[from] PlanError),
+    /// A line of a file is invalid.
+    #[error("line {line}: {error}")]
+    AtLine {
+        /// The line number, from 1.
+        line: u64,
+        /// The error in the line.
+        #[source]
+        error: Box<Self>,
+    },
+    /// The line cannot be read.
+    #[error("cannot be read: {0}")]
+    Unreadable(io::ErrorKind),
+    /// The line is longer than 1 MiB.
+    #[error("longer than {limit} bytes")]
+    LineTooLong {
+        /// The limit in bytes.
+        limit: u64,
+    },
+    /// A required column is missing.
+    #[error("missing column {column}")]
+    NoColumn {
+        /// Its name.
+        column: &'static str,
+    },
+    /// A column appears twice.
+    #[error("duplicate column {column}")]
+    ColumnTwice {
+        /// Its name.
+        column: String,
+    },
+    /// A column has an unknown name.
+    #[error("unknown column {column:?}: expected id, lower, upper, size, alignment, offset, gaps")]
+    UnknownColumn {
+        /// Its name.
+        column: String,
+    },
+    /// The number of values differs from the number of columns.
+    #[error("found {found} values: expected {expected}")]
+    ValueCount {
+        /// The number of values on the line.
+        found: usize,
+        /// The number of columns.
+        expected: usize,
+    },
+    /// A value is not a valid number for its column.
+    #[error("invalid {column} {found:?}: expected {expected}")]
+    InvalidValue {
+        /// Its column.
+        column: &'static str,
+        /// The text found.
+        found: String,
+        /// A description of valid values.
+        expected: &'static str,
+    },
+    /// There is a line after the empty line that ends the file.
+    #[error("unexpected line after the empty line that ends the file")]
+    AfterEnd,
+    /// A file cannot be written.
+    #[error("cannot write the file: {0}")]
+    Unwritable(io::ErrorKind),
+    /// The format of a file cannot express a property of a buffer.
+    #[error(
+        "{name}: the format does not support names with a comma, shared memory, or several \
+        segments"
+    )]
+    Inexpressible {
+        /// The buffer.
+        name: String,
+    },
+    /// A request does not fit the rest of a [`Bump`](super::Bump) block.
+    #[error("no room for {requested}: {left} of {capacity} are left")]
+    BumpFull {
+        /// The requested size.
+        requested: ByteSize,
+        /// The bytes left, at the requested alignment.
+        left: ByteSize,
+        /// The size of the block.
+        capacity: ByteSize,
+    },
+    /// A plan does not serve a problem: lifetimes, alignments, gaps, roles, fixed offsets, the
+    /// sharing of memory or the number of buffers differ.
+    #[error("the problem differs from the planned one in more than sizes")]
+    OtherShape,
+    /// A plan does not serve a problem: a buffer is larger than planned.
+    #[error("{name}: {size} is larger than the planned {planned}")]
+    LargerThanPlanned {
+        /// The buffer.
+        name: String,
+        /// Its size.
+        size: ByteSize,
+        /// The planned size.
+        planned: ByteSize,
+    },
+    /// The new plan failed verification. This is a bug in this crate, caught before the plan is
+    /// returned.
+    #[error("the new plan failed verification: {0}")]
+    Refuted(Box<Self>),
 }

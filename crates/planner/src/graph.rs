@@ -9,11 +9,12 @@
 //! Invariant: step `n` is that of the `n`th node; a value that exists before the first node is an
 //! input.
 
-use super::demand::{BufferId, Demand, Role};
-use super::error::PlanError;
-use super::kinds::Kind;
-use super::problem::Problem;
 use lowtide_core::bytes::ByteSize;
+
+use super::error::PlanError;
+use super::planned::Plan;
+use super::problem::{BufferId, Demand, Problem, Role};
+use super::solve::{PlanBudget, Planner};
 
 /// A value of a [`Graph`]: an input, a node's result, or a view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -51,14 +52,14 @@ impl ValueId {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
-    values: Vec<Value>,
+    values: Vec<GraphValue>,
     /// The number of steps so far.
     steps: i64,
 }
 
 /// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Origin {
+enum ValueOrigin {
     Input,
     External,
     Node,
@@ -67,10 +68,10 @@ enum Origin {
 }
 
 #[derive(Clone, Debug)]
-struct Value {
+struct GraphValue {
     name: String,
     size: ByteSize,
-    origin: Origin,
+    origin: ValueOrigin,
     operands: Vec<usize>,
     overwrites: bool,
     is_kept: bool,
@@ -95,12 +96,12 @@ impl Graph {
 
     /// Adds a value that exists before the first step, in memory of the plan.
     pub fn input(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
-        self.add(name.into(), size, Origin::Input, &[], false)
+        self.add(name.into(), size, ValueOrigin::Input, &[], false)
     }
 
     /// Adds a value in external memory, which the caller owns.
     pub fn external(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
-        self.add(name.into(), size, Origin::External, &[], false)
+        self.add(name.into(), size, ValueOrigin::External, &[], false)
     }
 
     /// Adds the next node, which reads its operands and writes its result.
@@ -117,7 +118,7 @@ impl Graph {
         overwrites: bool,
     ) -> ValueId {
         self.steps += 1;
-        self.add(name.into(), size, Origin::Node, operands, overwrites)
+        self.add(name.into(), size, ValueOrigin::Node, operands, overwrites)
     }
 
     /// Adds a view: a part of a value, from the byte `at` on. It takes no step.
@@ -128,7 +129,7 @@ impl Graph {
         at: u64,
         size: ByteSize,
     ) -> ValueId {
-        self.add(name.into(), size, Origin::View(of.0, at), &[], false)
+        self.add(name.into(), size, ValueOrigin::View(of.0, at), &[], false)
     }
 
     /// Marks a value as read after the last step, so its memory is not reused. If it is a view,
@@ -149,19 +150,19 @@ impl Graph {
         &mut self,
         name: String,
         size: ByteSize,
-        origin: Origin,
+        origin: ValueOrigin,
         operands: &[ValueId],
         overwrites: bool,
     ) -> ValueId {
         // An input is there at step 0, before the first node's step 1.
-        let is_there = matches!(origin, Origin::Input | Origin::External);
+        let is_there = matches!(origin, ValueOrigin::Input | ValueOrigin::External);
         let first = if is_there { 0 } else { self.steps };
         let operands: Vec<usize> = operands.iter().map(|operand| operand.0).collect();
         let end = self.steps + 1;
         let (own, mut content) = (self.values.len(), (self.values.len(), 0));
         // The base value is live until the view is made; from then on the view is, if it has a
         // reader.
-        let is_view = if let Origin::View(of, from) = origin {
+        let is_view = if let ValueOrigin::View(of, from) = origin {
             let (root, at) = self.values[of].content;
             content = (root, at.saturating_add(from));
             self.values[of].end = self.values[of].end.max(end);
@@ -176,7 +177,7 @@ impl Graph {
             let root = below.content.0;
             self.values[root].content_end = self.values[root].content_end.max(end);
         }
-        self.values.push(Value {
+        self.values.push(GraphValue {
             name,
             size,
             origin,
@@ -213,20 +214,20 @@ impl Graph {
         for (at, value) in self.values.iter().enumerate() {
             let role = match value.origin {
                 _ if self.kind_of(at) != kind => Role::External,
-                Origin::External => Role::External,
-                Origin::Input if value.is_kept => Role::Through,
-                Origin::Input => Role::Input,
+                ValueOrigin::External => Role::External,
+                ValueOrigin::Input if value.is_kept => Role::Through,
+                ValueOrigin::Input => Role::Input,
                 _ if value.is_kept => Role::Output,
                 _ => Role::Inner,
             };
-            let is_view = matches!(value.origin, Origin::View(..));
+            let is_view = matches!(value.origin, ValueOrigin::View(..));
             let align = if is_view { 1 } else { align };
             let live = value.first..value.end;
             let demand = Demand::new(value.name.clone(), value.size, live);
             ids.push(problem.add(Demand { align, role, ..demand })?);
         }
         for (at, value) in self.values.iter().enumerate() {
-            if let Origin::View(of, from) = value.origin {
+            if let ValueOrigin::View(of, from) = value.origin {
                 problem.view(ids[at], ids[of], from)?;
             }
         }
@@ -250,12 +251,12 @@ impl Graph {
         &self,
         align: u64,
         named: &[(&str, Option<ByteSize>)],
-    ) -> Result<(Vec<Kind>, Vec<BufferId>), PlanError> {
+    ) -> Result<(Vec<KindProblem>, Vec<BufferId>), PlanError> {
         let (mut kinds, mut ids) = (Vec::with_capacity(named.len()), Vec::new());
         for (number, (name, segment_limit)) in (0..).zip(named) {
             let (problem, own) = self.problem_of(number, align)?;
             let (name, segment_limit) = (String::from(*name), *segment_limit);
-            kinds.push(Kind { name, problem, segment_limit });
+            kinds.push(KindProblem { name, problem, segment_limit });
             ids = own;
         }
         let others = |at: &usize| self.kind_of(*at) as usize >= named.len();
@@ -284,7 +285,7 @@ impl Graph {
             let below = &self.values[content];
             let is_single =
                 |other: &usize| other == operand || self.values[*other].content.0 != content;
-            let has_memory = matches!(below.origin, Origin::Input | Origin::Node);
+            let has_memory = matches!(below.origin, ValueOrigin::Input | ValueOrigin::Node);
             let is_last = below.content_end == own.first + 1 && !below.is_content_kept;
             let fits = from == 0 && own.size <= self.values[*operand].size;
             let is_free = has_memory && is_last && !taken[content] && own.kind == below.kind;
@@ -292,5 +293,87 @@ impl Graph {
         };
         let overwriting = Some(own).filter(|own| own.overwrites);
         overwriting.and_then(|own| own.operands.iter().find_map(may))
+    }
+}
+
+// Several kinds of memory: one problem for each, and one plan for each.
+//
+// Kinds share only steps, so each is solved separately, and the sum of their peaks is smallest if
+// each peak is. This module knows names of kinds and no devices.
+//
+// Invariant: there is a verified plan for every kind, in the order of the kinds.
+
+/// A kind of memory, and the problem to plan in it.
+#[derive(Clone, Debug, Default)]
+pub struct KindProblem {
+    /// A unique name, for errors.
+    pub name: String,
+    /// The problem of this kind.
+    pub problem: Problem,
+    /// The maximum size of its segments; `None` for one segment of any size.
+    pub segment_limit: Option<ByteSize>,
+}
+
+impl Planner<'_> {
+    /// Plans several kinds of memory, each with its own maximum segment size instead of the
+    /// planner's. Each kind may spend an even share of the budget that is left. Returns the plan of
+    /// each kind, in order.
+    ///
+    /// ```
+    /// use lowtide_planner::ByteSize;
+    /// use lowtide_planner::clock::SystemClock;
+    /// use lowtide_planner::{Demand, KindProblem, Plan, Planner, Problem};
+    ///
+    /// let (mut device, mut host) = (Problem::new(), Problem::new());
+    /// device.add(Demand::new("hidden", ByteSize::kib(64), 0..2))?;
+    /// device.add(Demand::new("logits", ByteSize::kib(16), 1..3))?;
+    /// let sampled = host.add(Demand::new("sampled", ByteSize::kib(4), 2..4))?;
+    /// let limit = Some(ByteSize::kib(64));
+    /// let kinds = [
+    ///     KindProblem { name: "device".into(), problem: device, segment_limit: limit },
+    ///     KindProblem { name: "host".into(), problem: host, segment_limit: None },
+    /// ];
+    /// let plans = Planner::new(&SystemClock::new()).plan_kinds(&kinds)?;
+    /// assert_eq!(plans[0].segments().len(), 2);
+    /// assert_eq!(plans[1].offset(sampled), 0);
+    /// assert_eq!(plans.iter().map(Plan::peak).sum::<ByteSize>(), ByteSize::kib(64 + 16 + 4));
+    /// # Ok::<(), lowtide_planner::PlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`PlanError::KindTwice`]; [`PlanError::InKind`], with an error of [`Planner::plan`] for one
+    /// kind.
+    pub fn plan_kinds(&mut self, kinds: &[KindProblem]) -> Result<Vec<Plan>, PlanError> {
+        for (at, kind) in kinds.iter().enumerate() {
+            if kinds[..at].iter().any(|other| other.name == kind.name) {
+                return Err(PlanError::KindTwice { name: kind.name.clone() });
+            }
+        }
+        let (budget, limit) = (self.budget, self.segment_limit);
+        let planned = self.plan_each(kinds, budget);
+        (self.budget, self.segment_limit) = (budget, limit);
+        planned
+    }
+
+    fn plan_each(
+        &mut self,
+        kinds: &[KindProblem],
+        all: PlanBudget,
+    ) -> Result<Vec<Plan>, PlanError> {
+        let deadline = self.clock.now() + all.time;
+        let (mut plans, mut nodes) = (Vec::with_capacity(kinds.len()), all.nodes);
+        for (kind, left) in kinds.iter().zip((1..=kinds.len()).rev()) {
+            let left = u32::try_from(left).unwrap_or(u32::MAX);
+            let time = (deadline - self.clock.now()) / left;
+            self.budget = PlanBudget { time, nodes: nodes / u64::from(left) };
+            self.segment_limit = kind.segment_limit;
+            let plan = self.plan(&kind.problem).map_err(|error| PlanError::InKind {
+                kind: kind.name.clone(),
+                error: Box::new(error),
+            })?;
+            nodes -= plan.nodes().min(nodes);
+            plans.push(plan);
+        }
+        Ok(plans)
     }
 }

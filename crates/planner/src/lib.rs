@@ -32,50 +32,35 @@
 //! # Ok::<(), lowtide_planner::PlanError>(())
 //! ```
 //!
-//! Invariants: every returned plan is verified; without a time limit (a `Budget::time` of
+//! Invariants: every returned plan is verified; without a time limit (a `PlanBudget::time` of
 //! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod body;
 mod bump;
-mod chance;
 mod csv;
-mod demand;
 mod dive;
 mod error;
-mod fingerprint;
-mod floors;
 mod graph;
-mod kinds;
 mod order;
 mod part;
-mod place;
 mod planned;
 mod probe;
 mod problem;
-mod reuse;
 mod search;
 mod shape;
 mod solve;
-mod totals;
-mod union;
 mod verify;
-mod walls;
 
 pub use lowtide_core::{ByteSize, clock};
 
-pub use bump::{Bump, BumpFull, packed};
-pub use csv::{CsvError, CsvFault, CsvWriteError, Ends};
-pub use demand::{BufferId, Demand, Gap, Role, Window};
-pub use error::{PlanError, PlanFault};
-pub use fingerprint::Fingerprint;
-pub use graph::{Graph, ValueId};
-pub use kinds::{JointPlan, Kind};
+pub use bump::{Bump, packed};
+pub use csv::LifetimeEnds;
+pub use error::PlanError;
+pub use graph::{Graph, KindProblem, ValueId};
 pub use order::Heuristic;
-pub use planned::{Place, Plan};
-pub use problem::Problem;
-pub use reuse::{PlanCache, Unserved};
-pub use solve::{Budget, Planner};
+pub use planned::{Plan, PlanCache, PlannedPlace};
+pub use problem::{BufferId, ByteWindow, Demand, Gap, Problem, Role};
+pub use solve::{PlanBudget, Planner};
 
 /// The README's code, compiled.
 #[cfg(doctest)]

@@ -9,13 +9,15 @@
 
 use std::ops::Range;
 
-use super::demand::Window;
-use super::shape::{Need, Shapes, gcd};
-use super::walls::Walls;
+use lowtide_core::bytes::ByteSize;
+
+use super::error::PlanError;
+use super::problem::{ByteWindow, Problem, TOTAL_MAX};
+use super::shape::{ShapeNeed, Shapes, gcd};
 
 /// The need of an item in some sections, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct ItemNeed {
     pub(super) from: u32,
     pub(super) to: u32,
     pub(super) low: u64,
@@ -41,9 +43,9 @@ pub(super) struct Item {
 
 /// Items that meet in time, directly or through others.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Part {
+pub(super) struct Subproblem {
     pub(super) items: Vec<Item>,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: Vec<ItemNeed>,
     pub(super) sections: u32,
     /// All offsets are multiples of it.
     pub(super) grain: u64,
@@ -56,14 +58,14 @@ pub(super) struct Part {
     pub(super) bound: u64,
 }
 
-impl Part {
-    pub(super) fn pieces(&self, item: usize) -> &[Piece] {
+impl Subproblem {
+    pub(super) fn pieces(&self, item: usize) -> &[ItemNeed] {
         let Range { start, end } = self.items[item].pieces.clone();
         &self.pieces[start as usize..end as usize]
     }
 
     /// The least units that a piece takes of its sections, except for the topmost one.
-    pub(super) const fn weight(&self, piece: &Piece) -> u64 {
+    pub(super) const fn weight(&self, piece: &ItemNeed) -> u64 {
         (piece.high - piece.low).next_multiple_of(self.grain)
     }
 
@@ -103,14 +105,14 @@ impl Part {
 
 /// A whole problem, made small.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Parts {
+pub(super) struct Subproblems {
     /// The one with the highest bound first.
-    pub(super) list: Vec<Part>,
+    pub(super) list: Vec<Subproblem>,
     /// Bytes.
     pub(super) unit: u64,
 }
 
-impl Parts {
+impl Subproblems {
     /// Splits a problem into parts. O(n log n).
     pub(super) fn of(shapes: &Shapes, walls: &Walls) -> Self {
         let unit = unit(shapes, walls);
@@ -126,7 +128,7 @@ impl Parts {
                 parts.push(part(shapes, &order[from..at], unit, walls));
                 from = at;
             }
-            end = end.max(needs.and_then(<[Need]>::last).map_or(end, |need| need.end));
+            end = end.max(needs.and_then(<[ShapeNeed]>::last).map_or(end, |need| need.end));
         }
         parts.sort_by_key(|part| std::cmp::Reverse(part.bound));
         Self { list: parts, unit }
@@ -143,7 +145,7 @@ fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
     let windows = |at: usize| shapes.needs(at).iter().map(|need| need.window);
     let of_sizes = (0..shapes.list.len())
         .flat_map(windows)
-        .fold(0, |unit, Window { low, high }| gcd(gcd(unit, low), high));
+        .fold(0, |unit, ByteWindow { low, high }| gcd(gcd(unit, low), high));
     let of_fixed = |unit, fixed: Option<u64>| fixed.map_or(unit, |offset| gcd(unit, offset));
     let mut unit = shapes.list.iter().fold(of_sizes, |unit, shape| of_fixed(unit, shape.fixed));
     if unit == 0 {
@@ -164,19 +166,19 @@ fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
 }
 
 /// One part of the shapes, whose sections follow each other without a break.
-fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Part {
+fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Subproblem {
     let sections = sections(shapes, members);
     let index = |time: i64| {
         u32::try_from(sections.partition_point(|first| *first < time)).unwrap_or(u32::MAX)
     };
-    let mut part = Part { sections: index(i64::MAX), walls, ..Part::default() };
+    let mut part = Subproblem { sections: index(i64::MAX), walls, ..Subproblem::default() };
     for &shape in members {
         let first = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
         for need in shapes.needs(shape as usize) {
             let (low, high) = (need.window.low / unit, need.window.high / unit);
             let (from, to) = (index(need.first), index(need.end));
             debug_assert!(from < to, "a need without a section");
-            part.pieces.push(Piece { from, to, low, high });
+            part.pieces.push(ItemNeed { from, to, low, high });
             part.is_sliding |= low > 0;
         }
         let last = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
@@ -222,7 +224,7 @@ fn sections(shapes: &Shapes, members: &[u32]) -> Vec<i64> {
 }
 
 /// Returns the largest sum of needs at one time, with the certain loss to alignments.
-fn bound(part: &Part) -> u64 {
+fn bound(part: &Subproblem) -> u64 {
     let mut events = Vec::with_capacity(part.pieces.len() * 2);
     let (mut single, mut pad) = (0, 0);
     for (at, item) in part.items.iter().enumerate() {
@@ -242,4 +244,156 @@ fn bound(part: &Part) -> u64 {
     }
     // The topmost one needs no room above it.
     single.max(most - pad)
+}
+
+// Segments of a maximum size as one address range with walls that no item crosses.
+//
+// A buffer that is larger than a segment gets one of its own size; buffers that are never live
+// with it share that. These segments lie at the bottom, and above them as many segments of the
+// maximum size as needed. A plan with segments is therefore an ordinary plan whose items do not
+// cross the walls.
+//
+// Invariants: every segment begins at a multiple of all alignments; `fit(o, s) >= o`, and
+// `fit(o, s)..fit(o, s) + s` lies within one segment for every `s` up to the maximum size.
+
+/// The boundaries of segments.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Walls {
+    /// The segments of their own sizes.
+    own: Vec<WallRange>,
+    /// The start of the segments of maximum size, the distance between them, and their size.
+    begin: u64,
+    stride: u64,
+    size: u64,
+}
+
+/// From where to where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct WallRange {
+    start: u64,
+    end: u64,
+}
+
+impl Walls {
+    /// Returns `true` if there are no walls.
+    pub(super) const fn is_none(&self) -> bool {
+        self.size == 0
+    }
+
+    /// Gives items larger than a segment their fixed places, and computes the walls.
+    pub(super) fn of(
+        problem: &Problem,
+        shapes: &mut Shapes,
+        limit: ByteSize,
+    ) -> Result<Self, PlanError> {
+        let name = |at: usize, shapes: &Shapes| {
+            problem.demands()[shapes.list[at].root.index()].name.clone()
+        };
+        let size = limit.get();
+        let mut align = 1;
+        for at in 0..shapes.list.len() {
+            if shapes.list[at].fixed.is_some() || size == 0 {
+                return Err(PlanError::NoSegment { name: name(at, &*shapes), limit });
+            }
+            let own = shapes.list[at].align;
+            let common = (align / gcd(align, own)).checked_mul(own);
+            let Some(common) = common.filter(|common| *common <= TOTAL_MAX >> 32) else {
+                return Err(PlanError::NoSegment { name: name(at, &*shapes), limit });
+            };
+            align = common;
+        }
+        let mut large: Vec<usize> =
+            (0..shapes.list.len()).filter(|at| shapes.size(*at) > size).collect();
+        large.sort_by_key(|at| (std::cmp::Reverse(shapes.size(*at)), *at));
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        for at in large {
+            let apart = |group: &&mut Vec<usize>| group.iter().all(|o| !shapes.meet(at, *o));
+            match groups.iter_mut().find(apart) {
+                Some(group) => group.push(at),
+                None => groups.push(vec![at]),
+            }
+        }
+        let (mut own, mut begin) = (Vec::new(), 0);
+        for group in groups {
+            let end = begin + group.first().map_or(0, |at| shapes.size(*at));
+            own.push(WallRange { start: begin, end });
+            group.into_iter().for_each(|at| shapes.list[at].fixed = Some(begin));
+            begin = end.next_multiple_of(align);
+        }
+        if size > TOTAL_MAX {
+            return Ok(Self::default()); // nothing reaches a wall
+        }
+        Ok(Self { own, begin, stride: size.next_multiple_of(align), size })
+    }
+
+    /// Returns the common divisor of all wall offsets and a number.
+    pub(super) fn gcd(&self, unit: u64) -> u64 {
+        let ends = self.own.iter().fold(unit, |unit, own| gcd(gcd(unit, own.start), own.end));
+        gcd(gcd(gcd(ends, self.begin), self.stride), self.size)
+    }
+
+    /// The same in units.
+    pub(super) fn in_units(&self, unit: u64) -> Self {
+        let own = self.own.iter();
+        let own =
+            own.map(|own| WallRange { start: own.start / unit, end: own.end / unit }).collect();
+        let (begin, stride, size) = (self.begin / unit, self.stride / unit, self.size / unit);
+        Self { own, begin, stride, size }
+    }
+
+    /// The lowest offset from here on at which so many bytes meet no wall.
+    pub(super) fn fit(&self, offset: u64, size: u64) -> u64 {
+        if self.is_none() {
+            return offset;
+        }
+        let mut offset = offset;
+        let first = self.own.partition_point(|own| own.end <= offset);
+        for own in &self.own[first..] {
+            offset = offset.max(own.start);
+            if offset + size <= own.end {
+                return offset;
+            }
+        }
+        let into = offset.max(self.begin) - self.begin;
+        let within = into % self.stride;
+        let fits = within + size <= self.size;
+        self.begin + if fits { into } else { into - within + self.stride }
+    }
+
+    /// Returns the start of the segment that contains an offset.
+    pub(super) fn start(&self, offset: u64) -> u64 {
+        if self.is_none() {
+            return 0;
+        }
+        let own = self.own.iter().find(|own| (own.start..own.end).contains(&offset));
+        let regular =
+            || self.begin + (offset.max(self.begin) - self.begin) / self.stride * self.stride;
+        own.map_or_else(regular, |own| own.start)
+    }
+}
+
+#[cfg(test)]
+mod walls_tests {
+    use super::*;
+
+    #[test]
+    fn nothing_lies_across_a_wall_and_nothing_lower_would_do() {
+        let own = vec![WallRange { start: 0, end: 5 }, WallRange { start: 6, end: 13 }];
+        let walls = Walls { own, begin: 14, stride: 4, size: 3 };
+        let within = |low: u64, high: u64| {
+            let begin = |nth: u64| 14 + 4 * nth;
+            [(0, 5), (6, 13)]
+                .into_iter()
+                .chain((0..9).map(|nth| (begin(nth), begin(nth) + 3)))
+                .any(|(start, end)| start <= low && high <= end)
+        };
+        for offset in 0..30 {
+            for size in 1..=3 {
+                let fit = walls.fit(offset, size);
+                let least = (offset..).find(|low| within(*low, low + size));
+                assert_eq!(Some(fit), least, "{size} at {offset}");
+                assert!(walls.start(fit) <= fit);
+            }
+        }
+    }
 }

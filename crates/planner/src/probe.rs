@@ -10,10 +10,10 @@
 //! Invariants: `low <= peak`; every height below `low` was proved to be too small, and `peak` was
 //! reached.
 
-use super::chance::Chance;
+use super::dive::Chance;
 use super::order::Traits;
-use super::part::Part;
-use super::search::{Decision, Search};
+use super::part::Subproblem;
+use super::search::{ExactSearch, SearchOutcome};
 
 /// The sort key of the items in a search, largest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +70,7 @@ const WEIGHT_ONE: u64 = 1 << 10;
 /// The probes of one part.
 #[derive(Debug)]
 pub(super) struct Probe<'a> {
-    search: Search<'a>,
+    search: ExactSearch<'a>,
     /// By order and item: both keys in one number.
     scores: Vec<Vec<u64>>,
     chance: Chance,
@@ -94,10 +94,15 @@ pub(super) struct Probe<'a> {
 
 impl<'a> Probe<'a> {
     /// Probes of a part for which offsets of this peak are known.
-    pub(super) fn new(part: &'a Part, traits: &[Traits], peak: u64, offsets: Vec<u64>) -> Self {
+    pub(super) fn new(
+        part: &'a Subproblem,
+        traits: &[Traits],
+        peak: u64,
+        offsets: Vec<u64>,
+    ) -> Self {
         let values = Values::of(part, traits);
         Self {
-            search: Search::new(part),
+            search: ExactSearch::new(part),
             scores: ORDERS.iter().map(|(first, second)| values.scores(*first, *second)).collect(),
             chance: Chance::new(0x51_7C_C1_B7_27_22_0A_95),
             low: part.bound,
@@ -140,18 +145,18 @@ impl<'a> Probe<'a> {
         self.nodes += spent;
         *(if self.descends { &mut self.on_way } else { &mut self.at_goal }) += spent;
         match verdict {
-            Decision::Found => {
+            SearchOutcome::Found => {
                 self.offsets = self.search.offsets();
                 self.peak = self.search.part().peak(&self.offsets);
                 self.tried = 0; // and the order that found it comes first again
                 self.shrink = self.shrink.saturating_sub(1).max(1);
                 self.descends &= is_far(self.peak, self.low);
             }
-            Decision::Failed => {
+            SearchOutcome::Failed => {
                 self.low = height + 1;
                 (self.tried, self.rounds_at_goal) = (0, 0);
             }
-            Decision::OutOfBudget => self.missed(height),
+            SearchOutcome::OutOfBudget => self.missed(height),
         }
     }
 
@@ -210,13 +215,13 @@ const fn is_far(peak: u64, low: u64) -> bool {
 
 /// The traits of all items.
 struct Values<'a> {
-    part: &'a Part,
+    part: &'a Subproblem,
     traits: &'a [Traits],
     totals: Vec<u64>,
 }
 
 impl<'a> Values<'a> {
-    fn of(part: &'a Part, traits: &'a [Traits]) -> Self {
+    fn of(part: &'a Subproblem, traits: &'a [Traits]) -> Self {
         let mut totals = vec![0; part.sections as usize];
         for piece in &part.pieces {
             for total in &mut totals[piece.from as usize..piece.to as usize] {

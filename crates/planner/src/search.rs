@@ -7,7 +7,7 @@
 //!
 //! A branch ends early by these rules:
 //! * floors: no remaining item can begin in a section below the lowest remaining item there; floor
-//!   plus the remaining size of the section must not exceed the height (`floors`);
+//!   plus the remaining size of the section must not exceed the height (`search`);
 //! * an item that could still be placed wholly below an offset is placed before it;
 //! * an item below the last offset that can no longer be placed there must first be raised by
 //!   another item;
@@ -19,9 +19,7 @@
 //! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of the
 //! remaining sizes in each section; `Found` comes with offsets below the height for all items.
 
-use super::body::{Body, Group, HEIGHT_MAX, ITEMS_MAX, key, offset_of, rank_of};
-use super::floors::{Blame, Floors};
-use super::part::{Part, Piece};
+use super::part::{ItemNeed, Subproblem};
 
 /// States that are remembered as dead ends: 256 KiB.
 const DEAD_ENDS: usize = 1 << 14;
@@ -31,7 +29,7 @@ const NODES_PER_STOP: u64 = 32;
 
 /// The result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Decision {
+pub(super) enum SearchOutcome {
     /// Offsets were found.
     Found,
     /// It is proved that there are none in which each pair of items has one order from below.
@@ -43,7 +41,7 @@ pub(super) enum Decision {
 /// A group whose items are being placed.
 #[derive(Clone, Copy, Debug)]
 struct Frame {
-    group: Group,
+    group: ItemGroup,
     /// No item may come before this key.
     least: u64,
     hash: u64,
@@ -58,13 +56,13 @@ struct Frame {
 
 /// A search over one part.
 #[derive(Debug)]
-pub(super) struct Search<'a> {
-    part: &'a Part,
+pub(super) struct ExactSearch<'a> {
+    part: &'a Subproblem,
     bodies: Vec<Body>,
     totals: Vec<u64>,
     floors: Floors,
     stack: Vec<u64>,
-    groups: Vec<Group>,
+    groups: Vec<ItemGroup>,
     frames: Vec<Frame>,
     /// The items that an item raises.
     raised: Vec<u64>,
@@ -75,8 +73,8 @@ pub(super) struct Search<'a> {
     runs: u64,
 }
 
-impl<'a> Search<'a> {
-    pub(super) fn new(part: &'a Part) -> Self {
+impl<'a> ExactSearch<'a> {
+    pub(super) fn new(part: &'a Subproblem) -> Self {
         debug_assert!(part.items.len() <= ITEMS_MAX, "more items than ranks");
         let sections = part.sections as usize;
         Self {
@@ -104,14 +102,14 @@ impl<'a> Search<'a> {
         height: u64,
         limit: u64,
         stop: &mut dyn FnMut() -> bool,
-    ) -> Decision {
+    ) -> SearchOutcome {
         debug_assert!(height < HEIGHT_MAX, "a height that keys have no room for");
         (self.height, self.nodes, self.runs) = (height, 0, self.runs + 1);
         self.start(order);
-        let all = Group { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
+        let all = ItemGroup { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
         let least = |body: &Body| body.fixed.unwrap_or(0) + body.size;
         let mut done = if self.bodies.iter().any(|body| least(body) > height) {
-            Some(Decision::Failed)
+            Some(SearchOutcome::Failed)
         } else {
             self.enter(all, 0)
         };
@@ -125,7 +123,7 @@ impl<'a> Search<'a> {
                     self.floors.blame.settle();
                     return verdict;
                 }
-                Some(Decision::Found) => self.next_group(),
+                Some(SearchOutcome::Found) => self.next_group(),
                 Some(_) => {
                     self.take_back();
                     None
@@ -133,7 +131,7 @@ impl<'a> Search<'a> {
             };
         }
         self.floors.blame.settle();
-        Decision::OutOfBudget
+        SearchOutcome::OutOfBudget
     }
 
     fn start(&mut self, order: &[u32]) {
@@ -167,7 +165,7 @@ impl<'a> Search<'a> {
         self.stack.sort_unstable();
     }
 
-    pub(super) const fn part(&self) -> &'a Part {
+    pub(super) const fn part(&self) -> &'a Subproblem {
         self.part
     }
 
@@ -190,7 +188,7 @@ impl<'a> Search<'a> {
         offsets
     }
 
-    fn pieces(&self, rank: usize) -> &'a [Piece] {
+    fn pieces(&self, rank: usize) -> &'a [ItemNeed] {
         self.part.pieces(self.bodies[rank].item as usize)
     }
 
@@ -211,15 +209,15 @@ impl<'a> Search<'a> {
     }
 
     /// Begins with a group; returns at once if it is known to fail.
-    fn enter(&mut self, group: Group, least: u64) -> Option<Decision> {
+    fn enter(&mut self, group: ItemGroup, least: u64) -> Option<SearchOutcome> {
         if group.start == group.end {
-            return Some(Decision::Found);
+            return Some(SearchOutcome::Found);
         }
         let list = &self.stack[group.start..group.end];
         let hash = list.iter().fold(self.runs, |hash, key| hash.wrapping_add(mixed(*key)));
         let (known, known_least) = self.dead_ends[slot(hash)];
         if known == hash && known_least <= least {
-            return Some(Decision::Failed);
+            return Some(SearchOutcome::Failed);
         }
         self.nodes += 1;
         let mut ceiling = u64::MAX;
@@ -232,7 +230,7 @@ impl<'a> Search<'a> {
                 Some(found) => ceiling = found,
                 None => {
                     self.dead_ends[slot(hash)] = (hash, least);
-                    return Some(Decision::Failed);
+                    return Some(SearchOutcome::Failed);
                 }
             }
         }
@@ -243,7 +241,7 @@ impl<'a> Search<'a> {
     }
 
     /// Places the next item of the last frame; if there is none, the group failed.
-    fn advance(&mut self) -> Option<Decision> {
+    fn advance(&mut self) -> Option<SearchOutcome> {
         let Frame { group, least, hash, ceiling, .. } = *self.last();
         while self.last().at < group.end {
             let at = self.last().at;
@@ -255,7 +253,7 @@ impl<'a> Search<'a> {
                 self.remove(rank_of(own));
                 let mark = self.stack.len();
                 if self.place(group, at) {
-                    self.take_apart(Group { start: mark, end: self.stack.len(), ..group });
+                    self.take_apart(ItemGroup { start: mark, end: self.stack.len(), ..group });
                     return self.enter_group();
                 }
                 self.take_back();
@@ -265,7 +263,7 @@ impl<'a> Search<'a> {
         }
         self.dead_ends[slot(hash)] = (hash, least);
         self.frames.pop();
-        Some(Decision::Failed)
+        Some(SearchOutcome::Failed)
     }
 
     /// The frame that is searched: callers have pushed one.
@@ -276,7 +274,7 @@ impl<'a> Search<'a> {
 
     /// Enters the next of the groups that are left after the last frame's item; without one its
     /// group is placed.
-    fn enter_group(&mut self) -> Option<Decision> {
+    fn enter_group(&mut self) -> Option<SearchOutcome> {
         let Frame { next, at, mark, groups, .. } = *self.last();
         let own = self.stack[at];
         if next < self.groups.len() {
@@ -288,10 +286,10 @@ impl<'a> Search<'a> {
         self.stack.truncate(mark);
         self.groups.truncate(groups);
         self.frames.pop();
-        Some(Decision::Found)
+        Some(SearchOutcome::Found)
     }
 
-    fn next_group(&mut self) -> Option<Decision> {
+    fn next_group(&mut self) -> Option<SearchOutcome> {
         self.last().next += 1;
         self.enter_group()
     }
@@ -308,7 +306,7 @@ impl<'a> Search<'a> {
 
     /// Pushes the remainder of a group after one placement; `false` if one of the other items can
     /// no longer be placed.
-    fn place(&mut self, group: Group, placed: usize) -> bool {
+    fn place(&mut self, group: ItemGroup, placed: usize) -> bool {
         let (offset, rank) = (offset_of(self.stack[placed]), rank_of(self.stack[placed]));
         let (from, to, is_plain) =
             (self.bodies[rank].from, self.bodies[rank].to, self.bodies[rank].is_plain);
@@ -364,7 +362,7 @@ impl<'a> Search<'a> {
     }
 
     /// Lists the groups into which one splits at sections that no item crosses.
-    fn take_apart(&mut self, group: Group) {
+    fn take_apart(&mut self, group: ItemGroup) {
         let list = &self.stack[group.start..group.end];
         let spans = list.iter().map(|key| &self.bodies[rank_of(*key)]);
         let Some(cuts) = self.floors.cuts(spans.map(|body| (body.from, body.to)), group) else {
@@ -384,7 +382,7 @@ impl<'a> Search<'a> {
                 }
             }
             if start < self.stack.len() {
-                self.groups.push(Group { start, end: self.stack.len(), from, to });
+                self.groups.push(ItemGroup { start, end: self.stack.len(), from, to });
             }
         }
     }
@@ -401,4 +399,264 @@ const fn mixed(key: u64) -> u64 {
 #[expect(clippy::cast_possible_truncation, reason = "it is below the number of dead ends")]
 const fn slot(hash: u64) -> usize {
     (hash % DEAD_ENDS as u64) as usize
+}
+
+// The items of an exact search, the keys that stand for them, and groups of keys.
+//
+// A key is the offset at which an item is tried, with its rank in the order in the low bits, so
+// keys compare by offset first. `search` places the items; `floors` rules branches out.
+
+/// Bits of a key that are an item's rank.
+const RANK_BITS: u32 = 16;
+
+/// The most items that a search has numbers for, and the height below which its keys have room.
+pub(super) const ITEMS_MAX: usize = 1 << RANK_BITS;
+pub(super) const HEIGHT_MAX: u64 = 1 << (62 - RANK_BITS);
+
+/// An item as the search wants it, by its rank in the order.
+#[derive(Clone, Debug)]
+pub(super) struct Body {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) size: u64,
+    pub(super) height: u64,
+    pub(super) align: u64,
+    pub(super) fixed: Option<u64>,
+    /// Its number in the part.
+    pub(super) item: u32,
+    /// `true` if it has one piece, which begins at its offset.
+    pub(super) is_plain: bool,
+}
+
+impl Body {
+    /// Returns the least distance by which it raises any item above it.
+    pub(super) const fn least_lift(&self) -> u64 {
+        if self.is_plain { self.height } else { 1 }
+    }
+}
+
+/// A list of keys on the stack that meet in time, and the sections that they are in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ItemGroup {
+    pub(super) start: usize,
+    pub(super) end: usize,
+    pub(super) from: u32,
+    pub(super) to: u32,
+}
+
+/// An item's lowest offset, and its rank: keys are in the order in which items may be placed.
+pub(super) const fn key(offset: u64, rank: usize) -> u64 {
+    offset << RANK_BITS | rank as u64
+}
+
+pub(super) const fn offset_of(key: u64) -> u64 {
+    key >> RANK_BITS
+}
+
+pub(super) const fn rank_of(key: u64) -> usize {
+    (key & ((1 << RANK_BITS) - 1)) as usize
+}
+
+// Feasibility of the remaining items above their floors, section by section, and the sections that
+// ended branches.
+//
+// A floor is the lowest offset at which any remaining item of a section can begin. Items are
+// visited from the lowest up: the first to touch a section sets its floor. It changes nothing of
+// the search.
+//
+// Invariant: no solution is ruled out that the search would find.
+
+/// Room to work in, and the blame.
+#[derive(Debug)]
+pub(super) struct Floors {
+    /// Bit sets of sections: those with a floor, and those that an item crosses into the next one.
+    seen: Vec<u64>,
+    /// Items that must be raised first, with their least offsets afterwards.
+    stranded: Vec<u64>,
+    cuts: Vec<u32>,
+    pub(super) blame: Blame,
+}
+
+impl Floors {
+    pub(super) fn new(sections: usize) -> Self {
+        Self {
+            seen: vec![0; sections.div_ceil(64)],
+            stranded: Vec::new(),
+            cuts: Vec::new(),
+            blame: Blame { counts: vec![0; sections], weights: vec![WEIGHT; sections] },
+        }
+    }
+
+    /// Returns the offset from which on no item can be placed next; `None` if the rest cannot fit.
+    #[expect(clippy::too_many_arguments, reason = "the parts of a search, borrowed apart")]
+    pub(super) fn of<'a>(
+        &mut self,
+        list: &[u64],
+        least: u64,
+        (height, room): (u64, u64),
+        group: ItemGroup,
+        bodies: &[Body],
+        pieces: impl Fn(usize) -> &'a [ItemNeed],
+        totals: &[u64],
+    ) -> Option<u64> {
+        let first = list.partition_point(|key| *key < least);
+        let lowest = offset_of(*list.get(first)?);
+        let mut ceiling = u64::MAX;
+        for key in list {
+            ceiling = ceiling.min(offset_of(*key) + bodies[rank_of(*key)].size);
+        }
+        self.strand(list, first, lowest, height, bodies)?;
+        let (mut next, mut waits) = (first, 0);
+        let words = group.from as usize / 64..(group.to as usize).div_ceil(64);
+        self.seen[words].fill(0);
+        let (mut left, mut most) = (group.to - group.from, 0);
+        while left > 0 {
+            let (one, other) = (list.get(next), self.stranded.get(waits));
+            let own = match (one, other) {
+                (Some(one), Some(other)) if other < one => *other,
+                (Some(one), _) => *one,
+                (None, Some(other)) => *other,
+                (None, None) => break,
+            };
+            if one == Some(&own) {
+                next += 1
+            } else {
+                waits += 1
+            }
+            let most_that_fits = room.saturating_sub(offset_of(own));
+            for piece in pieces(rank_of(own)) {
+                for word in piece.from as usize / 64..=(piece.to as usize - 1) / 64 {
+                    let mask = bits(piece.from, piece.to, word);
+                    let mut fresh = mask & !self.seen[word];
+                    self.seen[word] |= mask;
+                    left = left.saturating_sub(fresh.count_ones());
+                    while fresh != 0 {
+                        let section = word * 64 + fresh.trailing_zeros() as usize;
+                        most = most.max(totals[section]);
+                        if totals[section] > most_that_fits {
+                            self.blame.counts[section] += 1;
+                            return None;
+                        }
+                        fresh &= fresh - 1;
+                    }
+                }
+            }
+        }
+        Some(ceiling.min(room.saturating_sub(most) + 1))
+    }
+
+    /// Lists the items that were passed: each has to lie on another one that is still to come.
+    fn strand(
+        &mut self,
+        list: &[u64],
+        first: usize,
+        lowest: u64,
+        height: u64,
+        bodies: &[Body],
+    ) -> Option<()> {
+        self.stranded.clear();
+        for (at, own) in list[..first].iter().enumerate() {
+            let body = &bodies[rank_of(*own)];
+            let mut raised = u64::MAX;
+            for (other_at, other) in list.iter().enumerate() {
+                let below = &bodies[rank_of(*other)];
+                if below.from < body.to && body.from < below.to && other_at != at {
+                    raised = raised.min(offset_of(*other).max(lowest) + below.least_lift());
+                }
+            }
+            if body.fixed.is_some() || raised.saturating_add(body.size) > height {
+                self.blame.span(body.from, body.to);
+                return None;
+            }
+            self.stranded.push(key(raised, rank_of(*own)));
+        }
+        self.stranded.sort_unstable();
+        Some(())
+    }
+
+    /// Splits items in time: the first section, the sections that no item crosses into, and the
+    /// end; `None` if there is no split.
+    pub(super) fn cuts(
+        &mut self,
+        spans: impl Iterator<Item = (u32, u32)>,
+        group: ItemGroup,
+    ) -> Option<Vec<u32>> {
+        let words = group.from as usize / 64..(group.to as usize).div_ceil(64);
+        self.seen[words].fill(0);
+        for (from, to) in spans {
+            if to - from > 1 {
+                for word in from as usize / 64..=(to as usize - 2) / 64 {
+                    self.seen[word] |= bits(from, to - 1, word);
+                }
+            }
+        }
+        self.cuts.clear();
+        self.cuts.push(group.from);
+        for word in group.from as usize / 64..(group.to as usize).div_ceil(64) {
+            let within =
+                if group.to - group.from > 1 { bits(group.from, group.to, word) } else { 0 };
+            let mut open = within & !self.seen[word];
+            while open != 0 {
+                let section = u32::try_from(word).unwrap_or(0) * 64 + open.trailing_zeros();
+                if section + 1 < group.to {
+                    self.cuts.push(section + 1);
+                }
+                open &= open - 1;
+            }
+        }
+        if self.cuts.len() == 1 {
+            return None;
+        }
+        self.cuts.push(group.to);
+        Some(self.cuts.clone())
+    }
+}
+
+/// The bits of a word that stand for sections of a range which has some there.
+const fn bits(from: u32, to: u32, word: usize) -> u64 {
+    let (first, end) = (word * 64, word * 64 + 64);
+    let above = if from as usize > first { u64::MAX << (from % 64) } else { u64::MAX };
+    let below = if (to as usize) < end { u64::MAX >> (64 - to % 64) } else { u64::MAX };
+    above & below
+}
+
+/// The weight of a section with the most blame.
+const WEIGHT: u64 = 1 << 16;
+
+/// The number of branches that each section ended.
+#[derive(Debug)]
+pub(super) struct Blame {
+    counts: Vec<u64>,
+    weights: Vec<u64>,
+}
+
+impl Blame {
+    /// Blames the sections of a span.
+    pub(super) fn span(&mut self, from: u32, to: u32) {
+        for count in &mut self.counts[from as usize..to as usize] {
+            *count += 1;
+        }
+    }
+
+    /// Turns the counts of a run into weights; those of earlier runs lose an eighth.
+    pub(super) fn settle(&mut self) {
+        let sum = self.counts.iter().sum::<u64>().max(1);
+        let sections = self.counts.len() as u64;
+        for (weight, count) in self.weights.iter_mut().zip(&mut self.counts) {
+            let share = u128::from(*count) * u128::from(WEIGHT * sections) / u128::from(sum);
+            *weight = *weight - *weight / 8 + u64::try_from(share).unwrap_or(WEIGHT);
+            *count = 0;
+        }
+    }
+
+    /// The largest weight of a section of the span, where `one` is the mean of all.
+    pub(super) fn weight(&self, from: u32, to: u32, mean: u64, one: u64) -> u64 {
+        let most = self.weights[from as usize..to as usize].iter().max();
+        let share = u128::from(most.copied().unwrap_or(0)) * u128::from(one);
+        u64::try_from(share / u128::from(mean.max(1))).unwrap_or(u64::MAX)
+    }
+
+    pub(super) fn mean(&self) -> u64 {
+        self.weights.iter().sum::<u64>() / (self.weights.len() as u64).max(1)
+    }
 }

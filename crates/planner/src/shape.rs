@@ -10,16 +10,15 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::demand::{BufferId, Demand, Window};
 use super::error::PlanError;
-use super::problem::Problem;
+use super::problem::{BufferId, ByteWindow, Demand, Problem};
 
 /// A window of a shape, needed at the steps of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Need {
+pub(super) struct ShapeNeed {
     pub(super) first: i64,
     pub(super) end: i64,
-    pub(super) window: Window,
+    pub(super) window: ByteWindow,
 }
 
 /// Memory that is placed as one.
@@ -38,12 +37,12 @@ pub(super) struct Shape {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Shapes {
     pub(super) list: Vec<Shape>,
-    needs: Vec<Need>,
+    needs: Vec<ShapeNeed>,
 }
 
 impl Shapes {
     /// The needs of the shape with this number.
-    pub(super) fn needs(&self, at: usize) -> &[Need] {
+    pub(super) fn needs(&self, at: usize) -> &[ShapeNeed] {
         let end = self.list.get(at + 1).map_or(self.needs.len(), |next| next.from);
         self.list.get(at).map_or(&[], |shape| &self.needs[shape.from..end])
     }
@@ -110,13 +109,13 @@ impl Shapes {
 }
 
 /// The needs of a buffer by itself.
-fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<Need>) {
-    let mut push = |first: i64, end: i64, window: Window| {
+fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<ShapeNeed>) {
+    let mut push = |first: i64, end: i64, window: ByteWindow| {
         if first < end && window.low < window.high {
-            needs.push(Need { first, end, window });
+            needs.push(ShapeNeed { first, end, window });
         }
     };
-    let whole = Window { low: 0, high: demand.size.get() };
+    let whole = ByteWindow { low: 0, high: demand.size.get() };
     let mut at = held.start;
     for gap in &demand.gaps {
         push(at, gap.span.start, whole);
@@ -221,7 +220,7 @@ struct Member<'a> {
     id: u32,
     demand: &'a Demand,
     held: Range<i64>,
-    window: Window,
+    window: ByteWindow,
     /// The buffer that holds its contents.
     content: u32,
     /// The start of that buffer's lifetime.
@@ -236,7 +235,7 @@ fn shared_needs(
     span: &Range<i64>,
     sharing: &Sharing,
     members: &[(u32, u32)],
-    needs: &mut Vec<Need>,
+    needs: &mut Vec<ShapeNeed>,
 ) -> Result<(), PlanError> {
     let member = |member: &(u32, u32)| member_of(problem, span, sharing, member.1);
     let mut members: Vec<Member<'_>> = members.iter().map(member).collect();
@@ -264,11 +263,11 @@ fn shared_needs(
         }
         let windows = live.values().flatten().map(|at| members[*at].window);
         let around =
-            windows.reduce(|a, b| Window { low: a.low.min(b.low), high: a.high.max(b.high) });
+            windows.reduce(|a, b| ByteWindow { low: a.low.min(b.low), high: a.high.max(b.high) });
         let Some(window) = around else { continue };
         match needs[from..].last_mut() {
             Some(last) if last.end == first && last.window == window => last.end = end,
-            _ => needs.push(Need { first, end, window }),
+            _ => needs.push(ShapeNeed { first, end, window }),
         }
     }
     Ok(())
@@ -288,7 +287,7 @@ fn member_of<'a>(
         id,
         demand,
         held: problem.held(demand, span),
-        window: Window { low, high: low + demand.size.get() },
+        window: ByteWindow { low, high: low + demand.size.get() },
         content: own,
         written: problem.held(&problem.demands()[own as usize], span).start,
         replaces: problem.unions.over(own).map(content),
@@ -318,6 +317,93 @@ fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError>
         over: over.demand.name.clone(),
         end: over.held.end,
     })
+}
+
+// The sharing of memory: a union-find forest with one tree per piece of memory.
+//
+// It knows numbers and distances, but no sizes and no times. Paths are halved on each walk while
+// the forest is built.
+//
+// Invariant: following `over` from any buffer ends at a root, whose distance is the sum of those
+// on the way.
+
+/// The forest of shared memory.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Unions {
+    links: Vec<Link>,
+}
+
+/// One buffer's place in the forest.
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    /// The buffer whose memory it shares; itself if none.
+    over: u32,
+    /// `true` if it overwrites that buffer, `false` if it is a view of it.
+    replaces: bool,
+    /// A buffer nearer to the root, and the distance from its start.
+    up: u32,
+    at: u64,
+}
+
+impl Unions {
+    /// Adds a buffer that shares no memory.
+    pub(super) fn add(&mut self) {
+        // More than 2^32 are refused before they come here.
+        let own = u32::try_from(self.links.len()).unwrap_or(u32::MAX);
+        self.links.push(Link { over: own, replaces: false, up: own, at: 0 });
+    }
+
+    /// Joins a root to another buffer; `false` if it is not a root, or the buffer is in its own
+    /// tree.
+    pub(super) fn join(&mut self, child: u32, over: u32, at: u64, replaces: bool) -> bool {
+        let root = self.root_halving(over);
+        if self.links[child as usize].over != child || root == child {
+            return false;
+        }
+        self.links[child as usize] = Link { over, replaces, up: over, at };
+        true
+    }
+
+    fn root_halving(&mut self, of: u32) -> u32 {
+        let mut node = of as usize;
+        loop {
+            let link = self.links[node];
+            let up = self.links[link.up as usize];
+            if up.up == link.up {
+                return link.up;
+            }
+            self.links[node] = Link { up: up.up, at: link.at + up.at, ..link };
+            node = up.up as usize;
+        }
+    }
+
+    /// The buffer whose memory this one shares in the end, and how far beyond its start.
+    pub(super) fn root(&self, of: u32) -> (u32, u64) {
+        let (mut node, mut at) = (of, 0);
+        loop {
+            let link = self.links[node as usize];
+            if link.up == node {
+                return (node, at);
+            }
+            (node, at) = (link.up, at + link.at);
+        }
+    }
+
+    /// Whom it was said to lie over.
+    pub(super) fn over(&self, of: u32) -> Option<u32> {
+        let over = self.links[of as usize].over;
+        (over != of).then_some(over)
+    }
+
+    /// Returns `true` if it overwrites the buffer whose memory it shares.
+    pub(super) fn replaces(&self, of: u32) -> bool {
+        self.links[of as usize].replaces
+    }
+
+    /// Returns `true` if no memory is shared.
+    pub(super) fn is_trivial(&self) -> bool {
+        self.links.iter().zip(0..).all(|(link, own)| link.over == own)
+    }
 }
 
 #[cfg(test)]
@@ -398,7 +484,7 @@ mod tests {
     #[test]
     fn an_output_is_never_overwritten() {
         let mut problem = Problem::new();
-        let parent = super::super::demand::Role::Output;
+        let parent = super::super::problem::Role::Output;
         let parent = Demand { role: parent, ..Demand::new("parent", ByteSize::new(8), 0..3) };
         let parent = problem.add(parent).expect("a plain buffer");
         let child = buffer(&mut problem, "child", 8, 2..5);
@@ -414,7 +500,7 @@ mod tests {
             let demand = Demand::new("other", ByteSize::new(8), 3..5);
             problem.add(Demand { role, ..demand }).expect("a plain buffer");
         }
-        use super::super::demand::Role;
+        use super::super::problem::Role;
         assert_eq!(needs(&problem), [(0, 9, 0, 4), (0, 5, 0, 8), (3, 9, 0, 8), (0, 9, 0, 8)]);
     }
 }

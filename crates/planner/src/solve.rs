@@ -11,20 +11,19 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use super::body::{HEIGHT_MAX, ITEMS_MAX};
-use super::demand::BufferId;
-use super::dive::{Bonus, Dive};
-use super::error::PlanError;
-use super::order::{self, Heuristic, Traits};
-use super::part::{Part, Parts};
-use super::place::Placer;
-use super::planned::{Place, Plan};
-use super::probe::Probe;
-use super::problem::Problem;
-use super::shape::{Shapes, gcd};
-use super::walls::Walls;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
+
+use super::dive::{Bonus, Dive};
+use super::error::PlanError;
+use super::order;
+use super::order::{Heuristic, Placer, Traits};
+use super::part::{Subproblem, Subproblems, Walls};
+use super::planned::{Plan, PlannedPlace};
+use super::probe::Probe;
+use super::problem::{BufferId, Problem};
+use super::search::{HEIGHT_MAX, ITEMS_MAX};
+use super::shape::{Shapes, gcd};
 
 /// The most items of a part that is searched exactly. Searches are deep, and keep a list of
 /// remaining items for each level: 16 MiB for this many.
@@ -43,14 +42,14 @@ const DIVES: [Bonus; 8] = {
 
 /// The limits of a planner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
+pub struct PlanBudget {
     /// The time limit, by the planner's clock. One rule always runs to its end.
     pub time: Duration,
     /// The limit of nodes of the exact search and items placed by dives; each takes 5 to 50 us.
     pub nodes: u64,
 }
 
-impl Default for Budget {
+impl Default for PlanBudget {
     /// A second, and as many nodes as that gives.
     fn default() -> Self {
         Self { time: Duration::from_secs(1), nodes: u64::MAX }
@@ -75,7 +74,7 @@ impl Default for Budget {
 /// ```
 pub struct Planner<'a> {
     pub(super) clock: &'a dyn Clock,
-    pub(super) budget: Budget,
+    pub(super) budget: PlanBudget,
     enough: ByteSize,
     pub(super) segment_limit: Option<ByteSize>,
     on_better: Box<dyn FnMut(ByteSize) + 'a>,
@@ -93,13 +92,13 @@ impl<'a> Planner<'a> {
     #[must_use]
     pub fn new(clock: &'a dyn Clock) -> Self {
         let on_better = Box::new(|_| ());
-        let (budget, enough, segment_limit) = (Budget::default(), ByteSize::ZERO, None);
+        let (budget, enough, segment_limit) = (PlanBudget::default(), ByteSize::ZERO, None);
         Self { clock, budget, enough, segment_limit, on_better }
     }
 
     /// Sets the budget of each plan.
     #[must_use]
-    pub fn budget(self, budget: Budget) -> Self {
+    pub fn budget(self, budget: PlanBudget) -> Self {
         Self { budget, ..self }
     }
 
@@ -137,7 +136,7 @@ impl<'a> Planner<'a> {
             Some(limit) => Walls::of(problem, &mut shapes, limit)?,
             None => Walls::default(),
         };
-        let parts = Parts::of(&shapes, &walls);
+        let parts = Subproblems::of(&shapes, &walls);
         let mut solver = Solver {
             clock: self.clock,
             deadline,
@@ -165,7 +164,7 @@ impl Problem {
     /// # Errors
     /// [`PlanError`] if buffers cannot share memory as requested.
     pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
-        let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
+        let parts = Subproblems::of(&Shapes::of(self)?, &Walls::default());
         Ok(ByteSize::new(parts.bound() * parts.unit))
     }
 
@@ -192,9 +191,9 @@ impl Problem {
         let shapes = Shapes::of(self)?;
         self.verify_fixed(&shapes)?;
         let walls = Walls::default();
-        let parts = Parts::of(&shapes, &walls);
+        let parts = Subproblems::of(&shapes, &walls);
         let (rule, fit) = rule.rule();
-        let by_rule = |part: &Part| {
+        let by_rule = |part: &Subproblem| {
             let mut placer = Placer::new(part);
             let order = order::order(&Traits::of(part, &shapes), rule);
             placer.run(&order, fit, rule.is_online(), u64::MAX, &mut || false);
@@ -209,7 +208,7 @@ impl Problem {
 fn assembled<O: AsRef<[u64]>>(
     problem: &Problem,
     shapes: &Shapes,
-    parts: &Parts,
+    parts: &Subproblems,
     walls: &Walls,
     offsets: impl Iterator<Item = O>,
 ) -> Result<Plan, PlanError> {
@@ -230,15 +229,15 @@ fn assembled<O: AsRef<[u64]>>(
     // By the segment of the shared memory: a view of no bytes may lie at the end of that.
     let place = |id: BufferId| {
         if problem.is_external(id) {
-            return Place { segment: Place::ELSEWHERE, offset: 0 };
+            return PlannedPlace { segment: PlannedPlace::ELSEWHERE, offset: 0 };
         }
         let start = walls.start(flat[problem.unions.root(id.0).0 as usize]);
         // A buffer that needs no memory may lie beyond all of them.
         let segment = starts.partition_point(|other| *other < start).min(starts.len().max(1) - 1);
         let offset = flat[id.index()].saturating_sub(start);
-        Place { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset }
+        PlannedPlace { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset }
     };
-    let places: Box<[Place]> = problem.ids().map(place).collect();
+    let places: Box<[PlannedPlace]> = problem.ids().map(place).collect();
     let sizes = segments.iter().map(|(start, end)| ByteSize::new(end - start));
     let segments: Box<[ByteSize]> = sizes.collect();
     let peak = segments.iter().copied().sum();
@@ -254,7 +253,7 @@ fn assembled<O: AsRef<[u64]>>(
     let sizes = problem.demands().iter().map(|demand| demand.size).collect();
     let fingerprint = problem.fingerprint();
     let plan = Plan { places, segments, peak, bound, nodes: 0, align, fingerprint, sizes };
-    plan.verify(problem).map_err(|fault| PlanError::Refuted(Box::new(fault)))?;
+    plan.verify(problem).map_err(|error| PlanError::Refuted(Box::new(error)))?;
     Ok(plan)
 }
 
@@ -346,7 +345,7 @@ struct Solver<'a> {
 
 impl Solver<'_> {
     /// A track for each part, and what no plan is below.
-    fn solve<'p>(&mut self, parts: &'p Parts, shapes: &Shapes) -> (Vec<Track<'p>>, u64) {
+    fn solve<'p>(&mut self, parts: &'p Subproblems, shapes: &Shapes) -> (Vec<Track<'p>>, u64) {
         let bound = parts.bound();
         let goal = bound.max(self.enough);
         let mut tracks = Vec::with_capacity(parts.list.len());
@@ -361,7 +360,7 @@ impl Solver<'_> {
     }
 
     /// A part's plan by rules: the first rule always, the others where time allows.
-    fn track<'p>(&mut self, part: &'p Part, shapes: &Shapes, goal: u64) -> Track<'p> {
+    fn track<'p>(&mut self, part: &'p Subproblem, shapes: &Shapes, goal: u64) -> Track<'p> {
         let traits = Traits::of(part, shapes);
         let mut best = Best { peak: u64::MAX, offsets: Vec::new() };
         let is_small = part.items.len() <= EXACT_MAX.min(ITEMS_MAX);
@@ -393,7 +392,7 @@ impl Solver<'_> {
 
     fn try_rules(
         &self,
-        part: &Part,
+        part: &Subproblem,
         traits: &[Traits],
         goal: u64,
         rules: &[order::Ruled],

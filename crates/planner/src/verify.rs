@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use super::error::{PlanError, PlanFault};
+use super::error::PlanError;
 use super::problem::Problem;
 use super::shape::Shapes;
 use lowtide_core::bytes::ByteSize;
@@ -18,11 +18,11 @@ impl Problem {
     /// in all. Offsets of external buffers are ignored. O(n log n).
     ///
     /// # Errors
-    /// [`PlanFault`] for the first fault in the order of steps.
-    pub fn verify(&self, offsets: &[u64]) -> Result<ByteSize, PlanFault> {
+    /// [`PlanError`] for the first fault in the order of steps.
+    pub fn verify(&self, offsets: &[u64]) -> Result<ByteSize, PlanError> {
         let (found, expected) = (offsets.len(), self.demands().len());
         if found != expected {
-            return Err(PlanFault::Count { found, expected });
+            return Err(PlanError::OffsetCount { found, expected });
         }
         let shapes = Shapes::of(self)?;
         for id in self.ids().filter(|id| !self.is_external(*id)) {
@@ -37,35 +37,35 @@ impl Problem {
     }
 
     /// One buffer by itself.
-    fn verify_one(&self, id: u32, offsets: &[u64]) -> Result<(), PlanFault> {
+    fn verify_one(&self, id: u32, offsets: &[u64]) -> Result<(), PlanError> {
         let (demand, offset) = (&self.demands()[id as usize], offsets[id as usize]);
         let name = || demand.name.clone();
         if offset % demand.align != 0 {
-            return Err(PlanFault::Misaligned { name: name(), offset, align: demand.align });
+            return Err(PlanError::Misaligned { name: name(), offset, align: demand.align });
         }
         if let Some(fixed) = demand.offset.filter(|fixed| *fixed != offset) {
-            return Err(PlanFault::Moved { name: name(), offset, fixed });
+            return Err(PlanError::Moved { name: name(), offset, fixed });
         }
         let (root, at) = self.unions.root(id);
         let over_offset = offsets[root as usize];
         if over_offset.checked_add(at) != Some(offset) {
             let over = self.demands()[root as usize].name.clone();
-            return Err(PlanFault::Apart { name: name(), offset, over, over_offset });
+            return Err(PlanError::Apart { name: name(), offset, over, over_offset });
         }
         if offset.checked_add(demand.size.get()).is_none() {
-            return Err(PlanFault::BeyondPeak { name: name(), end: u64::MAX, peak: u64::MAX });
+            return Err(PlanError::BeyondPeak { name: name(), end: u64::MAX, peak: u64::MAX });
         }
         Ok(())
     }
 
     /// That no two shapes overlap.
-    fn verify_apart(&self, shapes: &Shapes, offsets: &[u64]) -> Result<(), PlanFault> {
+    fn verify_apart(&self, shapes: &Shapes, offsets: &[u64]) -> Result<(), PlanError> {
         let root = |at: usize| shapes.list[at].root.index();
         let Some(Clash { first, second, step }) = clash(shapes, |at| Some(offsets[root(at)]))
         else {
             return Ok(());
         };
-        Err(PlanFault::Overlap {
+        Err(PlanError::Overlap {
             name: self.demands()[root(second)].name.clone(),
             offset: offsets[root(second)],
             other: self.demands()[root(first)].name.clone(),

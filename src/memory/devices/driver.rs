@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::config::{Config, DeviceBackend, DeviceChoice};
-use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
+use crate::device::driver::{Driver, DriverError};
 
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
@@ -123,10 +123,9 @@ fn count_cuda() -> Result<usize, NoCuda> {
 }
 
 #[cfg(feature = "cuda")]
-fn no_cuda(error: &crate::device::driver::cuda::CudaError) -> NoCuda {
-    use crate::device::driver::cuda::{CudaError, Probe};
+fn no_cuda(error: &DriverError) -> NoCuda {
     let severity = match error {
-        CudaError::Unavailable(Probe::NoLibrary { .. } | Probe::NoDevice) => Severity::Info,
+        DriverError::NoLibrary { .. } | DriverError::NoDevice => Severity::Info,
         _ => Severity::Warning,
     };
     NoCuda { severity, cause: error.to_string() }

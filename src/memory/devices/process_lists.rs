@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, short};
-use crate::device::driver::cuda::{DeviceUsage, Nvml, NvmlError, ProcessUsage};
-use crate::device::driver::{DeviceUuid, Driver as _};
+use crate::device::driver::cuda::{DeviceUsage, Nvml, ProcessUsage};
+use crate::device::driver::{DeviceUuid, Driver as _, DriverError};
 use crate::memory::slow_value::SlowValue;
 use crate::sync::{Mutex, lock};
 
@@ -71,7 +71,7 @@ pub(super) struct ProcessLists {
 /// The answers of NVML by device.
 #[derive(Clone, Debug)]
 struct Answers {
-    by_device: BTreeMap<u32, Result<DeviceUsage, NvmlError>>,
+    by_device: BTreeMap<u32, Result<DeviceUsage, DriverError>>,
     /// The memory committed by arenas at the begin of the query.
     arenas: BTreeMap<u32, ByteSize>,
 }
@@ -84,7 +84,7 @@ impl ProcessLists {
         clock: &dyn Clock,
         devices: &[Arc<Device>],
         committed: impl Fn(&Device) -> ByteSize,
-    ) -> (Vec<DeviceProcesses>, Option<NvmlError>) {
+    ) -> (Vec<DeviceProcesses>, Option<DriverError>) {
         let with_uuid = |device: &Arc<Device>| Some((Arc::clone(device), device.driver.uuid()?));
         let devices: Vec<_> = devices.iter().filter_map(with_uuid).collect();
         if devices.is_empty() {
@@ -137,7 +137,7 @@ impl ProcessLists {
 fn ask(
     nvml: Option<Nvml>,
     devices: &[(u32, DeviceUuid)],
-) -> (Option<Nvml>, BTreeMap<u32, Result<DeviceUsage, NvmlError>>) {
+) -> (Option<Nvml>, BTreeMap<u32, Result<DeviceUsage, DriverError>>) {
     match nvml.map_or_else(Nvml::open, Ok) {
         Ok(nvml) => {
             let all: BTreeMap<_, _> =
@@ -194,7 +194,7 @@ impl Answers {
     }
 
     /// Returns the first error if there is no list of any device.
-    fn failure(&self) -> Option<&NvmlError> {
+    fn failure(&self) -> Option<&DriverError> {
         let mut errors = self.by_device.values().map(|usage| usage.as_ref().err());
         let first = errors.next()??;
         errors.all(|error| error.is_some()).then_some(first)

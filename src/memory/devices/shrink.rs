@@ -22,7 +22,7 @@ use crate::config::ConfigError;
 use crate::config::arena::{ShrinkTarget, Targets};
 use crate::device::DeviceError;
 use lowtide_admission::Job;
-use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
+use lowtide_heap::{HostError, PurgeOutcome, ReleaseFailure, Unreleased};
 
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
@@ -294,7 +294,7 @@ impl Shared {
     fn shrink_heap(&self) -> ShrinkOutcome {
         match self.purge_heap() {
             Ok(report) => match (report.jemalloc.outcome, report.libc.outcome) {
-                (Outcome::Unsupported(jemalloc), Outcome::Unsupported(libc)) => {
+                (PurgeOutcome::Unsupported(jemalloc), PurgeOutcome::Unsupported(libc)) => {
                     ShrinkOutcome::Unsupported { reason: format!("{jemalloc}; {libc}") }
                 }
                 _ => match report.unreleased {

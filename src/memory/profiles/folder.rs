@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use lowtide_heap::{ProfileError, write_profile};
+use lowtide_heap::{HostError, write_profile};
 
 /// The maximum number of profiles of this run: the first and the last ones are kept.
 const FILES_MAX: usize = 8;
@@ -80,7 +80,7 @@ impl Folder {
         &mut self,
         cause: &str,
         required: ByteSize,
-    ) -> Result<(PathBuf, ByteSize), ProfileError> {
+    ) -> Result<(PathBuf, ByteSize), HostError> {
         self.write_with(cause, required, write_profile)
     }
 
@@ -88,15 +88,15 @@ impl Folder {
         &mut self,
         cause: &str,
         required: ByteSize,
-        write: impl FnOnce(&Path) -> Result<(), ProfileError>,
-    ) -> Result<(PathBuf, ByteSize), ProfileError> {
+        write: impl FnOnce(&Path) -> Result<(), HostError>,
+    ) -> Result<(PathBuf, ByteSize), HostError> {
         let (number, mib) = (self.count + 1, required.get() >> 20);
         let name = format!("{START}{}.{number:03}.{cause}.{mib}MiB", self.run);
         let unfinished = self.path.join(format!("{name}{UNFINISHED}"));
         let path = self.path.join(format!("{name}{END}"));
         let written = write(&unfinished).and_then(|()| {
-            let size = fs::metadata(&unfinished).map_err(ProfileError::File)?.len();
-            fs::rename(&unfinished, &path).map_err(ProfileError::File)?;
+            let size = fs::metadata(&unfinished)?.len();
+            fs::rename(&unfinished, &path)?;
             Ok(ByteSize::new(size))
         });
         let size = match written {
@@ -141,8 +141,8 @@ mod tests {
         names
     }
 
-    fn text(size: usize) -> impl Fn(&Path) -> Result<(), ProfileError> {
-        move |path| fs::write(path, vec![b' '; size]).map_err(ProfileError::File)
+    fn text(size: usize) -> impl Fn(&Path) -> Result<(), HostError> {
+        move |path| Ok(fs::write(path, vec![b' '; size])?)
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         let mut folder = Folder::open(parent.path(), Duration::ZERO).expect("opened");
         let full = |path: &Path| {
             text(1)(path)?;
-            Err(ProfileError::File(io::Error::from(io::ErrorKind::StorageFull)))
+            Err(io::Error::from(io::ErrorKind::StorageFull).into())
         };
         assert!(folder.write_with("limit", ByteSize::ZERO, full).is_err());
         assert_eq!(names(parent.path()), [""; 0]);

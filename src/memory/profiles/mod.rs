@@ -23,7 +23,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, short};
 use crate::config::Config;
 use crate::sync::{Mutex, lock};
-use lowtide_heap::{self as heap, ProfileError, Profiler};
+use lowtide_heap::{self as heap, HostError, Profiler};
 
 use self::folder::Folder;
 use self::suspects::Suspects;
@@ -203,11 +203,11 @@ impl Writer<'_> {
         cause: CaptureCause,
         required: ByteSize,
         since_epoch: Duration,
-    ) -> Result<(std::path::PathBuf, ByteSize), ProfileError> {
+    ) -> Result<(std::path::PathBuf, ByteSize), HostError> {
         let folder = match &mut self.folder {
             Some(folder) => folder,
             none => {
-                let folder = Folder::open(self.path, since_epoch).map_err(ProfileError::File)?;
+                let folder = Folder::open(self.path, since_epoch)?;
                 none.insert(folder)
             }
         };

@@ -76,7 +76,7 @@ impl Admin {
                 let peer = peer.map(tracing::field::display);
                 log!(warn, target: "lowtide", peer, %error, "heap profile not sent");
                 let mut answer = failed(&error.to_string());
-                if matches!(error, crate::heap::ProfileError::Busy) {
+                if matches!(error, crate::heap::HostError::ProfileBusy) {
                     *answer.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
                 }
                 return answer;

@@ -4,7 +4,7 @@ use crate::code::Codes;
 use crate::tree::{Faults, Source, Tree};
 
 /// The only one that calls a subscriber.
-const LOG: &str = "crates/core/src/log.rs";
+const LOG: &str = "crates/core/src/macros.rs";
 const LEVELS: [&str; 6] = ["trace", "debug", "info", "warn", "error", "event"];
 /// Folders that only a build machine has, in pieces so that this file may be checked as well.
 const MACHINE: [[&str; 2]; 3] = [["/wo", "rk/"], ["/ro", "ot/"], ["/ho", "me/"]];

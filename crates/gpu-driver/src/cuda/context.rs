@@ -14,40 +14,48 @@
 //!
 //! Invariants: `retains = releases` after the drop, in the process that opened it; a call leaves
 //! the thread's context and mode unchanged.
+#![expect(unsafe_code, reason = "registering an exit handler is a C call")]
 
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Once, OnceLock};
 
-use super::abi::CAPTURE_RELAXED;
-use super::calls::{Answer, Calls};
-use super::exit::{self, Running};
-use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
-/// A retained primary context.
+use super::calls::{Calls, DriverResult};
+use super::table::{CAPTURE_RELAXED, STREAM_NON_BLOCKING};
+use crate::DriverError;
+
+/// A retained primary context and a private stream in it, for copies that are waited for and for
+/// stream-ordered work.
 #[derive(Debug)]
-pub(super) struct Context {
+pub(super) struct DeviceContext {
     calls: Calls,
     device: i32,
     handle: usize,
     birth: Birth,
+    /// The private stream; 0 before it is created.
+    pub(super) stream: usize,
+    /// Bytes in use on the device when the context was created.
+    pub(super) overhead: Option<ByteSize>,
 }
 
 /// Restores the calling thread's context and capture mode when dropped.
-struct Entered<'a> {
+struct EnteredContext<'a> {
     calls: &'a Calls,
     /// The context to restore, 0 for none; `None` if it is unchanged.
     context: Option<usize>,
     /// The mode to restore; `None` if it is unchanged.
     mode: Option<u32>,
-    _running: Running,
+    _running: CallInProgress,
     /// Both belong to the thread, so this value must be dropped there.
     _here: PhantomData<*const ()>,
 }
 
-impl<'a> Entered<'a> {
+impl<'a> EnteredContext<'a> {
     /// Makes a context current on this thread, and relaxes the thread's capture mode.
-    fn new(calls: &'a Calls, context: usize) -> Answer<Self> {
+    fn new(calls: &'a Calls, context: usize) -> DriverResult<Self> {
         let mut entered = Self::bare(calls)?;
         let before = calls.context_current()?;
         if before != context {
@@ -59,28 +67,29 @@ impl<'a> Entered<'a> {
     }
 
     /// Relaxes only the thread's capture mode, for calls that need no context.
-    fn relaxed(calls: &'a Calls) -> Answer<Self> {
+    fn relaxed(calls: &'a Calls) -> DriverResult<Self> {
         let mut entered = Self::bare(calls)?;
         entered.relax()?;
         Ok(entered)
     }
 
-    fn bare(calls: &'a Calls) -> Answer<Self> {
-        let running = Running::enter()?;
+    fn bare(calls: &'a Calls) -> DriverResult<Self> {
+        let running = CallInProgress::enter()?;
         Ok(Self { calls, context: None, mode: None, _running: running, _here: PhantomData })
     }
 
-    fn relax(&mut self) -> Answer {
-        let before = self.calls.exchange_capture_mode(CAPTURE_RELAXED)?;
-        self.mode = Some(before).filter(|&mode| mode != CAPTURE_RELAXED);
+    fn relax(&mut self) -> DriverResult {
+        let mut mode = CAPTURE_RELAXED;
+        self.calls.capture_mode(&mut mode)?;
+        self.mode = Some(mode).filter(|&mode| mode != CAPTURE_RELAXED);
         Ok(())
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for EnteredContext<'_> {
     fn drop(&mut self) {
-        if let Some(mode) = self.mode {
-            let _ = self.calls.exchange_capture_mode(mode);
+        if let Some(mode) = &mut self.mode {
+            let _ = self.calls.capture_mode(mode);
         }
         if let Some(context) = self.context {
             // If this fails the context is gone, and its owner will find out.
@@ -89,25 +98,26 @@ impl Drop for Entered<'_> {
     }
 }
 
-impl Context {
-    /// Retains the primary context of a device. The first call in a process creates it, which is
-    /// slow.
-    pub(super) fn retain(calls: Calls, device: i32) -> Answer<Self> {
-        let entered = Entered::relaxed(&calls)?;
+impl DeviceContext {
+    /// Retains the primary context of a device, and creates the stream. The first call in a process
+    /// creates the context, which is slow. Holds nothing if it fails.
+    pub(super) fn retain(calls: Calls, device: i32) -> DriverResult<Self> {
+        let entered = EnteredContext::relaxed(&calls)?;
         let handle = calls.context_retain(device)?;
         drop(entered);
-        exit::watch();
-        Ok(Self { calls, device, handle, birth: Birth::now() })
+        watch();
+        let birth = Birth::now();
+        let mut context = Self { calls, device, handle, birth, stream: 0, overhead: None };
+        context.stream = context.call(|calls| calls.create_stream(STREAM_NON_BLOCKING))?;
+        // If the query fails the value is unknown, and the trial of the memory reports the cause.
+        let info = context.call(Calls::memory_info).ok();
+        context.overhead = info.map(|(free, total)| total.saturating_sub(free));
+        Ok(context)
     }
 
     /// Returns the calls that need no context.
     pub(super) const fn calls(&self) -> &Calls {
         &self.calls
-    }
-
-    /// Returns the number of calls made.
-    pub(super) fn calls_made(&self) -> u64 {
-        self.calls.made()
     }
 
     /// Returns the number of the context.
@@ -125,8 +135,8 @@ impl Context {
     ///
     /// The list of results that mean a lost context is not complete: a device that fell off the
     /// bus answers 999, 806 or 46. After any other refusal, a query that changes nothing decides.
-    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        let enter = || Entered::new(&self.calls, self.handle);
+    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> DriverResult<T>) -> DriverResult<T> {
+        let enter = || EnteredContext::new(&self.calls, self.handle);
         let entered = enter().map_err(|error| judged(error, || enter().map(drop)))?;
         let query = || self.calls.memory_info().map(drop);
         let outcome = act(&self.calls).map_err(|error| judged(error, query));
@@ -137,7 +147,7 @@ impl Context {
 }
 
 /// Returns a refusal as a loss of the context if a query is refused too.
-fn judged(error: DriverError, query: impl FnOnce() -> Answer) -> DriverError {
+fn judged(error: DriverError, query: impl FnOnce() -> DriverResult) -> DriverError {
     match error {
         DriverError::Refused { call, code, message } => match query() {
             Err(again) if again.code().is_some() => {
@@ -149,54 +159,94 @@ fn judged(error: DriverError, query: impl FnOnce() -> Answer) -> DriverError {
     }
 }
 
-impl Drop for Context {
-    /// Releases the context with one call. Does nothing in a forked child, and while the process
-    /// exits.
+impl Drop for DeviceContext {
+    /// Destroys the stream and the spare events, and releases the context. Does nothing in a forked
+    /// child, and while the process exits.
     fn drop(&mut self) {
-        if self.birth.is_here()
-            && let Ok(_running) = Running::enter()
-        {
-            let _relaxed = Entered::relaxed(&self.calls);
+        if !self.is_here() {
+            return;
+        }
+        if self.stream != 0 {
+            let _ = self.call(|calls| {
+                calls.destroy_spare_events();
+                calls.stream_destroy(self.stream)
+            });
+        }
+        if let Ok(_running) = CallInProgress::enter() {
+            let _relaxed = EnteredContext::relaxed(&self.calls);
             let _ = self.calls.context_release(self.device);
         }
     }
 }
 
-/// A context and a private stream in it, for copies that are waited for and for stream-ordered
-/// work.
-#[derive(Debug)]
-pub(super) struct Seat {
-    pub(super) context: Context,
-    pub(super) own: usize,
-    /// Bytes in use on the device when the context was created.
-    pub(super) floor: Option<ByteSize>,
-}
+// The end of the driver's use when the process exits.
+//
+// The driver shuts down in an exit handler of its own, and a call by another thread after that may
+// crash the process. Exit handlers run in the reverse order of their registration: the one here is
+// registered after `cuInit` and the first context, so it runs before the driver's. It refuses
+// later calls and waits for those in progress. The threads themselves go on and are not joined:
+// one that waits for the exiting thread would block the exit.
+//
+// Invariant: when the handler returns, no call of a [`DeviceContext`](super::context::DeviceContext) is in
+// progress or begins, unless one took longer than the longest wait.
 
-impl Seat {
-    /// Retains the context of a device and creates the stream. Holds nothing if either fails.
-    pub(super) fn take(calls: Calls, device: i32) -> Answer<Self> {
-        let context = Context::retain(calls, device)?;
-        let own = context.call(Calls::stream_create)?;
-        // If the query fails the value is unknown, and the trial of the memory reports the cause.
-        let info = context.call(Calls::memory_info).ok();
-        let floor = info.map(|(free, total)| total.saturating_sub(free));
-        Ok(Self { context, own, floor })
-    }
+/// `CUDA_ERROR_DEINITIALIZED`
+const DEINITIALIZED: u32 = 4;
 
-    /// Like [`Context::call`].
-    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        self.context.call(act)
-    }
-}
+/// The longest wait for calls in progress: in turns of a millisecond, a second. A guess: longer
+/// than any call but a wait for the device's work, which must not hold up an exit.
+const TURNS_MAX: u32 = 1_000;
 
-impl Drop for Seat {
-    /// Destroys the stream and the spare events. Does nothing in a forked child.
-    fn drop(&mut self) {
-        if self.context.is_here() {
-            let _ = self.call(|calls| {
-                calls.destroy_spare_events();
-                calls.stream_destroy(self.own)
-            });
+static IS_OVER: AtomicBool = AtomicBool::new(false);
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
+/// The process that registered the handler, which a forked child inherits.
+static OWNER: OnceLock<Birth> = OnceLock::new();
+
+/// A call in progress, until it is dropped.
+pub(super) struct CallInProgress(());
+
+impl CallInProgress {
+    /// Records the begin of a call.
+    ///
+    /// # Errors
+    /// Code 4 once the process exits.
+    pub(super) fn enter() -> DriverResult<Self> {
+        RUNNING.fetch_add(1, Ordering::SeqCst);
+        let running = Self(());
+        if IS_OVER.load(Ordering::SeqCst) {
+            return Err(DriverError::of_cuda("cuCtxSetCurrent", DEINITIALIZED, ByteSize::ZERO));
         }
+        Ok(running)
     }
+}
+
+impl Drop for CallInProgress {
+    fn drop(&mut self) {
+        RUNNING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+extern "C" fn end() {
+    if !OWNER.get().is_some_and(|birth| birth.is_here()) {
+        return;
+    }
+    IS_OVER.store(true, Ordering::SeqCst);
+    for _ in 0..TURNS_MAX {
+        if RUNNING.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        // SAFETY: no precondition. The waits of `std` use thread-local values, gone at an exit.
+        let _ = unsafe { libc::usleep(1_000) };
+    }
+}
+
+/// Registers the handler, once. Call it after a context was retained.
+pub(super) fn watch() {
+    static REGISTER: Once = Once::new();
+    REGISTER.call_once(|| {
+        let _ = OWNER.set(Birth::now());
+        // SAFETY: `end` has the required type and a static lifetime. A failure (ENOMEM) leaves the
+        // exit unwatched.
+        let _ = unsafe { libc::atexit(end) };
+    });
 }

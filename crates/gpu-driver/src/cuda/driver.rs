@@ -8,22 +8,28 @@
 //! Invariant: no call is made before `cuInit` has succeeded, nor in a forked child.
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 
-use super::abi::{INVALID_VALUE, STREAM_LEGACY};
-use super::calls::{Answer, Calls, Locked};
-use super::context::Seat;
-use super::device::CudaDevice;
-use super::error::Skipped;
-use super::memory::Memory;
-use super::stores::{Found, Stores};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::log;
+use lowtide_core::sync::atomic::{AtomicBool, Ordering};
+use lowtide_core::sync::{Mutex, lock};
+
+use super::calls::{Calls, DriverResult, LockedMemory};
+use super::context::DeviceContext;
+use super::memory::{BackendMemory, BackendSource};
+use super::open::CudaDevice;
+use super::table::{ATTRIBUTE_HOST_NODE, INVALID_VALUE, STREAM_LEGACY, STREAM_NON_BLOCKING};
 use crate::host::HostDriver;
+use crate::staging::Staging;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
     EventHandle, HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+    TouchedMemory,
 };
-use lowtide_core::bytes::ByteSize;
 
 /// An open CUDA device.
 ///
@@ -33,13 +39,13 @@ use lowtide_core::bytes::ByteSize;
 ///
 /// let driver = CudaDriver::open(CudaOptions::default())?; // before any call of cudarc
 /// println!("{:?} by {}", driver.device(), driver.backend());
-/// # Ok::<(), lowtide_gpu_driver::cuda::CudaError>(())
+/// # Ok::<(), lowtide_gpu_driver::DriverError>(())
 /// ```
 pub struct CudaDriver {
-    pub(super) seat: Seat,
+    pub(super) context: DeviceContext,
     pub(super) device: CudaDevice,
-    pub(super) memory: Memory,
-    pub(super) skipped: Vec<Skipped>,
+    pub(super) memory: BackendMemory,
+    pub(super) skipped: Vec<(Backend, DriverError)>,
     pub(super) stores: Stores,
     pub(super) driver_version: u32,
 }
@@ -60,7 +66,7 @@ impl CudaDriver {
     /// Returns the backends that were tried and did not work, with their causes, in the order of
     /// preference. Empty if a backend was requested explicitly.
     #[must_use]
-    pub fn skipped(&self) -> &[Skipped] {
+    pub fn skipped(&self) -> &[(Backend, DriverError)] {
         &self.skipped
     }
 
@@ -68,7 +74,7 @@ impl CudaDriver {
     /// [`MemoryKind::Managed`](super::MemoryKind::Managed) requests.
     #[must_use]
     pub fn is_managed(&self) -> bool {
-        self.memory.is_managed()
+        matches!(self.memory.source, BackendSource::Plain { is_managed: true })
     }
 
     /// Returns `true` if the memory comes from the device's default pool, because the device
@@ -78,31 +84,31 @@ impl CudaDriver {
     /// users of the pool freed. While the driver is open, that pool keeps all memory that is freed.
     #[must_use]
     pub fn shares_pool(&self) -> bool {
-        self.memory.is_shared()
+        matches!(&self.memory.source, BackendSource::Pool(pool) if pool.is_shared())
     }
 
     /// Returns the number of CUDA calls made through this driver.
     #[must_use]
     pub fn calls_made(&self) -> u64 {
-        self.seat.context.calls_made()
+        self.context.calls().made()
     }
 
-    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        self.seat.call(act)
+    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> DriverResult<T>) -> DriverResult<T> {
+        self.context.call(act)
     }
 }
 
 impl Drop for CudaDriver {
     /// Closes the device. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.seat.context.is_here() {
-            let _ = self.memory.close(&self.seat);
+        if self.context.is_here() {
+            let _ = self.memory.close(&self.context);
         }
     }
 }
 
 // SAFETY: the promises are those of the CUDA driver (cuda.h), for addresses and handles that it
-// returned: `calls` and `mapping` name them at each call. `number` refuses the null stream, which
+// returned: `calls` names them at each call. `number` refuses the null stream, which
 // `ordered` lets the caller name, and `apart` parts that overlap.
 unsafe impl Driver for CudaDriver {
     fn backend(&self) -> Backend {
@@ -110,23 +116,23 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let is_virtual = matches!(self.memory, Memory::Virtual(_));
+        let is_virtual = self.memory.is_virtual();
         Capabilities {
             virtual_memory: is_virtual,
             host_access: false,
             host_backed: false,
             unified: self.device.integrated,
             same_address_wake: is_virtual,
-            remap: self.memory.can_remap(),
+            remap: matches!(&self.memory.source, BackendSource::Virtual(mapping) if mapping.can_remap),
             asynchronous: true,
             page_locked: true,
-            handles: matches!(self.memory, Memory::Virtual(_)),
-            granularity: self.memory.unit(),
+            handles: is_virtual,
+            granularity: self.memory.unit,
         }
     }
 
     fn context(&self) -> Option<u64> {
-        Some(self.seat.context.number())
+        Some(self.context.number())
     }
 
     fn ordinal(&self) -> Option<u32> {
@@ -137,24 +143,20 @@ unsafe impl Driver for CudaDriver {
         Some(self.device.uuid)
     }
 
-    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        let space = self.memory.space()?;
-        self.call(|calls| space.reserve(calls, size))
+    fn reserve(&self, size: ByteSize) -> DriverResult<DeviceAddress> {
+        self.call(|calls| self.memory.reserve(calls, size))
     }
 
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.unreserve(calls, at, size))
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> DriverResult {
+        self.call(|calls| self.memory.unreserve(calls, at, size))
     }
 
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.commit(calls, at, size, handle))
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> DriverResult {
+        self.call(|calls| self.memory.commit(calls, at, size, handle))
     }
 
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.decommit(calls, at, size, handle))
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> DriverResult {
+        self.call(|calls| self.memory.decommit(calls, at, size, handle))
     }
 
     unsafe fn remap(
@@ -163,69 +165,64 @@ unsafe impl Driver for CudaDriver {
         to: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Answer {
-        let space = self.memory.space()?;
-        self.call(|calls| space.remap(calls, (from, to), size, handle))
+    ) -> DriverResult {
+        self.call(|calls| self.memory.remap(calls, (from, to), size, handle))
     }
 
-    fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        let segments = self.memory.segments()?;
-        self.call(|calls| segments.create(calls, size, self.seat.own))
+    fn segment_create(&self, size: ByteSize) -> DriverResult<DeviceAddress> {
+        self.call(|calls| self.memory.create(calls, size, self.context.stream))
     }
 
-    unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
-        let segments = self.memory.segments()?;
-        self.call(|calls| segments.destroy(calls, (at, size), self.seat.own))
+    unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> DriverResult {
+        self.call(|calls| self.memory.destroy(calls, (at, size), self.context.stream))
     }
 
-    fn trim(&self) -> Answer {
-        match &self.memory {
-            Memory::Virtual(_) => Ok(()),
-            Memory::Segments(segments) => self.call(|calls| segments.trim(calls, self.seat.own)),
-        }
+    fn trim(&self) -> DriverResult {
+        let BackendSource::Pool(pool) = &self.memory.source else { return Ok(()) };
+        self.call(|calls| pool.trim(calls, self.context.stream))
     }
 
-    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult {
         let bytes = apart(from, to, size)?;
         self.call(|calls| {
-            calls.copy_on_device(from.get(), to.get(), bytes, self.seat.own)?;
-            calls.stream_synchronize(self.seat.own)
+            calls.copy_on_device(to.get(), from.get(), bytes, self.context.stream)?;
+            calls.stream_synchronize(self.context.stream)
         })
     }
 
-    fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+    fn device_memory(&self) -> DriverResult<Option<DeviceMemory>> {
         if self.device.integrated {
             return Ok(None);
         }
         self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
     }
 
-    fn total_memory(&self) -> Answer<Option<ByteSize>> {
+    fn total_memory(&self) -> DriverResult<Option<ByteSize>> {
         self.call(Calls::memory_info).map(|(_, total)| Some(total))
     }
 
     fn context_overhead(&self) -> Option<ByteSize> {
-        self.seat.floor
+        self.context.overhead
     }
 
     fn rollback_failures_total(&self) -> u64 {
         self.memory.stuck()
     }
 
-    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Answer<Owner> {
+    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> DriverResult<Owner> {
         let last = at.get().saturating_add(size.get().saturating_sub(1));
         let found = self.call(|calls| Ok((calls.owner_of(at.get())?, calls.owner_of(last)?)));
         let (first, last) = match found {
             Ok(found) => found,
             Err(DriverError::Unsupported { .. }) => return Ok(Owner::Unknown),
-            Err(error) if error.code() == Some(i64::from(INVALID_VALUE)) => {
+            Err(error) if error.code() == Some(INVALID_VALUE) => {
                 return Ok(Owner::Elsewhere("memory that CUDA does not know, or that ends early"));
             }
             Err(error) => return Err(error),
         };
         let ordinal = i32::try_from(self.device.ordinal).unwrap_or(-1);
         // Mapped and pooled memory belongs to a device, but to no single context.
-        let is_ours = |context: usize| context == 0 || context as u64 == self.seat.context.number();
+        let is_ours = |context: usize| context == 0 || context as u64 == self.context.number();
         let ends = [first, last];
         // Page-locked memory has a device as well: that of the context which locked it.
         if ends.iter().any(|of| of.is_host) {
@@ -240,73 +237,80 @@ unsafe impl Driver for CudaDriver {
         Ok(Owner::Here)
     }
 
-    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> DriverResult<NonNull<u8>> {
         if memory == HostMemory::Pageable {
             return HostDriver::new().host_alloc(size, memory);
         }
         check_host_size(size)?;
-        let locked = self.call(|calls| calls.host_alloc(size))?;
+        let locked = self.call(|calls| calls.host_memory(size))?;
         let none = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
         NonNull::new(locked.start()).ok_or(none)
     }
 
-    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
+    unsafe fn host_free(
+        &self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        memory: HostMemory,
+    ) -> DriverResult {
         if memory == HostMemory::Pageable {
             // SAFETY: `host_alloc` had it of the host driver; otherwise the contract of this call.
             return unsafe { HostDriver::new().host_free(at, size, memory) };
         }
-        self.call(|calls| calls.host_free(&Locked::of(at, size)))
+        // SAFETY: memory of `host_alloc` that nothing uses any more (contract of this call).
+        self.call(|calls| unsafe { calls.host_free(at.as_ptr()) })
     }
 
-    fn stream_create(&self) -> Answer<StreamHandle> {
-        self.call(Calls::stream_create).map(|stream| StreamHandle::new(stream as u64))
+    fn stream_create(&self) -> DriverResult<StreamHandle> {
+        self.call(|calls| calls.create_stream(STREAM_NON_BLOCKING))
+            .map(|stream| StreamHandle::new(stream as u64))
     }
 
-    unsafe fn stream_destroy(&self, stream: StreamHandle) -> Answer {
+    unsafe fn stream_destroy(&self, stream: StreamHandle) -> DriverResult {
         let stream = number(stream.get())?;
         self.call(|calls| calls.stream_destroy(stream))
     }
 
-    unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
+    unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> DriverResult {
         let (stream, event) = (ordered(stream)?, number(event.get())?);
-        self.call(|calls| calls.stream_wait_event(stream, event))
+        self.call(|calls| calls.wait_event(stream, event, 0))
     }
 
-    unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
+    unsafe fn stream_synchronize(&self, stream: StreamHandle) -> DriverResult {
         let stream = number(stream.get())?;
         self.call(|calls| calls.stream_synchronize(stream))
     }
 
-    unsafe fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> DriverResult<bool> {
         let stream = ordered(stream)?;
         self.call(|calls| calls.stream_is_capturing(stream))
     }
 
-    fn event_create(&self) -> Answer<EventHandle> {
+    fn event_create(&self) -> DriverResult<EventHandle> {
         self.call(Calls::event_create).map(|event| EventHandle::new(event as u64))
     }
 
-    unsafe fn event_destroy(&self, event: EventHandle) -> Answer {
+    unsafe fn event_destroy(&self, event: EventHandle) -> DriverResult {
         let event = number(event.get())?;
         self.call(|calls| calls.event_destroy(event))
     }
 
-    unsafe fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
+    unsafe fn event_record(&self, event: EventHandle, stream: StreamHandle) -> DriverResult {
         let (event, stream) = (number(event.get())?, ordered(stream)?);
         self.call(|calls| calls.event_record(event, stream))
     }
 
-    unsafe fn event_query(&self, event: EventHandle) -> Answer<bool> {
+    unsafe fn event_query(&self, event: EventHandle) -> DriverResult<bool> {
         let event = number(event.get())?;
         self.call(|calls| calls.event_query(event))
     }
 
-    unsafe fn event_synchronize(&self, event: EventHandle) -> Answer {
+    unsafe fn event_synchronize(&self, event: EventHandle) -> DriverResult {
         let event = number(event.get())?;
         self.call(|calls| calls.event_synchronize(event))
     }
 
-    fn synchronize(&self) -> Answer {
+    fn synchronize(&self) -> DriverResult {
         self.call(Calls::context_synchronize)
     }
 
@@ -316,29 +320,33 @@ unsafe impl Driver for CudaDriver {
         to: DeviceAddress,
         size: ByteSize,
         stream: StreamHandle,
-    ) -> Answer {
+    ) -> DriverResult {
         let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
-        self.call(|calls| calls.copy_on_device(from.get(), to.get(), bytes, stream))
+        self.call(|calls| calls.copy_on_device(to.get(), from.get(), bytes, stream))
     }
 
-    fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+    fn host_store_create(&self, size: ByteSize) -> DriverResult<HostStore> {
         check_host_size(size)?;
         self.stores.create(self, size)
     }
 
-    unsafe fn host_store_destroy(&self, store: HostStore) -> Answer {
+    unsafe fn host_store_destroy(&self, store: HostStore) -> DriverResult {
         // SAFETY: the contract of this call.
         unsafe { self.stores.destroy(self, store) }
     }
 
-    unsafe fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
+    unsafe fn offload(
+        &self,
+        from: DeviceAddress,
+        into: StoreSpan,
+        stream: StreamHandle,
+    ) -> DriverResult {
         match self.stores.find(into)? {
-            Found::Locked(part) => {
-                let (memory, stream) = (Locked::of(part, into.size), number(stream.get())?);
-                let whole = (&memory, memory.whole());
-                self.call(|calls| calls.copy_to_host(from.get(), whole, stream))
+            FoundStore::Locked(part) => {
+                // SAFETY: the contract of this call.
+                unsafe { self.copy_to_host(from, part, into.size, stream) }
             }
-            Found::Pageable(part) => {
+            FoundStore::Pageable(part) => {
                 let put = &mut |offset, bytes: &[u8]| part.write(offset, bytes);
                 // SAFETY: the contract of this call.
                 unsafe { self.stores.staging.offload(self, (from, into.size), stream, put) }
@@ -346,14 +354,18 @@ unsafe impl Driver for CudaDriver {
         }
     }
 
-    unsafe fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
+    unsafe fn restore(
+        &self,
+        from: StoreSpan,
+        to: DeviceAddress,
+        stream: StreamHandle,
+    ) -> DriverResult {
         match self.stores.find(from)? {
-            Found::Locked(part) => {
-                let (memory, stream) = (Locked::of(part, from.size), number(stream.get())?);
-                let whole = (&memory, memory.whole());
-                self.call(|calls| calls.copy_to_device(whole, to.get(), stream))
+            FoundStore::Locked(part) => {
+                // SAFETY: the contract of this call.
+                unsafe { self.copy_from_host(part, to, from.size, stream) }
             }
-            Found::Pageable(part) => {
+            FoundStore::Pageable(part) => {
                 let get = &mut |offset, bytes: &mut [u8]| part.read(offset, bytes);
                 // SAFETY: the contract of this call.
                 unsafe { self.stores.staging.restore(self, (to, from.size), stream, get) }
@@ -367,9 +379,10 @@ unsafe impl Driver for CudaDriver {
         to: DeviceAddress,
         size: ByteSize,
         stream: StreamHandle,
-    ) -> Answer {
-        let (from, stream) = (Locked::of(from, size), number(stream.get())?);
-        self.call(|calls| calls.copy_to_device((&from, from.whole()), to.get(), stream))
+    ) -> DriverResult {
+        let (from, stream) = (LockedMemory::of(from, size), number(stream.get())?);
+        // SAFETY: the contract of this call.
+        self.call(|calls| unsafe { from.write_device(calls, to.get(), stream) })
     }
 
     unsafe fn copy_to_host(
@@ -378,9 +391,10 @@ unsafe impl Driver for CudaDriver {
         to: NonNull<u8>,
         size: ByteSize,
         stream: StreamHandle,
-    ) -> Answer {
-        let (to, stream) = (Locked::of(to, size), number(stream.get())?);
-        self.call(|calls| calls.copy_to_host(from.get(), (&to, to.whole()), stream))
+    ) -> DriverResult {
+        let (to, stream) = (LockedMemory::of(to, size), number(stream.get())?);
+        // SAFETY: the contract of this call.
+        self.call(|calls| unsafe { to.read_device(calls, from.get(), stream) })
     }
 }
 
@@ -392,34 +406,196 @@ impl fmt::Debug for CudaDriver {
             .field("managed", &self.is_managed())
             .field("shares_pool", &self.shares_pool())
             .field("skipped", &self.skipped)
-            .field("granularity", &self.memory.unit())
+            .field("granularity", &self.memory.unit)
             .field("calls_made", &self.calls_made())
             .finish_non_exhaustive()
     }
 }
 
 /// Returns the number of a stream or an event. The null stream and its aliases are rejected.
-fn number(handle: u64) -> Answer<usize> {
+fn number(handle: u64) -> DriverResult<usize> {
     let number = usize::try_from(handle).ok().filter(|&handle| handle > 2);
     number.ok_or(DriverError::Unsupported { what: "the null stream, or an invalid handle" })
 }
 
 /// Returns the number of a stream that is ordered by events. The legacy default stream is accepted.
-fn ordered(stream: StreamHandle) -> Answer<usize> {
+fn ordered(stream: StreamHandle) -> DriverResult<usize> {
     if stream == StreamHandle::LEGACY { Ok(STREAM_LEGACY) } else { number(stream.get()) }
 }
 
 /// Returns the number of bytes to copy if the two parts do not overlap.
-fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<usize> {
+fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult<usize> {
     let overlap = from.get().abs_diff(to.get()) < size.get();
     let bytes = size.as_usize().filter(|_| !overlap);
     bytes.ok_or(DriverError::Overlap { from, to, size })
 }
 
-fn check_host_size(size: ByteSize) -> Answer {
+fn check_host_size(size: ByteSize) -> DriverResult {
     if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
         let (at, granularity) = (DeviceAddress::new(0), HOST_GRANULARITY);
         return Err(DriverError::Misaligned { at, size, granularity });
     }
     Ok(())
+}
+
+// Host memory for offloading, addressed by number so that no slice of it can exist.
+//
+// A store is mapped, touched by several threads on the device's NUMA node, and then registered:
+// that takes a third of the time of `cuMemHostAlloc`, and nothing fills it with zeros again. A
+// store that the driver refuses to page-lock stays pageable, and copies go through a small ring
+// ([`Staging`]).
+//
+// Invariant: a number names one store from its creation until it is freed, and is never reused; a
+// store is unmapped after it was unregistered.
+
+/// The stores of a driver.
+#[derive(Debug, Default)]
+pub(super) struct Stores {
+    /// The node of the host that is closest to the device, if known; queried for the first store.
+    node: OnceLock<Option<u32>>,
+    table: Mutex<StoreTable>,
+    pub(super) staging: Staging,
+    has_logged_pageable: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct StoreTable {
+    last: u64,
+    stores: BTreeMap<u64, HostStoreMemory>,
+}
+
+#[derive(Debug)]
+struct HostStoreMemory {
+    memory: TouchedMemory,
+    is_locked: bool,
+}
+
+/// The part of a store that a span names.
+pub(super) enum FoundStore {
+    Locked(NonNull<u8>),
+    Pageable(PageablePart),
+}
+
+/// A part of a pageable store, which stays until the copy with it is complete.
+pub(super) struct PageablePart {
+    start: *mut u8,
+    size: u64,
+}
+
+impl Stores {
+    pub(super) fn create(&self, driver: &CudaDriver, size: ByteSize) -> DriverResult<HostStore> {
+        let node = *self.node.get_or_init(|| driver.call(|calls| node_of(calls, driver)).ok());
+        let memory = TouchedMemory::map(size, node, TouchedMemory::threads(size))?;
+        let is_locked = match self.lock_pages(driver, &memory) {
+            Ok(is_locked) => is_locked,
+            Err(error) => {
+                // SAFETY: it was not registered, and is not handed out.
+                let _ = unsafe { memory.unmap() };
+                return Err(error);
+            }
+        };
+        let mut table = lock(&self.table);
+        table.last += 1;
+        let number = table.last;
+        table.stores.insert(number, HostStoreMemory { memory, is_locked });
+        Ok(HostStore::new(number))
+    }
+
+    /// Page-locks memory, or counts it as a store that needs a ring. Returns `true` if it is
+    /// page-locked.
+    fn lock_pages(&self, driver: &CudaDriver, memory: &TouchedMemory) -> DriverResult<bool> {
+        let error = match driver.call(|calls| calls.register(memory)) {
+            Ok(()) => return Ok(true),
+            Err(error) if error.is_context_lost() => return Err(error),
+            Err(error) => error,
+        };
+        self.staging.add_store(driver);
+        if !self.has_logged_pageable.swap(true, Ordering::Relaxed) {
+            log!(warn, %error, "cannot page-lock host memory, copies are slower");
+        }
+        Ok(false)
+    }
+
+    /// Frees a store; the store stays if the driver refuses.
+    ///
+    /// # Safety
+    /// Every copy from and to the store is complete, and no other call with it is in progress.
+    pub(super) unsafe fn destroy(&self, driver: &CudaDriver, store: HostStore) -> DriverResult {
+        // Removed from the table first: the call may block as long as other work of the device
+        // takes.
+        let number = store.get();
+        let mut store = lock(&self.table).stores.remove(&number).ok_or_else(unknown)?;
+        // SAFETY: the contract of this function.
+        let outcome = unsafe { self.free(driver, &mut store) };
+        if outcome.is_err() {
+            lock(&self.table).stores.insert(number, store);
+        }
+        outcome
+    }
+
+    /// # Safety
+    /// As for [`Stores::destroy`].
+    unsafe fn free(&self, driver: &CudaDriver, store: &mut HostStoreMemory) -> DriverResult {
+        if store.is_locked {
+            // SAFETY: registered by `lock_pages`; no copy uses it (contract of this function).
+            driver.call(|calls| unsafe { calls.host_unregister(store.memory.start()) })?;
+        } else {
+            // SAFETY: the contract of this function.
+            unsafe { self.staging.remove_store(driver) }?;
+        }
+        // The system refuses that only if it has too many mappings; then the memory leaks.
+        // SAFETY: no copy uses it, and it is not registered.
+        let _ = unsafe { store.memory.unmap() };
+        Ok(())
+    }
+
+    /// Returns the part of a store that a span names.
+    pub(super) fn find(&self, span: StoreSpan) -> DriverResult<FoundStore> {
+        let table = lock(&self.table);
+        let store = table.stores.get(&span.store.get()).ok_or_else(unknown)?;
+        let end = span.offset.checked_add(span.size).and_then(ByteSize::as_usize);
+        let fits = end.is_some_and(|end| end <= store.memory.bytes());
+        let offset = span.offset.as_usize().filter(|_| fits).ok_or_else(unknown)?;
+        let start = store.memory.start().wrapping_add(offset);
+        if store.is_locked {
+            return NonNull::new(start).map(FoundStore::Locked).ok_or_else(unknown);
+        }
+        Ok(FoundStore::Pageable(PageablePart { start, size: span.size.get() }))
+    }
+}
+
+impl PageablePart {
+    /// Returns the address of `length` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they are not inside the part.
+    fn at(&self, offset: u64, length: usize) -> *mut u8 {
+        let end = offset.checked_add(length as u64);
+        assert!(end.is_some_and(|end| end <= self.size), "{offset}+{length} of {}", self.size);
+        self.start.wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX))
+    }
+
+    pub(super) fn write(&self, offset: u64, bytes: &[u8]) {
+        let to = self.at(offset, bytes.len());
+        // SAFETY: the bytes lie inside the part (checked above) of a store that stays mapped, and
+        // nothing else accesses it (contracts of `Driver::offload` and `Driver::restore`).
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+    }
+
+    pub(super) fn read(&self, offset: u64, into: &mut [u8]) {
+        let from = self.at(offset, into.len()).cast_const();
+        // SAFETY: as in `write`; every byte is initialised, by the kernel at least.
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+    }
+}
+
+/// Returns the number of the node that is closest to the device.
+fn node_of(calls: &Calls, driver: &CudaDriver) -> DriverResult<u32> {
+    let device = calls.device(driver.device.ordinal)?;
+    let node = calls.device_attribute(ATTRIBUTE_HOST_NODE, device)?;
+    u32::try_from(node).map_err(|_| DriverError::Unsupported { what: "NUMA nodes" })
+}
+
+fn unknown() -> DriverError {
+    DriverError::Unsupported { what: "host stores of another driver, or spans outside a store" }
 }

@@ -13,32 +13,26 @@
 //! Invariant: a device has at most one governor in this process; after the governor ends, the
 //! current pool is the previous one, or the one that other code has set meanwhile.
 
-use lowtide_core::log;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use thiserror::Error;
-
-use super::abi::{
-    ATTRIBUTE_POOLS, GRAPH_RESERVED, GRAPH_USED_HIGH, POOL_RESERVED, POOL_RESERVED_HIGH,
-    POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
-};
-use super::calls::{Answer, Calls};
-use super::context::Seat;
-use super::device::CudaDevice;
-use super::error::{BackendFailure, CudaError};
-use super::ladder::{POOL_LIMITS, try_pool};
-use super::open::{DeviceChoice, choose, start};
-use super::pool::{KEEP_ALL, Pool};
-use super::pooling::{Current, Graphing, Pooling};
-use super::segments::UNIT_MIN;
-use crate::DriverError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
+use lowtide_core::log;
 use lowtide_core::sync::{Mutex, is_background, lock};
+
+use super::calls::{Calls, DriverResult};
+use super::context::DeviceContext;
+use super::memory::{KEEP_ALL, UNIT_MIN};
+use super::open::{CudaDevice, DeviceChoice, POOL_LIMITS, choose, log_undone, start, try_pool};
+use super::table::{
+    ATTRIBUTE_POOLS, GRAPH_RESERVED, GRAPH_USED_HIGH, POOL_RESERVED, POOL_RESERVED_HIGH,
+    POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
+};
+use crate::DriverError;
 
 /// The devices that have a governor, a bit for each number; the last bit stands for all higher
 /// numbers.
@@ -67,48 +61,6 @@ impl Default for GovernorOptions {
     fn default() -> Self {
         let decay = DecayTime::from_duration(Duration::from_secs(5));
         Self { device: DeviceChoice::Ordinal(0), limit: None, decay }
-    }
-}
-
-/// An error of opening a [`PoolGovernor`]. The device's current pool is then unchanged.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum GovernorError {
-    /// The device cannot be opened, the limit is too small ([`CudaError::PoolLimit`]), or a call
-    /// failed.
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    /// The device already has a governor in this process.
-    #[error("CUDA device {device} already has a pool governor in this process")]
-    Governed {
-        /// The device's ordinal.
-        device: u32,
-    },
-    /// The driver does not support pool limits.
-    #[error(
-        "a pool limit of {limit} needs a driver for CUDA 12.2 or newer: found one for CUDA \
-         {}.{}",
-        driver_version / 1000, driver_version % 1000 / 10
-    )]
-    NoLimit {
-        /// The requested limit.
-        limit: ByteSize,
-        /// The driver's CUDA version: 1000 x major + 10 x minor.
-        driver_version: u32,
-    },
-    /// The device refused to create a pool, or to make it the current one.
-    #[error("cannot replace the current pool of CUDA device {device}: {cause}")]
-    Refused {
-        /// The device's ordinal.
-        device: u32,
-        /// The cause.
-        cause: BackendFailure,
-    },
-}
-
-impl From<DriverError> for GovernorError {
-    fn from(error: DriverError) -> Self {
-        Self::Cuda(error.into())
     }
 }
 
@@ -170,7 +122,7 @@ impl GovernorReport {
 /// - Other code may set the release threshold of the current pool (mistral.rs does, while it has
 ///   graphs), or another current pool: that applies until the next [`PoolGovernor::decay`].
 /// - A device in confidential-computing mode may refuse to change its current pool:
-///   [`GovernorError::Refused`].
+///   [`DriverError::CurrentPool`].
 /// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context. While a stream
 ///   captures a graph, that wait fails and invalidates the capture, so call neither during a
 ///   capture. The worker of a `Memory` does not wait: it releases only memory that the program's
@@ -182,24 +134,26 @@ impl GovernorReport {
 /// [`PoolGovernor::left_total`]: its allocations stay valid, and their memory is released as they
 /// are freed.
 pub struct PoolGovernor {
-    seat: Seat,
+    context: DeviceContext,
     device: CudaDevice,
-    pool: Pool,
-    current: Current,
+    /// The handles of the device and of the pool.
+    number: i32,
+    pool: usize,
     /// The current pool that other code has set last.
     before: AtomicUsize,
-    graphs: Option<Graphing>,
     limit: Option<ByteSize>,
     decay: DecayTime,
-    needs: Mutex<Needs>,
-    /// Those of the default pool and of the device's graphs.
-    others: Mutex<[Needs; 2]>,
-    _claim: Claim,
+    /// What was needed of the pool, of the default pool, and of the memory that the device caches
+    /// for graphs.
+    own: Mutex<PeakWindow>,
+    default: Mutex<PeakWindow>,
+    graphs: Mutex<PeakWindow>,
+    _claim: GovernorClaim,
 }
 
 /// The recent peak of memory in use.
 #[derive(Debug, Default)]
-struct Needs {
+struct PeakWindow {
     /// For each part of the window: its start, its last sample, and the peak in it.
     parts: VecDeque<(Moment, Moment, u64)>,
     /// The highest peak ever.
@@ -208,7 +162,7 @@ struct Needs {
     rest_until: Option<Moment>,
 }
 
-impl Needs {
+impl PeakWindow {
     /// Records the peak since the last sample, and returns the peak within the window.
     fn note(&mut self, now: Moment, high: u64, time: Duration) -> u64 {
         self.high = self.high.max(high);
@@ -237,9 +191,9 @@ impl Needs {
 }
 
 /// The right to govern a device.
-struct Claim(u64);
+struct GovernorClaim(u64);
 
-impl Claim {
+impl GovernorClaim {
     fn take(device: u32) -> Option<Self> {
         let bit = 1 << device.min(63);
         let before = GOVERNED.fetch_or(bit, Ordering::AcqRel);
@@ -247,7 +201,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for GovernorClaim {
     fn drop(&mut self) {
         GOVERNED.fetch_and(!self.0, Ordering::AcqRel);
     }
@@ -267,45 +221,53 @@ impl PoolGovernor {
     /// Cost: that of [`CudaDriver::open`](super::CudaDriver::open).
     ///
     /// # Errors
-    /// [`GovernorError`]; nothing has changed then.
-    pub fn open(options: GovernorOptions) -> Result<Self, GovernorError> {
+    /// [`DriverError`]; nothing has changed then.
+    pub fn open(options: GovernorOptions) -> Result<Self, DriverError> {
         let calls = start(&|_| true)?;
         let device = choose(&calls, options.device)?;
         let ordinal = device.ordinal;
         // With less, not even the trial fits; and the driver treats 0 as no limit.
         if let Some(requested) = options.limit.filter(|&limit| limit < UNIT_MIN) {
-            return Err(CudaError::PoolLimit { requested, unit: UNIT_MIN }.into());
+            return Err(DriverError::PoolLimit { requested, unit: UNIT_MIN });
         }
-        let claim = Claim::take(ordinal).ok_or(GovernorError::Governed { device: ordinal })?;
+        let claim =
+            GovernorClaim::take(ordinal).ok_or(DriverError::Governed { device: ordinal })?;
         let driver_version = calls.driver_version()?;
         if let Some(limit) = options.limit.filter(|_| driver_version < POOL_LIMITS) {
-            return Err(GovernorError::NoLimit { limit, driver_version });
+            return Err(DriverError::NoPoolLimit { limit, driver_version });
         }
         let number = calls.device(ordinal)?;
-        let refused = |cause| GovernorError::Refused { device: ordinal, cause };
-        let (pooling, current) = offered(&calls, number).map_err(refused)?;
-        let seat = Seat::take(calls, number)?;
-        let pool = try_pool(&seat, pooling, options.limit).map_err(refused)?;
-        let installed = seat.call(|calls| {
-            let before = current.get(calls)?;
-            current.set(calls, pool.number)?;
+        let refused = |cause| {
+            let cause = Box::new(cause);
+            DriverError::CurrentPool { device: ordinal, cause }
+        };
+        let offered = calls.table.pools().and_then(|()| calls.table.current_pools());
+        offered.map_err(refused)?;
+        if calls.device_attribute(ATTRIBUTE_POOLS, number).map_err(refused)? == 0 {
+            return Err(refused(DriverError::Unsupported { what: "memory pools" }));
+        }
+        let context = DeviceContext::retain(calls, number)?;
+        let pool = try_pool(&context, number, options.limit).map_err(refused)?;
+        let installed = context.call(|calls| {
+            let before = calls.current_pool(number)?;
+            calls.set_current_pool(number, pool.number)?;
             Ok(before)
         });
         let before = installed.map_err(|error| {
-            undone(seat.call(|calls| pool.close(calls, seat.own)));
-            refused(error.into())
+            log_undone(context.call(|calls| pool.close(calls, context.stream)));
+            refused(error)
         })?;
         let of = Self {
-            graphs: seat.context.calls().table.graphs.ok().map(|of| Graphing::new(of, number)),
-            seat,
+            context,
             device,
-            pool,
-            current,
+            number,
+            pool: pool.number,
             before: AtomicUsize::new(before),
             limit: options.limit,
             decay: options.decay,
-            needs: Mutex::default(),
-            others: Mutex::default(),
+            own: Mutex::default(),
+            default: Mutex::default(),
+            graphs: Mutex::default(),
             _claim: claim,
         };
         let (device, limit) = (&of.device, of.limit);
@@ -346,12 +308,12 @@ impl PoolGovernor {
     /// # Errors
     /// Any [`DriverError`] of the calls.
     pub fn report(&self, arenas: ByteSize) -> Result<GovernorReport, DriverError> {
-        self.seat.call(|calls| {
-            let bytes = |attribute| self.bytes(calls, attribute);
+        self.context.call(|calls| {
+            let bytes = |attribute| calls.pool_bytes(self.pool, attribute);
             let (used, used_high) = (bytes(POOL_USED)?, bytes(POOL_USED_HIGH)?);
             let (reserved, high) = (bytes(POOL_RESERVED)?, bytes(POOL_RESERVED_HIGH)?);
             let (free, total) = calls.memory_info()?;
-            let used_high = used_high.max(lock(&self.needs).high);
+            let used_high = used_high.max(lock(&self.own).high);
             let reserved = ByteSize::new(reserved);
             let unmanaged = [free, reserved, arenas]
                 .iter()
@@ -390,15 +352,12 @@ impl PoolGovernor {
             DecayTime::AtOnce => Duration::ZERO,
             DecayTime::Within(time) => time,
         };
-        let (released, taken) = self.seat.call(|calls| {
+        let (released, taken) = self.context.call(|calls| {
             let taken = self.hold(calls)?;
             let read = self.look(calls)?;
-            let keep = lock(&self.needs).keep(now, &read, time);
-            let mut released = ByteSize::ZERO;
-            if let Some(keep) = keep {
-                released = self.trim_to(calls, self.pool.number, (read.reserved, keep))?;
-                lock(&self.needs).rest(now, released, time);
-            }
+            let released = self.release_unneeded((&self.own, now, time), &read, |keep| {
+                self.trim_to(calls, self.pool, (read.reserved, keep))
+            })?;
             Ok((released.saturating_add(self.decay_others(calls, now, time)?), taken))
         })?;
         if taken {
@@ -409,54 +368,64 @@ impl PoolGovernor {
 
     /// Sets the threshold of the pool, and the pool as the current one, if other code has changed
     /// them. Returns `true` if another pool was current.
-    fn hold(&self, calls: &Calls) -> Answer<bool> {
-        let (pooling, pool) = (&self.pool.pooling, self.pool.number);
-        if self.bytes(calls, POOL_THRESHOLD)? != KEEP_ALL {
-            pooling.set_bytes(calls, pool, (POOL_THRESHOLD, KEEP_ALL))?;
+    fn hold(&self, calls: &Calls) -> DriverResult<bool> {
+        if calls.pool_bytes(self.pool, POOL_THRESHOLD)? != KEEP_ALL {
+            calls.set_pool_bytes(self.pool, POOL_THRESHOLD, KEEP_ALL)?;
         }
-        let current = self.current.get(calls)?;
-        if current == pool {
+        let current = calls.current_pool(self.number)?;
+        if current == self.pool {
             return Ok(false);
         }
-        self.current.set(calls, pool)?;
+        calls.set_current_pool(self.number, self.pool)?;
         self.before.store(current, Ordering::Relaxed);
         Ok(true)
     }
 
-    /// Releases what the default pool and the device's graphs cache beyond their peak.
-    fn decay_others(&self, calls: &Calls, now: Moment, time: Duration) -> Answer<ByteSize> {
-        let (default, read) = self.look_at_default(calls)?;
-        let mut released = ByteSize::ZERO;
-        let keep = lock(&self.others)[0].keep(now, &read, time);
-        if let Some(keep) = keep {
-            released = self.trim_to(calls, default, (read.reserved, keep))?;
-            lock(&self.others)[0].rest(now, released, time);
-        }
-        let Some(graphs) = &self.graphs else { return Ok(released) };
-        let used_high = graphs.bytes(calls, GRAPH_USED_HIGH)?;
-        graphs.restart(calls, GRAPH_USED_HIGH)?;
-        let reserved = graphs.bytes(calls, GRAPH_RESERVED)?;
-        let read = Read { used: 0, used_high, reserved };
-        if lock(&self.others)[1].keep(now, &read, time).is_some() {
-            let trimmed = self.trim_graphs(calls, graphs, reserved)?;
-            lock(&self.others)[1].rest(now, trimmed, time);
-            released = released.saturating_add(trimmed);
-        }
+    /// Records a sample of a cache, and releases with `trim` what was not needed. `trim` gets the
+    /// bytes to keep.
+    fn release_unneeded(
+        &self,
+        (needs, now, time): (&Mutex<PeakWindow>, Moment, Duration),
+        read: &Read,
+        trim: impl FnOnce(u64) -> DriverResult<ByteSize>,
+    ) -> DriverResult<ByteSize> {
+        let keep = lock(needs).keep(now, read, time);
+        let Some(keep) = keep else { return Ok(ByteSize::ZERO) };
+        let released = trim(keep)?;
+        lock(needs).rest(now, released, time);
         Ok(released)
     }
 
+    /// Releases what the default pool and the device's graphs cache beyond their peak.
+    fn decay_others(&self, calls: &Calls, now: Moment, time: Duration) -> DriverResult<ByteSize> {
+        let (default, read) = self.look_at_default(calls)?;
+        let released = self.release_unneeded((&self.default, now, time), &read, |keep| {
+            self.trim_to(calls, default, (read.reserved, keep))
+        })?;
+        if calls.table.graphs().is_err() {
+            return Ok(released);
+        }
+        let used_high = calls.graph_bytes(self.number, GRAPH_USED_HIGH)?;
+        calls.write_graphs(self.number, GRAPH_USED_HIGH, &mut 0)?; // the peak begins again
+        let reserved = calls.graph_bytes(self.number, GRAPH_RESERVED)?;
+        let read = Read { used: 0, used_high, reserved };
+        let trimmed = self.release_unneeded((&self.graphs, now, time), &read, |_| {
+            self.trim_graphs(calls, reserved)
+        })?;
+        Ok(released.saturating_add(trimmed))
+    }
+
     /// Reads the default pool, without changing what others read from it.
-    fn look_at_default(&self, calls: &Calls) -> Answer<(usize, Read)> {
-        let pooling = &self.pool.pooling;
-        let default = pooling.of_device(calls)?;
-        let used = pooling.bytes(calls, default, POOL_USED)?;
-        let reserved = pooling.bytes(calls, default, POOL_RESERVED)?;
+    fn look_at_default(&self, calls: &Calls) -> DriverResult<(usize, Read)> {
+        let default = calls.default_pool(self.number)?;
+        let used = calls.pool_bytes(default, POOL_USED)?;
+        let reserved = calls.pool_bytes(default, POOL_RESERVED)?;
         Ok((default, Read { used, used_high: used, reserved }))
     }
 
-    fn trim_graphs(&self, calls: &Calls, graphs: &Graphing, before: u64) -> Answer<ByteSize> {
-        graphs.trim(calls)?;
-        let after = graphs.bytes(calls, GRAPH_RESERVED)?;
+    fn trim_graphs(&self, calls: &Calls, before: u64) -> DriverResult<ByteSize> {
+        calls.graph_trim(self.number)?;
+        let after = calls.graph_bytes(self.number, GRAPH_RESERVED)?;
         Ok(ByteSize::new(before.saturating_sub(after)))
     }
 
@@ -467,70 +436,74 @@ impl PoolGovernor {
     /// # Errors
     /// The errors of [`PoolGovernor::decay`].
     pub fn trim(&self) -> Result<ByteSize, DriverError> {
-        self.seat.call(|calls| {
-            let own = (self.bytes(calls, POOL_USED)?, self.bytes(calls, POOL_RESERVED)?);
+        self.context.call(|calls| {
+            let own = (
+                calls.pool_bytes(self.pool, POOL_USED)?,
+                calls.pool_bytes(self.pool, POOL_RESERVED)?,
+            );
             let (default, read) = self.look_at_default(calls)?;
             let mut released = ByteSize::ZERO;
-            let pools = [(self.pool.number, own), (default, (read.used, read.reserved))];
+            let pools = [(self.pool, own), (default, (read.used, read.reserved))];
             for (pool, (used, reserved)) in pools {
                 if reserved > used {
                     let trimmed = self.trim_to(calls, pool, (reserved, 0))?;
                     released = released.saturating_add(trimmed);
                 }
             }
-            let Some(graphs) = &self.graphs else { return Ok(released) };
-            let reserved = graphs.bytes(calls, GRAPH_RESERVED)?;
-            Ok(released.saturating_add(self.trim_graphs(calls, graphs, reserved)?))
+            if calls.table.graphs().is_err() {
+                return Ok(released);
+            }
+            let reserved = calls.graph_bytes(self.number, GRAPH_RESERVED)?;
+            Ok(released.saturating_add(self.trim_graphs(calls, reserved)?))
         })
     }
 
-    fn bytes(&self, calls: &Calls, attribute: i32) -> Answer<u64> {
-        self.pool.pooling.bytes(calls, self.pool.number, attribute)
-    }
-
     /// Reads the memory in use and restarts the peak measurement.
-    fn look(&self, calls: &Calls) -> Answer<Read> {
-        let (pooling, pool) = (&self.pool.pooling, self.pool.number);
-        let used_high = self.bytes(calls, POOL_USED_HIGH)?;
-        pooling.set_bytes(calls, pool, (POOL_USED_HIGH, 0))?;
-        let (used, reserved) = (self.bytes(calls, POOL_USED)?, self.bytes(calls, POOL_RESERVED)?);
+    fn look(&self, calls: &Calls) -> DriverResult<Read> {
+        let used_high = calls.pool_bytes(self.pool, POOL_USED_HIGH)?;
+        calls.set_pool_bytes(self.pool, POOL_USED_HIGH, 0)?;
+        let used = calls.pool_bytes(self.pool, POOL_USED)?;
+        let reserved = calls.pool_bytes(self.pool, POOL_RESERVED)?;
         Ok(Read { used, used_high, reserved })
     }
 
     /// Trims a pool and returns the number of bytes released.
-    fn trim_to(&self, calls: &Calls, pool: usize, (before, keep): (u64, u64)) -> Answer<ByteSize> {
+    fn trim_to(
+        &self,
+        calls: &Calls,
+        pool: usize,
+        (before, keep): (u64, u64),
+    ) -> DriverResult<ByteSize> {
         // The frees were on streams of other code, in any number. Background work does not wait:
         // the pool then releases only memory that a wait of the program has shown to be free.
         if !is_background() {
             calls.context_synchronize()?;
         }
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-        self.pool.pooling.trim_to(calls, pool, keep)?;
-        let after = self.pool.pooling.bytes(calls, pool, POOL_RESERVED)?;
+        calls.pool_trim_to(pool, keep)?;
+        let after = calls.pool_bytes(pool, POOL_RESERVED)?;
         Ok(ByteSize::new(before.saturating_sub(after)))
     }
 
     /// Restores the previous pool, unless other code has set a different one.
-    fn restore(&self, calls: &Calls) -> Answer {
-        if self.current.get(calls)? != self.pool.number {
+    fn restore(&self, calls: &Calls) -> DriverResult {
+        if calls.current_pool(self.number)? != self.pool {
             return Ok(());
         }
-        self.current.set(calls, self.before.load(Ordering::Relaxed)).or_else(|_| {
+        calls.set_current_pool(self.number, self.before.load(Ordering::Relaxed)).or_else(|_| {
             // The previous owner of the pool may have destroyed it meanwhile.
-            let default = self.pool.pooling.of_device(calls)?;
-            self.current.set(calls, default)
+            calls.set_current_pool(self.number, calls.default_pool(self.number)?)
         })
     }
 
     /// Destroys the pool if nothing in it is in use; returns `true` if it is destroyed.
-    fn give_up(&self, calls: &Calls) -> Answer<bool> {
-        let (pooling, pool) = (&self.pool.pooling, self.pool.number);
-        let used = self.restore(calls).and_then(|()| self.bytes(calls, POOL_USED));
+    fn give_up(&self, calls: &Calls) -> DriverResult<bool> {
+        let used = self.restore(calls).and_then(|()| calls.pool_bytes(self.pool, POOL_USED));
         if used == Ok(0) {
-            return pooling.destroy(calls, pool).map(|()| true);
+            return calls.pool_destroy(self.pool).map(|()| true);
         }
         // Memory that is freed from now on is released at the next synchronization.
-        let set = pooling.set_bytes(calls, pool, (POOL_THRESHOLD, 0));
+        let set = calls.set_pool_bytes(self.pool, POOL_THRESHOLD, 0);
         used.and_then(|_| set.map(|()| false))
     }
 }
@@ -538,10 +511,10 @@ impl PoolGovernor {
 impl Drop for PoolGovernor {
     /// Restores the previous pool, without waiting for work. Does nothing in a forked child.
     fn drop(&mut self) {
-        if !self.seat.context.is_here() {
+        if !self.context.is_here() {
             return;
         }
-        let outcome = self.seat.call(|calls| self.give_up(calls));
+        let outcome = self.context.call(|calls| self.give_up(calls));
         if matches!(outcome, Ok(true)) {
             return;
         }
@@ -561,30 +534,13 @@ impl fmt::Debug for PoolGovernor {
     }
 }
 
-/// Returns the calls of pools and of the current pool, if functions and attribute support them.
-fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), BackendFailure> {
-    let pooling = Pooling::new(calls.table.pools?, device);
-    let current = Current::new(calls.table.current_pool?, device);
-    if calls.device_attribute(ATTRIBUTE_POOLS, device)? == 0 {
-        return Err(BackendFailure::NotOffered);
-    }
-    Ok((pooling, current))
-}
-
-/// Logs a failed rollback call, because no caller can receive the error.
-fn undone(outcome: Answer) {
-    if let Err(error) = outcome {
-        log!(warn, %error, "rollback of a driver call failed, memory may leak");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_was_needed_is_forgotten_after_its_time_and_not_before() {
-        let (time, mut needs) = (Duration::from_secs(8), Needs::default());
+        let (time, mut needs) = (Duration::from_secs(8), PeakWindow::default());
         let at = |millis| Moment::ORIGIN + Duration::from_millis(millis);
         assert_eq!(needs.note(at(0), 100, time), 100);
         // Checked often or rarely, and used a little: the highest use counts.

@@ -1,232 +1,403 @@
 //! The table of CUDA driver functions, all resolved before any is called.
 //!
-//! The table holds pointers and makes no call; the requirements of each function are stated at its
-//! call. Functions come in groups. Without the first group there is no CUDA driver; without another
-//! group its backend is unavailable, and the first missing function is named. Opaque pointers of
-//! cuda.h (contexts, streams, events, pools) are integers here: they are passed on unchanged and
-//! never dereferenced.
+//! Functions come in groups. Without the first group there is no CUDA driver; without another group
+//! its backend is unavailable, and the first missing function is named. Opaque pointers of cuda.h
+//! (contexts, streams, events, pools) are integers here: they are passed on unchanged and never
+//! dereferenced. The declaration of a function makes the method that calls it and checks its
+//! result; a missing function is an error there.
 //!
-//! Invariant: a group, once obtained, has all of its functions.
+//! Invariant: a function is `Some` only if the library has a symbol of that name.
 #![expect(unsafe_code, reason = "symbols become functions of the types that cuda.h gives them")]
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::NonNull;
 
-use super::abi::{Access, AllocationProperties, PoolProperties};
+use super::calls::{Calls, NAME_LENGTH};
 
 /// Finds a symbol by its name.
 pub(super) type Find<'a> = &'a dyn Fn(&CStr) -> Option<NonNull<c_void>>;
 
-/// A function that the driver lacks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Missing(pub(super) &'static str);
-
-/// Defines a struct with a pointer for each function: field, name, arguments. Each function returns
-/// a `CUresult`.
-macro_rules! group {
-    ($(#[$meta:meta])* $group:ident { $($field:ident = $name:literal ($($argument:ty),*);)* }) => {
-        $(#[$meta])*
+/// Defines a table with a pointer for each function, and a method of the caller's type for each:
+/// kind, field, name, arguments. Each function returns 0 or a code, which the method passes to
+/// `done`. With a result, the function writes it through its first argument.
+///
+/// The method is `unsafe` where it depends on the arguments whether the call is sound: pointers
+/// are as the library's header says. There is none for `raw` functions, whose code is needed.
+macro_rules! functions {
+    ($(#[$table_meta:meta])* $table:ident of $calls:ty; $(
+        $(#[$meta:meta])*
+        $group:ident {
+            $($kind:ident $field:ident = $name:literal ($($arg:ident: $type:ty),*) $(-> $out:ty)?;)*
+        }
+    )*) => {
+        $(#[$table_meta])*
         #[derive(Clone, Copy)]
-        pub(super) struct $group {
-            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> u32,)*
+        pub(super) struct $table {
+            $($(pub(super) $field: Option<unsafe extern "C" fn($(*mut $out,)? $($type),*) -> u32>,)*)*
         }
 
-        impl $group {
-            /// Returns all functions of the group, or the name of the first that is missing.
-            pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
-                Ok(Self {
-                    $($field: {
-                        let symbol = find($crate::cuda::table::name_of(concat!($name, "\0")));
-                        // SAFETY: both are as large as a pointer, and `None` is null in both. The
-                        // symbol of this name is a function with these arguments in cuda.h of
-                        // CUDA 10.2 to 13 (of NVML: in nvml.h of driver 510 to 580), and its
-                        // result an enum of 32 bits.
-                        let found = unsafe {
-                            std::mem::transmute::<
-                                Option<std::ptr::NonNull<std::ffi::c_void>>,
-                                Option<unsafe extern "C" fn($($argument),*) -> u32>,
-                            >(symbol)
-                        };
-                        found.ok_or(Missing($name))?
-                    },)*
-                })
+        impl $table {
+            /// Finds the functions of a library.
+            pub(super) fn find(find: $crate::cuda::table::Find<'_>) -> Self {
+                Self { $($($field: {
+                    let symbol = find($crate::cuda::table::name_of(concat!($name, "\0")));
+                    // SAFETY: both are as large as a pointer, and `None` is null in both. The
+                    // symbol of this name is a function with these arguments in cuda.h of
+                    // CUDA 10.2 to 13 (of NVML: in nvml.h of driver 510 to 580), and its
+                    // result an enum of 32 bits.
+                    unsafe {
+                        std::mem::transmute::<
+                            Option<std::ptr::NonNull<std::ffi::c_void>>,
+                            Option<unsafe extern "C" fn($(*mut $out,)? $($type),*) -> u32>,
+                        >(symbol)
+                    }
+                },)*)* }
             }
+
+            $(
+            $(#[$meta])*
+            ///
+            /// # Errors
+            /// The name of the first function that is missing.
+            pub(super) fn $group(&self) -> Result<(), $crate::DriverError> {
+                $(self.$field.ok_or($crate::DriverError::NoFunction { function: $name })?;)*
+                Ok(())
+            })*
+        }
+
+        impl $calls {
+            $($($crate::cuda::table::method! {
+                $kind $field $name ($($arg: $type),*) $($out)?
+            })*)*
         }
     };
 }
 
-pub(super) use group;
+/// Defines the method that calls a function of a table.
+macro_rules! method {
+    (raw $($rest:tt)*) => {};
+    (safe $field:ident $name:literal ($($arg:ident: $type:ty),*) $($out:ty)?) => {
+        pub(super) fn $field(&self $(, $arg: $type)*) -> $crate::cuda::calls::DriverResult<$($out)?> {
+            // SAFETY: the arguments are numbers, which the library looks up, or references to what
+            // the function reads and writes.
+            unsafe { $crate::cuda::table::call!(self $field $name ($($arg),*) $($out)?) }
+        }
+    };
+    (unsafe $field:ident $name:literal ($($arg:ident: $type:ty),*) $($out:ty)?) => {
+        pub(super) unsafe fn $field(
+            &self $(, $arg: $type)*
+        ) -> $crate::cuda::calls::DriverResult<$($out)?> {
+            // SAFETY: the contract of this function is that of the library's.
+            unsafe { $crate::cuda::table::call!(self $field $name ($($arg),*) $($out)?) }
+        }
+    };
+}
+
+/// Calls a function of a table and checks its result. The names of messages have no version.
+macro_rules! call {
+    ($self:ident $field:ident $name:literal ($($arg:ident),*)) => {{
+        let call = $name.strip_suffix("_v2").unwrap_or($name);
+        let function = $self.table.$field;
+        let function = function.ok_or($crate::DriverError::Unsupported { what: call })?;
+        $self.done(call, function($($arg),*))
+    }};
+    ($self:ident $field:ident $name:literal ($($arg:ident),*) $out:ty) => {{
+        let call = $name.strip_suffix("_v2").unwrap_or($name);
+        let function = $self.table.$field;
+        let function = function.ok_or($crate::DriverError::Unsupported { what: call })?;
+        let mut out = <$out>::default();
+        $self.done(call, function(&raw mut out $(, $arg)*))?;
+        Ok(out)
+    }};
+}
+
+pub(super) use {call, functions, method};
 
 /// Returns a name that the macro above ended with a zero.
 pub(super) fn name_of(name: &'static str) -> &'static CStr {
     CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
 }
 
-group! {
-    /// The functions of every driver since CUDA 10.2.
-    Base {
-        init = "cuInit"(u32);
-        error_name = "cuGetErrorName"(u32, *mut *const c_char);
-        driver_version = "cuDriverGetVersion"(*mut i32);
-        device_count = "cuDeviceGetCount"(*mut i32);
-        device = "cuDeviceGet"(*mut i32, i32);
-        device_name = "cuDeviceGetName"(*mut c_char, i32, i32);
-        device_uuid = "cuDeviceGetUuid"(*mut [u8; 16], i32);
-        device_attribute = "cuDeviceGetAttribute"(*mut i32, i32, i32);
-        device_memory = "cuDeviceTotalMem_v2"(*mut usize, i32);
-        context_retain = "cuDevicePrimaryCtxRetain"(*mut usize, i32);
-        context_release = "cuDevicePrimaryCtxRelease_v2"(i32);
-        context_current = "cuCtxGetCurrent"(*mut usize);
-        context_set = "cuCtxSetCurrent"(usize);
-        context_synchronize = "cuCtxSynchronize"();
-        memory_info = "cuMemGetInfo_v2"(*mut usize, *mut usize);
-        host_alloc = "cuMemHostAlloc"(*mut *mut c_void, usize, u32);
-        host_free = "cuMemFreeHost"(*mut c_void);
-        host_register = "cuMemHostRegister_v2"(*mut c_void, usize, u32);
-        host_unregister = "cuMemHostUnregister"(*mut c_void);
-        copy_on_device = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, usize);
-        copy_to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, usize);
-        copy_to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, usize);
-        stream_create = "cuStreamCreate"(*mut usize, u32);
-        stream_destroy = "cuStreamDestroy_v2"(usize);
-        stream_synchronize = "cuStreamSynchronize"(usize);
-        stream_wait_event = "cuStreamWaitEvent"(usize, usize, u32);
-        stream_is_capturing = "cuStreamIsCapturing"(usize, *mut u32);
-        capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut u32);
-        event_create = "cuEventCreate"(*mut usize, u32);
-        event_destroy = "cuEventDestroy_v2"(usize);
-        event_record = "cuEventRecord"(usize, usize);
-        event_query = "cuEventQuery"(usize);
-        event_synchronize = "cuEventSynchronize"(usize);
+functions! {
+    /// The functions of the driver.
+    Table of Calls;
+
+    /// Checks the functions of every driver since CUDA 10.2.
+    base {
+        safe init = "cuInit"(flags: u32);
+        raw error_name = "cuGetErrorName"(code: u32, text: *mut *const c_char);
+        safe driver_version = "cuDriverGetVersion"() -> u32;
+        safe device_count = "cuDeviceGetCount"() -> i32;
+        safe device = "cuDeviceGet"(ordinal: u32) -> i32;
+        safe read_name = "cuDeviceGetName"(name: &mut [u8; NAME_LENGTH], length: i32, device: i32);
+        safe device_uuid = "cuDeviceGetUuid"(device: i32) -> [u8; 16];
+        safe device_attribute = "cuDeviceGetAttribute"(attribute: i32, device: i32) -> i32;
+        safe device_memory = "cuDeviceTotalMem_v2"(device: i32) -> usize;
+        safe context_retain = "cuDevicePrimaryCtxRetain"(device: i32) -> usize;
+        safe context_release = "cuDevicePrimaryCtxRelease_v2"(device: i32);
+        safe context_current = "cuCtxGetCurrent"() -> usize;
+        safe context_set = "cuCtxSetCurrent"(context: usize);
+        safe context_synchronize = "cuCtxSynchronize"();
+        safe read_memory = "cuMemGetInfo_v2"(free: &mut usize, total: &mut usize);
+        safe host_alloc = "cuMemHostAlloc"(at: &mut usize, bytes: usize, flags: u32);
+        unsafe host_free = "cuMemFreeHost"(at: *mut u8);
+        unsafe host_register = "cuMemHostRegister_v2"(at: *mut u8, bytes: usize, flags: u32);
+        unsafe host_unregister = "cuMemHostUnregister"(at: *mut u8);
+        safe copy_on_device =
+            "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: usize);
+        unsafe copy_to_host =
+            "cuMemcpyDtoHAsync_v2"(to: *mut u8, from: u64, bytes: usize, stream: usize);
+        unsafe copy_to_device =
+            "cuMemcpyHtoDAsync_v2"(to: u64, from: *const u8, bytes: usize, stream: usize);
+        safe create_stream = "cuStreamCreate"(flags: u32) -> usize;
+        safe stream_destroy = "cuStreamDestroy_v2"(stream: usize);
+        safe stream_spin = "cuStreamSynchronize"(stream: usize);
+        safe wait_event = "cuStreamWaitEvent"(stream: usize, event: usize, flags: u32);
+        safe capture_status = "cuStreamIsCapturing"(stream: usize, status: &mut u32);
+        safe capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: &mut u32);
+        safe create_event = "cuEventCreate"(flags: u32) -> usize;
+        safe event_destroy = "cuEventDestroy_v2"(event: usize);
+        safe event_record = "cuEventRecord"(event: usize, stream: usize);
+        raw query_event = "cuEventQuery"(event: usize);
+        safe event_synchronize = "cuEventSynchronize"(event: usize);
+    }
+
+    /// Checks virtual memory: address space separate from memory.
+    virtual_memory {
+        safe granularity =
+            "cuMemGetAllocationGranularity"(of: &AllocationProperties, kind: u32) -> usize;
+        safe reserve =
+            "cuMemAddressReserve"(bytes: usize, align: usize, wish: u64, flags: u64) -> u64;
+        safe unreserve = "cuMemAddressFree"(at: u64, bytes: usize);
+        safe create = "cuMemCreate"(bytes: usize, of: &AllocationProperties, flags: u64) -> u64;
+        safe release = "cuMemRelease"(handle: u64);
+        safe map = "cuMemMap"(at: u64, bytes: usize, offset: usize, handle: u64, flags: u64);
+        safe unmap = "cuMemUnmap"(at: u64, bytes: usize);
+        unsafe set_access =
+            "cuMemSetAccess"(at: u64, bytes: usize, access: *const Access, count: usize);
+    }
+
+    /// Checks the function for the handle of an address: since CUDA 11.
+    retain {
+        safe handle_of = "cuMemRetainAllocationHandle"(at: u64) -> u64;
+    }
+
+    /// Checks pools of stream-ordered memory: since CUDA 11.2.
+    pools {
+        safe pool_create = "cuMemPoolCreate"(of: &PoolProperties) -> usize;
+        safe pool_destroy = "cuMemPoolDestroy"(pool: usize);
+        safe pool_trim_to = "cuMemPoolTrimTo"(pool: usize, keep: usize);
+        safe read_pool = "cuMemPoolGetAttribute"(pool: usize, attribute: i32, value: &mut u64);
+        safe write_pool = "cuMemPoolSetAttribute"(pool: usize, attribute: i32, value: &mut u64);
+        safe default_pool = "cuDeviceGetDefaultMemPool"(device: i32) -> usize;
+        safe pool_alloc =
+            "cuMemAllocFromPoolAsync"(bytes: usize, pool: usize, stream: usize) -> u64;
+        safe pool_free = "cuMemFreeAsync"(at: u64, stream: usize);
+    }
+
+    /// Checks the device's current pool, used by allocations that name no pool: since CUDA 11.2.
+    current_pools {
+        safe current_pool = "cuDeviceGetMemPool"(device: i32) -> usize;
+        safe set_current_pool = "cuDeviceSetMemPool"(device: i32, pool: usize);
+    }
+
+    /// Checks the memory that the device caches for graphs: since CUDA 11.4.
+    graphs {
+        safe graph_trim = "cuDeviceGraphMemTrim"(device: i32);
+        safe read_graphs =
+            "cuDeviceGetGraphMemAttribute"(device: i32, attribute: i32, value: &mut u64);
+        safe write_graphs =
+            "cuDeviceSetGraphMemAttribute"(device: i32, attribute: i32, value: &mut u64);
+    }
+
+    /// Checks plain memory.
+    plain {
+        safe plain_alloc = "cuMemAlloc_v2"(bytes: usize) -> u64;
+        safe plain_free = "cuMemFree_v2"(at: u64);
+    }
+
+    /// Checks managed memory, which the plain calls free.
+    managed {
+        safe managed_alloc = "cuMemAllocManaged"(bytes: usize, flags: u32) -> u64;
+    }
+
+    /// Checks functions that are used if they are there: peers and owners since CUDA 4, and the
+    /// UUID of a MIG instance, if there is one, since CUDA 11.4.
+    #[expect(dead_code, reason = "each is used if it is there")]
+    optional {
+        safe can_access = "cuDeviceCanAccessPeer"(device: i32, of: i32) -> i32;
+        raw pointer_attribute =
+            "cuPointerGetAttribute"(value: *mut c_void, attribute: i32, at: u64);
+        safe part_uuid = "cuDeviceGetUuid_v2"(device: i32) -> [u8; 16];
     }
 }
 
-group! {
-    /// Virtual memory: address space separate from memory.
-    Virtual {
-        granularity = "cuMemGetAllocationGranularity"(*mut usize, *const AllocationProperties, u32);
-        reserve = "cuMemAddressReserve"(*mut u64, usize, usize, u64, u64);
-        unreserve = "cuMemAddressFree"(u64, usize);
-        create = "cuMemCreate"(*mut u64, usize, *const AllocationProperties, u64);
-        release = "cuMemRelease"(u64);
-        map = "cuMemMap"(u64, usize, usize, u64, u64);
-        unmap = "cuMemUnmap"(u64, usize);
-        set_access = "cuMemSetAccess"(u64, usize, *const Access, usize);
+// The types and constants of cuda.h that cross the FFI boundary.
+//
+// Bindings change the shape of these structures from version to version; their size and the fields
+// used here are the same in all versions. Constants stay integers, so that a value newer than this
+// file is a number and not undefined behaviour.
+//
+// Invariant: each structure has the size that cuda.h specifies on 64-bit machines.
+
+/// `CUresult`: success.
+pub(super) const SUCCESS: u32 = 0;
+/// `CUDA_ERROR_NOT_READY`: work is not complete yet. Not an error.
+pub(super) const NOT_READY: u32 = 600;
+
+/// `CU_DEVICE_ATTRIBUTE_INTEGRATED`
+pub(super) const ATTRIBUTE_INTEGRATED: i32 = 18;
+/// `CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID`: the node of the host that is closest to the device; -1 if
+/// there are no nodes. Since CUDA 12.2.
+pub(super) const ATTRIBUTE_HOST_NODE: i32 = 134;
+/// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`
+pub(super) const ATTRIBUTE_VIRTUAL_MEMORY: i32 = 102;
+
+/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED`. Since CUDA 11.0.
+pub(super) const ATTRIBUTE_RDMA: i32 = 110;
+/// `CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY`
+pub(super) const ATTRIBUTE_MANAGED: i32 = 83;
+/// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`
+pub(super) const ATTRIBUTE_POOLS: i32 = 115;
+
+/// `CU_MEM_ATTACH_GLOBAL`: any stream of any device can access the managed memory.
+pub(super) const ATTACH_GLOBAL: u32 = 1;
+/// `CU_GRAPH_MEM_ATTR_USED_MEM_HIGH`
+pub(super) const GRAPH_USED_HIGH: i32 = 1;
+/// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`
+pub(super) const GRAPH_RESERVED: i32 = 2;
+/// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
+pub(super) const POOL_THRESHOLD: i32 = 4;
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`
+pub(super) const POOL_RESERVED: i32 = 5;
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH`
+pub(super) const POOL_RESERVED_HIGH: i32 = 6;
+/// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`
+pub(super) const POOL_USED: i32 = 7;
+/// `CU_MEMPOOL_ATTR_USED_MEM_HIGH`
+pub(super) const POOL_USED_HIGH: i32 = 8;
+
+/// `CU_STREAM_LEGACY`: the legacy default stream, regardless of how the program was compiled.
+pub(super) const STREAM_LEGACY: usize = 1;
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`: the legacy default stream depends on a stream that
+/// captures a graph.
+pub(super) const CAPTURE_IMPLICIT: i64 = 906;
+/// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
+pub(super) const STREAM_NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_BLOCKING_SYNC`: the host sleeps while it waits for the event.
+pub(super) const EVENT_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`
+pub(super) const EVENT_DISABLE_TIMING: u32 = 2;
+/// `CU_MEMHOSTALLOC_PORTABLE`: page-locked for every context.
+pub(super) const HOST_PORTABLE: u32 = 1;
+/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`
+pub(super) const GRANULARITY_MINIMUM: u32 = 0;
+/// `CU_POINTER_ATTRIBUTE_CONTEXT`
+pub(super) const ATTRIBUTE_CONTEXT: i32 = 1;
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`
+pub(super) const ATTRIBUTE_MEMORY_TYPE: i32 = 2;
+/// `CU_POINTER_ATTRIBUTE_IS_MANAGED`
+pub(super) const ATTRIBUTE_IS_MANAGED: i32 = 8;
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`
+pub(super) const ATTRIBUTE_ORDINAL: i32 = 9;
+/// `CU_MEMORYTYPE_HOST`
+pub(super) const MEMORY_HOST: u32 = 1;
+/// `CUDA_ERROR_INVALID_VALUE`
+pub(super) const INVALID_VALUE: i64 = 1;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`
+pub(super) const CAPTURE_NONE: u32 = 0;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`
+pub(super) const CAPTURE_RELAXED: u32 = 2;
+
+/// `CU_MEM_LOCATION_TYPE_DEVICE`
+const LOCATION_DEVICE: i32 = 1;
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`
+const ALLOCATION_PINNED: i32 = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+const ACCESS_READ_WRITE: i32 = 3;
+
+/// `CUmemLocation`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Location {
+    kind: i32,
+    id: i32,
+}
+
+/// `CUmemAllocationProp`: memory of a device that cannot be shared with another process.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct AllocationProperties {
+    kind: i32,
+    handle_kinds: i32,
+    location: Location,
+    windows: usize,
+    /// Compression (0), direct access by network cards, usage and reserved fields (0).
+    flags: [u8; 8],
+}
+
+impl AllocationProperties {
+    /// Returns the properties for a device; with `rdma`, of memory for network cards too.
+    pub(super) const fn on(device: i32, rdma: bool) -> Self {
+        let location = Location { kind: LOCATION_DEVICE, id: device };
+        let flags = [0, rdma as u8, 0, 0, 0, 0, 0, 0];
+        Self { kind: ALLOCATION_PINNED, handle_kinds: 0, location, windows: 0, flags }
     }
 }
 
-group! {
-    /// The handle of an address: since CUDA 11.
-    Retain {
-        handle_of = "cuMemRetainAllocationHandle"(*mut u64, u64);
+/// `CUmemAccessDesc`: the device reads and writes.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Access {
+    location: Location,
+    flags: i32,
+}
+
+impl Access {
+    pub(super) const fn by(device: i32) -> Self {
+        let location = Location { kind: LOCATION_DEVICE, id: device };
+        Self { location, flags: ACCESS_READ_WRITE }
     }
 }
 
-group! {
-    /// Access to memory of other devices: since CUDA 4.
-    Peers {
-        can_access = "cuDeviceCanAccessPeer"(*mut i32, i32, i32);
+/// `CUmemPoolProps`: memory of a device that cannot be shared with another process. The limit has
+/// an effect since CUDA 12.2; before that its field must be zero.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct PoolProperties {
+    kind: i32,
+    handle_kinds: i32,
+    location: Location,
+    windows: usize,
+    limit: usize,
+    /// Usage and reserved fields: all zero.
+    rest: [u8; 56],
+}
+
+impl PoolProperties {
+    /// Returns the properties for a device. A limit of 0 means none.
+    pub(super) const fn on(device: i32, limit: usize) -> Self {
+        let location = Location { kind: LOCATION_DEVICE, id: device };
+        let (kind, rest) = (ALLOCATION_PINNED, [0; 56]);
+        Self { kind, handle_kinds: 0, location, windows: 0, limit, rest }
     }
 }
 
-group! {
-    /// The owner of an address: since CUDA 4.
-    Pointer {
-        attribute = "cuPointerGetAttribute"(*mut c_void, i32, u64);
-    }
-}
-
-group! {
-    /// The UUID of a MIG instance, if there is one, instead of the device's: since CUDA 11.4.
-    Share {
-        device_uuid = "cuDeviceGetUuid_v2"(*mut [u8; 16], i32);
-    }
-}
-
-group! {
-    /// Pools of stream-ordered memory: since CUDA 11.2.
-    Pools {
-        create = "cuMemPoolCreate"(*mut usize, *const PoolProperties);
-        destroy = "cuMemPoolDestroy"(usize);
-        trim_to = "cuMemPoolTrimTo"(usize, usize);
-        attribute = "cuMemPoolGetAttribute"(usize, i32, *mut c_void);
-        set_attribute = "cuMemPoolSetAttribute"(usize, i32, *mut c_void);
-        of_device = "cuDeviceGetDefaultMemPool"(*mut usize, i32);
-        alloc = "cuMemAllocFromPoolAsync"(*mut u64, usize, usize, usize);
-        free = "cuMemFreeAsync"(u64, usize);
-    }
-}
-
-group! {
-    /// The device's current pool, used by allocations that name no pool: since CUDA 11.2.
-    CurrentPool {
-        get = "cuDeviceGetMemPool"(*mut usize, i32);
-        set = "cuDeviceSetMemPool"(i32, usize);
-    }
-}
-
-group! {
-    /// Memory that the device caches for graphs: since CUDA 11.4.
-    Graphs {
-        trim = "cuDeviceGraphMemTrim"(i32);
-        attribute = "cuDeviceGetGraphMemAttribute"(i32, i32, *mut c_void);
-        set_attribute = "cuDeviceSetGraphMemAttribute"(i32, i32, *mut c_void);
-    }
-}
-
-group! {
-    /// Plain memory.
-    Plain {
-        alloc = "cuMemAlloc_v2"(*mut u64, usize);
-        free = "cuMemFree_v2"(u64);
-    }
-}
-
-group! {
-    /// Managed memory, which the plain calls free.
-    Managed {
-        alloc = "cuMemAllocManaged"(*mut u64, usize, u32);
-    }
-}
-
-/// All functions that were found.
-#[derive(Clone, Copy)]
-pub(super) struct Table {
-    pub(super) base: Base,
-    pub(super) share: Result<Share, Missing>,
-    pub(super) virtual_memory: Result<Virtual, Missing>,
-    pub(super) retain: Result<Retain, Missing>,
-    pub(super) peers: Result<Peers, Missing>,
-    pub(super) pointer: Result<Pointer, Missing>,
-    pub(super) pools: Result<Pools, Missing>,
-    pub(super) current_pool: Result<CurrentPool, Missing>,
-    pub(super) graphs: Result<Graphs, Missing>,
-    pub(super) plain: Result<Plain, Missing>,
-    pub(super) managed: Result<Managed, Missing>,
-}
-
-impl Table {
-    /// Returns the table, or the name of the first function without which there is no CUDA.
-    pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
-        Ok(Self {
-            base: Base::find(find)?,
-            share: Share::find(find),
-            virtual_memory: Virtual::find(find),
-            retain: Retain::find(find),
-            peers: Peers::find(find),
-            pointer: Pointer::find(find),
-            pools: Pools::find(find),
-            current_pool: CurrentPool::find(find),
-            graphs: Graphs::find(find),
-            plain: Plain::find(find),
-            managed: Managed::find(find),
-        })
-    }
-}
+#[cfg(target_pointer_width = "64")]
+const _: () = assert!(
+    size_of::<Location>() == 8
+        && size_of::<AllocationProperties>() == 32
+        && size_of::<Access>() == 12
+        && size_of::<PoolProperties>() == 88
+);
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn missing(function: &'static str) -> Result<(), crate::DriverError> {
+        Err(crate::DriverError::NoFunction { function })
+    }
 
     fn without(missing: &'static CStr) -> impl Fn(&CStr) -> Option<NonNull<c_void>> {
         move |name| (name != missing).then_some(NonNull::dangling()) // never called
@@ -234,19 +405,19 @@ mod tests {
 
     #[test]
     fn a_function_that_every_driver_has_is_named_where_it_is_missing() {
-        assert_eq!(Table::find(&|_| None).err(), Some(Missing("cuInit")));
+        assert_eq!(Table::find(&|_| None).base(), missing("cuInit"));
         let last = Table::find(&without(c"cuEventSynchronize"));
-        assert_eq!(last.err(), Some(Missing("cuEventSynchronize")));
+        assert_eq!(last.base(), missing("cuEventSynchronize"));
     }
 
     #[test]
     fn without_a_function_of_a_rung_the_others_are_there() {
-        let table = Table::find(&without(c"cuMemMap")).expect("a driver");
-        assert_eq!(table.virtual_memory.err(), Some(Missing("cuMemMap")));
-        assert!(table.retain.is_ok() && table.share.is_ok());
-        assert!(table.pools.is_ok() && table.plain.is_ok() && table.managed.is_ok());
-        let table = Table::find(&without(c"cuMemFreeAsync")).expect("a driver");
-        assert_eq!(table.pools.err(), Some(Missing("cuMemFreeAsync")));
-        assert!(table.virtual_memory.is_ok() && table.plain.is_ok());
+        let table = Table::find(&without(c"cuMemMap"));
+        assert_eq!(table.virtual_memory(), missing("cuMemMap"));
+        assert!(table.base().is_ok() && table.retain().is_ok());
+        assert!(table.pools().is_ok() && table.plain().is_ok() && table.managed().is_ok());
+        let table = Table::find(&without(c"cuMemFreeAsync"));
+        assert_eq!(table.pools(), missing("cuMemFreeAsync"));
+        assert!(table.virtual_memory().is_ok() && table.plain().is_ok());
     }
 }

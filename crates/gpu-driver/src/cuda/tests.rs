@@ -9,8 +9,7 @@
 use lowtide_fake_cuda::{Fake, Guard, Options};
 
 use super::calls::Calls;
-use super::pool::Pool;
-use super::pooling::Pooling;
+use super::memory::MemoryPool;
 use super::{CudaDriver, CudaOptions, MemoryKind};
 use crate::{Backend, DeviceAddress, Driver as _, DriverError};
 use lowtide_core::bytes::ByteSize;
@@ -181,21 +180,15 @@ fn a_pools_limit_holds_where_the_driver_knows_it() {
 
 /// Returns the release threshold of the device's default pool.
 fn threshold(driver: &CudaDriver) -> u64 {
-    let of = |calls: &Calls| {
-        let pooling = Pooling::new(calls.table.pools.expect("pools"), 0);
-        let pool = pooling.of_device(calls)?;
-        pooling.bytes(calls, pool, super::abi::POOL_THRESHOLD)
-    };
-    driver.seat.call(of).expect("answered")
+    let of = |calls: &Calls| calls.pool_bytes(calls.default_pool(0)?, super::table::POOL_THRESHOLD);
+    driver.context.call(of).expect("answered")
 }
 
 fn set_threshold(driver: &CudaDriver, value: u64) {
     let of = |calls: &Calls| {
-        let pooling = Pooling::new(calls.table.pools.expect("pools"), 0);
-        let pool = pooling.of_device(calls)?;
-        pooling.set_bytes(calls, pool, (super::abi::POOL_THRESHOLD, value))
+        calls.set_pool_bytes(calls.default_pool(0)?, super::table::POOL_THRESHOLD, value)
     };
-    driver.seat.call(of).expect("set");
+    driver.context.call(of).expect("set");
 }
 
 #[test]
@@ -275,10 +268,7 @@ fn a_pool_whose_threshold_cannot_be_set_is_given_up() {
     let fake = Fake::start(LAZY);
     let driver = CudaDriver::open(PLAIN).expect("a device");
     fake.fail(c"cuMemPoolSetAttribute", 1, 999);
-    let made = driver.seat.call(|calls| {
-        let pooling = Pooling::new(calls.table.pools.expect("pools"), 0);
-        Pool::create(calls, pooling, None).map(drop)
-    });
+    let made = driver.context.call(|calls| MemoryPool::create(calls, 0, None).map(drop));
     made.expect_err("refused");
     drop(driver);
     fake.assert_clean();

@@ -13,7 +13,7 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lease;
 use crate::driver::DeviceAddress;
-use crate::plan::{BufferId, Place, Plan};
+use crate::plan::{BufferId, Plan, PlannedPlace};
 use crate::types::Region;
 use crate::types::error::DeviceError;
 use crate::types::sleep::Contents;
@@ -51,7 +51,7 @@ use lowtide_core::bytes::ByteSize;
 pub struct PlannedMemory {
     arena: DeviceArena,
     region: Region,
-    places: Vec<Place>,
+    places: Vec<PlannedPlace>,
     /// The bytes of each segment that the plan needs. Further segments are kept for other plans.
     needed: Vec<ByteSize>,
     segments: Vec<Buffer<u8>>,
@@ -286,7 +286,7 @@ fn left_out(end: usize, start: usize) -> usize {
 /// The addresses of a plan's buffers while a lease is held.
 #[derive(Clone, Copy, Debug)]
 pub struct Planned<'a> {
-    places: &'a [Place],
+    places: &'a [PlannedPlace],
     bases: &'a [u64],
     lease: &'a Lease,
 }

@@ -14,7 +14,7 @@ use std::thread;
 
 use allocator_api2::alloc::Allocator as _;
 use lowtide_heap::ByteSize;
-use lowtide_heap::{ARENA_NAME_MAX, HostArena, HostArenaError, HostError, StillHeld};
+use lowtide_heap::{ARENA_NAME_MAX, HostArena, HostError};
 use test_fork::test;
 
 /// A model in small: large blocks, small ones, and a map of strings.
@@ -62,7 +62,7 @@ fn a_survivor_refuses_until_it_is_gone_and_out_of_the_cache_of_who_freed_it() {
     let arena = HostArena::new("survivor").expect("an arena");
     let survivor = arena.scope(|| Box::new([7_u8; 100])).expect("bound");
     let refused = arena.retire().expect_err("it is live");
-    assert!(matches!(refused.cause, StillHeld::Active(bytes) if bytes >= ByteSize::kib(4)));
+    assert!(matches!(refused.1, HostError::ArenaInUse { bytes } if bytes >= ByteSize::kib(4)));
     let (freed, is_freed) = mpsc::channel();
     let (end, is_ended) = mpsc::channel();
     let other = thread::spawn(move || {
@@ -72,10 +72,10 @@ fn a_survivor_refuses_until_it_is_gone_and_out_of_the_cache_of_who_freed_it() {
         is_ended.recv().expect("told");
     });
     is_freed.recv().expect("told");
-    let refused = refused.arena.retire().expect_err("the other thread has it in its cache");
+    let refused = refused.0.retire().expect_err("the other thread has it in its cache");
     end.send(()).expect("heard");
     other.join().expect("no panic");
-    refused.arena.retire().expect("its cache went with it");
+    refused.0.retire().expect("its cache went with it");
 }
 
 #[test]
@@ -108,14 +108,14 @@ fn names_are_checked_and_free_again_after_the_end() {
     let arena = HostArena::new("name").expect("an arena");
     assert_eq!(arena.name(), "name");
     let taken = HostArena::new("name").expect_err("taken");
-    assert_eq!(taken, HostArenaError::Taken { name: "name".to_owned() });
+    assert_eq!(taken, HostError::ArenaNameTaken { name: "name".to_owned() });
     drop(arena);
     HostArena::new("name").expect("free again").retire().expect("empty");
     let longest = "n".repeat(ARENA_NAME_MAX);
     HostArena::new(&longest).expect("as long as may be").retire().expect("empty");
     for wrong in ["", "a\0b", &"n".repeat(ARENA_NAME_MAX + 1)] {
         let error = HostArena::new(wrong).expect_err("no name");
-        assert!(matches!(&error, HostArenaError::Name { name } if name == wrong), "{error}");
+        assert!(matches!(&error, HostError::ArenaName { name } if name == wrong), "{error}");
         assert!(error.to_string().contains("31"), "{error}");
     }
 }
@@ -163,10 +163,7 @@ fn a_child_of_a_fork_is_refused() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let scope = arena.scope(|| ()) == Err(HostError::Forked);
-        let retire = matches!(
-            arena.retire().map_err(|refused| refused.cause),
-            Err(StillHeld::Host(HostError::Forked))
-        );
+        let retire = matches!(arena.retire().map_err(|refused| refused.1), Err(HostError::Forked));
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(i32::from(!(scope && retire))) };
     }
@@ -213,6 +210,6 @@ fn large_buffers_are_had_of_it_on_any_thread_and_leave_nothing_behind() {
     let forgotten = arena.allocate(layout).expect("room");
     let refused = arena.retire().expect_err("a block is there");
     // SAFETY: as before.
-    unsafe { refused.arena.deallocate(forgotten.cast(), layout) };
-    refused.arena.retire().expect("nothing is left");
+    unsafe { refused.0.deallocate(forgotten.cast(), layout) };
+    refused.0.retire().expect("nothing is left");
 }

@@ -14,7 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::{env, ptr};
 
 use lowtide_heap::decay::DecayTime;
-use lowtide_heap::{HostArena, HostArenaError, HostError, StillHeld};
+use lowtide_heap::{HostArena, HostError};
 use test_fork::test;
 
 use crate::process::raw_decay;
@@ -107,10 +107,10 @@ fn where_a_naive_destroy_faults_retirement_refuses() {
     });
     told.recv().expect("freed");
     let refused = arena.retire().expect_err("they lie in the other thread's cache");
-    assert!(matches!(refused.cause, StillHeld::Active(_)), "{}", refused.cause);
+    assert!(matches!(refused.1, HostError::ArenaInUse { .. }), "{}", refused.1);
     ask.send(()).expect("heard");
     other.join().expect("no panic");
-    refused.arena.retire().expect("the cache went with the thread");
+    refused.0.retire().expect("the cache went with the thread");
 }
 
 /// An act of a thread on its block.
@@ -223,8 +223,8 @@ fn in_every_order_of_frees_flushes_and_exits_it_is_retired_when_nothing_is_held_
                         arena = HostArena::new("next").expect("an arena");
                     }
                     Err(refused) => {
-                        assert!(is_held, "{order:?}: after step {nth} {places:?}: {refused}");
-                        arena = refused.arena;
+                        assert!(is_held, "{order:?}: after step {nth} {places:?}: {}", refused.1);
+                        arena = refused.0;
                     }
                 }
             }
@@ -267,7 +267,7 @@ fn when_arenas_run_out_that_is_an_error_and_the_heap_goes_on() {
     }
     assert!(others > 4000, "{others} arenas");
     let error = HostArena::new("three").expect_err("none is left");
-    assert_eq!(error, HostArenaError::Exhausted);
+    assert_eq!(error, HostError::NoArenaIndex);
     let beside = black_box(vec![1_u8; 8 << 20]);
     let [one, two] = arenas;
     let within = one.scope(|| vec![1_u8; 8 << 20]).expect("bound");

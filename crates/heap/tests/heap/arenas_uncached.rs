@@ -14,7 +14,7 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 
 use lowtide_heap::{
-    Account, AccountOwner, ByteSize, HeapProbe, HostArena, HostArenaStats, HostError, StillHeld,
+    Account, AccountOwner, ByteSize, HeapProbe, HostArena, HostArenaStats, HostError,
     flush_thread_cache,
 };
 use test_fork::test;
@@ -144,9 +144,9 @@ fn a_survivor_keeps_it_from_being_retired() {
     let arena = HostArena::new("survivor").expect("an arena");
     let survivor = arena.scope_uncached(|| blocks(1)).expect("served");
     let refused = arena.retire().expect_err("it is live");
-    assert!(matches!(refused.cause, StillHeld::Active(_)), "{}", refused.cause);
+    assert!(matches!(refused.1, HostError::ArenaInUse { .. }), "{}", refused.1);
     drop(survivor);
-    refused.arena.retire().expect("nothing points into it");
+    refused.0.retire().expect("nothing points into it");
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use lowtide_core::clock::SystemClock;
 use lowtide_heap::{
-    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, HostArena, HostError, Outcome,
-    Unsupported,
+    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, HostArena, HostError,
+    PurgeOutcome, Unsupported,
 };
 
 use crate::start::NOT_GLOBAL;
@@ -28,7 +28,7 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
         let probe = HeapProbe::new().unwrap();
         let snapshot = probe.snapshot().unwrap();
         assert!(snapshot.live <= snapshot.active && snapshot.active <= snapshot.mapped);
-        assert!(probe.glance().is_ok());
+        assert!(probe.active().is_ok());
 
         let applied = heap::apply(&HeapProfile::Balanced.settings()).unwrap();
         assert_eq!(applied.background_threads, heap::background_threads_supported());
@@ -51,7 +51,7 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
         heap::purge(&clock).unwrap();
         let outcome = heap::purge(&clock).unwrap().jemalloc.outcome;
         if !INTERPOSED {
-            assert_eq!(outcome, Outcome::Unsupported(Unsupported::NoJemalloc));
+            assert_eq!(outcome, PurgeOutcome::Unsupported(Unsupported::NoJemalloc));
         }
     });
 }

@@ -12,7 +12,7 @@ use lowtide_heap::ByteSize;
 use lowtide_heap::clock::{Clock, SystemClock};
 use lowtide_heap::decay::DecayTime;
 use lowtide_heap::{
-    self, HeapProbe, HeapProfile, HeapSettings, HostError, LibcHeap, Outcome, Unsupported,
+    self, HeapProbe, HeapProfile, HeapSettings, HostError, LibcHeap, PurgeOutcome, Unsupported,
 };
 use test_fork::test;
 use tikv_jemalloc_ctl::{raw, thread as jemalloc_thread};
@@ -119,8 +119,8 @@ fn quantities_keep_their_identities() {
             assert!(found.dirty.saturating_add(found.active) <= found.resident, "{found:?}");
             assert!(found.metadata < found.resident, "{found:?}");
             assert_eq!(found.retained(), found.resident.saturating_sub(found.live));
-            let glance = probe.glance().unwrap();
-            assert!(difference(glance.active, found.active) <= SLOP, "{glance:?}\n{found:?}");
+            let active = probe.active().unwrap();
+            assert!(difference(active, found.active) <= SLOP, "{active}\n{found:?}");
         }
     });
 }
@@ -202,7 +202,7 @@ fn a_snapshot_and_a_glance_allocate_nothing() {
         let before = count.get();
         for _ in 0..10 {
             probe.snapshot().unwrap();
-            probe.glance().unwrap();
+            probe.active().unwrap();
             lowtide_heap::decay_tick().unwrap();
             lowtide_heap::flush_thread_cache().unwrap();
         }
@@ -366,13 +366,13 @@ fn memory_of_c_code_goes_back_or_the_reason_is_told() {
         };
         let most = ByteSize::mib(28);
         match report.libc.outcome {
-            Outcome::Unsupported(reason) => assert_ne!(reason, Unsupported::NoJemalloc),
+            PurgeOutcome::Unsupported(reason) => assert_ne!(reason, Unsupported::NoJemalloc),
             _ if INTERPOSED => assert!(report.jemalloc.released() >= most, "{report:?}"),
-            Outcome::Released(bytes) => {
+            PurgeOutcome::Released(bytes) => {
                 assert!(bytes >= most, "{bytes}");
                 assert!(rise == ByteSize::ZERO || rise >= most, "{heap:?}");
             }
-            Outcome::NothingToRelease => panic!("32 MiB were free: {heap:?}"),
+            PurgeOutcome::NothingToRelease => panic!("32 MiB were free: {heap:?}"),
         }
         // SAFETY: from `malloc`, and freed once.
         unsafe { libc::free(last) };

@@ -25,15 +25,15 @@ fn with_weights(weight: impl Fn(&str, &[usize]) -> Vec<u8>) -> Vec<u8> {
     ];
     let weights =
         [weight("a", &[WIDTH, WIDTH]), weight("b", &[WIDTH, WIDTH]), weight("c", &[WIDTH])];
-    let mut graph = Message::default();
+    let mut graph = ProtoMessage::default();
     nodes.iter().for_each(|node| graph.bytes(1, node));
     graph.bytes(2, b"check");
     weights.iter().for_each(|weight| graph.bytes(5, weight));
     graph.bytes(11, &value("in"));
     graph.bytes(12, &value("out"));
-    let mut opset = Message::default();
+    let mut opset = ProtoMessage::default();
     opset.number(2, OPSET);
-    let mut model = Message::default();
+    let mut model = ProtoMessage::default();
     model.number(1, IR);
     model.bytes(7, &graph.0);
     model.bytes(8, &opset.0);
@@ -42,7 +42,7 @@ fn with_weights(weight: impl Fn(&str, &[usize]) -> Vec<u8>) -> Vec<u8> {
 
 /// `NodeProto`.
 fn node(operator: &str, inputs: &[&str], output: &str) -> Vec<u8> {
-    let mut node = Message::default();
+    let mut node = ProtoMessage::default();
     inputs.iter().for_each(|input| node.bytes(1, input.as_bytes()));
     node.bytes(2, output.as_bytes());
     node.bytes(4, operator.as_bytes());
@@ -51,7 +51,7 @@ fn node(operator: &str, inputs: &[&str], output: &str) -> Vec<u8> {
 
 /// `TensorProto` of ones.
 fn weight(name: &str, shape: &[usize]) -> Vec<u8> {
-    let mut tensor = Message::default();
+    let mut tensor = ProtoMessage::default();
     shape.iter().for_each(|&len| tensor.number(1, len as u64));
     tensor.number(2, FLOAT);
     tensor.bytes(8, name.as_bytes());
@@ -61,19 +61,19 @@ fn weight(name: &str, shape: &[usize]) -> Vec<u8> {
 
 /// `ValueInfoProto` of rows of floats.
 fn value(name: &str) -> Vec<u8> {
-    let mut rows = Message::default();
+    let mut rows = ProtoMessage::default();
     rows.bytes(2, b"rows");
-    let mut columns = Message::default();
+    let mut columns = ProtoMessage::default();
     columns.number(1, WIDTH as u64);
-    let mut shape = Message::default();
+    let mut shape = ProtoMessage::default();
     shape.bytes(1, &rows.0);
     shape.bytes(1, &columns.0);
-    let mut tensor = Message::default();
+    let mut tensor = ProtoMessage::default();
     tensor.number(1, FLOAT);
     tensor.bytes(2, &shape.0);
-    let mut kind = Message::default();
+    let mut kind = ProtoMessage::default();
     kind.bytes(1, &tensor.0);
-    let mut value = Message::default();
+    let mut value = ProtoMessage::default();
     value.bytes(1, name.as_bytes());
     value.bytes(2, &kind.0);
     value.0
@@ -81,9 +81,9 @@ fn value(name: &str) -> Vec<u8> {
 
 /// A protobuf message under construction.
 #[derive(Default)]
-struct Message(Vec<u8>);
+struct ProtoMessage(Vec<u8>);
 
-impl Message {
+impl ProtoMessage {
     /// Adds a field of wire type 0.
     fn number(&mut self, field: u64, value: u64) {
         self.varint(field << 3);
@@ -112,13 +112,13 @@ pub(crate) fn external(file: &str) -> (Vec<u8>, Vec<u8>) {
     let data = std::cell::RefCell::new(Vec::new());
     let model = with_weights(|name, shape| {
         let bytes = 1.0_f32.to_le_bytes().repeat(shape.iter().product());
-        let mut tensor = Message::default();
+        let mut tensor = ProtoMessage::default();
         shape.iter().for_each(|&len| tensor.number(1, len as u64));
         tensor.number(2, FLOAT);
         tensor.bytes(8, name.as_bytes());
         let (offset, length) = (data.borrow().len().to_string(), bytes.len().to_string());
         for (key, value) in [("location", file), ("offset", &offset), ("length", &length)] {
-            let mut entry = Message::default();
+            let mut entry = ProtoMessage::default();
             entry.bytes(1, key.as_bytes());
             entry.bytes(2, value.as_bytes());
             tensor.bytes(13, &entry.0);
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn numbers_are_written_in_groups_of_seven_bits() {
-        let mut message = Message::default();
+        let mut message = ProtoMessage::default();
         message.number(1, 300);
         message.bytes(2, b"ab");
         assert_eq!(message.0, [0x08, 0xac, 0x02, 0x12, 2, b'a', b'b']);

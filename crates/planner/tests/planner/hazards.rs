@@ -5,7 +5,7 @@
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
 use lowtide_planner::{
-    Bump, Demand, Graph, Kind, Plan, PlanError, Planner, Problem, Role, Unserved, ValueId,
+    Bump, Demand, Graph, KindProblem, Plan, PlanError, Planner, Problem, Role, ValueId,
 };
 
 use super::peer_segments;
@@ -43,7 +43,7 @@ fn a_graph_of_as_many_equal_nodes_wired_otherwise_is_not_served() {
         (wired(|[_, _, three]| vec![three]), wired(|[one, _, three]| vec![one, three]));
     let plan = planned(&chain, 1_000, 0);
     assert!(plan.verify(&skip).is_err(), "the offsets would be wrong");
-    assert_eq!(plan.serves(&skip), Err(Unserved::Shape));
+    assert_eq!(plan.serves(&skip), Err(PlanError::OtherShape));
     plan.serves(&wired(|[_, _, three]| vec![three])).expect("the same graph");
 }
 
@@ -67,7 +67,7 @@ fn larger_sizes_and_memory_that_is_not_the_callers_any_more_need_another_plan() 
     plan.serves(&graph(8, true)).expect("smaller");
     let larger = plan.serves(&graph(65, true)).expect_err("larger");
     assert_eq!(larger.to_string(), "y: 65 B is larger than the planned 64 B");
-    assert_eq!(plan.serves(&graph(64, false)), Err(Unserved::Shape));
+    assert_eq!(plan.serves(&graph(64, false)), Err(PlanError::OtherShape));
 }
 
 /// GGML has 16 segments; the last one grows without a limit.
@@ -183,8 +183,8 @@ fn a_node_is_in_the_kind_of_memory_that_was_asked_for() {
     let named = [("device", None), ("host", None)];
     let (kinds, _) = graph.kinds(8, &named).expect("two kinds");
     let clock = ManualClock::new();
-    let joint = Planner::new(&clock).plan_kinds(&kinds).expect("plans");
-    let peaks: Vec<_> = joint.plans().iter().map(|plan| plan.peak().get()).collect();
+    let plans = Planner::new(&clock).plan_kinds(&kinds).expect("plans");
+    let peaks: Vec<_> = plans.iter().map(|plan| plan.peak().get()).collect();
     assert_eq!(peaks, [16, 16]);
     let found = graph.kinds(8, &named[..1]).expect_err("one kind only").to_string();
     assert_eq!(found, "y: unknown memory kind 1: expected a number below 1");
@@ -193,7 +193,7 @@ fn a_node_is_in_the_kind_of_memory_that_was_asked_for() {
 /// GGML counts the memory of a type that is listed twice once, and says 0 for the second.
 #[test]
 fn a_kind_of_memory_that_is_listed_twice_is_refused() {
-    let kind = |name: &str| Kind { name: String::from(name), ..Kind::default() };
+    let kind = |name: &str| KindProblem { name: String::from(name), ..KindProblem::default() };
     let clock = ManualClock::new();
     let kinds = [kind("host"), kind("device"), kind("host")];
     let found = Planner::new(&clock).plan_kinds(&kinds).expect_err("twice");

@@ -23,7 +23,7 @@ use std::time::Duration;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
 use lowtide_planner::{
-    Budget, Demand, Ends, Gap, PlanCache, Planner, Problem, Role, Unserved, Window,
+    ByteWindow, Demand, Gap, LifetimeEnds, PlanBudget, PlanCache, PlanError, Planner, Problem, Role,
 };
 use plans::{instance, planned, planned_for};
 use random::{Gaps, Kind};
@@ -134,7 +134,7 @@ fn the_same_budget_of_nodes_gives_the_same_plan() {
 #[test]
 fn a_better_plan_is_reported_when_it_is_found() {
     let (clock, mut peaks) = (ManualClock::new(), Vec::new());
-    let budget = Budget { time: Duration::from_secs(1), nodes: 100_000 };
+    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 100_000 };
     let mut planner = Planner::new(&clock).budget(budget).on_better(|peak| peaks.push(peak));
     let plan = planner.plan(&instance("C")).expect("it has plans");
     drop(planner);
@@ -145,7 +145,7 @@ fn a_better_plan_is_reported_when_it_is_found() {
 #[test]
 fn without_time_there_is_a_plan_by_one_rule() {
     let clock = ManualClock::new();
-    let budget = Budget { time: Duration::ZERO, nodes: u64::MAX };
+    let budget = PlanBudget { time: Duration::ZERO, nodes: u64::MAX };
     let problem = instance("A");
     let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
     assert_eq!((plan.peak().get(), plan.nodes()), (peers::ggml(&problem), 0));
@@ -187,22 +187,23 @@ fn views_and_reuse_in_place_take_no_memory_of_their_own() {
 
 #[test]
 fn files_read_as_they_were_written() {
-    for (seed, ends) in
-        (0..200).flat_map(|seed| [Ends::HalfOpen, Ends::Inclusive].map(|e| (seed, e)))
+    for (seed, ends) in (0..200)
+        .flat_map(|seed| [LifetimeEnds::HalfOpen, LifetimeEnds::Inclusive].map(|e| (seed, e)))
     {
         let problem = random::problem(seed, 8, Kind { roles: false, ..EVERYTHING });
         let mut text = Vec::new();
         problem.write_csv(&mut text, ends, None).expect("it can be written");
-        let read = Problem::read_csv(text.as_slice(), Ends::AsNamed).expect("what was written");
+        let read =
+            Problem::read_csv(text.as_slice(), LifetimeEnds::AsNamed).expect("what was written");
         assert_eq!(read.demands(), problem.demands(), "seed {seed}");
     }
     let text =
         "buffer_id,start,end,size,alignment,gaps,hint\r\nx,-3,4,16,8,-2--1@0:4 1-3,7\r\n\r\n";
-    let read = Problem::read_csv(text.as_bytes(), Ends::AsNamed).expect("a file");
+    let read = Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed).expect("a file");
     let gap = |span, window| Gap { span, window };
     let expected = Demand {
         align: 8,
-        gaps: vec![gap(-2..-1, Some(Window { low: 0, high: 4 })), gap(1..3, None)],
+        gaps: vec![gap(-2..-1, Some(ByteWindow { low: 0, high: 4 })), gap(1..3, None)],
         ..Demand::new("x", ByteSize::new(16), -3..5)
     };
     assert_eq!(read.demands(), [expected]);
@@ -213,8 +214,9 @@ fn a_plan_is_written_with_its_offsets_and_those_are_kept() {
     let problem = instance("input.12");
     let plan = planned(&problem, 1_000, 0);
     let mut text = Vec::new();
-    problem.write_csv(&mut text, Ends::HalfOpen, Some(&plan)).expect("it can be written");
-    let fixed = Problem::read_csv(text.as_slice(), Ends::AsNamed).expect("what was written");
+    problem.write_csv(&mut text, LifetimeEnds::HalfOpen, Some(&plan)).expect("it can be written");
+    let fixed =
+        Problem::read_csv(text.as_slice(), LifetimeEnds::AsNamed).expect("what was written");
     assert_eq!(planned(&fixed, 0, 0).places(), plan.places());
 }
 
@@ -271,15 +273,15 @@ fn a_plan_serves_smaller_shapes_and_none_that_is_wired_otherwise() {
     let plan = planned(&posed([8, 8, 8], 5), 100, 0);
     plan.serves(&posed([8, 4, 0], 5)).expect("smaller everywhere");
     plan.verify(&posed([8, 4, 0], 5)).expect("what serves is sound");
-    assert_eq!(plan.serves(&posed([8, 8, 8], 6)), Err(Unserved::Shape));
+    assert_eq!(plan.serves(&posed([8, 8, 8], 6)), Err(PlanError::OtherShape));
     let larger = plan.serves(&posed([8, 9, 1], 5)).expect_err("it is larger").to_string();
     assert_eq!(larger, "b: 9 B is larger than the planned 8 B");
     // The hazard: as many buffers of the same sizes, of which two share memory in one problem.
     let mut shared = posed([8, 8, 8], 5);
     let ids: Vec<_> = shared.ids().collect();
     shared.reuse(ids[2], ids[0]).expect("it is as large");
-    assert_eq!(plan.serves(&shared), Err(Unserved::Shape));
-    assert_eq!(planned(&shared, 100, 0).serves(&posed([8, 8, 8], 5)), Err(Unserved::Shape));
+    assert_eq!(plan.serves(&shared), Err(PlanError::OtherShape));
+    assert_eq!(planned(&shared, 100, 0).serves(&posed([8, 8, 8], 5)), Err(PlanError::OtherShape));
 }
 
 #[test]
@@ -305,7 +307,7 @@ fn a_new_plan_keeps_unchanged_buffers_where_they_were() {
         after.add(Demand { size, ..demand.clone() }).expect("it can be posed");
     }
     let clock = ManualClock::new();
-    let budget = Budget { time: Duration::from_secs(1), nodes: 1_000 };
+    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 1_000 };
     let mut planner = Planner::new(&clock).budget(budget);
     let again = planner.replan(&after, &before, &plan).expect("it has plans");
     again.verify(&after).expect("it is sound");

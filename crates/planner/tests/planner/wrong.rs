@@ -7,7 +7,7 @@ use std::time::Duration;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
 use lowtide_planner::{
-    Budget, CsvFault, Demand, Ends, Gap, PlanError, PlanFault, Planner, Problem, Role, Window,
+    ByteWindow, Demand, Gap, LifetimeEnds, PlanBudget, PlanError, Planner, Problem, Role,
 };
 
 use super::plans::planned;
@@ -29,7 +29,7 @@ fn plans_from_elsewhere_are_verified() {
     assert_eq!(text(&[0, 7]), "b at 7 and a at 0 overlap at step 2");
     assert_eq!(text(&[2, 16]), "a at 2: expected a multiple of 4");
     assert_eq!(text(&[0]), "found 1 offsets: expected 2, one for each buffer");
-    assert!(matches!(problem.verify(&[0, u64::MAX]), Err(PlanFault::BeyondPeak { .. })));
+    assert!(matches!(problem.verify(&[0, u64::MAX]), Err(PlanError::BeyondPeak { .. })));
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn what_cannot_be_posed_is_refused_by_name() {
     let gap = |span, window| Demand { gaps: vec![Gap { span, window }], ..plain(2..9) };
     let expected = "c: gap from 1 until 3: expected a gap within 2 to 9";
     assert_eq!(refused(gap(1..3, None)), expected);
-    let window = Some(Window { low: 4, high: 9 });
+    let window = Some(ByteWindow { low: 4, high: 9 });
     assert_eq!(refused(gap(3..4, window)), "c: window 4:9: expected a window within its 8 bytes");
     let fixed = Demand { align: 4, offset: Some(6), ..plain(0..9) };
     assert_eq!(refused(fixed), "c: fixed offset 6: expected a multiple of 4");
@@ -176,17 +176,20 @@ fn a_wrong_file_is_refused_with_the_line() {
         ),
     ];
     for (text, line, fault) in cases {
-        let found = Problem::read_csv(text.as_bytes(), Ends::AsNamed).expect_err(text);
-        assert_eq!((found.line, found.fault.to_string().as_str()), (line, fault), "{text:?}");
+        let found = Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed).expect_err(text);
+        assert_eq!(found.to_string(), format!("line {line}: {fault}"), "{text:?}");
     }
     let huge = "id,lower,upper,size\na,0,1,18446744073709551615\n";
-    let found = Problem::read_csv(huge.as_bytes(), Ends::AsNamed).expect_err("too large");
-    assert!(matches!(found.fault, CsvFault::Buffer(PlanError::TooLarge { .. })));
+    let found = Problem::read_csv(huge.as_bytes(), LifetimeEnds::AsNamed).expect_err("too large");
+    let PlanError::AtLine { line: 2, error } = found else { panic!("{found}") };
+    assert!(matches!(*error, PlanError::TooLarge { .. }));
     let long = format!("id,lower,upper,size\n{},0,1,4\n", "x".repeat(2 << 20));
-    let found = Problem::read_csv(long.as_bytes(), Ends::AsNamed).expect_err("too long");
-    assert_eq!((found.line, found.fault), (2, CsvFault::TooLong { limit: 1 << 20 }));
-    let found = Problem::read_csv(&[0xFF, 0xFE, 0][..], Ends::AsNamed).expect_err("no text");
-    assert_eq!(found.line, 1);
+    let found = Problem::read_csv(long.as_bytes(), LifetimeEnds::AsNamed).expect_err("too long");
+    let error = Box::new(PlanError::LineTooLong { limit: 1 << 20 });
+    assert_eq!(found, PlanError::AtLine { line: 2, error });
+    let found =
+        Problem::read_csv(&[0xFF, 0xFE, 0][..], LifetimeEnds::AsNamed).expect_err("no text");
+    assert!(matches!(found, PlanError::AtLine { line: 1, .. }), "{found}");
 }
 
 #[test]
@@ -194,7 +197,7 @@ fn what_a_file_cannot_say_is_not_written() {
     let mut problem = two();
     let ids: Vec<_> = problem.ids().collect();
     problem.view(ids[1], ids[0], 0).expect("they are as large");
-    let found = problem.write_csv(Vec::new(), Ends::HalfOpen, None).expect_err("it shares");
+    let found = problem.write_csv(Vec::new(), LifetimeEnds::HalfOpen, None).expect_err("it shares");
     assert!(found.to_string().starts_with("b: "));
 }
 
@@ -205,7 +208,7 @@ fn extreme_steps_and_sizes_do_not_overflow() {
     for (name, live) in [("a", i64::MIN..i64::MAX), ("b", i64::MIN..0), ("c", 0..i64::MAX)] {
         problem.add(Demand::new(name, large, live)).expect("it can be posed");
     }
-    let budget = Budget { time: Duration::from_secs(1), nodes: 1_000 };
+    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 1_000 };
     let clock = ManualClock::new();
     let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
     assert_eq!((plan.peak().get(), plan.is_optimal()), (1 << 61, true));
@@ -219,7 +222,7 @@ fn very_many_buffers_have_a_plan_even_without_time() {
         let size = ByteSize::new(1 + at.unsigned_abs() % 7);
         problem.add(Demand::new("b", size, at..at + 5)).expect("it can be posed");
     }
-    let budget = Budget { time: Duration::ZERO, nodes: u64::MAX };
+    let budget = PlanBudget { time: Duration::ZERO, nodes: u64::MAX };
     let clock = ManualClock::new();
     let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
     assert!(plan.peak() <= plan.bound().checked_mul(2).expect("small"), "{}", plan.peak());

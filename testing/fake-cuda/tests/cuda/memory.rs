@@ -81,8 +81,8 @@ fn a_device_that_cannot_be_had_is_an_error_that_names_the_cause() {
     fake.fail(c"cuMemAlloc_v2", 1, 2);
     let failed = Memory::builder().device(DeviceChoice::Cuda).start();
     let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
-    let expected = "cannot allocate on CUDA device 0: cuda_virtual_memory: the device does not \
-                    support it; cuda_pool: ";
+    let expected = "cannot allocate on CUDA device 0: cuda_virtual_memory: the driver does not \
+                    support virtual memory; cuda_pool: ";
     assert!(cause.starts_with(expected) && cause.contains("; cuda_plain: "), "{cause}");
     fake.assert_clean();
 }
@@ -138,10 +138,9 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     let pool = || Memory::builder().device_backend(DeviceBackend::Pool);
     let failed = pool().device(DeviceChoice::Cuda).start();
     let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
-    assert_eq!(
-        cause,
-        "backend cuda_pool does not work on CUDA device 0: the device does not support it"
-    );
+    let expected = "backend cuda_pool does not work on CUDA device 0: the driver does not support \
+                    memory pools";
+    assert_eq!(cause, expected);
     for (device, expected) in [
         (DeviceChoice::Auto, "device arenas use host memory: backend cuda_pool does not work"),
         (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) has no effect"),

@@ -37,7 +37,7 @@ fn a_list_that_was_cleared_or_not_written_at_all_is_read_as_the_usual_kind() {
 #[test]
 fn a_library_that_is_absent_or_another_one_is_an_error_that_names_it() {
     let absent = Nvml::open_named("liblowtide-absent.so.1", &|_| true).expect_err("absent");
-    let NvmlError::NoLibrary { library, .. } = &absent else { panic!("{absent}") };
+    let DriverError::NoNvml { library, .. } = &absent else { panic!("{absent}") };
     assert_eq!(*library, "liblowtide-absent.so.1");
     let text = absent.to_string();
     assert!(text.starts_with("cannot load NVML: ") && text.contains("utility"), "{text}");
@@ -47,7 +47,7 @@ fn a_library_that_is_absent_or_another_one_is_an_error_that_names_it() {
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn a_library_without_the_functions_is_an_error_that_names_the_first() {
     let error = Nvml::open_named("libm.so.6", &|_| true).expect_err("another library");
-    assert_eq!(error, NvmlError::NoFunction { function: "nvmlInit_v2" });
+    assert_eq!(error, DriverError::NoFunction { function: "nvmlInit_v2" });
 }
 
 #[test]
@@ -67,4 +67,21 @@ fn of_two_lists_with_the_same_process_the_larger_figure_counts() {
     }
     add(&mut all, 8, None);
     assert_eq!(all.into_iter().collect::<Vec<_>>(), [(7, Some(ByteSize::mib(2))), (8, None)]);
+}
+
+#[test]
+fn a_result_is_named_as_in_the_header_with_what_an_operator_can_do() {
+    let text = |code| format!("{}{}", result_name(code), advice(code));
+    assert_eq!(text(1), "NVML_ERROR_UNINITIALIZED");
+    assert_eq!(
+        (text(2), text(6)),
+        ("NVML_ERROR_INVALID_ARGUMENT".into(), "NVML_ERROR_NOT_FOUND".into())
+    );
+    assert_eq!(text(7), "NVML_ERROR_INSUFFICIENT_SIZE");
+    assert_eq!(text(29), "NVML_ERROR_INVALID_STATE");
+    assert_eq!(text(999), "NVML_ERROR_UNKNOWN");
+    for code in [0, 30, 4242, u32::MAX] {
+        assert_eq!(text(code), "unnamed");
+    }
+    assert!(text(18).contains("LIB_RM_VERSION_MISMATCH") && text(18).contains("reboot"));
 }

@@ -29,15 +29,15 @@ fn each_error_is_answered_as_its_variant_and_the_sticky_ones_for_ever() {
     };
     let (call, requested) = ("cuEventCreate", ByteSize::ZERO);
     for (error, wanted) in [
-        (SimError::InvalidValue, refused(1, "CUDA_ERROR_INVALID_VALUE")),
+        (SimError::InvalidValue, refused(1, "unnamed")),
         (SimError::OutOfMemory, DriverError::OutOfMemory { call, requested }),
-        (SimError::EccUncorrectable, lost(214, "CUDA_ERROR_ECC_UNCORRECTABLE")),
+        (SimError::EccUncorrectable, lost(214, "unnamed")),
         (SimError::IllegalAddress, DriverError::IllegalAddress { call }),
-        (SimError::LaunchFailed, lost(719, "CUDA_ERROR_LAUNCH_FAILED")),
+        (SimError::LaunchFailed, lost(719, "unnamed")),
         (SimError::NotSupported, DriverError::Unsupported { what: call }),
-        (SimError::Unknown, refused(999, "CUDA_ERROR_UNKNOWN")),
-        (SimError::Code(0), refused(999, "CUDA_ERROR_UNKNOWN")),
-        (SimError::Code(710), lost(710, "CUDA_ERROR_ASSERT")),
+        (SimError::Unknown, refused(999, "unnamed")),
+        (SimError::Code(0), refused(999, "unnamed")),
+        (SimError::Code(710), lost(710, "unnamed")),
         (SimError::Code(4242), refused(4242, "unnamed")),
     ] {
         let sim = device(Order::Lazy);

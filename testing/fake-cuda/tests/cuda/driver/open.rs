@@ -8,8 +8,7 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::driver::cuda::{
-    BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceSet, DeviceUuid,
-    MemoryKind, Probe, Skipped,
+    CudaDriver, CudaOptions, DeviceChoice, DeviceSet, DeviceUuid, MemoryKind,
 };
 use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
 use lowtide_gpu::{Region, SleepOptions};
@@ -98,11 +97,11 @@ const fn way(backend: Option<Backend>, memory: MemoryKind) -> CudaOptions {
 /// Functions that older drivers lack.
 pub(crate) const NEWER: &[&CStr] = &[c"cuMemRetainAllocationHandle", c"cuDeviceGetUuid_v2"];
 
-fn open_without(missing: &CStr) -> Result<CudaDriver, CudaError> {
+fn open_without(missing: &CStr) -> Result<CudaDriver, DriverError> {
     without(missing, CudaOptions::default())
 }
 
-fn without(missing: &CStr, options: CudaOptions) -> Result<CudaDriver, CudaError> {
+fn without(missing: &CStr, options: CudaOptions) -> Result<CudaDriver, DriverError> {
     let missing = missing.to_str().expect("plain");
     CudaDriver::open_with(options, &|name| name != missing)
 }
@@ -113,16 +112,18 @@ const FIRST: CudaOptions =
 
 /// The error of an open that left nothing behind.
 #[track_caller]
-fn refused(fake: &Guard, options: CudaOptions) -> CudaError {
+fn refused(fake: &Guard, options: CudaOptions) -> DriverError {
     let error = CudaDriver::open(options).expect_err("no device was to be had");
     fake.assert_clean();
     assert_eq!((fake.retains(0), fake.retains(1)), (0, 0));
     error
 }
 
-fn cause(error: CudaError) -> BackendFailure {
+fn cause(error: DriverError) -> DriverError {
     match error {
-        CudaError::NoSuchBackend { backend: Backend::CudaVirtualMemory, device: 0, cause } => cause,
+        DriverError::NoSuchBackend { backend: Backend::CudaVirtualMemory, device: 0, cause } => {
+            *cause
+        }
         other => panic!("{other}"),
     }
 }
@@ -133,7 +134,7 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
         let fake = Fake::start(LAZY);
         let symbol = name.to_str().expect("plain");
         let error = open_without(name).expect_err(symbol);
-        assert_eq!(error, CudaError::Unavailable(Probe::NoSymbol { symbol }));
+        assert_eq!(error, DriverError::NoFunction { function: symbol });
         assert_eq!(fake.calls_total(), 0, "{symbol}: a call before all were found");
     }
     for (options, names) in WAYS {
@@ -141,10 +142,10 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
             let fake = Fake::start(LAZY);
             let symbol = name.to_str().expect("plain");
             let error = without(name, options).expect_err(symbol);
-            let CudaError::NoSuchBackend { cause, .. } = cause_of(error, options) else {
+            let DriverError::NoSuchBackend { cause, .. } = cause_of(error, options) else {
                 panic!("{symbol}: skipped among others");
             };
-            assert_eq!(cause, BackendFailure::NoFunction(symbol));
+            assert_eq!(*cause, DriverError::NoFunction { function: symbol });
             assert_eq!(fake.calls(c"cuDevicePrimaryCtxRetain"), 0);
             fake.assert_clean();
         }
@@ -152,11 +153,11 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
 }
 
 /// The error of one way, be it asked for or the only one looked at.
-fn cause_of(error: CudaError, options: CudaOptions) -> CudaError {
+fn cause_of(error: DriverError, options: CudaOptions) -> DriverError {
     match error {
-        CudaError::NoBackend { device, mut skipped } if options.backend.is_none() => {
-            let Some(Skipped { backend, cause, .. }) = skipped.pop() else { panic!("no cause") };
-            CudaError::NoSuchBackend { backend, device, cause }
+        DriverError::NoBackend { device, mut skipped } if options.backend.is_none() => {
+            let Some((backend, cause)) = skipped.pop() else { panic!("no cause") };
+            DriverError::NoSuchBackend { backend, device, cause: Box::new(cause) }
         }
         other => other,
     }
@@ -176,10 +177,13 @@ fn without_a_function_of_a_rung_the_next_is_taken_and_says_why() {
             let driver = CudaDriver::open_with(CudaOptions::default(), &|it| !lacks(it));
             let driver = driver.expect("the next");
             assert_eq!(driver.backend(), ladder[at + 1], "{name:?}");
-            let skipped: Vec<_> = driver.skipped().iter().map(|it| it.backend).collect();
+            let skipped: Vec<_> = driver.skipped().iter().map(|(backend, _)| *backend).collect();
             assert_eq!(skipped, ladder[..=at]);
-            let last = driver.skipped().last().map(|it| it.cause.clone());
-            assert_eq!(last, Some(BackendFailure::NoFunction(name.to_str().expect("plain"))));
+            let last = driver.skipped().last().map(|(_, cause)| cause.clone());
+            assert_eq!(
+                last,
+                Some(DriverError::NoFunction { function: name.to_str().expect("plain") })
+            );
             drop(driver);
             fake.assert_clean();
         }
@@ -206,25 +210,22 @@ fn without_the_newer_functions_a_device_opens_and_works() {
 fn a_device_that_offers_no_virtual_memory_or_refuses_it_says_which() {
     let none = Options::NO_VIRTUAL_MEMORY;
     let fake = Fake::start(Options { flags: none, ..LAZY });
-    assert_eq!(cause(refused(&fake, FIRST)), BackendFailure::NotOffered);
+    assert_eq!(cause(refused(&fake, FIRST)), DriverError::Unsupported { what: "virtual memory" });
     let claimed = none | Options::CLAIMS_VIRTUAL_MEMORY;
     fake.reset(Options { flags: claimed, ..LAZY });
     let cause_of_claimed = cause(refused(&fake, FIRST));
-    let BackendFailure::Driver(DriverError::Unsupported { what }) = cause_of_claimed else {
+    let DriverError::Unsupported { what } = cause_of_claimed else {
         panic!("{cause_of_claimed}");
     };
     assert_eq!(what, "cuMemGetAllocationGranularity");
     fake.reset(LAZY);
     fake.fail(c"cuMemGetAllocationGranularity", 1, 1);
     let error = cause(refused(&fake, FIRST));
-    assert!(
-        matches!(error, BackendFailure::Driver(DriverError::Refused { code: 1, .. })),
-        "{error}"
-    );
+    assert!(matches!(error, DriverError::Refused { code: 1, .. }), "{error}");
     // A share of a device whose only failing call is one of the trial.
     fake.fail(c"cuMemCreate", 1, 801);
     let error = cause(refused(&fake, FIRST));
-    assert!(matches!(error, BackendFailure::Driver(DriverError::Unsupported { .. })), "{error}");
+    assert!(matches!(error, DriverError::Unsupported { .. }), "{error}");
     drop(CudaDriver::open(FIRST).expect("the next one is had"));
     fake.assert_clean();
 }
@@ -247,9 +248,8 @@ fn what_a_device_lacks_decides_the_rung_and_is_said() {
         assert_eq!((driver.backend(), driver.skipped().len()), (backend, skipped), "{flags}");
         assert_eq!(driver.shares_pool(), flags & Options::NO_POOL_CREATE != 0);
         let text = format!("{driver:?}");
-        for it in driver.skipped() {
-            assert!(text.contains(&format!("{:?}", it.backend)), "{text}");
-            assert!(it.to_string().starts_with(it.backend.name()), "{it}");
+        for (backend, _) in driver.skipped() {
+            assert!(text.contains(&format!("{backend:?}")), "{text}");
         }
         drop(driver);
         fake.assert_clean();
@@ -282,10 +282,10 @@ fn a_rung_that_fails_its_trial_gives_way_to_the_next() {
     fake.fail(c"cuMemAllocFromPoolAsync", 1, 2);
     fake.fail(c"cuMemAlloc_v2", 1, 2);
     let error = refused(&fake, CudaOptions::default());
-    let CudaError::NoBackend { device: 0, skipped } = &error else { panic!("{error}") };
+    let DriverError::NoBackend { device: 0, skipped } = &error else { panic!("{error}") };
     assert_eq!(skipped.len(), 3);
-    for it in skipped {
-        assert!(error.to_string().contains(&it.to_string()), "{error}");
+    for (backend, cause) in skipped {
+        assert!(error.to_string().contains(&format!("{backend}: {cause}")), "{error}");
     }
     fake.assert_clean();
 }
@@ -296,7 +296,7 @@ fn a_context_that_is_lost_in_a_trial_ends_the_climb() {
     let fake = Fake::start(LAZY);
     fake.fail(c"cuMemcpyHtoDAsync_v2", 1, 700);
     let error = CudaDriver::open(CudaOptions::default()).expect_err("lost");
-    let CudaError::NoBackend { skipped, .. } = &error else { panic!("{error}") };
+    let DriverError::NoBackend { skipped, .. } = &error else { panic!("{error}") };
     assert_eq!(skipped.len(), 1, "{error}");
     assert_eq!((fake.calls(c"cuMemPoolCreate"), fake.calls(c"cuMemAlloc_v2")), (0, 0));
 }
@@ -307,7 +307,7 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_wrong_one_is_named() {
     for ordinal in [2, 7, u32::MAX] {
         let device = DeviceChoice::Ordinal(ordinal);
         let error = refused(&fake, CudaOptions { device, ..CudaOptions::default() });
-        assert_eq!(error, CudaError::NoSuchDevice { ordinal, count: 2 });
+        assert_eq!(error, DriverError::NoSuchDevice { ordinal, count: 2 });
     }
     let known: Vec<_> =
         CudaDriver::devices().expect("devices").into_iter().map(|device| device.uuid).collect();
@@ -318,7 +318,7 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_wrong_one_is_named() {
     for named in [uuid, known[0], known[1]] {
         assert!(error.to_string().contains(&named.to_string()), "{error}");
     }
-    assert_eq!(error, CudaError::NoSuchUuid { uuid, known: known.clone() });
+    assert_eq!(error, DriverError::NoSuchUuid { uuid, known: known.clone() });
     let device = DeviceChoice::Uuid(known[1]);
     let driver = CudaDriver::open(CudaOptions { device, ..CudaOptions::default() }).expect("it");
     assert_eq!((driver.device().ordinal, driver.device().uuid), (1, known[1]));
@@ -329,17 +329,22 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_wrong_one_is_named() {
     fake.assert_clean();
 }
 
+/// The cause if options do not fit the backend.
+fn needs(expected: &'static str) -> Box<DriverError> {
+    Box::new(DriverError::WrongBackend { expected })
+}
+
 #[test]
 fn another_way_to_memory_than_there_is_is_refused() {
     let fake = Fake::start(LAZY);
     let host = Some(Backend::Host);
     let error = refused(&fake, CudaOptions { backend: host, ..CudaOptions::default() });
-    let cause = BackendFailure::NotCuda;
-    assert_eq!(error, CudaError::NoSuchBackend { backend: Backend::Host, device: 0, cause });
+    let cause = needs("a CUDA backend: cuda_virtual_memory, cuda_pool or cuda_plain");
+    assert_eq!(error, DriverError::NoSuchBackend { backend: Backend::Host, device: 0, cause });
     for backend in [Backend::CudaVirtualMemory, Backend::CudaPool] {
         let error = refused(&fake, way(Some(backend), MemoryKind::Managed));
-        let cause = BackendFailure::NotManaged;
-        assert_eq!(error, CudaError::NoSuchBackend { backend, device: 0, cause });
+        let cause = needs("the backend cuda_plain for managed memory");
+        assert_eq!(error, DriverError::NoSuchBackend { backend, device: 0, cause });
     }
     for (options, _) in WAYS {
         let driver = CudaDriver::open(options).expect("this one");
@@ -358,22 +363,22 @@ fn a_device_that_cannot_share_its_memory_as_asked_is_named() {
     let rdma = CudaOptions { rdma: true, ..CudaOptions::default() };
     let fake = Fake::start(Options { flags: Options::NO_PEERS | Options::NO_RDMA, ..LAZY });
     let error = refused(&fake, peers);
-    assert_eq!(error, CudaError::NoPeerAccess { device, peer });
+    assert_eq!(error, DriverError::NoPeerAccess { device, peer });
     assert!(error.to_string().contains("device 1 cannot access memory of CUDA device 0"));
-    assert_eq!(refused(&fake, rdma), CudaError::NoRdma { device });
+    assert_eq!(refused(&fake, rdma), DriverError::NoRdma { device });
     drop(fake);
     let fake = Fake::start(LAZY);
     let far = CudaOptions { peers: DeviceSet::of(&[0, 127]), ..peers };
-    assert_eq!(refused(&fake, far), CudaError::NoSuchDevice { ordinal: 127, count: 2 });
+    assert_eq!(refused(&fake, far), DriverError::NoSuchDevice { ordinal: 127, count: 2 });
     for asked in [peers, rdma] {
         for backend in [Backend::CudaPool, Backend::CudaPlain] {
             let error = refused(&fake, CudaOptions { backend: Some(backend), ..asked });
-            let cause = BackendFailure::NotShared;
-            assert_eq!(error, CudaError::NoSuchBackend { backend, device, cause });
+            let cause = needs("the backend cuda_virtual_memory for peer access and RDMA");
+            assert_eq!(error, DriverError::NoSuchBackend { backend, device, cause });
         }
         fake.fail(c"cuMemSetAccess", 1, 999); // WSL 2 refuses memory for network cards here
         let error = refused(&fake, asked);
-        assert!(matches!(&error, CudaError::NoBackend { skipped, .. } if skipped.len() == 1));
+        assert!(matches!(&error, DriverError::NoBackend { skipped, .. } if skipped.len() == 1));
     }
     let alone = CudaOptions { peers: DeviceSet::of(&[device]), ..CudaOptions::default() };
     drop(CudaDriver::open(alone).expect("the device itself"));
@@ -386,7 +391,7 @@ fn a_limit_below_what_a_pool_takes_at_once_is_named() {
     let requested = ByteSize::kib(63);
     let options = CudaOptions { pool_limit: Some(requested), ..WAYS[1].0 };
     let error = refused(&fake, options);
-    assert_eq!(error, CudaError::PoolLimit { requested, unit: ByteSize::kib(64) });
+    assert_eq!(error, DriverError::PoolLimit { requested, unit: ByteSize::kib(64) });
     fake.assert_clean();
 }
 
@@ -397,7 +402,7 @@ fn handles_are_powers_of_two_of_at_least_the_granularity() {
     for requested in [ByteSize::ZERO, ByteSize::mib(3), ByteSize::mib(1), ByteSize::MAX] {
         let handle = Some(requested);
         let error = refused(&fake, CudaOptions { handle, ..FIRST });
-        assert_eq!(error, CudaError::HandleSize { requested, granularity });
+        assert_eq!(error, DriverError::HandleSize { requested, granularity });
         for (options, _) in &WAYS[1..] {
             let error = CudaDriver::open(CudaOptions { handle, ..*options });
             let odd = requested != ByteSize::mib(1);
@@ -412,9 +417,7 @@ fn handles_are_powers_of_two_of_at_least_the_granularity() {
     for handle in [ByteSize::gib(16), ByteSize::new(1 << 63)] {
         let handle = Some(handle);
         let error = cause(refused(&fake, CudaOptions { handle, ..FIRST }));
-        let BackendFailure::Driver(DriverError::OutOfMemory { .. }) = error else {
-            panic!("{error}")
-        };
+        let DriverError::OutOfMemory { .. } = error else { panic!("{error}") };
     }
     fake.assert_clean();
 }
@@ -436,7 +439,7 @@ fn a_device_that_is_full_is_not_opened_and_nothing_is_held() {
     let error = cause(refused(&fake, CudaOptions { handle, ..FIRST }));
     let requested = ByteSize::mib(2);
     let call = "cuMemCreate";
-    assert_eq!(error, BackendFailure::Driver(DriverError::OutOfMemory { call, requested }));
+    assert_eq!(error, DriverError::OutOfMemory { call, requested });
     drop(CudaDriver::open(CudaOptions::default()).expect("a small handle fits"));
     fake.assert_clean();
 }
@@ -451,15 +454,14 @@ fn a_stub_library_does_not_end_the_search() {
     assert_eq!(fake.calls(c"cuInit"), 2);
     drop(driver);
     fake.fail(c"cuInit", 1, 34);
-    let found = lowtide_gpu::driver::cuda::probe();
-    assert!(matches!(found, Probe::Devices { count: 2, .. }), "{found}");
+    assert_eq!(CudaDriver::devices().expect("the next library is taken").len(), 2);
     // Nothing but stubs.
     for nth in 1..=2 {
         fake.fail(c"cuInit", nth, 34);
     }
     let error = refused(&fake, CudaOptions::default());
-    let name = "CUDA_ERROR_STUB_LIBRARY".to_owned();
-    assert_eq!(error, CudaError::Unavailable(Probe::InitFailed { code: 34, name }));
+    assert_eq!(error.code(), Some(34));
+    assert!(error.to_string().starts_with("cuInit failed: CUDA_ERROR_STUB_LIBRARY"), "{error}");
     fake.assert_clean();
 }
 
@@ -473,8 +475,9 @@ fn a_start_that_fails_says_what_an_operator_can_do() {
     ] {
         fake.fail(c"cuInit", 1, code);
         let text = refused(&fake, CudaOptions::default()).to_string();
-        let begin = format!("cannot initialize the CUDA driver: cuInit returned {code} ({name}): ");
+        let begin = format!("cuInit failed: {name}: ");
         assert!(text.starts_with(&begin) && text.contains(part), "{text}");
+        assert!(text.ends_with(&format!("(code {code})")), "{text}");
         // On HGX systems it is the first context that answers so.
         fake.fail(c"cuDevicePrimaryCtxRetain", 1, code);
         let text = refused(&fake, FIRST).to_string();

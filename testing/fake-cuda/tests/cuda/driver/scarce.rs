@@ -6,8 +6,8 @@ use std::sync::Arc;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide_fake_cuda::{Fake, Options};
-use lowtide_gpu::driver::cuda::{BackendFailure, CudaDriver, CudaOptions};
-use lowtide_gpu::driver::{Backend, Driver as _};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 const MIB: usize = 1 << 20;
@@ -61,7 +61,7 @@ fn a_device_is_usable_with_fewer_addresses_than_memory() {
         let driver = driver();
         let [skipped, ..] = driver.skipped() else { panic!("{space}: {}", driver.backend()) };
         let needed = ByteSize::gib(27);
-        assert_eq!(skipped.cause, BackendFailure::Addresses { needed }, "{space}");
+        assert_eq!(skipped.1, DriverError::Addresses { needed }, "{space}");
         let arena = open(&driver, ArenaConfig::new("model")).expect("an arena");
         for region in [Region::Stable, Region::Dynamic] {
             let gib = usable(&arena, region);
