@@ -27,7 +27,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
     println!("figure faults.swap.loaded {second_loaded} models");
     println!("figure faults.swap.evictions {evictions} unloads");
     println!("figure faults.swap.request_served {} requests", u64::from(served.is_ok()));
-    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    println!("{}", memory.shutdown_blocking(Duration::from_secs(5)));
     swapped?;
     served?;
     match (second_loaded, evictions) {
@@ -38,7 +38,7 @@ pub(crate) fn run() -> Result<(), BoxError> {
 
 fn model(memory: &Memory, name: &str) -> Result<Managed<Vec<u8>>, BoxError> {
     let load = || Ok(vec![1_u8; MODEL.as_usize().unwrap_or_default()]);
-    Ok(memory.register(memory.managed(name, load).cost(Cost::host(MODEL)))?)
+    Ok(memory.managed(name, load).cost(Cost::host(MODEL)).register()?)
 }
 
 fn evictions(models: &[&Managed<Vec<u8>>]) -> u64 {

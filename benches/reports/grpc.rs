@@ -85,7 +85,7 @@ pub(crate) async fn read(python: &OsStr) -> Result<bool, BoxError> {
     let status = tokio::task::spawn_blocking(move || command.status()).await??;
     for instance in instances {
         instance.serving.abort();
-        let _ = instance.memory.shutdown_async(Duration::from_secs(5)).await;
+        let _ = instance.memory.shutdown(Duration::from_secs(5)).await;
     }
     println!("figure fleet.grpc.read {}", u8::from(status.success()));
     Ok(status.success())

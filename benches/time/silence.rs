@@ -47,7 +47,7 @@ fn silence(profile: Profile) -> Result<[f64; 2], BoxError> {
         .device(DeviceChoice::Host)
         .background_threads(0)
         .start()?;
-    let arena = memory.open_arena("burst")?;
+    let arena = memory.devices().open_arena("burst")?;
     let DecayTime::Within(decay) = memory.config().device_decay.value else {
         return Err("the profile's decay time is no time".into());
     };
@@ -75,7 +75,11 @@ fn silence(profile: Profile) -> Result<[f64; 2], BoxError> {
     if !left.committed.is_zero() {
         return Err(format!("nothing is live, and {} stay", left.committed).into());
     }
-    if memory.shutdown(PATIENCE).is_clean() { Ok(took) } else { Err("an unclean end".into()) }
+    if memory.shutdown_blocking(PATIENCE).is_clean() {
+        Ok(took)
+    } else {
+        Err("an unclean end".into())
+    }
 }
 
 /// Half a gibibyte in each region, in blocks of many sizes, some of them hot, at one moment: all

@@ -27,7 +27,7 @@ use lowtide_admission::{
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
-use super::admin_tasks::AdminTasks;
+use super::admin::AdminTasks;
 use super::claim::{Claim, THREADS};
 #[cfg(feature = "device")]
 use super::devices::{self, Devices, GivenDrivers};
@@ -112,7 +112,7 @@ impl Builder {
 
     /// Records the last five minutes in this file, which survives a kill: samples, events, the
     /// largest requests. The next start with the same path logs why this run ended, and
-    /// [`Memory::last_exit`] and `/memory?with=last_exit` have the recording. Default: nothing is
+    /// [`MemoryReport::last_exit`](super::MemoryReport::last_exit) and `/memory?with=last_exit` have the recording. Default: nothing is
     /// recorded.
     ///
     /// The path must be absolute, and the file must be local and of its own for each process. It
@@ -758,7 +758,7 @@ fn report(memory: &Memory, background_threads: u32) {
         heap_at_start = at_start,
         "memory manager started"
     );
-    if let Some(last) = memory.last_exit() {
+    if let Some(last) = memory.report().last_exit() {
         report_last_exit(last);
     }
 }

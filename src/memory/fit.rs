@@ -25,7 +25,7 @@ use crate::sync::{Mutex, caught, lock};
 use lowtide_admission::fit::{Fit, FitRelease, FitSample, FitStep, FitTerms, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
-use super::admin_tasks::{AdminCommand, AdminError, AdminTaskState};
+use super::admin::{AdminCommand, AdminError, AdminTaskState};
 use super::breakdown::{MemoryPart, PartKind};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;

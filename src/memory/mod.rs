@@ -6,19 +6,18 @@
 //! and stops them. It contains no policy and no mechanism of its own. Heap, arenas and an
 //! [`Admission`] with a fixed limit also work without it; but then nothing is timed or published.
 //!
-//! It runs until [`Memory::shutdown`], or until the last handle is dropped. Handles are [`Memory`]
+//! It runs until [`Memory::shutdown_blocking`], or until the last handle is dropped. Handles are [`Memory`]
 //! and every [`Admission`] obtained from one, which every layer holds. The threads and resources
 //! hold no such handle, so they do not keep it running.
 //!
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, one more with a
-//! flight recorder and one more with an active heap profiler, and 0 after [`Memory::shutdown`];
+//! flight recorder and one more with an active heap profiler, and 0 after [`Memory::shutdown_blocking`];
 //! dropping it never blocks.
 //!
 //! [`Config`]: crate::config::Config
 //! [`Admission`]: crate::admission::Admission
 
-mod admin_tasks;
-mod admin_worker;
+mod admin;
 mod breakdown;
 mod builder;
 mod claim;
@@ -40,6 +39,7 @@ mod own_arena;
 #[cfg_attr(not(feature = "profiling"), path = "no_profiles.rs")]
 mod profiles;
 mod recent_peak;
+mod report;
 mod resources;
 mod running;
 #[cfg(feature = "tokio")]
@@ -53,7 +53,7 @@ mod threads;
 mod trend;
 mod verdict;
 
-pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use admin::{AdminCommand, AdminError, AdminTask, AdminTaskState, MemoryAdmin};
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
 #[doc(hidden)]
@@ -63,8 +63,9 @@ pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
     ArenaError, ArenaReport, ArenaUse, DeviceReservation, DeviceReserveError, DeviceSelectError,
-    DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot, Replaced, Run, ScopeError,
-    ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget, Slot, SlotKind, SlotSnapshot,
+    DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot, MemoryDevices, Replaced, Run,
+    ScopeError, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget, Slot, SlotKind,
+    SlotSnapshot,
 };
 pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
@@ -74,6 +75,8 @@ pub use leaks::{LeakReport, LeakSuspect, LeakSuspects};
 pub use manager::{Memory, WeakMemory};
 #[cfg(feature = "service")]
 pub(crate) use manager::{add_request_event, is_ending, published_state};
+pub use report::{MemoryHeap, MemoryReport};
+pub use resources::ResourceBuilder;
 pub use shared::Purged;
 pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};

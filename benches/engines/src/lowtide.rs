@@ -9,10 +9,11 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
-use lowtide::admission::{Cost, ManagedBuilder, Resource as _};
+use lowtide::admission::{Cost, Resource as _};
 use lowtide::config::{DeviceChoice, OrtPlace};
 use lowtide::decay::DecayTime;
 use lowtide::heap::HostArena;
+use lowtide::memory::ResourceBuilder;
 use lowtide::{ByteSize, Memory};
 use lowtide_ort::ort::ep::CPU;
 use lowtide_ort::ort::session::Session;
@@ -90,7 +91,10 @@ fn by_profile(memory: &Memory, mut builder: SessionBuilder) -> Result<SessionBui
 }
 
 /// Opens ONNX Runtime, and returns a session of the model.
-fn open(memory: &Memory, arguments: &Arguments) -> Result<ManagedBuilder<LoadedSession>, BoxError> {
+fn open(
+    memory: &Memory,
+    arguments: &Arguments,
+) -> Result<ResourceBuilder<LoadedSession>, BoxError> {
     let model = arguments.model.clone();
     let kind = std::env::var("ENGINES_ARENA").unwrap_or_default();
     let pattern = std::env::var("ENGINES_PATTERN").is_ok();
@@ -122,14 +126,14 @@ fn main() -> Result<ExitCode, BoxError> {
     let arguments = Arguments::read()?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     let model = open(&memory, &arguments)?.idle(IDLE_UNLOAD);
-    let model = memory.register(model)?;
+    let model = model.register()?;
     let mut service = Lowtide { memory, model };
     let held = engines::run(&arguments, &mut service)?;
     if arguments.name != "serve" {
-        for note in service.memory.diagnostics() {
+        for note in service.memory.report().diagnostics() {
             println!("note: {note}");
         }
     }
-    let _ = service.memory.shutdown(Duration::from_secs(5));
+    let _ = service.memory.shutdown_blocking(Duration::from_secs(5));
     Ok(if held { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

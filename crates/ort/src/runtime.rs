@@ -12,11 +12,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::admission::ManagedBuilder;
+use lowtide::Cost;
 use lowtide::decay::DecayTime;
 #[cfg(feature = "cuda")]
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
+use lowtide::memory::ResourceBuilder;
 use lowtide::memory::{ArenaError, Memory, MemoryError};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
@@ -115,7 +116,7 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
         DecayTime::Within(time) => DecayTime::Within(time.max(DECAY_MIN)),
         other => other,
     };
-    match memory.open_arena(ARENA_NAME) {
+    match memory.devices().open_arena(ARENA_NAME) {
         Ok(arena) if arena.capabilities().host_backed => {
             arena.set_decay(decay);
             return Ok(arena.into());
@@ -131,8 +132,8 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
 }
 
 impl Runtime {
-    /// Returns a builder for a session of this model, to be registered with
-    /// [`Memory::register`](lowtide::Memory::register). Its file is read by each load.
+    /// Returns a builder for a session of this model, which ends in [`ResourceBuilder::register`].
+    /// Its file is read by each load.
     ///
     /// The session is loaded on first use, once for all callers that wait, and unloaded when it has
     /// been idle (`LOWTIDE_IDLE_UNLOAD`) or memory is short. Its declared cost is the size of its
@@ -144,7 +145,7 @@ impl Runtime {
     /// 86 MiB of weights then takes 88 MiB at most. Without, it takes 180 MiB, twice the
     /// declared cost, until it has ended.
     #[must_use]
-    pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ManagedBuilder<LoadedSession> {
+    pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ResourceBuilder<LoadedSession> {
         self.managed(name, model.into(), None)
     }
 
@@ -156,7 +157,7 @@ impl Runtime {
         name: &str,
         model: impl Into<PathBuf>,
         configure: impl Fn(SessionBuilder) -> Configured + Send + Sync + 'static,
-    ) -> ManagedBuilder<LoadedSession> {
+    ) -> ResourceBuilder<LoadedSession> {
         self.managed(name, model.into(), Some(Box::new(configure)))
     }
 
@@ -165,9 +166,9 @@ impl Runtime {
         name: &str,
         model: PathBuf,
         configure: Option<Box<Configure>>,
-    ) -> ManagedBuilder<LoadedSession> {
+    ) -> ResourceBuilder<LoadedSession> {
         let shared = &self.shared;
-        let cost = ByteSize::new(session::bytes_on_disk(&model));
+        let cost = Cost::host(ByteSize::new(session::bytes_on_disk(&model)));
         let loader = Loader {
             name: name.to_owned(),
             model,
@@ -179,7 +180,6 @@ impl Runtime {
         };
         let of_unload = name.to_owned();
         let builder = shared.memory.managed(name, move || loader.load());
-        let cost = shared.memory.cost(cost, ByteSize::ZERO);
         builder.cost(cost).unload(move |loaded| session::unload(&of_unload, loaded))
     }
 

@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lowtide::admission::{AcquireError, Managed, ManagedBuilder, Use};
+use lowtide::admission::{AcquireError, Managed, Use};
 use lowtide::clock::SystemClock;
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::memory::ResourceBuilder;
+use lowtide::{BoxError, ByteSize, Cost, Memory};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;
 use lowtide_ort::{LoadedSession, ManagedSession, Runtime, ort};
@@ -166,10 +167,10 @@ impl ManagedModel {
         let runtime = Runtime::open(memory, library)?;
         let session = with_idle(runtime.session(NAME, model), idle_unload);
         let tokenizer = memory.managed("tokenizer", load_tokenizer);
-        let tokenizer = tokenizer.cost(memory.cost(TOKENIZER_COST, ByteSize::ZERO));
+        let tokenizer = tokenizer.cost(Cost::host(TOKENIZER_COST));
         Ok(Self {
-            session: SessionResource::Managed(memory.register(session)?),
-            tokenizer: memory.register(with_idle(tokenizer, idle_unload))?,
+            session: SessionResource::Managed(session.register()?),
+            tokenizer: with_idle(tokenizer, idle_unload).register()?,
         })
     }
 
@@ -185,9 +186,9 @@ impl ManagedModel {
 }
 
 fn with_idle<T: Send + Sync>(
-    builder: ManagedBuilder<T>,
+    builder: ResourceBuilder<T>,
     idle: Option<Duration>,
-) -> ManagedBuilder<T> {
+) -> ResourceBuilder<T> {
     match idle {
         Some(idle) => builder.idle(idle),
         None => builder,

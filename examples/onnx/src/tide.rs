@@ -154,7 +154,7 @@ fn record(cli: &Cli, with_lowtide: bool) -> Result<(), BoxError> {
         }
         running.stop(Duration::from_secs(2)).await;
         if let Some(memory) = memory {
-            memory.shutdown_async(Duration::from_secs(2)).await;
+            memory.shutdown(Duration::from_secs(2)).await;
         }
         Ok(())
     })

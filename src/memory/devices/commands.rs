@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::device::{DeviceArena, DeviceError, SleepOptions};
-use crate::memory::admin_tasks::{AdminCommand, AdminError};
+use crate::memory::admin::{AdminCommand, AdminError};
 use crate::memory::shared::Shared;
 
 impl Shared {

@@ -9,12 +9,12 @@ use std::sync::{Arc, Weak};
 
 use crate::clock::Moment;
 use crate::device::driver::cuda::PoolGovernor;
+use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
-use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::sync::lock;
 
-impl Memory {
+impl MemoryDevices<'_> {
     /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
     /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
     /// effect.
@@ -28,7 +28,7 @@ impl Memory {
     /// # Errors
     /// [`MemoryError::Forked`] in a forked child.
     pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         shared.check_here()?;
         let new = Arc::downgrade(governor);
         let mut governors = lock(&shared.devices.governors);

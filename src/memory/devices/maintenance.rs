@@ -111,7 +111,7 @@ impl Shared {
 }
 
 impl Memory {
-    /// Returns the names of the arenas, in the order of [`Memory::occupancy`].
+    /// Returns the names of the arenas, in the order of `MemoryDevices::occupancy`.
     #[cfg(feature = "service")]
     pub(crate) fn arena_names(&self) -> Vec<String> {
         self.0.shared.arenas().iter().map(|listed| listed.arena.name().to_owned()).collect()

@@ -47,6 +47,40 @@ pub use selector::{ArenaError, DeviceReserveError, DeviceSelectError, DeviceSele
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{DeviceSnapshot, DeviceStatus, DevicesSnapshot};
 
+use std::sync::Arc;
+
+use super::manager::Memory;
+use super::shared::Shared;
+
 pub(super) use sensor::ArenasSensor;
 pub(super) use series::Series;
 pub(super) use state::{Devices, GivenDrivers, choice};
+
+impl Memory {
+    /// Returns a handle to the devices, their arenas and pools of host memory for copies. It acts on
+    /// the default device unless [`MemoryDevices::on`] names another.
+    #[must_use]
+    pub const fn devices(&self) -> MemoryDevices<'_> {
+        MemoryDevices { memory: self, selector: DeviceSelector::Default }
+    }
+}
+
+/// The devices and arenas of a [`Memory`], from [`Memory::devices`].
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryDevices<'a> {
+    memory: &'a Memory,
+    /// The device on which arenas and pools are opened, and bytes reserved.
+    selector: DeviceSelector,
+}
+
+impl<'a> MemoryDevices<'a> {
+    /// Returns a handle that acts on the device that the selector names.
+    #[must_use]
+    pub const fn on(self, selector: DeviceSelector) -> Self {
+        Self { selector, ..self }
+    }
+
+    fn shared(&self) -> &'a Arc<Shared> {
+        &self.memory.0.shared
+    }
+}

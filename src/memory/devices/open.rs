@@ -10,8 +10,8 @@ use crate::device::driver::Backend;
 use crate::device::{
     ArenaConfig, ArenaOccupancy, DeviceArena, DeviceError, PinnedConfig, PinnedPool,
 };
+use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
-use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use lowtide_admission::Recovered;
 
@@ -20,66 +20,56 @@ use super::device::Counted;
 use super::device::Device;
 use super::selector::{ArenaError, DeviceSelectError, DeviceSelector};
 
-impl Memory {
-    /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The
-    /// manager samples, decays and publishes the arena, and puts it to sleep if configured, until
-    /// this `Memory` ends or the arena is closed with [`DeviceArena::close`], which makes its name
-    /// available again. Dropping all handles does not close the arena.
+impl MemoryDevices<'_> {
+    /// Opens an arena on the selected device, with the configured driver, limit, decay time and sleep
+    /// settings. The manager samples, decays and publishes the arena, and puts it to sleep if
+    /// configured, until the `Memory` ends or the arena is closed with [`DeviceArena::close`], which
+    /// makes its name available again. Dropping all handles does not close the arena. Names of arenas
+    /// are unique across devices.
     ///
-    /// All other settings are those of [`ArenaConfig::new`]. [`Memory::open_arena_with`] changes
-    /// any of them; [`DeviceArena::set_limit`], [`DeviceArena::set_decay`],
+    /// All other settings are those of [`ArenaConfig::new`]. [`MemoryDevices::open_arena_with`]
+    /// changes any of them; [`DeviceArena::set_limit`], [`DeviceArena::set_decay`],
     /// [`DeviceArena::set_thread_cache`] and [`DeviceArena::set_stores_max`] change those of one
     /// open arena. The last is the host memory that the arena keeps for its next sleep: at first a
     /// quarter of the limit of host memory, and at most half of the host's physical memory. It has
     /// no variable and no setting of the [`Builder`](crate::memory::Builder). For growth in steps,
-    /// use [`Memory::share_arena`]. An arena that is opened after [`Memory::shutdown`] is not
-    /// managed.
+    /// use [`MemoryDevices::share_arena`]. An arena that is opened after
+    /// [`Memory::shutdown_blocking`](crate::Memory::shutdown_blocking) is not managed.
     ///
-    /// # Errors
-    /// [`MemoryError::Arena`] if the configured device is `none`, the driver fails, the name is in
-    /// use, or too many arenas are open; [`MemoryError::Forked`].
-    pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
-        self.open_arena_on(DeviceSelector::Default, name)
-    }
-
-    /// Like [`Memory::open_arena`], on the device that the selector names. Names of arenas are
-    /// unique across devices. The memory of a resource is on the device of its arena
-    /// ([`Memory::managed_in`]), but its cost is reserved in the first device's budget.
+    /// The memory of a resource is on the device of its arena
+    /// ([`Memory::managed_in`](crate::Memory::managed_in)), but its cost is reserved in the first
+    /// device's budget.
     ///
     /// ```
     /// use lowtide::Memory;
     /// use lowtide::memory::DeviceSelector;
     ///
     /// let memory = Memory::builder().start()?;
-    /// let arena = memory.open_arena_on(DeviceSelector::MostHeadroom, "embedder")?;
-    /// # drop(arena);
+    /// let arena = memory.devices().open_arena("embedder")?;
+    /// let other = memory.devices().on(DeviceSelector::MostHeadroom).open_arena("ranker")?;
+    /// # drop((arena, other));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// Those of [`Memory::open_arena`], and [`ArenaError::Device`] if there is no such device, or
-    /// it is lost.
-    pub fn open_arena_on(
-        &self,
-        selector: DeviceSelector,
-        name: &str,
-    ) -> Result<DeviceArena, MemoryError> {
-        self.open_arena_with(selector, name, |_| {})
+    /// [`MemoryError::Arena`] if there is no such device, it is lost, the driver fails, the name is
+    /// in use, or too many arenas are open; [`MemoryError::Forked`].
+    pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
+        self.open_arena_with(name, |_| {})
     }
 
-    /// Like [`Memory::open_arena_on`], with settings of the arena that have no variable, such as
+    /// Like [`MemoryDevices::open_arena`], with settings of the arena that have no variable, such as
     /// the size of its handles, its granule, or a recorder. `change` gets those that
-    /// [`Memory::open_arena`] uses. It may set a limit above
+    /// [`MemoryDevices::open_arena`] uses. It may set a limit above
     /// [`device_limit`](crate::memory::Builder::device_limit), which does not change the budget of
     /// the device. It cannot change the name.
     ///
     /// ```
     /// use lowtide::config::DeviceChoice;
-    /// use lowtide::memory::DeviceSelector;
     /// use lowtide::{ByteSize, Memory};
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    /// let arena = memory.open_arena_with(DeviceSelector::Default, "embedder", |config| {
+    /// let arena = memory.devices().open_arena_with("embedder", |config| {
     ///     config.handle_max = ByteSize::mib(16);
     /// })?;
     /// # drop(arena);
@@ -87,32 +77,28 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Memory::open_arena_on`]. [`ArenaError::Driver`] also if the driver cannot have a
-    /// setting ([`DeviceArena::open`]).
+    /// Those of [`MemoryDevices::open_arena`]. [`ArenaError::Driver`] also if the driver cannot have
+    /// a setting ([`DeviceArena::open`]).
     pub fn open_arena_with(
         &self,
-        selector: DeviceSelector,
         name: &str,
         change: impl FnOnce(&mut ArenaConfig),
     ) -> Result<DeviceArena, MemoryError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
+        let shared = self.shared();
+        let device = self.device_for(name)?;
         let limit = shared.config.device_limit.value;
         let mut config = ArenaConfig { limit, ..shared.arena_config(name) };
         change(&mut config);
         name.clone_into(&mut config.name);
-        shared.sweep(); // so that what was closed, or has drained, takes no place
-        shared.devices.arenas.admit(name, None)?;
-        let device = shared.device_for(selector, name)?;
         let arena = shared.open_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
         shared.devices.arenas.add(&arena, None, &device, None)?;
         Ok(arena)
     }
 
-    /// Opens a pool of host memory for copies to and from the device, with the configured driver
-    /// and decay time. Its arena has the name of the pool, and is managed like one of
-    /// [`Memory::open_arena`], until the pool is closed with [`PinnedPool::close`]. Its memory
+    /// Opens a pool of host memory for copies to and from the selected device, with the configured
+    /// driver and decay time. Its arena has the name of the pool, and is managed like one of
+    /// [`MemoryDevices::open_arena`], until the pool is closed with [`PinnedPool::close`]. Its memory
     /// counts in the host's budget.
     ///
     /// ```
@@ -125,7 +111,7 @@ impl Memory {
     /// let kind = PinnedKind::PageLockedOrPageable;
     /// let limit = ByteSize::mib(256);
     /// let config = PinnedConfig { kind, limit, ..PinnedConfig::new("staging") };
-    /// let pool = memory.open_pinned_pool(config)?;
+    /// let pool = memory.devices().open_pinned_pool(config)?;
     /// let staging = pool.alloc_from(&[1.0_f32; 1024])?;
     /// let [arena] = &memory.snapshot().devices.arenas[..] else { panic!("one arena") };
     /// assert_eq!((arena.backend, arena.live), (Backend::PinnedHost, ByteSize::kib(4)));
@@ -134,32 +120,24 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Memory::open_arena`] and, as [`ArenaError::Driver`], those of
+    /// The errors of [`MemoryDevices::open_arena`] and, as [`ArenaError::Driver`], those of
     /// [`PinnedPool::open`].
     pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
-        self.open_pinned_pool_on(DeviceSelector::Default, config)
-    }
-
-    /// Like [`Memory::open_pinned_pool`], for copies to and from the device that the selector
-    /// names.
-    ///
-    /// # Errors
-    /// Those of [`Memory::open_pinned_pool`], and [`ArenaError::Device`] if there is no such
-    /// device, or it is lost.
-    pub fn open_pinned_pool_on(
-        &self,
-        selector: DeviceSelector,
-        config: PinnedConfig,
-    ) -> Result<PinnedPool, MemoryError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
-        shared.sweep(); // so that what was closed, or has drained, takes no place
-        shared.devices.arenas.admit(&config.name, None)?;
-        let device = shared.device_for(selector, &config.name)?;
+        let shared = self.shared();
+        let device = self.device_for(&config.name)?;
         let (pool, arena) = shared.open_pool_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
         shared.devices.arenas.add(&arena, Some(&pool), &device, None)?;
         Ok(pool)
+    }
+
+    /// Returns the selected device for an arena of this name, which is not in use.
+    fn device_for(&self, arena: &str) -> Result<Arc<Device>, MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        shared.sweep(); // so that what was closed, or has drained, takes no place
+        shared.devices.arenas.admit(arena, None)?;
+        Ok(shared.device_for(self.selector, arena)?)
     }
 
     /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
@@ -167,7 +145,7 @@ impl Memory {
     /// [`DeviceArena::occupancy`] for each.
     #[must_use]
     pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
-        let arenas = self.0.shared.arenas();
+        let arenas = self.shared().arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
         let one = |Listed { arena, .. }: &Listed| (arena.name().to_owned(), arena.occupancy(each));
         arenas.iter().map(one).collect()

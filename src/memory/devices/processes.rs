@@ -1,15 +1,15 @@
 //! The processes on each device, as NVML lists them.
 //!
-//! Only [`Memory::device_processes`] queries NVML, which may be slow, and hang if a device fails
+//! Only [`MemoryDevices::processes`] queries NVML, which may be slow, and hang if a device fails
 //! ([`SlowValue`](crate::memory::slow_value::SlowValue)).
 
+use crate::memory::devices::MemoryDevices;
 use crate::memory::error::Diagnostic;
-use crate::memory::manager::Memory;
 
 use super::device::Device;
 use super::process_lists::DeviceProcesses;
 
-impl Memory {
+impl MemoryDevices<'_> {
     /// Returns the processes that use each CUDA device of this `Memory`, as NVML lists them.
     /// Returns an empty list without CUDA devices, and in a forked child.
     ///
@@ -19,8 +19,8 @@ impl Memory {
     /// for at most 50 ms; if NVML takes longer, they return the last list, or an error, and a later
     /// call returns the answer. It has not run on a real GPU.
     #[must_use]
-    pub fn device_processes(&self) -> Vec<DeviceProcesses> {
-        let shared = &self.0.shared;
+    pub fn processes(&self) -> Vec<DeviceProcesses> {
+        let shared = self.shared();
         if shared.check_here().is_err() {
             return Vec::new();
         }

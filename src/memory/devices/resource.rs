@@ -6,26 +6,26 @@ use crate::bytes::ByteSize;
 use crate::device::DeviceArena;
 use crate::memory::manager::Memory;
 use crate::memory::own_arena::DeviceMemory;
-use lowtide_admission::ManagedBuilder;
+use crate::memory::resources::ResourceBuilder;
 
 impl Memory {
     /// Returns a builder for a resource whose device memory is in this arena, which contains
     /// nothing else. If the arena's memory after a load exceeds the declared
-    /// [`cost`](ManagedBuilder::cost), the measured amount is reserved from then on. Memory freed
+    /// [`cost`](ResourceBuilder::cost), the measured amount is reserved from then on. Memory freed
     /// by the clean-up is released to the driver immediately. Memory that a request allocates in
     /// the arena may stay until the arena decays.
     ///
     /// ```
     /// use lowtide::admission::Resource as _;
     /// use lowtide::device::Region;
-    /// use lowtide::{ByteSize, Memory};
+    /// use lowtide::{ByteSize, Cost, Memory};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let arena = memory.open_arena("embedder")?;
+    /// let arena = memory.devices().open_arena("embedder")?;
     /// let weights = memory.managed_in(&arena, "weights", |arena| {
     ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
     /// });
-    /// let weights = memory.register(weights.cost(memory.cost(ByteSize::ZERO, ByteSize::mib(1))))?;
+    /// let weights = weights.cost(Cost::device(ByteSize::mib(1))).register()?;
     /// drop(weights.acquire_blocking()?);
     /// let stats = weights.stats();
     /// let found = stats.cost.host.saturating_add(stats.cost.device);
@@ -37,7 +37,7 @@ impl Memory {
         arena: &DeviceArena,
         name: &str,
         load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
-    ) -> ManagedBuilder<T> {
+    ) -> ResourceBuilder<T> {
         let of_load = arena.clone();
         self.enclosed(name, Some(Box::new(arena.clone())), move || load(&of_load))
     }

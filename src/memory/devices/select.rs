@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{Driver as _, DriverError};
+use crate::memory::devices::MemoryDevices;
 use crate::memory::error::Diagnostic;
-use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use lowtide_admission::{Cost, Permit};
 
@@ -25,7 +25,7 @@ pub struct DeviceReservation {
 }
 
 impl DeviceReservation {
-    /// Returns the device, for [`Memory::open_arena_on`].
+    /// Returns the device, for [`MemoryDevices::on`].
     #[must_use]
     pub const fn device(&self) -> DeviceSelector {
         DeviceSelector::Number(self.device)
@@ -37,16 +37,16 @@ impl DeviceReservation {
     }
 }
 
-impl Memory {
-    /// Returns the devices, the default one first; empty if the configured device is `none`, and in
+impl MemoryDevices<'_> {
+    /// Returns all devices, the default one first; empty if the configured device is `none`, and in
     /// a forked child. Makes no driver call.
     #[must_use]
-    pub fn devices(&self) -> Vec<DeviceStatus> {
-        self.0.shared.devices_snapshot().devices
+    pub fn all(&self) -> Vec<DeviceStatus> {
+        self.shared().devices_snapshot().devices
     }
 
-    /// Returns the device that the selector names. Only [`DeviceSelector::MostHeadroom`] makes
-    /// driver calls: one for each device, of some 10 us.
+    /// Returns the selected device. Only [`DeviceSelector::MostHeadroom`] makes driver calls: one for
+    /// each device, of some 10 us.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -54,20 +54,20 @@ impl Memory {
     /// use lowtide::memory::{DeviceSelectError, DeviceSelector};
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    /// assert_eq!(memory.device(DeviceSelector::MostHeadroom)?.number, 0);
-    /// let unknown = memory.device(DeviceSelector::Number(7));
+    /// assert_eq!(memory.devices().on(DeviceSelector::MostHeadroom).status()?.number, 0);
+    /// let unknown = memory.devices().on(DeviceSelector::Number(7)).status();
     /// assert!(matches!(unknown, Err(DeviceSelectError::Unknown { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
     /// [`DeviceSelectError`] if there is no such device, or it is lost.
-    pub fn device(&self, selector: DeviceSelector) -> Result<DeviceStatus, DeviceSelectError> {
-        let shared = &self.0.shared;
-        shared.select(selector).map(|device| shared.status(&device))
+    pub fn status(&self) -> Result<DeviceStatus, DeviceSelectError> {
+        let shared = self.shared();
+        shared.select(self.selector).map(|device| shared.status(&device))
     }
 
-    /// Reserves bytes of a device in its budget, for a request that will use them. Does not wait:
+    /// Reserves bytes of the selected device in its budget, for a request that will use them. Does not wait:
     /// there is a queue for the default device only
     /// ([`Admission`](crate::admission::Admission)). Bytes of a device without memory of its own
     /// are reserved in the host's budget.
@@ -78,7 +78,7 @@ impl Memory {
     /// [correction factor](crate::memory::Builder::correction_factor): 2 until it is measured, so
     /// at first about half of the ceiling. Without a limit everything is admitted. Costs some
     /// nanoseconds more than [`Admission::try_admit`](crate::admission::Admission::try_admit), and
-    /// for [`DeviceSelector::MostHeadroom`] those of [`Memory::device`].
+    /// for [`DeviceSelector::MostHeadroom`] those of [`MemoryDevices::status`].
     ///
     /// A handler answers an error like a layer does:
     ///
@@ -110,9 +110,9 @@ impl Memory {
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     /// let asked = ByteSize::mib(64);
-    /// match memory.reserve_on(DeviceSelector::MostHeadroom, asked) {
+    /// match memory.devices().on(DeviceSelector::MostHeadroom).reserve(asked) {
     ///     Ok(reserved) => {
-    ///         let arena = memory.open_arena_on(reserved.device(), "request")?;
+    ///         let arena = memory.devices().on(reserved.device()).open_arena("request")?;
     ///         // The request uses the arena while it holds `reserved`.
     /// #       drop(arena);
     ///     }
@@ -124,14 +124,10 @@ impl Memory {
     ///
     /// # Errors
     /// [`DeviceReserveError`] if there is no such device, it is lost, or the bytes do not fit.
-    pub fn reserve_on(
-        &self,
-        selector: DeviceSelector,
-        bytes: ByteSize,
-    ) -> Result<DeviceReservation, DeviceReserveError> {
-        let shared = &self.0.shared;
+    pub fn reserve(&self, bytes: ByteSize) -> Result<DeviceReservation, DeviceReserveError> {
+        let shared = self.shared();
         shared.check_here()?;
-        let device = shared.select(selector)?;
+        let device = shared.select(self.selector)?;
         let cost = match device.counted {
             Counted::OnDevice => Cost::device(bytes),
             Counted::ByKernel | Counted::BesideKernel => Cost::host(bytes),

@@ -18,7 +18,7 @@ pub enum DeviceSelector {
     /// The first device.
     #[default]
     Default,
-    /// The device with this number: its place in [`Memory::devices`](crate::Memory::devices), from
+    /// The device with this number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from
     /// 0. Slots and shrink targets (`gpu:1`) count the same way.
     Number(u32),
     /// The device with this ordinal in CUDA, among those visible to the process.

@@ -43,7 +43,7 @@ impl Builder {
     ///
     /// With several host drivers a program for several devices runs without a GPU. Their memory
     /// counts in the host's budget, so [`Builder::device_limit`] limits their arenas, but not what
-    /// [`Memory::reserve_on`](crate::Memory::reserve_on) reserves.
+    /// [`MemoryDevices::reserve`](crate::memory::MemoryDevices::reserve) reserves.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -54,9 +54,9 @@ impl Builder {
     ///
     /// let two = [HostDriver::new(), HostDriver::new()].map(|it| Arc::new(it) as Arc<dyn Driver>);
     /// let memory = Memory::builder().drivers(two).start()?;
-    /// let reserved = memory.reserve_on(DeviceSelector::Number(1), ByteSize::mib(8))?;
-    /// let arena = memory.open_arena_on(reserved.device(), "on the second")?;
-    /// assert_eq!(memory.devices().len(), 2);
+    /// let reserved = memory.devices().on(DeviceSelector::Number(1)).reserve(ByteSize::mib(8))?;
+    /// let arena = memory.devices().on(reserved.device()).open_arena("on the second")?;
+    /// assert_eq!(memory.devices().all().len(), 2);
     /// # drop(arena);
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
@@ -79,7 +79,7 @@ impl Builder {
     ///
     /// let both = [DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1)];
     /// let memory = Memory::builder().devices(both).start()?;
-    /// let arena = memory.open_arena_on(DeviceSelector::Ordinal(1), "embedder")?;
+    /// let arena = memory.devices().on(DeviceSelector::Ordinal(1)).open_arena("embedder")?;
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     #[must_use]

@@ -24,6 +24,7 @@ use crate::device::DeviceError;
 use lowtide_admission::Job;
 use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
 
+use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
@@ -138,7 +139,7 @@ pub enum ShrinkFailure {
     },
 }
 
-impl Memory {
+impl MemoryDevices<'_> {
     /// Shrinks the targets of the selector on this thread. Takes about 0.1 ms for each MiB
     /// released.
     ///
@@ -147,9 +148,9 @@ impl Memory {
     /// use lowtide::memory::ShrinkError;
     ///
     /// let memory = Memory::builder().start()?;
-    /// let shrunk = memory.shrink("cpu:0;gpu:0")?;
+    /// let shrunk = memory.devices().shrink("cpu:0;gpu:0")?;
     /// assert_eq!(shrunk.targets.len(), 2); // each with its bytes, or the reason for none
-    /// assert!(matches!(memory.shrink("gpu:7"), Err(ShrinkError::UnknownTarget { .. })));
+    /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(ShrinkError::UnknownTarget { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
@@ -157,16 +158,8 @@ impl Memory {
     /// [`ShrinkError`] if the selector is invalid, a target is unknown, or this is a forked child.
     /// Nothing is shrunk then.
     pub fn shrink(&self, selector: &str) -> Result<Shrunk, ShrinkError> {
-        self.shrink_targets(&selector.parse()?)
-    }
-
-    /// Like [`Memory::shrink`], for targets that are already parsed.
-    ///
-    /// # Errors
-    /// [`ShrinkError`] if a target is unknown, or this is a forked child. Nothing is shrunk then.
-    pub fn shrink_targets(&self, targets: &Targets) -> Result<Shrunk, ShrinkError> {
-        let shared = &self.0.shared;
-        shared.check_targets(targets)?;
+        let (shared, targets) = (self.shared(), selector.parse()?);
+        shared.check_targets(&targets)?;
         Ok(shared.shrink(targets.iter()))
     }
 
@@ -178,7 +171,7 @@ impl Memory {
     /// use lowtide::config::arena::{RunOptions, SHRINK_OPTION};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let run = memory.run(RunOptions::from_entries([(SHRINK_OPTION, "gpu:0")])?)?;
+    /// let run = memory.devices().run(RunOptions::from_entries([(SHRINK_OPTION, "gpu:0")])?)?;
     /// // ... inference ...
     /// println!("{}", run.end().released());
     /// # Ok::<(), lowtide::BoxError>(())
@@ -187,10 +180,10 @@ impl Memory {
     /// # Errors
     /// [`ShrinkError`] if a target is unknown, or this is a forked child.
     pub fn run(&self, options: RunOptions) -> Result<Run, ShrinkError> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         shared.check_here().map_err(ShrinkError::from)?;
         options.shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
-        Ok(Run { memory: self.clone(), shrink: options.shrink })
+        Ok(Run { memory: self.memory.clone(), shrink: options.shrink })
     }
 }
 

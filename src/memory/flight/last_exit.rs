@@ -64,9 +64,9 @@ impl ExitCause {
     }
 }
 
-/// The last run of a service, as its flight recorder left it ([`Memory::last_exit`]).
+/// The last run of a service, as its flight recorder left it ([`MemoryReport::last_exit`]).
 ///
-/// [`Memory::last_exit`]: crate::Memory::last_exit
+/// [`MemoryReport::last_exit`]: crate::memory::MemoryReport::last_exit
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]

@@ -98,6 +98,6 @@ async fn a_grpc_client_reads_a_stream_of_reports_until_the_service_ends() {
     drop((client, stream));
     let served = tokio::time::timeout(PATIENCE, serving).await.expect("it hangs");
     served.expect("no panic").expect("no error");
-    let report = memory.shutdown_async(PATIENCE).await;
+    let report = memory.shutdown(PATIENCE).await;
     assert!(report.is_clean(), "{report}");
 }

@@ -17,7 +17,7 @@ use crate::device::{Buffer, DeviceArena, DeviceError, PinnedBuffer, RawBlock, Re
 use super::place::{Generation, Place};
 use super::slot::{ArenaReport, Slot};
 
-/// A counted use of a slot's arena, from [`Memory::use_arena`](crate::Memory::use_arena).
+/// A counted use of a slot's arena, from [`MemoryDevices::use_arena`](crate::memory::MemoryDevices::use_arena).
 ///
 /// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
 #[must_use = "the arena is left when this is dropped"]

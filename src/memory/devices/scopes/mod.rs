@@ -1,9 +1,9 @@
 //! Arenas shared by sessions, configured like ONNX Runtime's.
 //!
 //! A slot is a provider's name, a device and a kind of memory: device memory or pinned host memory,
-//! each with its own options. [`Memory::share_arena`] opens a slot's arena for all sessions.
-//! [`Memory::use_arena`] is a session's counted use of it, and opens the arena if there is none.
-//! [`Memory::replace_arena`] changes its options at run time: it opens a new arena, which serves
+//! each with its own options. [`MemoryDevices::share_arena`] opens a slot's arena for all sessions.
+//! [`MemoryDevices::use_arena`] is a session's counted use of it, and opens the arena if there is none.
+//! [`MemoryDevices::replace_arena`] changes its options at run time: it opens a new arena, which serves
 //! all further allocations, and the old one drains. The worker drops the old arena after its last
 //! block is freed; memory that its blocks do not use is released within a tick.
 //!
@@ -29,7 +29,7 @@ use crate::config::arena::{ArenaOptions, ArenaResolution};
 use crate::device::{DeviceArena, PinnedConfig, PinnedKind, PinnedPool};
 use crate::sync::lock;
 
-use crate::memory::manager::Memory;
+use crate::memory::devices::MemoryDevices;
 use crate::memory::shared::Shared;
 
 use super::device::Device;
@@ -41,14 +41,14 @@ pub use slot::{ArenaReport, Replaced, Slot, SlotKind, SlotSnapshot};
 
 pub(super) use place::Scopes;
 
-use place::{Act, OpenMemory, Opened, Place, begin_draining};
+use place::{Act, Opened, Place, begin_draining};
 
 /// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
 
-impl Memory {
+impl MemoryDevices<'_> {
     /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
-    /// arena stays open without users, until [`Memory::unshare_arena`]. If the slot already has an
+    /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already has an
     /// arena, that one is shared unchanged, and options that differ are conflicts; use a
     /// replacement to apply them.
     ///
@@ -61,15 +61,15 @@ impl Memory {
     /// let memory = Memory::builder().start()?;
     /// let slot = Slot::device("CudaEp", 0);
     /// let process = [("ep_factory.CudaEp.arena.max_mem", "67108864")];
-    /// memory.share_arena(&slot, &ArenaOptions::of_process("CudaEp", process)?)?;
+    /// memory.devices().share_arena(&slot, &ArenaOptions::of_process("CudaEp", process)?)?;
     ///
     /// let session = [("ep.cudaep.arena.max_mem", "33554432")];
-    /// let arena = memory.use_arena(&slot, &ArenaOptions::of_session("CudaEp", session)?)?;
+    /// let arena = memory.devices().use_arena(&slot, &ArenaOptions::of_session("CudaEp", session)?)?;
     /// assert_eq!(arena.conflicts().len(), 1); // the shared arena's limit is in force
     /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Shared);
     ///
     /// let mut buffer = arena.alloc::<f32>(1024, Region::Dynamic)?;
-    /// memory.replace_arena(&slot, &ArenaOptions::from_keys([("arena.max_mem", "0")])?)?;
+    /// memory.devices().replace_arena(&slot, &ArenaOptions::from_keys([("arena.max_mem", "0")])?)?;
     /// let lease = buffer.enter()?; // the old arena lives as long as its blocks
     /// buffer.slice_mut(&lease)?.fill(1.0);
     /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Replacement);
@@ -84,9 +84,9 @@ impl Memory {
         slot: &Slot,
         options: &ArenaOptions,
     ) -> Result<ArenaReport, ScopeError> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         let place = shared.place(slot)?;
-        Ok(place.act(&**shared, Act::Share, options)?.report)
+        Ok(place.act(shared, Act::Share, options)?.report)
     }
 
     /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
@@ -95,7 +95,7 @@ impl Memory {
     /// [`ScopeError::NotShared`] if the slot has no shared arena;
     /// [`MemoryError::Forked`](crate::memory::MemoryError::Forked).
     pub fn unshare_arena(&self, slot: &Slot) -> Result<(), ScopeError> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         shared.check_here()?;
         let place = lock(&shared.devices.scopes.0).get(slot).cloned();
         match place {
@@ -111,9 +111,9 @@ impl Memory {
     /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
     /// opened. Nothing is changed then.
     pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, ScopeError> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = place.act(&**shared, Act::Use, session)?;
+        let done = place.act(shared, Act::Use, session)?;
         Ok(ArenaUse::new(place, done.report))
     }
 
@@ -132,9 +132,9 @@ impl Memory {
         slot: &Slot,
         options: &ArenaOptions,
     ) -> Result<Replaced, ScopeError> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = place.act(&**shared, Act::Replace, options)?;
+        let done = place.act(shared, Act::Replace, options)?;
         let arena = done.old.as_ref().map(|old| old.any_arena());
         let draining = arena.map(|arena| arena.glance().live);
         let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
@@ -155,7 +155,7 @@ impl Memory {
     /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
     #[must_use]
     pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
-        let shared = &self.0.shared;
+        let shared = self.shared();
         shared.check_here().ok()?;
         let place = lock(&shared.devices.scopes.0).get(slot).cloned();
         place?.resolution()
@@ -164,11 +164,7 @@ impl Memory {
     /// Returns the slots that have a serving or a draining arena. Empty in a forked child.
     #[must_use]
     pub fn arena_slots(&self) -> Vec<SlotSnapshot> {
-        let shared = &self.0.shared;
-        if shared.check_here().is_err() {
-            return Vec::new();
-        }
-        let places = shared.places();
+        let places = self.shared().here(Shared::places);
         places.iter().filter(|place| !place.is_empty()).map(|place| place.snapshot()).collect()
     }
 }
@@ -235,14 +231,9 @@ impl Shared {
             self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
         }
     }
-}
 
-impl OpenMemory for Shared {
-    fn sweep(&self) {
-        Self::sweep(self);
-    }
-
-    fn open_arena(
+    /// Opens an arena of device memory, which no list contains yet.
+    fn open_slot_arena(
         &self,
         device: &Device,
         name: String,
@@ -252,7 +243,9 @@ impl OpenMemory for Shared {
         self.open_apart(device, resolution.config(self.arena_config(name)))
     }
 
-    fn open_pool(
+    /// Opens a pool for copies to and from the device, which no list contains yet; returns its
+    /// arena as well.
+    fn open_slot_pool(
         &self,
         device: &Device,
         name: String,

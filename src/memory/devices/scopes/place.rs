@@ -18,7 +18,7 @@ use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::devices::arenas::{ArenaId, Arenas};
 use crate::memory::devices::device::Device;
-use crate::memory::devices::selector::ArenaError;
+use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
 
 use super::error::ScopeError;
@@ -26,29 +26,6 @@ use super::slot::{ArenaReport, Slot, SlotKind, SlotSnapshot};
 
 /// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
 const ATTEMPTS_MAX: u32 = 8;
-
-/// Opens the memory of slots, with the settings of a `Memory`.
-pub(super) trait OpenMemory {
-    /// Drops the arenas that have drained.
-    fn sweep(&self);
-
-    /// Opens an arena of device memory, which no list contains yet.
-    fn open_arena(
-        &self,
-        device: &Device,
-        name: String,
-        resolution: &ArenaResolution,
-    ) -> Result<DeviceArena, ArenaError>;
-
-    /// Opens a pool for copies to and from the device, which no list contains yet; returns its
-    /// arena as well.
-    fn open_pool(
-        &self,
-        device: &Device,
-        name: String,
-        limit: ByteSize,
-    ) -> Result<(PinnedPool, DeviceArena), ArenaError>;
-}
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,7 +143,7 @@ impl Place {
     /// Joins the existing arena, or opens one.
     pub(super) fn act(
         &self,
-        memory: &impl OpenMemory,
+        memory: &Shared,
         act: Act,
         options: &ArenaOptions,
     ) -> Result<Done, ScopeError> {
@@ -261,17 +238,17 @@ impl Place {
     /// Opens an arena that is not installed yet.
     fn open(
         &self,
-        memory: &impl OpenMemory,
+        memory: &Shared,
         resolution: &ArenaResolution,
         replaced: Option<ArenaId>,
     ) -> Result<Opened, ScopeError> {
         let name = self.slot.to_string();
         self.arenas.admit(&name, replaced)?;
         if self.slot.kind == SlotKind::Pinned {
-            let (pool, arena) = memory.open_pool(&self.device, name, resolution.limit())?;
+            let (pool, arena) = memory.open_slot_pool(&self.device, name, resolution.limit())?;
             return Ok(Opened { arena, pool: Some(pool) });
         }
-        Ok(Opened { arena: memory.open_arena(&self.device, name, resolution)?, pool: None })
+        Ok(Opened { arena: memory.open_slot_arena(&self.device, name, resolution)?, pool: None })
     }
 
     /// Returns the serving arena.

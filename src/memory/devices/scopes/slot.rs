@@ -22,7 +22,7 @@ pub enum SlotKind {
 pub struct Slot {
     /// The provider's name, which metrics and errors use for its arenas.
     pub name: String,
-    /// The device's number: its place in [`Memory::devices`](crate::Memory::devices), from 0.
+    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0.
     pub device: u32,
     /// The kind of memory.
     pub kind: SlotKind,
