@@ -1,7 +1,6 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
-//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake
-//! (`devices::commands`). They are queued without waiting for them, and executed on the worker; the
+//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake. They are queued without waiting for them, and executed on the worker; the
 //! outcome is kept in a short list. Authorization is the caller's responsibility.
 //!
 //! Invariant: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
@@ -15,6 +14,8 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
+#[cfg(feature = "device")]
+use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::sync::{Mutex, caught, lock};
 use lowtide_admission::fit::FitTerms;
 use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
@@ -395,7 +396,7 @@ impl MemoryAdmin<'_> {
             AdminCommand::Purge | AdminCommand::Fit { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
             #[cfg(feature = "device")]
-            on_arena => shared.check_arena(&on_arena.subject())?,
+            on_arena => drop(shared.check_arena(&on_arena.subject())?),
             #[cfg(not(feature = "device"))]
             on_arena => return Err(AdminError::no_arena(on_arena)),
         }
@@ -493,6 +494,40 @@ impl Shared {
             ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
             ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
         })
+    }
+}
+
+#[cfg(feature = "device")]
+impl Shared {
+    /// Returns the serving arena of this name.
+    fn check_arena(&self, name: &str) -> Result<DeviceArena, AdminError> {
+        let unknown = |known| AdminError::UnknownArena { name: name.to_owned(), known };
+        self.arena_named(name).map_err(unknown)
+    }
+
+    /// Executes a command on an arena. Returns the outcome, or the cause of its failure.
+    fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
+        let arena = self.check_arena(&command.subject()).map_err(|error| error.to_string())?;
+        let said = |error: DeviceError| error.to_string();
+        match command {
+            AdminCommand::Trim { keep, .. } => {
+                let released = arena.trim(*keep).map_err(said)?;
+                Ok(format!("{released} released"))
+            }
+            AdminCommand::Sleep { .. } => {
+                // No waiting for leases: the worker has other work.
+                let drain = Duration::ZERO;
+                let options = SleepOptions { drain, ..self.config.device_sleep().options };
+                let slept = arena.sleep(options).map_err(said)?;
+                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
+            }
+            // The only other one: a wake.
+            _ => {
+                // No waiting for memory: only this worker would release it.
+                let woken = arena.wake_at_once().map_err(said)?;
+                Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
+            }
+        }
     }
 }
 

@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-#[cfg(feature = "device")]
-use crate::config::DeviceBackend;
 use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env, setters};
+#[cfg(feature = "device")]
+use crate::config::{DeviceBackend, DeviceChoice};
 use crate::decay::DecayTime;
 #[cfg(feature = "device")]
-use crate::device::Contents;
+use crate::device::{Contents, driver::Driver};
 use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
@@ -28,7 +28,6 @@ use lowtide_admission::{
 use lowtide_heap::{self as heap, ArenaBinding};
 
 use super::admin::AdminTasks;
-use super::claim::{Claim, THREADS};
 #[cfg(feature = "device")]
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
@@ -36,16 +35,16 @@ use super::events::shown;
 use super::fit::FitInForce;
 use super::flight::{Flight, FlightFile, LastExit, Recorder};
 use super::hands::{Hook, MaintenanceExecutor};
-use super::heap::{SettledHeap, settle_heap};
-use super::history::MetricsHistory;
-use super::loads::Loads;
+use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
+use super::own_arena::Loads;
 use super::profiles::{self, Captures};
+use super::running::{Claim, THREADS};
 use super::running::{Ends, FLIGHT, Running, Started, Threads};
 use super::sensor::{MemorySensor, SensorState};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
-use super::threads;
+use super::trend::MetricsHistory;
 use super::trend::QuietTimes;
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
@@ -339,7 +338,7 @@ impl Builder {
             devices,
             heap: heap.probe,
             signals,
-            bound_arenas: threads::arena_binding().map(ArenaBinding::arenas),
+            bound_arenas: arena_binding().map(ArenaBinding::arenas),
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
@@ -353,7 +352,7 @@ impl Builder {
             fit: FitInForce::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
-            ending: super::ending::Ending::default(),
+            ending: super::runtime::Ending::default(),
         });
         *lock(&joined) = Some(Arc::clone(&shared));
         evict_when_short(&shared, self.is_detached);
@@ -364,6 +363,94 @@ impl Builder {
         shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
         let background_threads = heap.background_threads;
         Ok(Parts { shared, maintenance, worker, background_threads, recording })
+    }
+}
+
+/// Device arenas.
+#[cfg(feature = "device")]
+impl Builder {
+    /// Sets the device on which arenas allocate. [`DeviceChoice::CudaAll`] opens every visible one.
+    /// Default: the best that works.
+    #[must_use]
+    pub fn device(mut self, value: DeviceChoice) -> Self {
+        self.code.devices = Some(vec![value]);
+        self
+    }
+
+    /// Sets a driver for device arenas that the caller has opened, for example with options that
+    /// have no setting, or a driver for tests. The configured device, also from the environment, is
+    /// ignored then.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "cuda")] {
+    /// use std::sync::Arc;
+    /// use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let handle = Some(ByteSize::mib(16));
+    /// let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() })?;
+    /// let memory = Memory::builder().driver(Arc::new(driver)).start()?;
+    /// # }
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn driver(self, driver: Arc<dyn Driver>) -> Self {
+        self.drivers([driver])
+    }
+
+    /// Like [`Builder::driver`], for several devices, the default one first: at most 16, each once.
+    /// With an empty list the configured device is opened, as without this call;
+    /// [`Builder::devices`] with an empty list opens none.
+    ///
+    /// With several host drivers a program for several devices runs without a GPU. Their memory
+    /// counts in the host's budget, so [`Builder::device_limit`] limits their arenas, but not what
+    /// [`MemoryDevices::reserve`](crate::memory::MemoryDevices::reserve) reserves.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide::device::HostDriver;
+    /// use lowtide::device::driver::Driver;
+    /// use lowtide::memory::DeviceSelector;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let two = [HostDriver::new(), HostDriver::new()].map(|it| Arc::new(it) as Arc<dyn Driver>);
+    /// let memory = Memory::builder().drivers(two).start()?;
+    /// let reserved = memory.devices().on(DeviceSelector::Number(1)).reserve(ByteSize::mib(8))?;
+    /// let arena = memory.devices().on(reserved.device()).open_arena("on the second")?;
+    /// assert_eq!(memory.devices().all().len(), 2);
+    /// # drop(arena);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn drivers(mut self, drivers: impl IntoIterator<Item = Arc<dyn Driver>>) -> Self {
+        self.drivers = drivers.into_iter().collect();
+        self
+    }
+
+    /// Sets several CUDA devices, the default one first: at most 16, each once. Each has a budget,
+    /// a watermark and series of its own; name one with a
+    /// [`DeviceSelector`](crate::memory::DeviceSelector). The start fails if one cannot be opened.
+    /// Every opened device holds a CUDA context: several hundred MiB of its memory. An empty list
+    /// opens no device ([`DeviceChoice::None`]).
+    ///
+    /// ```no_run
+    /// use lowtide::Memory;
+    /// use lowtide::config::DeviceChoice;
+    /// use lowtide::memory::DeviceSelector;
+    ///
+    /// let both = [DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1)];
+    /// let memory = Memory::builder().devices(both).start()?;
+    /// let arena = memory.devices().on(DeviceSelector::Ordinal(1)).open_arena("embedder")?;
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn devices(mut self, devices: impl IntoIterator<Item = DeviceChoice>) -> Self {
+        let mut devices: Vec<_> = devices.into_iter().collect();
+        if devices.is_empty() {
+            devices.push(DeviceChoice::None);
+        }
+        self.code.devices = Some(devices);
+        self
     }
 }
 
@@ -613,7 +700,7 @@ impl Threads {
             .stack_size(stack)
             .spawn(move || {
                 let _ends = ends;
-                threads::on_thread_start();
+                on_thread_start();
                 run();
             })
             .map_err(|error| StartError::Thread { name, error })?;

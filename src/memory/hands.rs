@@ -22,10 +22,10 @@ use super::builder::is_usual;
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
-use super::recent_peak::RecentPeak;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 use super::trend::QuietPoint;
+use super::trend::RecentPeak;
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a

@@ -17,8 +17,8 @@ use lowtide_admission::{Admission, Budget, Level};
 
 use super::flight::RunEnd;
 use super::running::Running;
+use super::running::Shutdown;
 use super::shared::Shared;
-use super::shutdown::Shutdown;
 use super::snapshot::MemorySnapshot;
 
 /// The memory manager of a service. A cheap handle; all clones refer to the same manager.

@@ -20,25 +20,18 @@
 mod admin;
 mod breakdown;
 mod builder;
-mod claim;
 #[cfg(feature = "device")]
 mod devices;
-#[cfg(feature = "tokio")]
-mod ending;
 mod error;
 mod events;
 mod fit;
 mod flight;
 mod hands;
 mod heap;
-mod history;
-mod leaks;
-mod loads;
 mod manager;
 mod own_arena;
 #[cfg_attr(not(feature = "profiling"), path = "no_profiles.rs")]
 mod profiles;
-mod recent_peak;
 mod report;
 mod resources;
 mod running;
@@ -46,10 +39,8 @@ mod running;
 mod runtime;
 mod sensor;
 mod shared;
-mod shutdown;
 mod slow_value;
 mod snapshot;
-mod threads;
 mod trend;
 mod verdict;
 
@@ -70,16 +61,14 @@ pub use devices::{
 pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
 pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
-pub use history::HistorySample;
-pub use leaks::{LeakReport, LeakSuspect, LeakSuspects};
+pub use heap::on_thread_start;
 pub use manager::{Memory, WeakMemory};
 #[cfg(feature = "service")]
 pub(crate) use manager::{add_request_event, is_ending, published_state};
 pub use report::{MemoryHeap, MemoryReport};
 pub use resources::ResourceBuilder;
+pub use running::Shutdown;
 pub use shared::Purged;
-pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
-pub use threads::on_thread_start;
-pub use trend::{LiveTrend, QuietPoint};
+pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects, LiveTrend, QuietPoint};
 pub use verdict::{Finding, Verdict};

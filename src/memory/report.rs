@@ -14,11 +14,11 @@ use super::breakdown::Breakdown;
 use super::error::{Diagnostic, MemoryError};
 use super::events::Event;
 use super::flight::LastExit;
-use super::history::HistorySample;
-use super::leaks::LeakReport;
 use super::manager::Memory;
 use super::shared::{Purged, Shared};
 use super::snapshot::MemorySnapshot;
+use super::trend::HistorySample;
+use super::trend::LeakReport;
 use super::verdict::{RequestTotals, Verdict};
 
 /// The time for which mappings are kept.

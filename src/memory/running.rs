@@ -1,23 +1,27 @@
-//! The two threads of a `Memory`, those of its flight recorder and profiler, and their end.
+//! The two threads of a `Memory`, those of its flight recorder and profiler, their end, and the claim
+//! that makes a `Memory` the only one of its process.
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
-//! Invariant: dropping [`Running`] waits for no thread but the flight recorder's, and for that at
-//! most [`RECORDED_WITHIN`].
+//! Invariants: at most one claim is held in a process; dropping [`Running`] waits for no thread but
+//! the flight recorder's, and for that at most [`RECORDED_WITHIN`].
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
+#[cfg(feature = "device")]
+use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
+use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, JobQueue, PressureState};
 
-use super::claim::{Claim, THREADS};
+use super::error::StartError;
 use super::events::Events;
 use super::flight::{Flight, RunEnd};
-use super::shutdown::Shutdown;
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
 /// these are not kept alive after a shutdown.
@@ -185,5 +189,130 @@ impl Drop for Running {
                 "memory manager dropped without shutdown"
             );
         }
+    }
+}
+
+/// The number of threads that every `Memory` has.
+pub(super) const THREADS: usize = 2;
+
+/// The process generation in which a `Memory` runs, or [`NOWHERE`]. A forked child does not inherit
+/// the parent's claim.
+static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
+/// No `Memory` runs.
+const NOWHERE: u64 = u64::MAX;
+
+/// The right to run the one `Memory` of this process. Released once: by the last of its threads
+/// when it ends, or when every handle is dropped.
+pub(super) struct Claim {
+    held: AtomicBool,
+    /// The number of threads that have not ended.
+    pub(super) threads: AtomicUsize,
+    pub(super) birth: Birth,
+    /// `false` for a detached `Memory`.
+    pub(super) is_attached: bool,
+}
+
+impl Claim {
+    /// Takes the claim; `None` if another `Memory` holds it.
+    ///
+    /// # Errors
+    /// [`StartError::AlreadyStarted`].
+    pub(super) fn take() -> Result<Arc<Self>, StartError> {
+        let birth = Birth::now();
+        let here = birth.generation();
+        let claim = |by| (by != here).then_some(here);
+        let taken = STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim);
+        taken.map_err(|_| StartError::AlreadyStarted)?;
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(THREADS));
+        Ok(Arc::new(Self { held, threads, birth, is_attached: true }))
+    }
+
+    /// Returns what stands for the claim of a detached `Memory`, which needs none.
+    pub(super) fn of_none() -> Arc<Self> {
+        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(THREADS));
+        Arc::new(Self { held, threads, birth: Birth::now(), is_attached: false })
+    }
+
+    /// Allows the next `Memory` to start, once. Does nothing in a forked child, which has its own
+    /// claim.
+    pub(super) fn release(&self) {
+        if self.birth.is_here() && self.held.swap(false, Ordering::AcqRel) {
+            STARTED.store(NOWHERE, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// The outstanding work when a [`Memory`](super::Memory) ended. Its `Debug` output is its message.
+#[derive(Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shutdown {
+    /// The number of requests that hold permits.
+    pub requests: u64,
+    /// The resources that were in use until the deadline, each with the reason.
+    pub resources: Vec<String>,
+    /// The bytes of device memory in buffers that are still held.
+    #[cfg(feature = "device")]
+    pub device_live: ByteSize,
+    /// The threads that panicked.
+    pub panicked: Vec<String>,
+    /// The threads that were still running a job at the deadline. They end after it.
+    pub busy: Vec<String>,
+    /// `true` if memory was exhausted and the policy is
+    /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy). It makes the report an error,
+    /// so that a `main` that returns it exits with a status above 0 and is restarted.
+    pub exhausted: bool,
+    /// `true` if called in a forked child, in which nothing runs.
+    pub forked: bool,
+}
+
+impl Shutdown {
+    /// Returns `true` if nothing is outstanding and memory was not exhausted.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Returns the report as an error if something is outstanding or memory was exhausted.
+    ///
+    /// # Errors
+    /// The report itself.
+    pub fn into_result(self) -> Result<(), Self> {
+        if self.is_clean() { Ok(()) } else { Err(self) }
+    }
+}
+
+impl std::error::Error for Shutdown {}
+
+impl fmt::Display for Shutdown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.forked {
+            return f.write_str("forked child: nothing to shut down");
+        }
+        if self.exhausted {
+            f.write_str("memory exhausted; ")?;
+        }
+        if (Self { exhausted: false, ..self.clone() }).is_clean() {
+            return f.write_str("nothing outstanding");
+        }
+        let plural = if self.requests == 1 { "" } else { "s" };
+        write!(f, "{} request{plural}", self.requests)?;
+        #[cfg(feature = "device")]
+        write!(f, ", {} of device memory live", self.device_live)?;
+        for resource in &self.resources {
+            write!(f, "; {resource}")?;
+        }
+        for thread in &self.panicked {
+            write!(f, "; {thread} panicked")?;
+        }
+        for thread in &self.busy {
+            write!(f, "; {thread} still running")?;
+        }
+        Ok(())
     }
 }

@@ -26,18 +26,18 @@ use lowtide_heap::{
 
 use super::admin::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
-use super::claim::Claim;
 #[cfg(feature = "device")]
 use super::devices::Devices;
 use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::{Events, Text};
 use super::fit::FitInForce;
 use super::flight::Flight;
-use super::history::MetricsHistory;
-use super::loads::Loads;
+use super::own_arena::Loads;
 use super::profiles::Profiles;
+use super::running::Claim;
 use super::slow_value::SlowValue;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
+use super::trend::MetricsHistory;
 use super::trend::QuietTimes;
 
 /// The maximum number of holders that are named when memory is exhausted.
@@ -74,7 +74,7 @@ pub(super) struct Shared {
     pub(super) fit: FitInForce,
     pub(super) loads: Loads,
     #[cfg(feature = "tokio")]
-    pub(super) ending: super::ending::Ending,
+    pub(super) ending: super::runtime::Ending,
 }
 
 /// Counts of purges, for metrics.

@@ -15,7 +15,7 @@ use lowtide::device::{DeviceArena, Lane, PinnedConfig, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{Budget, Cost, Level};
+use lowtide_admission::{Budget, Cost, Level, Resource as _};
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use test_fork::test;
 
@@ -347,9 +347,9 @@ fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
     let arena = memory.devices().open_arena("weights").expect("opens");
     let load = |arena: &DeviceArena| Ok(arena.alloc::<u8>(90 * MIB, Region::Stable)?);
     let cost = Cost::host(ByteSize::mib(10)).and_device(ByteSize::mib(90));
-    assert_eq!(Cost::host(cost.host).and_device(cost.device), Cost::host(ByteSize::mib(100)));
     let model = memory.managed_in(&arena, "model", load).cost(cost).register();
     let model = model.expect("registered");
+    assert_eq!(model.stats().cost, Cost::host(ByteSize::mib(100)));
     let held = model.acquire_blocking().expect("fits");
     let ledger = |budget| memory.admission().ledger(budget);
     assert!(

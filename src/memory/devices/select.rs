@@ -13,8 +13,8 @@ use crate::memory::shared::Shared;
 use lowtide_admission::{Cost, Permit};
 
 use super::device::{Counted, Device};
+use super::report::DeviceStatus;
 use super::selector::{DeviceReserveError, DeviceSelectError, DeviceSelector};
-use super::snapshot::DeviceStatus;
 
 /// Reserved bytes of a device.
 #[derive(Debug)]

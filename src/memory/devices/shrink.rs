@@ -13,23 +13,22 @@
 //! Invariant: there is one result for each target, in the order of the selector.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
-
-use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::config::ConfigError;
 use crate::config::arena::{RunOptions, Target, Targets};
 use crate::device::DeviceError;
-use lowtide_admission::Job;
-use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
-
 use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
+use lowtide_admission::Job;
+use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
+use thiserror::Error;
 
-use super::shrinks_asked::known;
+use super::device::DEVICES_MAX;
 
 /// The reason that nothing was shrunk.
 #[derive(Clone, Debug, Error, PartialEq)]
@@ -324,5 +323,32 @@ impl Shared {
             Some(cause) => ShrinkOutcome::Failed { released, cause },
             None => ShrinkOutcome::Released(released),
         }
+    }
+}
+
+/// The targets that may exist: the host, and as many devices as a `Memory` may have.
+fn targets() -> impl Iterator<Item = Target> {
+    std::iter::once(Target::Cpu(0)).chain((0..).take(DEVICES_MAX).map(Target::Gpu))
+}
+
+/// Returns the targets that exist with this number of devices. Without a device, `gpu:0` has one
+/// that releases nothing.
+pub(super) fn known(devices: usize) -> impl Iterator<Item = Target> {
+    targets().take(1 + devices.max(1))
+}
+
+/// The targets that the worker has to shrink: one bit for each.
+#[derive(Debug, Default)]
+pub(in crate::memory) struct ShrinksAsked(AtomicU32);
+
+impl ShrinksAsked {
+    pub(super) fn ask(&self, asked: impl Iterator<Item = Target>) {
+        let bits = asked.filter_map(|target| targets().position(|known| known == target));
+        self.0.fetch_or(bits.fold(0, |bits, at| bits | 1 << at), Ordering::Release);
+    }
+
+    pub(super) fn take(&self) -> impl Iterator<Item = Target> + use<> {
+        let bits = self.0.swap(0, Ordering::Acquire);
+        targets().enumerate().filter(move |(at, _)| bits & 1 << at != 0).map(|(_, target)| target)
     }
 }

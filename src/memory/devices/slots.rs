@@ -1,0 +1,872 @@
+//! Arenas shared by sessions, configured like ONNX Runtime's.
+//!
+//! A slot is a provider's name, a device and a kind of memory: device memory or pinned host memory,
+//! each with its own options. [`MemoryDevices::share_arena`] opens a slot's arena for all sessions.
+//! [`MemoryDevices::use_arena`] is a session's counted use of it, and opens the arena if there is none.
+//! [`MemoryDevices::replace_arena`] changes its options at run time: it opens a new arena, which serves
+//! all further allocations, and the old one drains. The worker drops the old arena after its last
+//! block is freed; memory that its blocks do not use is released within a tick.
+//!
+//! Options that are not in force are reported to the caller, with the value in force and its
+//! source. In ONNX Runtime an arena that is used by a session keeps its old options forever; here
+//! it does not.
+//!
+//! An arena is opened with no lock held, and then installed if nothing has changed in the meantime;
+//! otherwise the attempt is repeated, a bounded number of times. Each failed attempt means that
+//! another thread has succeeded. A use holds no arena, so it never keeps a replaced one alive. An
+//! allocation takes the slot's lock briefly, in addition to the arena's cost; the lock is not held
+//! during the allocation.
+//!
+//! This module contains no policy; `config::arena` defines the meaning of options.
+//!
+//! Invariants: `users > 0 or shared <=> the slot has an arena`; a slot's `users` = the number of its
+//! uses that exist; when a replacement has returned, no later allocation is in the old arena; an old
+//! arena is in the snapshot while it has a live block or an allocation in progress; a generation is
+//! cloned only out of `serving`, so a draining generation with a single handle has no allocation in
+//! progress, and will have none.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::bytes::ByteSize;
+use crate::config::ConfigError;
+use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, Reason};
+use crate::decay::DecayTime;
+use crate::device::driver::{Backend, Driver as _};
+use crate::device::{
+    ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedConfig, PinnedKind,
+    PinnedPool, PinnedSnapshot, RawBlock, Region,
+};
+use crate::fork::Birth;
+use crate::memory::devices::MemoryDevices;
+use crate::memory::error::MemoryError;
+use crate::memory::shared::Shared;
+use crate::sync::{Mutex, lock};
+use bytemuck::Pod;
+use thiserror::Error;
+
+use super::arenas::{ArenaId, Arenas};
+use super::device::Device;
+use super::selector::{ArenaError, DeviceSelector};
+
+/// The maximum number of slots of one `Memory`.
+const SLOTS_MAX: usize = 64;
+
+impl MemoryDevices<'_> {
+    /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
+    /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already has an
+    /// arena, that one is shared unchanged, and options that differ are conflicts; use a
+    /// replacement to apply them.
+    ///
+    /// ```
+    /// use lowtide::Memory;
+    /// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource};
+    /// use lowtide::device::Region;
+    /// use lowtide::memory::Slot;
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let slot = Slot::device("CudaEp", 0);
+    /// let process = [("ep_factory.CudaEp.arena.max_mem", "67108864")];
+    /// memory.devices().share_arena(&slot, &ArenaOptions::of_process("CudaEp", process)?)?;
+    ///
+    /// let session = [("ep.cudaep.arena.max_mem", "33554432")];
+    /// let arena = memory.devices().use_arena(&slot, &ArenaOptions::of_session("CudaEp", session)?)?;
+    /// assert_eq!(arena.conflicts().len(), 1); // the shared arena's limit is in force
+    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Shared);
+    ///
+    /// let mut buffer = arena.alloc::<f32>(1024, Region::Dynamic)?;
+    /// memory.devices().replace_arena(&slot, &ArenaOptions::from_keys([("arena.max_mem", "0")])?)?;
+    /// let lease = buffer.enter()?; // the old arena lives as long as its blocks
+    /// buffer.slice_mut(&lease)?.fill(1.0);
+    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Replacement);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn share_arena(
+        &self,
+        slot: &Slot,
+        options: &ArenaOptions,
+    ) -> Result<ArenaReport, ScopeError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        Ok(place.act(shared, Act::Share, options)?.report)
+    }
+
+    /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
+    ///
+    /// # Errors
+    /// [`ScopeError::NotShared`] if the slot has no shared arena;
+    /// [`MemoryError::Forked`](crate::memory::MemoryError::Forked).
+    pub fn unshare_arena(&self, slot: &Slot) -> Result<(), ScopeError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        match place {
+            Some(place) if place.unshare() => Ok(()),
+            _ => Err(ScopeError::NotShared { slot: slot.clone() }),
+        }
+    }
+
+    /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
+    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
+    ///
+    /// # Errors
+    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, ScopeError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        let done = place.act(shared, Act::Use, session)?;
+        Ok(ArenaUse::new(place, done.report))
+    }
+
+    /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
+    /// options; all other keys keep the values in force. Allocations that start after the return
+    /// are in the new arena; blocks of the old arena stay there until they are freed. If the slot
+    /// has no arena, this shares one.
+    ///
+    /// Blocks while the old arena's idle memory is released: about 0.1 ms for each MiB.
+    ///
+    /// # Errors
+    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn replace_arena(
+        &self,
+        slot: &Slot,
+        options: &ArenaOptions,
+    ) -> Result<Replaced, ScopeError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        let done = place.act(shared, Act::Replace, options)?;
+        let arena = done.old.as_ref().map(|old| old.any_arena());
+        let draining = arena.map(|arena| arena.glance().live);
+        let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
+        begin_draining(done.old.as_deref());
+        drop(done.old);
+        shared.sweep();
+        log!(
+            info,
+            target: "lowtide",
+            slot = %slot,
+            draining = draining.map(tracing::field::display),
+            conflicts = done.report.conflicts.len(),
+            "arena replaced"
+        );
+        Ok(Replaced { report: done.report, draining, released })
+    }
+
+    /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
+    #[must_use]
+    pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
+        let shared = self.shared();
+        shared.check_here().ok()?;
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        place?.resolution()
+    }
+
+    /// Returns the slots that have a serving or a draining arena. Empty in a forked child.
+    #[must_use]
+    pub fn arena_slots(&self) -> Vec<SlotSnapshot> {
+        let places = self.shared().here(Shared::places);
+        places.iter().filter(|place| !place.is_empty()).map(|place| place.snapshot()).collect()
+    }
+}
+
+impl Shared {
+    /// Returns the state of a slot, which is created if there is none.
+    fn place(&self, slot: &Slot) -> Result<Arc<Place>, ScopeError> {
+        self.check_here()?;
+        if slot.name.is_empty() {
+            return Err(ScopeError::NoName);
+        }
+        let list = &self.devices.list;
+        if list.is_empty() && slot.device == 0 {
+            return Err(ArenaError::NoDevice { arena: slot.to_string() }.into());
+        }
+        let Some(device) = list.iter().find(|device| device.number == slot.device) else {
+            let (slot, devices) = (slot.clone(), list.len().max(1));
+            return Err(ScopeError::UnknownDevice { slot, devices });
+        };
+        let mut places = lock(&self.devices.scopes.0);
+        if let Some(place) = places.get(slot) {
+            return Ok(Arc::clone(place));
+        }
+        if places.len() >= SLOTS_MAX {
+            // This is the only handle, so no other thread can be about to use the slot.
+            places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
+        }
+        if places.len() >= SLOTS_MAX {
+            return Err(ScopeError::TooManySlots { max: SLOTS_MAX });
+        }
+        let device_limit = match slot.kind {
+            SlotKind::Device => self.config.device_limit.value,
+            SlotKind::Pinned => ByteSize::MAX,
+        };
+        let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
+        let place = Place::new(slot.clone(), self.birth, device_limit, device, arenas);
+        let place = Arc::new(place);
+        places.insert(slot.clone(), Arc::clone(&place));
+        Ok(place)
+    }
+
+    fn places(&self) -> Vec<Arc<Place>> {
+        lock(&self.devices.scopes.0).values().cloned().collect()
+    }
+
+    /// Drops the arenas that have drained, with their address space and at most the last granules.
+    /// For the worker, and for replacements.
+    pub(in crate::memory) fn sweep(&self) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let drained = self.places().into_iter().flat_map(|place| {
+            let device = Arc::clone(&place.device);
+            place.take_drained().into_iter().map(move |drained| (Arc::clone(&device), drained))
+        });
+        for (device, Opened { arena, pool }) in drained {
+            // An error stays with the arena: memory that it could not release goes with the driver.
+            let _ = self.purged(&arena);
+            self.devices.gone.add(&device.name, arena.snapshot());
+            log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
+            drop((pool, arena));
+        }
+        for closed in self.devices.arenas.take_closed() {
+            self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
+        }
+    }
+
+    /// Opens an arena of device memory, which no list contains yet.
+    fn open_slot_arena(
+        &self,
+        device: &Device,
+        name: String,
+        resolution: &ArenaResolution,
+    ) -> Result<DeviceArena, ArenaError> {
+        self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+        self.open_apart(device, resolution.config(self.arena_config(name)))
+    }
+
+    /// Opens a pool for copies to and from the device, which no list contains yet; returns its
+    /// arena as well.
+    fn open_slot_pool(
+        &self,
+        device: &Device,
+        name: String,
+        limit: ByteSize,
+    ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+        self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+        let kind = PinnedKind::PageLockedOrPageable;
+        self.open_pool_apart(device, PinnedConfig { limit, kind, ..PinnedConfig::new(name) })
+    }
+}
+
+/// A counted use of a slot's arena, from [`MemoryDevices::use_arena`](crate::memory::MemoryDevices::use_arena).
+///
+/// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
+#[must_use = "the arena is left when this is dropped"]
+pub struct ArenaUse {
+    place: Arc<Place>,
+    report: ArenaReport,
+}
+
+impl ArenaUse {
+    pub(super) const fn new(place: Arc<Place>, report: ArenaReport) -> Self {
+        Self { place, report }
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+        self.with(|arena| arena.alloc(len, region))
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_from`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc_from`]; [`DeviceError::Unsupported`] in a slot of
+    /// pinned memory.
+    pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
+        self.with(|arena| arena.alloc_from(data, region))
+    }
+
+    /// Allocates in the serving pool, like [`PinnedPool::alloc`](crate::device::PinnedPool::alloc),
+    /// for slots of pinned memory.
+    ///
+    /// # Errors
+    /// The same as for [`PinnedPool::alloc`](crate::device::PinnedPool::alloc);
+    /// [`DeviceError::Unsupported`] in a slot of device memory.
+    pub fn alloc_pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
+        let serving = self.serving()?;
+        let pool = serving.as_ref().and_then(|serving| serving.pool());
+        let what = "pinned memory in a slot of device memory";
+        pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_raw`]. Returns the arena as well:
+    /// it frees the block ([`DeviceArena::free`]), even if it is replaced meanwhile. Do not
+    /// allocate from it.
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc_raw`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn alloc_raw(
+        &self,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<(DeviceArena, RawBlock), DeviceError> {
+        self.with(|arena| Ok((arena.clone(), arena.alloc_raw(size, align, region)?)))
+    }
+
+    /// Releases the idle memory of the serving arena now, like [`DeviceArena::purge`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::purge`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.with(DeviceArena::purge)
+    }
+
+    fn with<R>(
+        &self,
+        act: impl FnOnce(&DeviceArena) -> Result<R, DeviceError>,
+    ) -> Result<R, DeviceError> {
+        let serving = self.serving()?;
+        let arena = serving.as_ref().and_then(|serving| serving.device_arena());
+        arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
+    }
+
+    fn serving(&self) -> Result<Option<Arc<Generation>>, DeviceError> {
+        if self.place.is_here() { Ok(self.place.serving()) } else { Err(DeviceError::Forked) }
+    }
+
+    fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
+        Err(DeviceError::Unsupported { what, backend: self.place.backend() })
+    }
+
+    /// Returns the slot.
+    #[must_use]
+    pub fn slot(&self) -> &Slot {
+        self.place.slot()
+    }
+
+    /// Returns the options in force, which a replacement may have changed. In a forked child, those
+    /// in force at the start of the use.
+    #[must_use]
+    pub fn resolution(&self) -> Arc<ArenaResolution> {
+        let now = if self.place.is_here() { self.place.resolution() } else { None };
+        now.unwrap_or_else(|| Arc::clone(&self.report.resolution))
+    }
+
+    /// Returns the session's options that were not in force at the start of the use, each with the
+    /// value in force.
+    #[must_use]
+    pub fn conflicts(&self) -> &[Conflict] {
+        &self.report.conflicts
+    }
+
+    /// Returns `true` if this use opened the arena, so that its options are in force.
+    #[must_use]
+    pub const fn opened(&self) -> bool {
+        self.report.opened
+    }
+}
+
+impl Drop for ArenaUse {
+    /// Takes the slot's lock; no driver call. Does nothing in a forked child.
+    fn drop(&mut self) {
+        if self.place.is_here() {
+            self.place.leave();
+        }
+    }
+}
+
+impl fmt::Debug for ArenaUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ArenaUse")
+            .field("slot", self.slot())
+            .field("conflicts", &self.conflicts().len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
+const ATTEMPTS_MAX: u32 = 8;
+
+/// The operation on a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Act {
+    Use,
+    Share,
+    Replace,
+}
+
+/// An arena that serves or has served a slot, with the options that it was opened with.
+#[derive(Debug)]
+pub(super) struct Generation {
+    resolution: Arc<ArenaResolution>,
+    /// Its number in the list of arenas.
+    id: ArenaId,
+    opened: Opened,
+}
+
+/// The source of a slot's memory.
+#[derive(Clone, Debug)]
+pub(super) struct Opened {
+    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
+    pub(super) arena: DeviceArena,
+    pub(super) pool: Option<PinnedPool>,
+}
+
+impl Opened {
+    /// Returns `true` if a block is held, or freed while the device may still use it. The last
+    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
+    /// wait for its copies.
+    fn has_blocks(&self) -> bool {
+        let snapshot = self.arena.snapshot();
+        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
+        // Quarantined memory stays live for ever.
+        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
+        held > lost
+    }
+}
+
+impl Generation {
+    /// Returns the arena of either kind of memory, for figures and the release of idle memory.
+    pub(super) const fn any_arena(&self) -> &DeviceArena {
+        &self.opened.arena
+    }
+
+    /// Returns the arena of a slot of device memory.
+    pub(super) fn device_arena(&self) -> Option<&DeviceArena> {
+        self.opened.pool.is_none().then_some(&self.opened.arena)
+    }
+
+    pub(super) const fn pool(&self) -> Option<&PinnedPool> {
+        self.opened.pool.as_ref()
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Place {
+    slot: Slot,
+    birth: Birth,
+    /// lowtide's own limit, if it bounds this kind of memory.
+    device_limit: ByteSize,
+    pub(super) device: Arc<Device>,
+    arenas: Arenas,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The number of changes of `serving`.
+    changes: u64,
+    serving: Option<Arc<Generation>>,
+    /// The draining generations, oldest first; at most as many as there are arenas.
+    draining: Vec<Arc<Generation>>,
+    layers: Layers,
+    shared: bool,
+    users: u32,
+}
+
+/// The slots of a `Memory`.
+#[derive(Debug, Default)]
+pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<Place>>>);
+
+/// The result of an operation.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) report: ArenaReport,
+    /// The generation that drains since then; the caller calls [`begin_draining`] next.
+    pub(super) old: Option<Arc<Generation>>,
+}
+
+impl Place {
+    pub(super) fn new(
+        slot: Slot,
+        birth: Birth,
+        device_limit: ByteSize,
+        device: Arc<Device>,
+        arenas: Arenas,
+    ) -> Self {
+        Self { slot, birth, device_limit, device, arenas, state: Mutex::default() }
+    }
+
+    pub(super) fn backend(&self) -> Backend {
+        self.device.driver.backend()
+    }
+
+    pub(super) fn slot(&self) -> &Slot {
+        &self.slot
+    }
+
+    /// Returns `true` in the process in which the lock can be taken.
+    pub(super) fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Joins the existing arena, or opens one.
+    pub(super) fn act(
+        &self,
+        memory: &Shared,
+        act: Act,
+        options: &ArenaOptions,
+    ) -> Result<Done, ScopeError> {
+        options.check_supported()?;
+        for _ in 0..ATTEMPTS_MAX {
+            let (changes, layers, replaced) = {
+                let mut state = lock(&self.state);
+                if act != Act::Replace
+                    && let Some(report) = self.join(&mut state, act, options)?
+                {
+                    return Ok(Done { report, old: None });
+                }
+                let replaced = state.serving.as_ref().map(|serving| serving.id);
+                (state.changes, self.layers(&state, act, options), replaced)
+            };
+            let resolution = Arc::new(layers.resolve()?);
+            memory.sweep(); // so that what has drained takes no place
+            let opened = match self.open(memory, &resolution, replaced) {
+                // Another thread may have used the name or the place in the meantime.
+                Err(_) if lock(&self.state).changes != changes => continue,
+                opened => opened?,
+            };
+            let mut state = lock(&self.state);
+            if state.changes != changes {
+                drop(state); // before the arena, which calls the driver
+                drop(opened);
+                continue;
+            }
+            let id =
+                self.arenas.add(&opened.arena, opened.pool.as_ref(), &self.device, replaced)?;
+            let conflicts = resolution.conflicts().to_vec();
+            let report = ArenaReport { resolution, conflicts, opened: true };
+            let resolution = Arc::clone(&report.resolution);
+            let old = state.serving.replace(Arc::new(Generation { resolution, id, opened }));
+            state.changes += 1;
+            state.layers = layers;
+            state.draining.extend(old.clone());
+            match act {
+                Act::Use => state.users = 1, // there was no arena, and so no user
+                Act::Share => state.shared = true,
+                Act::Replace => state.shared |= old.is_none(),
+            }
+            return Ok(Done { report, old });
+        }
+        Err(ScopeError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+    }
+
+    /// Counts another user of the serving arena; `None` if there is none.
+    fn join(
+        &self,
+        state: &mut State,
+        act: Act,
+        options: &ArenaOptions,
+    ) -> Result<Option<ArenaReport>, ScopeError> {
+        let Some(serving) = state.serving.clone() else { return Ok(None) };
+        let (source, reason) = match act {
+            Act::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
+            Act::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
+            Act::Share | Act::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
+        };
+        if act == Act::Use {
+            let (users, max) = (state.users.checked_add(1), u32::MAX);
+            let slot = || self.slot.clone();
+            state.users = users.ok_or_else(|| ScopeError::TooManyUsers { slot: slot(), max })?;
+        } else {
+            state.shared = true;
+            // In force when the arena is next replaced, with precedence over the first session's
+            // options.
+            state.layers.shared.get_or_insert_with(|| options.clone());
+        }
+        let resolution = Arc::clone(&serving.resolution);
+        let conflicts = resolution.conflicts_with(options, source, reason);
+        Ok(Some(ArenaReport { resolution, conflicts, opened: false }))
+    }
+
+    /// Combines the earlier options and these.
+    fn layers(&self, state: &State, act: Act, options: &ArenaOptions) -> Layers {
+        let mut layers = state.layers.clone();
+        layers.device_limit = self.device_limit;
+        layers.pinned = self.slot.kind == SlotKind::Pinned;
+        match act {
+            Act::Use => layers.session = Some(options.clone()),
+            Act::Share => layers.shared = Some(options.clone()),
+            Act::Replace => {
+                let before = layers.replacement.unwrap_or_default();
+                layers.replacement = Some(options.over(&before));
+            }
+        }
+        layers
+    }
+
+    /// Opens an arena that is not installed yet.
+    fn open(
+        &self,
+        memory: &Shared,
+        resolution: &ArenaResolution,
+        replaced: Option<ArenaId>,
+    ) -> Result<Opened, ScopeError> {
+        let name = self.slot.to_string();
+        self.arenas.admit(&name, replaced)?;
+        if self.slot.kind == SlotKind::Pinned {
+            let (pool, arena) = memory.open_slot_pool(&self.device, name, resolution.limit())?;
+            return Ok(Opened { arena, pool: Some(pool) });
+        }
+        Ok(Opened { arena: memory.open_slot_arena(&self.device, name, resolution)?, pool: None })
+    }
+
+    /// Returns the serving arena.
+    pub(super) fn serving(&self) -> Option<Arc<Generation>> {
+        lock(&self.state).serving.clone()
+    }
+
+    pub(super) fn resolution(&self) -> Option<Arc<ArenaResolution>> {
+        let state = lock(&self.state);
+        state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
+    }
+
+    /// Ends the sharing. Returns `true` if the arena was shared.
+    pub(super) fn unshare(&self) -> bool {
+        let mut state = lock(&self.state);
+        let shared = std::mem::take(&mut state.shared);
+        let old = self.retire(&mut state);
+        drop(state);
+        begin_draining(old.as_deref());
+        shared
+    }
+
+    /// Counts one user less.
+    pub(super) fn leave(&self) {
+        let mut state = lock(&self.state);
+        state.users -= 1;
+        let old = self.retire(&mut state);
+        drop(state);
+        begin_draining(old.as_deref());
+    }
+
+    /// Starts to drain the arena if it has no users and is not shared. Its options are discarded.
+    fn retire(&self, state: &mut State) -> Option<Arc<Generation>> {
+        if state.shared || state.users > 0 {
+            return None;
+        }
+        let old = state.serving.take()?;
+        state.changes += 1;
+        state.layers = Layers::default();
+        self.arenas.drain(old.id);
+        state.draining.push(Arc::clone(&old));
+        Some(old)
+    }
+
+    /// Removes the arenas that have no block and will have none. The caller drops them.
+    pub(super) fn take_drained(&self) -> Vec<Opened> {
+        let mut state = lock(&self.state);
+        let mut drained = Vec::new();
+        state.draining.retain_mut(|generation| {
+            // This is the last handle: see the invariant above. The check also orders this after
+            // the blocks of other threads.
+            if Arc::get_mut(generation).is_none() || generation.opened.has_blocks() {
+                return true;
+            }
+            drained.push((generation.id, generation.opened.clone()));
+            false
+        });
+        drop(state);
+        let removed = drained.into_iter().map(|(id, opened)| {
+            self.arenas.remove(id);
+            opened
+        });
+        removed.collect()
+    }
+
+    /// Returns `true` if there is nothing to show.
+    pub(super) fn is_empty(&self) -> bool {
+        let state = lock(&self.state);
+        state.serving.is_none() && state.draining.is_empty()
+    }
+
+    pub(super) fn snapshot(&self) -> SlotSnapshot {
+        let state = lock(&self.state);
+        let figures = |generation: &Arc<Generation>| generation.any_arena().snapshot();
+        let pool = |generation: &Arc<Generation>| generation.pool().map(PinnedPool::snapshot);
+        SlotSnapshot {
+            slot: self.slot.clone(),
+            shared: state.shared,
+            users: state.users,
+            resolution: state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution)),
+            arena: state.serving.as_ref().map(figures),
+            draining: state.draining.iter().map(figures).collect(),
+            pool: state.serving.as_ref().and_then(pool),
+        }
+    }
+}
+
+/// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
+/// call.
+pub(super) fn begin_draining(old: Option<&Generation>) {
+    if let Some(old) = old {
+        old.any_arena().set_decay(DecayTime::AtOnce);
+    }
+}
+
+/// A kind of memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SlotKind {
+    /// Device memory.
+    Device,
+    /// Host memory for copies to and from the device, page-locked as far as the system allows: a
+    /// pool, with `arena.max_mem` as its limit.
+    Pinned,
+}
+
+/// The place of an arena: a provider, a device, a kind of memory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot {
+    /// The provider's name, which metrics and errors use for its arenas.
+    pub name: String,
+    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0.
+    pub device: u32,
+    /// The kind of memory.
+    pub kind: SlotKind,
+}
+
+impl Slot {
+    /// Creates the slot of the device's memory.
+    #[must_use]
+    pub fn device(name: impl Into<String>, device: u32) -> Self {
+        Self { name: name.into(), device, kind: SlotKind::Device }
+    }
+
+    /// Creates the slot of page-locked memory for that device.
+    #[must_use]
+    pub fn pinned(name: impl Into<String>, device: u32) -> Self {
+        Self { name: name.into(), device, kind: SlotKind::Pinned }
+    }
+}
+
+impl fmt::Display for Slot {
+    /// `name` for an arena on device 0, as in metrics; `name:1`, `name:pinned`, `name:1:pinned`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        if self.device > 0 {
+            write!(f, ":{}", self.device)?;
+        }
+        if self.kind == SlotKind::Pinned { f.write_str(":pinned") } else { Ok(()) }
+    }
+}
+
+/// The options in force after an arena was shared, used or replaced, and the options of the caller,
+/// or older ones, that are not in force.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ArenaReport {
+    /// Every value in force, with its source.
+    pub resolution: Arc<ArenaResolution>,
+    /// Every option that is not in force, with the value in force.
+    pub conflicts: Vec<Conflict>,
+    /// `true` if this call opened the arena.
+    pub opened: bool,
+}
+
+/// The result of a replacement.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Replaced {
+    /// The options in force.
+    pub report: ArenaReport,
+    /// The live bytes that drain with the old arena; `None` if there was none.
+    pub draining: Option<ByteSize>,
+    /// The idle bytes of the old arena that were released immediately.
+    pub released: ByteSize,
+}
+
+/// The figures of a slot.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SlotSnapshot {
+    /// The slot.
+    pub slot: Slot,
+    /// `true` if its arena is shared.
+    pub shared: bool,
+    /// The number of uses.
+    pub users: u32,
+    /// The options in force; `None` without an arena.
+    pub resolution: Option<Arc<ArenaResolution>>,
+    /// The serving arena; `None` without one. Blocks of dropped pinned buffers whose copies are not
+    /// complete count as live.
+    pub arena: Option<ArenaSnapshot>,
+    /// The arenas that were replaced, or left by their last user, oldest first.
+    pub draining: Vec<ArenaSnapshot>,
+    /// The serving pool, for pinned memory.
+    pub pool: Option<PinnedSnapshot>,
+}
+
+/// Returns the names of this many devices.
+fn gpus(devices: usize) -> String {
+    match devices.saturating_sub(1) {
+        0 => "gpu:0".to_owned(),
+        last => format!("gpu:0 to gpu:{last}"),
+    }
+}
+
+/// An error of sharing, using or replacing the arena of a slot.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum ScopeError {
+    /// Invalid options.
+    #[error(transparent)]
+    Options(#[from] ConfigError),
+    /// The arena could not be opened.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// This `Memory` cannot do it now, for example in a forked child.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// A slot without a name.
+    #[error("the slot's name is empty: expected the name of a provider")]
+    NoName,
+    /// There is no such device.
+    #[error("{slot}: unknown device; expected {}", gpus(*devices))]
+    UnknownDevice {
+        /// The slot.
+        slot: Slot,
+        /// The number of devices, at least 1.
+        devices: usize,
+    },
+    /// The slot has no shared arena.
+    #[error("{slot} has no shared arena (never shared, or sharing has ended)")]
+    NotShared {
+        /// The slot.
+        slot: Slot,
+    },
+    /// The maximum number of slots has an arena.
+    #[error("too many slots: at most {max} can have an arena")]
+    TooManySlots {
+        /// The maximum.
+        max: usize,
+    },
+    /// More concurrent users than can be counted.
+    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
+    TooManyUsers {
+        /// The slot.
+        slot: Slot,
+        /// The maximum.
+        max: u32,
+    },
+    /// Other threads changed the slot's arena at every attempt.
+    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
+    Contended {
+        /// The slot.
+        slot: Slot,
+        /// The number of attempts.
+        attempts: u32,
+    },
+}
