@@ -14,10 +14,7 @@ use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
-use lowtide::memory::{
-    ArenaError, DeviceReservation, DeviceReserveError, DeviceSelectError, DeviceSelector,
-    MemoryError, Steps,
-};
+use lowtide::memory::{DeviceReservation, DeviceSelector, MemoryError, Steps};
 use lowtide::{ByteSize, Memory};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
@@ -206,7 +203,7 @@ impl World {
         let ordinal = DeviceSelector::Ordinal(u32::try_from(device).expect("few devices"));
         match self.memory.devices().on(ordinal).reserve(bytes) {
             Ok(held) => self.held[device].push(held),
-            Err(DeviceReserveError::Device(DeviceSelectError::Lost { device: name, .. }))
+            Err(MemoryError::DeviceLost { device: name, .. })
                 if is_lost && name == uuid(device).to_string() => {}
             Err(error) => self.faults.push(format!("reserve on device {device}: {error}")),
         }
@@ -219,14 +216,19 @@ impl World {
         let opened = self.memory.devices().on(DeviceSelector::Uuid(uuid(device))).open_arena(&name);
         let arena = match opened {
             Ok(arena) => arena,
-            Err(MemoryError::Arena(ArenaError::Device {
-                error: DeviceSelectError::Lost { .. },
-                ..
-            })) if is_lost => return,
-            // The first to be told, or an arena that is lost before it was closed.
-            Err(MemoryError::Arena(ArenaError::Driver { .. } | ArenaError::Duplicate { .. }))
-                if self.sims[device].lost().is_some() =>
+            Err(MemoryError::OpenArena { cause, .. })
+                if is_lost && matches!(*cause, MemoryError::DeviceLost { .. }) =>
             {
+                return;
+            }
+            // The first to be told, or an arena that is lost before it was closed.
+            Err(MemoryError::OpenArena { cause, .. })
+                if matches!(*cause, MemoryError::Device(_))
+                    && self.sims[device].lost().is_some() =>
+            {
+                return;
+            }
+            Err(MemoryError::DuplicateArena { .. }) if self.sims[device].lost().is_some() => {
                 return;
             }
             Err(error) => return self.faults.push(format!("open on device {device}: {error}")),
@@ -237,14 +239,8 @@ impl World {
         self.note(device, "close", answer);
         drop(arena);
         // Closed arenas are dropped now, and not when some device's memory is due to decay.
-        let unknown = self.memory.devices().on(DeviceSelector::Number(99)).open_arena("none");
-        if !matches!(
-            unknown,
-            Err(MemoryError::Arena(ArenaError::Device {
-                error: DeviceSelectError::Unknown { .. },
-                ..
-            }))
-        ) {
+        let unknown = self.memory.devices().on(DeviceSelector::Number(99)).status();
+        if !matches!(unknown, Err(MemoryError::UnknownDevice { .. })) {
             self.faults.push(format!("device 99: {unknown:?}"));
         }
     }

@@ -5,8 +5,8 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -33,14 +33,14 @@ use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
 use super::fit::FitInForce;
-use super::flight::{Flight, FlightFile, LastExit, Recorder};
+use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
 use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
 use super::own_arena::Loads;
-use super::profiles::{self, Captures};
-use super::running::{Claim, THREADS};
-use super::running::{Ends, FLIGHT, Running, Started, Threads};
+use super::profiles::{self, Captures, Profiles};
+use super::running::{FLIGHT, RunningMemory, Started, ThreadEndGuard, Threads};
+use super::running::{ProcessClaim, THREADS};
 use super::sensor::{MemorySensor, SensorState};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
@@ -245,7 +245,7 @@ impl Builder {
     pub fn start(self) -> Result<Memory, StartError> {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
-        let claim = if self.is_detached { Claim::of_none() } else { Claim::take()? };
+        let claim = if self.is_detached { ProcessClaim::of_none() } else { ProcessClaim::take()? };
         let stack = self.stack.unwrap_or(STACK);
         let parts = self.assemble(config, claim)?;
         let background_threads = parts.background_threads;
@@ -263,7 +263,7 @@ impl Builder {
     pub fn start_stepped(self) -> Result<(Memory, Steps), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
-        let parts = builder.assemble(config, Claim::of_none())?;
+        let parts = builder.assemble(config, ProcessClaim::of_none())?;
         let running = Arc::new(running(&parts.shared));
         let clock = Arc::clone(&parts.shared.clock);
         let memory = Memory::of(parts.shared, running);
@@ -275,32 +275,46 @@ impl Builder {
         Vec::from_iter(variables_of_devices(&names, HAS_DEVICES))
     }
 
-    /// Opens the signals, and applies the settings of the heap, unless it is detached.
+    fn prepare_profiles(
+        &self,
+        config: &Config,
+        diagnostics: &mut Vec<Diagnostic>,
+    ) -> Option<Arc<Profiles>> {
+        if self.is_detached { None } else { profiles::prepare(config, diagnostics) }
+    }
+
+    /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
+    /// limit.
     fn settle_host(
         &mut self,
         config: &Config,
+        clock: &dyn Clock,
         diagnostics: &mut Vec<Diagnostic>,
-    ) -> (Arc<Signals>, SettledHeap) {
+    ) -> Result<(Arc<Signals>, SettledHeap), StartError> {
         if self.is_detached {
             let signals = settle_limit(config, Signals::none(), diagnostics);
-            return (Arc::new(signals), SettledHeap::default());
+            check_limit(config, &signals, clock, diagnostics)?;
+            return Ok((Arc::new(signals), SettledHeap::default()));
         }
         let signals = open_signals(config, self.signals.take(), diagnostics);
         let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
-        (Arc::new(signals), heap)
+        check_limit(config, &signals, clock, diagnostics)?;
+        Ok((Arc::new(signals), heap))
     }
 
     /// Creates the parts and connects them. Releases the claim if that fails.
-    fn assemble(mut self, config: Config, claim: Arc<Claim>) -> Result<Parts, StartError> {
+    fn assemble(
+        mut self,
+        config: Config,
+        claim: Arc<ProcessClaim>,
+    ) -> Result<AssembledParts, StartError> {
         let mut diagnostics = self.unused_variables();
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
-        let (signals, heap) = self.settle_host(&config, &mut diagnostics);
-        let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
-        check_limit(&config, &signals, &*clock, &mut diagnostics)?;
+        let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
+        let (signals, heap) = self.settle_host(&config, &*clock, &mut diagnostics)?;
         let (flight, recording) = Flight::open(&config, &signals, &mut diagnostics);
-        let profiles =
-            (!self.is_detached).then(|| profiles::prepare(&config, &mut diagnostics)).flatten();
+        let profiles = self.prepare_profiles(&config, &mut diagnostics);
         let (admission, resources) = (Admission::new(), Resources::new());
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
@@ -311,18 +325,20 @@ impl Builder {
             seen: SensorState::default(),
             captures: Captures::of(profiles.as_ref(), &config),
         };
-        let joined: Arc<Mutex<Option<Arc<Shared>>>> = Arc::default();
+        let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
         let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
         let (steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.unify();
-        let ladder = ladder(steps, &resources);
-        let settings = settings(&config, has_devices, heap.decay_interval);
-        let (admits, registry) = (admission.clone(), resources.clone());
-        let mut maintenance =
-            Maintenance::new(settings, Box::new(sensor), admits, registry, ladder)?;
+        let mut maintenance = Maintenance::new(
+            settings(&config, has_devices, heap.decay_interval),
+            Box::new(sensor),
+            admission.clone(),
+            resources.clone(),
+            ladder(steps, &resources),
+        )?;
         #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
         let shared = Arc::new(Shared {
@@ -352,9 +368,9 @@ impl Builder {
             fit: FitInForce::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
-            ending: super::runtime::Ending::default(),
+            ending: super::runtime::ExitSignal::default(),
         });
-        *lock(&joined) = Some(Arc::clone(&shared));
+        let _ = joined.set(Arc::clone(&shared));
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
@@ -362,7 +378,7 @@ impl Builder {
         // The first sample is taken here, so that the first request finds a measured allowance.
         shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
         let background_threads = heap.background_threads;
-        Ok(Parts { shared, maintenance, worker, background_threads, recording })
+        Ok(AssembledParts { shared, maintenance, worker, background_threads, recording })
     }
 }
 
@@ -455,7 +471,7 @@ impl Builder {
 }
 
 /// The connected parts of a `Memory` that does not run yet.
-struct Parts {
+struct AssembledParts {
     shared: Arc<Shared>,
     maintenance: Maintenance,
     worker: Worker,
@@ -607,7 +623,7 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
 }
 
 /// Returns the value that ends the threads. No thread runs yet.
-fn running(shared: &Shared) -> Running {
+fn running(shared: &Shared) -> RunningMemory {
     let mut other_bells = vec![Arc::clone(shared.flight.bell())];
     other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(profiles.bell())));
     let threads = Threads {
@@ -616,7 +632,7 @@ fn running(shared: &Shared) -> Running {
         other_bells,
         started: Mutex::new(Vec::with_capacity(THREADS + 2)),
     };
-    Running {
+    RunningMemory {
         is_ending: AtomicBool::new(false),
         threads,
         queue: Arc::clone(&shared.queue),
@@ -630,12 +646,12 @@ fn running(shared: &Shared) -> Running {
 
 /// Starts the two threads, and those of the profiler and the flight recorder. On failure the
 /// running ones are signalled to end.
-fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
-    let Parts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
+fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> {
+    let AssembledParts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
     let running = Arc::new(running(&joined));
     let (stop, bell) = (Arc::clone(&running.threads.stop), Arc::clone(&running.threads.bell));
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
-    let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
+    let ends = || ThreadEndGuard { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
     running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
         run_worker(&mut worker, &*clock);
@@ -650,7 +666,7 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
         shared.queue.close();
     })?;
     if let Some(file) = recording {
-        let recorder = Recorder::new(&joined, file);
+        let recorder = FlightRecorder::new(&joined, file);
         let stop = Arc::clone(&running.threads.stop);
         let about = "flight_recorder";
         launch_optional(&joined, &running.threads, (FLIGHT, about, stack), move || {
@@ -678,7 +694,7 @@ fn launch_optional(
     run: impl FnOnce() + Send + 'static,
 ) {
     shared.claim.threads.fetch_add(1, Ordering::AcqRel);
-    let ends = Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
+    let ends = ThreadEndGuard { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     if let Err(error) = threads.spawn(name, stack, ends, run) {
         shared.add_diagnostic(Diagnostic::warning(about, format!("off: {error}")));
     }
@@ -690,7 +706,7 @@ impl Threads {
         &self,
         name: &'static str,
         stack: ByteSize,
-        ends: Ends,
+        ends: ThreadEndGuard,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);

@@ -16,7 +16,7 @@ use lowtide_admission::PressureState;
 use lowtide_admission::{Admission, Budget, Level};
 
 use super::flight::RunEnd;
-use super::running::Running;
+use super::running::RunningMemory;
 use super::running::Shutdown;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
@@ -48,13 +48,13 @@ use super::snapshot::MemorySnapshot;
 /// ```
 #[derive(Clone)]
 #[must_use = "dropping the last handle ends the manager's threads"]
-pub struct Memory(pub(super) Arc<Inner>);
+pub struct Memory(pub(super) Arc<MemoryInner>);
 
 /// A handle to a [`Memory`] that does not keep it running.
 #[derive(Clone)]
 pub struct WeakMemory {
     shared: Weak<Shared>,
-    running: Weak<Running>,
+    running: Weak<RunningMemory>,
 }
 
 impl WeakMemory {
@@ -70,9 +70,9 @@ impl fmt::Debug for WeakMemory {
     }
 }
 
-pub(super) struct Inner {
+pub(super) struct MemoryInner {
     pub(super) shared: Arc<Shared>,
-    running: Arc<Running>,
+    running: Arc<RunningMemory>,
     /// Keeps `running` alive.
     admission: Admission,
 }
@@ -80,7 +80,7 @@ pub(super) struct Inner {
 /// Adds an event about a running request, if the admission belongs to a `Memory`.
 #[cfg(feature = "service")]
 pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str, text: String) {
-    if let Some(running) = admission.kept().and_then(|kept| kept.downcast_ref::<Running>())
+    if let Some(running) = admission.kept().and_then(|kept| kept.downcast_ref::<RunningMemory>())
         && running.claim.birth.is_here()
     {
         running.events.add(at, "cancel", route, text);
@@ -90,21 +90,21 @@ pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str
 /// Returns what the control loop publishes, if the admission belongs to a `Memory`.
 #[cfg(feature = "service")]
 pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState>> {
-    let running = admission.kept()?.downcast_ref::<Running>()?;
+    let running = admission.kept()?.downcast_ref::<RunningMemory>()?;
     Some(Arc::clone(&running.state))
 }
 
 /// Returns `true` if the admission belongs to a `Memory` that is about to end.
 #[cfg(feature = "service")]
 pub(crate) fn is_ending(admission: &Admission) -> bool {
-    let running = admission.kept().and_then(|kept| kept.downcast_ref::<Running>());
+    let running = admission.kept().and_then(|kept| kept.downcast_ref::<RunningMemory>());
     running.is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
 }
 
 impl Memory {
-    pub(super) fn of(shared: Arc<Shared>, running: Arc<Running>) -> Self {
+    pub(super) fn of(shared: Arc<Shared>, running: Arc<RunningMemory>) -> Self {
         let admission = shared.admission.keeping(running.clone());
-        Self(Arc::new(Inner { shared, running, admission }))
+        Self(Arc::new(MemoryInner { shared, running, admission }))
     }
 
     /// Returns a handle that does not keep the manager running, for loaders, clean-ups and hooks.
@@ -112,7 +112,7 @@ impl Memory {
     /// [`Memory::shutdown_blocking`].
     #[must_use]
     pub fn downgrade(&self) -> WeakMemory {
-        let Inner { shared, running, .. } = &*self.0;
+        let MemoryInner { shared, running, .. } = &*self.0;
         WeakMemory { shared: Arc::downgrade(shared), running: Arc::downgrade(running) }
     }
 

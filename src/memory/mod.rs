@@ -53,10 +53,9 @@ pub use builder::Steps;
 pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
-    ArenaError, ArenaReport, ArenaUse, DeviceReservation, DeviceReserveError, DeviceSelectError,
-    DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot, MemoryDevices, Replaced, Run,
-    ScopeError, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget, Slot, SlotKind,
-    SlotSnapshot,
+    ArenaReport, ArenaUse, DeviceReservation, DeviceSelector, DeviceSnapshot, DeviceStatus,
+    DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
+    SlotKind, SlotSnapshot,
 };
 pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;

@@ -13,8 +13,6 @@ use std::time::Duration;
 
 use crate::BoxError;
 #[cfg(feature = "device")]
-use crate::bytes::ByteSize;
-#[cfg(feature = "device")]
 use crate::device::DeviceArena;
 use lowtide_admission::{
     Backoff, Cost, LoadScope, Managed, ManagedBuilder, Reclaimable, Reclaimer, Resource as _,
@@ -22,7 +20,7 @@ use lowtide_admission::{
 
 use super::error::MemoryError;
 use super::manager::Memory;
-use super::own_arena::{DeviceMemory, OwnArena};
+use super::own_arena::{OwnArena, OwnDevice};
 
 impl Memory {
     /// Returns a builder for a resource that is loaded on first use, with the configured idle time.
@@ -62,7 +60,7 @@ impl Memory {
     pub(super) fn enclosed<T: Send + Sync + 'static>(
         &self,
         name: &str,
-        device: Option<Box<dyn DeviceMemory>>,
+        device: Option<OwnDevice>,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ResourceBuilder<T> {
         let shared = &self.0.shared;
@@ -253,27 +251,6 @@ impl Memory {
         load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ResourceBuilder<T> {
         let of_load = arena.clone();
-        self.enclosed(name, Some(Box::new(arena.clone())), move || load(&of_load))
-    }
-}
-
-#[cfg(feature = "device")]
-impl DeviceMemory for DeviceArena {
-    fn committed(&self) -> ByteSize {
-        self.snapshot().committed
-    }
-
-    fn active(&self) -> ByteSize {
-        self.snapshot().active
-    }
-
-    fn purge_from(&self, before: ByteSize) -> ByteSize {
-        // If the driver fails, idle memory decays later.
-        let _ = self.purge();
-        before.saturating_sub(self.snapshot().committed)
-    }
-
-    fn counts_as_host(&self) -> bool {
-        self.capabilities().counts_as_host()
+        self.enclosed(name, Some(arena.clone()), move || load(&of_load))
     }
 }

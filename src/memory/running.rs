@@ -3,7 +3,7 @@
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
-//! Invariants: at most one claim is held in a process; dropping [`Running`] waits for no thread but
+//! Invariants: at most one claim is held in a process; dropping [`RunningMemory`] waits for no thread but
 //! the flight recorder's, and for that at most [`RECORDED_WITHIN`].
 
 use std::fmt;
@@ -20,21 +20,21 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, JobQueue, PressureState};
 
 use super::error::StartError;
-use super::events::Events;
+use super::events::EventLog;
 use super::flight::{Flight, RunEnd};
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
 /// these are not kept alive after a shutdown.
-pub(super) struct Running {
+pub(super) struct RunningMemory {
     pub(super) threads: Threads,
     pub(super) queue: Arc<JobQueue>,
-    pub(super) claim: Arc<Claim>,
+    pub(super) claim: Arc<ProcessClaim>,
     /// `true` once the service is about to end, for its readiness.
     pub(super) is_ending: AtomicBool,
     /// Does not keep the manager running.
     pub(super) admission: Admission,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
-    pub(super) events: Arc<Events>,
+    pub(super) events: Arc<EventLog>,
     pub(super) flight: Arc<Flight>,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
     pub(super) state: Arc<PressureState>,
@@ -65,14 +65,14 @@ pub(super) struct Threads {
 pub(super) struct Started {
     pub(super) name: &'static str,
     pub(super) id: ThreadId,
-    pub(super) end: Arc<End>,
+    pub(super) end: Arc<ThreadEnd>,
     /// The handle, until the thread is joined.
     pub(super) handle: Option<JoinHandle<()>>,
 }
 
 /// Records that a thread has ended, also by a panic.
 #[derive(Default)]
-pub(super) struct End {
+pub(super) struct ThreadEnd {
     over: AtomicBool,
     /// One bell for each waiting shutdown, because a ring wakes one waiter.
     waiting: Mutex<Vec<Arc<Bell>>>,
@@ -132,7 +132,7 @@ impl Threads {
     }
 }
 
-impl End {
+impl ThreadEnd {
     fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
@@ -152,12 +152,12 @@ impl End {
 
 /// Dropped at the end of its thread: the last one releases the claim and wakes the waiting
 /// shutdowns.
-pub(super) struct Ends {
-    pub(super) end: Arc<End>,
-    pub(super) claim: Arc<Claim>,
+pub(super) struct ThreadEndGuard {
+    pub(super) end: Arc<ThreadEnd>,
+    pub(super) claim: Arc<ProcessClaim>,
 }
 
-impl Drop for Ends {
+impl Drop for ThreadEndGuard {
     fn drop(&mut self) {
         if self.claim.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.claim.release();
@@ -169,7 +169,7 @@ impl Drop for Ends {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningMemory {
     fn drop(&mut self) {
         if !self.claim.birth.is_here() {
             return;
@@ -203,7 +203,7 @@ const NOWHERE: u64 = u64::MAX;
 
 /// The right to run the one `Memory` of this process. Released once: by the last of its threads
 /// when it ends, or when every handle is dropped.
-pub(super) struct Claim {
+pub(super) struct ProcessClaim {
     held: AtomicBool,
     /// The number of threads that have not ended.
     pub(super) threads: AtomicUsize,
@@ -212,7 +212,7 @@ pub(super) struct Claim {
     pub(super) is_attached: bool,
 }
 
-impl Claim {
+impl ProcessClaim {
     /// Takes the claim; `None` if another `Memory` holds it.
     ///
     /// # Errors
@@ -242,7 +242,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for ProcessClaim {
     fn drop(&mut self) {
         self.release();
     }

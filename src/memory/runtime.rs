@@ -116,9 +116,9 @@ impl Memory {
 
 /// Completes the futures of `Memory::terminated` when the policy for exhaustion ends the process.
 #[derive(Debug, Default)]
-pub(super) struct Ending(watch::Sender<bool>);
+pub(super) struct ExitSignal(watch::Sender<bool>);
 
-impl Ending {
+impl ExitSignal {
     pub(super) fn begin(&self) {
         self.0.send_replace(true);
     }

@@ -29,12 +29,12 @@ use super::breakdown::{Breakdown, PartKind, list};
 #[cfg(feature = "device")]
 use super::devices::Devices;
 use super::error::{Diagnostic, MemoryError, Severity};
-use super::events::{Events, Text};
+use super::events::EventLog;
 use super::fit::FitInForce;
 use super::flight::Flight;
 use super::own_arena::Loads;
 use super::profiles::Profiles;
-use super::running::Claim;
+use super::running::ProcessClaim;
 use super::slow_value::SlowValue;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
 use super::trend::MetricsHistory;
@@ -62,8 +62,8 @@ pub(super) struct Shared {
     pub(super) bound_arenas: Option<u32>,
     pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,
-    pub(super) claim: Arc<Claim>,
-    pub(super) events: Arc<Events>,
+    pub(super) claim: Arc<ProcessClaim>,
+    pub(super) events: Arc<EventLog>,
     pub(super) flight: Arc<Flight>,
     pub(super) history: MetricsHistory,
     pub(super) quiet_times: QuietTimes,
@@ -74,7 +74,7 @@ pub(super) struct Shared {
     pub(super) fit: FitInForce,
     pub(super) loads: Loads,
     #[cfg(feature = "tokio")]
-    pub(super) ending: super::runtime::Ending,
+    pub(super) ending: super::runtime::ExitSignal,
 }
 
 /// Counts of purges, for metrics.
@@ -180,7 +180,7 @@ impl Shared {
         let purged = Purged { heap, device, took };
         if !purged.released().is_zero() {
             let (at, released) = (self.clock.since_epoch(), purged.released().get());
-            self.events.add_sum(at, "purge", trigger.name(), released, |sum| Text::Bytes.of(sum));
+            self.events.add_sum(at, "purge", trigger.name(), released);
         }
         log!(
             debug,

@@ -63,14 +63,14 @@ struct Windows {
     /// The start of the current window; `None` before the first figure.
     start: Option<Moment>,
     /// The least figure of the current window so far.
-    lowest: Option<Seen>,
+    lowest: Option<TimedPoint>,
     /// `true` once a quiet time of the current window was reported.
     is_reported: bool,
-    points: VecDeque<Seen>,
+    points: VecDeque<TimedPoint>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct TimedPoint {
     now: Moment,
     point: QuietPoint,
 }
@@ -92,7 +92,7 @@ impl QuietTimes {
     /// the first figure of the second half that is no larger than those of the first half, or else
     /// the last figure.
     pub(super) fn add(&self, now: Moment, point: QuietPoint) -> bool {
-        lock(&self.0).add(Seen { now, point })
+        lock(&self.0).add(TimedPoint { now, point })
     }
 
     pub(super) fn trend(&self) -> LiveTrend {
@@ -107,7 +107,7 @@ impl QuietTimes {
 }
 
 impl Windows {
-    fn add(&mut self, seen: Seen) -> bool {
+    fn add(&mut self, seen: TimedPoint) -> bool {
         let start = *self.start.get_or_insert(seen.now);
         let elapsed = seen.now - start;
         let is_lowest = self.lowest.is_none_or(|lowest| seen.point.live <= lowest.point.live);
@@ -136,17 +136,17 @@ impl Windows {
         }
         self.length *= 2;
         let all = self.points.make_contiguous();
-        let lower = |pair: &[Seen]| pair.iter().min_by_key(|seen| seen.point.live).copied();
+        let lower = |pair: &[TimedPoint]| pair.iter().min_by_key(|seen| seen.point.live).copied();
         self.points = all.chunks(2).filter_map(lower).collect();
     }
 }
 
 /// The median of the slopes between each two points (Theil 1950, Sen 1968): at most 496.
-fn growth_per_hour(points: &[Seen]) -> Option<f64> {
+fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
     if points.len() < TREND_MIN {
         return None;
     }
-    let slope = |one: &Seen, other: &Seen| {
+    let slope = |one: &TimedPoint, other: &TimedPoint| {
         let seconds = (other.now - one.now).as_secs_f64();
         let growth = other.point.live.as_f64() - one.point.live.as_f64();
         (seconds > 0.0).then_some(growth / seconds * HOUR)

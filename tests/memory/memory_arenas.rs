@@ -12,7 +12,7 @@ use lowtide::config::{DeviceChoice, Fault};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Backend;
 use lowtide::device::{Buffer, DeviceError, PinnedConfig, PinnedKind, Region};
-use lowtide::memory::{ArenaError, ArenaUse, MemoryError, ScopeError, Slot, SlotSnapshot};
+use lowtide::memory::{ArenaUse, MemoryError, Slot, SlotSnapshot};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 
@@ -133,7 +133,7 @@ fn a_shared_arena_keeps_sessions_options_out_and_says_so() {
     memory.devices().unshare_arena(&slot()).expect("was shared");
     assert!(memory.devices().arena_options(&slot()).is_none());
     let again = memory.devices().unshare_arena(&slot());
-    assert_eq!(again, Err(ScopeError::NotShared { slot: slot() }));
+    assert_eq!(again, Err(MemoryError::NotShared { slot: slot() }));
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
@@ -158,8 +158,8 @@ fn an_arena_that_a_session_opened_can_be_shared_and_outlives_the_session() {
 fn cudas_pool_is_an_error_and_opens_no_second_pool_beside_a_shared_arena() {
     let memory = start();
     let pool = options(&[("arena.use_cuda_mempool", "1")]);
-    let unsupported = |error: ScopeError| match error {
-        ScopeError::Options(error) => {
+    let unsupported = |error: MemoryError| match error {
+        MemoryError::Options(error) => {
             assert!(matches!(&error.faults[..], [Fault::BadValue { .. }]), "{error}");
         }
         error => panic!("{error}"),
@@ -227,7 +227,7 @@ fn a_pinned_pool_is_an_arena_of_the_host_with_figures_decay_and_a_name() {
     assert_eq!(memory.devices().occupancy(64)[0].0, "staging");
     let taken =
         memory.devices().open_pinned_pool(config()).map(drop).expect_err("the name is in use");
-    assert!(matches!(taken, MemoryError::Arena(ArenaError::Duplicate { .. })), "{taken}");
+    assert!(matches!(taken, MemoryError::DuplicateArena { .. }), "{taken}");
     drop(buffer);
     until("idle memory decays", || arena().is_some_and(|arena| arena.committed.is_zero()));
     pool.close().expect("nothing is live");
@@ -340,7 +340,7 @@ fn a_replacement_that_fails_changes_nothing() {
     assert!(others.iter().all(Result::is_ok));
     let full =
         memory.devices().replace_arena(&slot(), &limit(4)).expect_err("every place is taken");
-    assert_eq!(full, ArenaError::TooMany { max: 64 }.into());
+    assert_eq!(full, MemoryError::TooManyArenas { max: 64 });
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
     let found = figures(&memory, &slot());
     assert_eq!((found.users, found.draining.len()), (1, 0));
@@ -355,26 +355,27 @@ fn a_slot_that_cannot_be_is_a_typed_error() {
     let none = ArenaOptions::new();
     let elsewhere = Slot::device(NAME, 1);
     let refused = |slot: &Slot| memory.devices().share_arena(slot, &none).expect_err("refused");
-    assert_eq!(refused(&Slot::device("", 0)), ScopeError::NoName);
+    assert_eq!(refused(&Slot::device("", 0)), MemoryError::NoSlotName);
     assert_eq!(
         refused(&elsewhere),
-        ScopeError::UnknownDevice { slot: elsewhere.clone(), devices: 1 }
+        MemoryError::UnknownSlot { slot: elsewhere.clone(), devices: 1 }
     );
     // A slot's arena and one that was opened by name would be one in metrics.
     let opened = memory.devices().open_arena(NAME).expect("free");
-    let duplicate = ArenaError::Duplicate { arena: NAME.to_owned() };
-    assert_eq!(refused(&slot()), duplicate.clone().into());
+    let duplicate = MemoryError::DuplicateArena { arena: NAME.to_owned() };
+    assert_eq!(refused(&slot()), duplicate);
     drop(opened);
     memory.devices().share_arena(&Slot::device("other", 0), &none).expect("shared");
     assert!(matches!(
         memory.devices().open_arena("other"),
-        Err(MemoryError::Arena(ArenaError::Duplicate { .. }))
+        Err(MemoryError::DuplicateArena { .. })
     ));
     assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
     let refused = memory.devices().share_arena(&slot(), &none).expect_err("no device");
-    assert_eq!(refused, ArenaError::NoDevice { arena: NAME.to_owned() }.into());
+    let cause = Box::new(MemoryError::NoDevice);
+    assert_eq!(refused, MemoryError::OpenArena { arena: NAME.to_owned(), cause });
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 

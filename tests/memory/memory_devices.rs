@@ -10,10 +10,7 @@ use lowtide::config::arena::ArenaOptions;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver};
 use lowtide::device::{DeviceError, PinnedConfig, Region};
-use lowtide::memory::{
-    ArenaError, Builder, DeviceReserveError, DeviceSelectError, DeviceSelector, MemoryError,
-    ScopeError, ShrinkOutcome, Slot, StartError,
-};
+use lowtide::memory::{Builder, DeviceSelector, MemoryError, ShrinkOutcome, Slot, StartError};
 use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Cost, Rejected};
@@ -128,7 +125,7 @@ fn a_device_is_chosen_by_number_ordinal_uuid_or_headroom_and_the_first_by_defaul
     let refused =
         memory.devices().share_arena(&Slot::device("CudaEp", 3), &ArenaOptions::default());
     let error = refused.expect_err("there is no fourth");
-    assert!(matches!(error, ScopeError::UnknownDevice { devices: 3, .. }), "{error:?}");
+    assert!(matches!(error, MemoryError::UnknownSlot { devices: 3, .. }), "{error:?}");
     assert!(error.to_string().ends_with("expected gpu:0 to gpu:2"), "{error}");
     let pool =
         memory.devices().on(DeviceSelector::Ordinal(6)).open_pinned_pool(PinnedConfig::new("pool"));
@@ -150,7 +147,7 @@ fn the_same_device_twice_and_too_many_devices_are_errors_that_name_them() {
     assert!(matches!(failed, Err(StartError::TooManyDevices { count: 17, max: 16 })), "{failed:?}");
     let failed = Memory::builder().devices([]).start().expect("without a device");
     let none = failed.devices().on(DeviceSelector::MostHeadroom).status();
-    assert_eq!(none.map(|device| device.number), Err(DeviceSelectError::NoDevice));
+    assert_eq!(none.map(|device| device.number), Err(MemoryError::NoDevice));
 }
 
 #[test]
@@ -166,7 +163,7 @@ fn each_device_has_a_budget_and_is_shrunk_by_its_number() {
     });
     let held = ask(second, 190).expect("half of the ceiling, at a factor of 2");
     let full = ask(second, 190).expect_err("the second device is full");
-    assert!(matches!(full, DeviceReserveError::Rejected(Rejected::Full { .. })), "{full}");
+    assert!(matches!(full, MemoryError::Rejected(Rejected::Full { .. })), "{full}");
     let other = ask(DeviceSelector::MostHeadroom, 190).expect("the first is not");
     assert_eq!(other.device(), DeviceSelector::Number(0));
     let reserved = || {
@@ -240,8 +237,8 @@ fn a_lost_device_is_published_as_lost_and_the_others_decay_and_admit_as_before()
     let rejected = memory.admission().try_admit(Cost::device(ByteSize::mib(1)));
     assert!(matches!(rejected, Err(Rejected::DeviceLost { .. })), "{rejected:?}");
     let opened = memory.devices().open_arena("more").expect_err("lost");
-    let MemoryError::Arena(ArenaError::Device { error, .. }) = &opened else { panic!("{opened}") };
-    let DeviceSelectError::Lost { device, .. } = error else { panic!("{error}") };
+    let MemoryError::OpenArena { cause, .. } = &opened else { panic!("{opened}") };
+    let MemoryError::DeviceLost { device, .. } = &**cause else { panic!("{cause}") };
     assert_eq!(device, &uuid(0).to_string());
     // The other one decays, is sampled, and admits.
     let (_, [(lost, held), (arena, buffer)]) = ((), arenas);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
-use lowtide::memory::{ArenaError, Builder, Diagnostic, MemoryError, Severity, StartError};
+use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
     AcquireError, AddError, Budget, Cost, RejectReason, Rejected, Resource, Signals,
@@ -321,12 +321,13 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     let arena = memory.devices().open_arena("one").expect("opens");
     assert_eq!(arena.limit(), ByteSize::mib(3));
     let twice = memory.devices().open_arena("one").map(drop);
-    assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
     assert!(memory.shutdown_blocking(SOON).is_clean());
 
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
     let refused = memory.devices().open_arena("one").map(drop);
-    assert_eq!(refused, Err(ArenaError::NoDevice { arena: "one".to_owned() }.into()));
+    let cause = Box::new(MemoryError::NoDevice);
+    assert_eq!(refused, Err(MemoryError::OpenArena { arena: "one".to_owned(), cause }));
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
@@ -340,7 +341,7 @@ fn a_closed_arena_gives_up_its_name_and_its_place() {
         arena.close().expect_err("a block is live");
         assert!(!arena.is_closed());
         let twice = memory.devices().open_arena("one").map(drop);
-        assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
+        assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
         drop(block);
         arena.close().expect("nothing is live");
         assert!(arena.is_closed());
@@ -349,7 +350,7 @@ fn a_closed_arena_gives_up_its_name_and_its_place() {
     assert_eq!(memory.snapshot().devices.arenas.len(), 1);
     drop(last); // its last handle, and no end: buffers may be there
     let twice = memory.devices().open_arena("one").map(drop);
-    assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
@@ -614,7 +615,10 @@ fn automatic_device_memory_in_host_memory_is_said() {
         };
         assert!(heap.contains("global_allocator!"), "else the heap is as it was asked for: {heap}");
         let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(2));
-        assert_eq!(cost, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
+        let permit = memory.admission().try_admit(cost).expect("fits");
+        let booked = permit.cost();
+        assert_eq!(booked, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
+        drop(permit);
         assert!(memory.shutdown_blocking(SOON).is_clean());
     });
 }

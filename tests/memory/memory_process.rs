@@ -14,8 +14,7 @@ use lowtide::config::arena::{ArenaOptions, RunOptions};
 use lowtide::config::{DeviceChoice, Profile, env};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
-    AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, ScopeError,
-    ShrinkError, Slot, StartError,
+    AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, Slot, StartError,
 };
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{AcquireError, Cost, LimitSource, Managed, UnloadError};
@@ -77,7 +76,7 @@ fn check_child(
     session: &ArenaUse,
 ) -> i32 {
     let (slot, none) = (session.slot().clone(), ArenaOptions::new());
-    let forked = ScopeError::Memory(MemoryError::Forked);
+    let forked = MemoryError::Forked;
     let unloaded = model.unload_now(Duration::ZERO);
     let later = memory.managed("later", || Ok(1)).register();
     memory.heap().request_purge();
@@ -99,7 +98,7 @@ fn check_child(
         memory.devices().unshare_arena(&slot) == Err(forked),
         memory.devices().arena_slots().is_empty()
             && memory.devices().arena_options(&slot).is_none(),
-        memory.devices().shrink("gpu:0") == Err(ShrinkError::Memory(MemoryError::Forked)),
+        memory.devices().shrink("gpu:0") == Err(MemoryError::Forked),
         memory.shutdown_blocking(SOON).forked,
     ])
 }

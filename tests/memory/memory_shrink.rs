@@ -7,7 +7,7 @@ use lowtide::config::DeviceChoice;
 use lowtide::config::arena::{ArenaOptions, RunOptions, SHRINK_OPTION, Targets};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
-use lowtide::memory::{ShrinkError, ShrinkOutcome, Slot};
+use lowtide::memory::{MemoryError, ShrinkOutcome, Slot};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 
@@ -64,12 +64,12 @@ fn a_wrong_selector_shrinks_nothing() {
     let idle = arena.glance().idle;
     for selector in ["gpu:0;gpu:1", "gpu:0;cpu:1", "gpu:0;gpu:4294967295"] {
         let error = memory.devices().shrink(selector).expect_err("no such device");
-        assert!(matches!(error, ShrinkError::UnknownTarget { .. }), "{error}");
+        assert!(matches!(error, MemoryError::UnknownTarget { .. }), "{error}");
         assert!(error.to_string().ends_with("expected cpu:0 or gpu:0"), "{error}");
     }
     for selector in ["", "gpu:0;", "gpu:0;npu:0", "gpu:x", "gpu:0;gpu:0"] {
         let error = memory.devices().shrink(selector).expect_err("no selector");
-        assert!(matches!(error, ShrinkError::Selector(_)), "{error}");
+        assert!(matches!(error, MemoryError::Options(_)), "{error}");
     }
     assert_eq!(arena.glance().idle, idle, "nothing was given back");
     assert!(memory.shutdown_blocking(SOON).is_clean());
@@ -81,7 +81,7 @@ fn a_run_shrinks_when_it_ends_and_a_wrong_selector_does_not_begin_it() {
     let arena = memory.devices().open_arena("embedder").expect("opens");
     let options = |selector| RunOptions::from_entries([(SHRINK_OPTION, selector)]).expect("valid");
     let refused = memory.devices().run(options("gpu:3")).expect_err("no such device");
-    assert!(matches!(refused, ShrinkError::UnknownTarget { .. }));
+    assert!(matches!(refused, MemoryError::UnknownTarget { .. }));
     let idle = || drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
     let run = memory.devices().run(options("gpu:0")).expect("begins");
     idle();
@@ -135,9 +135,9 @@ fn pinned_pools_belong_to_the_host() {
 
 #[test]
 fn selector_errors_are_values() {
-    let error: ShrinkError = "cpu".parse::<Targets>().unwrap_err().into();
+    let error: MemoryError = "cpu".parse::<Targets>().unwrap_err().into();
     let text = "selector=\"cpu\": expected targets such as cpu:0;gpu:0: \"cpu\" is not with the \
                 number of a device";
     assert_eq!(error.to_string(), text);
-    assert!(matches!(error, ShrinkError::Selector(_)));
+    assert!(matches!(error, MemoryError::Options(_)));
 }

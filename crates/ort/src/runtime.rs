@@ -18,7 +18,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
 use lowtide::memory::ResourceBuilder;
-use lowtide::memory::{ArenaError, Memory, MemoryError};
+use lowtide::memory::{Memory, MemoryError};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 
@@ -123,7 +123,7 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
         }
         // Its memory is on the GPU.
         Ok(arena) => drop(arena.close()),
-        Err(MemoryError::Arena(ArenaError::NoDevice { .. })) => {}
+        Err(MemoryError::OpenArena { cause, .. }) if *cause == MemoryError::NoDevice => {}
         Err(error) => return Err(OrtError::Arena(error.into())),
     }
     let arena = HostArena::new(ARENA_NAME).map_err(|error| OrtError::Arena(error.into()))?;

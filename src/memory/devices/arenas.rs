@@ -18,10 +18,9 @@ use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::Recovered;
 
-use super::device::{Counted, Device};
-use super::selector::{ArenaError, DeviceSelectError, DeviceSelector};
+use super::device::{CountedIn, Device};
+use super::selector::DeviceSelector;
 
 /// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;
@@ -101,8 +100,8 @@ impl Arenas {
     /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
-    /// [`ArenaError::TooMany`], [`ArenaError::Duplicate`].
-    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
+    /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
+    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
         lock(&self.0).admit(name, replaced)
     }
 
@@ -117,7 +116,7 @@ impl Arenas {
         pool: Option<&PinnedPool>,
         device: &Arc<Device>,
         replaced: Option<ArenaId>,
-    ) -> Result<ArenaId, ArenaError> {
+    ) -> Result<ArenaId, MemoryError> {
         let mut list = lock(&self.0);
         list.admit(arena.name(), replaced)?;
         list.given += 1;
@@ -164,13 +163,13 @@ impl Arenas {
 }
 
 impl ArenaList {
-    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
+    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
         if self.entries.len() >= ARENAS_MAX {
-            return Err(ArenaError::TooMany { max: ARENAS_MAX });
+            return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
         }
         let mut others = self.entries.iter().filter(|entry| Some(entry.id) != replaced);
         if others.any(|entry| !entry.drains && entry.arena.name() == name) {
-            return Err(ArenaError::Duplicate { arena: name.to_owned() });
+            return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
         }
         Ok(())
     }
@@ -214,8 +213,8 @@ impl MemoryDevices<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::Arena`] if there is no such device, it is lost, the driver fails, the name is
-    /// in use, or too many arenas are open; [`MemoryError::Forked`].
+    /// [`MemoryError::OpenArena`] if there is no such device, it is lost, or the driver fails;
+    /// [`MemoryError::DuplicateArena`], [`MemoryError::TooManyArenas`], [`MemoryError::Forked`].
     pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         self.open_arena_with(name, |_| {})
     }
@@ -239,8 +238,8 @@ impl MemoryDevices<'_> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`MemoryDevices::open_arena`]. [`ArenaError::Driver`] also if the driver cannot have
-    /// a setting ([`DeviceArena::open`]).
+    /// Those of [`MemoryDevices::open_arena`]. [`MemoryError::OpenArena`] also if the driver
+    /// cannot have a setting ([`DeviceArena::open`]).
     pub fn open_arena_with(
         &self,
         name: &str,
@@ -282,7 +281,7 @@ impl MemoryDevices<'_> {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`MemoryDevices::open_arena`] and, as [`ArenaError::Driver`], those of
+    /// The errors of [`MemoryDevices::open_arena`] and, as [`MemoryError::OpenArena`], those of
     /// [`PinnedPool::open`].
     pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
         let shared = self.shared();
@@ -299,7 +298,7 @@ impl MemoryDevices<'_> {
         shared.check_here()?;
         shared.sweep(); // so that what was closed, or has drained, takes no place
         shared.devices.arenas.admit(arena, None)?;
-        Ok(shared.device_for(self.selector, arena)?)
+        shared.device_for(self.selector, arena)
     }
 
     /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
@@ -347,12 +346,8 @@ impl Shared {
         &self,
         selector: DeviceSelector,
         arena: &str,
-    ) -> Result<Arc<Device>, ArenaError> {
-        let arena = || arena.to_owned();
-        self.select(selector).map_err(|error| match error {
-            DeviceSelectError::NoDevice => ArenaError::NoDevice { arena: arena() },
-            error => ArenaError::Device { arena: arena(), error },
-        })
+    ) -> Result<Arc<Device>, MemoryError> {
+        self.select(selector).map_err(|error| cannot_open(arena, error))
     }
 
     /// Opens an arena that is not in the list.
@@ -360,10 +355,10 @@ impl Shared {
         &self,
         device: &Device,
         config: ArenaConfig,
-    ) -> Result<DeviceArena, ArenaError> {
+    ) -> Result<DeviceArena, MemoryError> {
         let name = config.name.clone();
         let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
+            .map_err(|error| cannot_open(&name, error.into()))?;
         self.book_contents_of(&arena);
         Ok(arena)
     }
@@ -373,11 +368,11 @@ impl Shared {
         &self,
         device: &Device,
         config: PinnedConfig,
-    ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+    ) -> Result<(PinnedPool, DeviceArena), MemoryError> {
         let name = config.name.clone();
         let config = PinnedConfig { decay: self.config.device_decay.value, ..config };
         let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
+            .map_err(|error| cannot_open(&name, error.into()))?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
         // which use it for figures and the release of idle memory. A slot gives out the arena of
         // device memory only (`Generation::device_arena`).
@@ -433,17 +428,22 @@ impl Shared {
 
     /// Releases the idle memory of all arenas that count in the first device's budget, as a reclaim
     /// step: of the first device if it has memory of its own, otherwise of all in host memory.
-    pub(super) fn purge_arenas(&self) -> Recovered {
+    pub(super) fn purge_arenas(&self) -> ByteSize {
         let is_own = self.devices.has_own_memory();
         let is_counted = |listed: &Listed| {
-            let on_host = listed.device.counted != Counted::OnDevice
+            let on_host = listed.device.counted != CountedIn::OnDevice
                 || listed.arena.backend() == Backend::PinnedHost;
             if is_own { listed.device.number == 0 && !on_host } else { on_host }
         };
         let arenas = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
         let counted = arenas.filter(is_counted);
-        Recovered::of(counted.map(|listed| self.purged(&listed.arena)).sum())
+        counted.map(|listed| self.purged(&listed.arena)).sum()
     }
+}
+
+/// Returns the error of an arena, or a pool, that was not opened.
+pub(super) fn cannot_open(arena: &str, cause: MemoryError) -> MemoryError {
+    MemoryError::OpenArena { arena: arena.to_owned(), cause: Box::new(cause) }
 }
 
 /// Returns `true` if the error is that of a lost device.

@@ -55,7 +55,7 @@ impl MemoryDevices<'_> {
 const KEPT: Duration = Duration::from_secs(5);
 
 /// The memory of a device by its users, as NVML lists them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceProcesses {
@@ -96,7 +96,7 @@ pub struct DeviceProcesses {
 /// The last list, and what a query needs.
 #[derive(Debug, Default)]
 pub(super) struct ProcessLists {
-    last: SlowValue<Answers>,
+    last: SlowValue<NvmlAnswers>,
     /// NVML, between two queries, once it was opened.
     nvml: Arc<Mutex<Option<Nvml>>>,
     /// The least memory of this process outside its arenas that was seen, by device.
@@ -105,7 +105,7 @@ pub(super) struct ProcessLists {
 
 /// The answers of NVML by device.
 #[derive(Clone, Debug)]
-struct Answers {
+struct NvmlAnswers {
     by_device: BTreeMap<u32, Result<DeviceUsage, NvmlError>>,
     /// The memory committed by arenas at the begin of the query.
     arenas: BTreeMap<u32, ByteSize>,
@@ -135,7 +135,7 @@ impl ProcessLists {
             let opened = lock(&nvml).take();
             let (opened, by_device) = ask(opened, &uuids);
             *lock(&nvml) = opened;
-            Answers { by_device, arenas: before }
+            NvmlAnswers { by_device, arenas: before }
         };
         let reading = match self.last.read(clock, "lowtide-nvml", KEPT, ask) {
             Ok(reading) => reading,
@@ -196,23 +196,11 @@ fn failed(device: &Device, error: String) -> DeviceProcesses {
 }
 
 fn empty(device: &Device) -> DeviceProcesses {
-    DeviceProcesses {
-        number: device.number,
-        device: device.name.to_string(),
-        age: Duration::ZERO,
-        error: None,
-        used: None,
-        arenas: ByteSize::ZERO,
-        context_overhead: None,
-        own_unmanaged: None,
-        other_processes: None,
-        unattributed: None,
-        processes: Vec::new(),
-        omitted: 0,
-    }
+    let (number, device) = (device.number, device.name.to_string());
+    DeviceProcesses { number, device, ..DeviceProcesses::default() }
 }
 
-impl Answers {
+impl NvmlAnswers {
     /// Keeps the least memory of this process outside its arenas. Called only if these did not
     /// change during the query.
     fn see_least(&self, least: &mut BTreeMap<u32, ByteSize>) {

@@ -29,12 +29,9 @@ use lowtide_admission::{Admission, Budget, Ledger, Level, Thresholds};
 use super::arenas::is_loss;
 use super::report::DeviceSnapshot;
 
-/// The maximum number of devices: each has series of its own in metrics.
-pub(super) const DEVICES_MAX: usize = 16;
-
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counted {
+pub(super) enum CountedIn {
     /// The host's budget; the kernel's figures contain it.
     ByKernel,
     /// The host's budget; it is added to the kernel's figures.
@@ -43,7 +40,7 @@ pub(super) enum Counted {
     OnDevice,
 }
 
-impl Counted {
+impl CountedIn {
     pub(super) fn of(driver: &dyn Driver) -> Self {
         match driver.capabilities() {
             can if can.unified => Self::BesideKernel,
@@ -61,7 +58,7 @@ pub(in crate::memory) struct Device {
     /// Its name in metrics and errors: the UUID, or its number if the driver knows none.
     pub(super) name: Arc<str>,
     pub(super) driver: Arc<Guarded>,
-    pub(super) counted: Counted,
+    pub(super) counted: CountedIn,
     pub(super) watch: DeviceWatch,
     /// The account of a further device that has memory of its own. The first device's is in the
     /// admission of the `Memory`.
@@ -72,8 +69,8 @@ pub(in crate::memory) struct Device {
 
 impl Device {
     pub(super) fn new(number: u32, driver: Arc<dyn Driver>, watermark: f64) -> Self {
-        let counted = Counted::of(&*driver);
-        let has_account = number > 0 && counted == Counted::OnDevice;
+        let counted = CountedIn::of(&*driver);
+        let has_account = number > 0 && counted == CountedIn::OnDevice;
         Self {
             number,
             name: name_of(number, &*driver).into(),
@@ -108,7 +105,7 @@ impl Device {
     pub(super) fn ledger<'a>(&'a self, memory: &'a Admission) -> &'a Ledger {
         match (&self.admission, self.counted) {
             (Some(own), _) => own.ledger(Budget::Device),
-            (None, Counted::OnDevice) => memory.ledger(Budget::Device),
+            (None, CountedIn::OnDevice) => memory.ledger(Budget::Device),
             (None, _) => memory.ledger(Budget::Host),
         }
     }

@@ -14,7 +14,7 @@ use crate::device::driver::host::HostDriver;
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
 use super::GivenDrivers;
-use super::device::DEVICES_MAX;
+use super::selector::DEVICES_MAX;
 
 /// Opens the configured drivers, unless some are given.
 pub(super) fn open_drivers(

@@ -19,10 +19,13 @@ mod selector;
 mod shrink;
 mod slots;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::config::Config;
+use crate::config::arena::Target;
 use crate::device::driver::Driver;
+use crate::sync::Mutex;
 use lowtide_admission::{Admission, Maintenance};
 
 use super::error::{Diagnostic, StartError};
@@ -30,18 +33,19 @@ use super::manager::Memory;
 use super::shared::Shared;
 
 use arenas::Arenas;
-use device::{Counted, Device};
+use device::{CountedIn, Device};
 use report::Gone;
-use shrink::ShrinksAsked;
 use slots::Scopes;
 
 #[cfg(feature = "cuda")]
 pub use cuda::DeviceProcesses;
 pub use report::{DeviceSnapshot, DeviceStatus, DevicesSnapshot};
 pub use select::DeviceReservation;
-pub use selector::{ArenaError, DeviceReserveError, DeviceSelectError, DeviceSelector};
-pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
-pub use slots::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
+pub use selector::{DeviceSelector, Slot, SlotKind};
+pub use shrink::{Run, ShrinkOutcome, Shrunk, ShrunkTarget};
+pub use slots::{ArenaReport, ArenaUse, Replaced, SlotSnapshot};
+
+pub(super) use selector::known_targets;
 
 pub(super) use report::{ArenasSensor, Series};
 
@@ -79,10 +83,10 @@ pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
 
 /// The registered governors, of which some may have been dropped.
 #[cfg(feature = "cuda")]
-pub(super) type Governors =
-    crate::sync::Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
+pub(super) type Governors = Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
 
 /// The devices and the arenas of a `Memory`.
+#[derive(Default)]
 pub(in crate::memory) struct Devices {
     /// By number, the default one first; empty if the configured device is `none`.
     list: Vec<Arc<Device>>,
@@ -91,7 +95,8 @@ pub(in crate::memory) struct Devices {
     arenas: Arenas,
     scopes: Scopes,
     gone: Gone,
-    shrinks: ShrinksAsked,
+    /// The targets that dropped runs leave to the worker.
+    shrinks: Mutex<BTreeSet<Target>>,
     #[cfg(feature = "cuda")]
     governors: Governors,
     #[cfg(feature = "cuda")]
@@ -110,28 +115,17 @@ impl Devices {
         driver::check(&drivers)?;
         let watermark = config.device_watermark.value;
         let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
-        Ok(Self {
-            list: (0..).zip(drivers).map(device).collect(),
-            are_given,
-            arenas: Arenas::default(),
-            scopes: Scopes::default(),
-            gone: Gone::default(),
-            shrinks: ShrinksAsked::default(),
-            #[cfg(feature = "cuda")]
-            governors: Governors::default(),
-            #[cfg(feature = "cuda")]
-            processes: cuda::ProcessLists::default(),
-        })
+        Ok(Self { list: (0..).zip(drivers).map(device).collect(), are_given, ..Self::default() })
     }
 
     /// Returns `true` if the arenas of the default device have another budget than the host.
     pub(super) fn has_own_memory(&self) -> bool {
-        self.list.first().is_some_and(|device| device.counted == Counted::OnDevice)
+        self.list.first().is_some_and(|device| device.counted == CountedIn::OnDevice)
     }
 
     /// Returns `true` if some device has memory of its own.
     pub(super) fn any_own_memory(&self) -> bool {
-        self.list.iter().any(|device| device.counted == Counted::OnDevice)
+        self.list.iter().any(|device| device.counted == CountedIn::OnDevice)
     }
 
     /// Returns `true` if the default device's memory is the host's.

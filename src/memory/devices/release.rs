@@ -12,7 +12,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -23,7 +23,6 @@ use crate::memory::manager::Memory;
 use crate::memory::running::Shutdown;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
-use crate::sync::{Mutex, lock};
 use lowtide_admission::{
     Admission, Ask, Budget, Cost, Level, Permit, Reclaim, Recovered, Rejected,
 };
@@ -31,7 +30,7 @@ use lowtide_admission::{
 use super::Devices;
 use super::arenas::Listed;
 use super::arenas::is_loss;
-use super::device::{Counted, Device};
+use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
 
 impl Shared {
@@ -97,7 +96,7 @@ impl Shared {
             // A further device has no level.
             BudgetSnapshot::of(admission, Budget::Device, Level::None)
         });
-        let first = (device.number == 0 && device.counted == Counted::OnDevice)
+        let first = (device.number == 0 && device.counted == CountedIn::OnDevice)
             .then(|| self.budget(Budget::Device));
         DeviceStatus {
             number: device.number,
@@ -115,7 +114,7 @@ impl Shared {
     /// host's.
     pub(in crate::memory) fn committed_beside_kernel(&self) -> ByteSize {
         let list = self.devices.list.iter().filter(|_| self.birth.is_here());
-        let beside = list.filter(|device| device.counted == Counted::BesideKernel);
+        let beside = list.filter(|device| device.counted == CountedIn::BesideKernel);
         beside.map(|device| self.committed_on(device)).sum()
     }
 
@@ -231,13 +230,13 @@ impl Devices {
     pub(in crate::memory) fn settle_budgets(
         &self,
         admission: &Admission,
-        joined: &Arc<Mutex<Option<Arc<Shared>>>>,
+        joined: &Arc<OnceLock<Arc<Shared>>>,
         diagnostics: &mut Vec<Diagnostic>,
     ) -> (Vec<Arc<dyn Reclaim>>, bool) {
         if !self.has_own_memory() {
             admission.unify();
         }
-        if self.list.iter().any(|device| device.counted == Counted::BesideKernel) {
+        if self.list.iter().any(|device| device.counted == CountedIn::BesideKernel) {
             let text = "the device has no memory of its own: memory committed by arenas counts \
                         against the host's memory limit, and there is no device budget";
             diagnostics.push(Diagnostic::info("device", text.to_owned()));
@@ -247,46 +246,29 @@ impl Devices {
 
     /// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
     /// connected.
-    fn reclaim_steps(&self, joined: &Arc<Mutex<Option<Arc<Shared>>>>) -> Vec<Arc<dyn Reclaim>> {
-        let shared = || Arc::clone(joined);
-        let relieves = if self.has_own_memory() { Budget::Device } else { Budget::Host };
-        let stores = Arc::new(IdleStores { shared: shared() });
-        vec![stores, Arc::new(IdleMemory { shared: shared(), relieves })]
+    fn reclaim_steps(&self, joined: &Arc<OnceLock<Arc<Shared>>>) -> Vec<Arc<dyn Reclaim>> {
+        let own = if self.has_own_memory() { Budget::Device } else { Budget::Host };
+        let step = |name, relieves, release| -> Arc<dyn Reclaim> {
+            Arc::new(ArenaStep { name, relieves, release, shared: Arc::clone(joined) })
+        };
+        vec![
+            step("host memory for sleeping arenas", Budget::Host, Shared::release_stores),
+            step("idle device memory", own, Shared::purge_arenas),
+        ]
     }
 }
 
-/// The host memory that arenas keep for their next sleep.
-struct IdleStores {
-    shared: Arc<Mutex<Option<Arc<Shared>>>>,
-}
-
-impl Reclaim for IdleStores {
-    fn name(&self) -> &'static str {
-        "host memory for sleeping arenas"
-    }
-
-    fn relieves(&self) -> Budget {
-        Budget::Host
-    }
-
-    fn cost_rank(&self) -> u8 {
-        0
-    }
-
-    fn reclaim(&self, _ask: Ask) -> Recovered {
-        let shared = lock(&self.shared).clone();
-        shared.map_or(Recovered::NOTHING, |shared| Recovered::of(shared.release_stores()))
-    }
-}
-
-struct IdleMemory {
-    shared: Arc<Mutex<Option<Arc<Shared>>>>,
+/// Releases idle memory of arenas, or the host memory that they keep for their next sleep.
+struct ArenaStep {
+    name: &'static str,
     relieves: Budget,
+    release: fn(&Shared) -> ByteSize,
+    shared: Arc<OnceLock<Arc<Shared>>>,
 }
 
-impl Reclaim for IdleMemory {
+impl Reclaim for ArenaStep {
     fn name(&self) -> &'static str {
-        "idle device memory"
+        self.name
     }
 
     fn relieves(&self) -> Budget {
@@ -298,7 +280,7 @@ impl Reclaim for IdleMemory {
     }
 
     fn reclaim(&self, _ask: Ask) -> Recovered {
-        let shared = lock(&self.shared).clone();
-        shared.map_or(Recovered::NOTHING, |shared| shared.purge_arenas())
+        let released = self.shared.get().map(|shared| (self.release)(shared));
+        released.map_or(Recovered::NOTHING, Recovered::of)
     }
 }

@@ -33,7 +33,7 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::{DeviceFigures, Sample};
 
 use super::arenas::Arenas;
-use super::device::{Counted, Device};
+use super::device::{CountedIn, Device};
 
 /// The device arenas of a [`Memory`](crate::Memory), and its devices, at one instant.
 #[derive(Clone, Debug)]
@@ -201,13 +201,10 @@ pub(in crate::memory) struct Gone(Mutex<BTreeMap<OnDevice, ArenaSnapshot>>);
 impl Gone {
     /// Keeps the counts of an arena, unless there are too many names.
     pub(in crate::memory) fn add(&self, device: &str, mut last: ArenaSnapshot) {
-        const NONE: ByteSize = ByteSize::ZERO;
-        (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
-        (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
-        (last.largest_free, last.leases) = (NONE, 0);
-        (last.asleep, last.offloaded) = (NONE, NONE);
-        (last.exported, last.imported) = (NONE, NONE);
-        (last.pending, last.cached, last.metadata) = (NONE, NONE, NONE);
+        for size in sizes(&mut last) {
+            *size = ByteSize::ZERO;
+        }
+        (last.largest_free, last.leases) = (ByteSize::ZERO, 0);
         last.state = SleepState::default();
         let mut gone = lock(&self.0);
         let key = (device.to_owned(), last.name.clone());
@@ -238,24 +235,12 @@ impl Gone {
 }
 
 fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
-    let sizes = [
-        (&mut sum.live, other.live),
-        (&mut sum.asleep, other.asleep),
-        (&mut sum.offloaded, other.offloaded),
-        (&mut sum.requested, other.requested),
-        (&mut sum.active, other.active),
-        (&mut sum.idle, other.idle),
-        (&mut sum.committed, other.committed),
-        (&mut sum.reserved, other.reserved),
-        (&mut sum.holes, other.holes),
-        (&mut sum.exported, other.exported),
-        (&mut sum.pending, other.pending),
-        (&mut sum.cached, other.cached),
-        (&mut sum.metadata, other.metadata),
-        (&mut sum.imported, other.imported),
-    ];
-    for (size, more) in sizes {
-        *size = size.saturating_add(more);
+    let mut more = other.clone();
+    for (size, more) in sizes(sum).into_iter().zip(sizes(&mut more)) {
+        *size = size.saturating_add(*more);
+    }
+    for (total, more) in totals(sum).into_iter().zip(totals(&mut more)) {
+        *total = total.saturating_add(*more);
     }
     sum.live_peak = sum.live_peak.max(other.live_peak).max(sum.live);
     sum.committed_peak = sum.committed_peak.max(other.committed_peak).max(sum.committed);
@@ -264,36 +249,57 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
     (sum.backend, sum.state) = (other.backend, other.state);
     sum.lock_wait_total = sum.lock_wait_total.saturating_add(other.lock_wait_total);
     sum.leases = sum.leases.saturating_add(other.leases);
-    let failures = &mut sum.alloc_failures_total;
-    let totals = [
-        (&mut sum.allocs_total, other.allocs_total),
-        (&mut sum.frees_total, other.frees_total),
-        (&mut sum.sleeps_total, other.sleeps_total),
-        (&mut sum.wakes_total, other.wakes_total),
-        (&mut sum.wake_failures_total, other.wake_failures_total),
-        (&mut sum.release_panics_total, other.release_panics_total),
-        (&mut sum.parked_errors_total, other.parked_errors_total),
-        (&mut sum.remaps_total, other.remaps_total),
-        (&mut sum.remapped_bytes_total, other.remapped_bytes_total),
-        (&mut sum.moves_total, other.moves_total),
-        (&mut sum.moved_bytes_total, other.moved_bytes_total),
-        (&mut sum.trimmed_bytes_total, other.trimmed_bytes_total),
-        (&mut sum.shrunk_bytes_total, other.shrunk_bytes_total),
-        (&mut sum.shortage_callbacks_total, other.shortage_callbacks_total),
-        (&mut sum.shortage_panics_total, other.shortage_panics_total),
-        (&mut sum.lock_contended_total, other.lock_contended_total),
-        (&mut sum.commits_total, other.commits_total),
-        (&mut sum.decommits_total, other.decommits_total),
-        (&mut sum.committed_bytes_total, other.committed_bytes_total),
-        (&mut sum.decommitted_bytes_total, other.decommitted_bytes_total),
-        (&mut failures.limit, other.alloc_failures_total.limit),
-        (&mut failures.device, other.alloc_failures_total.device),
-        (&mut failures.addresses, other.alloc_failures_total.addresses),
-        (&mut failures.driver, other.alloc_failures_total.driver),
-    ];
-    for (total, more) in totals {
-        *total = total.saturating_add(more);
-    }
+}
+
+/// Returns the sizes, which a dropped arena has no more.
+const fn sizes(of: &mut ArenaSnapshot) -> [&mut ByteSize; 14] {
+    [
+        &mut of.live,
+        &mut of.asleep,
+        &mut of.offloaded,
+        &mut of.requested,
+        &mut of.active,
+        &mut of.idle,
+        &mut of.committed,
+        &mut of.reserved,
+        &mut of.holes,
+        &mut of.exported,
+        &mut of.pending,
+        &mut of.cached,
+        &mut of.metadata,
+        &mut of.imported,
+    ]
+}
+
+/// Returns the counters, which continue.
+const fn totals(of: &mut ArenaSnapshot) -> [&mut u64; 24] {
+    let failures = &mut of.alloc_failures_total;
+    [
+        &mut of.allocs_total,
+        &mut of.frees_total,
+        &mut of.sleeps_total,
+        &mut of.wakes_total,
+        &mut of.wake_failures_total,
+        &mut of.release_panics_total,
+        &mut of.parked_errors_total,
+        &mut of.remaps_total,
+        &mut of.remapped_bytes_total,
+        &mut of.moves_total,
+        &mut of.moved_bytes_total,
+        &mut of.trimmed_bytes_total,
+        &mut of.shrunk_bytes_total,
+        &mut of.shortage_callbacks_total,
+        &mut of.shortage_panics_total,
+        &mut of.lock_contended_total,
+        &mut of.commits_total,
+        &mut of.decommits_total,
+        &mut of.committed_bytes_total,
+        &mut of.decommitted_bytes_total,
+        &mut failures.limit,
+        &mut failures.device,
+        &mut failures.addresses,
+        &mut failures.driver,
+    ]
 }
 
 /// The maximum number of arenas and backends with series of their own, on all devices.
@@ -395,7 +401,7 @@ impl ArenasSensor {
             let figures = arena.control_figures();
             let (committed, idle) = (figures.committed, figures.idle);
             let is_pinned = arena.backend() == Backend::PinnedHost;
-            if device.counted == Counted::BesideKernel && !is_pinned {
+            if device.counted == CountedIn::BesideKernel && !is_pinned {
                 sample.physical = sample.physical.saturating_add(committed);
             }
             if device.is_lost() {
@@ -403,7 +409,7 @@ impl ArenasSensor {
             }
             sample.device_decay_due = sample.device_decay_due.min(figures.next_decay);
             sample.device_sleep_due = sample.device_sleep_due.min(figures.next_sleep);
-            if device.counted == Counted::OnDevice && !is_pinned {
+            if device.counted == CountedIn::OnDevice && !is_pinned {
                 if let Some(sum) = by_device.get_mut(device.number as usize) {
                     sum.committed = sum.committed.saturating_add(committed);
                     sum.idle = sum.idle.saturating_add(idle);
@@ -412,12 +418,12 @@ impl ArenasSensor {
             }
             sample.purgeable = sample.purgeable.saturating_add(idle);
             sample.decaying = sample.decaying.saturating_add(idle);
-            if device.counted == Counted::ByKernel {
+            if device.counted == CountedIn::ByKernel {
                 let other = sample.untracked_anonymous.saturating_sub(committed);
                 sample.untracked_anonymous = other;
             }
         });
-        let is_own = |device: &Arc<Device>| device.counted == Counted::OnDevice;
+        let is_own = |device: &Arc<Device>| device.counted == CountedIn::OnDevice;
         sample.device_sleep_takes_host = self.list.iter().any(is_own);
         if let Some(figures) =
             self.figures.first().filter(|_| self.list.first().is_some_and(is_own))

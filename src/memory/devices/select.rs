@@ -8,13 +8,13 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::device::driver::{Driver as _, DriverError};
 use crate::memory::devices::MemoryDevices;
-use crate::memory::error::Diagnostic;
+use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
 use lowtide_admission::{Cost, Permit};
 
-use super::device::{Counted, Device};
+use super::device::{CountedIn, Device};
 use super::report::DeviceStatus;
-use super::selector::{DeviceReserveError, DeviceSelectError, DeviceSelector};
+use super::selector::DeviceSelector;
 
 /// Reserved bytes of a device.
 #[derive(Debug)]
@@ -51,18 +51,18 @@ impl MemoryDevices<'_> {
     /// ```
     /// use lowtide::Memory;
     /// use lowtide::config::DeviceChoice;
-    /// use lowtide::memory::{DeviceSelectError, DeviceSelector};
+    /// use lowtide::memory::{DeviceSelector, MemoryError};
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     /// assert_eq!(memory.devices().on(DeviceSelector::MostHeadroom).status()?.number, 0);
     /// let unknown = memory.devices().on(DeviceSelector::Number(7)).status();
-    /// assert!(matches!(unknown, Err(DeviceSelectError::Unknown { .. })));
+    /// assert!(matches!(unknown, Err(MemoryError::UnknownDevice { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`DeviceSelectError`] if there is no such device, or it is lost.
-    pub fn status(&self) -> Result<DeviceStatus, DeviceSelectError> {
+    /// [`MemoryError`] if there is no such device, or it is lost.
+    pub fn status(&self) -> Result<DeviceStatus, MemoryError> {
         let shared = self.shared();
         shared.select(self.selector).map(|device| shared.status(&device))
     }
@@ -87,16 +87,16 @@ impl MemoryDevices<'_> {
     /// use http::{Response, StatusCode};
     /// use lowtide::admission::Rejected;
     /// use lowtide::config::DeviceChoice;
-    /// use lowtide::memory::{DeviceReserveError, DeviceSelectError, DeviceSelector};
+    /// use lowtide::memory::{DeviceSelector, MemoryError};
     /// use lowtide::service::rejection;
     /// use lowtide::{ByteSize, Memory};
     ///
-    /// fn answer(error: &DeviceReserveError, asked: ByteSize) -> Response<String> {
+    /// fn answer(error: &MemoryError, asked: ByteSize) -> Response<String> {
     ///     match error {
     ///         // 503 with Retry-After, or 413 if the bytes can never fit.
-    ///         DeviceReserveError::Rejected(rejected) => rejection(rejected),
+    ///         MemoryError::Rejected(rejected) => rejection(rejected),
     ///         // 503 without Retry-After: another instance may have a device that works.
-    ///         DeviceReserveError::Device(DeviceSelectError::Lost { .. }) => {
+    ///         MemoryError::DeviceLost { .. } => {
     ///             rejection(&Rejected::DeviceLost { asked })
     ///         }
     ///         // An unknown device is a mistake of the program.
@@ -123,14 +123,14 @@ impl MemoryDevices<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`DeviceReserveError`] if there is no such device, it is lost, or the bytes do not fit.
-    pub fn reserve(&self, bytes: ByteSize) -> Result<DeviceReservation, DeviceReserveError> {
+    /// [`MemoryError`] if there is no such device, it is lost, or the bytes do not fit.
+    pub fn reserve(&self, bytes: ByteSize) -> Result<DeviceReservation, MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
         let device = shared.select(self.selector)?;
         let cost = match device.counted {
-            Counted::OnDevice => Cost::device(bytes),
-            Counted::ByKernel | Counted::BesideKernel => Cost::host(bytes),
+            CountedIn::OnDevice => Cost::device(bytes),
+            CountedIn::ByKernel | CountedIn::BesideKernel => Cost::host(bytes),
         };
         let admission = device.admission.as_ref().unwrap_or(&shared.admission);
         let permit = admission.try_admit(cost)?;
@@ -140,13 +140,10 @@ impl MemoryDevices<'_> {
 
 impl Shared {
     /// Returns the device that the selector names.
-    pub(super) fn select(
-        &self,
-        selector: DeviceSelector,
-    ) -> Result<Arc<Device>, DeviceSelectError> {
+    pub(super) fn select(&self, selector: DeviceSelector) -> Result<Arc<Device>, MemoryError> {
         let list = &self.devices.list;
         if list.is_empty() {
-            return Err(DeviceSelectError::NoDevice);
+            return Err(MemoryError::NoDevice);
         }
         let has = |of: &dyn Fn(&Device) -> bool| list.iter().find(|device| of(device)).cloned();
         let found = match selector {
@@ -166,7 +163,7 @@ impl Shared {
             if known.is_empty() {
                 known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
             }
-            DeviceSelectError::Unknown { selector, known }
+            MemoryError::UnknownDevice { selector, known }
         };
         let device = found.ok_or_else(unknown)?;
         match device.lost() {
@@ -176,7 +173,7 @@ impl Shared {
     }
 
     /// Returns the device with the most headroom, and the fewest arenas among equal ones.
-    fn roomiest(&self) -> Result<Arc<Device>, DeviceSelectError> {
+    fn roomiest(&self) -> Result<Arc<Device>, MemoryError> {
         let (mut best, mut failed) = (None, None);
         for device in &self.devices.list {
             match device.headroom(&self.admission) {
@@ -190,7 +187,7 @@ impl Shared {
                     let silent = match device.lost() {
                         Some(error) => lost(device, error),
                         None => {
-                            DeviceSelectError::Silent { device: device.name.to_string(), error }
+                            MemoryError::DeviceSilent { device: device.name.to_string(), error }
                         }
                     };
                     failed.get_or_insert(silent);
@@ -199,7 +196,7 @@ impl Shared {
         }
         match (best, failed) {
             (Some((_, device)), _) => Ok(device),
-            (None, failed) => Err(failed.unwrap_or(DeviceSelectError::NoDevice)),
+            (None, failed) => Err(failed.unwrap_or(MemoryError::NoDevice)),
         }
     }
 
@@ -219,6 +216,6 @@ impl Shared {
     }
 }
 
-fn lost(device: &Device, error: &DriverError) -> DeviceSelectError {
-    DeviceSelectError::Lost { device: device.name.to_string(), error: error.clone() }
+fn lost(device: &Device, error: &DriverError) -> MemoryError {
+    MemoryError::DeviceLost { device: device.name.to_string(), error: error.clone() }
 }

@@ -13,46 +13,20 @@
 //! Invariant: there is one result for each target, in the order of the selector.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::config::ConfigError;
 use crate::config::arena::{RunOptions, Target, Targets};
 use crate::device::DeviceError;
 use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
+use crate::sync::lock;
 use lowtide_admission::Job;
-use lowtide_heap::{HostError, Outcome, ReleaseFailure, Unreleased};
-use thiserror::Error;
+use lowtide_heap::{Outcome, Unreleased};
 
-use super::device::DEVICES_MAX;
-
-/// The reason that nothing was shrunk.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ShrinkError {
-    /// The selector is invalid.
-    #[error(transparent)]
-    Selector(#[from] ConfigError),
-    /// There is no such device.
-    #[error("unknown target {target}: expected {}", names(*devices))]
-    UnknownTarget {
-        /// The target in the selector.
-        target: Target,
-        /// The number of devices, at least 1.
-        devices: usize,
-    },
-    /// This `Memory` cannot do it now, for example in a forked child.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-}
-
-fn names(devices: usize) -> String {
-    known(devices).map(|target| target.to_string()).collect::<Vec<_>>().join(" or ")
-}
+use super::selector::known_targets;
 
 /// The result of a shrink, by target.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -98,7 +72,7 @@ pub enum ShrinkOutcome {
         /// The bytes released by the other parts.
         released: ByteSize,
         /// The first failure.
-        cause: ShrinkFailure,
+        cause: MemoryError,
     },
 }
 
@@ -113,50 +87,25 @@ impl ShrinkOutcome {
     }
 }
 
-/// A failure in a shrink.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ShrinkFailure {
-    /// The process heap could not be purged.
-    #[error("cannot purge the heap: {0}")]
-    Heap(HostError),
-    /// The kernel did not take unused memory of the heap back.
-    #[error("{bytes} of unused heap memory stay resident: {cause}")]
-    Unreleased {
-        /// The memory that stays; later allocations use it first.
-        bytes: ByteSize,
-        /// The cause.
-        cause: ReleaseFailure,
-    },
-    /// An arena could not be shrunk.
-    #[error("cannot shrink arena {arena:?}: {error}")]
-    Arena {
-        /// The arena's name.
-        arena: String,
-        /// The cause.
-        error: DeviceError,
-    },
-}
-
 impl MemoryDevices<'_> {
     /// Shrinks the targets of the selector on this thread. Takes about 0.1 ms for each MiB
     /// released.
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::memory::ShrinkError;
+    /// use lowtide::memory::MemoryError;
     ///
     /// let memory = Memory::builder().start()?;
     /// let shrunk = memory.devices().shrink("cpu:0;gpu:0")?;
     /// assert_eq!(shrunk.targets.len(), 2); // each with its bytes, or the reason for none
-    /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(ShrinkError::UnknownTarget { .. })));
+    /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(MemoryError::UnknownTarget { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`ShrinkError`] if the selector is invalid, a target is unknown, or this is a forked child.
+    /// [`MemoryError`] if the selector is invalid, a target is unknown, or this is a forked child.
     /// Nothing is shrunk then.
-    pub fn shrink(&self, selector: &str) -> Result<Shrunk, ShrinkError> {
+    pub fn shrink(&self, selector: &str) -> Result<Shrunk, MemoryError> {
         let (shared, targets) = (self.shared(), selector.parse()?);
         shared.check_targets(&targets)?;
         Ok(shared.shrink(targets.iter()))
@@ -177,10 +126,10 @@ impl MemoryDevices<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`ShrinkError`] if a target is unknown, or this is a forked child.
-    pub fn run(&self, options: RunOptions) -> Result<Run, ShrinkError> {
+    /// [`MemoryError`] if a target is unknown, or this is a forked child.
+    pub fn run(&self, options: RunOptions) -> Result<Run, MemoryError> {
         let shared = self.shared();
-        shared.check_here().map_err(ShrinkError::from)?;
+        shared.check_here()?;
         options.shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
         Ok(Run { memory: self.memory.clone(), shrink: options.shrink })
     }
@@ -212,7 +161,7 @@ impl Drop for Run {
         let Some(targets) = self.shrink.take() else { return };
         let shared = &self.memory.0.shared;
         if shared.check_here().is_ok() {
-            shared.devices.shrinks.ask(targets.iter());
+            lock(&shared.devices.shrinks).extend(targets.iter());
             shared.queue.push_one(Job::DecayDevice);
         }
     }
@@ -225,17 +174,18 @@ impl fmt::Debug for Run {
 }
 
 impl Shared {
-    fn check_targets(&self, targets: &Targets) -> Result<(), ShrinkError> {
+    fn check_targets(&self, targets: &Targets) -> Result<(), MemoryError> {
         self.check_here()?;
         let devices = self.devices.list.len().max(1);
-        let exists = |target: &Target| known(devices).any(|known| known == *target);
+        let exists = |target: &Target| known_targets(devices).any(|known| known == *target);
         let unknown = targets.iter().find(|target| !exists(target));
-        unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target, devices }))
+        unknown.map_or(Ok(()), |target| Err(MemoryError::UnknownTarget { target, devices }))
     }
 
     /// Shrinks the targets of dropped runs.
     pub(in crate::memory) fn shrink_asked(&self) {
-        for shrunk in self.shrink(self.devices.shrinks.take()).targets {
+        let asked = std::mem::take(&mut *lock(&self.devices.shrinks));
+        for shrunk in self.shrink(asked.into_iter()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
                 self.add_diagnostic(Diagnostic::warning("device", cause.to_string()));
             }
@@ -263,8 +213,7 @@ impl Shared {
             match pool.purge() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {
-                    let arena = pool.name().to_owned();
-                    failed = failed.or(Some(ShrinkFailure::Arena { arena, error }));
+                    failed.get_or_insert_with(|| cannot_shrink(pool.name(), error));
                 }
             }
         }
@@ -292,13 +241,13 @@ impl Shared {
                 _ => match report.unreleased {
                     Some(Unreleased { bytes, cause, .. }) => ShrinkOutcome::Failed {
                         released: report.released(),
-                        cause: ShrinkFailure::Unreleased { bytes, cause },
+                        cause: MemoryError::Unreleased { bytes, cause },
                     },
                     None => ShrinkOutcome::Released(report.released()),
                 },
             },
             Err(error) => {
-                let cause = ShrinkFailure::Heap(error);
+                let cause = MemoryError::Heap(error);
                 ShrinkOutcome::Failed { released: ByteSize::ZERO, cause }
             }
         }
@@ -314,8 +263,7 @@ impl Shared {
             match arena.shrink() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {
-                    let arena = arena.name().to_owned();
-                    failed = failed.or(Some(ShrinkFailure::Arena { arena, error }));
+                    failed.get_or_insert_with(|| cannot_shrink(arena.name(), error));
                 }
             }
         }
@@ -326,29 +274,6 @@ impl Shared {
     }
 }
 
-/// The targets that may exist: the host, and as many devices as a `Memory` may have.
-fn targets() -> impl Iterator<Item = Target> {
-    std::iter::once(Target::Cpu(0)).chain((0..).take(DEVICES_MAX).map(Target::Gpu))
-}
-
-/// Returns the targets that exist with this number of devices. Without a device, `gpu:0` has one
-/// that releases nothing.
-pub(super) fn known(devices: usize) -> impl Iterator<Item = Target> {
-    targets().take(1 + devices.max(1))
-}
-
-/// The targets that the worker has to shrink: one bit for each.
-#[derive(Debug, Default)]
-pub(in crate::memory) struct ShrinksAsked(AtomicU32);
-
-impl ShrinksAsked {
-    pub(super) fn ask(&self, asked: impl Iterator<Item = Target>) {
-        let bits = asked.filter_map(|target| targets().position(|known| known == target));
-        self.0.fetch_or(bits.fold(0, |bits, at| bits | 1 << at), Ordering::Release);
-    }
-
-    pub(super) fn take(&self) -> impl Iterator<Item = Target> + use<> {
-        let bits = self.0.swap(0, Ordering::Acquire);
-        targets().enumerate().filter(move |(at, _)| bits & 1 << at != 0).map(|(_, target)| target)
-    }
+fn cannot_shrink(arena: &str, error: DeviceError) -> MemoryError {
+    MemoryError::ShrinkArena { arena: arena.to_owned(), cause: Box::new(error.into()) }
 }

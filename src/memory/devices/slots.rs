@@ -30,7 +30,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::ConfigError;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, Reason};
 use crate::decay::DecayTime;
 use crate::device::driver::{Backend, Driver as _};
@@ -44,11 +43,10 @@ use crate::memory::error::MemoryError;
 use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
 use bytemuck::Pod;
-use thiserror::Error;
 
-use super::arenas::{ArenaId, Arenas};
+use super::arenas::{ArenaId, Arenas, cannot_open};
 use super::device::Device;
-use super::selector::{ArenaError, DeviceSelector};
+use super::selector::{DeviceSelector, Slot, SlotKind};
 
 /// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
@@ -84,30 +82,30 @@ impl MemoryDevices<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
     /// opened. Nothing is changed then.
     pub fn share_arena(
         &self,
         slot: &Slot,
         options: &ArenaOptions,
-    ) -> Result<ArenaReport, ScopeError> {
+    ) -> Result<ArenaReport, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        Ok(place.act(shared, Act::Share, options)?.report)
+        Ok(place.act(shared, SlotAction::Share, options)?.report)
     }
 
     /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
     ///
     /// # Errors
-    /// [`ScopeError::NotShared`] if the slot has no shared arena;
-    /// [`MemoryError::Forked`](crate::memory::MemoryError::Forked).
-    pub fn unshare_arena(&self, slot: &Slot) -> Result<(), ScopeError> {
+    /// [`MemoryError::NotShared`] if the slot has no shared arena;
+    /// [`MemoryError::Forked`].
+    pub fn unshare_arena(&self, slot: &Slot) -> Result<(), MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
         let place = lock(&shared.devices.scopes.0).get(slot).cloned();
         match place {
             Some(place) if place.unshare() => Ok(()),
-            _ => Err(ScopeError::NotShared { slot: slot.clone() }),
+            _ => Err(MemoryError::NotShared { slot: slot.clone() }),
         }
     }
 
@@ -115,12 +113,12 @@ impl MemoryDevices<'_> {
     /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
     ///
     /// # Errors
-    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
     /// opened. Nothing is changed then.
-    pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, ScopeError> {
+    pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = place.act(shared, Act::Use, session)?;
+        let done = place.act(shared, SlotAction::Use, session)?;
         Ok(ArenaUse::new(place, done.report))
     }
 
@@ -132,16 +130,16 @@ impl MemoryDevices<'_> {
     /// Blocks while the old arena's idle memory is released: about 0.1 ms for each MiB.
     ///
     /// # Errors
-    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
     /// opened. Nothing is changed then.
     pub fn replace_arena(
         &self,
         slot: &Slot,
         options: &ArenaOptions,
-    ) -> Result<Replaced, ScopeError> {
+    ) -> Result<Replaced, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = place.act(shared, Act::Replace, options)?;
+        let done = place.act(shared, SlotAction::Replace, options)?;
         let arena = done.old.as_ref().map(|old| old.any_arena());
         let draining = arena.map(|arena| arena.glance().live);
         let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
@@ -178,18 +176,18 @@ impl MemoryDevices<'_> {
 
 impl Shared {
     /// Returns the state of a slot, which is created if there is none.
-    fn place(&self, slot: &Slot) -> Result<Arc<Place>, ScopeError> {
+    fn place(&self, slot: &Slot) -> Result<Arc<ArenaSlot>, MemoryError> {
         self.check_here()?;
         if slot.name.is_empty() {
-            return Err(ScopeError::NoName);
+            return Err(MemoryError::NoSlotName);
         }
         let list = &self.devices.list;
         if list.is_empty() && slot.device == 0 {
-            return Err(ArenaError::NoDevice { arena: slot.to_string() }.into());
+            return Err(cannot_open(&slot.to_string(), MemoryError::NoDevice));
         }
         let Some(device) = list.iter().find(|device| device.number == slot.device) else {
             let (slot, devices) = (slot.clone(), list.len().max(1));
-            return Err(ScopeError::UnknownDevice { slot, devices });
+            return Err(MemoryError::UnknownSlot { slot, devices });
         };
         let mut places = lock(&self.devices.scopes.0);
         if let Some(place) = places.get(slot) {
@@ -200,20 +198,20 @@ impl Shared {
             places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
         }
         if places.len() >= SLOTS_MAX {
-            return Err(ScopeError::TooManySlots { max: SLOTS_MAX });
+            return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
         }
         let device_limit = match slot.kind {
             SlotKind::Device => self.config.device_limit.value,
             SlotKind::Pinned => ByteSize::MAX,
         };
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
-        let place = Place::new(slot.clone(), self.birth, device_limit, device, arenas);
+        let place = ArenaSlot::new(slot.clone(), self.birth, device_limit, device, arenas);
         let place = Arc::new(place);
         places.insert(slot.clone(), Arc::clone(&place));
         Ok(place)
     }
 
-    fn places(&self) -> Vec<Arc<Place>> {
+    fn places(&self) -> Vec<Arc<ArenaSlot>> {
         lock(&self.devices.scopes.0).values().cloned().collect()
     }
 
@@ -245,7 +243,7 @@ impl Shared {
         device: &Device,
         name: String,
         resolution: &ArenaResolution,
-    ) -> Result<DeviceArena, ArenaError> {
+    ) -> Result<DeviceArena, MemoryError> {
         self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
         self.open_apart(device, resolution.config(self.arena_config(name)))
     }
@@ -257,7 +255,7 @@ impl Shared {
         device: &Device,
         name: String,
         limit: ByteSize,
-    ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+    ) -> Result<(PinnedPool, DeviceArena), MemoryError> {
         self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
         let kind = PinnedKind::PageLockedOrPageable;
         self.open_pool_apart(device, PinnedConfig { limit, kind, ..PinnedConfig::new(name) })
@@ -269,12 +267,12 @@ impl Shared {
 /// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
 #[must_use = "the arena is left when this is dropped"]
 pub struct ArenaUse {
-    place: Arc<Place>,
+    place: Arc<ArenaSlot>,
     report: ArenaReport,
 }
 
 impl ArenaUse {
-    pub(super) const fn new(place: Arc<Place>, report: ArenaReport) -> Self {
+    pub(super) const fn new(place: Arc<ArenaSlot>, report: ArenaReport) -> Self {
         Self { place, report }
     }
 
@@ -343,7 +341,7 @@ impl ArenaUse {
         arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
     }
 
-    fn serving(&self) -> Result<Option<Arc<Generation>>, DeviceError> {
+    fn serving(&self) -> Result<Option<Arc<ArenaGeneration>>, DeviceError> {
         if self.place.is_here() { Ok(self.place.serving()) } else { Err(DeviceError::Forked) }
     }
 
@@ -402,7 +400,7 @@ const ATTEMPTS_MAX: u32 = 8;
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Act {
+pub(super) enum SlotAction {
     Use,
     Share,
     Replace,
@@ -410,7 +408,7 @@ pub(super) enum Act {
 
 /// An arena that serves or has served a slot, with the options that it was opened with.
 #[derive(Debug)]
-pub(super) struct Generation {
+pub(super) struct ArenaGeneration {
     resolution: Arc<ArenaResolution>,
     /// Its number in the list of arenas.
     id: ArenaId,
@@ -438,7 +436,7 @@ impl Opened {
     }
 }
 
-impl Generation {
+impl ArenaGeneration {
     /// Returns the arena of either kind of memory, for figures and the release of idle memory.
     pub(super) const fn any_arena(&self) -> &DeviceArena {
         &self.opened.arena
@@ -455,23 +453,23 @@ impl Generation {
 }
 
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct ArenaSlot {
     slot: Slot,
     birth: Birth,
     /// lowtide's own limit, if it bounds this kind of memory.
     device_limit: ByteSize,
     pub(super) device: Arc<Device>,
     arenas: Arenas,
-    state: Mutex<State>,
+    state: Mutex<ArenaSlotState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ArenaSlotState {
     /// The number of changes of `serving`.
     changes: u64,
-    serving: Option<Arc<Generation>>,
+    serving: Option<Arc<ArenaGeneration>>,
     /// The draining generations, oldest first; at most as many as there are arenas.
-    draining: Vec<Arc<Generation>>,
+    draining: Vec<Arc<ArenaGeneration>>,
     layers: Layers,
     shared: bool,
     users: u32,
@@ -479,17 +477,17 @@ struct State {
 
 /// The slots of a `Memory`.
 #[derive(Debug, Default)]
-pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<Place>>>);
+pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>);
 
 /// The result of an operation.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) report: ArenaReport,
     /// The generation that drains since then; the caller calls [`begin_draining`] next.
-    pub(super) old: Option<Arc<Generation>>,
+    pub(super) old: Option<Arc<ArenaGeneration>>,
 }
 
-impl Place {
+impl ArenaSlot {
     pub(super) fn new(
         slot: Slot,
         birth: Birth,
@@ -517,14 +515,14 @@ impl Place {
     pub(super) fn act(
         &self,
         memory: &Shared,
-        act: Act,
+        act: SlotAction,
         options: &ArenaOptions,
-    ) -> Result<Done, ScopeError> {
+    ) -> Result<Done, MemoryError> {
         options.check_supported()?;
         for _ in 0..ATTEMPTS_MAX {
             let (changes, layers, replaced) = {
                 let mut state = lock(&self.state);
-                if act != Act::Replace
+                if act != SlotAction::Replace
                     && let Some(report) = self.join(&mut state, act, options)?
                 {
                     return Ok(Done { report, old: None });
@@ -550,37 +548,37 @@ impl Place {
             let conflicts = resolution.conflicts().to_vec();
             let report = ArenaReport { resolution, conflicts, opened: true };
             let resolution = Arc::clone(&report.resolution);
-            let old = state.serving.replace(Arc::new(Generation { resolution, id, opened }));
+            let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, id, opened }));
             state.changes += 1;
             state.layers = layers;
             state.draining.extend(old.clone());
             match act {
-                Act::Use => state.users = 1, // there was no arena, and so no user
-                Act::Share => state.shared = true,
-                Act::Replace => state.shared |= old.is_none(),
+                SlotAction::Use => state.users = 1, // there was no arena, and so no user
+                SlotAction::Share => state.shared = true,
+                SlotAction::Replace => state.shared |= old.is_none(),
             }
             return Ok(Done { report, old });
         }
-        Err(ScopeError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+        Err(MemoryError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
     }
 
     /// Counts another user of the serving arena; `None` if there is none.
     fn join(
         &self,
-        state: &mut State,
-        act: Act,
+        state: &mut ArenaSlotState,
+        act: SlotAction,
         options: &ArenaOptions,
-    ) -> Result<Option<ArenaReport>, ScopeError> {
+    ) -> Result<Option<ArenaReport>, MemoryError> {
         let Some(serving) = state.serving.clone() else { return Ok(None) };
         let (source, reason) = match act {
-            Act::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
-            Act::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
-            Act::Share | Act::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
+            SlotAction::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
+            SlotAction::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
+            SlotAction::Share | SlotAction::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
         };
-        if act == Act::Use {
+        if act == SlotAction::Use {
             let (users, max) = (state.users.checked_add(1), u32::MAX);
             let slot = || self.slot.clone();
-            state.users = users.ok_or_else(|| ScopeError::TooManyUsers { slot: slot(), max })?;
+            state.users = users.ok_or_else(|| MemoryError::TooManyUsers { slot: slot(), max })?;
         } else {
             state.shared = true;
             // In force when the arena is next replaced, with precedence over the first session's
@@ -593,14 +591,14 @@ impl Place {
     }
 
     /// Combines the earlier options and these.
-    fn layers(&self, state: &State, act: Act, options: &ArenaOptions) -> Layers {
+    fn layers(&self, state: &ArenaSlotState, act: SlotAction, options: &ArenaOptions) -> Layers {
         let mut layers = state.layers.clone();
         layers.device_limit = self.device_limit;
         layers.pinned = self.slot.kind == SlotKind::Pinned;
         match act {
-            Act::Use => layers.session = Some(options.clone()),
-            Act::Share => layers.shared = Some(options.clone()),
-            Act::Replace => {
+            SlotAction::Use => layers.session = Some(options.clone()),
+            SlotAction::Share => layers.shared = Some(options.clone()),
+            SlotAction::Replace => {
                 let before = layers.replacement.unwrap_or_default();
                 layers.replacement = Some(options.over(&before));
             }
@@ -614,7 +612,7 @@ impl Place {
         memory: &Shared,
         resolution: &ArenaResolution,
         replaced: Option<ArenaId>,
-    ) -> Result<Opened, ScopeError> {
+    ) -> Result<Opened, MemoryError> {
         let name = self.slot.to_string();
         self.arenas.admit(&name, replaced)?;
         if self.slot.kind == SlotKind::Pinned {
@@ -625,7 +623,7 @@ impl Place {
     }
 
     /// Returns the serving arena.
-    pub(super) fn serving(&self) -> Option<Arc<Generation>> {
+    pub(super) fn serving(&self) -> Option<Arc<ArenaGeneration>> {
         lock(&self.state).serving.clone()
     }
 
@@ -654,7 +652,7 @@ impl Place {
     }
 
     /// Starts to drain the arena if it has no users and is not shared. Its options are discarded.
-    fn retire(&self, state: &mut State) -> Option<Arc<Generation>> {
+    fn retire(&self, state: &mut ArenaSlotState) -> Option<Arc<ArenaGeneration>> {
         if state.shared || state.users > 0 {
             return None;
         }
@@ -695,8 +693,8 @@ impl Place {
 
     pub(super) fn snapshot(&self) -> SlotSnapshot {
         let state = lock(&self.state);
-        let figures = |generation: &Arc<Generation>| generation.any_arena().snapshot();
-        let pool = |generation: &Arc<Generation>| generation.pool().map(PinnedPool::snapshot);
+        let figures = |generation: &Arc<ArenaGeneration>| generation.any_arena().snapshot();
+        let pool = |generation: &Arc<ArenaGeneration>| generation.pool().map(PinnedPool::snapshot);
         SlotSnapshot {
             slot: self.slot.clone(),
             shared: state.shared,
@@ -711,55 +709,9 @@ impl Place {
 
 /// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
 /// call.
-pub(super) fn begin_draining(old: Option<&Generation>) {
+pub(super) fn begin_draining(old: Option<&ArenaGeneration>) {
     if let Some(old) = old {
         old.any_arena().set_decay(DecayTime::AtOnce);
-    }
-}
-
-/// A kind of memory of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum SlotKind {
-    /// Device memory.
-    Device,
-    /// Host memory for copies to and from the device, page-locked as far as the system allows: a
-    /// pool, with `arena.max_mem` as its limit.
-    Pinned,
-}
-
-/// The place of an arena: a provider, a device, a kind of memory.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot {
-    /// The provider's name, which metrics and errors use for its arenas.
-    pub name: String,
-    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0.
-    pub device: u32,
-    /// The kind of memory.
-    pub kind: SlotKind,
-}
-
-impl Slot {
-    /// Creates the slot of the device's memory.
-    #[must_use]
-    pub fn device(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, kind: SlotKind::Device }
-    }
-
-    /// Creates the slot of page-locked memory for that device.
-    #[must_use]
-    pub fn pinned(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, kind: SlotKind::Pinned }
-    }
-}
-
-impl fmt::Display for Slot {
-    /// `name` for an arena on device 0, as in metrics; `name:1`, `name:pinned`, `name:1:pinned`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)?;
-        if self.device > 0 {
-            write!(f, ":{}", self.device)?;
-        }
-        if self.kind == SlotKind::Pinned { f.write_str(":pinned") } else { Ok(()) }
     }
 }
 
@@ -807,66 +759,4 @@ pub struct SlotSnapshot {
     pub draining: Vec<ArenaSnapshot>,
     /// The serving pool, for pinned memory.
     pub pool: Option<PinnedSnapshot>,
-}
-
-/// Returns the names of this many devices.
-fn gpus(devices: usize) -> String {
-    match devices.saturating_sub(1) {
-        0 => "gpu:0".to_owned(),
-        last => format!("gpu:0 to gpu:{last}"),
-    }
-}
-
-/// An error of sharing, using or replacing the arena of a slot.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ScopeError {
-    /// Invalid options.
-    #[error(transparent)]
-    Options(#[from] ConfigError),
-    /// The arena could not be opened.
-    #[error(transparent)]
-    Arena(#[from] ArenaError),
-    /// This `Memory` cannot do it now, for example in a forked child.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-    /// A slot without a name.
-    #[error("the slot's name is empty: expected the name of a provider")]
-    NoName,
-    /// There is no such device.
-    #[error("{slot}: unknown device; expected {}", gpus(*devices))]
-    UnknownDevice {
-        /// The slot.
-        slot: Slot,
-        /// The number of devices, at least 1.
-        devices: usize,
-    },
-    /// The slot has no shared arena.
-    #[error("{slot} has no shared arena (never shared, or sharing has ended)")]
-    NotShared {
-        /// The slot.
-        slot: Slot,
-    },
-    /// The maximum number of slots has an arena.
-    #[error("too many slots: at most {max} can have an arena")]
-    TooManySlots {
-        /// The maximum.
-        max: usize,
-    },
-    /// More concurrent users than can be counted.
-    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
-    TooManyUsers {
-        /// The slot.
-        slot: Slot,
-        /// The maximum.
-        max: u32,
-    },
-    /// Other threads changed the slot's arena at every attempt.
-    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
-    Contended {
-        /// The slot.
-        slot: Slot,
-        /// The number of attempts.
-        attempts: u32,
-    },
 }

@@ -8,8 +8,9 @@
 //! that is allocated once. The thread `lowtide-flight` takes them, reads the kernel's signals
 //! itself, and writes the file. So neither the control loop nor the worker waits for a file, and a
 //! worker that is busy does not stop the recording. It looks at physical memory every
-//! [`LOOK_EVERY`], because a process may fill its limit within a second, and writes a look if memory
-//! moved by a [`MOVED_PART`]th of the limit. Every [`SAMPLE_EVERY`] it writes everything.
+//! [`LOOK_EVERY`], because a process may fill its limit within a second, and writes what it saw if
+//! memory moved by a [`MOVED_PART`]th of the limit, and every [`SAMPLE_EVERY`], from when it keeps a
+//! sample.
 //!
 //! Invariants: a recorder that cannot be started is a diagnostic, never an error of the start; the
 //! control loop never waits for it; once it has started, it allocates nothing but names of tenants, if
@@ -39,9 +40,8 @@ use super::error::Diagnostic;
 use super::events::Event;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::HistorySample;
 use file::{FlightError, LockedFile};
-use format::{EVENTS_MAX, PERMITS_MAX, PublishedResource, RESOURCES_MAX, Run, SAMPLES_MAX, Writer};
+use format::{EVENTS_MAX, HalfWriter, PERMITS_MAX, RESOURCES_MAX, RunIdentity, SAMPLES_MAX};
 use last_exit::Now;
 
 pub(super) use file::FlightFile;
@@ -52,9 +52,9 @@ pub use last_exit::{ExitCause, LastExit};
 /// The time between two looks at physical memory. An estimate: a process that allocates as fast as
 /// the kernel clears pages grows by some 100 MiB meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The time between two samples, each of which is written with all the rest.
+/// The time between two samples that are kept.
 const SAMPLE_EVERY: Duration = Duration::from_secs(1);
-/// A look is written if memory moved by the limit divided by this.
+/// A look is written too if memory moved by the limit divided by this.
 const MOVED_PART: u64 = 64;
 
 /// The part of the flight recorder that a `Memory` shares with its threads.
@@ -74,7 +74,7 @@ pub(super) struct Flight {
 #[derive(Debug, Default)]
 struct Published {
     sample: FlightSample,
-    resources: Vec<PublishedResource>,
+    resources: Vec<FlightResource>,
 }
 
 impl Flight {
@@ -135,7 +135,7 @@ impl Flight {
 
     /// Records how the run ends, unless it has ended.
     pub(super) fn end(&self, end: RunEnd) {
-        let (running, end) = (RunEnd::Running.as_u8(), end.as_u8());
+        let (running, end) = (RunEnd::Running as u8, end as u8);
         // An earlier end stays.
         let _ = self.end.compare_exchange(running, end, Ordering::AcqRel, Ordering::Acquire);
     }
@@ -149,7 +149,7 @@ impl Flight {
         published.resources.clear();
         published.resources.extend(snapshot.resources.iter().take(RESOURCES_MAX).map(|resource| {
             let measured = resource.measured.unwrap_or_default();
-            PublishedResource {
+            FlightResource {
                 name: Arc::clone(&resource.name),
                 loaded: resource.loaded,
                 host: measured.host.max(resource.cost.host),
@@ -162,40 +162,32 @@ impl Flight {
 /// Returns the figures of a snapshot that the recorder does not read itself.
 fn sample(snapshot: &MemorySnapshot) -> FlightSample {
     let history = snapshot.history_sample();
-    let sample = FlightSample {
+    FlightSample {
         required: snapshot.required(),
         heap_live: history.heap_live,
         heap_retained: history.heap_retained,
         other: snapshot.other(),
+        #[cfg(feature = "device")]
+        device_live: history.device_live,
+        #[cfg(feature = "device")]
+        device_retained: history.device_retained,
         ..FlightSample::default()
-    };
-    with_devices(sample, &history)
-}
-
-/// Adds the memory of device arenas.
-#[cfg(feature = "device")]
-const fn with_devices(sample: FlightSample, history: &HistorySample) -> FlightSample {
-    let (device_live, device_retained) = (history.device_live, history.device_retained);
-    FlightSample { device_live, device_retained, ..sample }
-}
-
-/// There are no device arenas.
-#[cfg(not(feature = "device"))]
-const fn with_devices(sample: FlightSample, _: &HistorySample) -> FlightSample {
-    sample
+    }
 }
 
 /// The recorder of a running `Memory`, on its own thread.
-pub(super) struct Recorder {
+pub(super) struct FlightRecorder {
     shared: Arc<Shared>,
     file: FlightFile,
-    run: Run,
+    run: RunIdentity,
     tracker: SignalTracker,
     machine_kills: MachineKills,
-    writer: Writer,
+    writer: HalfWriter,
     samples: VecDeque<FlightSample>,
+    /// Room for the permits, of which the first so many are those of the last sample.
     permits: Vec<RequestMemory>,
-    resources: Vec<PublishedResource>,
+    permits_now: usize,
+    resources: Vec<FlightResource>,
     started: Moment,
     /// The last look, and the last one that was written.
     looked: FlightSample,
@@ -203,10 +195,10 @@ pub(super) struct Recorder {
     sample_at: Moment,
 }
 
-impl Recorder {
+impl FlightRecorder {
     /// Allocates all that the recorder needs.
     pub(super) fn new(shared: &Arc<Shared>, file: FlightFile) -> Self {
-        let run = Run {
+        let run = RunIdentity {
             pid: std::process::id(),
             started_at: shared.clock.since_epoch(),
             boot_id: boot_id(),
@@ -220,9 +212,10 @@ impl Recorder {
             run,
             tracker: SignalTracker::new(Arc::clone(&shared.signals)),
             machine_kills: MachineKills::open(),
-            writer: Writer::new(),
+            writer: HalfWriter::new(),
             samples: VecDeque::with_capacity(SAMPLES_MAX),
             permits: std::iter::repeat_with(RequestMemory::with_room).take(PERMITS_MAX).collect(),
+            permits_now: 0,
             resources: Vec::with_capacity(RESOURCES_MAX),
             started,
             looked: FlightSample::default(),
@@ -239,10 +232,11 @@ impl Recorder {
             clock.wait_until(&bell, clock.now() + LOOK_EVERY);
         }
         self.looked = self.read();
-        self.record();
+        self.keep();
+        self.write(None);
     }
 
-    /// Looks at memory. Writes a sample if one is due, and else a look if memory moved.
+    /// Looks at memory. Keeps a sample if one is due, and writes that, or memory that moved.
     fn look(&mut self) {
         let before = self.looked;
         self.looked = self.read();
@@ -256,13 +250,10 @@ impl Recorder {
         let level_changed = self.looked.level != before.level;
         if now >= self.sample_at {
             self.sample_at = now + SAMPLE_EVERY;
-            self.record();
+            self.keep();
+            self.write(None);
         } else if moved > self.looked.limit.get() / MOVED_PART || level_changed {
-            self.written = self.looked.physical;
-            let sequence = self.file.next_look();
-            let bytes = self.writer.look(&self.run, sequence, &self.looked);
-            let written = self.file.write_look(bytes);
-            self.note(written);
+            self.write(Some(self.looked));
         }
     }
 
@@ -312,29 +303,33 @@ impl Recorder {
         self.looked.oom_kills = shared.signals.oom_kills();
     }
 
-    /// Adds the last look to the samples, and writes everything.
-    fn record(&mut self) {
+    /// Adds the last look to the samples.
+    fn keep(&mut self) {
         self.read_rest();
-        self.written = self.looked.physical;
-        if self.samples.len() == SAMPLES_MAX {
+        if self.samples.len() == SAMPLES_MAX - 1 {
             self.samples.pop_front();
         }
         self.samples.push_back(self.looked);
         let shared = &*self.shared;
-        let permits = shared.admission.largest_reserved(&mut self.permits, shared.clock.now());
+        self.permits_now = shared.admission.largest_reserved(&mut self.permits, shared.clock.now());
+    }
+
+    /// Writes everything, and a look after the last sample.
+    fn write(&mut self, look: Option<FlightSample>) {
+        self.written = self.looked.physical;
+        let (shared, writer) = (&*self.shared, &mut self.writer);
         let end = RunEnd::from_u8(shared.flight.end.load(Ordering::Acquire)).unwrap_or_default();
-        self.writer.begin(&self.run, end, self.machine_kills.read());
-        self.writer.samples(&self.samples);
-        let (list, mut count, writer) = (self.writer.begin_list(), 0, &mut self.writer);
+        writer.begin(&self.run, end, self.machine_kills.read());
+        writer.list(SAMPLES_MAX, self.samples.iter().chain(&look));
+        let (list, mut count) = (writer.begin_list(), 0);
         shared.events.last(EVENTS_MAX, |Event { at, kind, about, text, times, .. }| {
             writer.event(*at, *times, [kind, about, text]);
             count += 1;
         });
-        self.writer.end_list(list, count);
-        self.writer.permits(self.permits.get(..permits).unwrap_or_default());
-        self.writer.resources(&self.resources);
-        let bytes = self.writer.finish(&self.run, self.file.next_half());
-        let written = self.file.write_half(bytes);
+        writer.end_list(list, count);
+        writer.list(PERMITS_MAX, self.permits.iter().take(self.permits_now));
+        writer.list(RESOURCES_MAX, self.resources.iter());
+        let written = self.file.write_half(writer.finish(self.file.next_half()));
         self.note(written);
     }
 

@@ -11,7 +11,9 @@ use crate::bytes::ByteSize;
 use lowtide_admission::{Level, RequestMemory, RequestPhase};
 
 use super::file::{FlightError, LockedFile};
-use super::format::{Contents, FILE_BYTES, FlightSample, MARK, Run, RunEnd, Writer, *};
+use super::format::{
+    FILE_BYTES, FileContents, FlightSample, HalfWriter, MARK, RunEnd, RunIdentity, *,
+};
 use super::last_exit::{ExitCause, LastExit, Now};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -32,9 +34,9 @@ impl Chance {
     }
 }
 
-fn run() -> Run {
+fn run() -> RunIdentity {
     let started_at = Duration::from_secs(1_700_000_000);
-    Run { pid: 7, started_at, boot_id: [3; 16], cgroup: 4, version: "1.2.3".to_owned() }
+    RunIdentity { pid: 7, started_at, boot_id: [3; 16], cgroup: 4, version: "1.2.3".to_owned() }
 }
 
 fn sample(nth: u64) -> FlightSample {
@@ -81,7 +83,7 @@ fn permit(tenant: Option<&str>) -> RequestMemory {
 }
 
 /// A recording with so many samples.
-fn recording(samples: u64, end: RunEnd) -> Recording {
+fn recording(samples: u64, end: RunEnd) -> FlightRecording {
     let event = |at, kind: &str| FlightEvent {
         at: Duration::from_secs(at),
         kind: kind.to_owned(),
@@ -90,36 +92,30 @@ fn recording(samples: u64, end: RunEnd) -> Recording {
         times: at,
     };
     let [host, device] = [ByteSize::mib(8), ByteSize::mib(9)];
-    Recording {
+    FlightRecording {
         run: run(),
         end,
         machine_kills: Some(5),
         samples: (0..samples).map(sample).collect(),
         events: vec![event(1, "level"), event(2, "reject")],
         permits: vec![permit(None), permit(Some("a"))],
-        resources: vec![FlightResource { name: "model".to_owned(), loaded: true, host, device }],
+        resources: vec![FlightResource { name: "model".into(), loaded: true, host, device }],
     }
 }
 
 /// Writes a recording as a half with this sequence number.
-fn half(recording: &Recording, sequence: u64) -> Vec<u8> {
-    let mut writer = Writer::new();
+fn half(recording: &FlightRecording, sequence: u64) -> Vec<u8> {
+    let mut writer = HalfWriter::new();
     writer.begin(&recording.run, recording.end, recording.machine_kills);
-    writer.samples(&recording.samples.iter().copied().collect());
+    writer.list(SAMPLES_MAX, recording.samples.iter());
     let list = writer.begin_list();
     for FlightEvent { at, kind, about, text, times } in &recording.events {
         writer.event(*at, *times, [kind, about, text]);
     }
     writer.end_list(list, recording.events.len());
-    writer.permits(&recording.permits);
-    let resource = |of: &FlightResource| PublishedResource {
-        name: of.name.as_str().into(),
-        loaded: of.loaded,
-        host: of.host,
-        device: of.device,
-    };
-    writer.resources(&recording.resources.iter().map(resource).collect::<Vec<_>>());
-    writer.finish(&recording.run, sequence).to_vec()
+    writer.list(PERMITS_MAX, recording.permits.iter());
+    writer.list(RESOURCES_MAX, recording.resources.iter());
+    writer.finish(sequence).to_vec()
 }
 
 fn empty_file() -> Vec<u8> {
@@ -135,7 +131,7 @@ fn put(file: &mut [u8], at: usize, bytes: &[u8]) {
 /// Returns the number of samples of the recording in a file.
 fn samples(file: &[u8]) -> Option<usize> {
     match read(file) {
-        Contents::Recording(recording) => Some(recording.samples.len()),
+        FileContents::Recording(recording) => Some(recording.samples.len()),
         _ => None,
     }
 }
@@ -143,11 +139,11 @@ fn samples(file: &[u8]) -> Option<usize> {
 #[test]
 fn a_recording_is_read_as_it_was_written() {
     let mut file = empty_file();
-    assert_eq!(read(&file), Contents::Nothing, "it was never written");
+    assert_eq!(read(&file), FileContents::Nothing, "it was never written");
     for (nth, end) in RunEnd::ALL.into_iter().enumerate() {
         let written = recording(SAMPLES_MAX as u64, end);
         put(&mut file, HALVES_AT[nth % 2], &half(&written, nth as u64));
-        assert_eq!(read(&file), Contents::Recording(Box::new(written)));
+        assert_eq!(read(&file), FileContents::Recording(Box::new(written)));
     }
 }
 
@@ -168,7 +164,7 @@ fn lists_and_texts_are_cut_at_their_bounds_and_fit_in_a_half() {
     assert!(bytes.len() <= HALF_BYTES, "{}", bytes.len());
     let mut file = empty_file();
     put(&mut file, HALVES_AT[0], &bytes);
-    let Contents::Recording(found) = read(&file) else { panic!("it is whole") };
+    let FileContents::Recording(found) = read(&file) else { panic!("it is whole") };
     assert_eq!((found.samples.len(), found.events.len()), (SAMPLES_MAX, EVENTS_MAX));
     assert_eq!((found.permits.len(), found.resources.len()), (PERMITS_MAX, RESOURCES_MAX));
     assert_eq!((found.events[0].text.len(), found.permits[0].route.len()), (400, 64));
@@ -201,40 +197,22 @@ fn with_both_halves_damaged_the_cause_is_unknown() {
         put(&mut file, at, &bytes);
     }
     let found = read(&file);
-    assert_eq!(found, Contents::Unreadable);
+    assert_eq!(found, FileContents::Unreadable);
     let last = LastExit::of(found, &Now::default()).expect("there was a run");
     assert_eq!((last.cause, last.samples.len()), (ExitCause::Unknown, 0));
 }
 
 #[test]
-fn a_later_look_of_the_same_run_is_the_last_sample() {
-    let mut file = empty_file();
-    put(&mut file, HALVES_AT[0], &half(&recording(2, RunEnd::Running), 1));
-    let mut writer = Writer::new();
-    let later = [5, 6].map(sample);
-    for (nth, at) in LOOKS_AT.into_iter().enumerate() {
-        put(&mut file, at, writer.look(&run(), 2 - nth as u64, &later[1 - nth]));
-    }
-    let Contents::Recording(found) = read(&file) else { panic!("it is whole") };
-    assert_eq!(found.samples[2..], later);
-    // One of an earlier run, and one that the half already has.
-    let other = Run { pid: 8, ..run() };
-    put(&mut file, LOOKS_AT[0], writer.look(&other, 9, &later[1]));
-    put(&mut file, LOOKS_AT[1], writer.look(&run(), 3, &sample(1)));
-    assert_eq!(samples(&file), Some(2));
-}
-
-#[test]
 fn other_files_and_other_versions_are_told_apart() {
-    assert_eq!(read(&[]), Contents::Nothing);
-    assert_eq!(read(&[0; 100]), Contents::Nothing);
-    assert_eq!(read(b"root:x:0:0"), Contents::Foreign);
-    assert_eq!(read(&MARK[..5]), Contents::Foreign);
+    assert_eq!(read(&[]), FileContents::Nothing);
+    assert_eq!(read(&[0; 100]), FileContents::Nothing);
+    assert_eq!(read(b"root:x:0:0"), FileContents::Foreign);
+    assert_eq!(read(&MARK[..5]), FileContents::Foreign);
     let mut file = empty_file();
     put(&mut file, HALVES_AT[0], &half(&recording(2, RunEnd::Running), 1));
     assert_eq!(samples(&file[..HALVES_AT[1]]), Some(2), "the other half is cut off");
-    file[MARK.len() - 2] = b'2';
-    assert_eq!(read(&file), Contents::Unreadable);
+    file[MARK.len() - 2] = b'1';
+    assert_eq!(read(&file), FileContents::Unreadable);
 }
 
 #[test]
@@ -263,20 +241,20 @@ fn no_bytes_make_the_reader_panic_or_read_beyond_its_bounds() {
             }
             // A payload of noise whose checksum is right.
             _ => {
-                let mut writer = Writer::new();
+                let mut writer = HalfWriter::new();
                 writer.begin(&run(), RunEnd::Running, None);
                 for _ in 0..chance.below(400) {
                     let texts = ["\u{1}", "\0", "\u{7f}"];
                     writer.event(Duration::from_nanos(chance.next()), chance.next(), texts);
                 }
-                put(&mut file, HALVES_AT[0], writer.finish(&run(), chance.next()));
+                put(&mut file, HALVES_AT[0], writer.finish(chance.next()));
             }
         }
-        if let Contents::Recording(found) = read(&file) {
+        if let FileContents::Recording(found) = read(&file) {
             let counts = [found.samples.len(), found.events.len()];
-            let bounds = [SAMPLES_MAX + 2, EVENTS_MAX];
+            let bounds = [SAMPLES_MAX, EVENTS_MAX];
             assert!(counts.iter().zip(bounds).all(|(count, most)| *count <= most), "seed {seed}");
-            let _ = LastExit::of(Contents::Recording(found), &Now::default());
+            let _ = LastExit::of(FileContents::Recording(found), &Now::default());
         }
     }
 }
@@ -285,7 +263,7 @@ fn no_bytes_make_the_reader_panic_or_read_beyond_its_bounds() {
 fn concluded(last: FlightSample, end: RunEnd, now: Now) -> LastExit {
     let mut recording = recording(2, end);
     recording.samples.push(last);
-    let found = LastExit::of(Contents::Recording(Box::new(recording)), &now);
+    let found = LastExit::of(FileContents::Recording(Box::new(recording)), &now);
     found.expect("there was a run")
 }
 
@@ -327,8 +305,8 @@ fn the_cause_follows_from_the_kernels_counts_and_the_memory_at_the_end() {
         let last = concluded(last, end, now);
         assert_eq!(last.cause, cause, "{case}: {}", last.summary);
     }
-    let none = Recording { samples: Vec::new(), ..recording(0, running) };
-    let last = LastExit::of(Contents::Recording(Box::new(none)), &here).expect("a run");
+    let none = FlightRecording { samples: Vec::new(), ..recording(0, running) };
+    let last = LastExit::of(FileContents::Recording(Box::new(none)), &here).expect("a run");
     assert_eq!((last.cause, last.at), (ExitCause::Killed, None));
 }
 
@@ -349,7 +327,7 @@ fn the_summary_has_the_figures_from_which_the_cause_was_concluded() {
     assert_eq!((last.pid, last.version.as_str()), (7, "1.2.3"));
 }
 
-fn opened(path: &Path) -> Result<Contents, FlightError> {
+fn opened(path: &Path) -> Result<FileContents, FlightError> {
     LockedFile::open(path).map(|(_, contents)| contents)
 }
 
@@ -361,28 +339,27 @@ fn folder() -> tempfile::TempDir {
 fn recorded(path: &Path) {
     let (file, _) = LockedFile::open(path).expect("opens");
     let mut file = file.prepare().expect("room");
-    let (run, mut writer) = (Run::default(), Writer::new());
+    let (run, mut writer) = (RunIdentity::default(), HalfWriter::new());
     writer.begin(&run, RunEnd::ShutDown, None);
     (0..4).for_each(|_| {
         let list = writer.begin_list();
         writer.end_list(list, 0);
     });
-    let bytes = writer.finish(&run, file.next_half()).to_vec();
-    file.write_half(&bytes).expect("written");
+    file.write_half(writer.finish(file.next_half())).expect("written");
 }
 
 #[test]
 fn a_file_is_allocated_whole_and_read_by_the_next_run() {
     let folder = folder();
     let path = folder.path().join("recording");
-    assert_eq!(opened(&path).expect("created"), Contents::Nothing);
+    assert_eq!(opened(&path).expect("created"), FileContents::Nothing);
     recorded(&path);
     let found = fs::metadata(&path).expect("there");
     assert_eq!(found.len(), FILE_BYTES as u64);
     let blocks = std::os::unix::fs::MetadataExt::blocks(&found);
     assert!(blocks * 512 >= found.len(), "{blocks} blocks");
     let contents = opened(&path).expect("opens again");
-    assert!(matches!(contents, Contents::Recording(of) if of.end == RunEnd::ShutDown));
+    assert!(matches!(contents, FileContents::Recording(of) if of.end == RunEnd::ShutDown));
 }
 
 #[test]
@@ -393,7 +370,7 @@ fn two_recorders_of_one_file_exclude_each_other() {
     let first = first.prepare().expect("room");
     assert!(matches!(opened(&path), Err(FlightError::Locked { .. })));
     drop(first);
-    assert_eq!(opened(&path).expect("unlocked"), Contents::Nothing);
+    assert_eq!(opened(&path).expect("unlocked"), FileContents::Nothing);
 }
 
 #[test]
@@ -451,7 +428,7 @@ fn a_file_that_was_cut_or_extended_is_whole_again() {
         let is_mark_cut = 0 < length && length < MARK.len() as u64;
         assert_eq!(result.is_err(), is_mark_cut, "{length}");
         // The bug: the older half of a file that was cut told of a kill that never was.
-        let is_read = matches!(result, Ok(Contents::Recording(_)));
+        let is_read = matches!(result, Ok(FileContents::Recording(_)));
         assert_eq!(is_read, length > FILE_BYTES as u64, "{length}");
         if is_mark_cut {
             fs::remove_file(&path).expect("removed");
@@ -469,12 +446,12 @@ fn a_file_that_is_truncated_while_it_is_in_use_is_an_error_and_no_signal() {
     let (file, _) = LockedFile::open(&path).expect("opens");
     let mut file = file.prepare().expect("room");
     File::options().write(true).open(&path).expect("there").set_len(0).expect("cut");
-    let (run, mut writer) = (Run::default(), Writer::new());
-    let look = writer.look(&run, file.next_look(), &FlightSample::default()).to_vec();
-    let error = file.write_look(&look).expect_err("no page to write to");
+    let (run, mut writer) = (RunIdentity::default(), HalfWriter::new());
+    writer.begin(&run, RunEnd::Running, None);
+    let error = file.write_half(writer.finish(file.next_half())).expect_err("no page to write to");
     assert!(error.to_string().contains("the file was truncated"), "{error}");
     drop(file);
-    assert!(matches!(opened(&path), Ok(Contents::Nothing)));
+    assert!(matches!(opened(&path), Ok(FileContents::Nothing)));
 }
 
 /// The bug: the mark was written last, so that a start that was killed meanwhile left a file which

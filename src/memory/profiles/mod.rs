@@ -127,7 +127,7 @@ pub(super) fn run(
     clock: &dyn Clock,
     stop: &AtomicBool,
 ) {
-    let mut writer = folder.map(|path| Writer { path, folder: None, has_failed: false });
+    let mut writer = folder.map(|path| ProfileWriter { path, folder: None, has_failed: false });
     let mut suspects = Suspects::default();
     // Ends with `stop`; each iteration waits for a request.
     while !stop.load(Ordering::Acquire) {
@@ -155,7 +155,7 @@ fn compare(profiles: &Profiles, suspects: &mut Suspects, clock: &dyn Clock) {
 }
 
 /// Writes profiles to the folder.
-struct Writer<'a> {
+struct ProfileWriter<'a> {
     path: &'a Path,
     /// `None` until the first profile.
     folder: Option<Folder>,
@@ -163,7 +163,7 @@ struct Writer<'a> {
     has_failed: bool,
 }
 
-impl Writer<'_> {
+impl ProfileWriter<'_> {
     fn write(&mut self, cause: CaptureCause, required: ByteSize, clock: &dyn Clock) {
         let start = clock.now();
         let written = self.written(cause, required, clock.since_epoch());
