@@ -143,7 +143,7 @@ pub use bytes::ByteSize;
 #[cfg(feature = "cuda")]
 pub use cudarc;
 pub use lowtide_admission::{AcquireError, Admission, Cost, Managed, Permit, Rejected};
-pub use memory::{Builder, Memory, MemoryError, StartError};
+pub use memory::{Builder, Memory, MemoryError, ResourceBuilder, StartError};
 #[cfg(feature = "service")]
 pub use service::MemoryLayer;
 

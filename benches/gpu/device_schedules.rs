@@ -211,26 +211,21 @@ impl World {
 
     /// Opens an arena, uses it and closes it.
     fn open_and_close(&mut self, device: usize, size: usize) {
-        let is_lost = self.sims[device].lost().is_some();
         let name = format!("{device}.more");
         let opened = self.memory.devices().on(DeviceSelector::Uuid(uuid(device))).open_arena(&name);
         let arena = match opened {
             Ok(arena) => arena,
+            // Lost, or the first to be told, or an arena that is lost before it was closed.
             Err(MemoryError::OpenArena { cause, .. })
-                if is_lost && matches!(*cause, MemoryError::DeviceLost { .. }) =>
+                if self.sims[device].lost().is_some()
+                    && matches!(
+                        *cause,
+                        MemoryError::DeviceLost { .. } | MemoryError::Device(_)
+                    ) =>
             {
                 return;
             }
-            // The first to be told, or an arena that is lost before it was closed.
-            Err(MemoryError::OpenArena { cause, .. })
-                if matches!(*cause, MemoryError::Device(_))
-                    && self.sims[device].lost().is_some() =>
-            {
-                return;
-            }
-            Err(MemoryError::DuplicateArena { .. }) if self.sims[device].lost().is_some() => {
-                return;
-            }
+            Err(MemoryError::DuplicateArena { .. }) if self.sims[device].lost().is_some() => return,
             Err(error) => return self.faults.push(format!("open on device {device}: {error}")),
         };
         let answer = arena.alloc::<u8>(size, Region::Stable).map(drop);

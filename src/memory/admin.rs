@@ -1,28 +1,21 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
-//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake. They are queued without waiting for them, and executed on the worker; the
-//! outcome is kept in a short list. Authorization is the caller's responsibility.
+//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake. They
+//! are queued without waiting for them, and executed on the worker; the outcome is kept in a short
+//! list. Authorization is the caller's responsibility.
 //!
 //! Invariant: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
 //! started ends, also by a panic.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
+use crate::bytes::ByteSize;
+use crate::sync::{Mutex, lock};
 use thiserror::Error;
 
-use crate::bytes::ByteSize;
-#[cfg(feature = "device")]
-use crate::device::{DeviceArena, DeviceError, SleepOptions};
-use crate::sync::{Mutex, caught, lock};
-use lowtide_admission::fit::FitTerms;
-use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
-
 use super::error::MemoryError;
-use super::manager::Memory;
-use super::shared::Shared;
 
 /// The maximum number of waiting tasks; the worker runs them one at a time.
 const WAITING_MAX: usize = 8;
@@ -354,183 +347,6 @@ impl AdminTasks {
     /// Returns the tasks kept, oldest first.
     pub(super) fn all(&self) -> Vec<AdminTask> {
         lock(&self.0).kept.iter().cloned().collect()
-    }
-}
-
-impl Memory {
-    /// Returns a handle to the admin tasks, for endpoints of operators.
-    #[must_use]
-    pub fn admin(&self) -> MemoryAdmin<'_> {
-        MemoryAdmin(&self.0.shared)
-    }
-}
-
-/// The admin tasks of a `Memory`, from [`Memory::admin`].
-#[derive(Clone, Copy, Debug)]
-pub struct MemoryAdmin<'a>(&'a Shared);
-
-impl MemoryAdmin<'_> {
-    /// Queues a command for the worker and returns immediately, with the number of the task.
-    /// [`MemoryAdmin::tasks`] lists the outcome under this number. Meant for HTTP endpoints; code
-    /// calls the arena's functions directly.
-    ///
-    /// ```
-    /// use lowtide::Memory;
-    /// use lowtide::memory::{AdminError, AdminCommand};
-    ///
-    /// let memory = Memory::builder().start()?;
-    /// let id = memory.admin().run(AdminCommand::Purge)?;
-    /// assert_eq!(memory.admin().tasks()[0].id, id);
-    /// let sleep = AdminCommand::Sleep { arena: "embedder".to_owned() };
-    /// assert!(matches!(memory.admin().run(sleep), Err(AdminError::UnknownArena { .. })));
-    /// # Ok::<(), lowtide::BoxError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`AdminError`] if the command is not accepted; it is not queued then.
-    pub fn run(&self, command: AdminCommand) -> Result<u64, AdminError> {
-        let shared = self.0;
-        shared.check_here()?;
-        if shared.admission.is_closed() || shared.queue.is_closed() {
-            return Err(AdminError::Ended);
-        }
-        command.check()?;
-        match &command {
-            AdminCommand::Purge | AdminCommand::Fit { .. } => {}
-            AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
-            #[cfg(feature = "device")]
-            on_arena => drop(shared.check_arena(&on_arena.subject())?),
-            #[cfg(not(feature = "device"))]
-            on_arena => return Err(AdminError::no_arena(on_arena)),
-        }
-        let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
-        shared.queue.push_one(Job::AdminTask);
-        if shared.queue.is_closed() {
-            // The queue closed in between, and may have dropped the job.
-            return shared.admin_tasks.keep_if_begun(id);
-        }
-        Ok(id)
-    }
-
-    /// Returns the last admin tasks, oldest first: at most 16. Empty in a forked child.
-    #[must_use]
-    pub fn tasks(&self) -> Vec<AdminTask> {
-        self.0.here(|shared| shared.admin_tasks.all())
-    }
-}
-
-impl Shared {
-    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
-        let all = self.resources.all();
-        all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
-            let known = all.iter().map(|resource| resource.name().to_owned()).collect();
-            AdminError::UnknownResource { name: name.to_owned(), known }
-        })
-    }
-
-    /// Runs the oldest waiting task on this thread; `purge` is the worker's purge. Returns `true`
-    /// if others wait.
-    pub(super) fn run_admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
-        let Some((id, command)) = self.admin_tasks.begin() else { return false };
-        let done = caught(|| self.carry_out(id, &command, purge));
-        let state = match done {
-            Ok(Ok(Some(text))) => AdminTaskState::Done(text),
-            Ok(Ok(None)) => return self.admin_tasks.any_waits(),
-            Ok(Err(text)) => AdminTaskState::Failed(text),
-            Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
-        };
-        self.finish_task(id, &command, state)
-    }
-
-    /// Ends a task that was started. Returns `true` if others wait.
-    pub(super) fn finish_task(
-        &self,
-        id: u64,
-        command: &AdminCommand,
-        state: AdminTaskState,
-    ) -> bool {
-        let subject = &*command.subject();
-        let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
-        self.events.add(self.clock.since_epoch(), "admin", subject, text);
-        let others_wait = self.admin_tasks.end(id, state.clone());
-        log!(
-            info,
-            target: "lowtide",
-            admin_task = id,
-            command = command.name(),
-            subject,
-            state = state.name(),
-            outcome = state.outcome(),
-            "admin task finished"
-        );
-        others_wait
-    }
-
-    /// Returns the outcome; `None` if the task goes on.
-    fn carry_out(
-        &self,
-        id: u64,
-        command: &AdminCommand,
-        purge: impl FnOnce() -> ByteSize,
-    ) -> Result<Option<String>, String> {
-        match command {
-            AdminCommand::Purge => Ok(Some(format!("{} released", purge()))),
-            AdminCommand::Unload { resource } => self.unload_named(resource).map(Some),
-            &AdminCommand::Fit { limit, within, counts_page_cache } => {
-                let terms = limit.map(|limit| FitTerms { limit, within, counts_page_cache });
-                self.begin_fit(id, command, terms)
-            }
-            #[cfg(feature = "device")]
-            on_arena => self.run_on_arena(on_arena).map(Some),
-            #[cfg(not(feature = "device"))]
-            on_arena => Err(AdminError::no_arena(on_arena).to_string()),
-        }
-    }
-
-    fn unload_named(&self, name: &str) -> Result<String, String> {
-        let resource = self.resource_named(name).map_err(|error| error.to_string())?;
-        if resource.unload(UnloadReason::Manual) {
-            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
-            return Ok("unloaded".to_owned());
-        }
-        Err(match resource.stats() {
-            ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
-            ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
-        })
-    }
-}
-
-#[cfg(feature = "device")]
-impl Shared {
-    /// Returns the serving arena of this name.
-    fn check_arena(&self, name: &str) -> Result<DeviceArena, AdminError> {
-        let unknown = |known| AdminError::UnknownArena { name: name.to_owned(), known };
-        self.arena_named(name).map_err(unknown)
-    }
-
-    /// Executes a command on an arena. Returns the outcome, or the cause of its failure.
-    fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
-        let arena = self.check_arena(&command.subject()).map_err(|error| error.to_string())?;
-        let said = |error: DeviceError| error.to_string();
-        match command {
-            AdminCommand::Trim { keep, .. } => {
-                let released = arena.trim(*keep).map_err(said)?;
-                Ok(format!("{released} released"))
-            }
-            AdminCommand::Sleep { .. } => {
-                // No waiting for leases: the worker has other work.
-                let drain = Duration::ZERO;
-                let options = SleepOptions { drain, ..self.config.device_sleep().options };
-                let slept = arena.sleep(options).map_err(said)?;
-                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
-            }
-            // The only other one: a wake.
-            _ => {
-                // No waiting for memory: only this worker would release it.
-                let woken = arena.wake_at_once().map_err(said)?;
-                Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
-            }
-        }
     }
 }
 

@@ -27,6 +27,7 @@ use lowtide_admission::{
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
+use super::actions::{Hook, MaintenanceExecutor};
 use super::admin::AdminTasks;
 #[cfg(feature = "device")]
 use super::devices::{self, Devices, GivenDrivers};
@@ -34,14 +35,13 @@ use super::error::{Diagnostic, StartError};
 use super::events::shown;
 use super::fit::FitInForce;
 use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
-use super::hands::{Hook, MaintenanceExecutor};
 use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
-use super::own_arena::Loads;
 use super::profiles::{self, Captures, Profiles};
 use super::running::{FLIGHT, RunningMemory, Started, ThreadEndGuard, Threads};
 use super::running::{ProcessClaim, THREADS};
 use super::sensor::{MemorySensor, SensorState};
+use super::shared::Loads;
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
 use super::trend::MetricsHistory;
@@ -111,8 +111,8 @@ impl Builder {
 
     /// Records the last five minutes in this file, which survives a kill: samples, events, the
     /// largest requests. The next start with the same path logs why this run ended, and
-    /// [`MemoryReport::last_exit`](super::MemoryReport::last_exit) and `/memory?with=last_exit` have the recording. Default: nothing is
-    /// recorded.
+    /// [`MemoryReport::last_exit`](super::MemoryReport::last_exit) and `/memory?with=last_exit`
+    /// have the recording. Default: nothing is recorded.
     ///
     /// The path must be absolute, and the file must be local and of its own for each process. It
     /// takes 512 KiB, which are allocated at the start; a thread of its own writes it, once a
@@ -368,13 +368,13 @@ impl Builder {
             fit: FitInForce::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
-            ending: super::runtime::ExitSignal::default(),
+            ending: super::running::ExitSignal::default(),
         });
         let _ = joined.set(Arc::clone(&shared));
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
-        let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
-        let worker = maintenance.worker(Box::new(hands));
+        let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
+        let worker = maintenance.worker(Box::new(actions));
         // The first sample is taken here, so that the first request finds a measured allowance.
         shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
         let background_threads = heap.background_threads;

@@ -1,8 +1,9 @@
 //! Applies the heap's settings at start, and adds a diagnostic with the requested and the effective
 //! value for each that differs.
 //!
-//! It also spreads threads over a number of heap arenas that fits the CPUs of this process: those of
-//! a `Memory` and, through [`on_thread_start`], those of any runtime; and it determines once whether jemalloc's threads or lowtide drive the heap's decay.
+//! It also spreads threads over a number of heap arenas that fits the CPUs of this process: those
+//! of a `Memory` and, through [`on_thread_start`], those of any runtime; and it determines once
+//! whether jemalloc's threads or lowtide drive the heap's decay.
 //!
 //! Invariant: a process that was started with the requested settings has no such diagnostic;
 //! `decay_interval` is set if and only if jemalloc runs no background threads.

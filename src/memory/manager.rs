@@ -15,17 +15,18 @@ use crate::config::Config;
 use lowtide_admission::PressureState;
 use lowtide_admission::{Admission, Budget, Level};
 
+use super::error::Shutdown;
 use super::flight::RunEnd;
 use super::running::RunningMemory;
-use super::running::Shutdown;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 
 /// The memory manager of a service. A cheap handle; all clones refer to the same manager.
 ///
 /// It runs while a handle exists: this one, a clone, or a handle from [`Memory::admission`], which
-/// every layer holds. Dropping the last handle without [`Memory::shutdown_blocking`] ends the threads and
-/// logs a warning. It waits for none but the flight recorder's, if that is on: up to 100 ms.
+/// every layer holds. Dropping the last handle without [`Memory::shutdown_blocking`] ends the
+/// threads and logs a warning. It waits for none but the flight recorder's, if that is on: up to
+/// 100 ms.
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};

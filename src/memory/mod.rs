@@ -6,18 +6,20 @@
 //! and stops them. It contains no policy and no mechanism of its own. Heap, arenas and an
 //! [`Admission`] with a fixed limit also work without it; but then nothing is timed or published.
 //!
-//! It runs until [`Memory::shutdown_blocking`], or until the last handle is dropped. Handles are [`Memory`]
-//! and every [`Admission`] obtained from one, which every layer holds. The threads and resources
-//! hold no such handle, so they do not keep it running.
+//! It runs until [`Memory::shutdown_blocking`], or until the last handle is dropped. Handles are
+//! [`Memory`] and every [`Admission`] obtained from one, which every layer holds. The threads and
+//! resources hold no such handle, so they do not keep it running.
 //!
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, one more with a
-//! flight recorder and one more with an active heap profiler, and 0 after [`Memory::shutdown_blocking`];
-//! dropping it never blocks.
+//! flight recorder and one more with an active heap profiler, and 0 after
+//! [`Memory::shutdown_blocking`]; dropping it never blocks.
 //!
 //! [`Config`]: crate::config::Config
 //! [`Admission`]: crate::admission::Admission
 
+mod actions;
 mod admin;
+mod admin_worker;
 mod breakdown;
 mod builder;
 #[cfg(feature = "device")]
@@ -26,7 +28,6 @@ mod error;
 mod events;
 mod fit;
 mod flight;
-mod hands;
 mod heap;
 mod manager;
 mod own_arena;
@@ -44,7 +45,8 @@ mod snapshot;
 mod trend;
 mod verdict;
 
-pub use admin::{AdminCommand, AdminError, AdminTask, AdminTaskState, MemoryAdmin};
+pub use admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use admin_worker::MemoryAdmin;
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
 #[doc(hidden)]
@@ -57,7 +59,7 @@ pub use devices::{
     DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
     SlotKind, SlotSnapshot,
 };
-pub use error::{Diagnostic, MemoryError, Severity, StartError};
+pub use error::{Diagnostic, MemoryError, Severity, Shutdown, StartError};
 pub use events::Event;
 pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
 pub use heap::on_thread_start;
@@ -66,7 +68,6 @@ pub use manager::{Memory, WeakMemory};
 pub(crate) use manager::{add_request_event, is_ending, published_state};
 pub use report::{MemoryHeap, MemoryReport};
 pub use resources::ResourceBuilder;
-pub use running::Shutdown;
 pub use shared::Purged;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects, LiveTrend, QuietPoint};

@@ -14,7 +14,8 @@
 //! Invariant: `arena exists => its resource is loaded`, with its value in the arena. A load that
 //! timed out and still runs has its own arena, or none.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+#[cfg(not(feature = "device"))]
+pub(super) use std::convert::Infallible as OwnDevice;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::{ByteSize, prefix};
@@ -22,13 +23,10 @@ use lowtide_admission::{Budget, Cost, LimitSource, LoadError, LoadScope, Trigger
 use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
+use super::error::Diagnostic;
+use super::shared::{LoadCounts, LoadGuard, Shared};
 #[cfg(feature = "device")]
 pub(super) use crate::device::DeviceArena as OwnDevice;
-#[cfg(not(feature = "device"))]
-pub(super) use std::convert::Infallible as OwnDevice;
-
-use super::error::Diagnostic;
-use super::shared::Shared;
 
 /// Growth below this around a load is not attributed to the load.
 const CHANGE_MIN: ByteSize = ByteSize::mib(4);
@@ -289,41 +287,5 @@ impl OwnArena {
             return Some(Cost::host(host).and_device(device));
         }
         Some(Cost::host(host).and_host(device))
-    }
-}
-
-/// The loads of resources with an `OwnArena` that started and that ended.
-#[derive(Debug, Default)]
-pub(super) struct Loads {
-    begun: AtomicU64,
-    ended: AtomicU64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct LoadCounts {
-    pub(super) begun: u64,
-    pub(super) ended: u64,
-}
-
-impl Loads {
-    pub(super) fn counts(&self) -> LoadCounts {
-        let count = |total: &AtomicU64| total.load(Ordering::SeqCst);
-        LoadCounts { ended: count(&self.ended), begun: count(&self.begun) }
-    }
-}
-
-/// Counts the end of a load, also if it panics.
-pub(super) struct LoadGuard<'a>(&'a Loads);
-
-impl<'a> LoadGuard<'a> {
-    pub(super) fn begin(loads: &'a Loads) -> Self {
-        loads.begun.fetch_add(1, Ordering::SeqCst);
-        Self(loads)
-    }
-}
-
-impl Drop for LoadGuard<'_> {
-    fn drop(&mut self) {
-        self.0.ended.fetch_add(1, Ordering::SeqCst);
     }
 }

@@ -27,8 +27,8 @@ impl Memory {
     /// [`ResourceBuilder::register`] ends it.
     ///
     /// The loader and the clean-up must not hold this `Memory`: the registry holds the loader, so
-    /// both would keep each other and the threads alive until [`Memory::shutdown_blocking`] is called. Let
-    /// them hold a [`WeakMemory`](super::WeakMemory), or a device arena, instead.
+    /// both would keep each other and the threads alive until [`Memory::shutdown_blocking`] is
+    /// called. Let them hold a [`WeakMemory`](super::WeakMemory), or a device arena, instead.
     ///
     /// If [`Heap`](crate::heap::Heap) is the global allocator, allocations of the loader on its own
     /// thread go to a [`HostArena`](crate::heap::HostArena) with the resource's name, and all of

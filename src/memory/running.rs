@@ -1,25 +1,22 @@
-//! The two threads of a `Memory`, those of its flight recorder and profiler, their end, and the claim
-//! that makes a `Memory` the only one of its process.
+//! The two threads of a `Memory`, those of its flight recorder and profiler, their end, and the
+//! claim that makes a `Memory` the only one of its process.
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
-//! Invariants: at most one claim is held in a process; dropping [`RunningMemory`] waits for no thread but
-//! the flight recorder's, and for that at most [`RECORDED_WITHIN`].
+//! Invariants: at most one claim is held in a process; dropping [`RunningMemory`] waits for no
+//! thread but the flight recorder's, and for that at most [`RECORDED_WITHIN`].
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
-#[cfg(feature = "device")]
-use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, JobQueue, PressureState};
 
-use super::error::StartError;
+use super::error::{Shutdown, StartError};
 use super::events::EventLog;
 use super::flight::{Flight, RunEnd};
 
@@ -248,71 +245,24 @@ impl Drop for ProcessClaim {
     }
 }
 
-/// The outstanding work when a [`Memory`](super::Memory) ended. Its `Debug` output is its message.
-#[derive(Clone, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Shutdown {
-    /// The number of requests that hold permits.
-    pub requests: u64,
-    /// The resources that were in use until the deadline, each with the reason.
-    pub resources: Vec<String>,
-    /// The bytes of device memory in buffers that are still held.
-    #[cfg(feature = "device")]
-    pub device_live: ByteSize,
-    /// The threads that panicked.
-    pub panicked: Vec<String>,
-    /// The threads that were still running a job at the deadline. They end after it.
-    pub busy: Vec<String>,
-    /// `true` if memory was exhausted and the policy is
-    /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy). It makes the report an error,
-    /// so that a `main` that returns it exits with a status above 0 and is restarted.
-    pub exhausted: bool,
-    /// `true` if called in a forked child, in which nothing runs.
-    pub forked: bool,
-}
+/// Completes the futures of `Memory::terminated` when the policy for exhaustion ends the process.
+#[cfg(feature = "tokio")]
+#[derive(Debug, Default)]
+pub(super) struct ExitSignal(tokio::sync::watch::Sender<bool>);
 
-impl Shutdown {
-    /// Returns `true` if nothing is outstanding and memory was not exhausted.
-    #[must_use]
-    pub fn is_clean(&self) -> bool {
-        *self == Self::default()
+#[cfg(feature = "tokio")]
+impl ExitSignal {
+    pub(super) fn begin(&self) {
+        self.0.send_replace(true);
     }
 
-    /// Returns the report as an error if something is outstanding or memory was exhausted.
-    ///
-    /// # Errors
-    /// The report itself.
-    pub fn into_result(self) -> Result<(), Self> {
-        if self.is_clean() { Ok(()) } else { Err(self) }
-    }
-}
-
-impl std::error::Error for Shutdown {}
-
-impl fmt::Display for Shutdown {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.forked {
-            return f.write_str("forked child: nothing to shut down");
+    /// Returns a future that completes when the end begins. It does not keep the manager running.
+    pub(super) fn begun(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut begins = self.0.subscribe();
+        async move {
+            if begins.wait_for(|begins| *begins).await.is_err() {
+                std::future::pending::<()>().await; // the manager is gone, and signals are left
+            }
         }
-        if self.exhausted {
-            f.write_str("memory exhausted; ")?;
-        }
-        if (Self { exhausted: false, ..self.clone() }).is_clean() {
-            return f.write_str("nothing outstanding");
-        }
-        let plural = if self.requests == 1 { "" } else { "s" };
-        write!(f, "{} request{plural}", self.requests)?;
-        #[cfg(feature = "device")]
-        write!(f, ", {} of device memory live", self.device_live)?;
-        for resource in &self.resources {
-            write!(f, "; {resource}")?;
-        }
-        for thread in &self.panicked {
-            write!(f, "; {thread} panicked")?;
-        }
-        for thread in &self.busy {
-            write!(f, "; {thread} still running")?;
-        }
-        Ok(())
     }
 }

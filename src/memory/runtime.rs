@@ -5,7 +5,7 @@
 //!
 //! Invariant: nothing here blocks a thread of the runtime.
 
-use std::future::{Future, pending, poll_fn};
+use std::future::{Future, poll_fn};
 use std::io;
 use std::pin::pin;
 use std::task::Poll;
@@ -14,11 +14,10 @@ use std::time::Duration;
 use crate::BoxError;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 
+use super::error::Shutdown;
 use super::manager::Memory;
 use super::resources::ResourceBuilder;
-use super::running::Shutdown;
 
 impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
@@ -67,8 +66,8 @@ impl Memory {
         })
     }
 
-    /// Like [`Memory::shutdown_blocking`], without blocking the runtime: it runs on a blocking thread of
-    /// tokio.
+    /// Like [`Memory::shutdown_blocking`], without blocking the runtime: it runs on a blocking
+    /// thread of tokio.
     ///
     /// # Panics
     /// Panics outside a tokio runtime.
@@ -111,25 +110,5 @@ impl Memory {
     {
         let runtime = Handle::current();
         self.managed(name, move || runtime.block_on(load()))
-    }
-}
-
-/// Completes the futures of `Memory::terminated` when the policy for exhaustion ends the process.
-#[derive(Debug, Default)]
-pub(super) struct ExitSignal(watch::Sender<bool>);
-
-impl ExitSignal {
-    pub(super) fn begin(&self) {
-        self.0.send_replace(true);
-    }
-
-    /// Returns a future that completes when the end begins. It does not keep the manager running.
-    pub(super) fn begun(&self) -> impl Future<Output = ()> + Send + use<> {
-        let mut begins = self.0.subscribe();
-        async move {
-            if begins.wait_for(|begins| *begins).await.is_err() {
-                pending::<()>().await; // the manager is gone, and signals are left
-            }
-        }
     }
 }

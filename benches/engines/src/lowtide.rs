@@ -13,8 +13,7 @@ use lowtide::admission::{Cost, Resource as _};
 use lowtide::config::{DeviceChoice, OrtPlace};
 use lowtide::decay::DecayTime;
 use lowtide::heap::HostArena;
-use lowtide::memory::ResourceBuilder;
-use lowtide::{ByteSize, Memory};
+use lowtide::{ByteSize, Memory, ResourceBuilder};
 use lowtide_ort::ort::ep::CPU;
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::session::builder::SessionBuilder;
@@ -91,34 +90,31 @@ fn by_profile(memory: &Memory, mut builder: SessionBuilder) -> Result<SessionBui
 }
 
 /// Opens ONNX Runtime, and returns a session of the model.
-fn open(
-    memory: &Memory,
-    arguments: &Arguments,
-) -> Result<ResourceBuilder<LoadedSession>, BoxError> {
-    let model = arguments.model.clone();
+fn open(memory: &Memory, asked: &Arguments) -> Result<ResourceBuilder<LoadedSession>, BoxError> {
+    let model = asked.model.clone();
     let kind = std::env::var("ENGINES_ARENA").unwrap_or_default();
     let pattern = std::env::var("ENGINES_PATTERN").is_ok();
     Ok(match &*kind {
         "heap" => {
             let arena = HostArena::new("runs")?;
             arena.set_decay(DecayTime::Within(Duration::from_secs(1)))?;
-            let runtime = Runtime::open_in(memory, &arguments.library, arena)?;
+            let runtime = Runtime::open_in(memory, &asked.library, arena)?;
             runtime.session("embedder", model)
         }
         "engine" => {
-            let runtime = Runtime::open(memory, &arguments.library)?;
+            let runtime = Runtime::open(memory, &asked.library)?;
             let weak = memory.downgrade();
             runtime.session_with("embedder", model, move |builder| {
                 by_profile(&weak.upgrade().ok_or("the service ends")?, builder)
             })
         }
         _ if pattern => {
-            let runtime = Runtime::open(memory, &arguments.library)?;
+            let runtime = Runtime::open(memory, &asked.library)?;
             runtime.session_with("embedder", model, move |builder| {
                 Ok(builder.with_memory_pattern(true).map_err(|error| error.to_string())?)
             })
         }
-        _ => Runtime::open(memory, &arguments.library)?.session("embedder", model),
+        _ => Runtime::open(memory, &asked.library)?.session("embedder", model),
     })
 }
 

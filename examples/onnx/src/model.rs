@@ -13,8 +13,7 @@ use std::time::Duration;
 
 use lowtide::admission::{AcquireError, Managed, Use};
 use lowtide::clock::SystemClock;
-use lowtide::memory::ResourceBuilder;
-use lowtide::{BoxError, ByteSize, Cost, Memory};
+use lowtide::{BoxError, ByteSize, Cost, Memory, ResourceBuilder};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;
 use lowtide_ort::{LoadedSession, ManagedSession, Runtime, ort};

@@ -13,8 +13,8 @@ use crate::device::driver::host::HostDriver;
 
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
-use super::GivenDrivers;
 use super::selector::DEVICES_MAX;
+use super::state::GivenDrivers;
 
 /// Opens the configured drivers, unless some are given.
 pub(super) fn open_drivers(

@@ -1,37 +1,41 @@
-//! What a `Memory` does with all arenas: their decay at each tick, what is due with each publication,
-//! their sleep, the reclaim steps that release their idle memory, and their end.
+//! What a `Memory` does with all arenas: their decay at each tick, what is due with each
+//! publication, their sleep, the reclaim steps that release their idle memory, and their end.
 //!
 //! The control thread finds the arena that is due for sleep ([`DeviceArena::next_sleep`]), and the
 //! worker prepares its host memory and puts it to sleep, one at a time. This does not relieve the
-//! host: copied contents need host memory, which is reserved as resource memory in the host's ledger
-//! before it is allocated. Using an arena wakes it. Its host memory stays for the next sleep; the
-//! worker releases it when the host is under pressure, and at a decay what the arena does not need.
+//! host: copied contents need host memory, which is reserved as resource memory in the host's
+//! ledger before it is allocated. Using an arena wakes it. Its host memory stays for the next
+//! sleep; the worker releases it when the host is under pressure, and at a decay what the arena
+//! does not need.
 //!
 //! Invariant: `resource reservations of the host >= offloaded bytes of all arenas that were opened
 //! here`, if a limit is known.
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::driver::Driver as _;
+use crate::device::driver::cuda::PoolGovernor;
+use crate::device::driver::{Driver as _, DriverError};
 use crate::device::{ArenaConfig, DeviceArena, HostBudget, SleepState};
-use crate::memory::error::Diagnostic;
+use crate::memory::error::{Diagnostic, MemoryError, Shutdown};
 use crate::memory::manager::Memory;
-use crate::memory::running::Shutdown;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
+use crate::sync::lock;
+use lowtide_admission::watermark::{DeviceSample, Trend};
 use lowtide_admission::{
-    Admission, Ask, Budget, Cost, Level, Permit, Reclaim, Recovered, Rejected,
+    Admission, Ask, Budget, Cost, Level, Permit, Reclaim, Recovered, Rejected, Thresholds,
 };
 
-use super::Devices;
-use super::arenas::Listed;
-use super::arenas::is_loss;
+#[cfg(feature = "cuda")]
+use super::MemoryDevices;
+use super::arenas::{Listed, is_loss};
 use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
+use super::state::Devices;
 
 impl Shared {
     /// Decays the arenas that are due, and completes what sessions have left.
@@ -282,5 +286,159 @@ impl Reclaim for ArenaStep {
     fn reclaim(&self, _ask: Ask) -> Recovered {
         let released = self.shared.get().map(|shared| (self.release)(shared));
         released.map_or(Recovered::NOTHING, Recovered::of)
+    }
+}
+
+impl Shared {
+    /// Samples the memory of each device, and releases idle memory if little is free.
+    pub(in crate::memory) fn sample_devices(&self, now: Moment) {
+        for device in &self.devices.list {
+            if device.is_lost() {
+                device.watch.forget();
+                continue;
+            }
+            self.sample_device(device, now);
+            if device.admission.is_some() {
+                self.keep_below_limit(device);
+            }
+        }
+        self.report_losses();
+    }
+
+    fn sample_device(&self, device: &Device, now: Moment) {
+        // Memory that is committed or released during the query counts as ours, not as unmanaged.
+        let before = self.committed_on(device);
+        let memory = match device.driver.device_memory() {
+            Ok(Some(memory)) => memory,
+            Ok(None) => return,
+            Err(error) => return self.device_is_silent(device, &error),
+        };
+        let committed = before.max(self.committed_on(device));
+        let look = DeviceSample { total: memory.total, free: memory.free, committed };
+        let (verdict, low) = device.watch.add_sample(now, look);
+        let (free, idle) = (look.free, self.idle_on(device));
+        if !verdict.wanted.is_zero() {
+            let given = self.give_idle_back(device, verdict.wanted);
+            device.watch.add_released(given);
+        }
+        let name = &device.name;
+        match verdict.trend {
+            Trend::Same => {}
+            Trend::Short => {
+                log!(
+                    info,
+                    target: "lowtide",
+                    device = %name,
+                    %free,
+                    watermark = %low,
+                    %idle,
+                    "device memory low"
+                );
+            }
+            Trend::Room => {
+                log!(info, target: "lowtide", device = %name, %free, "device memory recovered");
+            }
+        }
+    }
+
+    /// Releases idle memory of a device if its arenas hold more of the limit than the lowest level
+    /// allows.
+    fn keep_below_limit(&self, device: &Device) {
+        let limit = self.config.device_limit.value;
+        let thresholds = Thresholds::default();
+        let Some(band) = thresholds.band(Level::Elevated).filter(|_| limit != ByteSize::MAX) else {
+            return;
+        };
+        let committed = self.committed_on(device);
+        if committed > limit.scaled(band.up) {
+            self.give_idle_back(device, committed.saturating_sub(limit.scaled(band.down)));
+        }
+    }
+
+    /// Releases `wanted` idle bytes of a device's arenas, starting with those that have the most.
+    /// Returns the released bytes, which may be more: memory leaves in whole handles.
+    fn give_idle_back(&self, device: &Device, wanted: ByteSize) -> ByteSize {
+        let mut arenas: Vec<_> =
+            self.arenas_on(device).map(|arena| (arena.control_figures(), arena)).collect();
+        arenas.sort_by_key(|(figures, _)| std::cmp::Reverse(figures.idle));
+        let mut released = ByteSize::ZERO;
+        for (figures, arena) in arenas {
+            let part = figures.idle.min(wanted.saturating_sub(released));
+            if part.is_zero() {
+                break;
+            }
+            match arena.trim(figures.committed.saturating_sub(part)) {
+                Ok(given) => released = released.saturating_add(given),
+                Err(error) if is_loss(&error) => break,
+                Err(error) => {
+                    let text = format!("arena {}: trim failed: {error}", arena.name());
+                    self.add_diagnostic(Diagnostic::warning("device", text));
+                }
+            }
+        }
+        released
+    }
+
+    /// Discards the last sample until the device answers again, which never happens after its
+    /// context is lost.
+    fn device_is_silent(&self, device: &Device, error: &DriverError) {
+        device.watch.forget();
+        let start = format!("device {}: cannot query the device's memory: ", device.name);
+        self.add_diagnostic_once(&start, Diagnostic::warning("device", format!("{start}{error}")));
+    }
+
+    pub(super) fn committed_on(&self, device: &Device) -> ByteSize {
+        self.arenas_on(device).map(|arena| arena.glance().committed).sum()
+    }
+
+    fn idle_on(&self, device: &Device) -> ByteSize {
+        self.arenas_on(device).map(|arena| arena.control_figures().idle).sum()
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl MemoryDevices<'_> {
+    /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
+    /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
+    /// effect.
+    ///
+    /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
+    /// device shortens it; [`PoolGovernor::trim`] releases all idle memory. The worker never waits
+    /// for the context, because that would invalidate a graph capture. Memory stays in the pool
+    /// until the program has waited for its free to complete (for example with
+    /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
+    ///
+    /// # Errors
+    /// [`MemoryError::Forked`] in a forked child.
+    pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let new = Arc::downgrade(governor);
+        let mut governors = lock(&shared.devices.governors);
+        governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
+        governors.push(new);
+        Ok(())
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Shared {
+    /// Releases the memory of governed pools that was unused for the decay time.
+    pub(super) fn decay_governors(&self, now: Moment) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let all = lock(&self.devices.governors).clone();
+        for governor in all.iter().filter_map(Weak::upgrade) {
+            if let Err(error) = governor.decay(now) {
+                // A lost device is asked for nothing more.
+                if error.is_context_lost() {
+                    let lost = Arc::downgrade(&governor);
+                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
+                }
+                let text = format!("pool governor of {}: {error}", governor.device());
+                self.add_diagnostic(Diagnostic::warning("device", text));
+            }
+        }
     }
 }

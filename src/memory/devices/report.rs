@@ -1,19 +1,19 @@
 //! The figures of device arenas and of the device: for snapshots, for metrics, and for the control
 //! thread's samples.
 //!
-//! Metrics have one set of figures per device and name, even if several arenas have used the name: a
-//! replaced arena drains while another has its name, and is then dropped. The series of a name must
-//! not lose the bytes of a draining arena, its counters must not fall, and the last sizes of a
-//! dropped arena must not stay. Sizes are therefore summed, totals continue, and the sizes of dropped
-//! arenas are zero.
+//! Metrics have one set of figures per device and name, even if several arenas have used the name:
+//! a replaced arena drains while another has its name, and is then dropped. The series of a name
+//! must not lose the bytes of a draining arena, its counters must not fall, and the last sizes of a
+//! dropped arena must not stay. Sizes are therefore summed, totals continue, and the sizes of
+//! dropped arenas are zero.
 //!
 //! The sensor runs on the control thread: no allocation, no driver call. The kernel counts memory
-//! committed by an integrated GPU neither in the resident set nor against the cgroup (reported for a
-//! GB10: weights of 77 GiB, a resident set of 1.8 GiB), although it is the machine's memory. It is
-//! added there, and nowhere else. Memory of pinned pools is always the host's, and counted by the
-//! kernel: as anonymous memory of the host driver, and as shared memory of CUDA. A lost device counts
-//! as empty with a limit of zero, so nothing more is admitted for it. Its arenas are due for neither
-//! decay nor sleep.
+//! committed by an integrated GPU neither in the resident set nor against the cgroup (reported for
+//! a GB10: weights of 77 GiB, a resident set of 1.8 GiB), although it is the machine's memory. It
+//! is added there, and nowhere else. Memory of pinned pools is always the host's, and counted by
+//! the kernel: as anonymous memory of the host driver, and as shared memory of CUDA. A lost device
+//! counts as empty with a limit of zero, so nothing more is admitted for it. Its arenas are due for
+//! neither decay nor sleep.
 //!
 //! Invariants: `sum of published committed = sum of committed`, of all arenas at one instant; the
 //! sampled figures of a device are the sums over its own arenas.
@@ -25,8 +25,6 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
 use crate::device::{ArenaSnapshot, SleepState};
-use crate::memory::MemorySnapshot;
-use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
 use crate::metrics::record::{self, DeviceBudget, MetricsWriter};
 use crate::sync::{Mutex, lock};
@@ -318,11 +316,10 @@ impl Series {
     pub(in crate::memory) fn publish(
         &mut self,
         to: MetricsWriter,
-        shared: &Shared,
-        snapshot: &MemorySnapshot,
+        gone: &Gone,
+        devices: &DevicesSnapshot,
     ) {
-        let devices = &snapshot.devices;
-        for ((device, _), arena) in &shared.devices.gone.published(devices) {
+        for ((device, _), arena) in &gone.published(devices) {
             to.arena(device, arena);
         }
         self.publish_rungs(to, devices);

@@ -45,8 +45,8 @@ impl MemoryDevices<'_> {
         self.shared().devices_snapshot().devices
     }
 
-    /// Returns the selected device. Only [`DeviceSelector::MostHeadroom`] makes driver calls: one for
-    /// each device, of some 10 us.
+    /// Returns the selected device. Only [`DeviceSelector::MostHeadroom`] makes driver calls: one
+    /// for each device, of some 10 us.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -67,8 +67,8 @@ impl MemoryDevices<'_> {
         shared.select(self.selector).map(|device| shared.status(&device))
     }
 
-    /// Reserves bytes of the selected device in its budget, for a request that will use them. Does not wait:
-    /// there is a queue for the default device only
+    /// Reserves bytes of the selected device in its budget, for a request that will use them. Does
+    /// not wait: there is a queue for the default device only
     /// ([`Admission`](crate::admission::Admission)). Bytes of a device without memory of its own
     /// are reserved in the host's budget.
     ///

@@ -15,8 +15,9 @@ pub enum DeviceSelector {
     /// The first device.
     #[default]
     Default,
-    /// The device with this number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from
-    /// 0. Slots and shrink targets (`gpu:1`) count the same way.
+    /// The device with this number: its place in
+    /// [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0. Slots and shrink targets
+    /// (`gpu:1`) count the same way.
     Number(u32),
     /// The device with this ordinal in CUDA, among those visible to the process.
     Ordinal(u32),
@@ -55,7 +56,8 @@ pub enum SlotKind {
 pub struct Slot {
     /// The provider's name, which metrics and errors use for its arenas.
     pub name: String,
-    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0.
+    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all),
+    /// from 0.
     pub device: u32,
     /// The kind of memory.
     pub kind: SlotKind,

@@ -2,8 +2,8 @@
 //! that may be torn, damaged or hostile.
 //!
 //! The file has a mark that names it, and two halves. Each has everything: the run, its samples,
-//! events, permits and resources. They are written in turn, with a sequence number and a checksum, so
-//! the older one stays whole while the newer one is written.
+//! events, permits and resources. They are written in turn, with a sequence number and a checksum,
+//! so the older one stays whole while the newer one is written.
 //!
 //! Pure: no file, clock or thread. Invariants: a half fits in [`HALF_BYTES`] at the bounds below;
 //! reading allocates no more than those bounds, whatever the bytes are, and never panics.
@@ -121,7 +121,7 @@ stored_as! {
     Option<ByteSize>: |it: &Self| it.map(ByteSize::get),
         |it: Option<u64>| Some(it.map(ByteSize::new));
     Level: |it: &Self| it.as_u8(), |it| Some(Self::from_u8(it));
-    RequestPhase: |it: &Self| PHASES.iter().zip(0..).find(|of| of.0 == it).map_or(u8::MAX, |of| of.1),
+    RequestPhase: |it: &Self| (0..).zip(PHASES).find(|of| of.1 == *it).map_or(u8::MAX, |of| of.0),
         |it: u8| PHASES.get(usize::from(it)).copied();
     RunEnd: |it: &Self| *it as u8, Self::from_u8;
 }

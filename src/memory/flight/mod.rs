@@ -9,12 +9,12 @@
 //! itself, and writes the file. So neither the control loop nor the worker waits for a file, and a
 //! worker that is busy does not stop the recording. It looks at physical memory every
 //! [`LOOK_EVERY`], because a process may fill its limit within a second, and writes what it saw if
-//! memory moved by a [`MOVED_PART`]th of the limit, and every [`SAMPLE_EVERY`], from when it keeps a
-//! sample.
+//! memory moved by a [`MOVED_PART`]th of the limit, and every [`SAMPLE_EVERY`], from when it keeps
+//! a sample.
 //!
 //! Invariants: a recorder that cannot be started is a diagnostic, never an error of the start; the
-//! control loop never waits for it; once it has started, it allocates nothing but names of tenants, if
-//! requests with and without a tenant alternate; what it keeps is bounded by `format`.
+//! control loop never waits for it; once it has started, it allocates nothing but names of tenants,
+//! if requests with and without a tenant alternate; what it keeps is bounded by `format`.
 
 mod file;
 mod format;

@@ -7,7 +7,8 @@
 //! The names of functions are read from the file of the binary, which takes up to some 100 ms and
 //! some MiB. They are dropped afterwards.
 //!
-//! Invariant: every frame has a text of at most [`NAME_MAX`] bytes; at most three summaries of [`STACKS_MAX`] stacks are kept, some 100 KiB.
+//! Invariant: every frame has a text of at most [`NAME_MAX`] bytes; at most three summaries of
+//! [`STACKS_MAX`] stacks are kept, some 100 KiB.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
