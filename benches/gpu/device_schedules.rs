@@ -234,8 +234,10 @@ impl World {
         self.note(device, "close", answer);
         drop(arena);
         // Closed arenas are dropped now, and not when some device's memory is due to decay.
-        let unknown = self.memory.devices().on(DeviceSelector::Number(99)).status();
-        if !matches!(unknown, Err(MemoryError::UnknownDevice { .. })) {
+        let unknown = self.memory.devices().on(DeviceSelector::Number(99)).open_arena("none");
+        if !matches!(&unknown, Err(MemoryError::OpenArena { cause, .. })
+            if matches!(**cause, MemoryError::UnknownDevice { .. }))
+        {
             self.faults.push(format!("device 99: {unknown:?}"));
         }
     }

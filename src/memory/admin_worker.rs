@@ -5,6 +5,7 @@
 //! Invariant: a task that was started ends, also by a panic.
 
 use std::sync::Arc;
+#[cfg(feature = "device")]
 use std::time::Duration;
 
 use crate::bytes::ByteSize;

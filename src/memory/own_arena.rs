@@ -37,6 +37,7 @@ pub(super) struct OwnArena {
     /// The growth of the process around the last load, if it was measured.
     grown: Mutex<Option<ByteSize>>,
     /// A device arena that contains only the resource's memory.
+    #[cfg_attr(not(feature = "device"), expect(dead_code, reason = "there is none"))]
     device: Option<OwnDevice>,
     /// Weak, because the registry holds the resource.
     shared: Weak<Shared>,
