@@ -49,7 +49,7 @@ async fn main() -> Result<(), BoxError> {
         asked?;
     }
     // Unloads resources, and joins the threads.
-    let end = memory.shutdown_async(Duration::from_secs(5)).await;
+    let end = memory.shutdown(Duration::from_secs(5)).await;
     println!("shut down: {end}");
     Ok(end.into_result()?)
 }

@@ -34,7 +34,7 @@ fn main() -> Result<(), BoxError> {
         .profile(Profile::LowMemory)
         .memory_limit(base.saturating_add(ROOM))
         .start()?;
-    memory.diagnostics().iter().for_each(|note| println!("diagnostic: {note}"));
+    memory.report().diagnostics().iter().for_each(|note| println!("diagnostic: {note}"));
     let limit = memory.snapshot().signal.limit.bytes;
     println!("{base} in use; the limit is {limit}; {CLIENTS} clients, {REQUEST} each");
 
@@ -69,7 +69,7 @@ fn main() -> Result<(), BoxError> {
     for setting in memory.config().profile.value.onnxruntime(cpus) {
         println!("  {:?} {} = {}", setting.place, setting.key, setting.value);
     }
-    let ended = memory.shutdown(Duration::from_secs(5));
+    let ended = memory.shutdown_blocking(Duration::from_secs(5));
     for (holds, what) in [
         (served > 0, "requests are served"),
         (shed > 0, "requests are rejected"),

@@ -12,7 +12,7 @@ use std::time::Duration;
 use lowtide::admission::Managed;
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Buffer, DeviceArena, Region};
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::{BoxError, ByteSize, Cost, Memory};
 
 #[global_allocator]
 static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
@@ -47,7 +47,7 @@ async fn main() -> Result<(), BoxError> {
         .device(DeviceChoice::Host)
         .device_decay(lowtide::decay::DecayTime::from_millis(100))
         .start()?;
-    let arena = memory.open_arena("embedder")?;
+    let arena = memory.devices().open_arena("embedder")?;
     let model = register(&memory, &arena, "embedder", WEIGHTS)?;
     show(&memory, "before the first request");
 
@@ -72,7 +72,8 @@ async fn main() -> Result<(), BoxError> {
     let refused = large.err().ok_or("a model of 1 GiB fits into 256 MiB")?;
     println!("    refused: {refused}");
     answer(arena, model).await?;
-    let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
+    let end = tokio::task::spawn_blocking(move || memory.shutdown_blocking(Duration::from_secs(5)))
+        .await?;
     println!("shut down: {end}");
     expect(end.is_clean(), "nothing is outstanding")
 }
@@ -85,8 +86,8 @@ fn register(
 ) -> Result<Model, BoxError> {
     let arena = arena.clone();
     let model = memory.managed(name, move || load(&arena));
-    let model = model.cost(memory.cost(ByteSize::ZERO, weights)).idle(IDLE);
-    Ok(memory.register(model)?)
+    let model = model.cost(Cost::device(weights)).idle(IDLE);
+    Ok(model.register()?)
 }
 
 fn loads(memory: &Memory) -> u64 {

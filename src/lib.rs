@@ -26,12 +26,11 @@
 //! If they do not fit, it is rejected: 503 with `Retry-After`, or 413 if they can never fit.
 //!
 //! ```
-//! use lowtide::admission::Cost;
-//! use lowtide::{ByteSize, Memory};
+//! use lowtide::{ByteSize, Cost, Memory};
 //!
 //! // `LOWTIDE_MEMORY_LIMIT` replaces this limit, and a lower limit of the cgroup lowers it.
 //! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
-//! println!("level {}; {:?}", memory.level(), memory.diagnostics());
+//! println!("level {}; {:?}", memory.level(), memory.report().diagnostics());
 //! let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
 //! drop(permit); // releases the 3 MiB
 //!
@@ -39,7 +38,8 @@
 //!     .route("/length", axum::routing::post(|body: String| async move { body.len().to_string() }))
 //!     .layer(memory.layer()); // estimates twice the body; works with tonic too
 //! # drop(app);
-//! println!("{}", memory.shutdown(std::time::Duration::from_secs(5))); // what is still held
+//! let report = memory.shutdown_blocking(std::time::Duration::from_secs(5));
+//! println!("{report}"); // what is still held
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
@@ -56,7 +56,7 @@
 //! use lowtide::device::{Region, SleepOptions};
 //!
 //! let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-//! let arena = memory.open_arena("embedder")?;
+//! let arena = memory.devices().open_arena("embedder")?;
 //! let mut buffer = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
 //! buffer.slice_mut(&arena.enter()?)?.fill(1.0);
 //! arena.sleep(SleepOptions::default())?; // automatic with `LOWTIDE_DEVICE_SLEEP_AFTER`
@@ -71,11 +71,11 @@
 //! reserved first. It is unloaded when idle, or when memory is short.
 //!
 //! ```
-//! use lowtide::{ByteSize, Memory};
+//! use lowtide::{ByteSize, Cost, Memory};
 //!
 //! let memory = Memory::builder().start()?;
 //! let model = memory.managed("words", || Ok(vec!["tide"; 1 << 10]));
-//! let model = memory.register(model.cost(memory.cost(ByteSize::kib(16), ByteSize::ZERO)))?;
+//! let model = model.cost(Cost::host(ByteSize::kib(16))).register()?;
 //! assert_eq!(model.acquire_blocking()?.len(), 1 << 10); // `acquire().await` in a handler
 //! assert_eq!(memory.snapshot().resources[0].loads_ok_total, 1);
 //! # Ok::<(), lowtide::BoxError>(())
@@ -142,7 +142,10 @@ pub mod service;
 pub use bytes::ByteSize;
 #[cfg(feature = "cuda")]
 pub use cudarc;
-pub use memory::Memory;
+pub use lowtide_admission::{Admission, Cost, Managed, Permit, Rejected, ResourceError};
+pub use memory::{Builder, Memory, MemoryError, ResourceBuilder, StartError};
+#[cfg(feature = "service")]
+pub use service::MemoryLayer;
 
 #[cfg(windows)]
 compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); not Windows");

@@ -28,7 +28,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().start()?;
-    let hot = memory.register(memory.managed("hot", || Ok(7_u64)))?;
+    let hot = memory.managed("hot", || Ok(7_u64)).register()?;
     drop(hot.acquire_blocking()?);
     for _ in 0..rounds {
         let nanos = alone(TURNS, || drop(black_box(hot.acquire_blocking())));
@@ -38,18 +38,20 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
     figures.add("managed.loads", f64::from(loads), "loads");
     figures.add("managed.other_wait_ms", waits(&memory, &hot)?, "ms");
     unload(&memory, figures)?;
-    let ended = memory.shutdown(DEADLINE);
+    let ended = memory.shutdown_blocking(DEADLINE);
     if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
 }
 
 /// Loads for a thousand who want it at once.
 fn crowd(memory: &Memory) -> Result<u32, BoxError> {
     static LOADS: AtomicU32 = AtomicU32::new(0);
-    let cold = memory.register(memory.managed("cold", || {
-        LOADS.fetch_add(1, Ordering::Relaxed);
-        std::thread::sleep(LONG);
-        Ok(())
-    }))?;
+    let cold = memory
+        .managed("cold", || {
+            LOADS.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(LONG);
+            Ok(())
+        })
+        .register()?;
     let ready = Barrier::new(CROWD);
     let got: usize = std::thread::scope(|scope| {
         let want = || {
@@ -68,7 +70,7 @@ fn crowd(memory: &Memory) -> Result<u32, BoxError> {
 /// The longest wait in milliseconds of those who use one resource while another one is unloaded.
 fn waits(memory: &Memory, hot: &Managed<u64>) -> Result<f64, BoxError> {
     let slow = memory.managed("slow", || Ok(())).unload(|()| std::thread::sleep(LONG));
-    let slow = memory.register(slow)?;
+    let slow = slow.register()?;
     drop(slow.acquire_blocking()?);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -101,7 +103,7 @@ fn waits(memory: &Memory, hot: &Managed<u64>) -> Result<f64, BoxError> {
 fn unload(memory: &Memory, figures: &mut Figures) -> Result<(), BoxError> {
     let cost = Cost::host(ByteSize::of(MODEL));
     let model = memory.managed("model", || Ok(vec![1_u8; MODEL])).cost(cost).idle(IDLE);
-    let model = memory.register(model)?;
+    let model = model.register()?;
     let physical = || memory.snapshot().physical;
     let before = physical();
     let held = model.acquire_blocking()?;

@@ -32,7 +32,7 @@ pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError
     let memory = Memory::builder().start()?;
     let (resident, granules) = if quick { (ByteSize::mib(64), 40) } else { (RESIDENT, GRANULES) };
     let held = vec![1_u8; resident.as_usize().ok_or("no such size here")?];
-    let arena = memory.open_arena("maps")?;
+    let arena = memory.devices().open_arena("maps")?;
     let mut blocks = Vec::with_capacity(granules);
     for _ in 0..granules {
         blocks.push(Some(arena.alloc::<u8>(GRANULE, Region::Stable)?));
@@ -40,7 +40,7 @@ pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError
     for block in blocks.iter_mut().step_by(2) {
         *block = None;
     }
-    memory.purge()?;
+    memory.heap().purge()?;
     let maps = std::fs::read_to_string("/proc/self/maps")?.lines().count();
     println!("sampler: {} resident, {maps} mappings", memory.snapshot().physical);
     figures.add("sampler.mappings", f64::from(u32::try_from(maps)?), "mappings");
@@ -88,7 +88,7 @@ pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError
     figures.add("sampler.refresh_us", middle, "us");
     drop((held, blocks));
     arena.close()?;
-    let ended = memory.shutdown(DEADLINE);
+    let ended = memory.shutdown_blocking(DEADLINE);
     if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
 }
 

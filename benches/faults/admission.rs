@@ -100,7 +100,7 @@ pub(crate) fn swap(figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::mib(128)).idle_unload(idle).start()?;
     let model = |name| -> Result<Managed<Vec<u8>>, BoxError> {
         let load = || Ok(vec![1_u8; MODEL.as_usize().unwrap_or_default()]);
-        Ok(memory.register(memory.managed(name, load).cost(Cost::host(MODEL)))?)
+        Ok(memory.managed(name, load).cost(Cost::host(MODEL)).register()?)
     };
     let models = [model("first")?, model("second")?];
     for model in &models {
@@ -119,6 +119,6 @@ pub(crate) fn swap(figures: &mut Figures) -> Result<(), BoxError> {
         drop(memory.admission().try_admit(Cost::host(REQUEST))?);
     }
     figures.add("faults.swap.request_served", 1.0, "requests");
-    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    println!("{}", memory.shutdown_blocking(Duration::from_secs(5)));
     Ok(())
 }

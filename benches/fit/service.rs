@@ -54,7 +54,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
 fn model(memory: &Memory, nth: usize) -> Result<Managed<Vec<u8>>, BoxError> {
     let load = || Ok(vec![1; WEIGHTS.as_usize().unwrap_or_default()]);
     let model = memory.managed(&format!("model-{nth}"), load).cost(Cost::host(WEIGHTS));
-    Ok(memory.register(model)?)
+    Ok(model.register()?)
 }
 
 async fn work(State(models): State<Arc<[Managed<Vec<u8>>]>>, uri: Uri) -> StatusCode {

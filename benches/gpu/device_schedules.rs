@@ -14,10 +14,7 @@ use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
-use lowtide::memory::{
-    ArenaError, DeviceReservation, DeviceReserveError, DeviceSelectError, DeviceSelector,
-    MemoryError, Steps,
-};
+use lowtide::memory::{DeviceReservation, DeviceSelector, MemoryError, Steps};
 use lowtide::{ByteSize, Memory};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
@@ -117,7 +114,7 @@ impl World {
         let places = |(device, sim): (usize, &Arc<SimDriver>)| {
             let place = |nth| {
                 let (on, name) = (DeviceSelector::Uuid(uuid(device)), format!("{device}.{nth}"));
-                let arena = memory.open_arena_on(on, &name).expect("opens");
+                let arena = memory.devices().on(on).open_arena(&name).expect("opens");
                 let stream = sim.stream_create().expect("a stream");
                 // SAFETY: the stream is of the arena's device, and destroyed after the lane.
                 let lane = unsafe { arena.lane(stream) }.expect("a lane");
@@ -204,9 +201,9 @@ impl World {
         }
         let is_lost = self.sims[device].lost().is_some();
         let ordinal = DeviceSelector::Ordinal(u32::try_from(device).expect("few devices"));
-        match self.memory.reserve_on(ordinal, bytes) {
+        match self.memory.devices().on(ordinal).reserve(bytes) {
             Ok(held) => self.held[device].push(held),
-            Err(DeviceReserveError::Device(DeviceSelectError::Lost { device: name, .. }))
+            Err(MemoryError::DeviceLost { device: name, .. })
                 if is_lost && name == uuid(device).to_string() => {}
             Err(error) => self.faults.push(format!("reserve on device {device}: {error}")),
         }
@@ -214,21 +211,21 @@ impl World {
 
     /// Opens an arena, uses it and closes it.
     fn open_and_close(&mut self, device: usize, size: usize) {
-        let is_lost = self.sims[device].lost().is_some();
         let name = format!("{device}.more");
-        let opened = self.memory.open_arena_on(DeviceSelector::Uuid(uuid(device)), &name);
+        let opened = self.memory.devices().on(DeviceSelector::Uuid(uuid(device))).open_arena(&name);
         let arena = match opened {
             Ok(arena) => arena,
-            Err(MemoryError::Arena(ArenaError::Device {
-                error: DeviceSelectError::Lost { .. },
-                ..
-            })) if is_lost => return,
-            // The first to be told, or an arena that is lost before it was closed.
-            Err(MemoryError::Arena(ArenaError::Driver { .. } | ArenaError::Duplicate { .. }))
-                if self.sims[device].lost().is_some() =>
+            // Lost, or the first to be told, or an arena that is lost before it was closed.
+            Err(MemoryError::OpenArena { cause, .. })
+                if self.sims[device].lost().is_some()
+                    && matches!(
+                        *cause,
+                        MemoryError::DeviceLost { .. } | MemoryError::Device(_)
+                    ) =>
             {
                 return;
             }
+            Err(MemoryError::DuplicateArena { .. }) if self.sims[device].lost().is_some() => return,
             Err(error) => return self.faults.push(format!("open on device {device}: {error}")),
         };
         let answer = arena.alloc::<u8>(size, Region::Stable).map(drop);
@@ -237,7 +234,7 @@ impl World {
         self.note(device, "close", answer);
         drop(arena);
         // Closed arenas are dropped now, and not when some device's memory is due to decay.
-        let _ = self.memory.open_arena_on(DeviceSelector::Number(99), "none");
+        let _ = self.memory.devices().on(DeviceSelector::Number(99)).open_arena("none");
     }
 
     /// Lets time pass, and does the work of the `Memory`.
@@ -254,9 +251,9 @@ impl World {
         self.work(Duration::from_secs(1));
         self.work(Duration::from_secs(1));
         let lost: Vec<_> = self.sims.iter().map(|sim| sim.lost().is_some()).collect();
-        for (device, status) in self.memory.devices().iter().enumerate() {
+        for (device, status) in self.memory.devices().all().iter().enumerate() {
             let name = uuid(device).to_string();
-            let reports = self.memory.diagnostics();
+            let reports = self.memory.report().diagnostics();
             let reports = reports.iter().filter(|it| it.text.contains(&format!("{name} is lost")));
             let found = (status.lost.is_some(), status.name == name, reports.count());
             if found != (lost[device], true, usize::from(lost[device])) {
@@ -267,7 +264,7 @@ impl World {
                 self.faults.push(format!("the lost device {device} has {:?}", status.memory));
             }
         }
-        let roomiest = self.memory.device(DeviceSelector::MostHeadroom);
+        let roomiest = self.memory.devices().on(DeviceSelector::MostHeadroom).status();
         if !roomiest.is_ok_and(|status| !lost[status.number as usize]) {
             self.faults.push("no device with room was found".to_owned());
         }
@@ -293,13 +290,13 @@ impl World {
             }
         }
         self.work(Duration::from_secs(1));
-        for status in self.memory.devices() {
+        for status in self.memory.devices().all() {
             let reserved = status.budget.map(|budget| budget.reserved);
             if reserved != Some(ByteSize::ZERO) {
                 self.faults.push(format!("{} has {reserved:?} reserved", status.name));
             }
         }
-        let held = self.memory.shutdown(Duration::ZERO).requests;
+        let held = self.memory.shutdown_blocking(Duration::ZERO).requests;
         if held != 0 {
             self.faults.push(format!("{held} reservations are held"));
         }

@@ -69,8 +69,8 @@ pub(crate) fn be(kind: Kind, start_only: bool) -> Result<(), BoxError> {
     let memory = memory.transpose()?;
     let held = match &memory {
         Some(memory) => {
-            let arena = memory.open_arena("idle")?;
-            let resource = memory.register(memory.managed("idle", || Ok(vec![0_u8; 1024])))?;
+            let arena = memory.devices().open_arena("idle")?;
+            let resource = memory.managed("idle", || Ok(vec![0_u8; 1024])).register()?;
             Some((arena, resource))
         }
         None => None,

@@ -193,8 +193,8 @@ async fn evicted() -> Result<Answer, BoxError> {
     let log = Log::start()?;
     let memory = memory(ByteSize::gib(1))?;
     let model = |name| memory.managed(name, || Ok(())).cost(Cost::host(ByteSize::mib(500)));
-    let first = memory.register(model("embedder"))?;
-    let second = memory.register(model("ranker"))?;
+    let first = model("embedder").register()?;
+    let second = model("ranker").register()?;
     drop(first.acquire_blocking()?);
     drop(second.acquire_blocking()?);
     let text = until("the eviction", || {
@@ -213,7 +213,7 @@ async fn broken_model() -> Result<Answer, BoxError> {
     let log = Log::start()?;
     let memory = memory(ByteSize::gib(1))?;
     let fails = || Err::<(), _>(BoxError::from("no such file: weights.bin"));
-    let model = memory.register(memory.managed("ranker", fails))?;
+    let model = memory.managed("ranker", fails).register()?;
     if model.acquire_blocking().is_ok() {
         return Err("the loader failed".into());
     }
@@ -241,7 +241,7 @@ async fn asleep() -> Result<Answer, BoxError> {
     let log = Log::start()?;
     let builder = Memory::builder().memory_limit(ByteSize::gib(1)).device(DeviceChoice::Host);
     let memory = builder.without_environment().start()?;
-    let arena = memory.open_arena("embedder")?;
+    let arena = memory.devices().open_arena("embedder")?;
     arena.sleep(SleepOptions::default())?;
     let line = log.find(&["arena asleep", "embedder"]).ok_or("not logged")?;
     Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })

@@ -245,7 +245,7 @@ fn name(address: u64, other: &AllocationProfile, own: &AllocationProfile) -> Opt
 
 fn tell(folder: &Path) -> Result<(), BoxError> {
     let memory = start(folder)?;
-    let last = memory.last_exit().ok_or("no recording")?;
+    let last = memory.report().last_exit().ok_or("no recording")?;
     println!("{}\n{}", last.cause, last.summary);
     Ok(())
 }

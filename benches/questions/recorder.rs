@@ -60,7 +60,7 @@ pub(crate) fn serve(recording: &Path) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let builder = Memory::builder().memory_limit(ByteSize::gib(1));
     let memory = builder.flight_recorder(recording).start()?;
-    for found in memory.diagnostics() {
+    for found in memory.report().diagnostics() {
         eprintln!("{found}");
     }
     let app =
@@ -75,11 +75,11 @@ pub(crate) fn serve(recording: &Path) -> Result<(), BoxError> {
             tokio::spawn(app.clone().oneshot(request.body(Body::from_stream(body))?));
         }
         tokio::time::sleep(SETTLE).await;
-        let held = memory.oldest_requests().len();
+        let held = memory.report().oldest_requests().len();
         let (start, before) = (Instant::now(), (allocations_made(), cpu()));
         while start.elapsed() < COUNTED {
             // Events, of which each changes the recording.
-            memory.request_purge();
+            memory.heap().request_purge();
             drop(std::hint::black_box(vec![1_u8; 8 << 20]));
             tokio::time::sleep(Duration::from_millis(500)).await;
         }
@@ -112,7 +112,7 @@ pub(crate) fn idle(recording: Option<&Path>) -> Result<(), BoxError> {
     }
     let memory = builder.start()?;
     std::thread::sleep(SETTLE);
-    let _ = memory.purge()?;
+    let _ = memory.heap().purge()?;
     let kib = |name: &str| kernel_value("/proc/self/status", name);
     println!("{} {}", kib("RssAnon:")?, kib("RssFile:")?);
     Ok(())

@@ -152,7 +152,7 @@ pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
     let clock: Arc<dyn Clock> = watch.clone();
     let builder = Memory::builder().clock(clock).device(DeviceChoice::Host);
     let memory = builder.metrics_interval(PUBLISHED_EACH).purge_interval(None).start()?;
-    let arena = memory.open_arena("weights")?;
+    let arena = memory.devices().open_arena("weights")?;
     let block = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
     let (all, _) = watch.median(&watch.worker, PUBLICATIONS)?;
     let snapshot = timed(|| drop(black_box(memory.snapshot())))?;
@@ -184,7 +184,7 @@ pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
     println!("figure tick.woken_us {woken:.1} us");
     println!("figure tick.allocations {allocated} ticks");
     drop((permit, block));
-    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    println!("{}", memory.shutdown_blocking(Duration::from_secs(5)));
     let mut held = true;
     for (what, found, most) in [
         ("publish.median_us", hundred, GOAL_US),

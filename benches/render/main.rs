@@ -57,10 +57,10 @@ fn run(counted: bool) -> Result<bool, BoxError> {
     let recorder = recorder.install_recorder()?;
     let held = loops::measure(counted)?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    let arena = memory.open_arena("weights")?;
+    let arena = memory.devices().open_arena("weights")?;
     // Metrics show once the worker has published them.
     let deadline = Instant::now() + Duration::from_secs(30);
-    while memory.history().is_empty() {
+    while memory.report().history().is_empty() {
         if Instant::now() > deadline {
             return Err("the worker has published nothing in 30 s".into());
         }
@@ -83,7 +83,7 @@ fn run(counted: bool) -> Result<bool, BoxError> {
         }
     }
     drop(blocks);
-    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    println!("{}", memory.shutdown_blocking(Duration::from_secs(5)));
     Ok(held)
 }
 

@@ -115,10 +115,10 @@ pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
     let memory = builder().start()?;
     let most = if counted { 0.0 } else { costs(&memory) };
     let real = allocations(&memory);
-    let _ = memory.shutdown(Duration::from_secs(5));
+    let _ = memory.shutdown_blocking(Duration::from_secs(5));
     let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
     let still = allocations(&memory);
-    let _ = memory.shutdown(Duration::from_secs(5));
+    let _ = memory.shutdown_blocking(Duration::from_secs(5));
     println!("allocations of a report for each response: {real:.5} with ticks, {still} without");
     if !counted {
         println!("figure fleet.report_ns {most:.0} ns");

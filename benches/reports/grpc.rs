@@ -48,8 +48,7 @@ impl Instance {
         let cost = Cost::host(allowance.scaled(reserved));
         let reserved = memory.admission().try_admit_with(cost, Priority::Exempt)?;
         let cost = Cost::host(ByteSize::kib(64));
-        let layer = MemoryLayer::new(memory.admission().clone(), cost)
-            .with_load_reports();
+        let layer = MemoryLayer::new(memory.admission().clone(), cost).with_load_reports();
         let streams = layer.load_report_service();
         let answer = tower::service_fn(async move |_: http::Request<axum::body::Body>| {
             let mut trailers = HeaderMap::new();
@@ -85,7 +84,7 @@ pub(crate) async fn read(python: &OsStr) -> Result<bool, BoxError> {
     let status = tokio::task::spawn_blocking(move || command.status()).await??;
     for instance in instances {
         instance.serving.abort();
-        let _ = instance.memory.shutdown_async(Duration::from_secs(5)).await;
+        let _ = instance.memory.shutdown(Duration::from_secs(5)).await;
     }
     println!("figure fleet.grpc.read {}", u8::from(status.success()));
     Ok(status.success())

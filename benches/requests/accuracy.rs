@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use lowtide::admission::Cost;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{MemoryLayer};
+use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_heap::{Account, AccountOwner, HeapProbe};
 use tokio::net::TcpListener;

@@ -169,7 +169,7 @@ impl Cache {
 /// Is the service, and prints what came of it.
 fn serve(arguments: &Arguments) -> Result<(), BoxError> {
     let memory = Memory::start()?;
-    let mut watch = memory.watch_level();
+    let mut watch = memory.admission().watch_level();
     let (cache, most) = (Arc::new(Cache::default()), LIMIT.scaled(FILLED));
     let keys = most.get() / ENTRY as u64 * 5 / 4;
     let mut fills = 0..;
@@ -215,7 +215,7 @@ fn serve(arguments: &Arguments) -> Result<(), BoxError> {
     });
     let cache_mib = cache.bytes().get() >> 20;
     println!("{served} {sheds} {calls} {released} {cache_mib} {}", longest.as_millis());
-    memory.shutdown(Duration::from_secs(5)).into_result()?;
+    memory.shutdown_blocking(Duration::from_secs(5)).into_result()?;
     Ok(())
 }
 

@@ -67,7 +67,7 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     println!("{}", listener.local_addr()?);
     axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?).await?;
-    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
+    Ok(memory.shutdown(Duration::from_secs(5)).await.into_result()?)
 }
 
 /// Runs both policies and prints their figures. Returns `true` if every goal held.

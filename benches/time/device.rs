@@ -174,7 +174,7 @@ fn decays_to_zero(profile: Profile) -> Result<f64, BoxError> {
     let shared: Arc<dyn Clock> = clock.clone();
     let builder = Memory::builder().clock(shared).profile(profile).device(DeviceChoice::Host);
     let memory = builder.background_threads(0).start()?;
-    let arena = memory.open_arena("burst")?;
+    let arena = memory.devices().open_arena("burst")?;
     let DecayTime::Within(decay) = memory.config().device_decay.value else {
         return Err("the profile's decay time is no time".into());
     };
@@ -195,7 +195,7 @@ fn decays_to_zero(profile: Profile) -> Result<f64, BoxError> {
     if !left.is_zero() {
         return Err(format!("nothing is live, and {left} stay").into());
     }
-    if !memory.shutdown(PATIENCE).is_clean() {
+    if !memory.shutdown_blocking(PATIENCE).is_clean() {
         return Err("an unclean end".into());
     }
     Ok(took.as_secs_f64() / decay.as_secs_f64())

@@ -258,7 +258,7 @@ fn clients_routes(
         let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
                 let announced = content_length(request).unwrap_or(0);
-                memory.cost(embed::host_cost(announced), model::DEVICE_COST)
+                Cost::host(embed::host_cost(announced)).and_device(model::DEVICE_COST)
             } else {
                 Cost::host(FORWARD_COST)
             }

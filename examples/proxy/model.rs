@@ -21,7 +21,7 @@ use lowtide::clock::SystemClock;
 #[cfg(feature = "cuda")]
 use lowtide::cudarc::driver::DriverError;
 use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Lease, Region};
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::{BoxError, ByteSize, Cost, Memory};
 use thiserror::Error;
 
 use crate::chance::Chance;
@@ -93,13 +93,13 @@ impl ManagedModel {
             let resource = Managed::builder(NAME, move || load(&of_load)).build(clock, None);
             return Ok(Self { arena, resource });
         };
-        let arena = memory.open_arena(NAME)?;
-        let cost = memory.cost(ByteSize::ZERO, Model::weight_bytes(weights));
+        let arena = memory.devices().open_arena(NAME)?;
+        let cost = Cost::device(Model::weight_bytes(weights));
         let mut builder = memory.managed_in(&arena, NAME, load).cost(cost);
         if let Some(idle) = idle_unload {
             builder = builder.idle(idle);
         }
-        let resource = memory.register(builder)?;
+        let resource = builder.register()?;
         Ok(Self { arena, resource })
     }
 

@@ -218,7 +218,7 @@ pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcom
         let counts = RejectReason::ALL.into_iter().zip(memory.admission().stats().rejected);
         let counts = counts.filter(|(_, count)| *count > 0);
         outcome.rejected = counts.map(|(why, count)| (why.name().to_owned(), count)).collect();
-        memory.shutdown_async(Duration::from_secs(2)).await;
+        memory.shutdown(Duration::from_secs(2)).await;
     }
     Ok(outcome)
 }

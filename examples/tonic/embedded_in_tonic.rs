@@ -14,7 +14,7 @@ use axum::body::Body;
 use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use lowtide::admission::{Cost, Priority, Rejected};
-use lowtide::service::{RequestPermit};
+use lowtide::service::RequestPermit;
 use lowtide::{BoxError, ByteSize, Memory};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::server::{Grpc as Server, UnaryService};
@@ -100,7 +100,7 @@ async fn main() -> Result<(), BoxError> {
     call(&mut client, "1", Code::ResourceExhausted).await?;
     drop(held); // it ends
     call(&mut client, "1", Code::Ok).await?;
-    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
+    Ok(memory.shutdown(Duration::from_secs(5)).await.into_result()?)
 }
 
 type Client = client::Grpc<Channel>;

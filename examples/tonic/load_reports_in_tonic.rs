@@ -25,5 +25,5 @@ async fn main() -> Result<(), BoxError> {
         .add_service(health)
         .serve_with_shutdown("127.0.0.1:8080".parse()?, memory.terminated()?)
         .await?;
-    Ok(memory.shutdown_async(std::time::Duration::from_secs(5)).await.into_result()?)
+    Ok(memory.shutdown(std::time::Duration::from_secs(5)).await.into_result()?)
 }

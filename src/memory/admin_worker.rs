@@ -5,19 +5,35 @@
 //! Invariant: a task that was started ends, also by a panic.
 
 use std::sync::Arc;
+#[cfg(feature = "device")]
+use std::time::Duration;
 
 use crate::bytes::ByteSize;
+#[cfg(feature = "device")]
+use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::sync::caught;
 use lowtide_admission::fit::FitTerms;
 use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
 
-use super::admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+use super::admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 use super::manager::Memory;
 use super::shared::Shared;
 
 impl Memory {
+    /// Returns a handle to the admin tasks, for endpoints of operators.
+    #[must_use]
+    pub fn admin(&self) -> MemoryAdmin<'_> {
+        MemoryAdmin(&self.0.shared)
+    }
+}
+
+/// The admin tasks of a `Memory`, from [`Memory::admin`].
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryAdmin<'a>(&'a Shared);
+
+impl MemoryAdmin<'_> {
     /// Queues a command for the worker and returns immediately, with the number of the task.
-    /// [`Memory::admin_tasks`] lists the outcome under this number. Meant for HTTP endpoints; code
+    /// [`MemoryAdmin::tasks`] lists the outcome under this number. Meant for HTTP endpoints; code
     /// calls the arena's functions directly.
     ///
     /// ```
@@ -25,17 +41,17 @@ impl Memory {
     /// use lowtide::memory::{AdminError, AdminCommand};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let id = memory.run_admin(AdminCommand::Purge)?;
-    /// assert_eq!(memory.admin_tasks()[0].id, id);
+    /// let id = memory.admin().run(AdminCommand::Purge)?;
+    /// assert_eq!(memory.admin().tasks()[0].id, id);
     /// let sleep = AdminCommand::Sleep { arena: "embedder".to_owned() };
-    /// assert!(matches!(memory.run_admin(sleep), Err(AdminError::UnknownArena { .. })));
+    /// assert!(matches!(memory.admin().run(sleep), Err(AdminError::UnknownArena { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
     /// [`AdminError`] if the command is not accepted; it is not queued then.
-    pub fn run_admin(&self, command: AdminCommand) -> Result<u64, AdminError> {
-        let shared = &self.0.shared;
+    pub fn run(&self, command: AdminCommand) -> Result<u64, AdminError> {
+        let shared = self.0;
         shared.check_here()?;
         if shared.admission.is_closed() || shared.queue.is_closed() {
             return Err(AdminError::Ended);
@@ -45,7 +61,7 @@ impl Memory {
             AdminCommand::Purge | AdminCommand::Fit { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
             #[cfg(feature = "device")]
-            on_arena => shared.check_arena(&on_arena.subject())?,
+            on_arena => drop(shared.check_arena(&on_arena.subject())?),
             #[cfg(not(feature = "device"))]
             on_arena => return Err(AdminError::no_arena(on_arena)),
         }
@@ -60,12 +76,8 @@ impl Memory {
 
     /// Returns the last admin tasks, oldest first: at most 16. Empty in a forked child.
     #[must_use]
-    pub fn admin_tasks(&self) -> Vec<AdminTask> {
-        let shared = &self.0.shared;
-        if shared.check_here().is_err() {
-            return Vec::new();
-        }
-        shared.admin_tasks.all()
+    pub fn tasks(&self) -> Vec<AdminTask> {
+        self.0.here(|shared| shared.admin_tasks.all())
     }
 }
 
@@ -147,5 +159,39 @@ impl Shared {
             ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
             ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
         })
+    }
+}
+
+#[cfg(feature = "device")]
+impl Shared {
+    /// Returns the serving arena of this name.
+    fn check_arena(&self, name: &str) -> Result<DeviceArena, AdminError> {
+        let unknown = |known| AdminError::UnknownArena { name: name.to_owned(), known };
+        self.arena_named(name).map_err(unknown)
+    }
+
+    /// Executes a command on an arena. Returns the outcome, or the cause of its failure.
+    fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
+        let arena = self.check_arena(&command.subject()).map_err(|error| error.to_string())?;
+        let said = |error: DeviceError| error.to_string();
+        match command {
+            AdminCommand::Trim { keep, .. } => {
+                let released = arena.trim(*keep).map_err(said)?;
+                Ok(format!("{released} released"))
+            }
+            AdminCommand::Sleep { .. } => {
+                // No waiting for leases: the worker has other work.
+                let drain = Duration::ZERO;
+                let options = SleepOptions { drain, ..self.config.device_sleep().options };
+                let slept = arena.sleep(options).map_err(said)?;
+                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
+            }
+            // The only other one: a wake.
+            _ => {
+                // No waiting for memory: only this worker would release it.
+                let woken = arena.wake_at_once().map_err(said)?;
+                Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
+            }
+        }
     }
 }

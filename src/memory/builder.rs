@@ -5,19 +5,19 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-#[cfg(feature = "device")]
-use crate::config::DeviceBackend;
 use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env, setters};
+#[cfg(feature = "device")]
+use crate::config::{DeviceBackend, DeviceChoice};
 use crate::decay::DecayTime;
 #[cfg(feature = "device")]
-use crate::device::Contents;
+use crate::device::{Contents, driver::Driver};
 use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
@@ -28,25 +28,24 @@ use lowtide_admission::{
 };
 use lowtide_heap::{self as heap, ArenaBinding};
 
-use super::admin_tasks::AdminTasks;
-use super::claim::{Claim, THREADS};
+use super::actions::{Hook, MaintenanceExecutor};
+use super::admin::AdminTasks;
 #[cfg(feature = "device")]
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
 use super::fit::FitInForce;
-use super::flight::{Flight, FlightFile, LastExit, Recorder};
-use super::hands::{Hook, MaintenanceExecutor};
-use super::heap::{SettledHeap, settle_heap};
-use super::history::MetricsHistory;
-use super::loads::Loads;
+use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
+use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
-use super::profiles::{self, Captures};
-use super::running::{Ends, FLIGHT, Running, Started, Threads};
+use super::profiles::{self, Captures, Profiles};
+use super::running::{FLIGHT, RunningMemory, Started, ThreadEndGuard, Threads};
+use super::running::{ProcessClaim, THREADS};
 use super::sensor::{MemorySensor, SensorState};
+use super::shared::Loads;
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
-use super::threads;
+use super::trend::MetricsHistory;
 use super::trend::QuietTimes;
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
@@ -113,8 +112,8 @@ impl Builder {
 
     /// Records the last five minutes in this file, which survives a kill: samples, events, the
     /// largest requests. The next start with the same path logs why this run ended, and
-    /// [`Memory::last_exit`] and `/memory?with=last_exit` have the recording. Default: nothing is
-    /// recorded.
+    /// [`MemoryReport::last_exit`](super::MemoryReport::last_exit) and `/memory?with=last_exit`
+    /// have the recording. Default: nothing is recorded.
     ///
     /// The path must be absolute, and the file must be local and of its own for each process. It
     /// takes 512 KiB, which are allocated at the start; a thread of its own writes it, once a
@@ -247,7 +246,7 @@ impl Builder {
     pub fn start(self) -> Result<Memory, StartError> {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
-        let claim = if self.is_detached { Claim::of_none() } else { Claim::take()? };
+        let claim = if self.is_detached { ProcessClaim::of_none() } else { ProcessClaim::take()? };
         let stack = self.stack.unwrap_or(STACK);
         let parts = self.assemble(config, claim)?;
         let background_threads = parts.background_threads;
@@ -265,7 +264,7 @@ impl Builder {
     pub fn start_stepped(self) -> Result<(Memory, Steps), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
-        let parts = builder.assemble(config, Claim::of_none())?;
+        let parts = builder.assemble(config, ProcessClaim::of_none())?;
         let running = Arc::new(running(&parts.shared));
         let clock = Arc::clone(&parts.shared.clock);
         let memory = Memory::of(parts.shared, running);
@@ -277,32 +276,46 @@ impl Builder {
         Vec::from_iter(variables_of_devices(&names, HAS_DEVICES))
     }
 
-    /// Opens the signals, and applies the settings of the heap, unless it is detached.
+    fn prepare_profiles(
+        &self,
+        config: &Config,
+        diagnostics: &mut Vec<Diagnostic>,
+    ) -> Option<Arc<Profiles>> {
+        if self.is_detached { None } else { profiles::prepare(config, diagnostics) }
+    }
+
+    /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
+    /// limit.
     fn settle_host(
         &mut self,
         config: &Config,
+        clock: &dyn Clock,
         diagnostics: &mut Vec<Diagnostic>,
-    ) -> (Arc<Signals>, SettledHeap) {
+    ) -> Result<(Arc<Signals>, SettledHeap), StartError> {
         if self.is_detached {
             let signals = settle_limit(config, Signals::none(), diagnostics);
-            return (Arc::new(signals), SettledHeap::default());
+            check_limit(config, &signals, clock, diagnostics)?;
+            return Ok((Arc::new(signals), SettledHeap::default()));
         }
         let signals = open_signals(config, self.signals.take(), diagnostics);
         let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
-        (Arc::new(signals), heap)
+        check_limit(config, &signals, clock, diagnostics)?;
+        Ok((Arc::new(signals), heap))
     }
 
     /// Creates the parts and connects them. Releases the claim if that fails.
-    fn assemble(mut self, config: Config, claim: Arc<Claim>) -> Result<Parts, StartError> {
+    fn assemble(
+        mut self,
+        config: Config,
+        claim: Arc<ProcessClaim>,
+    ) -> Result<AssembledParts, StartError> {
         let mut diagnostics = self.unused_variables();
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
-        let (signals, heap) = self.settle_host(&config, &mut diagnostics);
-        let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
-        check_limit(&config, &signals, &*clock, &mut diagnostics)?;
+        let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
+        let (signals, heap) = self.settle_host(&config, &*clock, &mut diagnostics)?;
         let (flight, recording) = Flight::open(&config, &signals, &mut diagnostics);
-        let profiles =
-            (!self.is_detached).then(|| profiles::prepare(&config, &mut diagnostics)).flatten();
+        let profiles = self.prepare_profiles(&config, &mut diagnostics);
         let (admission, resources) = (Admission::new(), Resources::new());
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
@@ -313,18 +326,20 @@ impl Builder {
             seen: SensorState::default(),
             captures: Captures::of(profiles.as_ref(), &config),
         };
-        let joined: Arc<Mutex<Option<Arc<Shared>>>> = Arc::default();
+        let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
         let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
         let (steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
-        let ladder = reclaim_policy(steps, &resources);
-        let settings = settings(&config, has_devices, heap.decay_interval);
-        let (admits, registry) = (admission.clone(), resources.clone());
-        let mut maintenance =
-            Maintenance::new(settings, Box::new(sensor), admits, registry, ladder)?;
+        let mut maintenance = Maintenance::new(
+            settings(&config, has_devices, heap.decay_interval),
+            Box::new(sensor),
+            admission.clone(),
+            resources.clone(),
+            reclaim_policy(steps, &resources),
+        )?;
         #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
         let shared = Arc::new(Shared {
@@ -340,7 +355,7 @@ impl Builder {
             devices,
             heap: heap.probe,
             signals,
-            bound_arenas: threads::arena_binding().map(ArenaBinding::arenas),
+            bound_arenas: arena_binding().map(ArenaBinding::arenas),
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
@@ -354,22 +369,110 @@ impl Builder {
             fit: FitInForce::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
-            ending: super::ending::Ending::default(),
+            ending: super::running::ExitSignal::default(),
         });
-        *lock(&joined) = Some(Arc::clone(&shared));
+        let _ = joined.set(Arc::clone(&shared));
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
-        let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
-        let worker = maintenance.worker(Box::new(hands));
+        let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
+        let worker = maintenance.worker(Box::new(actions));
         // The first sample is taken here, so that the first request finds a measured allowance.
         shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
         let background_threads = heap.background_threads;
-        Ok(Parts { shared, maintenance, worker, background_threads, recording })
+        Ok(AssembledParts { shared, maintenance, worker, background_threads, recording })
+    }
+}
+
+/// Device arenas.
+#[cfg(feature = "device")]
+impl Builder {
+    /// Sets the device on which arenas allocate. [`DeviceChoice::CudaAll`] opens every visible one.
+    /// Default: the best that works.
+    #[must_use]
+    pub fn device(mut self, value: DeviceChoice) -> Self {
+        self.code.devices = Some(vec![value]);
+        self
+    }
+
+    /// Sets a driver for device arenas that the caller has opened, for example with options that
+    /// have no setting, or a driver for tests. The configured device, also from the environment, is
+    /// ignored then.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "cuda")] {
+    /// use std::sync::Arc;
+    /// use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let handle = Some(ByteSize::mib(16));
+    /// let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() })?;
+    /// let memory = Memory::builder().driver(Arc::new(driver)).start()?;
+    /// # }
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn driver(self, driver: Arc<dyn Driver>) -> Self {
+        self.drivers([driver])
+    }
+
+    /// Like [`Builder::driver`], for several devices, the default one first: at most 16, each once.
+    /// With an empty list the configured device is opened, as without this call;
+    /// [`Builder::devices`] with an empty list opens none.
+    ///
+    /// With several host drivers a program for several devices runs without a GPU. Their memory
+    /// counts in the host's budget, so [`Builder::device_limit`] limits their arenas, but not what
+    /// [`MemoryDevices::reserve`](crate::memory::MemoryDevices::reserve) reserves.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide::device::HostDriver;
+    /// use lowtide::device::driver::Driver;
+    /// use lowtide::memory::DeviceSelector;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let two = [HostDriver::new(), HostDriver::new()].map(|it| Arc::new(it) as Arc<dyn Driver>);
+    /// let memory = Memory::builder().drivers(two).start()?;
+    /// let reserved = memory.devices().on(DeviceSelector::Number(1)).reserve(ByteSize::mib(8))?;
+    /// let arena = memory.devices().on(reserved.device()).open_arena("on the second")?;
+    /// assert_eq!(memory.devices().all().len(), 2);
+    /// # drop(arena);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn drivers(mut self, drivers: impl IntoIterator<Item = Arc<dyn Driver>>) -> Self {
+        self.drivers = drivers.into_iter().collect();
+        self
+    }
+
+    /// Sets several CUDA devices, the default one first: at most 16, each once. Each has a budget,
+    /// a watermark and series of its own; name one with a
+    /// [`DeviceSelector`](crate::memory::DeviceSelector). The start fails if one cannot be opened.
+    /// Every opened device holds a CUDA context: several hundred MiB of its memory. An empty list
+    /// opens no device ([`DeviceChoice::None`]).
+    ///
+    /// ```no_run
+    /// use lowtide::Memory;
+    /// use lowtide::config::DeviceChoice;
+    /// use lowtide::memory::DeviceSelector;
+    ///
+    /// let both = [DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1)];
+    /// let memory = Memory::builder().devices(both).start()?;
+    /// let arena = memory.devices().on(DeviceSelector::Ordinal(1)).open_arena("embedder")?;
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    #[must_use]
+    pub fn devices(mut self, devices: impl IntoIterator<Item = DeviceChoice>) -> Self {
+        let mut devices: Vec<_> = devices.into_iter().collect();
+        if devices.is_empty() {
+            devices.push(DeviceChoice::None);
+        }
+        self.code.devices = Some(devices);
+        self
     }
 }
 
 /// The connected parts of a `Memory` that does not run yet.
-struct Parts {
+struct AssembledParts {
     shared: Arc<Shared>,
     maintenance: Maintenance,
     worker: Worker,
@@ -521,7 +624,7 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
 }
 
 /// Returns the value that ends the threads. No thread runs yet.
-fn running(shared: &Shared) -> Running {
+fn running(shared: &Shared) -> RunningMemory {
     let mut other_bells = vec![Arc::clone(shared.flight.bell())];
     other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(profiles.bell())));
     let threads = Threads {
@@ -530,7 +633,7 @@ fn running(shared: &Shared) -> Running {
         other_bells,
         started: Mutex::new(Vec::with_capacity(THREADS + 2)),
     };
-    Running {
+    RunningMemory {
         is_ending: AtomicBool::new(false),
         threads,
         queue: Arc::clone(&shared.queue),
@@ -544,12 +647,12 @@ fn running(shared: &Shared) -> Running {
 
 /// Starts the two threads, and those of the profiler and the flight recorder. On failure the
 /// running ones are signalled to end.
-fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
-    let Parts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
+fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> {
+    let AssembledParts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
     let running = Arc::new(running(&joined));
     let (stop, bell) = (Arc::clone(&running.threads.stop), Arc::clone(&running.threads.bell));
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
-    let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
+    let ends = || ThreadEndGuard { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
     running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
         run_worker(&mut worker, &*clock);
@@ -564,7 +667,7 @@ fn launch(parts: Parts, stack: ByteSize) -> Result<Memory, StartError> {
         shared.queue.close();
     })?;
     if let Some(file) = recording {
-        let recorder = Recorder::new(&joined, file);
+        let recorder = FlightRecorder::new(&joined, file);
         let stop = Arc::clone(&running.threads.stop);
         let about = "flight_recorder";
         launch_optional(&joined, &running.threads, (FLIGHT, about, stack), move || {
@@ -592,7 +695,7 @@ fn launch_optional(
     run: impl FnOnce() + Send + 'static,
 ) {
     shared.claim.threads.fetch_add(1, Ordering::AcqRel);
-    let ends = Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
+    let ends = ThreadEndGuard { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     if let Err(error) = threads.spawn(name, stack, ends, run) {
         shared.add_diagnostic(Diagnostic::warning(about, format!("off: {error}")));
     }
@@ -604,7 +707,7 @@ impl Threads {
         &self,
         name: &'static str,
         stack: ByteSize,
-        ends: Ends,
+        ends: ThreadEndGuard,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);
@@ -614,7 +717,7 @@ impl Threads {
             .stack_size(stack)
             .spawn(move || {
                 let _ends = ends;
-                threads::on_thread_start();
+                on_thread_start();
                 run();
             })
             .map_err(|error| StartError::Thread { name, error })?;
@@ -759,7 +862,7 @@ fn report(memory: &Memory, background_threads: u32) {
         heap_at_start = at_start,
         "memory manager started"
     );
-    if let Some(last) = memory.last_exit() {
+    if let Some(last) = memory.report().last_exit() {
         report_last_exit(last);
     }
 }

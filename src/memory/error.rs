@@ -5,9 +5,16 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
+#[cfg(feature = "device")]
+use crate::config::arena::ShrinkTarget;
 use crate::config::{ConfigError, Source};
-use lowtide_admission::{Budget, ResourceError, SettingsError};
-use lowtide_heap::ReleaseFailure;
+#[cfg(feature = "device")]
+use crate::device::{DeviceError, driver::DriverError};
+use lowtide_admission::{Budget, Rejected, ResourceError, SettingsError};
+use lowtide_heap::{HostError, ReleaseFailure};
+
+#[cfg(feature = "device")]
+use super::devices::{DeviceSelector, Slot, known_targets};
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
 ///
@@ -84,7 +91,7 @@ pub enum StartError {
     },
 }
 
-crate::config::debug_is_message!(StartError, MemoryError, super::Shutdown);
+crate::config::debug_is_message!(StartError, MemoryError, Shutdown);
 
 /// Formats a limit in the form of its source.
 fn named(from: Source, limit: ByteSize) -> String {
@@ -111,10 +118,11 @@ fn meant(limit: ByteSize, least: ByteSize) -> String {
 #[derive(Clone, Error, PartialEq)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// An arena could not be opened.
-    #[cfg(feature = "device")]
-    #[error(transparent)]
-    Arena(#[from] super::devices::ArenaError),
+    /// This is a forked child: the threads and the device context belong to the parent.
+    #[error(
+        "the Memory was started in the parent of this forked process: start one in this process"
+    )]
+    Forked,
     /// The resource or the reclaimer could not be registered: too many, or a name that is in use.
     #[error(transparent)]
     Resource(#[from] ResourceError),
@@ -133,11 +141,164 @@ pub enum MemoryError {
         /// The ceiling: the configured limit, or the machine's memory, times the configured share.
         ceiling: ByteSize,
     },
-    /// This is a forked child: the threads and the device context belong to the parent.
-    #[error(
-        "the Memory was started in the parent of this forked process: start one in this process"
-    )]
-    Forked,
+    /// The configured device is `none`.
+    #[error("the configured device is none")]
+    NoDevice,
+    /// No device of this `Memory` has this name.
+    #[cfg(feature = "device")]
+    #[error("unknown device {selector}: expected {}", one_of(known))]
+    UnknownDevice {
+        /// The name.
+        selector: DeviceSelector,
+        /// The devices by the same kind of name, or by their numbers if none has such a name.
+        known: Vec<DeviceSelector>,
+    },
+    /// The device is lost, or all are and this is the first. Its memory is gone until the process
+    /// restarts.
+    #[cfg(feature = "device")]
+    #[error("device {device} is lost: {error}")]
+    DeviceLost {
+        /// The device's name in metrics.
+        device: String,
+        /// The error by which the loss became known.
+        error: DriverError,
+    },
+    /// The device could not be queried.
+    #[cfg(feature = "device")]
+    #[error("cannot query device {device}: {error}")]
+    DeviceSilent {
+        /// The device's name in metrics.
+        device: String,
+        /// The cause.
+        error: DriverError,
+    },
+    /// The bytes do not fit in the device's budget.
+    #[error(transparent)]
+    Rejected(#[from] Rejected),
+    /// An arena, or a pool of pinned memory, was not opened.
+    #[error("cannot open arena {arena:?}: {cause}")]
+    OpenArena {
+        /// The arena's name.
+        arena: String,
+        /// The cause: the device, or the driver.
+        cause: Box<Self>,
+    },
+    /// An operation on device memory failed.
+    #[cfg(feature = "device")]
+    #[error(transparent)]
+    Device(Box<DeviceError>),
+    /// The name is in use; the arenas could not be distinguished in metrics.
+    #[error("arena {arena:?} is already open: expected another name")]
+    DuplicateArena {
+        /// The name.
+        arena: String,
+    },
+    /// The maximum number of arenas is open.
+    #[error("too many arenas: at most {max} can be open")]
+    TooManyArenas {
+        /// The maximum.
+        max: usize,
+    },
+    /// The options of an arena, or a selector of targets to shrink, are invalid.
+    #[error(transparent)]
+    Options(#[from] ConfigError),
+    /// A slot without a name.
+    #[error("the slot's name is empty: expected the name of a provider")]
+    NoSlotName,
+    /// There is no device for the slot.
+    #[cfg(feature = "device")]
+    #[error("{slot}: unknown device; expected {}", gpus(*devices))]
+    UnknownSlot {
+        /// The slot.
+        slot: Slot,
+        /// The number of devices, at least 1.
+        devices: usize,
+    },
+    /// The slot has no shared arena.
+    #[cfg(feature = "device")]
+    #[error("{slot} has no shared arena (never shared, or sharing has ended)")]
+    NotShared {
+        /// The slot.
+        slot: Slot,
+    },
+    /// The maximum number of slots has an arena.
+    #[error("too many slots: at most {max} can have an arena")]
+    TooManySlots {
+        /// The maximum.
+        max: usize,
+    },
+    /// More concurrent users than can be counted.
+    #[cfg(feature = "device")]
+    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
+    TooManyUsers {
+        /// The slot.
+        slot: Slot,
+        /// The maximum.
+        max: u32,
+    },
+    /// Other threads changed the slot's arena at every attempt.
+    #[cfg(feature = "device")]
+    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
+    Contended {
+        /// The slot.
+        slot: Slot,
+        /// The number of attempts.
+        attempts: u32,
+    },
+    /// There is no device for the target of a shrink.
+    #[cfg(feature = "device")]
+    #[error("unknown target {target}: expected {}", targets(*devices))]
+    UnknownTarget {
+        /// The target in the selector.
+        target: ShrinkTarget,
+        /// The number of devices, at least 1.
+        devices: usize,
+    },
+    /// The process heap could not be purged.
+    #[error("cannot purge the heap: {0}")]
+    Heap(HostError),
+    /// The kernel did not take unused memory of the heap back.
+    #[error("{bytes} of unused heap memory stay resident: {cause}")]
+    Unreleased {
+        /// The memory that stays; later allocations use it first.
+        bytes: ByteSize,
+        /// The cause.
+        cause: ReleaseFailure,
+    },
+    /// An arena could not be shrunk.
+    #[error("cannot shrink arena {arena:?}: {cause}")]
+    ShrinkArena {
+        /// The arena's name.
+        arena: String,
+        /// The cause.
+        cause: Box<Self>,
+    },
+}
+
+#[cfg(feature = "device")]
+impl From<DeviceError> for MemoryError {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(Box::new(error))
+    }
+}
+
+#[cfg(feature = "device")]
+fn one_of(known: &[impl ToString]) -> String {
+    known.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
+}
+
+#[cfg(feature = "device")]
+fn targets(devices: usize) -> String {
+    one_of(&known_targets(devices).collect::<Vec<_>>())
+}
+
+/// Returns the names of this many devices.
+#[cfg(feature = "device")]
+fn gpus(devices: usize) -> String {
+    match devices.saturating_sub(1) {
+        0 => "gpu:0".to_owned(),
+        last => format!("gpu:0 to gpu:{last}"),
+    }
 }
 
 /// The severity of a [`Diagnostic`].
@@ -189,6 +350,75 @@ impl fmt::Display for Diagnostic {
     }
 }
 
+/// The outstanding work when a [`Memory`](super::Memory) ended. Its `Debug` output is its message.
+#[derive(Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shutdown {
+    /// The number of requests that hold permits.
+    pub requests: u64,
+    /// The resources that were in use until the deadline, each with the reason.
+    pub resources: Vec<String>,
+    /// The bytes of device memory in buffers that are still held.
+    #[cfg(feature = "device")]
+    pub device_live: ByteSize,
+    /// The threads that panicked.
+    pub panicked: Vec<String>,
+    /// The threads that were still running a job at the deadline. They end after it.
+    pub busy: Vec<String>,
+    /// `true` if memory was exhausted and the policy is
+    /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy). It makes the report an error,
+    /// so that a `main` that returns it exits with a status above 0 and is restarted.
+    pub exhausted: bool,
+    /// `true` if called in a forked child, in which nothing runs.
+    pub forked: bool,
+}
+
+impl Shutdown {
+    /// Returns `true` if nothing is outstanding and memory was not exhausted.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Returns the report as an error if something is outstanding or memory was exhausted.
+    ///
+    /// # Errors
+    /// The report itself.
+    pub fn into_result(self) -> Result<(), Self> {
+        if self.is_clean() { Ok(()) } else { Err(self) }
+    }
+}
+
+impl std::error::Error for Shutdown {}
+
+impl fmt::Display for Shutdown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.forked {
+            return f.write_str("forked child: nothing to shut down");
+        }
+        if self.exhausted {
+            f.write_str("memory exhausted; ")?;
+        }
+        if (Self { exhausted: false, ..self.clone() }).is_clean() {
+            return f.write_str("nothing outstanding");
+        }
+        let plural = if self.requests == 1 { "" } else { "s" };
+        write!(f, "{} request{plural}", self.requests)?;
+        #[cfg(feature = "device")]
+        write!(f, ", {} of device memory live", self.device_live)?;
+        for resource in &self.resources {
+            write!(f, "; {resource}")?;
+        }
+        for thread in &self.panicked {
+            write!(f, "; {thread} panicked")?;
+        }
+        for thread in &self.busy {
+            write!(f, "; {thread} still running")?;
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -197,7 +427,7 @@ mod tests {
     fn an_error_that_main_returns_is_printed_as_its_message() {
         let error = MemoryError::Forked;
         assert_eq!(format!("{error:?}"), error.to_string());
-        let report = super::super::Shutdown { requests: 2, ..Default::default() };
+        let report = Shutdown { requests: 2, ..Default::default() };
         let error = report.into_result().expect_err("two requests");
         assert!(format!("{error:?}").starts_with("2 requests"), "{error:?}");
     }

@@ -60,24 +60,23 @@ pub struct Event {
 
 /// The events, in a ring for each kind.
 #[derive(Debug, Default)]
-pub(super) struct Events(Mutex<BTreeMap<&'static str, VecDeque<Event>>>);
+pub(super) struct EventLog(Mutex<BTreeMap<&'static str, VecDeque<Event>>>);
 
-impl Events {
+impl EventLog {
     /// Adds an event without an amount.
     pub(super) fn add(&self, at: Duration, kind: &'static str, about: &str, text: String) {
-        self.add_sum(at, kind, about, 0, |_| text);
+        self.add_event(at, kind, about, 0, text);
     }
 
-    /// Adds an event with an amount, and drops the oldest of its kind if the ring is full. `text`
-    /// describes the sum of the amounts.
-    pub(super) fn add_sum(
-        &self,
-        at: Duration,
-        kind: &'static str,
-        about: &str,
-        amount: u64,
-        text: impl FnOnce(u64) -> String,
-    ) {
+    /// Adds an event whose text is about the sum of the amounts: a purge, a reclaim, a rejection or
+    /// a kill.
+    pub(super) fn add_sum(&self, at: Duration, kind: &'static str, about: &str, amount: u64) {
+        let text = text_of_sum(kind, amount).unwrap_or_default();
+        self.add_event(at, kind, about, amount, text);
+    }
+
+    /// Drops the oldest event of the kind if its ring is full.
+    fn add_event(&self, at: Duration, kind: &'static str, about: &str, amount: u64, text: String) {
         let mut events = lock(&self.0);
         let ring = events.entry(kind).or_default();
         // A clock that was set back begins an event of its own.
@@ -88,14 +87,14 @@ impl Events {
         if let Some(mut last) = same.and_then(|place| ring.remove(place)) {
             last.sum = last.sum.saturating_add(amount);
             (last.at, last.times) = (at, last.times.saturating_add(1));
-            last.text = bounded(text(last.sum));
+            last.text = bounded(text_of_sum(kind, last.sum).unwrap_or(text));
             ring.push_back(last);
             return;
         }
         if ring.len() == KIND_MAX {
             ring.pop_front();
         }
-        let (about, text) = (about.to_owned(), bounded(text(amount)));
+        let (about, text) = (about.to_owned(), bounded(text));
         ring.push_back(Event { at, since: at, kind, about, text, times: 1, sum: amount });
     }
 
@@ -125,7 +124,7 @@ fn bounded(mut text: String) -> String {
 /// The last snapshot of the worker, to find the changes since then.
 #[derive(Debug)]
 pub(super) struct Watch {
-    seen: Option<Seen>,
+    seen: Option<EventBasis>,
     episode: Option<Episode>,
     lines: TokenBucket,
 }
@@ -149,7 +148,7 @@ struct Episode {
 }
 
 #[derive(Debug)]
-struct Seen {
+struct EventBasis {
     levels: [Level; 2],
     /// The number of times that the host has entered each level.
     entered: [u64; Level::ALL.len()],
@@ -176,34 +175,15 @@ struct ResourceCounts {
     last: Option<LastUnload>,
 }
 
-/// A change between two snapshots.
-#[derive(Debug)]
-struct Change<'a> {
-    kind: &'static str,
-    about: &'a str,
-    amount: u64,
-    text: Text,
-}
-
-/// The text of a change, which may have been merged with earlier ones.
-#[derive(Debug)]
-pub(super) enum Text {
-    Fixed(String),
-    Bytes,
-    Requests,
-    Kills,
-}
-
-impl Text {
-    pub(super) fn of(self, sum: u64) -> String {
-        match self {
-            Self::Fixed(text) => text,
-            Self::Bytes => format!("{} released", ByteSize::new(sum)),
-            Self::Requests if sum == 1 => "1 request rejected".to_owned(),
-            Self::Requests => format!("{sum} requests rejected"),
-            Self::Kills => format!("processes killed by the kernel (OOM): {sum}"),
-        }
-    }
+/// Returns the text about the sum of an event's amounts; of most kinds there is none.
+fn text_of_sum(kind: &str, sum: u64) -> Option<String> {
+    Some(match kind {
+        "purge" | "reclaim" => format!("{} released", ByteSize::new(sum)),
+        "reject" if sum == 1 => "1 request rejected".to_owned(),
+        "reject" => format!("{sum} requests rejected"),
+        "kill" => format!("processes killed by the kernel (OOM): {sum}"),
+        _ => return None,
+    })
 }
 
 impl Watch {
@@ -213,12 +193,12 @@ impl Watch {
         &mut self,
         snapshot: &MemorySnapshot,
         entered: [u64; Level::ALL.len()],
-        events: &Events,
+        events: &EventLog,
     ) {
-        let now = Seen::of(snapshot, entered);
-        let before = self.seen.take().unwrap_or_else(|| Seen::at_start(&now));
-        now.since(&before, |Change { kind, about, amount, text }| {
-            events.add_sum(snapshot.since_epoch, kind, about, amount, |sum| text.of(sum));
+        let now = EventBasis::of(snapshot, entered);
+        let before = self.seen.take().unwrap_or_else(|| EventBasis::at_start(&now));
+        now.since(&before, |kind, about, amount, text| {
+            events.add_event(snapshot.since_epoch, kind, about, amount, text);
         });
         self.log_level(&now, &before, snapshot);
         if now.limit != before.limit {
@@ -234,7 +214,7 @@ impl Watch {
         self.seen = Some(now);
     }
 
-    fn log_level(&mut self, now: &Seen, before: &Seen, snapshot: &MemorySnapshot) {
+    fn log_level(&mut self, now: &EventBasis, before: &EventBasis, snapshot: &MemorySnapshot) {
         let highest = now.highest_since(before).map(Level::name);
         let [level, was] = [now.levels[0], before.levels[0]].map(Level::name);
         if (level == was && highest.is_none()) || self.lines.take(snapshot.now).is_err() {
@@ -312,7 +292,7 @@ pub(super) fn shown(limit: ByteSize) -> String {
     if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() }
 }
 
-impl Seen {
+impl EventBasis {
     fn of(snapshot: &MemorySnapshot, entered: [u64; Level::ALL.len()]) -> Self {
         let resource = |stats: &ResourceStats| {
             let counts = ResourceCounts {
@@ -376,10 +356,9 @@ impl Seen {
         new
     }
 
-    fn since<'a>(&'a self, before: &Self, mut tell: impl FnMut(Change<'a>)) {
-        let mut fixed = |kind, about, text: String| {
-            tell(Change { kind, about, amount: 0, text: Text::Fixed(text) });
-        };
+    /// Passes each change since then to `tell`: kind, subject, amount and text.
+    fn since(&self, before: &Self, mut tell: impl FnMut(&'static str, &str, u64, String)) {
+        let mut fixed = |kind, about: &str, text| tell(kind, about, 0, text);
         let highest = self.highest_since(before);
         let levels = self.levels.into_iter().zip(before.levels).zip(["host", "device"]);
         for ((level, was), budget) in levels {
@@ -427,24 +406,25 @@ impl Seen {
                 fixed("load", name, "loaded".to_owned());
             }
         }
+        let mut counted = |kind, about: &str, amount| {
+            tell(kind, about, amount, text_of_sum(kind, amount).unwrap_or_default());
+        };
         for (name, (calls, released)) in &self.reclaimers {
             let (was_calls, was_released) =
                 before.reclaimers.get(name).copied().unwrap_or_default();
             if *calls > was_calls {
                 let amount = released.saturating_sub(was_released).get();
-                tell(Change { kind: "reclaim", about: name, amount, text: Text::Bytes });
+                counted("reclaim", name, amount);
             }
         }
         let shed = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
         for ((count, was), why) in shed.filter(|((count, was), _)| count > was) {
-            let (about, amount) = (why.name(), count - was);
-            tell(Change { kind: "reject", about, amount, text: Text::Requests });
+            counted("reject", why.name(), count - was);
         }
         // A count that could not be read is no kill when it is read again.
         let kills = self.kills.zip(before.kills).map_or(0, |(now, was)| now.saturating_sub(was));
         if kills > 0 {
-            let amount = kills;
-            tell(Change { kind: "kill", about: "cgroup", amount, text: Text::Kills });
+            counted("kill", "cgroup", kills);
         }
     }
 }
@@ -455,7 +435,7 @@ mod tests {
 
     #[test]
     fn events_are_bounded_in_number_and_length_and_repeats_are_one() {
-        let events = Events::default();
+        let events = EventLog::default();
         for nth in 0..200_u64 {
             let (at, about) = (Duration::from_secs(nth), (nth / 2).to_string());
             events.add(at, "diagnostic", &about, "ä".repeat(500));
@@ -471,15 +451,15 @@ mod tests {
     /// merged rejections only the last count was shown.
     #[test]
     fn no_kind_removes_another_and_merged_events_keep_their_sum() {
-        let events = Events::default();
+        let events = EventLog::default();
         let at = Duration::from_secs;
         events.add(at(0), "evict", "embedder", "evicted for the load of \"ranker\"".to_owned());
         for nth in 1..=1_000 {
             let about = if nth % 2 == 0 { "full" } else { "pressure" };
-            events.add_sum(at(nth), "reject", about, 1, |sum| Text::Requests.of(sum));
+            events.add_sum(at(nth), "reject", about, 1);
         }
         for nth in 1_001..=1_050 {
-            events.add_sum(at(nth), "reject", "full", 3, |sum| Text::Requests.of(sum));
+            events.add_sum(at(nth), "reject", "full", 3);
         }
         let all = events.all();
         assert_eq!(all[0].kind, "evict", "still there");
@@ -494,16 +474,16 @@ mod tests {
                 && rejects.map(|event| event.times).sum::<u64>() > 400
         );
         // The bug: after the clock was set back, new events were merged with those of the future.
-        events.add_sum(at(500), "reject", "full", 1, |sum| Text::Requests.of(sum));
+        events.add_sum(at(500), "reject", "full", 1);
         let back = events.all().into_iter().find(|event| event.at == at(500) && event.sum == 1);
         assert_eq!(back.map(|event| (event.since, event.times)), Some((at(500), 1)));
         // A later episode is an event of its own.
-        events.add_sum(at(1_200), "reject", "full", 1, |sum| Text::Requests.of(sum));
+        events.add_sum(at(1_200), "reject", "full", 1);
         assert_eq!(events.all().last().map(|event| event.sum), Some(1));
     }
 
-    fn seen() -> Seen {
-        Seen {
+    fn seen() -> EventBasis {
+        EventBasis {
             levels: [Level::None; 2],
             entered: [0; 4],
             limit: ByteSize::gib(1),
@@ -520,7 +500,7 @@ mod tests {
     fn a_difference_is_told_once_with_what_it_is_about() {
         let before = seen();
         let model = ResourceCounts { loads: 1, failures: 1, unloads: [0, 1, 0, 0, 0], last: None };
-        let now = Seen {
+        let now = EventBasis {
             levels: [Level::High, Level::None],
             entered: [0, 1, 1, 0],
             limit: ByteSize::mib(512),
@@ -531,11 +511,9 @@ mod tests {
             shed: [1, 10, 0, 0, 0, 0, 0, 0, 0, 0],
             kills: Some(3),
         };
-        let told = |now: &Seen, before: &Seen| {
+        let told = |now: &EventBasis, before: &EventBasis| {
             let mut told = Vec::new();
-            now.since(before, |Change { kind, about, amount, text }| {
-                told.push(format!("{kind} {about}: {}", text.of(amount)));
-            });
+            now.since(before, |kind, about, _, text| told.push(format!("{kind} {about}: {text}")));
             told
         };
         let expected = [
@@ -555,13 +533,13 @@ mod tests {
         assert!(told(&now, &now).is_empty(), "nothing new");
         // The bug: what happened before the first publication was never told.
         let model = ResourceCounts { loads: 1, ..ResourceCounts::default() };
-        let first = Seen { resources: BTreeMap::from([("m".to_owned(), model)]), ..seen() };
+        let first = EventBasis { resources: BTreeMap::from([("m".to_owned(), model)]), ..seen() };
         assert_eq!(
-            told(&first, &Seen::at_start(&first)),
+            told(&first, &EventBasis::at_start(&first)),
             ["load m: loaded", "reject full: 7 requests rejected"]
         );
         // A level that was reached and left in between.
-        let after = Seen { entered: [1, 1, 1, 1], levels: [Level::None; 2], ..seen() };
+        let after = EventBasis { entered: [1, 1, 1, 1], levels: [Level::None; 2], ..seen() };
         let expected = ["level host: pressure none, was none, reached critical"];
         assert_eq!(told(&after, &before), expected);
     }

@@ -25,7 +25,7 @@ use crate::sync::{Mutex, caught, lock};
 use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
-use super::admin_tasks::{AdminCommand, AdminError, AdminTaskState};
+use super::admin::{AdminCommand, AdminError, AdminTaskState};
 use super::breakdown::{MemoryPart, PartKind};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
@@ -37,58 +37,14 @@ const UNUSED_PART: u64 = 256;
 
 /// The fit in force.
 #[derive(Debug, Default)]
-pub(super) struct FitInForce(Mutex<Option<Running>>);
+pub(super) struct FitInForce(Mutex<Option<FitTask>>);
 
 #[derive(Clone, Debug)]
-struct Running {
+struct FitTask {
     fit: Fit,
     /// The task and its command.
     id: u64,
     command: AdminCommand,
-}
-
-/// Why a fit has ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum FitEnd {
-    /// The process did not fit, as this says.
-    Failed(String),
-    /// The limit was lowered.
-    Lowered,
-    /// The limit was not lowered in time.
-    Expired,
-    /// An operator ended it.
-    Lifted,
-    /// The task with this number replaced it.
-    Replaced(u64),
-    /// The service shuts down.
-    ShutDown,
-}
-
-impl FitEnd {
-    /// Returns the name in the log.
-    const fn name(&self) -> &'static str {
-        match self {
-            Self::Failed(_) => "failed",
-            Self::Lowered => "lowered",
-            Self::Expired => "expired",
-            Self::Lifted => "lifted",
-            Self::Replaced(_) => "replaced",
-            Self::ShutDown => "shutdown",
-        }
-    }
-
-    /// Returns the end of the task, if it still runs.
-    fn state(&self, limit: Limit) -> AdminTaskState {
-        match self {
-            Self::Failed(text) => AdminTaskState::Failed(text.clone()),
-            Self::Lowered => {
-                AdminTaskState::Done(format!("the limit is now {}", describe_limit(limit)))
-            }
-            Self::Expired | Self::Lifted => AdminTaskState::Failed("lifted".to_owned()),
-            Self::Replaced(by) => AdminTaskState::Failed(format!("replaced by admin task {by}")),
-            Self::ShutDown => AdminTaskState::Failed(AdminError::Ended.to_string()),
-        }
-    }
 }
 
 /// Describes a limit, such as `512.0 MiB, set by the cgroup (memory.max)`.
@@ -108,8 +64,10 @@ impl Shared {
         command: &AdminCommand,
         terms: Option<FitTerms>,
     ) -> Result<Option<String>, String> {
-        let end = if terms.is_some() { FitEnd::Replaced(id) } else { FitEnd::Lifted };
-        let ended = self.end_fit(end);
+        let ended = match &terms {
+            Some(_) => self.fail_fit("replaced", format!("replaced by admin task {id}")),
+            None => self.fail_fit("lifted", "lifted".to_owned()),
+        };
         let limit = self.signals.sample().limit_without_fit;
         let Some(terms) = terms else {
             let before = match ended {
@@ -129,7 +87,7 @@ impl Shared {
                 return Err(AdminError::Ended.to_string());
             }
             let (fit, command) = (Fit::new(terms, now), command.clone());
-            *in_force = Some(Running { fit, id, command });
+            *in_force = Some(FitTask { fit, id, command });
             self.signals.set_fit(Some(terms.limit));
         }
         self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
@@ -147,13 +105,13 @@ impl Shared {
 
     /// Ends the fit in force when the service shuts down.
     pub(super) fn end_fit_at_shutdown(&self) {
-        self.end_fit(FitEnd::ShutDown);
+        self.fail_fit("shutdown", AdminError::Ended.to_string());
     }
 
     /// Looks at the fit in force, on the worker.
     pub(super) fn tend_fit(&self, now: Moment) {
         if let Err(said) = caught(|| self.decide_on_fit(now)) {
-            self.end_fit(FitEnd::Failed(format!("panicked: {said}")));
+            self.fail_fit("failed", format!("panicked: {said}"));
         }
     }
 
@@ -198,10 +156,13 @@ impl Shared {
             }
             FitStep::Failed => {
                 let text = self.failure_text(&running.fit, &sample, now);
-                self.end_fit(FitEnd::Failed(text));
+                self.fail_fit("failed", text);
             }
-            FitStep::Lowered => drop(self.end_fit(FitEnd::Lowered)),
-            FitStep::Expired => drop(self.end_fit(FitEnd::Expired)),
+            FitStep::Lowered => {
+                let limit = |now: &str| AdminTaskState::Done(format!("the limit is now {now}"));
+                self.end_fit("lowered", limit);
+            }
+            FitStep::Expired => drop(self.fail_fit("expired", "lifted".to_owned())),
         }
     }
 
@@ -233,33 +194,40 @@ impl Shared {
         }
     }
 
-    /// Ends the fit in force: the limit without it applies from the next sample on. Returns its
-    /// limit.
-    fn end_fit(&self, end: FitEnd) -> Option<ByteSize> {
+    /// Ends the fit in force; its task has failed if it still runs. Returns its limit.
+    fn fail_fit(&self, reason: &'static str, text: String) -> Option<ByteSize> {
+        self.end_fit(reason, |_| AdminTaskState::Failed(text))
+    }
+
+    /// Ends the fit in force: the limit without it applies from the next sample on. `state` is the
+    /// end of its task, if that still runs, from the limit now. Returns the limit of the fit.
+    fn end_fit(
+        &self,
+        reason: &'static str,
+        state: impl FnOnce(&str) -> AdminTaskState,
+    ) -> Option<ByteSize> {
         let running = {
             let mut in_force = lock(&self.fit.0);
             let running = in_force.take()?;
             self.signals.set_fit(None);
             running
         };
-        let (limit, now) = (running.fit.terms().limit, self.signals.sample().limit_without_fit);
+        let limit = running.fit.terms().limit;
+        let now = describe_limit(self.signals.sample().limit_without_fit);
         if running.fit.is_reached() {
-            let text = format!("; {}: the limit is {}", end.name(), describe_limit(now));
+            let text = format!("; {reason}: the limit is {now}");
             self.admin_tasks.add_to_outcome(running.id, &text);
         } else {
-            let _ = self.finish_task(running.id, &running.command, end.state(now));
+            let _ = self.finish_task(running.id, &running.command, state(&now));
         }
-        let (reason, text) = (
-            end.name(),
-            format!("fit ended ({}): the limit is {}", end.name(), describe_limit(now)),
-        );
+        let text = format!("fit ended ({reason}): the limit is {now}");
         self.events.add(self.clock.since_epoch(), "admin", &limit.to_string(), text);
         log!(
             info,
             target: "lowtide",
             admin_task = running.id,
             limit = %limit,
-            now = describe_limit(now),
+            now,
             reason,
             "fit ended"
         );

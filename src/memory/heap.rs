@@ -1,11 +1,14 @@
 //! Applies the heap's settings at start, and adds a diagnostic with the requested and the effective
 //! value for each that differs.
 //!
-//! It also determines once whether jemalloc's threads or lowtide drive the heap's decay.
+//! It also spreads threads over a number of heap arenas that fits the CPUs of this process: those
+//! of a `Memory` and, through [`on_thread_start`], those of any runtime; and it determines once
+//! whether jemalloc's threads or lowtide drive the heap's decay.
 //!
 //! Invariant: a process that was started with the requested settings has no such diagnostic;
 //! `decay_interval` is set if and only if jemalloc runs no background threads.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -13,8 +16,8 @@ use crate::config::{Config, Profile, Resolved, Source, env};
 use crate::decay::DecayTime;
 use lowtide_admission::{Cpus, LimitSource, Signals};
 use lowtide_heap::{
-    self as heap, Applied, Difference, EffectiveConf, HeapConf, HeapProbe, HeapProfile,
-    HeapSettings,
+    self as heap, Applied, ArenaBinding, Difference, EffectiveConf, HeapConf, HeapProbe,
+    HeapProfile, HeapSettings,
 };
 
 use super::error::Diagnostic;
@@ -187,6 +190,37 @@ fn keeps_addresses(limit: ByteSize, found: &EffectiveConf) -> String {
          with a cgroup instead of ulimit",
         found.variable()
     )
+}
+
+/// Binds the calling thread to a heap arena. For tokio's `on_thread_start` and similar hooks.
+///
+/// The thread is bound to one of the first `4 x CPUs` arenas, in turn. jemalloc creates four arenas
+/// for each CPU that the process may run on, and ignores quotas: with 64 CPUs and a quota of 2
+/// these are 256 arenas instead of 8. If jemalloc has no more than `4 x CPUs` arenas, nothing is
+/// done. Takes about 3 us; the first call reads the cgroup's files, once per process. If jemalloc
+/// rejects the binding, the thread keeps its arena.
+///
+/// ```
+/// let runtime = tokio::runtime::Builder::new_multi_thread()
+///     .on_thread_start(lowtide::memory::on_thread_start)
+///     .on_thread_park(lowtide::heap::on_thread_park)
+///     .build()?;
+/// # drop(runtime);
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub fn on_thread_start() {
+    if let Some(binding) = arena_binding() {
+        // The thread keeps its arena, which is no reason not to run.
+        let _ = binding.bind_thread();
+    }
+}
+
+/// Returns the spread of this process's threads; `None` if its CPUs or jemalloc's arenas are
+/// unknown.
+pub(super) fn arena_binding() -> Option<&'static ArenaBinding> {
+    static BINDING: OnceLock<Option<ArenaBinding>> = OnceLock::new();
+    let find = || ArenaBinding::new(Signals::open().cpus().whole()?).ok();
+    BINDING.get_or_init(find).as_ref()
 }
 
 #[cfg(test)]

@@ -6,54 +6,47 @@
 //! and stops them. It contains no policy and no mechanism of its own. Heap, arenas and an
 //! [`Admission`] with a fixed limit also work without it; but then nothing is timed or published.
 //!
-//! It runs until [`Memory::shutdown`], or until the last handle is dropped. Handles are [`Memory`]
-//! and every [`Admission`] obtained from one, which every layer holds. The threads and resources
-//! hold no such handle, so they do not keep it running.
+//! It runs until [`Memory::shutdown_blocking`], or until the last handle is dropped. Handles are
+//! [`Memory`] and every [`Admission`] obtained from one, which every layer holds. The threads and
+//! resources hold no such handle, so they do not keep it running.
 //!
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, one more with a
-//! flight recorder and one more with an active heap profiler, and 0 after [`Memory::shutdown`];
-//! dropping it never blocks.
+//! flight recorder and one more with an active heap profiler, and 0 after
+//! [`Memory::shutdown_blocking`]; dropping it never blocks.
 //!
 //! [`Config`]: crate::config::Config
 //! [`Admission`]: crate::admission::Admission
 
-mod admin_tasks;
+mod actions;
+mod admin;
 mod admin_worker;
 mod breakdown;
 mod builder;
-mod claim;
 #[cfg(feature = "device")]
 mod devices;
-#[cfg(feature = "tokio")]
-mod ending;
 mod error;
 mod events;
 mod fit;
 mod flight;
-mod hands;
 mod heap;
-mod history;
-mod leaks;
-mod loads;
 mod manager;
 mod own_arena;
 #[cfg_attr(not(feature = "profiling"), path = "no_profiles.rs")]
 mod profiles;
-mod recent_peak;
+mod report;
 mod resources;
 mod running;
 #[cfg(feature = "tokio")]
 mod runtime;
 mod sensor;
 mod shared;
-mod shutdown;
 mod slow_value;
 mod snapshot;
-mod threads;
 mod trend;
 mod verdict;
 
-pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use admin_worker::MemoryAdmin;
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
 #[doc(hidden)]
@@ -62,21 +55,20 @@ pub use builder::Steps;
 pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
-    ArenaError, ArenaReport, ArenaUse, DeviceReservation, DeviceReserveError, DeviceSelectError,
-    DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot, Replaced, Run, ScopeError,
-    ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget, Slot, SlotKind, SlotSnapshot,
+    ArenaReport, ArenaUse, DeviceReservation, DeviceSelector, DeviceSnapshot, DeviceStatus,
+    DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
+    SlotKind, SlotSnapshot,
 };
-pub use error::{Diagnostic, MemoryError, Severity, StartError};
+pub use error::{Diagnostic, MemoryError, Severity, Shutdown, StartError};
 pub use events::Event;
 pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
-pub use history::HistorySample;
-pub use leaks::{LeakReport, LeakSuspect, LeakSuspects};
+pub use heap::on_thread_start;
 pub use manager::{Memory, WeakMemory};
 #[cfg(feature = "service")]
 pub(crate) use manager::{add_request_event, is_ending, published_state};
+pub use report::{MemoryHeap, MemoryReport};
+pub use resources::ResourceBuilder;
 pub use shared::Purged;
-pub use shutdown::Shutdown;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
-pub use threads::on_thread_start;
-pub use trend::{LiveTrend, QuietPoint};
+pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects, LiveTrend, QuietPoint};
 pub use verdict::{Finding, Verdict};

@@ -9,7 +9,7 @@ use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 
 use super::error::Diagnostic;
-use super::leaks::LeakSuspects;
+use super::trend::LeakSuspects;
 
 /// No profiles. No value exists.
 #[derive(Debug)]

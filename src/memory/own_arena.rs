@@ -14,6 +14,8 @@
 //! Invariant: `arena exists => its resource is loaded`, with its value in the arena. A load that
 //! timed out and still runs has its own arena, or none.
 
+#[cfg(not(feature = "device"))]
+pub(super) use std::convert::Infallible as OwnDevice;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::{ByteSize, prefix};
@@ -22,20 +24,12 @@ use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::error::Diagnostic;
-use super::loads::{LoadCounts, Loading};
-use super::shared::Shared;
+use super::shared::{LoadCounts, LoadGuard, Shared};
+#[cfg(feature = "device")]
+pub(super) use crate::device::DeviceArena as OwnDevice;
 
 /// Growth below this around a load is not attributed to the load.
 const CHANGE_MIN: ByteSize = ByteSize::mib(4);
-
-/// The device memory of a resource.
-pub(super) trait DeviceMemory: Send + Sync {
-    fn committed(&self) -> ByteSize;
-    fn active(&self) -> ByteSize;
-    /// Releases the idle memory. Returns the decrease of the committed bytes from `before`.
-    fn purge_from(&self, before: ByteSize) -> ByteSize;
-    fn counts_as_host(&self) -> bool;
-}
 
 pub(super) struct OwnArena {
     name: String,
@@ -43,7 +37,8 @@ pub(super) struct OwnArena {
     /// The growth of the process around the last load, if it was measured.
     grown: Mutex<Option<ByteSize>>,
     /// A device arena that contains only the resource's memory.
-    device: Option<Box<dyn DeviceMemory>>,
+    #[cfg_attr(not(feature = "device"), expect(dead_code, reason = "there is none"))]
+    device: Option<OwnDevice>,
     /// Weak, because the registry holds the resource.
     shared: Weak<Shared>,
 }
@@ -53,7 +48,7 @@ impl OwnArena {
     pub(super) fn of(
         name: &str,
         shared: &Arc<Shared>,
-        device: Option<Box<dyn DeviceMemory>>,
+        device: Option<OwnDevice>,
     ) -> Arc<dyn LoadScope> {
         let name = prefix(name, ARENA_NAME_MAX).to_owned();
         let (arena, grown) = (Mutex::new(None), Mutex::new(None));
@@ -208,7 +203,7 @@ impl LoadScope for OwnArena {
             self.load_within(load);
             return;
         };
-        let loading = Loading::begin(&shared.loads);
+        let loading = LoadGuard::begin(&shared.loads);
         let before = Before::now(&shared);
         if self.load_within(load) {
             self.settle_growth(&shared, &before);
@@ -217,17 +212,29 @@ impl LoadScope for OwnArena {
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
-        let before = self.device.as_ref().map(|device| (device, device.committed()));
+        #[cfg(feature = "device")]
+        let before = self.device.as_ref().map(|device| (device, device.snapshot().committed));
         let host = self.unload_from_heap(unload).max(self.take_grown());
         unload(); // where it has not run
-        let device = before.map(|(device, before)| device.purge_from(before));
+        #[cfg(feature = "device")]
+        let device = before.map(|(device, before)| {
+            // If the driver fails, idle memory decays later.
+            let _ = device.purge();
+            before.saturating_sub(device.snapshot().committed)
+        });
+        #[cfg(not(feature = "device"))]
+        let device = None;
         self.cost(host, device)
     }
 
     fn held(&self) -> Option<Cost> {
         let grown = *self.grown.lock().unwrap_or_else(PoisonError::into_inner);
         let host = self.arena_active().max(grown);
-        self.cost(host, self.device.as_ref().map(|device| device.active()))
+        #[cfg(feature = "device")]
+        let device = self.device.as_ref().map(|device| device.snapshot().active);
+        #[cfg(not(feature = "device"))]
+        let device = None;
+        self.cost(host, device)
     }
 }
 
@@ -275,10 +282,10 @@ impl OwnArena {
     fn cost(&self, host: Option<ByteSize>, device: Option<ByteSize>) -> Option<Cost> {
         host.or(device)?;
         let (host, device) = (host.unwrap_or_default(), device.unwrap_or_default());
-        Some(if self.device.as_ref().is_none_or(|device| device.counts_as_host()) {
-            Cost::host(host).and_host(device)
-        } else {
-            Cost::host(host).and_device(device)
-        })
+        #[cfg(feature = "device")]
+        if self.device.as_ref().is_some_and(|device| !device.capabilities().counts_as_host()) {
+            return Some(Cost::host(host).and_device(device));
+        }
+        Some(Cost::host(host).and_host(device))
     }
 }

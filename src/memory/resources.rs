@@ -7,41 +7,44 @@
 //! Invariant: a registered resource is unloaded by the worker, and its memory is reserved in the
 //! ledgers. Memory of a reclaimer is not.
 
+use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::BoxError;
+#[cfg(feature = "device")]
+use crate::device::DeviceArena;
 use lowtide_admission::{
-    LevelWatch, Managed, ManagedBuilder, Reclaimable, Reclaimer, Resource as _,
+    Cost, LoadScope, Managed, ManagedBuilder, Reclaimable, Reclaimer, Resource as _,
 };
 
 use super::error::MemoryError;
 use super::manager::Memory;
-use super::own_arena::{DeviceMemory, OwnArena};
+use super::own_arena::{OwnArena, OwnDevice};
 
 impl Memory {
     /// Returns a builder for a resource that is loaded on first use, with the configured idle time.
-    /// Pass it to [`Memory::register`] when it is complete.
+    /// [`ResourceBuilder::register`] ends it.
     ///
     /// The loader and the clean-up must not hold this `Memory`: the registry holds the loader, so
-    /// both would keep each other and the threads alive until [`Memory::shutdown`] is called. Let
-    /// them hold a [`WeakMemory`](super::WeakMemory), or a device arena, instead.
+    /// both would keep each other and the threads alive until [`Memory::shutdown_blocking`] is
+    /// called. Let them hold a [`WeakMemory`](super::WeakMemory), or a device arena, instead.
     ///
     /// If [`Heap`](crate::heap::Heap) is the global allocator, allocations of the loader on its own
     /// thread go to a [`HostArena`](crate::heap::HostArena) with the resource's name, and all of
     /// its memory is released after the clean-up. An allocation that outlives the resource, such as
-    /// a shared cache, keeps that arena. To use no such arena, set [`ManagedBuilder::load_scope`]
+    /// a shared cache, keeps that arena. To use no such arena, set [`ResourceBuilder::load_scope`]
     /// to `None`.
     ///
     /// ```
     /// use lowtide::device::Region;
-    /// use lowtide::{ByteSize, Memory};
+    /// use lowtide::{ByteSize, Cost, Memory};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let arena = memory.open_arena("embedder")?;
-    /// let size = ByteSize::mib(4);
+    /// let arena = memory.devices().open_arena("embedder")?;
     /// let load = move || Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?);
-    /// let cost = memory.cost(ByteSize::ZERO, size);
-    /// let weights = memory.register(memory.managed("weights", load).cost(cost))?;
+    /// let weights = memory.managed("weights", load);
+    /// let weights = weights.cost(Cost::device(ByteSize::mib(4))).register()?;
     /// println!("{:?}", weights.acquire_blocking()?); // loads; stays loaded while it is used
     /// # drop(weights);
     /// # Ok::<(), lowtide::BoxError>(())
@@ -50,47 +53,20 @@ impl Memory {
         &self,
         name: &str,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
-    ) -> ManagedBuilder<T> {
+    ) -> ResourceBuilder<T> {
         self.enclosed(name, None, load)
     }
 
     pub(super) fn enclosed<T: Send + Sync + 'static>(
         &self,
         name: &str,
-        device: Option<Box<dyn DeviceMemory>>,
+        device: Option<OwnDevice>,
         load: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
-    ) -> ManagedBuilder<T> {
+    ) -> ResourceBuilder<T> {
         let shared = &self.0.shared;
         let builder = Managed::builder(name, load).idle(shared.config.idle_unload.value);
-        builder.load_scope(Some(OwnArena::of(name, shared, device)))
-    }
-
-    /// Builds and registers the resource. It is unloaded when idle or under pressure, and stays
-    /// registered, with its loader, as long as this `Memory` lives. A loader that holds a `Memory`
-    /// keeps it alive (see [`Memory::managed`]).
-    ///
-    /// A cost above what the ceiling of the limit leaves beside the least that the process has held
-    /// in the last one to two minutes is only a diagnostic, because a cgroup's limit may be raised.
-    /// Until then each acquire fails immediately with
-    /// [`ResourceError::Rejected`](crate::admission::ResourceError::Rejected) and
-    /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
-    ///
-    /// # Errors
-    /// [`MemoryError::ResourceTooLarge`] if the cost is above the ceiling of the configured limit
-    /// or of the machine's memory, [`MemoryError::Resource`],
-    /// [`MemoryError::Forked`].
-    pub fn register<T: Send + Sync + 'static>(
-        &self,
-        builder: ManagedBuilder<T>,
-    ) -> Result<Managed<T>, MemoryError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
-        let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
-        let stats = managed.stats();
-        shared.check_fits(&stats)?;
-        shared.resources.add(Arc::new(managed.clone()))?;
-        shared.note_misfit(&stats);
-        Ok(managed)
+        let builder = builder.load_scope(Some(OwnArena::of(name, shared, device)));
+        ResourceBuilder { memory: self.clone(), builder }
     }
 
     /// Registers memory that the application can release on request, such as a cache, until the
@@ -158,24 +134,123 @@ impl Memory {
         let (admission, clock) = (&shared.admission, Arc::clone(&shared.clock));
         Ok(shared.resources.add_reclaimer(reclaimable, admission, clock)?)
     }
+}
 
-    /// Returns a watch of the pressure on host memory, for background work that pauses while memory
-    /// is short. It needs no async runtime, and does not keep this `Memory` running.
+/// A builder for a resource that is loaded on first use, from [`Memory::managed`]. Its settings are
+/// those of [`ManagedBuilder`]. It keeps the `Memory` running.
+#[must_use = "a resource that is not registered is never loaded"]
+pub struct ResourceBuilder<T: Send + Sync + 'static> {
+    memory: Memory,
+    builder: ManagedBuilder<T>,
+}
+
+impl<T: Send + Sync + 'static> ResourceBuilder<T> {
+    /// Sets the bytes that the resource holds while it is loaded: see [`ManagedBuilder::cost`]. If
+    /// device memory is host memory, host and device share one budget, and the whole cost is host
+    /// memory.
+    pub fn cost(self, cost: Cost) -> Self {
+        let cost = self.memory.admission().state().by_budget(cost);
+        self.set(|builder| builder.cost(cost))
+    }
+
+    /// Sets the idle time after which the resource is unloaded. Default: the configured one.
+    pub fn idle(self, idle: Duration) -> Self {
+        self.set(|builder| builder.idle(idle))
+    }
+
+    /// Sets the minimum time that the resource stays: see [`ManagedBuilder::min_residency`].
+    pub fn min_residency(self, time: Duration) -> Self {
+        self.set(|builder| builder.min_residency(time))
+    }
+
+    /// Sets the pause after failed loads.
+    pub fn backoff(self, first: Duration, max: Duration) -> Self {
+        self.set(|builder| builder.backoff(first, max))
+    }
+
+    /// Sets the time that a load may take: see [`ManagedBuilder::load_timeout`].
+    pub fn load_timeout(self, timeout: Duration) -> Self {
+        self.set(|builder| builder.load_timeout(timeout))
+    }
+
+    /// Sets the clean-up: see [`ManagedBuilder::unload`].
+    pub fn unload(self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
+        self.set(|builder| builder.unload(unload))
+    }
+
+    /// Sets the scope within which loads and clean-ups run. Default: arenas of its own.
+    pub fn load_scope(self, scope: Option<Arc<dyn LoadScope>>) -> Self {
+        self.set(|builder| builder.load_scope(scope))
+    }
+
+    fn set(self, set: impl FnOnce(ManagedBuilder<T>) -> ManagedBuilder<T>) -> Self {
+        Self { builder: set(self.builder), ..self }
+    }
+
+    /// Builds and registers the resource. It is unloaded when idle or under pressure, and stays
+    /// registered, with its loader, as long as the `Memory` lives. A loader that holds a `Memory`
+    /// keeps it alive (see [`Memory::managed`]).
+    ///
+    /// A cost above what the ceiling of the limit leaves beside the process is only a diagnostic,
+    /// because a cgroup's limit may be raised. Until then each acquire fails immediately with
+    /// [`ResourceError::Rejected`](crate::admission::ResourceError::Rejected) and
+    /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
+    ///
+    /// # Errors
+    /// [`MemoryError::ResourceTooLarge`] if the cost is above the ceiling of the configured limit
+    /// or of the machine's memory, [`MemoryError::Resource`],
+    /// [`MemoryError::Forked`].
+    pub fn register(self) -> Result<Managed<T>, MemoryError> {
+        let shared = &self.memory.0.shared;
+        shared.check_here()?;
+        let clock = Arc::clone(&shared.clock);
+        let managed = self.builder.build(clock, Some(shared.admission.clone()));
+        let stats = managed.stats();
+        shared.check_fits(&stats)?;
+        shared.resources.add(Arc::new(managed.clone()))?;
+        shared.note_misfit(&stats);
+        Ok(managed)
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for ResourceBuilder<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.builder.fmt(f)
+    }
+}
+
+#[cfg(feature = "device")]
+impl Memory {
+    /// Returns a builder for a resource whose device memory is in this arena, which contains
+    /// nothing else. If the arena's memory after a load exceeds the declared
+    /// [`cost`](ResourceBuilder::cost), the measured amount is reserved from then on. Memory freed
+    /// by the clean-up is released to the driver immediately. Memory that a request allocates in
+    /// the arena may stay until the arena decays.
     ///
     /// ```
-    /// # async fn run() -> Result<(), lowtide::BoxError> {
-    /// use lowtide::admission::Level;
+    /// use lowtide::admission::Resource as _;
+    /// use lowtide::device::Region;
+    /// use lowtide::{ByteSize, Cost, Memory};
     ///
-    /// let memory = lowtide::Memory::start()?;
-    /// let mut watch = memory.watch_level();
-    /// while watch.level() >= Level::High {
-    ///     watch.changed().await; // or, without a runtime: `wait_for_change`
-    /// }
-    /// # Ok(())
-    /// # }
+    /// let memory = Memory::builder().start()?;
+    /// let arena = memory.devices().open_arena("embedder")?;
+    /// let weights = memory.managed_in(&arena, "weights", |arena| {
+    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
+    /// });
+    /// let weights = weights.cost(Cost::device(ByteSize::mib(1))).register()?;
+    /// drop(weights.acquire_blocking()?);
+    /// let stats = weights.stats();
+    /// let found = stats.cost.host.saturating_add(stats.cost.device);
+    /// assert!(found >= ByteSize::mib(4)); // not 1 MiB: the next load reserves the measured amount
+    /// # Ok::<(), lowtide::BoxError>(())
     /// ```
-    #[must_use]
-    pub fn watch_level(&self) -> LevelWatch {
-        self.admission().watch_level()
+    pub fn managed_in<T: Send + Sync + 'static>(
+        &self,
+        arena: &DeviceArena,
+        name: &str,
+        load: impl Fn(&DeviceArena) -> Result<T, BoxError> + Send + Sync + 'static,
+    ) -> ResourceBuilder<T> {
+        let of_load = arena.clone();
+        self.enclosed(name, Some(arena.clone()), move || load(&of_load))
     }
 }

@@ -1,36 +1,37 @@
-//! The two threads of a `Memory`, those of its flight recorder and profiler, and their end.
+//! The two threads of a `Memory`, those of its flight recorder and profiler, their end, and the
+//! claim that makes a `Memory` the only one of its process.
 //!
 //! `builder` starts them. They end when they are told to, or when the last handle is dropped.
 //!
-//! Invariant: dropping [`Running`] waits for no thread but the flight recorder's, and for that at
-//! most [`RECORDED_WITHIN`].
+//! Invariants: at most one claim is held in a process; dropping [`RunningMemory`] waits for no
+//! thread but the flight recorder's, and for that at most [`RECORDED_WITHIN`].
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use crate::clock::{Bell, Clock, Moment, SystemClock};
+use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, JobQueue, PressureState};
 
-use super::claim::{Claim, THREADS};
-use super::events::Events;
+use super::error::{Shutdown, StartError};
+use super::events::EventLog;
 use super::flight::{Flight, RunEnd};
-use super::shutdown::Shutdown;
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
 /// these are not kept alive after a shutdown.
-pub(super) struct Running {
+pub(super) struct RunningMemory {
     pub(super) threads: Threads,
     pub(super) queue: Arc<JobQueue>,
-    pub(super) claim: Arc<Claim>,
+    pub(super) claim: Arc<ProcessClaim>,
     /// `true` once the service is about to end, for its readiness.
     pub(super) is_ending: AtomicBool,
     /// Does not keep the manager running.
     pub(super) admission: Admission,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
-    pub(super) events: Arc<Events>,
+    pub(super) events: Arc<EventLog>,
     pub(super) flight: Arc<Flight>,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
     pub(super) state: Arc<PressureState>,
@@ -61,14 +62,14 @@ pub(super) struct Threads {
 pub(super) struct Started {
     pub(super) name: &'static str,
     pub(super) id: ThreadId,
-    pub(super) end: Arc<End>,
+    pub(super) end: Arc<ThreadEnd>,
     /// The handle, until the thread is joined.
     pub(super) handle: Option<JoinHandle<()>>,
 }
 
 /// Records that a thread has ended, also by a panic.
 #[derive(Default)]
-pub(super) struct End {
+pub(super) struct ThreadEnd {
     over: AtomicBool,
     /// One bell for each waiting shutdown, because a ring wakes one waiter.
     waiting: Mutex<Vec<Arc<Bell>>>,
@@ -128,7 +129,7 @@ impl Threads {
     }
 }
 
-impl End {
+impl ThreadEnd {
     fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
@@ -148,12 +149,12 @@ impl End {
 
 /// Dropped at the end of its thread: the last one releases the claim and wakes the waiting
 /// shutdowns.
-pub(super) struct Ends {
-    pub(super) end: Arc<End>,
-    pub(super) claim: Arc<Claim>,
+pub(super) struct ThreadEndGuard {
+    pub(super) end: Arc<ThreadEnd>,
+    pub(super) claim: Arc<ProcessClaim>,
 }
 
-impl Drop for Ends {
+impl Drop for ThreadEndGuard {
     fn drop(&mut self) {
         if self.claim.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.claim.release();
@@ -165,7 +166,7 @@ impl Drop for Ends {
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningMemory {
     fn drop(&mut self) {
         if !self.claim.birth.is_here() {
             return;
@@ -184,6 +185,84 @@ impl Drop for Running {
                 requests_held = self.admission.stats().held(),
                 "memory manager dropped without shutdown"
             );
+        }
+    }
+}
+
+/// The number of threads that every `Memory` has.
+pub(super) const THREADS: usize = 2;
+
+/// The process generation in which a `Memory` runs, or [`NOWHERE`]. A forked child does not inherit
+/// the parent's claim.
+static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
+/// No `Memory` runs.
+const NOWHERE: u64 = u64::MAX;
+
+/// The right to run the one `Memory` of this process. Released once: by the last of its threads
+/// when it ends, or when every handle is dropped.
+pub(super) struct ProcessClaim {
+    held: AtomicBool,
+    /// The number of threads that have not ended.
+    pub(super) threads: AtomicUsize,
+    pub(super) birth: Birth,
+    /// `false` for a detached `Memory`.
+    pub(super) is_attached: bool,
+}
+
+impl ProcessClaim {
+    /// Takes the claim; `None` if another `Memory` holds it.
+    ///
+    /// # Errors
+    /// [`StartError::AlreadyStarted`].
+    pub(super) fn take() -> Result<Arc<Self>, StartError> {
+        let birth = Birth::now();
+        let here = birth.generation();
+        let claim = |by| (by != here).then_some(here);
+        let taken = STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim);
+        taken.map_err(|_| StartError::AlreadyStarted)?;
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(THREADS));
+        Ok(Arc::new(Self { held, threads, birth, is_attached: true }))
+    }
+
+    /// Returns what stands for the claim of a detached `Memory`, which needs none.
+    pub(super) fn of_none() -> Arc<Self> {
+        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(THREADS));
+        Arc::new(Self { held, threads, birth: Birth::now(), is_attached: false })
+    }
+
+    /// Allows the next `Memory` to start, once. Does nothing in a forked child, which has its own
+    /// claim.
+    pub(super) fn release(&self) {
+        if self.birth.is_here() && self.held.swap(false, Ordering::AcqRel) {
+            STARTED.store(NOWHERE, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for ProcessClaim {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Completes the futures of `Memory::terminated` when the policy for exhaustion ends the process.
+#[cfg(feature = "tokio")]
+#[derive(Debug, Default)]
+pub(super) struct ExitSignal(tokio::sync::watch::Sender<bool>);
+
+#[cfg(feature = "tokio")]
+impl ExitSignal {
+    pub(super) fn begin(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// Returns a future that completes when the end begins. It does not keep the manager running.
+    pub(super) fn begun(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut begins = self.0.subscribe();
+        async move {
+            if begins.wait_for(|begins| *begins).await.is_err() {
+                std::future::pending::<()>().await; // the manager is gone, and signals are left
+            }
         }
     }
 }

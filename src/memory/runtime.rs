@@ -11,21 +11,20 @@ use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use crate::BoxError;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::BoxError;
-use lowtide_admission::ManagedBuilder;
-
+use super::error::Shutdown;
 use super::manager::Memory;
-use super::shutdown::Shutdown;
+use super::resources::ResourceBuilder;
 
 impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
     /// because memory is exhausted and the policy is
     /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
     /// answers 503, so that load balancers choose another instance. Pass it to the server's
-    /// graceful shutdown, then call [`Memory::shutdown_async`]. The report of a process that ends
+    /// graceful shutdown, then call [`Memory::shutdown`]. The report of a process that ends
     /// because of exhaustion is an error: a `main` that returns it exits with status 1, and its
     /// supervisor restarts it. For another status, read [`Shutdown::exhausted`]. The library itself
     /// never ends the process.
@@ -39,7 +38,7 @@ impl Memory {
     /// let memory = lowtide::Memory::start()?;
     /// let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
     /// axum::serve(listener, app).with_graceful_shutdown(memory.terminated()?).await?;
-    /// memory.shutdown_async(Duration::from_secs(5)).await.into_result()?;
+    /// memory.shutdown(Duration::from_secs(5)).await.into_result()?;
     /// # Ok(())
     /// # }
     /// ```
@@ -67,14 +66,14 @@ impl Memory {
         })
     }
 
-    /// Like [`Memory::shutdown`], without blocking the runtime: it runs on a blocking thread of
-    /// tokio.
+    /// Like [`Memory::shutdown_blocking`], without blocking the runtime: it runs on a blocking
+    /// thread of tokio.
     ///
     /// # Panics
     /// Panics outside a tokio runtime.
-    pub async fn shutdown_async(&self, deadline: Duration) -> Shutdown {
+    pub async fn shutdown(&self, deadline: Duration) -> Shutdown {
         let memory = self.clone();
-        let ended = tokio::task::spawn_blocking(move || memory.shutdown(deadline)).await;
+        let ended = tokio::task::spawn_blocking(move || memory.shutdown_blocking(deadline)).await;
         // The task is not cancelled, and `shutdown` does not panic.
         ended.unwrap_or_default()
     }
@@ -83,20 +82,19 @@ impl Memory {
     /// runtime in which this was called, so it can use sockets, timers and tasks of that runtime.
     /// Memory of tasks that it spawns is not attributed to the resource.
     ///
-    /// [`ManagedBuilder::load_timeout`] bounds the load. A future that is still pending then stays
+    /// [`ResourceBuilder::load_timeout`] bounds the load. A future that is still pending then stays
     /// on its thread until it completes; to cancel it, use `tokio::time::timeout` inside.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), lowtide::BoxError> {
-    /// use lowtide::{ByteSize, Memory};
+    /// use lowtide::{ByteSize, Cost, Memory};
     ///
     /// let memory = Memory::start()?;
     /// let words = memory.managed_async("words", || async {
     ///     Ok(tokio::fs::read_to_string("Cargo.toml").await?)
     /// });
-    /// let cost = memory.cost(ByteSize::mib(1), ByteSize::ZERO);
-    /// let words = memory.register(words.cost(cost))?;
+    /// let words = words.cost(Cost::host(ByteSize::mib(1))).register()?;
     /// assert!(words.acquire().await?.contains("lowtide"));
     /// # Ok(())
     /// # }
@@ -104,7 +102,7 @@ impl Memory {
     ///
     /// # Panics
     /// Panics outside a tokio runtime.
-    pub fn managed_async<T, L, F>(&self, name: &str, load: L) -> ManagedBuilder<T>
+    pub fn managed_async<T, L, F>(&self, name: &str, load: L) -> ResourceBuilder<T>
     where
         T: Send + Sync + 'static,
         L: Fn() -> F + Send + Sync + 'static,

@@ -5,6 +5,7 @@
 //!
 //! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,27 +17,26 @@ use crate::fork::Birth;
 use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, JobQueue, Mappings, PressureState, Resource, ResourceStats, Resources,
-    Signal, Signals, Trigger,
+    Admission, Budget, JobQueue, Mappings, PressureState, ResourceStats, Resources, Signal,
+    Signals, Trigger,
 };
 use lowtide_heap::{
     self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport, Unreleased,
 };
 
-use super::admin_tasks::AdminTasks;
+use super::admin::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
-use super::claim::Claim;
 #[cfg(feature = "device")]
 use super::devices::Devices;
 use super::error::{Diagnostic, MemoryError, Severity};
-use super::events::{Events, Text};
+use super::events::EventLog;
 use super::fit::FitInForce;
 use super::flight::Flight;
-use super::history::MetricsHistory;
-use super::loads::Loads;
 use super::profiles::Profiles;
+use super::running::ProcessClaim;
 use super::slow_value::SlowValue;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
+use super::trend::MetricsHistory;
 use super::trend::QuietTimes;
 
 /// The maximum number of holders that are named when memory is exhausted.
@@ -61,8 +61,8 @@ pub(super) struct Shared {
     pub(super) bound_arenas: Option<u32>,
     pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,
-    pub(super) claim: Arc<Claim>,
-    pub(super) events: Arc<Events>,
+    pub(super) claim: Arc<ProcessClaim>,
+    pub(super) events: Arc<EventLog>,
     pub(super) flight: Arc<Flight>,
     pub(super) history: MetricsHistory,
     pub(super) quiet_times: QuietTimes,
@@ -73,7 +73,7 @@ pub(super) struct Shared {
     pub(super) fit: FitInForce,
     pub(super) loads: Loads,
     #[cfg(feature = "tokio")]
-    pub(super) ending: super::ending::Ending,
+    pub(super) ending: super::running::ExitSignal,
 }
 
 /// Counts of purges, for metrics.
@@ -94,6 +94,42 @@ impl Purges {
     pub(super) fn bytes(&self) -> [(&'static str, u64); 3] {
         [("jemalloc", &self.dirty_bytes), ("muzzy", &self.muzzy_bytes), ("libc", &self.libc_bytes)]
             .map(|(heap, bytes)| (heap, bytes.load(Ordering::Relaxed)))
+    }
+}
+
+/// The loads of resources with an `OwnArena` that started and that ended.
+#[derive(Debug, Default)]
+pub(super) struct Loads {
+    begun: AtomicU64,
+    ended: AtomicU64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct LoadCounts {
+    pub(super) begun: u64,
+    pub(super) ended: u64,
+}
+
+impl Loads {
+    pub(super) fn counts(&self) -> LoadCounts {
+        let count = |total: &AtomicU64| total.load(Ordering::SeqCst);
+        LoadCounts { ended: count(&self.ended), begun: count(&self.begun) }
+    }
+}
+
+/// Counts the end of a load, also if it panics.
+pub(super) struct LoadGuard<'a>(&'a Loads);
+
+impl<'a> LoadGuard<'a> {
+    pub(super) fn begin(loads: &'a Loads) -> Self {
+        loads.begun.fetch_add(1, Ordering::SeqCst);
+        Self(loads)
+    }
+}
+
+impl Drop for LoadGuard<'_> {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::SeqCst);
     }
 }
 
@@ -125,6 +161,12 @@ impl Purged {
 impl Shared {
     pub(super) fn check_here(&self) -> Result<(), MemoryError> {
         if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
+    }
+
+    /// Returns what `get` finds; the default in a forked child, in which a thread of the parent may
+    /// hold a lock.
+    pub(super) fn here<R: Default>(&self, get: impl FnOnce(&Self) -> R) -> R {
+        if self.birth.is_here() { get(self) } else { R::default() }
     }
 
     /// Keeps a diagnostic unless it is known, and logs it once, without holding the lock: a
@@ -173,7 +215,7 @@ impl Shared {
         let purged = Purged { heap, device, took };
         if !purged.released().is_zero() {
             let (at, released) = (self.clock.since_epoch(), purged.released().get());
-            self.events.add_sum(at, "purge", trigger.name(), released, |sum| Text::Bytes.of(sum));
+            self.events.add_sum(at, "purge", trigger.name(), released);
         }
         log!(
             debug,
@@ -324,10 +366,9 @@ impl Shared {
         matches!(policy, ExhaustionPolicy::Exit { .. }) && self.state.needs_restart()
     }
 
-    /// Returns the diagnostics; none in a forked child, in which a thread of the parent may hold
-    /// the lock.
+    /// Returns the diagnostics; none in a forked child.
     pub(super) fn diagnostics(&self) -> Vec<Diagnostic> {
-        if self.birth.is_here() { lock(&self.diagnostics).clone() } else { Vec::new() }
+        self.here(|shared| lock(&shared.diagnostics).clone())
     }
 
     /// Returns the figures of a budget of the admission.
@@ -340,20 +381,17 @@ impl Shared {
 
     /// Divides the physical memory of a snapshot among its holders.
     pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
-        let of_routes =
-            || self.admission.state().usage_by_route().iter().map(|of| of.memory.live).sum();
-        let here = self.birth.is_here();
-        Breakdown::new(snapshot, if here { of_routes() } else { ByteSize::ZERO })
+        let routes = self.here(|shared| shared.admission.state().usage_by_route());
+        Breakdown::new(snapshot, routes.iter().map(|of| of.memory.live).sum())
     }
 
     /// Returns all figures; in a forked child only those that need no lock.
     pub(super) fn snapshot(&self) -> MemorySnapshot {
-        let here = self.birth.is_here();
         // The heap first: a purge may delay it, and would leave an old figure of the kernel next to
         // a new one of the heap.
         let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
         let signal = self.signals.sample();
-        let heap_arenas = if here && heap.is_some() { heap_arenas() } else { Vec::new() };
+        let heap_arenas = self.here(|_| if heap.is_some() { heap_arenas() } else { Vec::new() });
         MemorySnapshot {
             profile: self.config.profile.value,
             heap,
@@ -380,7 +418,9 @@ impl Shared {
             host: self.budget(Budget::Host),
             device: self.budget(Budget::Device),
             admission: self.admission.stats(),
-            resources: if here { resource_stats(&self.resources) } else { Vec::new() },
+            resources: self.here(|shared| {
+                shared.resources.all().iter().map(|resource| resource.stats()).collect()
+            }),
             reclaimers: self.resources.reclaimer_stats(),
             diagnostics: self.diagnostics(),
             now: self.clock.now(),
@@ -389,9 +429,13 @@ impl Shared {
     }
 }
 
-/// Returns the stats of every registered resource.
-fn resource_stats(resources: &Resources) -> Vec<ResourceStats> {
-    resources.all().iter().map(|resource: &Arc<dyn Resource>| resource.stats()).collect()
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Memory")
+            .field("profile", &self.config.profile.value)
+            .field("level", &self.state.level(Budget::Host))
+            .finish_non_exhaustive()
+    }
 }
 
 /// Returns the named arenas, as of the last refresh of jemalloc's statistics.

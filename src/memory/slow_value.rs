@@ -22,10 +22,10 @@ const STACK: usize = 256 << 10;
 
 /// The last value, and the read in progress.
 #[derive(Debug)]
-pub(super) struct SlowValue<T>(Arc<Mutex<State<T>>>);
+pub(super) struct SlowValue<T>(Arc<Mutex<SlowValueState<T>>>);
 
 #[derive(Debug)]
-struct State<T> {
+struct SlowValueState<T> {
     /// With the begin of its read.
     last: Option<(Moment, T)>,
     /// The begin of the read in progress.
@@ -47,7 +47,7 @@ pub(super) struct SlowReading<T> {
 
 impl<T> Default for SlowValue<T> {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(State { last: None, begun: None })))
+        Self(Arc::new(Mutex::new(SlowValueState { last: None, begun: None })))
     }
 }
 

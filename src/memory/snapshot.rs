@@ -15,7 +15,7 @@ use lowtide_heap::{HeapSnapshot, HostArenaStats};
 #[cfg(feature = "device")]
 use super::devices::DevicesSnapshot;
 use super::error::Diagnostic;
-use super::history::HistorySample;
+use super::trend::HistorySample;
 
 /// The figures of a [`Memory`](super::Memory) at one instant.
 ///

@@ -1,4 +1,5 @@
-//! The trend of live memory at quiet times, which tells a leak from traffic.
+//! Figures over time: the trend of live memory at quiet times, which tells a leak from traffic, the
+//! last five minutes for a viewer, and the largest value of about the last minute.
 //!
 //! A quiet time is the moment of a window with the least live memory: between requests only what
 //! the service retains is live. Windows are 10 s long at first. When 32 are kept, each two become
@@ -13,6 +14,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, lock};
+use lowtide_heap::Profiler;
 
 /// The maximum number of quiet times kept.
 const POINTS_MAX: usize = 32;
@@ -61,14 +63,14 @@ struct Windows {
     /// The start of the current window; `None` before the first figure.
     start: Option<Moment>,
     /// The least figure of the current window so far.
-    lowest: Option<Seen>,
+    lowest: Option<TimedPoint>,
     /// `true` once a quiet time of the current window was reported.
     is_reported: bool,
-    points: VecDeque<Seen>,
+    points: VecDeque<TimedPoint>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct TimedPoint {
     now: Moment,
     point: QuietPoint,
 }
@@ -90,7 +92,7 @@ impl QuietTimes {
     /// the first figure of the second half that is no larger than those of the first half, or else
     /// the last figure.
     pub(super) fn add(&self, now: Moment, point: QuietPoint) -> bool {
-        lock(&self.0).add(Seen { now, point })
+        lock(&self.0).add(TimedPoint { now, point })
     }
 
     pub(super) fn trend(&self) -> LiveTrend {
@@ -105,7 +107,7 @@ impl QuietTimes {
 }
 
 impl Windows {
-    fn add(&mut self, seen: Seen) -> bool {
+    fn add(&mut self, seen: TimedPoint) -> bool {
         let start = *self.start.get_or_insert(seen.now);
         let elapsed = seen.now - start;
         let is_lowest = self.lowest.is_none_or(|lowest| seen.point.live <= lowest.point.live);
@@ -134,17 +136,17 @@ impl Windows {
         }
         self.length *= 2;
         let all = self.points.make_contiguous();
-        let lower = |pair: &[Seen]| pair.iter().min_by_key(|seen| seen.point.live).copied();
+        let lower = |pair: &[TimedPoint]| pair.iter().min_by_key(|seen| seen.point.live).copied();
         self.points = all.chunks(2).filter_map(lower).collect();
     }
 }
 
 /// The median of the slopes between each two points (Theil 1950, Sen 1968): at most 496.
-fn growth_per_hour(points: &[Seen]) -> Option<f64> {
+fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
     if points.len() < TREND_MIN {
         return None;
     }
-    let slope = |one: &Seen, other: &Seen| {
+    let slope = |one: &TimedPoint, other: &TimedPoint| {
         let seconds = (other.now - one.now).as_secs_f64();
         let growth = other.point.live.as_f64() - one.point.live.as_f64();
         (seconds > 0.0).then_some(growth / seconds * HOUR)
@@ -153,6 +155,134 @@ fn growth_per_hour(points: &[Seen]) -> Option<f64> {
     let mut slopes: Vec<_> = points.iter().enumerate().flat_map(later).collect();
     slopes.sort_unstable_by(f64::total_cmp);
     slopes.get(slopes.len() / 2).copied()
+}
+
+/// The figures that tell if live memory leaks, and where.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct LeakReport {
+    /// Live memory at quiet times, and its growth.
+    pub trend: LiveTrend,
+    /// The state of the heap profiler.
+    pub profiler: Profiler,
+    /// The call sites whose live memory grew between two quiet times. `None` if the profiler is not
+    /// active, or has seen only one quiet time.
+    pub suspects: Option<LeakSuspects>,
+}
+
+/// The growth of live memory by call site between two quiet times.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LeakSuspects {
+    /// The time of the earlier profile, since the Unix epoch. It is from the second quarter of the
+    /// time since the start, or later.
+    pub from: Duration,
+    /// The time of the later profile, since the Unix epoch.
+    pub to: Duration,
+    /// The call sites that grew by a sampling interval or more, the largest growth first: at most
+    /// 16.
+    pub sites: Vec<LeakSuspect>,
+}
+
+/// A call site whose live memory grew. Its figures are estimates from samples: a growth of `n`
+/// sampling intervals has a standard error of some `sqrt(n)` of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LeakSuspect {
+    /// The live bytes at the earlier time.
+    pub then: ByteSize,
+    /// The live bytes at the later time.
+    pub now: ByteSize,
+    /// The functions that led to the allocation, the innermost first, without those of the
+    /// allocator and the standard library before the first other one: at most 8, each of at most
+    /// 160 bytes. A function without a name is its file and the offset in it, as in
+    /// `proxy+0x1f3a0`.
+    pub frames: Vec<String>,
+}
+
+impl LeakSuspect {
+    /// Returns the growth between the two times.
+    #[must_use]
+    pub const fn growth(&self) -> ByteSize {
+        self.now.saturating_sub(self.then)
+    }
+}
+
+/// The samples kept: five minutes if metrics are published each second; 17 KiB.
+const SAMPLES_MAX: usize = 300;
+
+/// A few figures at one instant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct HistorySample {
+    /// The time, since the Unix epoch.
+    pub at: Duration,
+    /// The memory that counts against the host's limit.
+    pub physical: ByteSize,
+    /// The live bytes of the heap; zero if they cannot be read.
+    pub heap_live: ByteSize,
+    /// The bytes that the heap retains.
+    pub heap_retained: ByteSize,
+    /// The live bytes of all device arenas that have memory, without sleeping ones.
+    #[cfg(feature = "device")]
+    pub device_live: ByteSize,
+    /// The bytes that these arenas retain.
+    #[cfg(feature = "device")]
+    pub device_retained: ByteSize,
+}
+
+/// The ring of samples.
+#[derive(Debug)]
+pub(super) struct MetricsHistory(Mutex<VecDeque<HistorySample>>);
+
+impl Default for MetricsHistory {
+    fn default() -> Self {
+        Self(Mutex::new(VecDeque::with_capacity(SAMPLES_MAX)))
+    }
+}
+
+impl MetricsHistory {
+    pub(super) fn add(&self, point: HistorySample) {
+        let mut points = lock(&self.0);
+        if points.len() == SAMPLES_MAX {
+            points.pop_front();
+        }
+        points.push_back(point);
+    }
+
+    /// Returns the samples, oldest first.
+    pub(super) fn all(&self) -> Vec<HistorySample> {
+        lock(&self.0).iter().copied().collect()
+    }
+}
+
+/// Half of the time that a peak stays. A scrape sees every peak if scrapes are at most this far
+/// apart.
+const HALF: Duration = Duration::from_secs(30);
+
+/// The largest value of the last 30 s to 60 s.
+#[derive(Debug, Default)]
+pub(super) struct RecentPeak {
+    /// The largest values of the half that has ended, and of the current one.
+    halves: [ByteSize; 2],
+    began: Option<Moment>,
+}
+
+impl RecentPeak {
+    /// Adds the largest value since the last call, and returns the peak.
+    pub(super) fn add(&mut self, now: Moment, value: ByteSize) -> ByteSize {
+        let [before, current] = self.halves;
+        let began = *self.began.get_or_insert(now);
+        self.halves = if now - began < HALF {
+            [before, current.max(value)]
+        } else {
+            self.began = Some(now);
+            [current, value]
+        };
+        let [before, current] = self.halves;
+        before.max(current)
+    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -211,5 +341,40 @@ mod tests {
             _ => 3,
         });
         assert_eq!(reported, [6, 16, 30]);
+    }
+
+    #[test]
+    fn the_last_points_are_kept_oldest_first_without_growing() {
+        let history = MetricsHistory::default();
+        let room = lock(&history.0).capacity();
+        for nth in 0..1000 {
+            history.add(HistorySample { at: Duration::from_secs(nth), ..HistorySample::default() });
+        }
+        let seconds: Vec<_> = history.all().iter().map(|point| point.at.as_secs()).collect();
+        assert!(seconds.into_iter().eq(700..1000));
+        assert_eq!(lock(&history.0).capacity(), room, "allocated once");
+    }
+
+    #[test]
+    fn a_peak_stays_for_at_least_30_s_and_at_most_60_s() {
+        let at = |seconds| Moment::after_origin(Duration::from_secs(seconds));
+        let (low, high) = (ByteSize::mib(10), ByteSize::mib(90));
+        for peak_at in 0..40 {
+            let mut peak = RecentPeak::default();
+            for second in 0..120 {
+                let value = if second == peak_at { high } else { low };
+                let found = peak.add(at(second), value);
+                let since = second.checked_sub(peak_at);
+                let expected = match since {
+                    Some(0..30) => Some(high),
+                    Some(30..60) => None,
+                    _ => Some(low),
+                };
+                assert!(
+                    expected.is_none_or(|value| value == found),
+                    "{peak_at}, {second}: {found}"
+                );
+            }
+        }
     }
 }

@@ -105,7 +105,7 @@ pub(super) fn processes(memory: &Memory) -> Value {
             "is_this_process": process.is_this_process,
         })
     };
-    let list = memory.device_processes();
+    let list = memory.devices().processes();
     let devices = list.iter().map(|of| {
         json!({
             "device": of.device,
@@ -146,7 +146,7 @@ impl Maps {
         if let Some(kept) = kept.as_ref().filter(|kept| now < kept.until && kept.names == names) {
             return kept.maps.clone();
         }
-        let occupancy = memory.occupancy(CELLS_MAX);
+        let occupancy = memory.devices().occupancy(CELLS_MAX);
         let maps: Value = occupancy.iter().map(map).collect();
         let most = occupancy.iter().map(|(_, occupancy)| again(blocks(occupancy))).max();
         // A client that waits as advised gets new maps.

@@ -145,15 +145,14 @@ impl Endpoints {
     /// Returns the answer to this request; `None` if its path is not an endpoint.
     ///
     /// In addition to [`Endpoints::answer`]: a request for `/memory` or `/metrics` to an unknown
-    /// host is 403 ([`Endpoints::with_hosts`]), and one of another method than GET or HEAD is 405.
-    /// `/memory` answers with the live page if the `Accept` header prefers HTML (`?format=json` and
-    /// `?format=html` override the header). `?with=` adds parts to the JSON: `map`, `history`,
-    /// `events`, `admin_tasks`, `largest_requests`, `permits` (the oldest requests), `routes`,
-    /// `tenants`, `size_classes`, `mappings`, `device_processes` (for at most 50 ms; see
-    /// `Memory::device_processes`), `last_exit` ([`Memory::last_exit`]), `limit_advice`, `leaks`,
-    /// `settings` (each value in force with its source), separated by commas.
-    /// `?with=limit_advice&limit=256Mi` adds what a limit of 256 MiB would have done. An invalid
-    /// query is 400.
+    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
+    /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
+    /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
+    /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,
+    /// `mappings`, `device_processes` (for at most 50 ms; see `MemoryDevices::processes`),
+    /// `last_exit` (`MemoryReport::last_exit`), `limit_advice`, `leaks`, `settings` (each value in
+    /// force with its source), separated by commas. `?with=limit_advice&limit=256Mi` adds what a
+    /// limit of 256 MiB would have done. An invalid query is 400.
     ///
     /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped, which is no
     /// text. It needs [`Endpoints::with_admin`] and an active heap profiler
@@ -387,7 +386,7 @@ const SCHEMA: u32 = 1;
 /// Returns every figure as JSON; amounts are in bytes, and null means no limit.
 fn document(memory: &Memory) -> Value {
     let snapshot = &memory.snapshot();
-    let (verdict, breakdown) = memory.explain(snapshot);
+    let (verdict, breakdown) = memory.report().explain(snapshot);
     let document = json!({
         "schema": SCHEMA,
         "managed": true,
@@ -395,7 +394,7 @@ fn document(memory: &Memory) -> Value {
         "findings": verdict.findings,
         "process": {
             "pid": std::process::id(),
-            "started_at_seconds": seconds(memory.started_at()),
+            "started_at_seconds": seconds(memory.report().started_at()),
             "service_version": memory.config().service_version.value,
         },
         "profile": snapshot.profile.name(),

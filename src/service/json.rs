@@ -55,22 +55,22 @@ const PARTS: &[JsonPart] = &[
     ("map", |asked| Some(asked.maps.of(asked.memory))),
     #[cfg(not(feature = "device"))]
     ("map", |_| None),
-    ("history", |asked| Some(history(&asked.memory.history()))),
-    ("events", |asked| Some(asked.memory.events().iter().map(event).collect())),
+    ("history", |asked| Some(history(&asked.memory.report().history()))),
+    ("events", |asked| Some(asked.memory.report().events().iter().map(event).collect())),
     ("admin_tasks", |asked| Some(admin_tasks(asked))),
-    ("largest_requests", |asked| Some(requests(&asked.memory.largest_requests()))),
-    ("permits", |asked| Some(requests(&asked.memory.oldest_requests()))),
-    ("routes", |asked| Some(asked.memory.usage_by_route().iter().map(route).collect())),
-    ("tenants", |asked| Some(asked.memory.usage_by_tenant().iter().map(tenant).collect())),
+    ("largest_requests", |asked| Some(requests(&asked.memory.report().largest_requests()))),
+    ("permits", |asked| Some(requests(&asked.memory.report().oldest_requests()))),
+    ("routes", |asked| Some(asked.memory.report().usage_by_route().iter().map(route).collect())),
+    ("tenants", |asked| Some(asked.memory.report().usage_by_tenant().iter().map(tenant).collect())),
     ("size_classes", |asked| Some(size_classes(asked.memory))),
-    ("mappings", |asked| Some(json!(asked.memory.mappings().as_ref().map(mappings)))),
+    ("mappings", |asked| Some(json!(asked.memory.report().mappings().as_ref().map(mappings)))),
     #[cfg(feature = "cuda")]
     ("device_processes", |asked| Some(devices::processes(asked.memory))),
     #[cfg(not(feature = "cuda"))]
     ("device_processes", |_| None),
-    ("last_exit", |asked| Some(json!(asked.memory.last_exit().map(last_exit)))),
+    ("last_exit", |asked| Some(json!(asked.memory.report().last_exit().map(last_exit)))),
     (LIMIT_ADVICE, |asked| Some(limit_advice(asked.memory, asked.limit))),
-    ("leaks", |asked| Some(leaks(&asked.memory.leaks()))),
+    ("leaks", |asked| Some(leaks(&asked.memory.heap().leaks()))),
     ("settings", |asked| {
         let settings = asked.memory.config().settings().into_iter();
         Some(settings.map(|(name, setting)| (name, json!(setting))).collect())
@@ -112,7 +112,7 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Qu
 fn admin_tasks(asked: &PartContext<'_>) -> Value {
     json!(asked.needs_token.map(|needs_token| json!({
         "needs_token": needs_token,
-        "list": asked.memory.admin_tasks().iter().map(admin_task).collect::<Value>(),
+        "list": asked.memory.admin().tasks().iter().map(admin_task).collect::<Value>(),
     })))
 }
 
@@ -123,7 +123,7 @@ fn requests(requests: &[RequestMemory]) -> Value {
 /// Returns the heap's size classes with the most free space in their pages, at most 16; empty if
 /// the statistics cannot be read.
 fn size_classes(memory: &Memory) -> Value {
-    let mut classes = memory.size_classes();
+    let mut classes = memory.heap().size_classes();
     classes.sort_by_key(|class| std::cmp::Reverse(class.slack()));
     classes.truncate(ROWS_MAX);
     let class = |class: &HeapSizeClass| {
@@ -233,7 +233,7 @@ fn named(mut named: Value, memory: &MemoryUsage) -> Value {
 }
 
 fn limit_advice(memory: &Memory, asked: Option<ByteSize>) -> Value {
-    let advice = memory.limit_advice();
+    let advice = memory.report().limit_advice();
     let hour = |hour: &LimitHour| {
         json!({
             "start_seconds": seconds(memory.on_wall(hour.start)),

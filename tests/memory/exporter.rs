@@ -117,7 +117,7 @@ fn samples_pile_up_until_the_workers_hook_runs_the_upkeep() {
     advance_until(&clock, Duration::from_millis(250), "the pile is gone", || {
         live().saturating_sub(before) < ByteSize::mib(1)
     });
-    assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+    assert!(memory.shutdown_blocking(Duration::from_secs(5)).is_clean());
     let text = recorder.handle().render();
     assert!(text.contains(&format!("lowtide_sampler_duration_seconds_count {PILE}")), "{text}");
 }

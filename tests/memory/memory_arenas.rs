@@ -12,7 +12,7 @@ use lowtide::config::{DeviceChoice, Fault};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Backend;
 use lowtide::device::{Buffer, DeviceError, PinnedConfig, PinnedKind, Region};
-use lowtide::memory::{ArenaError, ArenaUse, MemoryError, ScopeError, Slot, SlotSnapshot};
+use lowtide::memory::{ArenaUse, MemoryError, Slot, SlotSnapshot};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 
@@ -42,13 +42,13 @@ fn limit(mib: u64) -> ArenaOptions {
 }
 
 fn figures(memory: &Memory, slot: &Slot) -> SlotSnapshot {
-    let slots = memory.arena_slots();
+    let slots = memory.devices().arena_slots();
     slots.into_iter().find(|found| found.slot == *slot).expect("the slot has an arena")
 }
 
 /// The limit in force and who gave it.
 fn limit_of(memory: &Memory) -> (ByteSize, ArenaSource) {
-    let resolution = memory.arena_options(&slot()).expect("an arena");
+    let resolution = memory.devices().arena_options(&slot()).expect("an arena");
     (resolution.limit(), resolution.get(ArenaKey::Limit).source)
 }
 
@@ -72,25 +72,28 @@ fn the_page_of_options_gives_each_keys_default() {
 #[test]
 fn without_options_a_shared_arena_has_onnx_runtimes_defaults() {
     let memory = start();
-    assert!(memory.arena_options(&slot()).is_none() && memory.arena_slots().is_empty());
-    let report = memory.share_arena(&slot(), &ArenaOptions::new()).expect("shared");
+    assert!(
+        memory.devices().arena_options(&slot()).is_none()
+            && memory.devices().arena_slots().is_empty()
+    );
+    let report = memory.devices().share_arena(&slot(), &ArenaOptions::new()).expect("shared");
     assert!(report.opened && report.conflicts.is_empty());
     for effective in report.resolution.values() {
         assert_eq!(effective.value, effective.key.default_value());
         assert_eq!(effective.source, ArenaSource::Default);
     }
     assert_eq!(memory.snapshot().devices.arenas[0].name, NAME);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_session_counts_where_no_arena_is_and_the_last_to_leave_makes_room_for_the_next() {
     let memory = start();
-    let first = memory.use_arena(&slot(), &limit(8)).expect("opened");
+    let first = memory.devices().use_arena(&slot(), &limit(8)).expect("opened");
     assert!(first.opened() && first.conflicts().is_empty());
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Session));
     // The second finds the first's arena; what it wants otherwise is said.
-    let second = memory.use_arena(&slot(), &limit(16)).expect("joined");
+    let second = memory.devices().use_arena(&slot(), &limit(16)).expect("joined");
     let [conflict] = second.conflicts() else { panic!("{:?}", second.conflicts()) };
     assert_eq!((conflict.key, conflict.reason), (ArenaKey::Limit, Reason::ArenaIsOpen));
     assert_eq!(conflict.effective.source, ArenaSource::Session);
@@ -99,87 +102,91 @@ fn a_session_counts_where_no_arena_is_and_the_last_to_leave_makes_room_for_the_n
     drop(first);
     assert_eq!(limit_of(&memory).0, ByteSize::mib(8), "one still uses it");
     drop(second);
-    assert!(memory.arena_options(&slot()).is_none(), "nobody does");
-    let third = memory.use_arena(&slot(), &limit(16)).expect("opened");
+    assert!(memory.devices().arena_options(&slot()).is_none(), "nobody does");
+    let third = memory.devices().use_arena(&slot(), &limit(16)).expect("opened");
     assert!(third.opened() && third.conflicts().is_empty());
     assert_eq!(limit_of(&memory), (ByteSize::mib(16), ArenaSource::Session));
     drop(third);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_shared_arena_keeps_sessions_options_out_and_says_so() {
     let memory = start();
-    memory.share_arena(&slot(), &limit(8)).expect("shared");
-    let session = memory.use_arena(&slot(), &limit(4)).expect("joined");
+    memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
+    let session = memory.devices().use_arena(&slot(), &limit(4)).expect("joined");
     let [conflict] = session.conflicts() else { panic!("{:?}", session.conflicts()) };
     assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Session, Reason::SharedArena));
     assert_eq!(conflict.effective.value, ByteSize::mib(8).get());
     assert_eq!(conflict.effective.source, ArenaSource::Shared);
     // Options that agree, and none at all, are no conflict.
     for agreeing in [limit(8), ArenaOptions::new()] {
-        assert!(memory.use_arena(&slot(), &agreeing).expect("joined").conflicts().is_empty());
+        assert!(
+            memory.devices().use_arena(&slot(), &agreeing).expect("joined").conflicts().is_empty()
+        );
     }
     // It outlives its users, and ends once.
     drop(session);
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
-    memory.unshare_arena(&slot()).expect("was shared");
-    assert!(memory.arena_options(&slot()).is_none());
-    let again = memory.unshare_arena(&slot());
-    assert_eq!(again, Err(ScopeError::NotShared { slot: slot() }));
-    assert!(memory.shutdown(SOON).is_clean());
+    memory.devices().unshare_arena(&slot()).expect("was shared");
+    assert!(memory.devices().arena_options(&slot()).is_none());
+    let again = memory.devices().unshare_arena(&slot());
+    assert_eq!(again, Err(MemoryError::NotShared { slot: slot() }));
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn an_arena_that_a_session_opened_can_be_shared_and_outlives_the_session() {
     let memory = start();
-    let session = memory.use_arena(&slot(), &limit(8)).expect("opened");
-    let report = memory.share_arena(&slot(), &limit(16)).expect("shared");
+    let session = memory.devices().use_arena(&slot(), &limit(8)).expect("opened");
+    let report = memory.devices().share_arena(&slot(), &limit(16)).expect("shared");
     let [conflict] = &report.conflicts[..] else { panic!("{:?}", report.conflicts) };
     assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, Reason::ArenaIsOpen));
     drop(session);
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Session));
     // From the next arena on shared wins over session, as ever.
-    let replaced = memory.replace_arena(&slot(), &ArenaOptions::new()).expect("replaced");
+    let replaced = memory.devices().replace_arena(&slot(), &ArenaOptions::new()).expect("replaced");
     assert_eq!(limit_of(&memory), (ByteSize::mib(16), ArenaSource::Shared));
     assert_eq!(replaced.report.conflicts[0].reason, Reason::SharedArena);
-    memory.unshare_arena(&slot()).expect("was shared");
-    assert!(memory.shutdown(SOON).is_clean());
+    memory.devices().unshare_arena(&slot()).expect("was shared");
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn cudas_pool_is_an_error_and_opens_no_second_pool_beside_a_shared_arena() {
     let memory = start();
     let pool = options(&[("arena.use_cuda_mempool", "1")]);
-    let unsupported = |error: ScopeError| match error {
-        ScopeError::Options(error) => {
+    let unsupported = |error: MemoryError| match error {
+        MemoryError::Options(error) => {
             assert!(matches!(&error.faults[..], [Fault { value: Some(_), .. }]), "{error}");
         }
         error => panic!("{error}"),
     };
-    unsupported(memory.share_arena(&slot(), &pool).expect_err("no such pool"));
-    unsupported(memory.use_arena(&slot(), &pool).map(drop).expect_err("no such pool"));
-    assert!(memory.arena_slots().is_empty(), "nothing was opened");
-    memory.share_arena(&slot(), &limit(8)).expect("shared");
-    unsupported(memory.use_arena(&slot(), &pool).map(drop).expect_err("no such pool"));
-    unsupported(memory.replace_arena(&slot(), &pool).map(drop).expect_err("no such pool"));
+    unsupported(memory.devices().share_arena(&slot(), &pool).expect_err("no such pool"));
+    unsupported(memory.devices().use_arena(&slot(), &pool).map(drop).expect_err("no such pool"));
+    assert!(memory.devices().arena_slots().is_empty(), "nothing was opened");
+    memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
+    unsupported(memory.devices().use_arena(&slot(), &pool).map(drop).expect_err("no such pool"));
+    unsupported(
+        memory.devices().replace_arena(&slot(), &pool).map(drop).expect_err("no such pool"),
+    );
     assert_eq!(figures(&memory, &slot()).users, 0, "nobody was counted");
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn device_and_pinned_arenas_are_configured_apart() {
     let memory = start();
     let pinned = Slot::pinned(NAME, 0);
-    memory.share_arena(&slot(), &limit(8)).expect("shared");
-    memory.share_arena(&pinned, &limit(4)).expect("shared");
-    let resolution = memory.arena_options(&pinned).expect("resolved");
+    memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
+    memory.devices().share_arena(&pinned, &limit(4)).expect("shared");
+    let resolution = memory.devices().arena_options(&pinned).expect("resolved");
     assert_eq!(resolution.limit(), ByteSize::mib(4));
-    let session = memory.use_arena(&pinned, &limit(8)).expect("joined");
+    let session = memory.devices().use_arena(&pinned, &limit(8)).expect("joined");
     assert_eq!(session.conflicts().len(), 1, "the pinned arena's options differ from these");
-    assert!(memory.use_arena(&slot(), &limit(8)).expect("joined").conflicts().is_empty());
-    memory.replace_arena(&pinned, &limit(2)).expect("replaced");
+    assert!(memory.devices().use_arena(&slot(), &limit(8)).expect("joined").conflicts().is_empty());
+    memory.devices().replace_arena(&pinned, &limit(2)).expect("replaced");
     assert_eq!(session.resolution().limit(), ByteSize::mib(2));
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
     // A pool of its own serves it, and drains when it is replaced.
@@ -188,7 +195,7 @@ fn device_and_pinned_arenas_are_configured_apart() {
     assert!(session.alloc_pinned::<u8>(3 << 20).expect_err("the limit").is_out_of_memory());
     let mut buffer = session.alloc_pinned::<u8>(1 << 20).expect("room");
     buffer.fill(7).expect("no copy");
-    let replaced = memory.replace_arena(&pinned, &limit(4)).expect("replaced");
+    let replaced = memory.devices().replace_arena(&pinned, &limit(4)).expect("replaced");
     assert_eq!(replaced.draining, Some(ByteSize::mib(1)));
     let found = figures(&memory, &pinned);
     assert_eq!(found.pool.expect("serves").live(), ByteSize::ZERO);
@@ -200,7 +207,7 @@ fn device_and_pinned_arenas_are_configured_apart() {
     let refused = mib(&session, 1).expect_err("another kind of memory");
     assert!(matches!(refused, DeviceError::Unsupported { .. }), "{refused}");
     drop(session);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -209,29 +216,31 @@ fn a_pinned_pool_is_an_arena_of_the_host_with_figures_decay_and_a_name() {
     let memory = builder.start().expect("starts");
     let kind = PinnedKind::PageLockedOrPageable;
     let config = || PinnedConfig { kind, ..PinnedConfig::new("staging") };
-    let pool = memory.open_pinned_pool(config()).expect("opened");
+    let pool = memory.devices().open_pinned_pool(config()).expect("opened");
     let arena =
         || memory.snapshot().devices.arenas.into_iter().find(|arena| arena.name == "staging");
     let buffer = pool.alloc::<u8>(1 << 20).expect("room");
     let found = arena().expect("listed");
     assert_eq!((found.backend, found.live), (Backend::PinnedHost, ByteSize::mib(1)));
-    assert_eq!(memory.occupancy(64)[0].0, "staging");
-    let taken = memory.open_pinned_pool(config()).map(drop).expect_err("the name is in use");
-    assert!(matches!(taken, MemoryError::Arena(ArenaError::Duplicate { .. })), "{taken}");
+    assert_eq!(memory.devices().occupancy(64)[0].0, "staging");
+    let taken =
+        memory.devices().open_pinned_pool(config()).map(drop).expect_err("the name is in use");
+    assert!(matches!(taken, MemoryError::DuplicateArena { .. }), "{taken}");
     drop(buffer);
     until("idle memory decays", || arena().is_some_and(|arena| arena.committed.is_zero()));
     pool.close().expect("nothing is live");
-    drop(memory.open_pinned_pool(config()).expect("the name is free again"));
-    assert!(memory.shutdown(SOON).is_clean());
+    drop(memory.devices().open_pinned_pool(config()).expect("the name is free again"));
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_replacement_is_in_force_although_sessions_hold_the_arena() {
     let memory = start();
-    memory.share_arena(&slot(), &limit(4)).expect("shared");
-    let session = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
+    memory.devices().share_arena(&slot(), &limit(4)).expect("shared");
+    let session = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
     assert!(mib(&session, 6).expect_err("above the limit").is_out_of_memory());
-    let replaced = memory.replace_arena(&slot(), &options(&[("arena.max_mem", "8388608")]));
+    let replaced =
+        memory.devices().replace_arena(&slot(), &options(&[("arena.max_mem", "8388608")]));
     let replaced = replaced.expect("replaced");
     assert_eq!((replaced.draining, replaced.released), (Some(ByteSize::ZERO), ByteSize::ZERO));
     let [conflict] = &replaced.report.conflicts[..] else { panic!("{replaced:?}") };
@@ -243,33 +252,36 @@ fn a_replacement_is_in_force_although_sessions_hold_the_arena() {
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Replacement));
     drop(mib(&session, 6).expect("within the new limit"));
     // A second replacement stands on the first.
-    memory.replace_arena(&slot(), &options(&[("arena.extend_strategy", "0")])).expect("replaced");
+    memory
+        .devices()
+        .replace_arena(&slot(), &options(&[("arena.extend_strategy", "0")]))
+        .expect("replaced");
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Replacement));
     drop(session);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_replacement_where_no_arena_is_shares_one() {
     let memory = start();
-    let replaced = memory.replace_arena(&slot(), &limit(8)).expect("opened");
+    let replaced = memory.devices().replace_arena(&slot(), &limit(8)).expect("opened");
     assert_eq!((replaced.draining, replaced.report.opened), (None, true));
     let found = figures(&memory, &slot());
     assert!(found.shared && found.users == 0 && found.draining.is_empty());
-    memory.unshare_arena(&slot()).expect("was shared");
-    assert!(memory.shutdown(SOON).is_clean());
+    memory.devices().unshare_arena(&slot()).expect("was shared");
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     let memory = start();
-    memory.share_arena(&slot(), &limit(64)).expect("shared");
-    let session = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
+    memory.devices().share_arena(&slot(), &limit(64)).expect("shared");
+    let session = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
     let mut old = [mib(&session, 8).expect("room"), mib(&session, 8).expect("room")];
     drop(mib(&session, 8).expect("room")); // idle from now on
     old[0].slice_mut(&old[0].enter().expect("awake")).expect("host").fill(7);
     let idle = memory.snapshot().devices.arenas[0].idle;
-    let replaced = memory.replace_arena(&slot(), &limit(32)).expect("replaced");
+    let replaced = memory.devices().replace_arena(&slot(), &limit(32)).expect("replaced");
     assert_eq!(replaced.draining, Some(ByteSize::mib(16)));
     assert!(!idle.is_zero());
     assert_eq!(replaced.released, idle, "what was idle went at once");
@@ -296,19 +308,19 @@ fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     until("the old arena goes", || memory.snapshot().devices.draining.is_empty());
     assert!(figures(&memory, &slot()).draining.is_empty());
     drop((new, session));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn buffers_outlive_the_use_and_the_memory_counts_them_when_it_ends() {
     let memory = start();
-    let session = memory.use_arena(&slot(), &limit(8)).expect("opened");
+    let session = memory.devices().use_arena(&slot(), &limit(8)).expect("opened");
     let buffer = session.alloc_from(&[3_u32; 1024], Region::Stable).expect("room");
     drop(session);
     let found = figures(&memory, &slot());
     assert!(found.arena.is_none() && found.resolution.is_none());
     assert_eq!((found.users, found.draining.len()), (0, 1));
-    let report = memory.shutdown(SOON);
+    let report = memory.shutdown_blocking(SOON);
     assert_eq!(report.device_live, ByteSize::kib(4), "a draining block is outstanding");
     drop(memory);
     let lease = buffer.enter().expect("awake");
@@ -318,19 +330,21 @@ fn buffers_outlive_the_use_and_the_memory_counts_them_when_it_ends() {
 #[test]
 fn a_replacement_that_fails_changes_nothing() {
     let memory = start();
-    memory.share_arena(&slot(), &limit(8)).expect("shared");
-    let session = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
+    memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
+    let session = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
     let kept = mib(&session, 1).expect("room");
-    let others: Vec<_> = (0..63).map(|nth| memory.open_arena(&format!("other {nth}"))).collect();
+    let others: Vec<_> =
+        (0..63).map(|nth| memory.devices().open_arena(&format!("other {nth}"))).collect();
     assert!(others.iter().all(Result::is_ok));
-    let full = memory.replace_arena(&slot(), &limit(4)).expect_err("every place is taken");
-    assert_eq!(full, ArenaError::TooMany { max: 64 }.into());
+    let full =
+        memory.devices().replace_arena(&slot(), &limit(4)).expect_err("every place is taken");
+    assert_eq!(full, MemoryError::TooManyArenas { max: 64 });
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
     let found = figures(&memory, &slot());
     assert_eq!((found.users, found.draining.len()), (1, 0));
     drop(mib(&session, 4).expect("the old one serves"));
     drop((kept, session));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -338,41 +352,42 @@ fn a_slot_that_cannot_be_is_a_typed_error() {
     let memory = start();
     let none = ArenaOptions::new();
     let elsewhere = Slot::device(NAME, 1);
-    let refused = |slot: &Slot| memory.share_arena(slot, &none).expect_err("refused");
-    assert_eq!(refused(&Slot::device("", 0)), ScopeError::NoName);
+    let refused = |slot: &Slot| memory.devices().share_arena(slot, &none).expect_err("refused");
+    assert_eq!(refused(&Slot::device("", 0)), MemoryError::NoSlotName);
     assert_eq!(
         refused(&elsewhere),
-        ScopeError::UnknownDevice { slot: elsewhere.clone(), devices: 1 }
+        MemoryError::UnknownSlot { slot: elsewhere.clone(), devices: 1 }
     );
     // A slot's arena and one that was opened by name would be one in metrics.
-    let opened = memory.open_arena(NAME).expect("free");
-    let duplicate = ArenaError::Duplicate { arena: NAME.to_owned() };
-    assert_eq!(refused(&slot()), duplicate.clone().into());
+    let opened = memory.devices().open_arena(NAME).expect("free");
+    let duplicate = MemoryError::DuplicateArena { arena: NAME.to_owned() };
+    assert_eq!(refused(&slot()), duplicate);
     drop(opened);
-    memory.share_arena(&Slot::device("other", 0), &none).expect("shared");
+    memory.devices().share_arena(&Slot::device("other", 0), &none).expect("shared");
     assert!(matches!(
-        memory.open_arena("other"),
-        Err(MemoryError::Arena(ArenaError::Duplicate { .. }))
+        memory.devices().open_arena("other"),
+        Err(MemoryError::DuplicateArena { .. })
     ));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
-    let refused = memory.share_arena(&slot(), &none).expect_err("no device");
-    assert_eq!(refused, ArenaError::NoDevice { arena: NAME.to_owned() }.into());
-    assert!(memory.shutdown(SOON).is_clean());
+    let refused = memory.devices().share_arena(&slot(), &none).expect_err("no device");
+    let cause = Box::new(MemoryError::NoDevice);
+    assert_eq!(refused, MemoryError::OpenArena { arena: NAME.to_owned(), cause });
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn the_device_limit_of_the_service_bounds_what_options_ask_for() {
     let builder = Memory::builder().device(DeviceChoice::Host).device_limit(ByteSize::mib(4));
     let memory = builder.start().expect("starts");
-    let report = memory.share_arena(&slot(), &limit(8)).expect("shared");
+    let report = memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
     assert_eq!(report.conflicts[0].reason, Reason::DeviceLimit);
     assert_eq!(limit_of(&memory), (ByteSize::mib(4), ArenaSource::DeviceLimit));
-    let session = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
+    let session = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
     assert!(mib(&session, 6).expect_err("above the limit").is_out_of_memory());
     drop(session);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -383,7 +398,7 @@ fn the_steps_of_the_options_are_those_of_the_arena_and_the_cap_bounds_requests_t
         ("arena.max_power_of_two_extend_bytes", "8388608"),
         ("arena.max_mem", "33554432"),
     ]);
-    let session = memory.use_arena(&slot(), &steps).expect("opened");
+    let session = memory.devices().use_arena(&slot(), &steps).expect("opened");
     let committed = || memory.snapshot().devices.arenas[0].committed;
     let first = mib(&session, 1).expect("room");
     assert_eq!(committed(), ByteSize::mib(4), "the first step");
@@ -393,7 +408,7 @@ fn the_steps_of_the_options_are_those_of_the_arena_and_the_cap_bounds_requests_t
     assert!(committed() <= most, "{}", committed());
     assert!(mib(&session, 30).expect_err("above the limit").is_out_of_memory());
     drop((first, large, session));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Runs four threads at once.
@@ -416,7 +431,8 @@ fn at_once<T: Send>(act: impl Fn(u64) -> T + Sync) -> Vec<T> {
 fn first_sessions_at_the_same_time_get_one_arena() {
     let memory = start();
     for _ in 0..100 {
-        let opened = |nth| memory.use_arena(&slot(), &limit(2 * nth)).expect("opened or joined");
+        let opened =
+            |nth| memory.devices().use_arena(&slot(), &limit(2 * nth)).expect("opened or joined");
         let uses = at_once(opened);
         assert_eq!(uses.iter().filter(|one| one.opened()).count(), 1);
         assert_eq!(uses.iter().filter(|one| one.conflicts().len() == 1).count(), 3);
@@ -425,7 +441,7 @@ fn first_sessions_at_the_same_time_get_one_arena() {
         drop(uses);
         assert!(memory.snapshot().devices.arenas.is_empty());
     }
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Allocates, writes, reads back and frees until told to stop; counts what it could allocate.
@@ -455,21 +471,21 @@ fn load(arena: &ArenaUse, seed: u8, stop: &AtomicBool, served: &AtomicU64) {
 fn replacements_under_load_lose_nothing_and_later_allocations_are_in_the_new_arena() {
     const ROUNDS: u64 = 12;
     let memory = start();
-    memory.share_arena(&slot(), &limit(64)).expect("shared");
+    memory.devices().share_arena(&slot(), &limit(64)).expect("shared");
     let (stop, served) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
         for seed in 1..=3 {
-            let arena = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
+            let arena = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
             let (stop, served) = (&stop, &served);
             scope.spawn(move || load(&arena, seed, stop, served));
         }
-        let arena = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
+        let arena = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
         for round in 0..ROUNDS {
             let before = served.load(Ordering::Relaxed);
             // A block of 128 MiB fits every second arena, and no other.
             let wide = round % 2 == 1;
             let size = if wide { 256 } else { 64 };
-            let replaced = memory.replace_arena(&slot(), &limit(size)).expect("replaced");
+            let replaced = memory.devices().replace_arena(&slot(), &limit(size)).expect("replaced");
             assert_eq!(arena.alloc::<u8>(128 << 20, Region::Stable).is_ok(), wide, "{replaced:?}");
             until("the threads go on", || served.load(Ordering::Relaxed) > before + 20);
         }
@@ -480,21 +496,21 @@ fn replacements_under_load_lose_nothing_and_later_allocations_are_in_the_new_are
     assert_eq!((found.users, found.draining.len()), (0, 0));
     assert_eq!(found.arena.expect("shared").live, ByteSize::ZERO);
     assert_eq!(memory.snapshot().devices.arenas.len(), 1);
-    assert!(memory.shutdown(PATIENCE).is_clean());
+    assert!(memory.shutdown_blocking(PATIENCE).is_clean());
 }
 
 #[test]
 fn replacements_at_the_same_time_each_take_effect() {
     let memory = start();
     for _ in 0..50 {
-        let done = at_once(|nth| memory.replace_arena(&slot(), &limit(2 * nth)));
+        let done = at_once(|nth| memory.devices().replace_arena(&slot(), &limit(2 * nth)));
         // Each failed attempt is another thread's success: with four of them nobody runs out.
         assert!(done.iter().all(Result::is_ok), "{done:?}");
         let firsts = done.iter().flatten().filter(|replaced| replaced.draining.is_none());
         assert_eq!(firsts.count(), 1, "one of them found no arena");
         assert_eq!(memory.snapshot().devices.arenas.len(), 1);
-        memory.unshare_arena(&slot()).expect("was shared");
+        memory.devices().unshare_arena(&slot()).expect("was shared");
     }
     until("the old arenas go", || memory.snapshot().devices.draining.is_empty());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

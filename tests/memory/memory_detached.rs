@@ -31,10 +31,14 @@ fn many_run_at_once_and_admit_by_their_own_limits_alone() {
         assert!(admission.try_admit(Cost::host(ByteSize::mib(1))).is_err(), "{nth}");
         drop(held);
         let is_warning = |note: &Diagnostic| note.severity == Severity::Warning;
-        assert!(!memory.diagnostics().iter().any(is_warning), "{:?}", memory.diagnostics());
+        assert!(
+            !memory.report().diagnostics().iter().any(is_warning),
+            "{:?}",
+            memory.report().diagnostics()
+        );
     }
     for memory in &all {
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     }
 }
 
@@ -42,10 +46,10 @@ fn many_run_at_once_and_admit_by_their_own_limits_alone() {
 fn models_load_in_one_that_is_detached() {
     let memory = detached(ByteSize::mib(100));
     let model = memory.managed("model", || Ok(7)).cost(Cost::host(ByteSize::mib(60)));
-    let model = memory.register(model).expect("it fits");
+    let model = model.register().expect("it fits");
     assert_eq!(*model.acquire_blocking().expect("it loads"), 7);
     assert_eq!(memory.snapshot().host.reserved, ByteSize::mib(60));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test_fork::test]
@@ -56,10 +60,10 @@ fn one_is_shared_while_it_runs_and_the_next_call_starts_another() {
     assert_eq!(same.admission().stats().held(), 1);
     let beside = detached(ByteSize::mib(10));
     drop((held, beside));
-    assert!(one.shutdown(SOON).is_clean());
+    assert!(one.shutdown_blocking(SOON).is_clean());
     let next = Memory::shared().expect("the first has ended");
     assert!(!next.admission().is_closed() && same.admission().is_closed());
-    assert!(next.shutdown(SOON).is_clean());
+    assert!(next.shutdown_blocking(SOON).is_clean());
 }
 
 /// An arena's error that `?` converts in a loader is still that error, with its numbers.
@@ -67,7 +71,7 @@ fn one_is_shared_while_it_runs_and_the_next_call_starts_another() {
 fn a_device_error_in_a_loader_keeps_its_numbers() {
     let load = || Err::<(), _>(DeviceError::Forked.into());
     let memory = Memory::builder().detached().start().expect("it needs nothing");
-    let model = memory.register(memory.managed("model", load)).expect("registered");
+    let model = memory.managed("model", load).register().expect("registered");
     let Err(ResourceError::Load { failure: LoadFailure::Failed(source), .. }) =
         model.acquire_blocking()
     else {

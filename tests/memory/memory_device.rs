@@ -15,7 +15,7 @@ use lowtide::device::{DeviceArena, Lane, PinnedConfig, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{Budget, Cost, Level};
+use lowtide_admission::{Budget, Cost, Level, Resource as _};
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use test_fork::test;
 
@@ -91,7 +91,8 @@ fn device(memory: &Memory) -> DeviceSnapshot {
 fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let (one, two) = (memory.open_arena("one").expect("opens"), memory.open_arena("two"));
+    let (one, two) =
+        (memory.devices().open_arena("one").expect("opens"), memory.devices().open_arena("two"));
     let two = two.expect("opens");
     let lanes = [&one, &two].map(|arena| bed.lane(arena));
     let live = one.alloc::<u8>(100 * MIB, Region::Stable).expect("room");
@@ -135,7 +136,7 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     assert_eq!(committed(), [ByteSize::mib(300), ByteSize::ZERO]);
     assert_eq!(device(&memory).watermark_released_total, all_idle);
     drop((live, lanes));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// A pinned pool is host memory: it takes nothing of the device's budget, and relieves the host.
@@ -143,7 +144,7 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
 fn the_idle_memory_of_a_pinned_pool_is_purgeable_memory_of_the_host_and_none_of_the_device() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let pool = memory.open_pinned_pool(PinnedConfig::new("staging")).expect("opens");
+    let pool = memory.devices().open_pinned_pool(PinnedConfig::new("staging")).expect("opens");
     drop(pool.alloc::<u8>(48 * MIB).expect("room"));
     assert_eq!(pool.glance().idle, ByteSize::mib(48), "below the high watermark");
     advance_until(&bed.clock, TICK, "idle memory counts as purgeable", || {
@@ -157,16 +158,16 @@ fn the_idle_memory_of_a_pinned_pool_is_purgeable_memory_of_the_host_and_none_of_
     advance_until(&bed.clock, TICK, "the device is short", || device(&memory).is_short);
     bed.look();
     assert_eq!(pool.glance().idle, ByteSize::mib(48));
-    assert!(memory.purge().expect("purged").released() >= ByteSize::mib(48));
+    assert!(memory.heap().purge().expect("purged").released() >= ByteSize::mib(48));
     assert_eq!(pool.glance().committed, ByteSize::ZERO);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn bursts_beside_a_neighbour_that_stays_are_one_shortage_and_looked_at_once_a_second() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("bursts").expect("opens");
+    let arena = memory.devices().open_arena("bursts").expect("opens");
     bed.sim.set_neighbours(ByteSize::mib(650));
     drop(arena.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
     // Until it was looked at once, nothing is known.
@@ -181,14 +182,14 @@ fn bursts_beside_a_neighbour_that_stays_are_one_shortage_and_looked_at_once_a_se
     let (seconds, looks) = (bed.clock.now() - from, bed.sim.calls(Call::GetInfo) - calls);
     // One more at each end; another was due before and may have come late.
     assert!(u128::from(looks) <= seconds.as_millis() / 1000 + 2, "{looks} in {seconds:?}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn without_a_watermark_neighbours_take_nothing() {
     let bed = Bed::new();
     let memory = bed.builder().device_watermark(0.0).start().expect("starts");
-    let arena = memory.open_arena("kept").expect("opens");
+    let arena = memory.devices().open_arena("kept").expect("opens");
     drop(arena.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
     bed.sim.set_neighbours(ByteSize::mib(700));
     for _ in 0..3 {
@@ -200,14 +201,14 @@ fn without_a_watermark_neighbours_take_nothing() {
         "{found:?}"
     );
     assert_eq!(arena.glance().committed, ByteSize::mib(200));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn the_figures_say_what_the_context_takes_and_what_is_not_ours() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("ours").expect("opens");
+    let arena = memory.devices().open_arena("ours").expect("opens");
     let buffer = arena.alloc::<u8>(64 * MIB, DYNAMIC).expect("room");
     // Another process, and what others in this one allocate beside the arenas.
     bed.sim.set_neighbours(ByteSize::mib(30));
@@ -224,14 +225,14 @@ fn the_figures_say_what_the_context_takes_and_what_is_not_ours() {
     bed.look();
     assert_eq!(device(&memory).unmanaged, Some(ByteSize::ZERO));
     drop(buffer);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("ours").expect("opens");
+    let arena = memory.devices().open_arena("ours").expect("opens");
     let buffer = arena.alloc::<u8>(MIB, DYNAMIC).expect("room");
     let names = Arc::new(Mutex::new(Vec::new()));
     for nth in 0..3 {
@@ -260,7 +261,7 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
         let of_device = |one: &&lowtide::memory::Diagnostic| {
             one.text.contains("cannot query the device's memory")
         };
-        memory.diagnostics().iter().filter(of_device).count()
+        memory.report().diagnostics().iter().filter(of_device).count()
     };
     assert_eq!(diagnostics(), 1);
 
@@ -271,7 +272,7 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
     for _ in 0..40 {
         bed.clock.advance(TICK);
     }
-    assert!(memory.shutdown(SOON).is_clean() || arena.glance().live > ByteSize::ZERO);
+    assert!(memory.shutdown_blocking(SOON).is_clean() || arena.glance().live > ByteSize::ZERO);
     assert_eq!((bed.sim.calls(Call::GetInfo), diagnostics()), (asked, 1));
     drop(buffer);
 }
@@ -286,7 +287,7 @@ fn where_arenas_lie_in_host_memory_there_is_no_device_to_look_at() {
         bed.clock.advance(SECOND);
     }
     assert_eq!(memory.snapshot().devices.memory, None);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The device's series, which `memory_metrics` cannot see on the host.
@@ -302,7 +303,7 @@ fn the_devices_figures_are_published_and_are_no_numbers_once_nothing_is_known() 
     };
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("ours").expect("opens");
+    let arena = memory.devices().open_arena("ours").expect("opens");
     let exported = arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room").export().expect("awake");
     bed.sim.set_neighbours(ByteSize::mib(30));
     let unmanaged = ByteSize::mib(30).as_f64();
@@ -327,7 +328,7 @@ fn the_devices_figures_are_published_and_are_no_numbers_once_nothing_is_known() 
     advance_until(&bed.clock, TICK, "no number", || {
         value("lowtide_device_unmanaged_bytes").is_some_and(f64::is_nan)
     });
-    let _ = memory.shutdown(SOON);
+    let _ = memory.shutdown_blocking(SOON);
 }
 
 /// A `Memory` over an integrated GPU, in a cgroup of 1000 MiB that is charged with 10.
@@ -343,12 +344,12 @@ fn integrated() -> (Bed, Memory) {
 #[test]
 fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
     let (_bed, memory) = integrated();
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let load = |arena: &DeviceArena| Ok(arena.alloc::<u8>(90 * MIB, Region::Stable)?);
     let cost = Cost::host(ByteSize::mib(10)).and_device(ByteSize::mib(90));
-    assert_eq!(memory.cost(cost.host, cost.device), Cost::host(ByteSize::mib(100)));
-    let model = memory.register(memory.managed_in(&arena, "model", load).cost(cost));
+    let model = memory.managed_in(&arena, "model", load).cost(cost).register();
     let model = model.expect("registered");
+    assert_eq!(model.stats().cost, Cost::host(ByteSize::mib(100)));
     let held = model.acquire_blocking().expect("fits");
     let ledger = |budget| memory.admission().ledger(budget);
     assert!(
@@ -377,10 +378,10 @@ fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
         assert_eq!(ledger(Budget::Device).reserved(), ByteSize::ZERO);
     }
     let too_large = memory.managed("large", || Ok(())).cost(Cost::device(ByteSize::gib(27)));
-    let refused = memory.register(too_large).map(drop).expect_err("27 GiB in a machine of 32");
+    let refused = too_large.register().map(drop).expect_err("27 GiB in a machine of 32");
     assert!(refused.to_string().contains("of host memory"), "{refused}");
     drop(held);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The kernel counts such memory nowhere; we count it once.
@@ -388,7 +389,7 @@ fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
 fn what_an_integrated_gpu_commits_counts_once_against_the_hosts_limit() {
     let (bed, memory) = integrated();
     let physical = || memory.snapshot().physical;
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     assert_eq!(physical(), ByteSize::mib(10));
     let lane = bed.lane(&arena);
     let live = arena.alloc::<u8>(100 * MIB, Region::Stable).expect("room");
@@ -412,5 +413,5 @@ fn what_an_integrated_gpu_commits_counts_once_against_the_hosts_limit() {
     assert_eq!(arena.snapshot().offloaded, ByteSize::ZERO);
     assert_eq!(physical(), ByteSize::mib(110));
     drop((live, lane, arena));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

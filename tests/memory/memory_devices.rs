@@ -10,10 +10,7 @@ use lowtide::config::arena::ArenaOptions;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver};
 use lowtide::device::{DeviceError, PinnedConfig, Region};
-use lowtide::memory::{
-    ArenaError, Builder, DeviceReserveError, DeviceSelectError, DeviceSelector, MemoryError,
-    ScopeError, ShrinkOutcome, Slot, StartError,
-};
+use lowtide::memory::{Builder, DeviceSelector, MemoryError, ShrinkOutcome, Slot, StartError};
 use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Cost, Rejected};
@@ -89,7 +86,7 @@ impl Bed {
 fn a_device_is_chosen_by_number_ordinal_uuid_or_headroom_and_the_first_by_default() {
     let bed = Bed::new(3);
     let memory = bed.builder().start().expect("starts");
-    let number = |selector| memory.device(selector).map(|device| device.number);
+    let number = |selector| memory.devices().on(selector).status().map(|device| device.number);
     assert_eq!(number(DeviceSelector::Default), Ok(0));
     assert_eq!(number(DeviceSelector::Number(2)), Ok(2));
     assert_eq!(number(DeviceSelector::Ordinal(5)), Ok(1));
@@ -100,14 +97,15 @@ fn a_device_is_chosen_by_number_ordinal_uuid_or_headroom_and_the_first_by_defaul
         (DeviceSelector::Ordinal(0), "cuda:0".to_owned(), "cuda:4 or cuda:5 or cuda:6"),
         (DeviceSelector::Uuid(uuid(3)), format!("cuda:{}", uuid(3)), &uuids),
     ] {
-        let error = memory.device(selector).expect_err("unknown").to_string();
+        let error = memory.devices().on(selector).status().expect_err("unknown").to_string();
         assert_eq!(error, format!("unknown device {name}: expected {known}"));
-        let opened = memory.open_arena_on(selector, "none").expect_err("unknown");
+        let opened = memory.devices().on(selector).open_arena("none").expect_err("unknown");
         assert_eq!(opened.to_string(), format!("cannot open arena \"none\": {error}"));
     }
     // Equal ones share the arenas, and a neighbour makes a device the last choice.
-    let open =
-        |name: &str| memory.open_arena_on(DeviceSelector::MostHeadroom, name).expect("opens");
+    let open = |name: &str| {
+        memory.devices().on(DeviceSelector::MostHeadroom).open_arena(name).expect("opens")
+    };
     bed.sims[1].set_neighbours(ByteSize::mib(500));
     let arenas = ["a", "b", "c", "d"].map(open);
     let snapshot = memory.snapshot().devices;
@@ -116,19 +114,24 @@ fn a_device_is_chosen_by_number_ordinal_uuid_or_headroom_and_the_first_by_defaul
     drop(arenas[1].alloc::<u8>(600 * MIB, DYNAMIC).expect("room"));
     assert_eq!(number(DeviceSelector::MostHeadroom), Ok(1));
     // The default is the first, also where no device is named.
-    drop((memory.open_arena("default").expect("opens"), arenas));
+    drop((memory.devices().open_arena("default").expect("opens"), arenas));
     assert_eq!(memory.snapshot().devices.arena_devices.last(), Some(&0));
     let slot = Slot::device("CudaEp", 1);
-    memory.share_arena(&slot, &ArenaOptions::default()).expect("a slot of the second device");
+    memory
+        .devices()
+        .share_arena(&slot, &ArenaOptions::default())
+        .expect("a slot of the second device");
     assert_eq!(memory.snapshot().devices.arena_devices.last(), Some(&1));
-    let refused = memory.share_arena(&Slot::device("CudaEp", 3), &ArenaOptions::default());
+    let refused =
+        memory.devices().share_arena(&Slot::device("CudaEp", 3), &ArenaOptions::default());
     let error = refused.expect_err("there is no fourth");
-    assert!(matches!(error, ScopeError::UnknownDevice { devices: 3, .. }), "{error:?}");
+    assert!(matches!(error, MemoryError::UnknownSlot { devices: 3, .. }), "{error:?}");
     assert!(error.to_string().ends_with("expected gpu:0 to gpu:2"), "{error}");
-    let pool = memory.open_pinned_pool_on(DeviceSelector::Ordinal(6), PinnedConfig::new("pool"));
+    let pool =
+        memory.devices().on(DeviceSelector::Ordinal(6)).open_pinned_pool(PinnedConfig::new("pool"));
     drop(pool.expect("opens"));
     assert_eq!(memory.snapshot().devices.arena_devices.last(), Some(&2));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -143,8 +146,8 @@ fn the_same_device_twice_and_too_many_devices_are_errors_that_name_them() {
     let failed = bed.builder().start();
     assert!(matches!(failed, Err(StartError::TooManyDevices { count: 17, max: 16 })), "{failed:?}");
     let failed = Memory::builder().devices([]).start().expect("without a device");
-    let none = failed.device(DeviceSelector::MostHeadroom);
-    assert_eq!(none.map(|device| device.number), Err(DeviceSelectError::NoDevice));
+    let none = failed.devices().on(DeviceSelector::MostHeadroom).status();
+    assert_eq!(none.map(|device| device.number), Err(MemoryError::NoDevice));
 }
 
 #[test]
@@ -152,37 +155,39 @@ fn each_device_has_a_budget_and_is_shrunk_by_its_number() {
     let bed = Bed::new(2);
     let memory = bed.builder().device_limit(ByteSize::mib(500)).start().expect("starts");
     let second = DeviceSelector::Number(1);
-    let ask = |selector, mib| memory.reserve_on(selector, ByteSize::mib(mib));
+    let ask = |selector, mib| memory.devices().on(selector).reserve(ByteSize::mib(mib));
     advance_until(&bed.clock, TICK, "the limits are in force", || {
-        let budgets = memory.devices().into_iter().map(|device| device.budget.expect("its own"));
+        let budgets =
+            memory.devices().all().into_iter().map(|device| device.budget.expect("its own"));
         budgets.map(|budget| budget.ceiling).all(|ceiling| ceiling == ByteSize::mib(400))
     });
     let held = ask(second, 190).expect("half of the ceiling, at a factor of 2");
     let full = ask(second, 190).expect_err("the second device is full");
-    assert!(matches!(full, DeviceReserveError::Rejected(Rejected::Full { .. })), "{full}");
+    assert!(matches!(full, MemoryError::Rejected(Rejected::Full { .. })), "{full}");
     let other = ask(DeviceSelector::MostHeadroom, 190).expect("the first is not");
     assert_eq!(other.device(), DeviceSelector::Number(0));
     let reserved = || {
         let of = |device: lowtide::memory::DeviceStatus| device.budget.expect("its own").reserved;
-        memory.devices().into_iter().map(of).collect::<Vec<_>>()
+        memory.devices().all().into_iter().map(of).collect::<Vec<_>>()
     };
     assert_eq!(reserved(), vec![ByteSize::mib(190); 2]);
     drop((held, other.into_permit()));
     assert_eq!(reserved(), vec![ByteSize::ZERO; 2]);
 
     let arenas = [0, 1].map(|nth| {
-        let arena = memory.open_arena_on(DeviceSelector::Number(nth), &format!("on {nth}"));
+        let arena =
+            memory.devices().on(DeviceSelector::Number(nth)).open_arena(&format!("on {nth}"));
         let arena = arena.expect("opens");
         drop(arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room"));
         arena
     });
-    let shrunk = memory.shrink("gpu:1").expect("a target");
+    let shrunk = memory.devices().shrink("gpu:1").expect("a target");
     assert_eq!(shrunk.targets[0].outcome, ShrinkOutcome::Released(ByteSize::mib(8)));
     assert_eq!(arenas[1].glance().committed, ByteSize::ZERO);
     assert_eq!(arenas[0].glance().committed, ByteSize::mib(8));
-    let unknown = memory.shrink("gpu:2").expect_err("there is no third").to_string();
+    let unknown = memory.devices().shrink("gpu:2").expect_err("there is no third").to_string();
     assert_eq!(unknown, "unknown target gpu:2: expected cpu:0 or gpu:0 or gpu:1");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The series of devices, and what remains of a lost one, with the threads running.
@@ -203,7 +208,8 @@ fn a_lost_device_is_published_as_lost_and_the_others_decay_and_admit_as_before()
     };
     let arenas = [0, 1].map(|nth| {
         let name = format!("on {nth}");
-        let arena = memory.open_arena_on(DeviceSelector::Number(nth), &name).expect("opens");
+        let arena =
+            memory.devices().on(DeviceSelector::Number(nth)).open_arena(&name).expect("opens");
         let buffer = arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room");
         (arena, buffer)
     });
@@ -230,9 +236,9 @@ fn a_lost_device_is_published_as_lost_and_the_others_decay_and_admit_as_before()
     // The default device is lost: nothing is admitted for it, at once.
     let rejected = memory.admission().try_admit(Cost::device(ByteSize::mib(1)));
     assert!(matches!(rejected, Err(Rejected::DeviceLost { .. })), "{rejected:?}");
-    let opened = memory.open_arena("more").expect_err("lost");
-    let MemoryError::Arena(ArenaError::Device { error, .. }) = &opened else { panic!("{opened}") };
-    let DeviceSelectError::Lost { device, .. } = error else { panic!("{error}") };
+    let opened = memory.devices().open_arena("more").expect_err("lost");
+    let MemoryError::OpenArena { cause, .. } = &opened else { panic!("{opened}") };
+    let MemoryError::DeviceLost { device, .. } = &**cause else { panic!("{cause}") };
     assert_eq!(device, &uuid(0).to_string());
     // The other one decays, is sampled, and admits.
     let (_, [(lost, held), (arena, buffer)]) = ((), arenas);
@@ -243,12 +249,12 @@ fn a_lost_device_is_published_as_lost_and_the_others_decay_and_admit_as_before()
     advance_until(&bed.clock, TICK, "the other one is sampled", || {
         value("lowtide_device_free_bytes", 1, "").is_some_and(|free| free <= mib(600))
     });
-    assert!(memory.reserve_on(DeviceSelector::MostHeadroom, ByteSize::mib(1)).is_ok());
+    assert!(memory.devices().on(DeviceSelector::MostHeadroom).reserve(ByteSize::mib(1)).is_ok());
     assert_eq!(bed.sims[0].calls_after_loss(), 1, "only the call that reported the loss");
     assert_eq!(bed.sims[1].lost(), None);
-    let reports = memory.diagnostics();
+    let reports = memory.report().diagnostics();
     assert_eq!(reports.iter().filter(|it| it.text.contains("is lost")).count(), 1, "{reports:?}");
-    let _ = memory.shutdown(SOON);
+    let _ = memory.shutdown_blocking(SOON);
     drop((held, lost, arena));
     assert_eq!(bed.sims[0].calls_after_loss(), 1, "drops make no call either");
 }

@@ -60,13 +60,13 @@ impl Service {
     }
 
     fn ask(&self, command: &AdminCommand) -> u64 {
-        let id = self.memory.run_admin(command.clone()).expect("accepted");
+        let id = self.memory.admin().run(command.clone()).expect("accepted");
         until("it begins", || self.task(id).state != AdminTaskState::Waiting);
         id
     }
 
     fn task(&self, id: u64) -> AdminTask {
-        let tasks = self.memory.admin_tasks();
+        let tasks = self.memory.admin().tasks();
         tasks.into_iter().find(|task| task.id == id).expect("it is kept")
     }
 
@@ -103,7 +103,7 @@ impl Service {
     fn model(&self, name: &str, mib: u64, residency: Duration) -> Managed<()> {
         let cost = Cost::host(ByteSize::mib(mib));
         let builder = self.memory.managed(name, || Ok(())).cost(cost).min_residency(residency);
-        self.memory.register(builder.load_scope(None)).expect("registered")
+        builder.load_scope(None).register().expect("registered")
     }
 }
 
@@ -135,7 +135,7 @@ fn a_process_that_fits_keeps_the_smaller_limit_until_the_kernels_has_come_down()
     service.tree.limit(ByteSize::mib(500));
     service.until_limit(500, LimitSource::Cgroup);
     let ended = |service: &Service| {
-        let events = service.memory.events();
+        let events = service.memory.report().events();
         events.iter().filter(|event| event.text.starts_with("fit ended (lowered)")).count()
     };
     advance_until(&service.clock, TICK, "the fit has ended", || ended(&service) == 1);
@@ -143,7 +143,7 @@ fn a_process_that_fits_keeps_the_smaller_limit_until_the_kernels_has_come_down()
     service.tree.limit(ByteSize::mib(2000));
     service.until_limit(2000, LimitSource::Cgroup);
     assert_eq!(ended(&service), 1);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -163,26 +163,26 @@ fn a_process_that_does_not_fit_says_what_holds_the_memory_and_has_its_limit_agai
     assert!(text.contains("untracked memory") && text.contains("page cache 1.0 MiB"), "{text}");
     service.until_limit(1000, LimitSource::Cgroup);
     drop(guards);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Nothing to release: no reason to let an operator wait for half a minute.
 #[test]
 fn a_process_whose_base_does_not_fit_is_refused_within_seconds() {
     let service = Service::start();
-    service.memory.purge().expect("here");
+    service.memory.heap().purge().expect("here");
     service.tree.hold(640);
     let start = service.clock.now();
     let id = service.fit(600);
     service.has_failed(id, "cannot fit in 600.0 MiB: nothing is left to release: 641.0 MiB");
     assert!(service.clock.now() - start < AdminCommand::FIT_WITHIN);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn page_cache_that_alone_does_not_fit_is_named_and_may_be_left_out() {
     let service = Service::start();
-    service.memory.purge().expect("here");
+    service.memory.heap().purge().expect("here");
     service.tree.hold_and_cache(300, 300);
     let id = service.fit(500);
     service.has_failed(id, "page cache 300.0 MiB; page cache is the kernel's");
@@ -193,7 +193,7 @@ fn page_cache_that_alone_does_not_fit_is_named_and_may_be_left_out() {
     };
     let id = service.ask(&command);
     service.is_done(id, "fits in 500.0 MiB");
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Bug: after 2 s nothing seemed left to release, although the reservation might be.
@@ -223,7 +223,7 @@ fn reservations_that_are_not_held_yet_must_fit_too() {
     service.is_done(id, "fits in 500.0 MiB");
     // It fits no more, so a load fails at once.
     assert!(model.warm().is_err());
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Pressure would leave it for its minimum residency.
@@ -238,7 +238,7 @@ fn a_model_that_is_not_in_use_makes_room_without_a_request_for_it() {
     assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);
     service.tree.hold(400);
     service.is_done(id, "fits in 500.0 MiB");
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Bug: before it was asked it counted as empty, and the fit failed if it took its time.
@@ -255,11 +255,11 @@ fn a_cache_of_the_application_is_asked_for_what_does_not_fit() {
     let cache = Reclaimable::new("cache", || ByteSize::mib(300), release);
     let Service { memory, clock, .. } = Service { tree: Tree::new(ByteSize::mib(1)), ..service };
     let reclaimer = memory.reclaimer(cache).expect("registered");
-    let id = memory.run_admin(fit(500)).expect("accepted");
+    let id = memory.admin().run(fit(500)).expect("accepted");
     advance_until(&clock, TICK, "it fits", || {
-        memory.admin_tasks().iter().any(|task| task.id == id && task.state.name() == "done")
+        memory.admin().tasks().iter().any(|task| task.id == id && task.state.name() == "done")
     });
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(reclaimer);
 }
 
@@ -273,7 +273,7 @@ fn a_limit_that_is_not_above_the_fit_needs_none() {
     assert_eq!(service.limit().source, LimitSource::Cgroup);
     let id = service.ask(&LIFT);
     service.is_done(id, "no fit is in force: the limit is 1000.0 MiB");
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -304,7 +304,7 @@ fn a_fit_is_replaced_lifted_and_over_after_ten_minutes() {
     let fifth = service.fit(1000);
     service.is_done(fifth, "the limit is already 1000.0 MiB");
     service.until_limit(1000, LimitSource::Cgroup);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -316,7 +316,7 @@ fn a_limit_that_falls_before_the_process_fits_ends_the_fit() {
     service.tree.limit(ByteSize::mib(400));
     service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
     service.until_limit(400, LimitSource::Cgroup);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Bug: the control loop looked after a fit only once it had found its limit in force. If the
@@ -337,10 +337,10 @@ fn a_shutdown_ends_a_fit_and_allows_no_other() {
     let service = Service::start();
     service.tree.hold(600);
     let id = service.fit(500);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
     let expected = AdminTaskState::Failed("the service is shutting down".to_owned());
     assert_eq!(service.task(id).state, expected);
-    assert_eq!(service.memory.run_admin(fit(500)), Err(AdminError::Ended));
+    assert_eq!(service.memory.admin().run(fit(500)), Err(AdminError::Ended));
     assert_eq!(service.limit().source, LimitSource::Cgroup);
 }
 
@@ -351,17 +351,17 @@ fn values_that_no_process_fits_in_are_refused_at_once() {
         let (limit, least) = (ByteSize::new(bytes), ByteSize::mib(1));
         let command =
             AdminCommand::Fit { limit: Some(limit), within: SECOND, counts_page_cache: true };
-        let refused = service.memory.run_admin(command);
+        let refused = service.memory.admin().run(command);
         assert_eq!(refused, Err(AdminError::FitLimit { limit, least }));
     }
     for millis in [0, 999, 3_600_001] {
         let within = Duration::from_millis(millis);
         let limit = Some(ByteSize::mib(500));
         let command = AdminCommand::Fit { limit, within, counts_page_cache: true };
-        assert_eq!(service.memory.run_admin(command), Err(AdminError::FitTime { within }));
+        assert_eq!(service.memory.admin().run(command), Err(AdminError::FitTime { within }));
     }
-    assert!(service.memory.admin_tasks().is_empty());
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.admin().tasks().is_empty());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -371,16 +371,16 @@ fn a_fit_is_the_limit_of_a_process_that_has_none_and_leaves_none() {
     let memory = Memory::builder().clock(own).signals(nothing_to_read()).start().expect("starts");
     let limit = || memory.admission().ledger(Budget::Host).ceiling();
     assert_eq!(limit(), ByteSize::MAX);
-    memory.run_admin(fit(500)).expect("accepted");
+    memory.admin().run(fit(500)).expect("accepted");
     let done = |count| {
-        let tasks = memory.admin_tasks();
+        let tasks = memory.admin().tasks();
         tasks.iter().filter(|task| task.state.name() == "done").count() == count
     };
     advance_until(&clock, TICK, "it fits", || done(1));
     assert_eq!(limit(), ByteSize::mib(400));
-    memory.run_admin(LIFT).expect("accepted");
+    memory.admin().run(LIFT).expect("accepted");
     advance_until(&clock, TICK, "it is lifted", || done(2) && limit() == ByteSize::MAX);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// With the policy `exit`, a fit for which models in use leave no room would end the process.

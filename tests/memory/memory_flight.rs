@@ -46,7 +46,7 @@ fn recorded(path: &Path) -> Builder {
 }
 
 fn off(memory: &Memory) -> Vec<String> {
-    let all = memory.diagnostics().into_iter();
+    let all = memory.report().diagnostics().into_iter();
     let about = all.filter(|found| found.about == "flight_recorder");
     about.inspect(|found| assert_eq!(found.severity, Severity::Warning)).map(|it| it.text).collect()
 }
@@ -56,8 +56,8 @@ fn so_far(path: &Path) -> Option<LastExit> {
     let (_folder, copy) = folder();
     fs::copy(path, &copy).ok()?;
     let memory = Memory::builder().detached().flight_recorder(&copy).start().ok()?;
-    let found = memory.last_exit().cloned();
-    assert!(memory.shutdown(SOON).is_clean());
+    let found = memory.report().last_exit().cloned();
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     found
 }
 
@@ -92,8 +92,8 @@ impl Drop for Service {
 fn told(path: &Path) -> LastExit {
     let memory = recorded(path).start().expect("starts");
     assert_eq!(off(&memory), [""; 0]);
-    let last = memory.last_exit().expect("there was a run").clone();
-    assert!(memory.shutdown(SOON).is_clean());
+    let last = memory.report().last_exit().expect("there was a run").clone();
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     until_no_threads();
     last
 }
@@ -109,12 +109,12 @@ fn child() {
     let memory = recorded(Path::new(&path)).signals(tree.open()).start().expect("starts");
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3))).expect("fits");
     match &*way {
-        "quiet" => drop(memory.run_admin(AdminCommand::Purge).expect("accepted")),
+        "quiet" => drop(memory.admin().run(AdminCommand::Purge).expect("accepted")),
         "full" => tree.hold(97),
         "asked to end" => memory.set_ending(),
         "ends" => {
             drop(permit);
-            assert!(memory.shutdown(SOON).is_clean());
+            assert!(memory.shutdown_blocking(SOON).is_clean());
             return;
         }
         "exits" => {
@@ -180,7 +180,7 @@ fn a_run_that_ended_in_order_is_told_by_the_next_one_in_json_and_in_one_log_line
     let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(writer);
     let _logged = tracing::subscriber::set_default(tracing_subscriber::registry().with(layer));
     let memory = recorded(&path).start().expect("starts");
-    let last = memory.last_exit().expect("there was a run");
+    let last = memory.report().last_exit().expect("there was a run");
     assert_eq!((last.cause, last.pid), (ExitCause::Shutdown, service.0.id()), "{}", last.summary);
     let text = String::from_utf8(log.lock().expect("no panic").clone()).expect("UTF-8");
     let lines: Vec<_> = text.lines().filter(|line| line.contains("previous run ended")).collect();
@@ -197,7 +197,7 @@ fn a_run_that_ended_in_order_is_told_by_the_next_one_in_json_and_in_one_log_line
     let columns = part["samples"].as_object().expect("by column");
     let lengths = columns.values().map(|column| column.as_array().map(Vec::len));
     assert!(lengths.into_iter().all(|length| length == Some(last.samples.len())), "{part}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// A log in memory.
@@ -236,18 +236,18 @@ fn a_request_in_progress_is_in_the_recording_with_its_route() {
         })
     });
     drop(call);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test_fork::test]
 fn a_third_thread_records_and_ends_with_the_others() {
     let (_folder, path) = folder();
     let memory = recorded(&path).start().expect("starts");
-    assert!(memory.last_exit().is_none(), "the first run");
+    assert!(memory.report().last_exit().is_none(), "the first run");
     until("three threads run", || {
         threads() == ["lowtide-control", "lowtide-flight", "lowtide-worker"]
     });
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     until_no_threads();
     // The lock is free for the next one in the same process.
     assert_eq!(told(&path).cause, ExitCause::Shutdown);
@@ -286,9 +286,9 @@ fn told_once_unlocked(path: &Path) -> LastExit {
     until("the recording is unlocked", || {
         let memory = Memory::builder().detached().flight_recorder(path).start().expect("starts");
         if off(&memory).is_empty() {
-            last = memory.last_exit().cloned();
+            last = memory.report().last_exit().cloned();
         }
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         last.is_some()
     });
     last.expect("the recording")
@@ -303,14 +303,16 @@ fn a_recording_that_another_memory_writes_is_a_diagnostic_and_the_service_goes_o
     let [text] = off(&second).try_into().expect("one diagnostic");
     let expected = "is locked: another process, or another `Memory`, records into it";
     assert!(text.contains(expected), "{text}");
-    assert!(second.last_exit().is_none() && second.admission().try_admit(Cost::ZERO).is_ok());
+    assert!(
+        second.report().last_exit().is_none() && second.admission().try_admit(Cost::ZERO).is_ok()
+    );
     for memory in [first, second] {
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     }
     // The first one ends in order, and the third one finds its recording.
     let third = detached();
-    assert_eq!(third.last_exit().map(|last| last.cause), Some(ExitCause::Shutdown));
-    assert!(third.shutdown(SOON).is_clean());
+    assert_eq!(third.report().last_exit().map(|last| last.cause), Some(ExitCause::Shutdown));
+    assert!(third.shutdown_blocking(SOON).is_clean());
 }
 
 #[test_fork::test]
@@ -328,7 +330,7 @@ fn a_file_that_cannot_be_created_is_a_diagnostic_and_the_service_goes_on() {
         let [text] = off(&memory).try_into().expect("one diagnostic");
         assert!(text.starts_with("off: ") && text.contains(expected), "{text}");
         assert!(memory.admission().try_admit(Cost::ZERO).is_ok());
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         until_no_threads();
     }
     assert_eq!(fs::read(&path).expect("there"), b"precious");
@@ -344,7 +346,7 @@ fn a_recording_that_is_truncated_in_use_ends_neither_the_recorder_nor_the_servic
         let said = off(&memory);
         said.iter().any(|text| text.contains("recording is incomplete: cannot write"))
     });
-    assert!(memory.shutdown(PATIENCE).is_clean());
+    assert!(memory.shutdown_blocking(PATIENCE).is_clean());
 }
 
 /// The flags of a descriptor, negative if it is not open.
@@ -404,7 +406,7 @@ fn files_that_get_the_numbers_of_closed_descriptors_stay_the_applications() {
         let after = last().expect("recorded");
         assert_eq!((after.limit, after.level), (before.limit, before.level));
         assert!(after.physical < ByteSize::gib(1), "{} is the application's text", after.physical);
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         until_no_threads();
         assert_eq!(fs::read_to_string(&own).expect("read"), text);
         let closed = ours.iter().find(|number| flags(**number) < 0);

@@ -45,7 +45,7 @@ fn without_threads_of_jemallocs_its_dirty_pages_decay_all_the_same() {
     let memory = never.start().expect("starts");
     dirty(64);
     assert!(heap(&memory).dirty >= ByteSize::mib(48));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 
     // They stayed. From here on nobody allocates enough to have jemalloc look by itself.
     let decays = builder().background_threads(0).heap_decay(DecayTime::from_millis(200));
@@ -57,7 +57,7 @@ fn without_threads_of_jemallocs_its_dirty_pages_decay_all_the_same() {
     until("dirty pages decay", || {
         probe.snapshot().expect("jemalloc tells").dirty < ByteSize::mib(4)
     });
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn workers_of_a_runtime_that_are_parked_give_up_their_caches_when_the_worker_pur
         .heap_decay(DecayTime::Never)
         .after_tcache_flush_request(wake);
     let memory = memory.start().expect("starts");
-    memory.purge().expect("not forked");
+    memory.heap().purge().expect("not forked");
     let before = heap(&memory).thread_caches;
     for _ in 0..4 {
         let task = async {
@@ -91,10 +91,10 @@ fn workers_of_a_runtime_that_are_parked_give_up_their_caches_when_the_worker_pur
     let full = heap(&memory).thread_caches;
     assert!(full.saturating_sub(before) >= ByteSize::kib(200), "{before} {full}");
     until("the workers' caches are empty", || {
-        memory.request_purge();
+        memory.heap().request_purge();
         heap(&memory).thread_caches.saturating_sub(before) <= ByteSize::kib(100)
     });
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(runtime);
 }
 
@@ -131,7 +131,7 @@ fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
     let signals = Signals::open();
     let anonymous = || signals.sample().anonymous.expect("the kernel tells");
     let request = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
-    memory.purge().expect("not forked");
+    memory.heap().purge().expect("not forked");
     let before = anonymous();
     let last = fill_and_free_the_c_heap(48);
     let grown = anonymous().saturating_sub(before);
@@ -142,7 +142,7 @@ fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
     });
     // SAFETY: from `malloc`, and freed once.
     unsafe { libc::free(last) };
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// A block of C code.
@@ -183,27 +183,33 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
         drop(OfC::new(20 << 20)); // as a file that is read and parsed
         Ok(OfC::new(40 << 20))
     };
-    let model = memory.register(memory.managed("of C", load)).expect("registered");
+    let model = memory.managed("of C", load).register().expect("registered");
     let request = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
     drop(model.acquire_blocking().expect("loads"));
     drop(request);
     let found = model.stats().measured.expect("measured").host;
     assert!(found >= ByteSize::mib(38) && found <= ByteSize::mib(46), "{found}");
-    let said = |part: &str| memory.diagnostics().iter().any(|note| note.to_string().contains(part));
-    assert!(said("of C") && said("interpose") && said("growth"), "{:?}", memory.diagnostics());
+    let said = |part: &str| {
+        memory.report().diagnostics().iter().any(|note| note.to_string().contains(part))
+    };
+    assert!(
+        said("of C") && said("interpose") && said("growth"),
+        "{:?}",
+        memory.report().diagnostics()
+    );
     assert!(model.unload_now(SOON).expect("nobody holds it"));
     assert!(model.stats().recovered_total.host >= ByteSize::mib(38));
 
     // Beside another request nobody can tell whose memory it is.
     let other = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
     let request = memory.admission().try_admit(lowtide_admission::Cost::ZERO).expect("admitted");
-    let model = memory.register(memory.managed("beside", load)).expect("registered");
+    let model = memory.managed("beside", load).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     drop((request, other));
     let found = model.stats().measured.unwrap_or_default().host;
     assert!(found <= ByteSize::mib(4), "{found}");
-    assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.diagnostics());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.report().diagnostics());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// What the process allocates from jemalloc during a load, such as requests that run at the same
@@ -220,7 +226,7 @@ fn a_load_during_traffic_is_not_taken_for_memory_of_c_code() {
             Ok(vec![7_u8; 8 << 20])
         };
         let name = format!("beside {requests}");
-        let model = memory.register(memory.managed(&name, load)).expect("registered");
+        let model = memory.managed(&name, load).register().expect("registered");
         let admit = || memory.admission().try_admit(lowtide_admission::Cost::ZERO);
         let permits: Vec<_> = (0..requests).map(|_| admit().expect("admitted")).collect();
         drop(model.acquire_blocking().expect("loads"));
@@ -228,9 +234,13 @@ fn a_load_during_traffic_is_not_taken_for_memory_of_c_code() {
         let found = model.stats().measured.expect("measured").host;
         assert!(found >= ByteSize::mib(8) && found <= ByteSize::mib(12), "{found}");
         let is_said = |note: &Diagnostic| note.text.contains("of C or C++ code");
-        assert!(!memory.diagnostics().iter().any(is_said), "{:?}", memory.diagnostics());
+        assert!(
+            !memory.report().diagnostics().iter().any(is_said),
+            "{:?}",
+            memory.report().diagnostics()
+        );
     }
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Bug: a model in an arena of host memory was measured a second time as memory of C code, and did
@@ -238,7 +248,7 @@ fn a_load_during_traffic_is_not_taken_for_memory_of_c_code() {
 #[test]
 fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
     let memory = builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opened");
+    let arena = memory.devices().open_arena("weights").expect("opened");
     let load = |arena: &DeviceArena| {
         let mut weights = arena.alloc::<u8>(32 << 20, Region::Stable)?;
         let lease = arena.enter()?;
@@ -246,14 +256,17 @@ fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
         drop(lease);
         Ok(weights)
     };
-    let model = memory.register(memory.managed_in(&arena, "weights", load)).expect("registered");
+    let model = memory.managed_in(&arena, "weights", load).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     let found = model.stats().measured.expect("measured").host;
     assert!(found >= ByteSize::mib(32) && found <= ByteSize::mib(38), "{found}");
-    let is_said =
-        memory.diagnostics().iter().any(|note| note.to_string().contains("of C or C++ code"));
-    assert!(!is_said, "{:?}", memory.diagnostics());
-    assert!(memory.shutdown(SOON).is_clean());
+    let is_said = memory
+        .report()
+        .diagnostics()
+        .iter()
+        .any(|note| note.to_string().contains("of C or C++ code"));
+    assert!(!is_said, "{:?}", memory.report().diagnostics());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Services whose load never pauses, and whose C libraries free and keep, grew until they were
@@ -281,5 +294,5 @@ fn a_busy_service_gives_back_what_the_heap_of_c_code_keeps() {
     drop(busy);
     let snapshot: MemorySnapshot = memory.snapshot();
     assert_eq!(snapshot.cpus, signals.cpus());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

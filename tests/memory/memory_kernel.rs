@@ -60,7 +60,7 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
             .metrics_interval(TICK)
             .start()
             .expect("starts");
-        assert_eq!(memory.diagnostics(), []);
+        assert_eq!(memory.report().diagnostics(), []);
         tree.stall(9_000_000, 1_000_000);
         tree.hold(100);
         advance_until(&clock, TICK, "it is sampled", || {
@@ -81,12 +81,21 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
         }
         tree.limit_text("garbage");
         advance_until(&clock, TICK, "it is said", || {
-            memory.diagnostics().iter().any(|note| note.text.contains("512.0 MiB (cgroup), stays"))
+            memory
+                .report()
+                .diagnostics()
+                .iter()
+                .any(|note| note.text.contains("512.0 MiB (cgroup), stays"))
         });
         assert!(memory.snapshot().signal.limit_is_stale);
         assert_eq!(memory.level(), Level::None);
         advance_until(&clock, TICK, "time passes", || clock.now().since_origin() > 20 * SECOND);
-        assert_eq!(memory.diagnostics().len(), 1, "once: {:?}", memory.diagnostics());
+        assert_eq!(
+            memory.report().diagnostics().len(),
+            1,
+            "once: {:?}",
+            memory.report().diagnostics()
+        );
 
         assert_eq!(kills(), [0_u64; 0]);
         tree.killed(4);
@@ -99,7 +108,7 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
         let snapshot = memory.snapshot();
         assert_eq!(snapshot.oom_kills, Some(6));
         assert_eq!(snapshot.events.expect("a cgroup").own.oom_kill, Some(3));
-        assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+        assert!(memory.shutdown_blocking(Duration::from_secs(5)).is_clean());
     });
 }
 
@@ -127,7 +136,7 @@ fn a_process_that_is_moved_has_the_limit_of_its_new_cgroup_and_says_if_it_cannot
         let [first, ..] = &*snapshot.bounds else { panic!("no bounds") };
         assert!(first.name.ends_with("to/memory.max"), "{first}");
         let warned = || {
-            let notes = memory.diagnostics();
+            let notes = memory.report().diagnostics();
             notes.iter().filter(|note| note.text.contains("unread/memory.max: ")).count()
         };
         assert_eq!(warned(), 0);
@@ -136,6 +145,6 @@ fn a_process_that_is_moved_has_the_limit_of_its_new_cgroup_and_says_if_it_cannot
         let then = clock.now();
         advance_until(&clock, TICK, "time passes", || clock.now() - then > 4 * SECOND);
         assert_eq!(warned(), 1, "once");
-        assert!(memory.shutdown(5 * SECOND).is_clean());
+        assert!(memory.shutdown_blocking(5 * SECOND).is_clean());
     });
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
-use lowtide::memory::{ArenaError, Builder, Diagnostic, MemoryError, Severity, StartError};
+use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, RejectReason, Rejected, Resource, ResourceError, Signals};
 use test_fork::test;
@@ -27,7 +27,7 @@ fn quiet() -> Builder {
 }
 
 fn about(memory: &Memory, about: &str) -> Vec<String> {
-    let diagnostics = memory.diagnostics().into_iter().filter(|note| note.about == about);
+    let diagnostics = memory.report().diagnostics().into_iter().filter(|note| note.about == about);
     diagnostics.map(|note| note.text).collect()
 }
 
@@ -37,13 +37,13 @@ fn a_second_start_is_a_typed_error_until_the_first_has_ended() {
     let second = quiet().start();
     assert!(matches!(second, Err(StartError::AlreadyStarted)), "{second:?}");
     assert_eq!(memory.level(), lowtide_admission::Level::None, "the first is untouched");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     // The handle of the first may outlive the second.
     let third = quiet().start().expect("starts again");
     drop(memory);
     let fourth = quiet().start();
     assert!(matches!(fourth, Err(StartError::AlreadyStarted)), "an old handle freed the claim");
-    assert!(third.shutdown(SOON).is_clean());
+    assert!(third.shutdown_blocking(SOON).is_clean());
     until_no_threads();
 }
 
@@ -52,7 +52,7 @@ fn two_threads_run_from_start_to_shutdown_and_none_after() {
     until_no_threads();
     let memory = quiet().start().expect("starts");
     until_both_threads();
-    let report = memory.shutdown(SOON);
+    let report = memory.shutdown_blocking(SOON);
     assert!(report.is_clean(), "{report}");
     assert_eq!(report.to_string(), "nothing outstanding");
     until_no_threads();
@@ -68,7 +68,7 @@ fn a_thread_that_cannot_be_started_is_a_typed_error_that_leaves_nothing() {
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
     until_no_threads();
     let memory = quiet().start().expect("the claim was given back");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn a_start_that_fails_for_its_settings_gives_the_claim_back() {
     let Err(StartError::NoCuda { cause, .. }) = &failed else { panic!("{failed:?}") };
     assert!(!cause.is_empty());
     until_no_threads();
-    assert!(quiet().start().expect("starts").shutdown(SOON).is_clean());
+    assert!(quiet().start().expect("starts").shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -103,34 +103,34 @@ fn dropping_every_handle_ends_the_threads_without_waiting_for_them() {
     assert!(threads().contains(&"lowtide-worker".to_owned()));
     open.send(()).expect("the hook waits");
     until_no_threads();
-    assert!(quiet().start().expect("the claim was given back").shutdown(SOON).is_clean());
+    assert!(quiet().start().expect("the claim was given back").shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_second_shutdown_finds_nothing_left_to_do() {
     let memory = quiet().start().expect("starts");
-    assert!(memory.shutdown(SOON).is_clean());
-    assert!(memory.shutdown(SOON).is_clean());
-    assert!(memory.shutdown(Duration::ZERO).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+    assert!(memory.shutdown_blocking(Duration::ZERO).is_clean());
     // What is asked of it afterwards answers, and does nothing.
-    memory.request_purge();
+    memory.heap().request_purge();
     let refused = memory.admission().try_admit(Cost::ZERO);
     assert_eq!(refused.map(drop), Err(Rejected::ShuttingDown));
     assert_eq!(memory.admission().stats().rejected_total(RejectReason::ShuttingDown), 1);
-    assert!(memory.purge().is_ok());
+    assert!(memory.heap().purge().is_ok());
     until_no_threads();
 }
 
 #[test]
 fn the_report_names_what_is_outstanding() {
     let memory = quiet().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
-    let model = memory.register(memory.managed("reranker", || Ok(7))).expect("registered");
+    let arena = memory.devices().open_arena("weights").expect("opens");
+    let model = memory.managed("reranker", || Ok(7)).register().expect("registered");
     let guard = model.acquire_blocking().expect("loads");
     let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
 
-    let report = memory.shutdown(Duration::from_millis(1));
+    let report = memory.shutdown_blocking(Duration::from_millis(1));
     assert!(!report.is_clean());
     assert_eq!((report.requests, report.device_live), (1, ByteSize::mib(1)));
     let [resource] = &report.resources[..] else { panic!("{report}") };
@@ -147,7 +147,7 @@ fn the_report_names_what_is_outstanding() {
     // What was outstanding goes, and the next report is clean.
     assert_eq!(*guard, 7);
     drop((guard, permit, buffer));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     assert_eq!(arena.glance().live, ByteSize::ZERO);
 }
 
@@ -155,7 +155,7 @@ fn the_report_names_what_is_outstanding() {
 fn shutdown_waits_for_a_guard_until_its_deadline_and_no_longer() {
     let clock = Arc::new(ManualClock::new());
     let memory = quiet().clock(clock.clone()).start().expect("starts");
-    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let model = memory.managed("model", || Ok(())).register().expect("registered");
     let guard = model.acquire_blocking().expect("loads");
     let ending = shutdown_apart(&memory, Duration::from_secs(60));
     // Worker, control, and the one who shuts down.
@@ -166,10 +166,10 @@ fn shutdown_waits_for_a_guard_until_its_deadline_and_no_longer() {
     let report = ending.join().expect("no panic");
     assert_eq!(report.resources.len(), 1, "{report}");
     drop(guard);
-    assert!(memory.shutdown(Duration::ZERO).is_clean());
+    assert!(memory.shutdown_blocking(Duration::ZERO).is_clean());
 
     let memory = quiet().clock(clock.clone()).start().expect("starts");
-    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let model = memory.managed("model", || Ok(())).register().expect("registered");
     let guard = model.acquire_blocking().expect("loads");
     let ending = shutdown_apart(&memory, Duration::from_secs(60));
     assert!(clock.wait_for_waiters(3, PATIENCE));
@@ -189,7 +189,7 @@ fn two_shutdowns_at_once_one_of_them_on_the_worker_do_not_wait_for_each_other() 
             let _ = entered.send(());
             let _ = gate.recv_timeout(PATIENCE);
             if let Some(memory) = handle.get() {
-                assert!(memory.shutdown(SOON).is_clean());
+                assert!(memory.shutdown_blocking(SOON).is_clean());
             }
         }
     };
@@ -232,8 +232,8 @@ fn shutdown_does_not_wait_past_its_deadline_for_a_job_that_does_not_end() {
     assert!(matches!(second, Err(StartError::AlreadyStarted)), "its worker still runs");
 
     open.send(()).expect("the hook waits");
-    assert!(memory.shutdown(SOON).is_clean(), "joined by the second call");
-    assert!(quiet().start().expect("starts").shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean(), "joined by the second call");
+    assert!(quiet().start().expect("starts").shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn a_hook_that_panics_costs_its_run_and_nothing_else() {
     advance_until(&clock, Duration::from_secs(1), "it runs again", || {
         *lowtide_core::sync::lock(&runs) >= 2
     });
-    let report = memory.shutdown(SOON);
+    let report = memory.shutdown_blocking(SOON);
     assert!(report.is_clean(), "the thread lives on: {report}");
 }
 
@@ -261,9 +261,9 @@ fn without_readable_proc_it_starts_says_so_once_and_admits_by_its_books() {
     let diagnostics = about(&memory, "signals");
     assert!(diagnostics.iter().any(|note| note.contains("statm")), "{diagnostics:?}");
     assert!(diagnostics.iter().any(|note| note.contains("meminfo")), "{diagnostics:?}");
-    let mut once = memory.diagnostics();
+    let mut once = memory.report().diagnostics();
     once.dedup();
-    assert_eq!(once, memory.diagnostics());
+    assert_eq!(once, memory.report().diagnostics());
     let snapshot = memory.snapshot();
     assert_eq!((snapshot.signal.rss, snapshot.physical), (None, ByteSize::ZERO));
     assert!(!snapshot.signal.limit.is_known());
@@ -272,7 +272,7 @@ fn without_readable_proc_it_starts_says_so_once_and_admits_by_its_books() {
         memory.admission().try_admit(Cost::host(ByteSize::gib(1 << 20))).expect("admitted");
     assert_eq!(memory.snapshot().host.reserved, ByteSize::gib(1 << 20));
     drop(permit);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 
     // A limit that was given holds all the same: nothing is measured, so the books alone count.
     let limited = quiet().memory_limit(ByteSize::mib(100)).signals(nothing_to_read());
@@ -282,7 +282,7 @@ fn without_readable_proc_it_starts_says_so_once_and_admits_by_its_books() {
     let refused = memory.admission().try_admit(Cost::host(ByteSize::mib(39))).map(drop);
     assert!(matches!(refused, Err(Rejected::Full { .. })), "{refused:?}");
     drop(permit);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -291,7 +291,7 @@ fn a_plain_program_without_a_runtime_admits_loads_and_ends() {
     let memory = quiet().signals(tree.open()).start().expect("starts");
     let model =
         memory.managed("table", || Ok(vec![1_u8; 1 << 10])).cost(Cost::host(ByteSize::kib(1)));
-    let model = memory.register(model).expect("registered");
+    let model = model.register().expect("registered");
     thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -307,7 +307,7 @@ fn a_plain_program_without_a_runtime_admits_loads_and_ends() {
     let snapshot = memory.snapshot();
     assert_eq!(snapshot.admission.admitted_total, 200);
     assert_eq!(snapshot.resources[0].loads_ok_total, 1, "one load for all threads");
-    let report = memory.shutdown(SOON);
+    let report = memory.shutdown_blocking(SOON);
     assert!(report.is_clean(), "{report}");
     assert!(model.try_acquire().is_none(), "unloaded at the end");
     assert_eq!(memory.snapshot().host.reserved, ByteSize::ZERO);
@@ -316,16 +316,17 @@ fn a_plain_program_without_a_runtime_admits_loads_and_ends() {
 #[test]
 fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     let memory = quiet().device_limit(ByteSize::mib(3)).start().expect("starts");
-    let arena = memory.open_arena("one").expect("opens");
+    let arena = memory.devices().open_arena("one").expect("opens");
     assert_eq!(arena.limit(), ByteSize::mib(3));
-    let twice = memory.open_arena("one").map(drop);
-    assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
-    assert!(memory.shutdown(SOON).is_clean());
+    let twice = memory.devices().open_arena("one").map(drop);
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
-    let refused = memory.open_arena("one").map(drop);
-    assert_eq!(refused, Err(ArenaError::NoDevice { arena: "one".to_owned() }.into()));
-    assert!(memory.shutdown(SOON).is_clean());
+    let refused = memory.devices().open_arena("one").map(drop);
+    let cause = Box::new(MemoryError::NoDevice);
+    assert_eq!(refused, Err(MemoryError::OpenArena { arena: "one".to_owned(), cause }));
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a closed arena kept its name, and one of 64 places, until the service ended.
@@ -333,22 +334,22 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
 fn a_closed_arena_gives_up_its_name_and_its_place() {
     let memory = quiet().start().expect("starts");
     for _ in 0..70 {
-        let arena = memory.open_arena("one").expect("the name is free");
+        let arena = memory.devices().open_arena("one").expect("the name is free");
         let block = arena.alloc::<u8>(1 << 10, Region::Dynamic).expect("room");
         arena.close().expect_err("a block is live");
         assert!(!arena.is_closed());
-        let twice = memory.open_arena("one").map(drop);
-        assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
+        let twice = memory.devices().open_arena("one").map(drop);
+        assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
         drop(block);
         arena.close().expect("nothing is live");
         assert!(arena.is_closed());
     }
-    let last = memory.open_arena("one").expect("opens");
+    let last = memory.devices().open_arena("one").expect("opens");
     assert_eq!(memory.snapshot().devices.arenas.len(), 1);
     drop(last); // its last handle, and no end: buffers may be there
-    let twice = memory.open_arena("one").map(drop);
-    assert_eq!(twice, Err(ArenaError::Duplicate { arena: "one".to_owned() }.into()));
-    assert!(memory.shutdown(SOON).is_clean());
+    let twice = memory.devices().open_arena("one").map(drop);
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a limit that raises nothing, and one that is passed at start, went by in silence.
@@ -365,12 +366,12 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
         let diagnostics = about(&memory, "limit");
         let [note] = &diagnostics[..] else { panic!("one note: {diagnostics:?}") };
         assert!(parts.iter().all(|part| note.contains(part)), "{note}");
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     }
     let memory = quiet().signals(tree.open()).memory_limit(ByteSize::mib(50)).start();
     let memory = memory.expect("starts");
     assert_eq!(about(&memory, "limit"), Vec::<String>::new(), "it lowers the limit, and fits");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: `LOWTIDE_MEMORY_LIMIT=512`, meant as MiB, started and shed every request.
@@ -398,17 +399,19 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
     let memory = start(ByteSize::mib(13)).expect("the claim of the refused start is free");
     assert_eq!(about(&memory, "limit"), Vec::<String>::new());
     assert!(memory.admission().try_admit(Cost::host(ByteSize::kib(50))).is_ok());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 
     // A cgroup's limit is not ours, and it may be raised: said, not refused.
     tree.limit(ByteSize::mib(8));
     let memory = quiet().signals(tree.open()).start().expect("starts");
-    let [note] = &about(&memory, "limit")[..] else { panic!("{:?}", memory.diagnostics()) };
+    let [note] = &about(&memory, "limit")[..] else {
+        panic!("{:?}", memory.report().diagnostics())
+    };
     assert!(
         note.contains("10.0 MiB in use") && note.contains("8.0 MiB, set by the cgroup"),
         "{note}"
     );
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: five warnings named files, and none said that no request would ever be shed.
@@ -416,18 +419,18 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
 fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
     let warnings = |memory: &Memory| -> Vec<String> {
         let of = |note: &Diagnostic| note.about == "signals" && note.severity == Severity::Warning;
-        memory.diagnostics().into_iter().filter(of).map(|note| note.text).collect()
+        memory.report().diagnostics().into_iter().filter(of).map(|note| note.text).collect()
     };
     let memory = quiet().signals(nothing_to_read()).start().expect("starts");
-    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.diagnostics()) };
+    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.report().diagnostics()) };
     assert!(warning.starts_with("no memory limit found, so no request is rejected"), "{warning}");
     assert!(warning.contains("LOWTIDE_MEMORY_LIMIT") && warning.contains("statm"), "{warning}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     let limited = quiet().memory_limit(ByteSize::mib(100)).signals(nothing_to_read());
     let memory = limited.start().expect("starts");
-    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.diagnostics()) };
+    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.report().diagnostics()) };
     assert!(warning.contains("by their estimates alone"), "{warning}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a program without the macro ran with jemalloc's defaults, and nothing told.
@@ -440,7 +443,7 @@ fn forgotten_settings_of_jemalloc_are_noted_with_the_line_to_add() {
             note.contains("make `lowtide::global_allocator!(balanced);` its allocator")
         });
         assert_eq!(said.count(), 1, "{diagnostics:?}");
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     });
 }
 
@@ -451,7 +454,7 @@ fn a_start_without_a_gpu_and_without_psi_warns_of_neither() {
     let tree = Tree::new(ByteSize::gib(1));
     tree.without_psi();
     let memory = Memory::builder().signals(tree.open()).start().expect("starts");
-    let diagnostics = memory.diagnostics();
+    let diagnostics = memory.report().diagnostics();
     for (about, text) in [("device", "device arenas use host memory"), ("signals", "PSI")] {
         let of = |note: &&Diagnostic| note.about == about && note.text.contains(text);
         let severity = diagnostics.iter().find(of).map(|note| note.severity);
@@ -459,7 +462,7 @@ fn a_start_without_a_gpu_and_without_psi_warns_of_neither() {
     }
     let warnings = diagnostics.iter().filter(|note| note.severity == Severity::Warning);
     assert!(warnings.clone().all(|note| note.about == "heap"), "{diagnostics:?}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a model above the limit was registered, and acquiring it said to try again later.
@@ -471,26 +474,26 @@ fn a_resource_above_the_ceiling_of_a_limit_that_cannot_grow_is_not_registered() 
     let of = |cost| memory.managed("model", || Ok(())).cost(cost);
     let both = Cost::host(ByteSize::mib(40)).and_device(ByteSize::mib(41));
     for cost in [Cost::host(ByteSize::mib(81)), both] {
-        let refused = memory.register(of(cost)).map(drop);
+        let refused = of(cost).register().map(drop);
         let (name, budget) = ("model".to_owned(), Budget::Host);
         let (cost, ceiling) = (ByteSize::mib(81), ByteSize::mib(80));
         let expected = MemoryError::ResourceTooLarge { name, budget, cost, ceiling };
         assert_eq!(refused, Err(expected));
     }
-    memory.register(of(Cost::host(ByteSize::mib(80)))).expect("its name is free, and it may fit");
-    assert!(memory.shutdown(SOON).is_clean());
+    of(Cost::host(ByteSize::mib(80))).register().expect("its name is free, and it may fit");
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     // Beyond the machine's 32 GiB as well, without a configured limit.
     let memory = quiet().signals(tree.open()).start().expect("starts");
     let above = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::gib(26)));
-    let refused = memory.register(above).map(drop);
+    let refused = above.register().map(drop);
     assert!(matches!(refused, Err(MemoryError::ResourceTooLarge { .. })), "{refused:?}");
     // Above the ceiling of the cgroup, whose limit may be raised.
     let above = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::gib(2)));
-    let model = memory.register(above).expect("registered");
+    let model = above.register().expect("registered");
     let error = model.acquire_blocking().map(drop).expect_err("2 GiB in 1 GiB");
     assert_eq!((error.reason(), error.retry_after()), ("does_not_fit", None));
     assert_eq!(about(&memory, "resources").len(), 1, "and noted");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The load waited for 2 s, was rejected as one that may fit later, and the verdict was in order.
@@ -507,7 +510,7 @@ fn a_resource_that_never_fits_beside_the_process_is_rejected_at_once_and_named()
     });
     let of = |name: &str, mib| {
         let cost = Cost::host(ByteSize::mib(mib));
-        memory.register(memory.managed(name, || Ok(())).cost(cost)).expect("below the ceiling")
+        memory.managed(name, || Ok(())).cost(cost).register().expect("below the ceiling")
     };
     let model = of("embedder", 190);
     assert!(about(&memory, "resources").iter().any(|note| note.contains("\"embedder\"")));
@@ -522,13 +525,13 @@ fn a_resource_that_never_fits_beside_the_process_is_rejected_at_once_and_named()
     assert_eq!((error.reason(), error.retry_after()), ("does_not_fit", None));
     let answer = lowtide::service::unavailable(&error);
     assert!(answer.body().contains("than can ever be free"), "{}", answer.body());
-    let verdict = memory.verdict();
+    let verdict = memory.report().verdict();
     let expected = "The resource \"embedder\" cannot be loaded: it needs 190.0 MiB";
     assert!(verdict.summary.starts_with(expected), "{verdict:?}");
     // One that fits beside the process may wait for room.
     let fits = of("reranker", 150);
     drop(fits.acquire_blocking().expect("loads"));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Asks for the notes at each event.
@@ -543,7 +546,7 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Curious {
         _event: &tracing::Event<'_>,
         _context: tracing_subscriber::layer::Context<'_, S>,
     ) {
-        let _ = self.seen.send(self.memory.diagnostics().len());
+        let _ = self.seen.send(self.memory.report().diagnostics().len());
     }
 }
 
@@ -552,7 +555,7 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Curious {
 fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
     let tree = Tree::new(ByteSize::gib(1));
     let memory = quiet().signals(tree.open()).start().expect("starts");
-    let before = memory.diagnostics().len();
+    let before = memory.report().diagnostics().len();
     let (seen, sees) = mpsc::channel();
     let curious = Curious { memory: memory.clone(), seen };
     let registering = memory.clone();
@@ -560,12 +563,12 @@ fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
         let subscriber = tracing_subscriber::registry().with(curious);
         tracing::subscriber::with_default(subscriber, || {
             let large = registering.managed("large", || Ok(()));
-            drop(registering.register(large.cost(Cost::host(ByteSize::gib(2)))));
+            drop(large.cost(Cost::host(ByteSize::gib(2))).register());
         });
     });
     assert_eq!(sees.recv_timeout(PATIENCE), Ok(before + 1), "it is there when it is logged");
     apart.join().expect("registered");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -573,19 +576,19 @@ fn resources_whose_idle_time_is_never_stay() {
     let clock = Arc::new(ManualClock::new());
     let builder = quiet().clock(Arc::clone(&clock) as Arc<dyn Clock>).idle_unload(Duration::MAX);
     let memory = builder.start().expect("starts");
-    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let model = memory.managed("model", || Ok(())).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     clock.advance(Duration::from_secs(365 * 24 * 3600));
     assert_eq!(model.next_due(), lowtide::clock::Moment::NEVER);
     assert!(!model.unload_if_due(clock.now()) && model.stats().loaded);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: two resources of one name were one in metrics and in `/memory`.
 #[test]
 fn two_resources_of_one_name_were_registered() {
     let memory = quiet().start().expect("starts");
-    let register = |name| memory.register(memory.managed(name, || Ok(()))).map(drop);
+    let register = |name| memory.managed(name, || Ok(())).register().map(drop);
     assert_eq!(register("model"), Ok(()));
     assert_eq!(
         register("model"),
@@ -593,7 +596,7 @@ fn two_resources_of_one_name_were_registered() {
     );
     assert_eq!(register("other"), Ok(()));
     assert_eq!(memory.snapshot().resources.len(), 2);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -601,15 +604,20 @@ fn automatic_device_memory_in_host_memory_is_said() {
     NONE.run(|| {
         let memory = Memory::builder().start().expect("starts");
         assert_eq!(memory.config().devices.source, Source::Default);
-        let arena = memory.open_arena("one").expect("opens");
+        let arena = memory.devices().open_arena("one").expect("opens");
         assert_eq!(arena.backend().name(), "host");
         let diagnostics = about(&memory, "device");
         assert!(diagnostics.iter().any(|note| note.contains("host memory")), "{diagnostics:?}");
-        let [heap] = &about(&memory, "heap")[..] else { panic!("{:?}", memory.diagnostics()) };
+        let [heap] = &about(&memory, "heap")[..] else {
+            panic!("{:?}", memory.report().diagnostics())
+        };
         assert!(heap.contains("global_allocator!"), "else the heap is as it was asked for: {heap}");
-        let cost = memory.cost(ByteSize::mib(1), ByteSize::mib(2));
-        assert_eq!(cost, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
-        assert!(memory.shutdown(SOON).is_clean());
+        let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(2));
+        let permit = memory.admission().try_admit(cost).expect("fits");
+        let booked = permit.cost();
+        assert_eq!(booked, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
+        drop(permit);
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     });
 }
 
@@ -622,7 +630,7 @@ fn a_start_takes_its_first_sample_before_it_returns() {
     assert_eq!(memory.level(), lowtide_admission::Level::Critical);
     let first = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).map(drop);
     assert!(matches!(first, Err(Rejected::Pressure { .. })), "{first:?}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Keeps the messages and levels of events.
@@ -671,7 +679,7 @@ fn dropping_the_last_handle_without_a_shutdown_logs_a_warning() {
     until_no_threads();
 
     let memory = quiet().start().expect("starts");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     assert!(!Log::of(|| drop(memory)).contains(&warning), "it was shut down");
     let failed = Log::of(|| drop(quiet().stack(ByteSize::gib(1 << 20)).start()));
     assert!(!failed.contains(&warning), "it did not start");

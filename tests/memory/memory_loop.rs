@@ -55,12 +55,12 @@ fn model(
         let len = MODEL.as_usize().expect("a small number");
         Ok(arena.alloc_from(&vec![1; len], Region::Stable)?)
     };
-    let builder = memory.managed(name, load).cost(memory.cost(ByteSize::ZERO, MODEL));
+    let builder = memory.managed(name, load).cost(Cost::device(MODEL));
     let builder = match idle {
         Some(idle) => builder.idle(idle),
         None => builder,
     };
-    memory.register(builder).expect("registered")
+    builder.register().expect("registered")
 }
 
 fn committed(arena: &DeviceArena) -> ByteSize {
@@ -71,7 +71,7 @@ fn committed(arena: &DeviceArena) -> ByteSize {
 fn an_idle_resource_is_unloaded_after_its_time_and_its_memory_and_booking_go() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let memory = still(&clock, &tree).idle_unload(60 * SECOND).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let long = model(&memory, &arena, "long", None);
     let short = model(&memory, &arena, "short", Some(20 * SECOND));
     let held = model(&memory, &arena, "held", Some(SECOND));
@@ -108,7 +108,7 @@ fn an_idle_resource_is_unloaded_after_its_time_and_its_memory_and_booking_go() {
     until("nothing is booked", || {
         ledger.reserved().is_zero() && ledger.resource_reservations().is_zero()
     });
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     arena.validate();
 }
 
@@ -118,7 +118,7 @@ fn a_request_waits_for_a_cache_whose_first_call_panics() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Arc::new(Tree::new(ByteSize::mib(100))));
     tree.hold(4);
     let memory = still(&clock, &tree).correction_factor(1.0).start().expect("starts");
-    let mut watch = memory.watch_level();
+    let mut watch = memory.admission().watch_level();
     let held = Arc::new(AtomicU32::new(0));
     let fill = |mib: u32| {
         held.store(mib, Ordering::SeqCst);
@@ -162,13 +162,14 @@ fn a_request_waits_for_a_cache_whose_first_call_panics() {
     drop(permit);
     assert_eq!(reclaimer.stats().panics_total, 1);
     advance_until(&clock, TICK, "it is told", || {
-        let told = |about: &str| memory.diagnostics().iter().any(|it| it.text.contains(about));
-        let events = memory.events();
+        let told =
+            |about: &str| memory.report().diagnostics().iter().any(|it| it.text.contains(about));
+        let events = memory.report().events();
         let event = events.iter().any(|it| it.kind == "reclaim" && it.about == "cache");
         told("reclaimer \"cache\" panicked") && event
     });
     drop(reclaimer);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -176,7 +177,7 @@ fn an_arenas_idle_memory_decays_to_nothing_without_a_purge() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let memory = still(&clock, &tree).device_decay(DecayTime::from_millis(5_000));
     let memory = memory.start().expect("starts");
-    let arena = memory.open_arena("scratch").expect("opens");
+    let arena = memory.devices().open_arena("scratch").expect("opens");
     drop(arena.alloc::<u8>(32 << 20, Region::Dynamic).expect("room"));
     let full = committed(&arena);
     assert!(full >= ByteSize::mib(32));
@@ -186,14 +187,14 @@ fn an_arenas_idle_memory_decays_to_nothing_without_a_purge() {
     assert!(clock.now() - freed >= SOON, "after its time, not before");
     let snapshot = arena.snapshot();
     assert_eq!(snapshot.decommitted_bytes_total, full.get(), "{snapshot:?}");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn pressure_gives_back_what_is_idle_and_sheds_and_ends_when_memory_falls() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let memory = still(&clock, &tree).device_decay(DecayTime::Never).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let (idle, held) = (model(&memory, &arena, "idle", None), model(&memory, &arena, "held", None));
     drop(idle.acquire_blocking().expect("loads"));
     let guard = held.acquire_blocking().expect("loads");
@@ -236,7 +237,7 @@ fn pressure_gives_back_what_is_idle_and_sheds_and_ends_when_memory_falls() {
     assert!(held.stats().loaded, "a guard keeps it through all of this");
     assert!(idle.acquire_blocking().is_ok(), "it may come back");
     drop(guard);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Between full readings the sensor goes by a glance, in which a limit does not show.
@@ -248,14 +249,14 @@ fn a_limit_that_falls_while_nothing_moves_is_seen() {
     assert_eq!(ceiling(), ByteSize::mib(512).scaled(0.8));
     tree.limit(ByteSize::mib(100));
     advance_until(&clock, TICK, "the limit is read again", || ceiling() == ByteSize::mib(80));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn admission_follows_what_is_measured_and_names_the_numbers() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(1000)));
     let memory = still(&clock, &tree).ceiling(0.5).start().expect("starts");
-    memory.purge().expect("so that little is purgeable");
+    memory.heap().purge().expect("so that little is purgeable");
     assert_eq!(memory.snapshot().host.ceiling, ByteSize::mib(500));
     let allowance = || memory.snapshot().host.allowance;
     // 490 MiB at two for one.
@@ -279,19 +280,19 @@ fn admission_follows_what_is_measured_and_names_the_numbers() {
     advance_until(&clock, TICK, "others hold the room", || allowance() < ByteSize::mib(60));
     tree.hold(10);
     advance_until(&clock, TICK, "it comes back", || allowance() >= ByteSize::mib(245));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn who_says_that_estimates_are_right_is_taken_at_their_word_from_the_start() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(1000)));
     let memory = still(&clock, &tree).ceiling(0.5).correction_factor(1.0).start().expect("starts");
-    memory.purge().expect("so that little is purgeable");
+    memory.heap().purge().expect("so that little is purgeable");
     assert!((memory.snapshot().host.correction_factor - 1.0).abs() < 1e-9);
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(400)));
     assert!(permit.is_ok(), "{permit:?}: it fits once and not twice");
     drop(permit);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -301,7 +302,7 @@ fn a_resource_that_costs_nothing_books_no_byte_and_loads_though_nothing_fits() {
     tree.hold(690);
     let memory = still(&clock, &tree).ceiling(0.5).start().expect("starts");
     assert_eq!((memory.level(), memory.snapshot().host.allowance), (Level::None, ByteSize::ZERO));
-    let costs = |name: &str, cost| memory.register(memory.managed(name, || Ok(())).cost(cost));
+    let costs = |name: &str, cost| memory.managed(name, || Ok(())).cost(cost).register();
     let dear = costs("dear", Cost::host(ByteSize::mib(1))).expect("registered");
     assert!(dear.warm().is_err(), "nothing fits");
     let cheap = costs("cheap", Cost::ZERO).expect("registered");
@@ -311,7 +312,7 @@ fn a_resource_that_costs_nothing_books_no_byte_and_loads_though_nothing_fits() {
         assert_eq!(memory.admission().ledger(budget).reserved(), ByteSize::ZERO, "{budget}");
     }
     drop(guard);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Makes dirty pages on the calling thread.
@@ -325,14 +326,14 @@ fn dirty(mib: usize) {
 fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let memory = still(&clock, &tree).device_decay(DecayTime::Never).start().expect("starts");
-    let arena = memory.open_arena("scratch").expect("opens");
+    let arena = memory.devices().open_arena("scratch").expect("opens");
     drop(arena.alloc::<u8>(16 << 20, Region::Dynamic).expect("room"));
     let idle = arena.glance().idle;
     dirty(64);
     let before = memory.snapshot().heap.expect("jemalloc tells");
     assert!(before.dirty >= ByteSize::mib(48), "{before:?}");
 
-    let purged = memory.purge().expect("not forked");
+    let purged = memory.heap().purge().expect("not forked");
     let heap = purged.heap.clone().expect("jemalloc purges");
     let PurgeOutcome::Released(bytes) = heap.jemalloc.outcome else { panic!("{heap:?}") };
     assert!(bytes >= ByteSize::mib(48), "{bytes}");
@@ -346,7 +347,7 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
     // What the snapshots in between left behind may go with the next one; then nothing is left, but
     // perhaps a page of what a purge itself allocates.
     until("nothing is left to give back", || {
-        let purged = memory.purge().expect("not forked");
+        let purged = memory.heap().purge().expect("not forked");
         assert!(purged.device.is_zero());
         match purged.heap.expect("jemalloc purges").jemalloc.outcome {
             PurgeOutcome::NothingToRelease => true,
@@ -354,7 +355,7 @@ fn a_purge_gives_dirty_pages_and_idle_granules_back_and_says_how_much() {
             _ => false,
         }
     });
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Bug: the proxy's model of 64 MiB was loaded beside 60 MiB of dirty pages, which admission had
@@ -369,14 +370,18 @@ fn dirty_pages_go_before_a_load_that_does_not_fit_beside_them() {
     advance_until(&clock, TICK, "dirty pages count as free", measured);
     let purged_for_load_of = |name, mib| {
         let cost = Cost::host(ByteSize::mib(mib));
-        let loaded = memory.register(memory.managed(name, || Ok(())).cost(cost));
+        let loaded = memory.managed(name, || Ok(())).cost(cost).register();
         dirty(64);
         drop(loaded.expect("registered").acquire_blocking().expect("fits"));
-        memory.events().iter().any(|event| (event.kind, &*event.about) == ("purge", "pressure"))
+        memory
+            .report()
+            .events()
+            .iter()
+            .any(|event| (event.kind, &*event.about) == ("purge", "pressure"))
     };
     assert!(!purged_for_load_of("small", 1), "without need");
     assert!(purged_for_load_of("large", 89));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -390,12 +395,12 @@ fn a_purge_that_is_requested_is_done_by_the_worker() {
     };
     let memory = still(&clock, &tree).device_decay(DecayTime::Never).after_publish(hook);
     let memory = memory.start().expect("starts");
-    let arena = memory.open_arena("scratch").expect("opens");
+    let arena = memory.devices().open_arena("scratch").expect("opens");
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
     drop(arena.alloc::<u8>(16 << 20, Region::Dynamic).expect("room"));
     dirty(32);
-    memory.request_purge();
-    memory.request_purge();
+    memory.heap().request_purge();
+    memory.heap().request_purge();
     assert!(committed(&arena) >= ByteSize::mib(16), "the worker is held by the hook");
     open.send(()).expect("the hook waits");
     until("the worker purges the arenas", || committed(&arena).is_zero());
@@ -403,7 +408,7 @@ fn a_purge_that_is_requested_is_done_by_the_worker() {
         memory.snapshot().heap.expect("jemalloc tells").dirty < ByteSize::mib(16)
     });
     drop(open);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -416,18 +421,18 @@ fn a_quiet_service_gives_its_heap_back_where_the_profile_says_so() {
     advance_until(&clock, SECOND, "it is seen", || memory.snapshot().purgeable != ticks);
     clock.advance(100 * SECOND);
     assert!(dirty_now(&memory) >= ByteSize::mib(48), "throughput keeps it");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 
     let memory = still(&clock, &tree).profile(Profile::LowMemory);
     let memory = memory.device_decay(DecayTime::from_millis(86_400_000)).start().expect("starts");
-    let arena = memory.open_arena("scratch").expect("opens");
+    let arena = memory.devices().open_arena("scratch").expect("opens");
     drop(arena.alloc::<u8>(32 << 20, Region::Dynamic).expect("room"));
     advance_until(&clock, TICK, "low-memory gives it back", || {
         dirty_now(&memory) < ByteSize::mib(16)
     });
     // The bug: an arena's idle memory went with the heap's, whatever its decay time was.
     assert_eq!(arena.glance().idle, ByteSize::mib(32), "it has its own time");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -435,9 +440,10 @@ fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let memory = still(&clock, &tree).start().expect("starts");
     let model = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::mib(90)));
-    let model = memory.register(model).expect("registered");
-    let diagnostics =
-        || memory.diagnostics().into_iter().filter(|note| note.about == "resources").count();
+    let model = model.register().expect("registered");
+    let diagnostics = || {
+        memory.report().diagnostics().into_iter().filter(|note| note.about == "resources").count()
+    };
     assert_eq!(diagnostics(), 0, "it fits");
     tree.limit(ByteSize::mib(100));
     advance_until(&clock, TICK, "the ceiling sinks", || {
@@ -454,7 +460,7 @@ fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
     assert_eq!(memory.admission().stats().rejected, [0; 10]);
     tree.limit(ByteSize::mib(512));
     advance_until(&clock, TICK, "the ceiling rises", || model.acquire_blocking().is_ok());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a loader that hung held its reservation for ever.
@@ -462,7 +468,7 @@ fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
 fn the_worker_gives_up_a_load_that_hangs_and_takes_its_late_value_apart() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     let memory = still(&clock, &tree).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let (open, gate) = mpsc::channel::<()>();
     let gate = Mutex::new(gate);
     let load = move |arena: &DeviceArena| {
@@ -478,7 +484,7 @@ fn the_worker_gives_up_a_load_that_hangs_and_takes_its_late_value_apart() {
         }
     };
     let model = memory.managed_in(&arena, "model", load).cost(Cost::host(MODEL)).unload(unload);
-    let model = memory.register(model.load_timeout(5 * SECOND)).expect("registered");
+    let model = model.load_timeout(5 * SECOND).register().expect("registered");
     model.warm().expect("begins");
     assert_eq!(memory.admission().ledger(Budget::Host).resource_reservations(), MODEL);
     advance_until(&clock, TICK, "it is given up", || model.stats().loads_failed_total == 1);
@@ -490,7 +496,7 @@ fn the_worker_gives_up_a_load_that_hangs_and_takes_its_late_value_apart() {
     open.send(()).expect("for the next load");
     advance_until(&clock, TICK, "the pause is over", || model.acquire_blocking().is_ok());
     assert_eq!(arena.glance().live, MODEL, "one copy");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -498,7 +504,7 @@ fn a_snapshot_adds_up_and_a_loaded_resource_is_booked_with_all_its_bytes() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     tree.hold(100);
     let memory = still(&clock, &tree).device_decay(DecayTime::Never).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = model(&memory, &arena, "model", None);
     let guard = model.acquire_blocking().expect("loads");
     drop(arena.alloc::<u8>(32 << 20, Region::Dynamic).expect("room"));
@@ -537,5 +543,5 @@ fn a_snapshot_adds_up_and_a_loaded_resource_is_booked_with_all_its_bytes() {
     assert_eq!(snapshot.device.ceiling, ByteSize::MAX, "no device of its own");
     assert_eq!(snapshot.on_wall(snapshot.now), snapshot.since_epoch);
     drop((guard, permit));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

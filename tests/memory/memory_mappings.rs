@@ -71,14 +71,14 @@ fn a_fragmented_heap_has_few_mappings_without_overcommit() {
     let name = "memory_mappings::a_fragmented_heap_has_few_mappings_without_overcommit";
     without_overcommit(name, || {
         let memory = Memory::start().expect("starts");
-        let notes = memory.diagnostics();
+        let notes = memory.report().diagnostics();
         let names_remedy = |text: &str| text.contains("vm.overcommit_memory=1");
         assert!(notes.iter().any(|note| names_remedy(&note.text)), "{notes:?}");
         let mut kept = Vec::new();
         for round in 0..6 {
             let every = if round == 0 { 16 } else { 40 };
             kept.extend(blocks(ByteSize::mib(200)).into_iter().step_by(every));
-            memory.purge().expect("not forked").heap.expect("purges");
+            memory.heap().purge().expect("not forked").heap.expect("purges");
         }
         let count = mappings();
         println!("figure field.overcommit.mappings {count} mappings");
@@ -87,7 +87,7 @@ fn a_fragmented_heap_has_few_mappings_without_overcommit() {
         assert_eq!(report.unreleased, None);
         // What has large ranges gives them back, and uses them again.
         drop(kept);
-        memory.purge().expect("not forked").heap.expect("purges");
+        memory.heap().purge().expect("not forked").heap.expect("purges");
         assert_eq!(blocks(ByteSize::mib(200)).iter().map(|block| block[1_499]).max(), Some(1));
         assert!(mappings() <= 500);
     });
@@ -127,7 +127,7 @@ fn a_number_of_mappings_near_the_maximum_is_a_warning_that_names_the_sysctl() {
         let memory = Memory::builder().clock(to).start().expect("starts");
         let is_said = || {
             let near = format!("of at most {MAPPINGS_MAX} (vm.max_map_count)");
-            memory.diagnostics().iter().any(|note| note.text.contains(&near))
+            memory.report().diagnostics().iter().any(|note| note.text.contains(&near))
         };
         let step = Duration::from_millis(250);
         let begin = clock.now();

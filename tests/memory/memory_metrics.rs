@@ -131,14 +131,14 @@ const COST: ByteSize = ByteSize::mib(1);
 /// Brings every metric about: an arena with a limit that refuses, a resource that was loaded,
 /// failed and was unloaded, requests admitted and shed, purges.
 fn live(memory: &Memory) {
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     assert!(arena.alloc::<u8>(64 << 20, Region::Stable).is_err(), "above its limit");
-    let model = memory.register(memory.managed("model", || Ok(1))).expect("registered");
+    let model = memory.managed("model", || Ok(1)).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     assert_eq!(model.unload_now(SOON).ok(), Some(true));
     let broken = memory.managed("broken", || Err::<(), _>(lowtide::BoxError::from("planted")));
-    let broken = memory.register(broken).expect("registered");
+    let broken = broken.register().expect("registered");
     assert!(broken.acquire_blocking().is_err());
     assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);
 
@@ -151,13 +151,13 @@ fn live(memory: &Memory) {
     exempt.state().usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
     exempt.state().usage_of_tenant("acme").add(COST, COST);
     drop(exempt);
-    memory.purge().expect("not forked");
+    memory.heap().purge().expect("not forked");
     drop(buffer);
 }
 
 /// Something idle, so that physical and required differ.
 fn leave_idle(memory: &Memory) {
-    let arena = memory.open_arena("scratch").expect("opens");
+    let arena = memory.devices().open_arena("scratch").expect("opens");
     drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
 }
 
@@ -191,7 +191,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     let builder = recorder::builder();
     let recorder = builder.install_recorder().expect("the first of this process");
     assert_eq!(recorder.render(), "", "nothing was kept for it");
-    memory.purge().expect("not forked");
+    memory.heap().purge().expect("not forked");
     leave_idle(&memory);
     // The recorder may have come in the middle of the first; descriptions follow within seconds.
     advance_until(&clock, TICK, "published twice, and described", || {
@@ -202,7 +202,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         });
         twice && text.contains("# HELP lowtide_build_info")
     });
-    let closed = memory.open_arena("closed").expect("opens");
+    let closed = memory.devices().open_arena("closed").expect("opens");
     let info = |value| {
         let line = format!(
             "lowtide_device_arena_info{{device=\"0\",arena=\"closed\",backend=\"host\"}} {value}"
@@ -213,7 +213,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     closed.close().expect("nothing is live");
     drop(closed);
     advance_until(&clock, TICK, "it is published as gone", || info(0));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     let scrape = Scrape::parse(&recorder.render());
     every_series_stands_in_the_table(&scrape);
     every_metric_of_the_table_is_published(&scrape);
@@ -245,7 +245,7 @@ fn the_counters_of_a_second_memory_continue_those_of_the_first() {
             admit();
             expected += 1.0;
         }
-        let model = memory.register(memory.managed("model", || Ok(1))).expect("registered");
+        let model = memory.managed("model", || Ok(1)).register().expect("registered");
         drop(model.acquire_blocking().expect("loads"));
         let ticks = total("lowtide_sampler_ticks_total");
         advance_until(&clock, TICK, "it publishes more ticks", || {
@@ -254,7 +254,7 @@ fn the_counters_of_a_second_memory_continue_those_of_the_first() {
         // Since the last publication.
         admit();
         expected += 1.0;
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         assert!((admitted() - expected).abs() < 0.5, "{} of {expected}", admitted());
         assert!((total("lowtide_pressure_oom_kills_total") - 2.0).abs() < 0.5, "the kernel's");
     }
@@ -281,7 +281,7 @@ fn published(with: fn(Builder) -> Builder) -> Scrape {
             && text.contains("# HELP lowtide_build_info")
     };
     advance_until(&clock, TICK, "published and described", is_whole);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     Scrape::parse(&recorder.render())
 }
 

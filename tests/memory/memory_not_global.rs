@@ -67,7 +67,7 @@ fn never_started_heap_arenas_and_resources_work_and_nothing_is_timed_or_publishe
 fn with_a_heap_that_nobody_uses_it_starts_says_so_and_goes_on() {
     NOT_GLOBAL.run(|| {
         let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
-        let diagnostics = memory.diagnostics();
+        let diagnostics = memory.report().diagnostics();
         let said = diagnostics.iter().filter(|note| {
             note.about == "heap" && note.text.contains("jemalloc is not the global allocator")
         });
@@ -79,17 +79,17 @@ fn with_a_heap_that_nobody_uses_it_starts_says_so_and_goes_on() {
             PurgeOutcome::Unsupported(Unsupported::NoJemalloc)
         };
         until("a purge says that there is no heap to purge", || {
-            let purged = memory.purge().expect("not forked");
+            let purged = memory.heap().purge().expect("not forked");
             purged.heap.expect("no refusal").jemalloc.outcome == expected
         });
-        let arena = memory.open_arena("weights").expect("opens");
+        let arena = memory.devices().open_arena("weights").expect("opens");
         let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
         let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
         let snapshot = memory.snapshot();
         assert_eq!(snapshot.admission.held(), 1);
         assert!(snapshot.heap.is_some() && !snapshot.physical.is_zero());
-        assert_eq!(memory.diagnostics(), diagnostics, "said once");
+        assert_eq!(memory.report().diagnostics(), diagnostics, "said once");
         drop((buffer, permit));
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     });
 }

@@ -38,7 +38,7 @@ fn arena(name: &str) -> Option<HostArenaStats> {
 #[test]
 fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it() {
     let memory = Memory::builder().start().expect("starts");
-    let words = memory.register(memory.managed("words", || Ok(model()))).expect("registered");
+    let words = memory.managed("words", || Ok(model())).register().expect("registered");
     for _ in 0..3 {
         assert_eq!(arena("words"), None, "not loaded");
         let held = words.acquire_blocking().expect("loads");
@@ -59,7 +59,7 @@ fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it
     assert_eq!(kept.len(), 1, "one, for the next: {kept:?}");
     let (name, stats) = &kept[0];
     assert_eq!((name.as_str(), stats.live, stats.active), ("", ByteSize::ZERO, ByteSize::ZERO));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
     let builder = crate::recorder::builder();
     let recorder = builder.install_recorder().expect("the only one");
     let memory = Memory::builder().metrics(MetricsTier::Detail).start().expect("starts");
-    let seen = memory.register(memory.managed("seen", || Ok(model()))).expect("registered");
+    let seen = memory.managed("seen", || Ok(model())).register().expect("registered");
     let shows = |what: &dyn Fn(f64) -> bool| {
         let clock = SystemClock::new();
         let end = clock.now() + SOON;
@@ -96,14 +96,14 @@ fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
     assert!(seen.unload_now(SOON).expect("free"));
     assert_eq!(memory.snapshot().heap_arenas, []);
     shows(&|bytes| bytes.to_bits() == 0);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
     let memory = Memory::builder().memory_limit(ByteSize::gib(4)).start().expect("starts");
     let said = Cost::host(ByteSize::mib(1));
-    let heavy = memory.register(memory.managed("heavy", || Ok(model())).cost(said));
+    let heavy = memory.managed("heavy", || Ok(model())).cost(said).register();
     let heavy = heavy.expect("registered");
     let stood = || memory.admission().ledger(Budget::Host).resource_reservations();
     assert_eq!(heavy.stats().cost, said);
@@ -117,7 +117,7 @@ fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
     let stats = heavy.stats();
     assert_eq!(stats.recovered_total.host, measured, "all of it went");
     assert_eq!(stats.cost, Cost::host(measured), "the next load books what this one held");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// If the arena lies in the host's memory, its bytes are the host's.
@@ -129,10 +129,10 @@ fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
             Memory::builder().memory_limit(ByteSize::gib(4)).device_decay(DecayTime::Never);
         let builder = if budget == Budget::Host { builder } else { builder.driver(sim()) };
         let memory = builder.start().expect("starts");
-        let arena = memory.open_arena("weights").expect("opens");
+        let arena = memory.devices().open_arena("weights").expect("opens");
         let load = |arena: &DeviceArena| Ok(arena.alloc::<u8>(9 << 20, Region::Stable)?);
-        let said = memory.cost(ByteSize::ZERO, ByteSize::mib(1));
-        let weights = memory.register(memory.managed_in(&arena, name, load).cost(said));
+        let said = Cost::device(ByteSize::mib(1));
+        let weights = memory.managed_in(&arena, name, load).cost(said).register();
         let weights = weights.expect("registered");
         let part = |cost: Cost| if budget == Budget::Host { cost.host } else { cost.device };
         let stood = || memory.admission().ledger(budget).resource_reservations();
@@ -145,7 +145,7 @@ fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
         let stats = weights.stats();
         assert!(part(stats.recovered_total) >= ByteSize::mib(9), "{stats:?}");
         assert_eq!(part(stats.cost), measured, "the next load books what this one held");
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     }
 }
 
@@ -159,7 +159,7 @@ fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
         _ => Ok(model()),
     };
     let resource = memory.managed("moody", load).backoff(Duration::ZERO, Duration::ZERO);
-    let resource = memory.register(resource).expect("registered");
+    let resource = resource.register().expect("registered");
     let before = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));
     assert!(resource.acquire_blocking().is_err());
@@ -170,31 +170,31 @@ fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
     drop(held);
     assert!(resource.unload_now(SOON).expect("free"));
     assert_eq!(arena("moody"), None);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn names_that_are_taken_or_long_and_a_wish_for_the_shared_heap_refuse_no_load() {
     let memory = Memory::builder().start().expect("starts");
     let long = "a name of more than thirty-one bytes, and \u{e4} at an odd place";
-    let first = memory.register(memory.managed(long, || Ok(model()))).expect("registered");
+    let first = memory.managed(long, || Ok(model())).register().expect("registered");
     let held = first.acquire_blocking().expect("loads");
     assert!(arena("a name of more than thirty-one ").is_some(), "{:?}", HostArena::all());
 
     // The same 31 bytes: the shared heap, and a note that says so.
     let second = format!("{long}, another");
-    let second = memory.register(memory.managed(&second, || Ok(model()))).expect("registered");
+    let second = memory.managed(&second, || Ok(model())).register().expect("registered");
     let other = second.acquire_blocking().expect("loads");
-    let diagnostics = memory.diagnostics();
+    let diagnostics = memory.report().diagnostics();
     let said = diagnostics.iter().find(|note| note.text.contains("shared heap")).expect("a note");
     assert!(said.text.contains("already in use"), "{}", said.text);
     drop((held, other));
     assert!(first.unload_now(SOON).expect("free") && second.unload_now(SOON).expect("free"));
 
     let shared = memory.managed("shared", || Ok(model())).load_scope(None);
-    let shared = memory.register(shared).expect("registered");
+    let shared = shared.register().expect("registered");
     let held = shared.acquire_blocking().expect("loads");
     assert_eq!(arena("shared"), None);
     drop(held);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

@@ -14,8 +14,7 @@ use lowtide::config::arena::ArenaOptions;
 use lowtide::config::{DeviceChoice, Profile, env};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
-    AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, ScopeError,
-    ShrinkError, Slot, StartError,
+    AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, Slot, StartError,
 };
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Cost, LimitSource, Managed, ResourceError};
@@ -56,12 +55,12 @@ fn a_forked_child_shares_a_memory_of_its_own() {
     let code = forked(|| {
         let childs = Memory::shared().expect("starts in the child");
         first_broken(&[
-            childs.purge().is_ok(),
-            Memory::shared().is_ok_and(|one| one.purge().is_ok()),
+            childs.heap().purge().is_ok(),
+            Memory::shared().is_ok_and(|one| one.heap().purge().is_ok()),
         ])
     });
     assert_eq!(code, 0, "the first that does not hold");
-    assert!(parents.shutdown(SOON).is_clean());
+    assert!(parents.shutdown_blocking(SOON).is_clean());
 }
 
 /// The number of the first that does not hold, counted from 1; 0 where all do.
@@ -77,14 +76,14 @@ fn check_child(
     session: &ArenaUse,
 ) -> i32 {
     let (slot, none) = (session.slot().clone(), ArenaOptions::new());
-    let forked = ScopeError::Memory(MemoryError::Forked);
+    let forked = MemoryError::Forked;
     let unloaded = model.unload_now(Duration::ZERO);
-    let later = memory.register(memory.managed("later", || Ok(1)));
-    memory.request_purge();
+    let later = memory.managed("later", || Ok(1)).register();
+    memory.heap().request_purge();
     let snapshot = memory.snapshot();
     first_broken(&[
-        matches!(memory.purge(), Err(MemoryError::Forked)),
-        matches!(memory.open_arena("other"), Err(MemoryError::Forked)),
+        matches!(memory.heap().purge(), Err(MemoryError::Forked)),
+        matches!(memory.devices().open_arena("other"), Err(MemoryError::Forked)),
         matches!(later, Err(MemoryError::Forked)),
         matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
         matches!(model.acquire_blocking(), Err(ResourceError::Forked { .. })),
@@ -92,14 +91,15 @@ fn check_child(
         snapshot.heap.is_none()
             && snapshot.devices.arenas.is_empty()
             && snapshot.resources.is_empty(),
-        memory.diagnostics().is_empty(),
+        memory.report().diagnostics().is_empty(),
         session.alloc::<u8>(1, Region::Dynamic).err() == Some(DeviceError::Forked),
-        memory.use_arena(&slot, &none).err() == Some(forked.clone()),
-        memory.replace_arena(&slot, &none).err() == Some(forked.clone()),
-        memory.unshare_arena(&slot) == Err(forked),
-        memory.arena_slots().is_empty() && memory.arena_options(&slot).is_none(),
-        memory.shrink("gpu:0") == Err(ShrinkError::Memory(MemoryError::Forked)),
-        memory.shutdown(SOON).forked,
+        memory.devices().use_arena(&slot, &none).err() == Some(forked.clone()),
+        memory.devices().replace_arena(&slot, &none).err() == Some(forked.clone()),
+        memory.devices().unshare_arena(&slot) == Err(forked),
+        memory.devices().arena_slots().is_empty()
+            && memory.devices().arena_options(&slot).is_none(),
+        memory.devices().shrink("gpu:0") == Err(MemoryError::Forked),
+        memory.shutdown_blocking(SOON).forked,
     ])
 }
 
@@ -108,7 +108,7 @@ fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
     let clock = Arc::new(ManualClock::new());
     let builder = Memory::builder().clock(clock.clone()).device(DeviceChoice::Host);
     let memory = builder.start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc_from(&[3_u8; 4096], Region::Stable).expect("room");
     let parent = std::process::id();
     let model = memory.managed("model", || Ok(7)).unload(move |_| {
@@ -117,13 +117,13 @@ fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
             unsafe { libc::_exit(77) };
         }
     });
-    let model = memory.register(model).expect("registered");
+    let model = model.register().expect("registered");
     let guard = model.acquire_blocking().expect("loads");
     let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
     let slot = Slot::device("session", 0);
-    let session = memory.use_arena(&slot, &ArenaOptions::new()).expect("opened");
+    let session = memory.devices().use_arena(&slot, &ArenaOptions::new()).expect("opened");
     let targets = Some("gpu:0".parse().expect("valid"));
-    let run = memory.run(targets).expect("begins");
+    let run = memory.devices().run(targets).expect("begins");
     assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest while the process forks");
 
     let code = forked(|| {
@@ -137,20 +137,20 @@ fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
 #[test]
 fn a_fork_leaves_the_parent_as_it_was() {
     let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc_from(&[3_u8; 4096], Region::Stable).expect("room");
-    let model = memory.register(memory.managed("model", || Ok(7))).expect("registered");
+    let model = memory.managed("model", || Ok(7)).register().expect("registered");
     let guard = model.acquire_blocking().expect("loads");
     let child = (memory.clone(), arena.clone(), model.clone());
-    assert_eq!(forked(move || i32::from(!child.0.shutdown(SOON).forked)), 0);
+    assert_eq!(forked(move || i32::from(!child.0.shutdown_blocking(SOON).forked)), 0);
 
     let snapshot = memory.snapshot();
     assert_eq!((snapshot.resources[0].guards, snapshot.devices.arenas.len()), (1, 1));
     let lease = arena.enter().expect("awake");
     assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 4096][..]));
-    assert!(memory.purge().is_ok());
+    assert!(memory.heap().purge().is_ok());
     drop((lease, buffer, guard));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     until_no_threads();
 }
 
@@ -166,14 +166,14 @@ fn a_forked_child_may_start_a_memory_of_its_own_though_the_parents_runs() {
         drop(memory.clone());
         let still = matches!(host().start(), Err(StartError::AlreadyStarted));
         let Ok(own) = own else { return 99 };
-        let purged = own.purge().is_ok();
-        let clean = own.shutdown(SOON).is_clean();
-        let again = host().start().is_ok_and(|memory| memory.shutdown(SOON).is_clean());
+        let purged = own.heap().purge().is_ok();
+        let clean = own.shutdown_blocking(SOON).is_clean();
+        let again = host().start().is_ok_and(|memory| memory.shutdown_blocking(SOON).is_clean());
         first_broken(&[twice, still, purged, clean, again, threads().is_empty()])
     });
     assert_eq!(code, 0, "the check of this number failed in the child");
     assert!(matches!(host().start(), Err(StartError::AlreadyStarted)), "the parent's runs on");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The test for which this program's other tests run it again: prints the effect of the
@@ -195,7 +195,7 @@ fn outcome(builder: Builder) -> String {
     match started {
         Ok(memory) => {
             let text = describe(&memory);
-            assert!(memory.shutdown(SOON).is_clean());
+            assert!(memory.shutdown_blocking(SOON).is_clean());
             format!("started: {text}")
         }
         Err(error) => format!("refused: {error}"),
@@ -213,7 +213,7 @@ fn sleeps(arena: &DeviceArena) -> String {
 /// Each setting as `name=value (source)`, and what it did.
 fn describe(memory: &Memory) -> String {
     let held = memory.snapshot().signal.limit;
-    let arena = memory.open_arena("one");
+    let arena = memory.devices().open_arena("one");
     let sleeps = arena.as_ref().map_or_else(|_| "nowhere".to_owned(), sleeps);
     let arena = arena.map_or_else(|error| error.to_string(), |arena| arena.limit().exact());
     // SAFETY: the decay time of arenas to come has type `ssize_t`.
@@ -423,20 +423,22 @@ fn a_subscriber_that_panicked_left_admin_tasks_running() {
     tracing::subscriber::set_global_default(Panics).expect("the first of this process");
     std::panic::set_hook(Box::new(|_| {}));
     let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
     let commands = [
         AdminCommand::Purge,
         AdminCommand::Trim { arena: "weights".to_owned(), keep: ByteSize::ZERO },
     ];
     for command in commands {
-        memory.run_admin(command).expect("taken");
+        memory.admin().run(command).expect("taken");
     }
     let is_done = |admin_task: &AdminTask| matches!(admin_task.state, AdminTaskState::Done(_));
-    crate::support::until("all admin tasks are done", || memory.admin_tasks().iter().all(is_done));
+    crate::support::until("all admin tasks are done", || {
+        memory.admin().tasks().iter().all(is_done)
+    });
     arena.close().expect("nothing is live");
     assert!(arena.snapshot().committed.is_zero(), "it was closed to the end");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a process whose addresses were limited below its memory limit (`ulimit -v`) admitted
@@ -472,8 +474,9 @@ fn a_limit_on_addresses_below_the_memory_limit_aborted_the_process() {
     let signal = memory.snapshot().signal;
     assert_eq!(signal.limit.source, LimitSource::AddressSpace, "{signal:?}");
     assert!(signal.limit.bytes < ByteSize::kib(800_000), "{signal:?}");
-    let is_told = memory.diagnostics().iter().any(|note| note.text.contains("retain:false"));
-    assert_eq!(is_told, retain == "true", "{:?}", memory.diagnostics());
+    let is_told =
+        memory.report().diagnostics().iter().any(|note| note.text.contains("retain:false"));
+    assert_eq!(is_told, retain == "true", "{:?}", memory.report().diagnostics());
     for round in 0..20 {
         let mut held = Vec::new();
         // What is admitted is there.
@@ -482,7 +485,7 @@ fn a_limit_on_addresses_below_the_memory_limit_aborted_the_process() {
         }
         assert!(round > 0 || held.len() > 2, "{} pieces fit", held.len());
     }
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a builder ignored a limit in the environment without a word.
@@ -498,7 +501,7 @@ fn a_builder_ignored_variables_silently() {
     let limit = |builder: Builder| {
         let memory = builder.device(DeviceChoice::Host).start().expect("starts");
         let limit = memory.config().memory_limit.value;
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         limit
     };
     assert_eq!(limit(Memory::builder()), Some(ByteSize::gib(1)));

@@ -27,8 +27,8 @@ fn the_notes_about_the_heap_are_said() {
         Ok(memory) => memory,
         Err(error) => return println!("\nrefused: {error}"),
     };
-    let diagnostics = memory.diagnostics();
-    assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+    let diagnostics = memory.report().diagnostics();
+    assert!(memory.shutdown_blocking(Duration::from_secs(5)).is_clean());
     println!();
     for note in diagnostics.iter().filter(|note| note.about == "heap") {
         println!("note: {}", note.text);

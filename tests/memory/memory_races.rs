@@ -56,7 +56,7 @@ fn a_shutdown_beside_one_that_waits_did_not_see_the_threads() {
         let report = ending.join().expect("no panic");
         assert!(report.is_clean(), "each is woken by the end: {report}");
     }
-    assert!(quiet().start().expect("starts").shutdown(SOON).is_clean());
+    assert!(quiet().start().expect("starts").shutdown_blocking(SOON).is_clean());
     until_no_threads();
 }
 
@@ -71,7 +71,7 @@ fn a_shutdown_on_the_worker_gave_the_claim_back_before_the_worker_ended() {
         move || {
             let _ = gate.recv_timeout(PATIENCE);
             if let Some(memory) = handle.get() {
-                let clean = memory.shutdown(SOON).is_clean();
+                let clean = memory.shutdown_blocking(SOON).is_clean();
                 let _ = tell.send((clean, is_refused()));
             }
         }
@@ -82,7 +82,7 @@ fn a_shutdown_on_the_worker_gave_the_claim_back_before_the_worker_ended() {
     assert_eq!(told.recv_timeout(PATIENCE), Ok((true, true)), "clean, and refused");
     until_no_threads();
     // The old handle lives on; nobody had to call again.
-    assert!(quiet().start().expect("the claim was given back").shutdown(SOON).is_clean());
+    assert!(quiet().start().expect("the claim was given back").shutdown_blocking(SOON).is_clean());
     until_no_threads();
 }
 
@@ -114,7 +114,7 @@ fn an_admission_handle_keeps_its_memory_running_and_corrected() {
 
     let memory = quiet().start().expect("starts");
     let door = memory.admission().clone();
-    let _ = memory.shutdown(SOON);
+    let _ = memory.shutdown_blocking(SOON);
     drop(memory);
     assert_eq!(door.try_admit(cost).map(drop), Err(Rejected::ShuttingDown));
     until_no_threads();
@@ -128,9 +128,10 @@ fn a_resource_does_not_keep_its_memory_and_loads_after_its_end() {
     let memory = quiet().clock(clock.clone()).signals(tree.open()).start().expect("starts");
     let door = memory.admission().clone();
     let cost = Cost::host(ByteSize::mib(5));
-    let model = || Managed::builder("model", || Ok(7)).cost(cost);
-    let registered = memory.register(model()).expect("registered");
-    let apart = model().build(clock.clone(), Some(door.clone()));
+    let registered = memory.managed("model", || Ok(7)).cost(cost).load_scope(None);
+    let registered = registered.register().expect("registered");
+    let apart = Managed::builder("model", || Ok(7)).cost(cost);
+    let apart = apart.build(clock.clone(), Some(door.clone()));
     tree.hold(99);
     advance_until(&clock, Duration::from_millis(250), "critical", || {
         door.level() == Level::Critical
@@ -156,7 +157,7 @@ fn a_loader_with_a_weak_handle_does_not_keep_the_memory() {
         let memory = own.upgrade().ok_or_else(|| lowtide::BoxError::from("it has ended"))?;
         Ok(memory.level())
     });
-    let level = memory.register(level).expect("registered");
+    let level = level.register().expect("registered");
     assert_eq!(*level.acquire_blocking().expect("loads"), Level::None);
     drop(memory);
     until_no_threads();

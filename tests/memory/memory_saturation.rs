@@ -113,6 +113,6 @@ fn the_saturation_orders_a_service_that_is_idle_busy_full_and_waited_for_and_ris
     }
     let leaked = service.after(SETTLES);
     assert!(leaked > 0.95, "{leaked}");
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
     println!("figure fleet.saturation.in_range 1 yes");
 }

@@ -7,7 +7,7 @@ use lowtide::config::DeviceChoice;
 use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION, Targets};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
-use lowtide::memory::{ShrinkError, ShrinkOutcome, Slot};
+use lowtide::memory::{MemoryError, ShrinkOutcome, Slot};
 use lowtide::{ByteSize, Memory};
 use test_fork::test;
 
@@ -25,10 +25,10 @@ fn start() -> Memory {
 #[test]
 fn a_shrink_gives_each_targets_bytes() {
     let memory = start();
-    let arena = memory.open_arena("embedder").expect("opens");
+    let arena = memory.devices().open_arena("embedder").expect("opens");
     drop(arena.alloc::<u8>(6 << 20, Region::Dynamic).expect("room"));
     let kept = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
-    let shrunk = memory.shrink("gpu:0;cpu:0").expect("both are here");
+    let shrunk = memory.devices().shrink("gpu:0;cpu:0").expect("both are here");
     let [gpu, cpu] = &shrunk.targets[..] else { panic!("{shrunk:?}") };
     assert_eq!((gpu.target.to_string(), cpu.target.to_string()), ("gpu:0".into(), "cpu:0".into()));
     // One small block pins its granule, and not a whole region.
@@ -38,65 +38,65 @@ fn a_shrink_gives_each_targets_bytes() {
     assert!(matches!(cpu.outcome, ShrinkOutcome::Released(_)), "{cpu:?}");
     assert!(shrunk.released() >= gpu.outcome.released());
     drop(kept);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_shrink_without_an_arena_is_zero_bytes_and_no_error() {
     let memory = start();
-    let shrunk = memory.shrink("gpu:0").expect("no error");
+    let shrunk = memory.devices().shrink("gpu:0").expect("no error");
     assert_eq!(shrunk.targets[0].outcome, ShrinkOutcome::Released(ByteSize::ZERO));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
-    let shrunk = memory.shrink("gpu:0").expect("no error");
+    let shrunk = memory.devices().shrink("gpu:0").expect("no error");
     let outcome = &shrunk.targets[0].outcome;
     assert!(matches!(outcome, ShrinkOutcome::Unsupported { reason } if reason.contains("none")));
     assert_eq!(shrunk.released(), ByteSize::ZERO);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_wrong_selector_shrinks_nothing() {
     let memory = start();
-    let arena = memory.open_arena("embedder").expect("opens");
+    let arena = memory.devices().open_arena("embedder").expect("opens");
     drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
     let idle = arena.glance().idle;
     for selector in ["gpu:0;gpu:1", "gpu:0;cpu:1", "gpu:0;gpu:4294967295"] {
-        let error = memory.shrink(selector).expect_err("no such device");
-        assert!(matches!(error, ShrinkError::UnknownTarget { .. }), "{error}");
+        let error = memory.devices().shrink(selector).expect_err("no such device");
+        assert!(matches!(error, MemoryError::UnknownTarget { .. }), "{error}");
         assert!(error.to_string().ends_with("expected cpu:0 or gpu:0"), "{error}");
     }
     for selector in ["", "gpu:0;", "gpu:0;npu:0", "gpu:x", "gpu:0;gpu:0"] {
-        let error = memory.shrink(selector).expect_err("no selector");
-        assert!(matches!(error, ShrinkError::Selector(_)), "{error}");
+        let error = memory.devices().shrink(selector).expect_err("no selector");
+        assert!(matches!(error, MemoryError::Options(_)), "{error}");
     }
     assert_eq!(arena.glance().idle, idle, "nothing was given back");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_run_shrinks_when_it_ends_and_a_wrong_selector_does_not_begin_it() {
     let memory = start();
-    let arena = memory.open_arena("embedder").expect("opens");
+    let arena = memory.devices().open_arena("embedder").expect("opens");
     let options = |selector| Targets::of_run([(SHRINK_OPTION, selector)]).expect("valid");
-    let refused = memory.run(options("gpu:3")).expect_err("no such device");
-    assert!(matches!(refused, ShrinkError::UnknownTarget { .. }));
+    let refused = memory.devices().run(options("gpu:3")).expect_err("no such device");
+    assert!(matches!(refused, MemoryError::UnknownTarget { .. }));
     let idle = || drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
-    let run = memory.run(options("gpu:0")).expect("begins");
+    let run = memory.devices().run(options("gpu:0")).expect("begins");
     idle();
     let before = arena.glance().idle;
     assert!(!before.is_zero(), "not before the end");
     assert_eq!(run.end().released(), before);
     // Without an option nothing is shrunk.
-    let run = memory.run(None).expect("begins");
+    let run = memory.devices().run(None).expect("begins");
     idle();
     assert!(run.end().targets.is_empty());
     assert!(!arena.glance().idle.is_zero());
     // A run that is dropped, as by an error, leaves it to the worker.
-    drop(memory.run(options("gpu:0;cpu:0")).expect("begins"));
+    drop(memory.devices().run(options("gpu:0;cpu:0")).expect("begins"));
     until("the worker shrinks", || arena.glance().idle.is_zero());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -104,39 +104,40 @@ fn a_shrink_reaches_arenas_that_drain() {
     let memory = start();
     let slot = Slot::device("CudaEp", 0);
     let exact = ArenaOptions::from_keys([("arena.extend_strategy", "1")]).expect("valid");
-    let session = memory.use_arena(&slot, &exact).expect("opened");
+    let session = memory.devices().use_arena(&slot, &exact).expect("opened");
     let held = session.alloc::<u8>(2 << 20, Region::Dynamic).expect("room");
-    memory.replace_arena(&slot, &ArenaOptions::new()).expect("replaced");
+    memory.devices().replace_arena(&slot, &ArenaOptions::new()).expect("replaced");
     drop(session.alloc::<u8>(8 << 20, Region::Dynamic).expect("room"));
-    let shrunk = memory.shrink("gpu:0").expect("here");
+    let shrunk = memory.devices().shrink("gpu:0").expect("here");
     assert!(shrunk.released() >= ByteSize::mib(8).saturating_sub(GRANULE), "{shrunk:?}");
     let draining = &memory.snapshot().devices.draining[0];
     assert_eq!((draining.live, draining.idle), (ByteSize::mib(2), ByteSize::ZERO));
     drop((held, session));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn pinned_pools_belong_to_the_host() {
     let memory = start();
     let slot = Slot::pinned("CudaEp", 0);
-    let session = memory.use_arena(&slot, &ArenaOptions::new()).expect("opened");
+    let session = memory.devices().use_arena(&slot, &ArenaOptions::new()).expect("opened");
     drop(session.alloc_pinned::<u8>(1 << 20).expect("room"));
-    let committed = || memory.arena_slots()[0].arena.as_ref().map(|arena| arena.committed);
+    let committed =
+        || memory.devices().arena_slots()[0].arena.as_ref().map(|arena| arena.committed);
     assert!(committed() > Some(ByteSize::ZERO), "idle, below the watermark");
-    memory.shrink("gpu:0").expect("here");
+    memory.devices().shrink("gpu:0").expect("here");
     assert!(committed() > Some(ByteSize::ZERO), "not the device's");
-    assert!(memory.shrink("cpu:0").expect("here").released() >= ByteSize::mib(1));
+    assert!(memory.devices().shrink("cpu:0").expect("here").released() >= ByteSize::mib(1));
     assert_eq!(committed(), Some(ByteSize::ZERO));
     drop(session);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn selector_errors_are_values() {
-    let error: ShrinkError = "cpu".parse::<Targets>().unwrap_err().into();
+    let error: MemoryError = "cpu".parse::<Targets>().unwrap_err().into();
     let text = "selector=\"cpu\": expected targets such as cpu:0;gpu:0: \"cpu\" is not with the \
                 number of a device";
     assert_eq!(error.to_string(), text);
-    assert!(matches!(error, ShrinkError::Selector(_)));
+    assert!(matches!(error, MemoryError::Options(_)));
 }

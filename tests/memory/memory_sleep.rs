@@ -124,7 +124,7 @@ fn figures(memory: &Memory, name: &str) -> ArenaSnapshot {
 fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_it() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 7);
     for round in 0..3 {
         let left = bed.clock.now();
@@ -146,12 +146,12 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
         assert_eq!(bed.sim.calls(Call::HostAlloc), 1, "in round {round}");
     }
     assert!(
-        memory.diagnostics().iter().all(|note| note.about != "device"),
+        memory.report().diagnostics().iter().all(|note| note.about != "device"),
         "{:?}",
-        memory.diagnostics()
+        memory.report().diagnostics()
     );
     drop(model);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -161,7 +161,7 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
 fn host_memory_for_the_next_sleep_goes_under_pressure_and_with_the_manager() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 7);
     let turn = || {
         bed.clock.advance(IDLE + TICK);
@@ -176,7 +176,7 @@ fn host_memory_for_the_next_sleep_goes_under_pressure_and_with_the_manager() {
     bed.tree.hold(10);
     advance_until(&bed.clock, TICK, "the level falls", || memory.level() == Level::None);
     turn();
-    assert!(!memory.shutdown(SOON).is_clean(), "the model is live");
+    assert!(!memory.shutdown_blocking(SOON).is_clean(), "the model is live");
     assert_eq!(arena.snapshot().offloaded, ByteSize::ZERO);
     drop((model, memory));
     bed.end([arena]);
@@ -194,7 +194,7 @@ fn over_host_memory_what_is_discarded_goes_and_what_is_kept_is_not_booked() {
         .device_sleep_dynamic(Contents::Discard)
         .start()
         .expect("starts");
-    let arena = memory.open_arena("mixed").expect("opens");
+    let arena = memory.devices().open_arena("mixed").expect("opens");
     let kept = arena.alloc_from(&vec![5_u8; 8 * MIB], Region::Stable).expect("room");
     let lost = arena.alloc_from(&vec![6_u8; 8 * MIB], Region::Dynamic).expect("room");
     // While the host is short of memory too: here it gives some back, and takes none.
@@ -208,14 +208,14 @@ fn over_host_memory_what_is_discarded_goes_and_what_is_kept_is_not_booked() {
     assert!(kept.slice(&lease).expect("host").iter().all(|&byte| byte == 5));
     assert!(lost.take_discarded() && !kept.take_discarded());
     drop((lease, kept, lost));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn a_lease_keeps_it_awake_and_the_residency_too() {
     let bed = Bed::new();
     let memory = bed.builder().device_min_awake(100 * SECOND).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let opened = bed.clock.now();
     let model = bed.model(&arena, Region::Stable, 1);
     let lease = bed.lane(&arena).enter().expect("a lease");
@@ -231,7 +231,7 @@ fn a_lease_keeps_it_awake_and_the_residency_too() {
     bed.pass(&memory, 1_000 * SECOND);
     assert_eq!(arena.state(), SleepState::Awake);
     drop((lease, model));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -240,7 +240,7 @@ fn a_lease_keeps_it_awake_and_the_residency_too() {
 fn no_arena_sleeps_by_itself_unless_that_is_configured() {
     let bed = Bed::new();
     let memory = bed.builder().device_sleep_after(None).start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 1);
     bed.pass(&memory, 1_000_000 * SECOND);
     assert_eq!((arena.next_sleep(), arena.state()), (Moment::NEVER, SleepState::Awake));
@@ -248,7 +248,7 @@ fn no_arena_sleeps_by_itself_unless_that_is_configured() {
     arena.sleep(SleepOptions::default()).expect("asleep");
     assert_eq!(standing(&memory), MODEL);
     drop(model);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     assert_eq!(standing(&memory), ByteSize::ZERO);
     drop(memory);
     bed.end([arena]);
@@ -258,11 +258,11 @@ fn no_arena_sleeps_by_itself_unless_that_is_configured() {
 fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 3);
     let much = Cost::host(ByteSize::gib(1));
     let requests = memory.admission().try_admit_with(much, Priority::Exempt).expect("always");
-    let said = || memory.diagnostics().into_iter().filter(|note| note.about == "device");
+    let said = || memory.report().diagnostics().into_iter().filter(|note| note.about == "device");
     advance_until(&bed.clock, TICK, "it is refused", || said().count() == 1);
     let stores = bed.sim.calls(Call::HostAlloc);
     assert_eq!((arena.state(), stores), (SleepState::Awake, 0));
@@ -286,7 +286,7 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     assert_eq!(standing(&memory), MODEL);
     bed.assert_marked(&arena, &model, 3);
     drop(model);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -297,7 +297,7 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
 fn offloaded_bytes_count_once_when_they_are_part_of_what_is_measured() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let models = [1, 2, 3, 4].map(|mark| bed.model(&arena, Region::Stable, mark));
     let ledger = memory.admission().ledger(Budget::Host);
     bed.clock.advance(IDLE + TICK);
@@ -316,7 +316,7 @@ fn offloaded_bytes_count_once_when_they_are_part_of_what_is_measured() {
     assert!(is_near(left(), 10 + 32), "{} left", left());
     assert!(!is_near(left(), 10 + 32 + 32), "{} left", left());
     drop(models);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -325,7 +325,7 @@ fn offloaded_bytes_count_once_when_they_are_part_of_what_is_measured() {
 fn while_the_host_is_short_no_contents_are_copied_to_it() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 1);
     bed.tree.hold(400);
     advance_until(&bed.clock, TICK, "the level rises", || memory.level() > Level::None);
@@ -337,7 +337,7 @@ fn while_the_host_is_short_no_contents_are_copied_to_it() {
     advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == SleepState::Asleep);
     bed.assert_marked(&arena, &model, 1);
     drop(model);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -346,7 +346,7 @@ fn while_the_host_is_short_no_contents_are_copied_to_it() {
 fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_others() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let open = |name: &str| memory.open_arena(name).expect("opens");
+    let open = |name: &str| memory.devices().open_arena(name).expect("opens");
     let arenas = ["first", "second", "third"].map(open);
     let models: Vec<_> = (1..)
         .zip(&arenas)
@@ -361,7 +361,7 @@ fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_ot
     falls_asleep(&arenas[2]);
     assert_eq!(arenas[0].state(), SleepState::Awake, "the first was due first, and failed");
     until("its booking has ended", || standing(&memory) == ByteSize::mib(16));
-    let diagnostics = memory.diagnostics();
+    let diagnostics = memory.report().diagnostics();
     let mut diagnostics = diagnostics.iter().filter(|note| note.about == "device");
     let note = diagnostics.next().expect("one");
     assert!(note.text.starts_with("idle sleep of first failed: "), "{note}");
@@ -371,7 +371,7 @@ fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_ot
         bed.assert_marked(arena, model, mark);
     }
     drop(models);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end(arenas);
 }
@@ -381,9 +381,9 @@ fn a_replaced_arena_sleeps_too_and_goes_with_its_last_block() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
     let (slot, none) = (Slot::device("shared", 0), ArenaOptions::new());
-    let session = memory.use_arena(&slot, &none).expect("opened");
+    let session = memory.devices().use_arena(&slot, &none).expect("opened");
     let old = session.alloc::<u8>(8 * MIB, Region::Stable).expect("room");
-    memory.replace_arena(&slot, &none).expect("replaced");
+    memory.devices().replace_arena(&slot, &none).expect("replaced");
     let draining = || memory.snapshot().devices.draining;
     bed.clock.advance(IDLE + TICK);
     until("it falls asleep", || {
@@ -394,7 +394,7 @@ fn a_replaced_arena_sleeps_too_and_goes_with_its_last_block() {
     advance_until(&bed.clock, TICK, "it goes", || draining().is_empty());
     until("and its booking", || standing(&memory).is_zero());
     drop(session);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([]);
 }
@@ -405,7 +405,7 @@ fn a_replaced_arena_sleeps_too_and_goes_with_its_last_block() {
 fn host_memory_of_an_arena_that_slept_for_nothing_stayed() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 1);
     bed.clock.advance(IDLE + TICK);
     falls_asleep(&arena);
@@ -413,7 +413,7 @@ fn host_memory_of_an_arena_that_slept_for_nothing_stayed() {
     drop(model);
     advance_until(&bed.clock, TICK, "the copies go", || standing(&memory).is_zero());
     assert_eq!(arena.snapshot().offloaded, ByteSize::ZERO);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -425,12 +425,12 @@ fn freed_memory_that_was_pending_stayed_for_ever() {
     let bed = Bed::new();
     let builder = bed.builder().device_sleep_after(None);
     let memory = builder.device_decay(DecayTime::from_millis(1_000)).start().expect("starts");
-    let arena = memory.open_arena("scratch").expect("opens");
+    let arena = memory.devices().open_arena("scratch").expect("opens");
     drop(bed.model(&arena, Region::Dynamic, 1));
     assert_eq!(arena.snapshot().pending, MODEL);
     bed.sim.run_all();
     advance_until(&bed.clock, TICK, "it decays", || arena.glance().committed.is_zero());
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -439,11 +439,11 @@ fn freed_memory_that_was_pending_stayed_for_ever() {
 fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 9);
     bed.clock.advance(IDLE + TICK);
     falls_asleep(&arena);
-    let report = memory.shutdown(SOON);
+    let report = memory.shutdown_blocking(SOON);
     assert_eq!(report.device_live, MODEL, "{report}");
     assert_eq!((arena.state(), standing(&memory)), (SleepState::Asleep, MODEL));
     // The ledger outlives its `Memory`, for as long as bytes are booked in it.
@@ -466,16 +466,16 @@ fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
 fn a_wake_that_was_asked_for_keeps_the_worker_from_nothing() {
     let bed = Bed::new();
     let memory = bed.builder().device_sleep_after(None).start().expect("starts");
-    let arena = memory.open_arena("model").expect("opens");
+    let arena = memory.devices().open_arena("model").expect("opens");
     let kept = bed.model(&arena, Region::Dynamic, 1);
     arena.sleep(SleepOptions::default()).expect("asleep");
     bed.sim.set_neighbours(ByteSize::gib(1024));
-    memory.run_admin(AdminCommand::Wake { arena: "model".to_owned() }).expect("heard");
-    until("it ends", || matches!(memory.admin_tasks()[0].state, AdminTaskState::Failed(_)));
+    memory.admin().run(AdminCommand::Wake { arena: "model".to_owned() }).expect("heard");
+    until("it ends", || matches!(memory.admin().tasks()[0].state, AdminTaskState::Failed(_)));
     bed.sim.set_neighbours(ByteSize::ZERO);
     bed.assert_marked(&arena, &kept, 1);
     drop(kept);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }
@@ -485,7 +485,7 @@ fn the_end_of_a_sleeping_arena_gives_back_what_it_booked() {
     let bed = Bed::new();
     for how in ["closed", "dropped"] {
         let memory = bed.builder().start().expect("starts");
-        let arena = memory.open_arena("weights").expect("opens");
+        let arena = memory.devices().open_arena("weights").expect("opens");
         let model = bed.model(&arena, Region::Stable, 9);
         bed.clock.advance(IDLE + TICK);
         falls_asleep(&arena);
@@ -495,11 +495,11 @@ fn the_end_of_a_sleeping_arena_gives_back_what_it_booked() {
             drop(model);
             arena.close().expect("nothing is live");
             assert_eq!(standing(&memory), ByteSize::ZERO);
-            until("its name is free", || memory.open_arena("weights").is_ok());
-            assert!(memory.shutdown(SOON).is_clean());
+            until("its name is free", || memory.devices().open_arena("weights").is_ok());
+            assert!(memory.shutdown_blocking(SOON).is_clean());
             drop((memory, arena));
         } else {
-            assert!(!memory.shutdown(SOON).is_clean());
+            assert!(!memory.shutdown_blocking(SOON).is_clean());
             drop((memory, arena, model));
         }
         assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO, "{how}");
@@ -511,17 +511,17 @@ fn the_end_of_a_sleeping_arena_gives_back_what_it_booked() {
 fn what_is_due_when_the_memory_ends_is_not_put_to_sleep_first() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 1);
     memory.admission().close();
     bed.pass(&memory, 2 * IDLE);
-    let report = memory.shutdown(SOON);
+    let report = memory.shutdown_blocking(SOON);
     assert_eq!(report.device_live, MODEL, "{report}");
     assert_eq!((arena.state(), arena.snapshot().sleeps_total), (SleepState::Awake, 0));
     assert!(
-        memory.diagnostics().iter().all(|note| note.about != "device"),
+        memory.report().diagnostics().iter().all(|note| note.about != "device"),
         "{:?}",
-        memory.diagnostics()
+        memory.report().diagnostics()
     );
     drop((memory, model));
     bed.end([arena]);
@@ -533,12 +533,12 @@ fn what_is_due_when_the_memory_ends_is_not_put_to_sleep_first() {
 fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let model = bed.model(&arena, Region::Stable, 1);
     drop(arena.enter().expect("a lease of no lane"));
     let foreign = bed.sim.stream_create().expect("a stream");
     bed.sim.begin_capture(foreign).expect("captures");
-    let said = || memory.diagnostics().into_iter().find(|note| note.about == "device");
+    let said = || memory.report().diagnostics().into_iter().find(|note| note.about == "device");
     advance_until(&bed.clock, TICK, "it is refused", || said().is_some());
     let note = said().expect("one").text;
     let start = "idle sleep of weights failed: cuCtxSynchronize was not called: ";
@@ -549,7 +549,7 @@ fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
     bed.sim.stream_destroy(foreign).expect("a stream");
     arena.sleep(SleepOptions::default()).expect("the program waits for the device");
     drop(model);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     bed.end([arena]);
 }

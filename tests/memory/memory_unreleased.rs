@@ -78,7 +78,7 @@ fn serves_after_a_burst(
         return None;
     }
     drop(burst);
-    let report = memory.purge().expect("not forked").heap.expect("jemalloc purges");
+    let report = memory.heap().purge().expect("not forked").heap.expect("jemalloc purges");
     let tick = || tick(&memory);
     // The level falls step by step.
     (0..600).take_while(|_| memory.level() > Level::None).for_each(|_| tick());
@@ -98,7 +98,7 @@ fn serves_after_a_burst(
         panic!("{report:?}");
     };
     assert!(bytes >= BURST.scaled(0.9) && snapshot.unreleased >= BURST.scaled(0.9), "{bytes}");
-    let notes = memory.diagnostics();
+    let notes = memory.report().diagnostics();
     assert!(notes.iter().any(|note| note.text.contains(&cause.to_string())), "{notes:?}");
     Some(cause)
 }
@@ -159,7 +159,7 @@ fn no_more_than_what_is_locked_is_left_out() {
             }
         }
         drop(locked);
-        let report = memory.purge().expect("not forked").heap.expect("jemalloc purges");
+        let report = memory.heap().purge().expect("not forked").heap.expect("jemalloc purges");
         assert_eq!(
             report.unreleased.map(|of| of.cause),
             Some(ReleaseFailure::Locked),
@@ -167,7 +167,7 @@ fn no_more_than_what_is_locked_is_left_out() {
         );
         until("it is left out", || !memory.snapshot().unreleased.is_zero());
         drop(unused);
-        memory.purge().expect("not forked").heap.expect("jemalloc purges");
+        memory.heap().purge().expect("not forked").heap.expect("jemalloc purges");
         let length = usize::try_from(OTHERS.get()).expect("64 bits");
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE);
         let flags = flags | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;

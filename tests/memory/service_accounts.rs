@@ -425,7 +425,7 @@ fn the_largest_requests_are_named_with_what_they_hold_until_they_end() {
         })
         .into();
     assert!(calls.iter_mut().all(|call| poll(call).is_pending()));
-    let largest = bed.memory.largest_requests();
+    let largest = bed.memory.report().largest_requests();
     let mib = |bytes: ByteSize| bytes.get() / ByteSize::mib(1).get();
     let figures: Vec<_> = largest.iter().map(|of| (mib(of.live), mib(of.peak))).collect();
     assert_eq!(figures, [(5, 10), (3, 6)], "a small request is not listed");
@@ -433,10 +433,10 @@ fn the_largest_requests_are_named_with_what_they_hold_until_they_end() {
         assert_eq!((&*of.method, &*of.route, of.claim), ("GET", "upload", ByteSize::kib(32)));
     }
     drop(now(calls.pop().expect("the largest")));
-    let largest = bed.memory.largest_requests();
+    let largest = bed.memory.report().largest_requests();
     assert_eq!(largest.iter().map(|of| mib(of.live)).collect::<Vec<_>>(), [3]);
     drop(calls);
-    assert_eq!(bed.memory.largest_requests(), []);
+    assert_eq!(bed.memory.report().largest_requests(), []);
 }
 
 #[test]

@@ -57,7 +57,7 @@ impl Service {
 
     /// Returns the last admin task, once it has ended.
     fn outcome(&self) -> AdminTask {
-        let last = || self.memory.admin_tasks().pop().expect("an admin task");
+        let last = || self.memory.admin().tasks().pop().expect("an admin task");
         let is_over = |state: &AdminTaskState| !state.outcome().is_empty();
         until("the admin task ends", || is_over(&last().state));
         last()
@@ -68,7 +68,7 @@ impl Service {
         let (found, told) = self.ask(asked);
         assert_eq!((found, told["reason"].as_str()), (status, Some(reason)), "{asked:?}: {told}");
         assert_eq!(told["status"], status.as_u16());
-        assert!(self.memory.admin_tasks().is_empty(), "{asked:?} was done");
+        assert!(self.memory.admin().tasks().is_empty(), "{asked:?} was done");
     }
 }
 
@@ -143,9 +143,9 @@ fn routes_hear_who_comes_from_this_machine_by_the_address_that_axum_adds() {
     };
     assert_eq!(status(None), StatusCode::FORBIDDEN, "an unknown client");
     assert_eq!(status(Some("192.0.2.7:50000")), StatusCode::FORBIDDEN, "another machine");
-    assert!(memory.admin_tasks().is_empty());
+    assert!(memory.admin().tasks().is_empty());
     assert_eq!(status(Some(HERE)), StatusCode::ACCEPTED);
-    assert_eq!(memory.admin_tasks().len(), 1);
+    assert_eq!(memory.admin().tasks().len(), 1);
 }
 
 #[test]
@@ -165,8 +165,8 @@ fn no_verb_is_heard_unless_it_is_enabled() {
 fn the_verbs_do_what_they_say_on_the_worker() {
     let service = Service::start(None);
     let memory = &service.memory;
-    let arena = memory.open_arena("weights").expect("opens");
-    let model = memory.register(memory.managed("a model", || Ok(()))).expect("registered");
+    let arena = memory.devices().open_arena("weights").expect("opens");
+    let model = memory.managed("a model", || Ok(())).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     let kept = arena.alloc_from(&[7_u8; 3 << 20], Region::Stable).expect("room");
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
@@ -199,11 +199,11 @@ fn the_verbs_do_what_they_say_on_the_worker() {
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
     does("purge", "released");
     assert!(arena.snapshot().idle.is_zero());
-    let told = memory.events();
+    let told = memory.report().events();
     let told = told.iter().filter(|event| event.kind == "admin").count();
     assert_eq!(told, 6, "each is an event");
     drop(kept);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     let (status, told) = service.ask(&post("purge"));
     assert_eq!((status, &told["reason"]), (StatusCode::SERVICE_UNAVAILABLE, &"ended".into()));
 }
@@ -211,8 +211,8 @@ fn the_verbs_do_what_they_say_on_the_worker() {
 #[test]
 fn what_cannot_be_done_says_why_and_nothing_else_happens() {
     let service = Service::start(None);
-    let arena = service.memory.open_arena("weights").expect("opens");
-    let model = service.memory.register(service.memory.managed("model", || Ok(()))).expect("new");
+    let arena = service.memory.devices().open_arena("weights").expect("opens");
+    let model = service.memory.managed("model", || Ok(())).register().expect("new");
     let fails = |path: &str, cause: &str| {
         assert_eq!(service.ask(&post(path)).0, StatusCode::ACCEPTED);
         let admin_task = service.outcome();
@@ -231,13 +231,13 @@ fn what_cannot_be_done_says_why_and_nothing_else_happens() {
     fails("sleep?arena=weights", "lease");
     assert_eq!(arena.state(), SleepState::Awake);
     drop((guard, buffer, lease));
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn names_that_do_not_exist_and_queries_that_mean_nothing_are_told() {
     let service = Service::start(None);
-    service.memory.open_arena("weights").expect("opens");
+    service.memory.devices().open_arena("weights").expect("opens");
     let says = |asked: &Asked, status: StatusCode, detail: &str| {
         let (found, told) = service.ask(asked);
         let text = told["detail"].as_str().unwrap_or_default();
@@ -257,8 +257,8 @@ fn names_that_do_not_exist_and_queries_that_mean_nothing_are_told() {
         assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED);
         assert_eq!(response.headers()["allow"], "POST");
     }
-    assert!(service.memory.admin_tasks().is_empty());
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.admin().tasks().is_empty());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -290,7 +290,7 @@ fn a_page_of_another_site_is_not_heard() {
     service.refused(&simple, StatusCode::FORBIDDEN, "header");
     let page = own().with("origin", "http://LOCALHOST:8080");
     assert_eq!(service.ask(&page).0, StatusCode::ACCEPTED, "a page of its own is");
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -315,7 +315,7 @@ fn a_name_that_leads_to_this_machine_is_not_this_machine() {
     for host in ["localhost", "127.0.0.1:8080", "127.8.9.1", "[::1]:8080", "LocalHost:1"] {
         assert_eq!(service.ask(&post("purge").host(host)).0, StatusCode::ACCEPTED, "{host}");
     }
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -334,7 +334,7 @@ fn without_a_token_only_this_machine_is_heard() {
     for peer in ["[::1]:50000", "127.0.0.2:1", "[::ffff:127.0.0.1]:1"] {
         assert_eq!(service.ask(&post("purge").from(Some(peer))).0, StatusCode::ACCEPTED, "{peer}");
     }
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn with_a_token_nobody_is_heard_without_it() {
     let mut two = with(&right).without("host");
     two.address = "https://memory.example/memory/purge".to_owned();
     assert_eq!(service.ask(&two).0, StatusCode::ACCEPTED);
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -391,7 +391,7 @@ fn verbs_are_heard_ten_at_once_and_then_one_a_second() {
     service.clock.advance(Duration::from_secs(3));
     assert_eq!(heard(), 3);
     service.outcome();
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// Keeps what is logged, as text.
@@ -435,5 +435,5 @@ fn every_verb_is_logged_with_who_asked_and_no_token_ever_is() {
     let told = format!("{:?}", service.endpoints);
     assert!(!told.contains(TOKEN), "{told}");
     service.outcome();
-    assert!(service.memory.shutdown(SOON).is_clean());
+    assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }

@@ -84,7 +84,7 @@ impl Bed {
 
     /// The routes of the requests that are cancelled and run.
     fn ending(&self) -> Vec<String> {
-        let largest = self.memory.largest_requests().into_iter();
+        let largest = self.memory.report().largest_requests().into_iter();
         largest.filter(|of| of.is_cancelled).map(|of| of.route).collect()
     }
 }
@@ -177,7 +177,7 @@ fn a_runaway_is_ended_after_its_grace_and_others_are_unharmed() {
     assert!(answer.headers().contains_key("retry-after"));
     drop((answer, runaway, full));
     assert_eq!((bed.reserved(), bed.cancelled()), (before, 1));
-    let event = bed.memory.events().into_iter().find(|event| event.kind == "cancel");
+    let event = bed.memory.report().events().into_iter().find(|event| event.kind == "cancel");
     let event = event.expect("an event");
     assert_eq!(event.about, "runaway");
     assert!(event.text.contains("expected at most 16.0 MiB"), "{}", event.text);
@@ -296,7 +296,7 @@ fn a_handler_that_waits_for_its_cancellation_answers_itself() {
     assert_eq!(poll(&mut call), Poll::Ready(StatusCode::SERVICE_UNAVAILABLE));
     drop((call, full));
     assert_eq!((bed.cancelled(), bed.reserved()), (1, ByteSize::ZERO));
-    assert!(bed.memory.events().iter().any(|event| event.kind == "cancel"));
+    assert!(bed.memory.report().events().iter().any(|event| event.kind == "cancel"));
 }
 
 /// What a handler reserves itself was admitted, and is no growth at the expense of others.
@@ -367,7 +367,7 @@ fn an_ended_request_is_answered_in_the_protocol_of_its_client() {
     let Poll::Ready(Ok(answer)) = poll_with(&mut grpc, Waker::noop()) else { panic!("ended") };
     assert_eq!(answer.headers()["content-type"], "application/grpc+proto");
     assert_eq!(answer.headers()["grpc-status"], "8");
-    let live: Vec<_> = bed.memory.largest_requests().iter().map(|of| of.live).collect();
+    let live: Vec<_> = bed.memory.report().largest_requests().iter().map(|of| of.live).collect();
     assert!(live.is_empty(), "its handler is gone as it is answered: {live:?}");
     drop((grpc, full));
     let layer = bed.layer().with_rejection(move |_: &Rejected, head: &http::request::Parts| {
@@ -530,5 +530,5 @@ fn a_cancelled_handler_that_panics_leaves_nothing_behind() {
     assert!(catch_unwind(AssertUnwindSafe(|| poll(&mut call))).is_err());
     drop((call, full));
     assert_eq!((bed.cancelled(), bed.reserved()), (1, ByteSize::ZERO));
-    assert_eq!(bed.memory.largest_requests(), []);
+    assert_eq!(bed.memory.report().largest_requests(), []);
 }

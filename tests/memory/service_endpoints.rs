@@ -68,7 +68,7 @@ fn a_snapshot_is_serialised_with_sizes_in_bytes_and_the_names_of_metrics() {
     let clock = Arc::new(ManualClock::new());
     let tree = Tree::new(ByteSize::gib(1));
     let memory = start(&clock, &tree);
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3))).expect("fits");
     let snapshot = serde_json::to_value(memory.snapshot()).expect("no path is odd");
@@ -82,7 +82,7 @@ fn a_snapshot_is_serialised_with_sizes_in_bytes_and_the_names_of_metrics() {
     assert_eq!((&arena["name"], &arena["live"]), (&json!("weights"), &json!(1 << 20)));
     assert_eq!((&arena["backend"], &arena["state"]), (&json!("host"), &json!("awake")));
     drop((buffer, permit));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: a function that returned a router dropped the only handle of the `Memory`, and the
@@ -241,7 +241,7 @@ fn a_signal_completes_terminated_and_ends_readiness_but_not_the_process() {
             (StatusCode::SERVICE_UNAVAILABLE, &json!(true))
         );
         assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
-        assert!(memory.shutdown_async(SOON).await.is_clean());
+        assert!(memory.shutdown(SOON).await.is_clean());
     });
 }
 
@@ -275,12 +275,12 @@ fn a_leak_made_a_zombie_with_green_probes() {
     // The bug: both events were about the host, so that a change of its level, which comes at the
     // same moment, replaced them.
     let told = |text| {
-        let events = memory.events();
+        let events = memory.report().events();
         let told = events.iter().filter(|event| event.text.starts_with(text));
         told.inspect(|event| assert_eq!(event.about, "requests")).count()
     };
     advance_until(&clock, step, "it is told", || told("no room for requests: ") == 1);
-    let verdict = memory.verdict();
+    let verdict = memory.report().verdict();
     assert!(
         verdict.summary.starts_with("Memory that no request owns leaves no room"),
         "{verdict:?}"
@@ -290,7 +290,7 @@ fn a_leak_made_a_zombie_with_green_probes() {
     advance_until(&clock, step, "it is ready again", || ready().0 == StatusCode::OK);
     drop(request().expect("fits"));
     advance_until(&clock, step, "it is told", || told("room for requests again") == 1);
-    assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+    assert!(memory.shutdown_blocking(Duration::from_secs(5)).is_clean());
 }
 
 /// Lets memory outside requests, 84 of 100 MiB, exhaust the service.
@@ -347,7 +347,7 @@ fn an_exhausted_service_that_serves_single_requests_is_ready_and_is_restarted_af
     drop(request().expect("served until it is restarted"));
     tree.hold(10);
     advance_until(&clock, TICK, "it needs none", || status("/healthz") == ready);
-    assert!(memory.shutdown(SOON).is_clean(), "the orchestrator has ended it");
+    assert!(memory.shutdown_blocking(SOON).is_clean(), "the orchestrator has ended it");
 }
 
 #[test]
@@ -380,11 +380,11 @@ fn an_exhausted_service_asks_to_end_once_it_is_old_enough_and_its_report_is_an_e
     let (status, ready) = get_json(&endpoints, "/readyz");
     assert_eq!((status, &ready["ending"]), (StatusCode::SERVICE_UNAVAILABLE, &json!(true)));
     let told = |event: &lowtide::memory::Event| event.text.contains("restart needed (exit)");
-    assert_eq!(memory.events().iter().filter(|event| told(event)).count(), 1);
+    assert_eq!(memory.report().events().iter().filter(|event| told(event)).count(), 1);
     // Memory that is freed on the way does not change the report.
     tree.hold(10);
     advance_until(&clock, TICK, "there is room", || !memory.snapshot().exhausted);
-    let report = memory.shutdown(SOON).into_result().expect_err("a status above 0");
+    let report = memory.shutdown_blocking(SOON).into_result().expect_err("a status above 0");
     assert!(report.exhausted);
     assert_eq!(report.to_string(), "memory exhausted; nothing outstanding");
 }
@@ -394,8 +394,8 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
-    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
-    memory.open_arena("weights").expect("opens");
+    let model = memory.managed("model", || Ok(())).register().expect("registered");
+    memory.devices().open_arena("weights").expect("opens");
     let (status, ready) = get_json(&endpoints, "/readyz");
     assert_eq!(status, StatusCode::OK);
     assert_eq!(
@@ -425,7 +425,7 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
     advance_until(&clock, TICK, "high is ready enough", || level() == "high");
     assert_eq!(get_json(&endpoints, "/readyz").0, StatusCode::OK);
 
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     let (status, ready) = get_json(&endpoints, "/readyz");
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!((&ready["ready"], &ready["ending"]), (&json!(false), &json!(true)));
@@ -438,7 +438,7 @@ fn an_arena_that_sleeps_is_said_to_and_is_ready() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc_from(&[1_u8; 2 << 20], Region::Stable).expect("room");
     let (discard, drain) = (Contents::Discard, Duration::ZERO);
     arena.sleep(SleepOptions { drain, stable: discard, dynamic: discard }).expect("asleep");
@@ -462,7 +462,7 @@ fn an_arena_that_sleeps_is_said_to_and_is_ready() {
     drop(arena.enter().expect("it wakes"));
     assert_eq!((&told()["state"], &told()["wakes"]), (&json!("awake"), &json!(1)));
     drop(buffer);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -476,7 +476,7 @@ fn a_resource_that_is_warmed_was_told_unloaded_since_nobody_waited_for_it() {
         let gate = gate.lock().map_err(|error| error.to_string())?;
         Ok(gate.recv_timeout(crate::support::PATIENCE)?)
     };
-    let model = memory.register(memory.managed("model", load)).expect("registered");
+    let model = memory.managed("model", load).register().expect("registered");
     let state = || get_json(&endpoints, "/readyz").1["resources"]["model"].clone();
     assert_eq!(state(), "unloaded");
     model.warm().expect("starts to load");
@@ -489,7 +489,7 @@ fn a_resource_that_is_warmed_was_told_unloaded_since_nobody_waited_for_it() {
         assert!(waiting.join().expect("no panic").is_ok());
     });
     assert_eq!(state(), "loaded");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -497,14 +497,14 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     clock.advance(Duration::from_secs(1_000));
     let memory = start(&clock, &tree);
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let lease = arena.enter().expect("awake");
-    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let model = memory.managed("model", || Ok(())).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     assert_eq!(model.unload_now(SOON).ok(), Some(true));
     let table = memory.managed("table", || Ok(())).cost(Cost::host(ByteSize::mib(6)));
-    let table = memory.register(table).expect("registered").acquire_blocking().expect("loads");
+    let table = table.register().expect("registered").acquire_blocking().expect("loads");
     clock.advance(Duration::from_secs(5));
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(2))).expect("fits");
     assert!(memory.admission().try_admit(Cost::host(ByteSize::gib(1))).is_err());
@@ -559,7 +559,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!(resource["unloads"][UnloadReason::Manual.name()], 1);
     assert_eq!(resource["last_used_seconds"].as_f64(), Some(1_000.0), "on the wall clock");
     drop((buffer, lease, permit, table));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// A process of 10 MiB under a cgroup's limit of 100 MiB.
@@ -633,5 +633,5 @@ fn what_did_not_go_as_asked_is_told_in_readiness_and_document() {
     assert_eq!(told["host"]["rss_bytes"], Value::Null);
     assert_eq!(told["host"]["limit_bytes"], Value::Null);
     assert_eq!(told["host"]["limit_source"], "unknown");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

@@ -147,7 +147,7 @@ fn a_client_reads_a_rejection_in_the_middle_of_its_body() {
         let mut client = server.asks("", UPLOAD as u64).await;
         let (begin, rest) = (vec![b'x'; 32 << 10], vec![b'x'; UPLOAD - (32 << 10)]);
         client.write_all(&begin).await.expect("sent");
-        let phase = || bed.memory.oldest_requests().first().map(|request| request.phase);
+        let phase = || bed.memory.report().oldest_requests().first().map(|request| request.phase);
         until("it receives", || phase() == Some(RequestPhase::Receiving)).await;
         let full = bed.fill();
         let layer = MemoryLayer::new(bed.memory.admission().clone(), |_: &Parts| Cost::host(CLAIM));
@@ -211,7 +211,7 @@ fn a_client_that_reads_nothing_of_its_response_loses_its_connection() {
         let server = Server::new(bed.memory.admission()).await;
         let mut client = TcpStream::connect(server.at).await.expect("connects");
         client.write_all(b"GET /much HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("sent");
-        let phase = || bed.memory.oldest_requests().first().map(|request| request.phase);
+        let phase = || bed.memory.report().oldest_requests().first().map(|request| request.phase);
         until("it is answered", || phase() == Some(RequestPhase::Answered)).await;
         until("its connection is closed", || {
             bed.clock.advance(10 * TICK);

@@ -276,7 +276,7 @@ fn streams_end_with_a_shutdown_after_which_nothing_ticks() {
     let bed = Bed::new();
     let mut stream = bed.open(&every(60));
     assert_eq!((stream.poll(), stream.poll()), (Polled::Report, Polled::Pending));
-    assert!(bed.memory.shutdown(SECOND).is_clean());
+    assert!(bed.memory.shutdown_blocking(SECOND).is_clean());
     until("the end", || stream.is_woken());
     let end = Polled::Ended("14".into(), "the service is shutting down".into());
     assert_eq!(stream.poll(), end);
@@ -322,7 +322,7 @@ fn the_services_of_a_layer_have_one_place_in_the_registry() {
     let layer = bed.layer.clone().with_max_hold(SECOND);
     let mut held = Box::pin(layer.layer(handler).call(Request::new(Empty::new())));
     assert!(poll(&mut held).is_pending());
-    assert_eq!(bed.memory.oldest_requests().len(), 1);
+    assert_eq!(bed.memory.report().oldest_requests().len(), 1);
 }
 
 /// Bug: the path was exempt in every layer with load reports. Through a proxy that serves no

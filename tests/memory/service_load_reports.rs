@@ -456,7 +456,7 @@ fn a_forked_child_answers_without_a_report() {
 #[test]
 fn a_shutdown_reports_a_full_service() {
     let bed = Bed::new();
-    assert!(bed.memory.shutdown(SECOND).is_clean());
+    assert!(bed.memory.shutdown_blocking(SECOND).is_clean());
     let response = get(&bed.layer);
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(parsed(response.headers())["application_utilization"] >= 1.0);

@@ -147,7 +147,7 @@ fn large_requests_of_an_unknown_route_ran_all_at_once() {
     }
     // Nine with the factor 2; the loop may have measured a lower one.
     assert!(bed.fill("/a/1", LARGE).len() >= 4, "as many as fit");
-    assert!(bed.memory.shutdown(Duration::ZERO).is_clean());
+    assert!(bed.memory.shutdown_blocking(Duration::ZERO).is_clean());
 }
 
 /// The bug: each admitted request grew to what it had reserved, and the time of all others began

@@ -161,7 +161,7 @@ fn the_advice_on_limits_has_the_recorded_hours_and_the_effect_of_the_limit_that_
     let admit = || drop(memory.admission().try_admit(Cost::host(ByteSize::mib(8))));
     advance_until(&clock, SECOND / 100, "requests are recorded", || {
         admit();
-        memory.limit_advice().requests > 0
+        memory.report().limit_advice().requests > 0
     });
     let told = |query: &str| told(&endpoints, &format!("/memory?{query}"))["limit_advice"].clone();
     let advice = told("with=limit_advice&limit=1.5Mi");
@@ -180,7 +180,7 @@ fn the_advice_on_limits_has_the_recorded_hours_and_the_effect_of_the_limit_that_
     assert!(at["exceeded_seconds"].is_number(), "{at}");
     assert!(at["sentence"].as_str().expect("a sentence").contains("1.5 MiB"), "{at}");
     assert_eq!(told("with=limit_advice")["at"], Value::Null);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn the_figures_are_told_alone_unless_parts_are_asked_for() {
     let hears = Endpoints::new(Some(memory.clone())).with_admin(Admin::loopback(clock.clone()));
     let admin_tasks = json!({ "needs_token": false, "list": [] });
     assert_eq!(told(&hears, ALL)["admin_tasks"], admin_tasks);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn the_map_tells_blocks_holes_idle_bare_and_asleep_bytes_without_addresses() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let first = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
     let second = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let sums = || {
@@ -248,7 +248,7 @@ fn the_map_tells_blocks_holes_idle_bare_and_asleep_bytes_without_addresses() {
     arena.sleep(SleepOptions { drain, stable: discard, dynamic: discard }).expect("asleep");
     assert_eq!(sums(), (1, [ByteSize::mib(1), none, none, none]));
     drop(second);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug: each that looked on had all blocks walked under the lock of their arena, and one that
@@ -258,7 +258,7 @@ fn a_map_is_kept_for_who_else_asks_until_its_time_or_until_arenas_change() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let blocks = || told(&endpoints, ALL)["map"][0]["regions"][0]["blocks"].as_u64();
     assert_eq!(blocks(), Some(0));
     let alloc = || arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
@@ -268,10 +268,10 @@ fn a_map_is_kept_for_who_else_asks_until_its_time_or_until_arenas_change() {
     clock.advance(Duration::from_millis(1));
     assert_eq!(blocks(), Some(1), "who asks each second is told anew");
     let second = alloc();
-    memory.open_arena("another").expect("opens");
+    memory.devices().open_arena("another").expect("opens");
     assert_eq!(blocks(), Some(2), "of all arenas that there are");
     drop((first, second));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -290,8 +290,8 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
         || told(&endpoints, ALL)["history"]["at_seconds"].as_array().expect("a list").len();
     advance_until(&clock, SECOND, "two points", || points() >= 2);
     let fails = || Err::<(), _>(lowtide::BoxError::from("no such file"));
-    let broken = memory.register(memory.managed("broken", fails)).expect("registered");
-    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let broken = memory.managed("broken", fails).register().expect("registered");
+    let model = memory.managed("model", || Ok(())).register().expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     assert!(broken.acquire_blocking().is_err());
     // Each: the worker may publish between the two.
@@ -301,11 +301,11 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
     advance_until(&clock, SECOND, "the unload is told", || has("unload", "model", "manual"));
     tree.hold(99);
     advance_until(&clock, SECOND, "the level is told", || has("level", "host", "critical"));
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let (discard, drain) = (Contents::Discard, Duration::ZERO);
     clock.advance(SECOND);
-    advance_until(&clock, SECOND, "it is known", || memory.history().len() > 3);
+    advance_until(&clock, SECOND, "it is known", || memory.report().history().len() > 3);
     arena.sleep(SleepOptions { drain, stable: discard, dynamic: discard }).expect("asleep");
     drop(arena.enter().expect("wakes"));
     advance_until(&clock, SECOND, "the wake is told", || has("wake", "weights", "woke"));
@@ -315,7 +315,7 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
     let lengths: Vec<_> = columns.values().map(|column| column.as_array().map(Vec::len)).collect();
     assert!(lengths.iter().all(|length| *length == lengths[0]), "{lengths:?}");
     drop(buffer);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -324,7 +324,7 @@ fn a_resource_says_in_how_many_seconds_it_goes() {
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
     let model = memory.managed("model", || Ok(())).idle(Duration::from_secs(60));
-    let model = memory.register(model).expect("registered");
+    let model = model.register().expect("registered");
     let unload_in = || told(&endpoints, "/memory")["resources"][0]["unload_in_seconds"].clone();
     assert_eq!(unload_in(), Value::Null, "it is not loaded");
     let guard = model.acquire_blocking().expect("loads");
@@ -333,7 +333,7 @@ fn a_resource_says_in_how_many_seconds_it_goes() {
     assert_eq!(unload_in(), 60.0);
     clock.advance(Duration::from_millis(12_500));
     assert_eq!(unload_in(), 47.5);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn the_document_stays_under_a_mebibyte_with_a_million_blocks_and_a_thousand_name
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::gib(4)));
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
-    let arena = memory.open_arena("weights").expect("opens");
+    let arena = memory.devices().open_arena("weights").expect("opens");
     let mut chance = 11_u64; // a seed
     let mut blocks: Vec<_> = (0..1_100_000)
         .map(|_| {
@@ -357,10 +357,10 @@ fn the_document_stays_under_a_mebibyte_with_a_million_blocks_and_a_thousand_name
     });
     let name = |nth: usize| format!("resource number {nth} with a name that is not short");
     for nth in 0..1024 {
-        memory.register(memory.managed(&name(nth), || Ok(()))).expect("registered");
+        memory.managed(&name(nth), || Ok(())).register().expect("registered");
     }
     for nth in 0..63 {
-        memory.open_arena(&format!("another arena, number {nth}")).expect("opens");
+        memory.devices().open_arena(&format!("another arena, number {nth}")).expect("opens");
     }
     let body = ask(&endpoints, ALL, None).into_body();
     assert!(body.len() <= 1 << 20, "{} bytes", body.len());
@@ -373,5 +373,5 @@ fn the_document_stays_under_a_mebibyte_with_a_million_blocks_and_a_thousand_name
     let cells = told["map"][0]["regions"][1]["cells"].as_array().expect("cells").len();
     assert!((8..=16).contains(&cells), "{cells} runs of cells");
     drop(blocks);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

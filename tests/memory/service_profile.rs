@@ -125,6 +125,6 @@ mod active {
             let text = fs::read_to_string(&path).expect("a file");
             AllocationProfile::parse(&text).expect("a profile");
         }
-        assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
+        assert!(memory.shutdown_blocking(Duration::from_secs(5)).is_clean());
     }
 }

@@ -320,7 +320,7 @@ fn a_handler_that_works_on_after_an_error_of_its_body_is_suspended_no_more() {
     let full = bed.suspend_one();
     body.breaks();
     assert!(poll(&mut call).is_pending());
-    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+    assert_eq!(bed.memory.report().oldest_requests()[0].phase, RequestPhase::Working);
     drop((call, full));
     assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
 }
@@ -350,7 +350,7 @@ fn a_handler_that_does_not_read_on_is_suspended_no_more() {
     let mut other = bed.upload(&Fed::default());
     assert!(poll(&mut other).is_pending());
     advance_until(&bed.clock, TICK, "a suspension", || bed.stats().suspended_total == 1);
-    let phase = || bed.memory.oldest_requests()[0].phase;
+    let phase = || bed.memory.report().oldest_requests()[0].phase;
     assert_eq!(phase(), RequestPhase::Suspended);
     drop(kept.lock().expect("not poisoned").take());
     assert_eq!(phase(), RequestPhase::Working);
@@ -485,7 +485,7 @@ fn a_handler_that_does_not_wait_for_its_body_keeps_its_claim() {
         let long = || bed.clock.now() - begun > 20 * TICK;
         advance_until(&bed.clock, TICK, "ticks", long);
         assert_eq!((bed.stats().waiting, bed.stats().suspended_total), (1, 0));
-        assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+        assert_eq!(bed.memory.report().oldest_requests()[0].phase, RequestPhase::Working);
         drop((call, full, other));
     }
 }
@@ -569,7 +569,7 @@ fn a_body_that_ended_unseen_ends_only_when_it_was_read() {
     // As HTTP/2 does, in an empty frame.
     body.ends();
     assert!(poll(&mut call).is_pending());
-    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+    assert_eq!(bed.memory.report().oldest_requests()[0].phase, RequestPhase::Working);
 }
 
 /// A body of one frame and trailers, whose end is another poll.
@@ -608,7 +608,7 @@ fn trailers_are_the_end_of_a_body() {
     let request = Request::post("/").body(Trailed::default()).expect("a valid head");
     let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
     assert!(poll(&mut call).is_pending());
-    assert_eq!(bed.memory.oldest_requests()[0].phase, RequestPhase::Working);
+    assert_eq!(bed.memory.report().oldest_requests()[0].phase, RequestPhase::Working);
 }
 
 /// A call whose handler hands out its permit, then collects its body and works.

@@ -51,13 +51,13 @@ impl Bed {
     }
 
     fn route(&self, method: &str, route: &str) -> MemoryUsage {
-        let routes = self.memory.usage_by_route();
+        let routes = self.memory.report().usage_by_route();
         let of = routes.iter().find(|of| of.method == method && of.route == route);
         of.unwrap_or_else(|| panic!("{method} {route} is not among {routes:?}")).memory
     }
 
     fn tenant(&self, name: &str) -> MemoryUsage {
-        let tenants = self.memory.usage_by_tenant();
+        let tenants = self.memory.report().usage_by_tenant();
         let of = tenants.iter().find(|of| of.tenant == name);
         of.unwrap_or_else(|| panic!("{name} is not among {tenants:?}")).memory
     }
@@ -121,12 +121,12 @@ fn a_pattern_of_axum_has_one_record_for_all_its_paths() {
         assert!(poll(&mut call).is_pending());
         calls.push(call);
     }
-    let routes = bed.memory.usage_by_route();
+    let routes = bed.memory.report().usage_by_route();
     assert_eq!(routes.len(), 1, "{routes:?}");
     let memory = bed.route("GET", "/users/{id}");
     assert_eq!((mib(memory.live), memory.requests_total, memory.mean_peak()), (9, 0, None));
     assert_eq!(mib(bed.tenant("acme").live), 9);
-    for of in bed.memory.largest_requests() {
+    for of in bed.memory.report().largest_requests() {
         assert_eq!((&*of.route, of.tenant.as_deref()), ("/users/{id}", Some("acme")));
     }
     for call in calls.drain(..) {
@@ -144,7 +144,7 @@ fn a_pattern_of_axum_has_one_record_for_all_its_paths() {
     let method = Method::from_bytes(b"BREW").expect("a method");
     drop(now(Box::pin(app.call(request(method, "/users/7", None)))));
     let mut names: Vec<_> =
-        bed.memory.usage_by_route().into_iter().map(|of| (of.method, of.route)).collect();
+        bed.memory.report().usage_by_route().into_iter().map(|of| (of.method, of.route)).collect();
     names.sort();
     let expected = [
         ("GET", "/users/{id}"),
@@ -165,7 +165,7 @@ fn the_mean_claim_shows_what_the_route_has_learned() {
     assert_eq!(report.requests_total, 50);
     let peak = report.mean_peak().expect("requests have ended");
     assert!((128 * KIB as u64..140 * KIB as u64).contains(&peak.get()), "{peak}");
-    let tenants = bed.memory.usage_by_tenant();
+    let tenants = bed.memory.report().usage_by_tenant();
     assert!(tenants.is_empty(), "none is named: {tenants:?}");
     let claim = report.mean_claim().expect("requests have ended");
     assert!(claim > peak.scaled(0.9) && claim < peak.scaled(1.1), "{claim} for {peak}");
@@ -201,7 +201,7 @@ fn a_request_that_fails_or_is_dropped_leaves_no_live_bytes_and_no_name() {
     drop(call);
     let other = bed.route("other", "other");
     assert_eq!((other.live, other.requests_total), (ByteSize::ZERO, 2));
-    assert_eq!(bed.memory.usage_by_route().len(), 1);
+    assert_eq!(bed.memory.report().usage_by_route().len(), 1);
 }
 
 #[test]
@@ -219,7 +219,8 @@ fn many_routes_and_tenants_stay_bounded_and_each_request_counts() {
     }
     let requests = |route| bed.route("GET", route).requests_total;
     assert_eq!(["/one/{id}", "/two/{id}"].map(requests), [1, 2], "clients leave them a place");
-    let (routes, tenants) = (bed.memory.usage_by_route(), bed.memory.usage_by_tenant());
+    let (routes, tenants) =
+        (bed.memory.report().usage_by_route(), bed.memory.report().usage_by_tenant());
     assert!(routes.len() <= LISTED_MAX, "{}", routes.len());
     assert_eq!(tenants.len(), 33);
     let sum = |memory: &mut dyn Iterator<Item = MemoryUsage>| -> u64 {
@@ -246,7 +247,7 @@ fn a_grpc_method_gets_a_name_when_a_call_succeeds() {
         let request = request.header("content-type", "application/grpc").body(Empty::new());
         drop(now(Box::pin(service.call(request.expect("a valid head")))));
     }
-    let routes = bed.memory.usage_by_route();
+    let routes = bed.memory.report().usage_by_route();
     assert_eq!(routes.len(), 2, "{routes:?}");
     assert_eq!(bed.route("POST", "/tide.Tide/Ebb").requests_total, 1);
     assert_eq!(bed.route("other", "other").requests_total, 2);

@@ -185,7 +185,7 @@ fn a_client_that_leaves_while_it_waits_leaves_nothing() {
     drop(call);
     assert_eq!((bed.stats().waiting, bed.stats().rejected), (0, [0; 10]));
     drop(full);
-    assert!(bed.memory.shutdown(Duration::ZERO).is_clean());
+    assert!(bed.memory.shutdown_blocking(Duration::ZERO).is_clean());
 }
 
 #[test]

@@ -73,7 +73,7 @@ pub(crate) fn advance_until(
 /// A shutdown on a thread of its own.
 pub(crate) fn shutdown_apart(memory: &Memory, deadline: Duration) -> JoinHandle<Shutdown> {
     let memory = memory.clone();
-    thread::spawn(move || memory.shutdown(deadline))
+    thread::spawn(move || memory.shutdown_blocking(deadline))
 }
 
 /// Names of this process's threads that begin with `lowtide-`, sorted.

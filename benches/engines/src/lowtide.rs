@@ -65,14 +65,14 @@ fn main() -> Result<ExitCode, BoxError> {
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     let runtime = Runtime::open(&memory, &arguments.library)?;
     let model = runtime.session("embedder", arguments.model.clone()).idle(IDLE_UNLOAD);
-    let model = memory.register(model)?;
+    let model = model.register()?;
     let mut service = Lowtide { memory, model };
     let held = engines::run(&arguments, &mut service)?;
     if arguments.name != "serve" {
-        for note in service.memory.diagnostics() {
+        for note in service.memory.report().diagnostics() {
             println!("note: {note}");
         }
     }
-    let _ = service.memory.shutdown(Duration::from_secs(5));
+    let _ = service.memory.shutdown_blocking(Duration::from_secs(5));
     Ok(if held { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

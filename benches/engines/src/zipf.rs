@@ -21,7 +21,7 @@ use engines::process::Proc;
 use engines::{BoxError, answer};
 use lowtide::admission::{ResourceError, Budget, Managed, Resource as _, ResourceStats};
 use lowtide::config::DeviceChoice;
-use lowtide::{ByteSize, Memory};
+use lowtide::{ByteSize, Cost, Memory};
 use lowtide_candle::embedder::Embedder;
 use lowtide_ort::{ManagedSession, Runtime};
 
@@ -87,14 +87,14 @@ fn model_of(seed: u64) -> usize {
 fn open(memory: &Memory, library: &str, model: &str, folder: &str) -> Result<Models, BoxError> {
     let runtime = Runtime::open(memory, library)?;
     let names = ["first", "second", "third"];
-    let sessions = names.map(|name| memory.register(runtime.session(name, model)));
+    let sessions = names.map(|name| runtime.session(name, model).register());
     let folder = Path::new(folder).to_owned();
     let load = move || Ok(Embedder::load(&folder, &Device::Cpu)?);
     let embedder = memory.managed("embedder", load);
-    let embedder = embedder.cost(memory.cost(EMBEDDER, ByteSize::ZERO));
+    let embedder = embedder.cost(Cost::host(EMBEDDER));
     Ok(Models {
         sessions: sessions.into_iter().collect::<Result<_, _>>()?,
-        embedder: memory.register(embedder)?,
+        embedder: embedder.register()?,
     })
 }
 
@@ -162,6 +162,6 @@ fn main() -> Result<ExitCode, BoxError> {
     println!("figure engines.zipf.busy {busy} requests");
     println!("figure engines.zipf.refused {refused} requests");
     println!("figure engines.zipf.over_limit {over} looks");
-    let _ = memory.shutdown(Duration::from_secs(5));
+    let _ = memory.shutdown_blocking(Duration::from_secs(5));
     Ok(if refused + busy + over == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -350,7 +350,7 @@ mod tests {
     #[test]
     fn the_functions_of_the_table_allocate_count_and_free() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         let allocator = allocator(device.clone().into());
         let this = table(allocator);
         // SAFETY: the table of an allocator that is never dropped; each block is freed once.
@@ -378,7 +378,7 @@ mod tests {
     #[test]
     fn weights_and_memory_of_loads_are_not_in_the_arena_of_runs() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         let allocator = allocator(device.clone().into());
         let held = [
             allocator.obtain(1 << 20, Purpose::Weight),
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn a_block_beyond_the_limit_of_the_arena_comes_from_the_heap() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         device.set_limit(ByteSize::mib(2));
         let allocator = allocator(device.clone().into());
         let blocks = [allocator.obtain(1 << 20, RUN), allocator.obtain(4 << 20, RUN)];
@@ -419,7 +419,7 @@ mod tests {
     #[test]
     fn an_address_that_is_not_of_a_live_block_is_not_freed() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
-        let arena = memory.open_arena("runs").unwrap();
+        let arena = memory.devices().open_arena("runs").unwrap();
         let allocator = allocator(arena.clone().into());
         let this = table(allocator);
         let block = allocator.obtain(1_000, RUN);

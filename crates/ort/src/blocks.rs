@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn blocks_of_each_kind_of_arena_can_be_written_and_freed() {
         let memory = memory();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         exercise(&device.clone().into());
         assert!(device.glance().live.is_zero());
         exercise(&HostArena::new("runs").unwrap().into());
@@ -277,7 +277,7 @@ mod tests {
     fn a_device_arena_stays_awake_while_a_block_is_live() {
         use lowtide::device::SleepOptions;
         let memory = memory();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         let arena = RunArena::from(device.clone());
         let (start, block) = arena.alloc(1 << 20).unwrap();
         assert!(device.sleep(SleepOptions::default()).is_err(), "a lease is held");
@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn idle_memory_is_released_by_a_shrink() {
         let memory = memory();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         device.set_decay(DecayTime::Never);
         let arena = RunArena::from(device.clone());
         exercise(&arena);
@@ -302,7 +302,7 @@ mod tests {
     #[test]
     fn an_arena_at_its_limit_returns_no_block() {
         let memory = memory();
-        let device = memory.open_arena("runs").unwrap();
+        let device = memory.devices().open_arena("runs").unwrap();
         device.set_limit(ByteSize::mib(4));
         let arena = RunArena::from(device);
         assert!(arena.alloc(8 << 20).is_none());

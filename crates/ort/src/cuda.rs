@@ -169,7 +169,7 @@ mod tests {
     fn started() -> (Guard, Memory, DeviceArena) {
         let fake = Fake::start(Options::default());
         let memory = Memory::builder().device(DeviceChoice::Cuda).start().unwrap();
-        let arena = memory.open_arena("cuda").unwrap();
+        let arena = memory.devices().open_arena("cuda").unwrap();
         arena.set_decay(DecayTime::Within(Duration::from_millis(50)));
         (fake, memory, arena)
     }
@@ -325,7 +325,7 @@ mod tests {
         let refused = runtime.register_cuda(host.unwrap()).unwrap_err();
         assert!(matches!(&refused, OrtError::HostMemory { arena } if arena == "host"), "{refused}");
         runtime.register_cuda(arena.clone()).unwrap();
-        let again = memory.open_arena("again").unwrap();
+        let again = memory.devices().open_arena("again").unwrap();
         let refused = runtime.register_cuda(again).unwrap_err();
         assert!(matches!(refused, OrtError::Registered { device: 0 }), "{refused}");
         let allocator = runtime.allocator().stats();
@@ -379,7 +379,7 @@ mod tests {
         let runtime = Runtime::open(&memory, library).unwrap();
         let allocator = runtime.register_cuda(arena.clone()).unwrap();
         let (_folder, model) = small_model();
-        let session: ManagedSession = memory.register(runtime.session("small", &model)).unwrap();
+        let session: ManagedSession = runtime.session("small", &model).register().unwrap();
         let loaded = session.acquire_blocking().unwrap();
         run(&mut loaded.lock(), 10).unwrap(); // on the CPU, with the allocator of the CPU
         assert_eq!(allocator.stats().allocs, 0);
@@ -408,12 +408,12 @@ mod tests {
         let runtime = Runtime::open(&memory, library).unwrap();
         let first = runtime.register_cuda(arena.clone()).unwrap();
         let (_folder, model) = small_model();
-        let session: ManagedSession = memory.register(runtime.session("small", &model)).unwrap();
+        let session: ManagedSession = runtime.session("small", &model).register().unwrap();
         let loaded = session.acquire_blocking().unwrap();
         let of_session = Allocator::new(&loaded.lock(), cuda_info(0)).unwrap();
         let tensor = Tensor::<f32>::new(&of_session, [BYTES / 4]).unwrap();
         unregister(runtime.environment(), 0);
-        let other = memory.open_arena("other").unwrap();
+        let other = memory.devices().open_arena("other").unwrap();
         let second = runtime.register_cuda(other.clone()).unwrap();
         drop(loaded);
         session.unload_now(Duration::from_secs(5)).unwrap();

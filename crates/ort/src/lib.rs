@@ -11,7 +11,7 @@
 //! fn main() -> Result<(), BoxError> {
 //!     let memory = Memory::start()?;
 //!     let runtime = Runtime::open(&memory, "libonnxruntime.so")?;
-//!     let embedder = memory.register(runtime.session("embedder", "model.onnx"))?;
+//!     let embedder = runtime.session("embedder", "model.onnx").register()?;
 //!     let session = embedder.acquire_blocking()?; // loads; stays loaded while it is used
 //!     let input = Tensor::from_array(([1, 3], vec![101_i64, 7592, 102]))?;
 //!     println!("{:?}", session.lock().run(ort::inputs![input])?[0].shape());

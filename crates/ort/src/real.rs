@@ -109,7 +109,7 @@ fn a_session_is_loaded_once_and_returns_all_when_it_is_unloaded() {
     let Some((memory, runtime)) = opened() else { return };
     let (_folder, model) = small_model();
     let session = runtime.session("small", &model).idle(Duration::from_secs(3_600));
-    let session: ManagedSession = memory.register(session).unwrap();
+    let session: ManagedSession = session.register().unwrap();
     assert!(!session.stats().loaded);
     std::thread::scope(|scope| {
         for _ in 0..8 {
@@ -136,7 +136,7 @@ fn a_session_is_loaded_once_and_returns_all_when_it_is_unloaded() {
 fn memory_of_runs_is_released_when_idle() {
     let Some((memory, runtime)) = opened() else { return };
     let (_folder, model) = small_model();
-    let session = memory.register(runtime.session("small", &model)).unwrap();
+    let session = runtime.session("small", &model).register().unwrap();
     let held = session.acquire_blocking().unwrap();
     run(&mut held.lock(), 65_536).unwrap(); // blocks of 16 MiB
     let committed = || memory.snapshot().devices.arenas[0].committed;
@@ -153,7 +153,7 @@ fn a_heap_arena_serves_runs_too() {
     let memory = Memory::builder().device(DeviceChoice::None).start().unwrap();
     let runtime = Runtime::open(&memory, &library).unwrap();
     let (_folder, model) = small_model();
-    let session = memory.register(runtime.session("small", &model)).unwrap();
+    let session = runtime.session("small", &model).register().unwrap();
     run(&mut session.acquire_blocking().unwrap().lock(), 1_000).unwrap();
     let arenas = HostArena::all().unwrap();
     assert!(arenas.iter().any(|(name, _)| name == "onnxruntime"), "{arenas:?}");
@@ -162,11 +162,11 @@ fn a_heap_arena_serves_runs_too() {
 
 #[test]
 fn a_model_that_cannot_be_loaded_is_named_and_the_service_goes_on() {
-    let Some((memory, runtime)) = opened() else { return };
+    let Some((_memory, runtime)) = opened() else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
     let session = runtime.session("small", &path).backoff(Duration::ZERO, Duration::ZERO);
-    let session = memory.register(session).unwrap();
+    let session = session.register().unwrap();
     let text = |kind: fn(&OrtError) -> bool| {
         let error = session.acquire_blocking().unwrap_err();
         let found = OrtError::of(&error).unwrap_or_else(|| panic!("no OrtError in {error:?}"));
@@ -195,9 +195,9 @@ fn a_model_that_cannot_be_loaded_is_named_and_the_service_goes_on() {
 
 #[test]
 fn a_value_that_is_kept_keeps_its_session_and_can_be_dropped_later() {
-    let Some((memory, runtime)) = opened() else { return };
+    let Some((_memory, runtime)) = opened() else { return };
     let (_folder, model) = small_model();
-    let session = memory.register(runtime.session("small", &model)).unwrap();
+    let session = runtime.session("small", &model).register().unwrap();
     let loaded = session.acquire_blocking().unwrap();
     let input = vec![1.0_f32; WIDTH];
     let value = {
@@ -222,10 +222,10 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     let slot = Slot::device("CPUExecutionProvider", 0);
     let process = [("ep_factory.CPUExecutionProvider.arena.max_mem", "67108864")];
     let process = ArenaOptions::of_process("CPUExecutionProvider", process).unwrap();
-    memory.share_arena(&slot, &process).unwrap();
+    memory.devices().share_arena(&slot, &process).unwrap();
     let key = ("ep.cpuexecutionprovider.arena.max_mem", "1048576");
     let options = ArenaOptions::of_session("CPUExecutionProvider", [key]).unwrap();
-    let used = memory.use_arena(&slot, &options).unwrap();
+    let used = memory.devices().use_arena(&slot, &options).unwrap();
     assert_eq!(used.conflicts().len(), 1, "{used:?}");
     let runtime = Runtime::open_in(&memory, &library, used).unwrap();
 
@@ -233,7 +233,7 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     let session = runtime.session_with("small", &model, move |builder| {
         Ok(builder.with_config_entry(key.0, key.1).map_err(|error| error.to_string())?)
     });
-    let session = memory.register(session).unwrap();
+    let session = session.register().unwrap();
     let held = session.acquire_blocking().unwrap();
     // Blocks of 16 MiB: above the session's key, below the shared limit.
     run(&mut held.lock(), 65_536).unwrap();
@@ -250,14 +250,14 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
 
     // The same session, after a replacement.
     let larger = ArenaOptions::from_keys([("arena.max_mem", "536870912")]).unwrap();
-    memory.replace_arena(&slot, &larger).unwrap();
+    memory.devices().replace_arena(&slot, &larger).unwrap();
     run(&mut held.lock(), 262_144).unwrap();
     wait_until("the old arena is drained", || memory.snapshot().devices.draining.is_empty());
 
     assert_eq!(runtime.allocator().stats().overflows, overflows);
     let before = committed();
     assert!(before >= ByteSize::mib(128), "{before}");
-    let ends = memory.run(Targets::of_run([(SHRINK_OPTION, "gpu:0")]).unwrap()).unwrap();
+    let ends = memory.devices().run(Targets::of_run([(SHRINK_OPTION, "gpu:0")]).unwrap()).unwrap();
     run(&mut held.lock(), 10).unwrap();
     assert!(ends.end().released() >= ByteSize::mib(128));
     assert_eq!(committed(), ByteSize::ZERO);
@@ -270,15 +270,15 @@ fn a_shared_arena_grows_by_its_own_steps_in_a_session_that_asks_for_others() {
     let slot = Slot::device("CPUExecutionProvider", 0);
     let process = [("ep_factory.CPUExecutionProvider.arena.initial_chunk_size_bytes", "33554432")];
     let process = ArenaOptions::of_process("CPUExecutionProvider", process).unwrap();
-    memory.share_arena(&slot, &process).unwrap();
-    let used = memory.use_arena(&slot, &ArenaOptions::default()).unwrap();
+    memory.devices().share_arena(&slot, &process).unwrap();
+    let used = memory.devices().use_arena(&slot, &ArenaOptions::default()).unwrap();
     let runtime = Runtime::open_in(&memory, &library, used).unwrap();
     let (_folder, model) = small_model();
     let session = runtime.session_with("small", &model, |builder| {
         let key = "ep.cpuexecutionprovider.arena.initial_chunk_size_bytes";
         Ok(builder.with_config_entry(key, "2097152").map_err(|error| error.to_string())?)
     });
-    let session = memory.register(session).unwrap();
+    let session = session.register().unwrap();
     let held = session.acquire_blocking().unwrap();
     let committed = || -> ByteSize {
         memory.snapshot().devices.arenas.iter().map(|arena| arena.committed).sum()
@@ -286,7 +286,7 @@ fn a_shared_arena_grows_by_its_own_steps_in_a_session_that_asks_for_others() {
     run(&mut held.lock(), 10).unwrap();
     assert!(committed() >= ByteSize::mib(32), "the first step: {}", committed());
     let exact = ArenaOptions::from_keys([("arena.extend_strategy", "1")]).unwrap();
-    memory.replace_arena(&slot, &exact).unwrap();
+    memory.devices().replace_arena(&slot, &exact).unwrap();
     wait_until("the old arena is drained", || memory.snapshot().devices.draining.is_empty());
     run(&mut held.lock(), 10).unwrap();
     assert!(committed() <= ByteSize::mib(4), "no more than the blocks: {}", committed());
@@ -297,7 +297,7 @@ fn a_shared_arena_grows_by_its_own_steps_in_a_session_that_asks_for_others() {
 fn a_run_leaves_no_block_behind_when_its_outputs_are_dropped() {
     let Some((memory, runtime)) = opened() else { return };
     let (_folder, model) = small_model();
-    let session = memory.register(runtime.session("small", &model)).unwrap();
+    let session = runtime.session("small", &model).register().unwrap();
     let held = session.acquire_blocking().unwrap();
     let before = runtime.allocator().stats();
     for rows in [1, 1_000, 65_536] {
@@ -314,10 +314,10 @@ fn a_run_leaves_no_block_behind_when_its_outputs_are_dropped() {
 fn the_shrink_option_of_a_run_is_an_error_and_ours_is_a_call() {
     let Some(library) = library() else { return };
     let memory = memory();
-    let arena: DeviceArena = memory.open_arena("runs").unwrap();
+    let arena: DeviceArena = memory.devices().open_arena("runs").unwrap();
     let runtime = Runtime::open_in(&memory, &library, arena.clone()).unwrap();
     let (_folder, model) = small_model();
-    let session = memory.register(runtime.session("small", &model)).unwrap();
+    let session = runtime.session("small", &model).register().unwrap();
     let held = session.acquire_blocking().unwrap();
     let mut options = ort::session::RunOptions::new().unwrap();
     options.set(SHRINK_OPTION, "cpu:0").unwrap();

@@ -16,12 +16,13 @@ use std::time::Duration;
 
 use libloading::Library;
 use lowtide::ByteSize;
-use lowtide::admission::ManagedBuilder;
+use lowtide::Cost;
 use lowtide::decay::DecayTime;
 #[cfg(feature = "cuda")]
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
-use lowtide::memory::{ArenaError, Memory, MemoryError};
+use lowtide::memory::ResourceBuilder;
+use lowtide::memory::{Memory, MemoryError};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 use ort::sys::OrtApiBase;
@@ -119,14 +120,14 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
         DecayTime::Within(time) => DecayTime::Within(time.max(DECAY_MIN)),
         other => other,
     };
-    match memory.open_arena(ARENA_NAME) {
+    match memory.devices().open_arena(ARENA_NAME) {
         Ok(arena) if arena.capabilities().host_backed => {
             arena.set_decay(decay);
             return Ok(arena.into());
         }
         // Its memory is on the GPU.
         Ok(arena) => drop(arena.close()),
-        Err(MemoryError::Arena(ArenaError::NoDevice { .. })) => {}
+        Err(MemoryError::OpenArena { cause, .. }) if *cause == MemoryError::NoDevice => {}
         Err(error) => return Err(OrtError::Arena(error.into())),
     }
     let arena = HostArena::new(ARENA_NAME).map_err(|error| OrtError::Arena(error.into()))?;
@@ -135,8 +136,8 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
 }
 
 impl Runtime {
-    /// Returns a builder for a session of this model, to be registered with
-    /// [`Memory::register`](lowtide::Memory::register). Its file is read by each load.
+    /// Returns a builder for a session of this model, which ends in [`ResourceBuilder::register`].
+    /// Its file is read by each load.
     ///
     /// The session is loaded on first use, once for all callers that wait, and unloaded when it has
     /// been idle (`LOWTIDE_IDLE_UNLOAD`) or memory is short. Its declared cost is the size of its
@@ -148,7 +149,7 @@ impl Runtime {
     /// 86 MiB of weights then takes 88 MiB at most. Without, it takes 180 MiB, twice the
     /// declared cost, until it has ended.
     #[must_use]
-    pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ManagedBuilder<LoadedSession> {
+    pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ResourceBuilder<LoadedSession> {
         self.managed(name, model.into(), None)
     }
 
@@ -160,7 +161,7 @@ impl Runtime {
         name: &str,
         model: impl Into<PathBuf>,
         configure: impl Fn(SessionBuilder) -> Configured + Send + Sync + 'static,
-    ) -> ManagedBuilder<LoadedSession> {
+    ) -> ResourceBuilder<LoadedSession> {
         self.managed(name, model.into(), Some(Box::new(configure)))
     }
 
@@ -169,9 +170,9 @@ impl Runtime {
         name: &str,
         model: PathBuf,
         configure: Option<Box<Configure>>,
-    ) -> ManagedBuilder<LoadedSession> {
+    ) -> ResourceBuilder<LoadedSession> {
         let shared = &self.shared;
-        let cost = ByteSize::new(session::bytes_on_disk(&model));
+        let cost = Cost::host(ByteSize::new(session::bytes_on_disk(&model)));
         let loader = Loader {
             name: name.to_owned(),
             model,
@@ -183,7 +184,6 @@ impl Runtime {
         };
         let of_unload = name.to_owned();
         let builder = shared.memory.managed(name, move || loader.load());
-        let cost = shared.memory.cost(cost, ByteSize::ZERO);
         builder.cost(cost).unload(move |loaded| session::unload(&of_unload, loaded))
     }
 

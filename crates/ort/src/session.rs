@@ -95,7 +95,7 @@ impl Loader {
         }
         // The copies of the model that the load made are freed by now.
         if let Some(memory) = self.memory.upgrade() {
-            let _ = memory.purge();
+            let _ = memory.heap().purge();
         }
         Ok(LoadedSession { session: Mutex::new(session), threads })
     }

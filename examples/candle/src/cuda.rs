@@ -25,7 +25,7 @@ pub fn open(
     options: GovernorOptions,
 ) -> Result<(Device, Arc<PoolGovernor>), BoxError> {
     let governor = Arc::new(PoolGovernor::open(options)?);
-    memory.govern(&governor)?;
+    memory.devices().govern(&governor)?;
     let number = usize::try_from(governor.device().ordinal)?;
     Ok((Device::new_cuda_with_stream(number)?, governor))
 }

@@ -33,5 +33,5 @@ async fn serve(folder: PathBuf, address: String) -> Result<(), BoxError> {
     let listener = TcpListener::bind(address).await?;
     println!("listening on http://{}", listener.local_addr()?);
     axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?).await?;
-    Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
+    Ok(memory.shutdown(Duration::from_secs(5)).await.into_result()?)
 }

@@ -13,7 +13,7 @@ use axum::{Json, Router, routing::post};
 use candle_core::Device;
 use lowtide::admission::Managed;
 use lowtide::service::{ContentLength, scope_blocking, unavailable};
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::{BoxError, ByteSize, Cost, Memory};
 
 use crate::api::{self, Answer, BODY_MAX, Request};
 use crate::embedder::Embedder;
@@ -37,13 +37,13 @@ pub fn router(memory: &Memory, folder: PathBuf, device: &Device) -> Result<Route
     let (loads, unloads) = (device.clone(), device.clone());
     let model = memory
         .managed("embedder", move || Ok(Embedder::load(&folder, &loads)?))
-        .cost(memory.cost(host, on_device))
+        .cost(Cost::host(host).and_device(on_device))
         .unload(move |model| {
             drop(model);
             // A pool of CUDA releases only memory whose free was waited for (`cuda`).
             let _ = unloads.synchronize();
         });
-    let model = memory.register(model)?;
+    let model = model.register()?;
     let estimate = ContentLength::new(LEAST).factor(FACTOR).least(LEAST);
     Ok(Router::new()
         .route("/embed", post(embed))

@@ -60,7 +60,7 @@ async fn until(what: &str, holds: impl Fn() -> Result<bool, BoxError>) -> Result
 /// Ends what holds device memory, and looks for faults and leaks.
 fn end(memory: Memory, device: Device, governor: Arc<PoolGovernor>) {
     drop(device);
-    assert!(memory.shutdown(PATIENCE).is_clean());
+    assert!(memory.shutdown_blocking(PATIENCE).is_clean());
     drop((memory, governor));
     assert_eq!((fake::pools(), fake::faults()), (0, String::new()));
 }

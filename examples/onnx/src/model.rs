@@ -10,8 +10,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lowtide::admission::{ResourceError, Managed, ManagedBuilder, Use};
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::admission::{ResourceError, Managed, Use};
+use lowtide::{BoxError, ByteSize, Cost, Memory, ResourceBuilder};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;
 use lowtide_ort::{LoadedSession, ManagedSession, Runtime, ort};
@@ -93,10 +93,10 @@ impl ManagedModel {
         let runtime = Runtime::open(memory, library)?;
         let session = with_idle(runtime.session(NAME, model), idle_unload);
         let tokenizer = memory.managed("tokenizer", move || tokenizer(&path));
-        let tokenizer = tokenizer.cost(memory.cost(TOKENIZER_COST, ByteSize::ZERO));
+        let tokenizer = tokenizer.cost(Cost::host(TOKENIZER_COST));
         Ok(Self {
-            session: memory.register(session)?,
-            tokenizer: memory.register(with_idle(tokenizer, idle_unload))?,
+            session: session.register()?,
+            tokenizer: with_idle(tokenizer, idle_unload).register()?,
         })
     }
 
@@ -109,9 +109,9 @@ impl ManagedModel {
 }
 
 fn with_idle<T: Send + Sync>(
-    builder: ManagedBuilder<T>,
+    builder: ResourceBuilder<T>,
     idle: Option<Duration>,
-) -> ManagedBuilder<T> {
+) -> ResourceBuilder<T> {
     match idle {
         Some(idle) => builder.idle(idle),
         None => builder,

@@ -7,11 +7,11 @@
 
 use std::sync::Arc;
 
-use crate::device::{DeviceArena, PinnedPool};
+use crate::device::{DeviceArena, DeviceError, PinnedPool};
+use crate::memory::error::MemoryError;
 use crate::sync::{Mutex, lock};
 
 use super::device::Device;
-use super::selector::ArenaError;
 
 /// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;
@@ -91,8 +91,8 @@ impl Arenas {
     /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
-    /// [`ArenaError::TooMany`], [`ArenaError::Duplicate`].
-    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
+    /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
+    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
         lock(&self.0).admit(name, replaced)
     }
 
@@ -107,7 +107,7 @@ impl Arenas {
         pool: Option<&PinnedPool>,
         device: &Arc<Device>,
         replaced: Option<ArenaId>,
-    ) -> Result<ArenaId, ArenaError> {
+    ) -> Result<ArenaId, MemoryError> {
         let mut list = lock(&self.0);
         list.admit(arena.name(), replaced)?;
         list.given += 1;
@@ -154,13 +154,13 @@ impl Arenas {
 }
 
 impl ArenaList {
-    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), ArenaError> {
+    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
         if self.entries.len() >= ARENAS_MAX {
-            return Err(ArenaError::TooMany { max: ARENAS_MAX });
+            return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
         }
         let mut others = self.entries.iter().filter(|entry| Some(entry.id) != replaced);
         if others.any(|entry| !entry.drains && entry.arena.name() == name) {
-            return Err(ArenaError::Duplicate { arena: name.to_owned() });
+            return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
         }
         Ok(())
     }
@@ -170,4 +170,14 @@ impl ArenaList {
             entry.drains = true;
         }
     }
+}
+
+/// Returns the error of an arena, or a pool, that was not opened.
+pub(super) fn cannot_open(arena: &str, cause: MemoryError) -> MemoryError {
+    MemoryError::OpenArena { arena: arena.to_owned(), cause: Box::new(cause) }
+}
+
+/// Returns `true` if the error is that of a lost device.
+pub(super) const fn is_loss(error: &DeviceError) -> bool {
+    matches!(error, DeviceError::Driver(error) if error.is_context_lost())
 }

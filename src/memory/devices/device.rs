@@ -1,26 +1,35 @@
-//! One device of a `Memory`: its driver, its budget, and the last sample of its memory.
+//! One device of a `Memory`: its driver, its budget, and the last sample of its memory. The worker
+//! keeps device memory free for its other users.
 //!
-//! It acts on no arena. The list of arenas holds the device of each, so that whatever visits arenas
-//! can leave out those of a lost device.
+//! The list of arenas holds the device of each, so that whatever visits arenas can leave out those
+//! of a lost device. Only the worker queries the driver for free memory, at the metrics interval;
+//! readers get the last sample. If too little memory is free ([`Watermark`]), idle memory of our
+//! arenas is released before its decay time, most of it from the arena with the most. Live memory
+//! is not touched.
 //!
-//! Invariant: a device that is lost stays lost, and its driver gets no further call
-//! ([`Guarded`]).
+//! The idle memory of a further device is also released before its decay time if its arenas hold
+//! most of its limit. For the first device that is a reclaim step of its budget's level.
+//!
+//! Invariants: a device that is lost stays lost, and its driver gets no further call ([`Guarded`]);
+//! no driver call under a lock; a device releases memory of its own arenas only, and an error of
+//! one ends nothing for the others; `unmanaged = total - free - committed - context overhead`, or
+//! 0.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::bytes::ByteSize;
+use crate::clock::Moment;
 use crate::device::driver::{Driver, DriverError, Guarded};
+use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, Budget, Ledger};
+use lowtide_admission::{DeviceSample, Watermark};
 
-use super::watch::DeviceWatch;
-
-/// The maximum number of devices: each has series of its own in metrics.
-pub(super) const DEVICES_MAX: usize = 16;
+use super::report::DeviceSnapshot;
 
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counted {
+pub(super) enum CountedIn {
     /// The host's budget; the kernel's figures contain it.
     ByKernel,
     /// The host's budget; it is added to the kernel's figures.
@@ -29,7 +38,7 @@ pub(super) enum Counted {
     OnDevice,
 }
 
-impl Counted {
+impl CountedIn {
     pub(super) fn of(driver: &dyn Driver) -> Self {
         match driver.capabilities() {
             can if can.unified => Self::BesideKernel,
@@ -47,7 +56,7 @@ pub(in crate::memory) struct Device {
     /// Its name in metrics and errors: the UUID, or its number if the driver knows none.
     pub(super) name: Arc<str>,
     pub(super) driver: Arc<Guarded>,
-    pub(super) counted: Counted,
+    pub(super) counted: CountedIn,
     pub(super) watch: DeviceWatch,
     /// The account of a further device that has memory of its own. The first device's is in the
     /// admission of the `Memory`.
@@ -58,8 +67,8 @@ pub(in crate::memory) struct Device {
 
 impl Device {
     pub(super) fn new(number: u32, driver: Arc<dyn Driver>, watermark: f64) -> Self {
-        let counted = Counted::of(&*driver);
-        let has_account = number > 0 && counted == Counted::OnDevice;
+        let counted = CountedIn::of(&*driver);
+        let has_account = number > 0 && counted == CountedIn::OnDevice;
         Self {
             number,
             name: name_of(number, &*driver).into(),
@@ -94,7 +103,7 @@ impl Device {
     pub(super) fn ledger<'a>(&'a self, memory: &'a Admission) -> &'a Ledger {
         match (&self.admission, self.counted) {
             (Some(own), _) => own.ledger(Budget::Device),
-            (None, Counted::OnDevice) => memory.ledger(Budget::Device),
+            (None, CountedIn::OnDevice) => memory.ledger(Budget::Device),
             (None, _) => memory.ledger(Budget::Host),
         }
     }
@@ -110,4 +119,77 @@ impl Device {
 
 fn name_of(number: u32, driver: &dyn Driver) -> String {
     driver.uuid().map_or_else(|| number.to_string(), |uuid| uuid.to_string())
+}
+
+/// The state of the device.
+#[derive(Debug)]
+pub(super) struct DeviceWatch {
+    state: Mutex<WatchState>,
+    /// Bytes released because device memory was low.
+    given_back: AtomicU64,
+}
+
+#[derive(Debug)]
+struct WatchState {
+    watermark: Watermark,
+    /// The last sample.
+    last: Option<DeviceSample>,
+}
+
+impl DeviceWatch {
+    /// Creates it with a watermark at this share of the device's memory.
+    pub(super) fn new(part: f64) -> Self {
+        let state = WatchState { watermark: Watermark::new(part), last: None };
+        Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
+    }
+
+    /// Returns the figures of the last sample; `None` if the driver reported nothing.
+    pub(super) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
+        let (last, is_short) = {
+            let state = lock(&self.state);
+            (state.last?, state.watermark.is_short())
+        };
+        let context_overhead = driver.context_overhead();
+        let taken = last.total.saturating_sub(last.free);
+        let others = taken.saturating_sub(last.committed);
+        Some(DeviceSnapshot {
+            total: last.total,
+            free: last.free,
+            context_overhead,
+            unmanaged: context_overhead
+                .map(|context_overhead| others.saturating_sub(context_overhead)),
+            is_short,
+            watermark_released_total: self.watermark_released_total(),
+        })
+    }
+
+    /// Returns the bytes released because device memory was low, since the start.
+    pub(super) fn watermark_released_total(&self) -> u64 {
+        self.given_back.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` while little memory of the device is free.
+    pub(super) fn is_short(&self) -> bool {
+        lock(&self.state).watermark.is_short()
+    }
+
+    /// Takes a sample. Returns the idle memory to release, and the watermark.
+    pub(super) fn add_sample(&self, now: Moment, sample: DeviceSample) -> (ByteSize, ByteSize) {
+        let mut state = lock(&self.state);
+        state.last = Some(sample);
+        (state.watermark.look(now, sample), state.watermark.low(sample.total))
+    }
+
+    /// Counts bytes that were released because device memory was low.
+    pub(super) fn add_released(&self, bytes: ByteSize) {
+        self.given_back.fetch_add(bytes.get(), Ordering::Relaxed);
+    }
+
+    /// Discards the last sample until the device answers again, which never happens after its
+    /// context is lost.
+    pub(super) fn forget(&self) {
+        let mut state = lock(&self.state);
+        state.last = None;
+        state.watermark.forget();
+    }
 }

@@ -13,7 +13,7 @@ use crate::device::driver::{Driver, DriverError};
 
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
-use super::device::DEVICES_MAX;
+use super::selector::DEVICES_MAX;
 use super::state::GivenDrivers;
 
 /// Opens the configured drivers, unless some are given.

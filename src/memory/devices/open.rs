@@ -1,4 +1,4 @@
-//! Opens arenas and pinned pools, lists them, and releases their idle memory.
+//! Opens arenas, pinned pools and the arenas of slots, lists them, and releases their idle memory.
 //!
 //! The handles of pools' arenas stay in this folder, which frees no blocks.
 #![expect(unsafe_code, reason = "the arena of a pool could free the pool's blocks")]
@@ -6,79 +6,76 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
+use crate::config::arena::{ArenaOptions, ArenaResolution};
 use crate::device::driver::Backend;
 use crate::device::{
-    ArenaConfig, ArenaOccupancy, DeviceArena, DeviceError, PinnedConfig, PinnedPool,
+    ArenaConfig, ArenaOccupancy, DeviceArena, PinnedConfig, PinnedKind, PinnedPool,
 };
 use crate::memory::error::{Diagnostic, MemoryError};
-use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
+use crate::sync::lock;
 
-use super::arenas::Listed;
-use super::device::Counted;
-use super::device::Device;
-use super::selector::{ArenaError, DeviceSelectError, DeviceSelector};
+use super::MemoryDevices;
+use super::arenas::{Listed, cannot_open, is_loss};
+#[cfg(feature = "cuda")]
+use super::cuda::DeviceProcesses;
+use super::device::{CountedIn, Device};
+use super::selector::{DeviceSelector, Slot, SlotKind};
+use super::slots::{
+    ArenaReport, ArenaSlot, ArenaUse, Done, Opened, Replaced, SlotAction, SlotSnapshot,
+    begin_draining,
+};
 
-impl Memory {
-    /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The
-    /// manager samples, decays and publishes the arena, and puts it to sleep if configured, until
-    /// this `Memory` ends or the arena is closed with [`DeviceArena::close`], which makes its name
-    /// available again. Dropping all handles does not close the arena.
+impl MemoryDevices<'_> {
+    /// Opens an arena on the selected device, with the configured driver, limit, decay time and
+    /// sleep settings. The manager samples, decays and publishes the arena, and puts it to sleep if
+    /// configured, until the `Memory` ends or the arena is closed with [`DeviceArena::close`],
+    /// which makes its name available again. Dropping all handles does not close the arena. Names
+    /// of arenas are unique across devices.
     ///
-    /// All other settings are those of [`ArenaConfig::new`]. [`Memory::open_arena_with`] changes
-    /// any of them; [`DeviceArena::set_limit`], [`DeviceArena::set_decay`],
+    /// All other settings are those of [`ArenaConfig::new`]. [`MemoryDevices::open_arena_with`]
+    /// changes any of them; [`DeviceArena::set_limit`], [`DeviceArena::set_decay`],
     /// [`DeviceArena::set_thread_cache`] and [`DeviceArena::set_stores_max`] change those of one
     /// open arena. The last is the host memory that the arena keeps for its next sleep: at first a
     /// quarter of the limit of host memory, and at most half of the host's physical memory. It has
     /// no variable and no setting of the [`Builder`](crate::memory::Builder). For growth in steps,
-    /// use [`Memory::share_arena`]. An arena that is opened after [`Memory::shutdown`] is not
-    /// managed.
+    /// use [`MemoryDevices::share_arena`]. An arena that is opened after
+    /// [`Memory::shutdown_blocking`](crate::Memory::shutdown_blocking) is not managed.
     ///
-    /// # Errors
-    /// [`MemoryError::Arena`] if the configured device is `none`, the driver fails, the name is in
-    /// use, or too many arenas are open; [`MemoryError::Forked`].
-    pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
-        self.open_arena_on(DeviceSelector::Default, name)
-    }
-
-    /// Like [`Memory::open_arena`], on the device that the selector names. Names of arenas are
-    /// unique across devices. The memory of a resource is on the device of its arena
-    /// ([`Memory::managed_in`]), but its cost is reserved in the first device's budget.
+    /// The memory of a resource is on the device of its arena
+    /// ([`Memory::managed_in`](crate::Memory::managed_in)), but its cost is reserved in the first
+    /// device's budget.
     ///
     /// ```
     /// use lowtide::Memory;
     /// use lowtide::memory::DeviceSelector;
     ///
     /// let memory = Memory::builder().start()?;
-    /// let arena = memory.open_arena_on(DeviceSelector::MostHeadroom, "embedder")?;
-    /// # drop(arena);
+    /// let arena = memory.devices().open_arena("embedder")?;
+    /// let other = memory.devices().on(DeviceSelector::MostHeadroom).open_arena("ranker")?;
+    /// # drop((arena, other));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// Those of [`Memory::open_arena`], and [`ArenaError::Device`] if there is no such device, or
-    /// it is lost.
-    pub fn open_arena_on(
-        &self,
-        selector: DeviceSelector,
-        name: &str,
-    ) -> Result<DeviceArena, MemoryError> {
-        self.open_arena_with(selector, name, |_| {})
+    /// [`MemoryError::OpenArena`] if there is no such device, it is lost, or the driver fails;
+    /// [`MemoryError::DuplicateArena`], [`MemoryError::TooManyArenas`], [`MemoryError::Forked`].
+    pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
+        self.open_arena_with(name, |_| {})
     }
 
-    /// Like [`Memory::open_arena_on`], with settings of the arena that have no variable, such as
-    /// the size of its handles, its granule, or a recorder. `change` gets those that
-    /// [`Memory::open_arena`] uses. It may set a limit above
+    /// Like [`MemoryDevices::open_arena`], with settings of the arena that have no variable, such
+    /// as the size of its handles, its granule, or a recorder. `change` gets those that
+    /// [`MemoryDevices::open_arena`] uses. It may set a limit above
     /// [`device_limit`](crate::memory::Builder::device_limit), which does not change the budget of
     /// the device. It cannot change the name.
     ///
     /// ```
     /// use lowtide::config::DeviceChoice;
-    /// use lowtide::memory::DeviceSelector;
     /// use lowtide::{ByteSize, Memory};
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    /// let arena = memory.open_arena_with(DeviceSelector::Default, "embedder", |config| {
+    /// let arena = memory.devices().open_arena_with("embedder", |config| {
     ///     config.handle_max = ByteSize::mib(16);
     /// })?;
     /// # drop(arena);
@@ -86,33 +83,29 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Memory::open_arena_on`]. [`ArenaError::Driver`] also if the driver cannot have a
-    /// setting ([`DeviceArena::open`]).
+    /// Those of [`MemoryDevices::open_arena`]. [`MemoryError::OpenArena`] also if the driver
+    /// cannot have a setting ([`DeviceArena::open`]).
     pub fn open_arena_with(
         &self,
-        selector: DeviceSelector,
         name: &str,
         change: impl FnOnce(&mut ArenaConfig),
     ) -> Result<DeviceArena, MemoryError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
+        let shared = self.shared();
+        let device = self.device_for(name)?;
         let limit = shared.config.device_limit.value;
         let mut config = ArenaConfig { limit, ..shared.arena_config(name) };
         change(&mut config);
         name.clone_into(&mut config.name);
-        shared.sweep(); // so that what was closed, or has drained, takes no place
-        shared.devices.arenas.admit(name, None)?;
-        let device = shared.device_for(selector, name)?;
         let arena = shared.open_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
         shared.devices.arenas.add(&arena, None, &device, None)?;
         Ok(arena)
     }
 
-    /// Opens a pool of host memory for copies to and from the device, with the configured driver
-    /// and decay time. Its arena has the name of the pool, and is managed like one of
-    /// [`Memory::open_arena`], until the pool is closed with [`PinnedPool::close`]. Its memory
-    /// counts in the host's budget.
+    /// Opens a pool of host memory for copies to and from the selected device, with the configured
+    /// driver and decay time. Its arena has the name of the pool, and is managed like one of
+    /// [`MemoryDevices::open_arena`], until the pool is closed with [`PinnedPool::close`]. Its
+    /// memory counts in the host's budget.
     ///
     /// ```
     /// use lowtide::device::driver::Backend;
@@ -124,7 +117,7 @@ impl Memory {
     /// let kind = PinnedKind::PageLockedOrPageable;
     /// let limit = ByteSize::mib(256);
     /// let config = PinnedConfig { kind, limit, ..PinnedConfig::new("staging") };
-    /// let pool = memory.open_pinned_pool(config)?;
+    /// let pool = memory.devices().open_pinned_pool(config)?;
     /// let staging = pool.alloc_from(&[1.0_f32; 1024])?;
     /// let [arena] = &memory.snapshot().devices.arenas[..] else { panic!("one arena") };
     /// assert_eq!((arena.backend, arena.live), (Backend::PinnedHost, ByteSize::kib(4)));
@@ -133,32 +126,24 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`Memory::open_arena`] and, as [`ArenaError::Driver`], those of
+    /// The errors of [`MemoryDevices::open_arena`] and, as [`MemoryError::OpenArena`], those of
     /// [`PinnedPool::open`].
     pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
-        self.open_pinned_pool_on(DeviceSelector::Default, config)
-    }
-
-    /// Like [`Memory::open_pinned_pool`], for copies to and from the device that the selector
-    /// names.
-    ///
-    /// # Errors
-    /// Those of [`Memory::open_pinned_pool`], and [`ArenaError::Device`] if there is no such
-    /// device, or it is lost.
-    pub fn open_pinned_pool_on(
-        &self,
-        selector: DeviceSelector,
-        config: PinnedConfig,
-    ) -> Result<PinnedPool, MemoryError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
-        shared.sweep(); // so that what was closed, or has drained, takes no place
-        shared.devices.arenas.admit(&config.name, None)?;
-        let device = shared.device_for(selector, &config.name)?;
+        let shared = self.shared();
+        let device = self.device_for(&config.name)?;
         let (pool, arena) = shared.open_pool_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
         shared.devices.arenas.add(&arena, Some(&pool), &device, None)?;
         Ok(pool)
+    }
+
+    /// Returns the selected device for an arena of this name, which is not in use.
+    fn device_for(&self, arena: &str) -> Result<Arc<Device>, MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        shared.sweep(); // so that what was closed, or has drained, takes no place
+        shared.devices.arenas.admit(arena, None)?;
+        shared.device_for(self.selector, arena)
     }
 
     /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
@@ -166,7 +151,7 @@ impl Memory {
     /// [`DeviceArena::occupancy`] for each.
     #[must_use]
     pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
-        let arenas = self.0.shared.arenas();
+        let arenas = self.shared().arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
         let one = |Listed { arena, .. }: &Listed| (arena.name().to_owned(), arena.occupancy(each));
         arenas.iter().map(one).collect()
@@ -174,6 +159,15 @@ impl Memory {
 }
 
 impl Shared {
+    /// Returns the serving arena of this name, or else the names of all.
+    pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, Vec<String>> {
+        let (serving, _) = self.devices.arenas.parted();
+        let found = serving.iter().find(|listed| listed.arena.name() == name);
+        found
+            .map(|listed| listed.arena.clone())
+            .ok_or_else(|| serving.iter().map(|listed| listed.arena.name().to_owned()).collect())
+    }
+
     /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
     pub(super) fn arenas(&self) -> Vec<Listed> {
         if self.birth.is_here() { self.devices.arenas.all() } else { Vec::new() }
@@ -197,12 +191,8 @@ impl Shared {
         &self,
         selector: DeviceSelector,
         arena: &str,
-    ) -> Result<Arc<Device>, ArenaError> {
-        let arena = || arena.to_owned();
-        self.select(selector).map_err(|error| match error {
-            DeviceSelectError::NoDevice => ArenaError::NoDevice { arena: arena() },
-            error => ArenaError::Device { arena: arena(), error },
-        })
+    ) -> Result<Arc<Device>, MemoryError> {
+        self.select(selector).map_err(|error| cannot_open(arena, error))
     }
 
     /// Opens an arena that is not in the list.
@@ -210,10 +200,10 @@ impl Shared {
         &self,
         device: &Device,
         config: ArenaConfig,
-    ) -> Result<DeviceArena, ArenaError> {
+    ) -> Result<DeviceArena, MemoryError> {
         let name = config.name.clone();
         let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
+            .map_err(|error| cannot_open(&name, error.into()))?;
         self.book_contents_of(&arena);
         Ok(arena)
     }
@@ -223,11 +213,11 @@ impl Shared {
         &self,
         device: &Device,
         config: PinnedConfig,
-    ) -> Result<(PinnedPool, DeviceArena), ArenaError> {
+    ) -> Result<(PinnedPool, DeviceArena), MemoryError> {
         let name = config.name.clone();
         let config = PinnedConfig { decay: self.config.device_decay.value, ..config };
         let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
-            .map_err(|error| ArenaError::Driver { arena: name, error: Box::new(error) })?;
+            .map_err(|error| cannot_open(&name, error.into()))?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
         // which use it for figures and the release of idle memory. A slot gives out the arena of
         // device memory only (`Generation::device_arena`).
@@ -286,7 +276,7 @@ impl Shared {
     pub(super) fn purge_arenas(&self) -> ByteSize {
         let is_own = self.devices.has_own_memory();
         let is_counted = |listed: &Listed| {
-            let on_host = listed.device.counted != Counted::OnDevice
+            let on_host = listed.device.counted != CountedIn::OnDevice
                 || listed.arena.backend() == Backend::PinnedHost;
             if is_own { listed.device.number == 0 && !on_host } else { on_host }
         };
@@ -296,7 +286,243 @@ impl Shared {
     }
 }
 
-/// Returns `true` if the error is that of a lost device.
-pub(super) const fn is_loss(error: &DeviceError) -> bool {
-    matches!(error, DeviceError::Driver(error) if error.is_context_lost())
+/// The maximum number of slots of one `Memory`.
+const SLOTS_MAX: usize = 64;
+
+impl MemoryDevices<'_> {
+    /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
+    /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already
+    /// has an arena, that one is shared unchanged, and options that differ are conflicts; use a
+    /// replacement to apply them.
+    ///
+    /// ```
+    /// use lowtide::Memory;
+    /// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource};
+    /// use lowtide::device::Region;
+    /// use lowtide::memory::Slot;
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let slot = Slot::device("CudaEp", 0);
+    /// let process = [("ep_factory.CudaEp.arena.max_mem", "67108864")];
+    /// memory.devices().share_arena(&slot, &ArenaOptions::of_process("CudaEp", process)?)?;
+    ///
+    /// let session = [("ep.cudaep.arena.max_mem", "33554432")];
+    /// let session = ArenaOptions::of_session("CudaEp", session)?;
+    /// let arena = memory.devices().use_arena(&slot, &session)?;
+    /// assert_eq!(arena.conflicts().len(), 1); // the shared arena's limit is in force
+    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Shared);
+    ///
+    /// let mut buffer = arena.alloc::<f32>(1024, Region::Dynamic)?;
+    /// memory.devices().replace_arena(&slot, &ArenaOptions::from_keys([("arena.max_mem", "0")])?)?;
+    /// let lease = buffer.enter()?; // the old arena lives as long as its blocks
+    /// buffer.slice_mut(&lease)?.fill(1.0);
+    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Replacement);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn share_arena(
+        &self,
+        slot: &Slot,
+        options: &ArenaOptions,
+    ) -> Result<ArenaReport, MemoryError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        Ok(shared.act_on(&place, SlotAction::Share, options)?.report)
+    }
+
+    /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotShared`] if the slot has no shared arena;
+    /// [`MemoryError::Forked`].
+    pub fn unshare_arena(&self, slot: &Slot) -> Result<(), MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        match place {
+            Some(place) if place.unshare() => Ok(()),
+            _ => Err(MemoryError::NotShared { slot: slot.clone() }),
+        }
+    }
+
+    /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
+    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, MemoryError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        let done = shared.act_on(&place, SlotAction::Use, session)?;
+        Ok(ArenaUse::new(place, done.report))
+    }
+
+    /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
+    /// options; all other keys keep the values in force. Allocations that start after the return
+    /// are in the new arena; blocks of the old arena stay there until they are freed. If the slot
+    /// has no arena, this shares one.
+    ///
+    /// Blocks while the old arena's idle memory is released: about 0.1 ms for each MiB.
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn replace_arena(
+        &self,
+        slot: &Slot,
+        options: &ArenaOptions,
+    ) -> Result<Replaced, MemoryError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        let done = shared.act_on(&place, SlotAction::Replace, options)?;
+        let arena = done.old.as_ref().map(|old| old.any_arena());
+        let draining = arena.map(|arena| arena.glance().live);
+        let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
+        begin_draining(done.old.as_deref());
+        drop(done.old);
+        shared.sweep();
+        log!(
+            info,
+            target: "lowtide",
+            slot = %slot,
+            draining = draining.map(tracing::field::display),
+            conflicts = done.report.conflicts.len(),
+            "arena replaced"
+        );
+        Ok(Replaced { report: done.report, draining, released })
+    }
+
+    /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
+    #[must_use]
+    pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
+        let shared = self.shared();
+        shared.check_here().ok()?;
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        place?.resolution()
+    }
+
+    /// Returns the slots that have a serving or a draining arena. Empty in a forked child.
+    #[must_use]
+    pub fn arena_slots(&self) -> Vec<SlotSnapshot> {
+        let places = self.shared().here(Shared::places);
+        places.iter().filter(|place| !place.is_empty()).map(|place| place.snapshot()).collect()
+    }
+}
+
+impl Shared {
+    /// Returns the state of a slot, which is created if there is none.
+    fn place(&self, slot: &Slot) -> Result<Arc<ArenaSlot>, MemoryError> {
+        self.check_here()?;
+        if slot.name.is_empty() {
+            return Err(MemoryError::NoSlotName);
+        }
+        let list = &self.devices.list;
+        if list.is_empty() && slot.device == 0 {
+            return Err(cannot_open(&slot.to_string(), MemoryError::NoDevice));
+        }
+        let Some(device) = list.iter().find(|device| device.number == slot.device) else {
+            let (slot, devices) = (slot.clone(), list.len().max(1));
+            return Err(MemoryError::UnknownSlot { slot, devices });
+        };
+        let mut places = lock(&self.devices.scopes.0);
+        if let Some(place) = places.get(slot) {
+            return Ok(Arc::clone(place));
+        }
+        if places.len() >= SLOTS_MAX {
+            // This is the only handle, so no other thread can be about to use the slot.
+            places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
+        }
+        if places.len() >= SLOTS_MAX {
+            return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
+        }
+        let device_limit = match slot.kind {
+            SlotKind::Device => self.config.device_limit.value,
+            SlotKind::Pinned => ByteSize::MAX,
+        };
+        let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
+        let place = ArenaSlot::new(slot.clone(), self.birth, device_limit, device, arenas);
+        let place = Arc::new(place);
+        places.insert(slot.clone(), Arc::clone(&place));
+        Ok(place)
+    }
+
+    fn places(&self) -> Vec<Arc<ArenaSlot>> {
+        lock(&self.devices.scopes.0).values().cloned().collect()
+    }
+
+    /// Drops the arenas that have drained, with their address space and at most the last granules.
+    /// For the worker, and for replacements.
+    pub(in crate::memory) fn sweep(&self) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let drained = self.places().into_iter().flat_map(|place| {
+            let device = Arc::clone(&place.device);
+            place.take_drained().into_iter().map(move |drained| (Arc::clone(&device), drained))
+        });
+        for (device, Opened { arena, pool }) in drained {
+            // An error stays with the arena: memory that it could not release goes with the driver.
+            let _ = self.purged(&arena);
+            self.devices.gone.add(&device.name, arena.snapshot());
+            log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
+            drop((pool, arena));
+        }
+        for closed in self.devices.arenas.take_closed() {
+            self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
+        }
+    }
+
+    fn act_on(
+        &self,
+        place: &ArenaSlot,
+        action: SlotAction,
+        options: &ArenaOptions,
+    ) -> Result<Done, MemoryError> {
+        place.act(action, options, |resolution, replaced| {
+            self.sweep(); // so that what has drained takes no place
+            let (device, name) = (&place.device, place.slot.to_string());
+            self.devices.arenas.admit(&name, replaced)?;
+            self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+            if place.slot.kind == SlotKind::Device {
+                let arena = self.open_apart(device, resolution.config(self.arena_config(name)))?;
+                return Ok(Opened { arena, pool: None });
+            }
+            let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
+            let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
+            let (pool, arena) = self.open_pool_apart(device, config)?;
+            Ok(Opened { arena, pool: Some(pool) })
+        })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl MemoryDevices<'_> {
+    /// Returns the processes that use each CUDA device of this `Memory`, as NVML lists them.
+    /// Returns an empty list without CUDA devices, and in a forked child.
+    ///
+    /// NVML (`libnvidia-ml.so.1`) is loaded by the first call, and stays loaded. If it cannot be
+    /// loaded, a diagnostic reports it once, and the lists contain the error. A list is kept for 5
+    /// s, so calls in between cost little. Other calls start a thread for the query and wait for it
+    /// for at most 50 ms; if NVML takes longer, they return the last list, or an error, and a later
+    /// call returns the answer. It has not run on a real GPU.
+    #[must_use]
+    pub fn processes(&self) -> Vec<DeviceProcesses> {
+        let shared = self.shared();
+        if shared.check_here().is_err() {
+            return Vec::new();
+        }
+        let devices = &shared.devices;
+        let committed = |device: &Device| shared.committed_on(device);
+        let (lists, failure) = devices.processes.read(&*shared.clock, &devices.list, committed);
+        if let Some(error) = failure {
+            let start = "the processes on the device are unknown: ";
+            let text = format!("{start}{error}");
+            shared.add_diagnostic_once(start, Diagnostic::info("device", text));
+        }
+        lists
+    }
 }

@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{Driver as _, DriverError};
-use crate::memory::error::Diagnostic;
-use crate::memory::manager::Memory;
+use crate::memory::devices::MemoryDevices;
+use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
 use lowtide_admission::{Cost, Permit};
 
-use super::device::{Counted, Device};
-use super::selector::{DeviceReserveError, DeviceSelectError, DeviceSelector};
-use super::snapshot::DeviceStatus;
+use super::device::{CountedIn, Device};
+use super::report::DeviceStatus;
+use super::selector::DeviceSelector;
 
 /// Reserved bytes of a device.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub struct DeviceReservation {
 }
 
 impl DeviceReservation {
-    /// Returns the device, for [`Memory::open_arena_on`].
+    /// Returns the device, for [`MemoryDevices::on`].
     #[must_use]
     pub const fn device(&self) -> DeviceSelector {
         DeviceSelector::Number(self.device)
@@ -37,38 +37,38 @@ impl DeviceReservation {
     }
 }
 
-impl Memory {
-    /// Returns the devices, the default one first; empty if the configured device is `none`, and in
+impl MemoryDevices<'_> {
+    /// Returns all devices, the default one first; empty if the configured device is `none`, and in
     /// a forked child. Makes no driver call.
     #[must_use]
-    pub fn devices(&self) -> Vec<DeviceStatus> {
-        self.0.shared.devices_snapshot().devices
+    pub fn all(&self) -> Vec<DeviceStatus> {
+        self.shared().devices_snapshot().devices
     }
 
-    /// Returns the device that the selector names. Only [`DeviceSelector::MostHeadroom`] makes
-    /// driver calls: one for each device, of some 10 us.
+    /// Returns the selected device. Only [`DeviceSelector::MostHeadroom`] makes driver calls: one
+    /// for each device, of some 10 us.
     ///
     /// ```
     /// use lowtide::Memory;
     /// use lowtide::config::DeviceChoice;
-    /// use lowtide::memory::{DeviceSelectError, DeviceSelector};
+    /// use lowtide::memory::{DeviceSelector, MemoryError};
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    /// assert_eq!(memory.device(DeviceSelector::MostHeadroom)?.number, 0);
-    /// let unknown = memory.device(DeviceSelector::Number(7));
-    /// assert!(matches!(unknown, Err(DeviceSelectError::Unknown { .. })));
+    /// assert_eq!(memory.devices().on(DeviceSelector::MostHeadroom).status()?.number, 0);
+    /// let unknown = memory.devices().on(DeviceSelector::Number(7)).status();
+    /// assert!(matches!(unknown, Err(MemoryError::UnknownDevice { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`DeviceSelectError`] if there is no such device, or it is lost.
-    pub fn device(&self, selector: DeviceSelector) -> Result<DeviceStatus, DeviceSelectError> {
-        let shared = &self.0.shared;
-        shared.select(selector).map(|device| shared.status(&device))
+    /// [`MemoryError`] if there is no such device, or it is lost.
+    pub fn status(&self) -> Result<DeviceStatus, MemoryError> {
+        let shared = self.shared();
+        shared.select(self.selector).map(|device| shared.status(&device))
     }
 
-    /// Reserves bytes of a device in its budget, for a request that will use them. Does not wait:
-    /// there is a queue for the default device only
+    /// Reserves bytes of the selected device in its budget, for a request that will use them. Does
+    /// not wait: there is a queue for the default device only
     /// ([`Admission`](crate::admission::Admission)). Bytes of a device without memory of its own
     /// are reserved in the host's budget.
     ///
@@ -78,7 +78,7 @@ impl Memory {
     /// [correction factor](crate::memory::Builder::correction_factor): 2 until it is measured, so
     /// at first about half of the ceiling. Without a limit everything is admitted. Costs some
     /// nanoseconds more than [`Admission::try_admit`](crate::admission::Admission::try_admit), and
-    /// for [`DeviceSelector::MostHeadroom`] those of [`Memory::device`].
+    /// for [`DeviceSelector::MostHeadroom`] those of [`MemoryDevices::status`].
     ///
     /// A handler answers an error like a layer does:
     ///
@@ -87,16 +87,16 @@ impl Memory {
     /// use http::{Response, StatusCode};
     /// use lowtide::admission::Rejected;
     /// use lowtide::config::DeviceChoice;
-    /// use lowtide::memory::{DeviceReserveError, DeviceSelectError, DeviceSelector};
+    /// use lowtide::memory::{DeviceSelector, MemoryError};
     /// use lowtide::service::rejection;
     /// use lowtide::{ByteSize, Memory};
     ///
-    /// fn answer(error: &DeviceReserveError, asked: ByteSize) -> Response<String> {
+    /// fn answer(error: &MemoryError, asked: ByteSize) -> Response<String> {
     ///     match error {
     ///         // 503 with Retry-After, or 413 if the bytes can never fit.
-    ///         DeviceReserveError::Rejected(rejected) => rejection(rejected),
+    ///         MemoryError::Rejected(rejected) => rejection(rejected),
     ///         // 503 without Retry-After: another instance may have a device that works.
-    ///         DeviceReserveError::Device(DeviceSelectError::Lost { .. }) => {
+    ///         MemoryError::DeviceLost { .. } => {
     ///             rejection(&Rejected::DeviceLost { asked })
     ///         }
     ///         // An unknown device is a mistake of the program.
@@ -110,9 +110,9 @@ impl Memory {
     ///
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     /// let asked = ByteSize::mib(64);
-    /// match memory.reserve_on(DeviceSelector::MostHeadroom, asked) {
+    /// match memory.devices().on(DeviceSelector::MostHeadroom).reserve(asked) {
     ///     Ok(reserved) => {
-    ///         let arena = memory.open_arena_on(reserved.device(), "request")?;
+    ///         let arena = memory.devices().on(reserved.device()).open_arena("request")?;
     ///         // The request uses the arena while it holds `reserved`.
     /// #       drop(arena);
     ///     }
@@ -123,18 +123,14 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// [`DeviceReserveError`] if there is no such device, it is lost, or the bytes do not fit.
-    pub fn reserve_on(
-        &self,
-        selector: DeviceSelector,
-        bytes: ByteSize,
-    ) -> Result<DeviceReservation, DeviceReserveError> {
-        let shared = &self.0.shared;
+    /// [`MemoryError`] if there is no such device, it is lost, or the bytes do not fit.
+    pub fn reserve(&self, bytes: ByteSize) -> Result<DeviceReservation, MemoryError> {
+        let shared = self.shared();
         shared.check_here()?;
-        let device = shared.select(selector)?;
+        let device = shared.select(self.selector)?;
         let cost = match device.counted {
-            Counted::OnDevice => Cost::device(bytes),
-            Counted::ByKernel | Counted::BesideKernel => Cost::host(bytes),
+            CountedIn::OnDevice => Cost::device(bytes),
+            CountedIn::ByKernel | CountedIn::BesideKernel => Cost::host(bytes),
         };
         let admission = device.admission.as_ref().unwrap_or(&shared.admission);
         let permit = admission.try_admit(cost)?;
@@ -144,13 +140,10 @@ impl Memory {
 
 impl Shared {
     /// Returns the device that the selector names.
-    pub(super) fn select(
-        &self,
-        selector: DeviceSelector,
-    ) -> Result<Arc<Device>, DeviceSelectError> {
+    pub(super) fn select(&self, selector: DeviceSelector) -> Result<Arc<Device>, MemoryError> {
         let list = &self.devices.list;
         if list.is_empty() {
-            return Err(DeviceSelectError::NoDevice);
+            return Err(MemoryError::NoDevice);
         }
         let has = |of: &dyn Fn(&Device) -> bool| list.iter().find(|device| of(device)).cloned();
         let found = match selector {
@@ -170,7 +163,7 @@ impl Shared {
             if known.is_empty() {
                 known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
             }
-            DeviceSelectError::Unknown { selector, known }
+            MemoryError::UnknownDevice { selector, known }
         };
         let device = found.ok_or_else(unknown)?;
         match device.lost() {
@@ -180,7 +173,7 @@ impl Shared {
     }
 
     /// Returns the device with the most headroom, and the fewest arenas among equal ones.
-    fn roomiest(&self) -> Result<Arc<Device>, DeviceSelectError> {
+    fn roomiest(&self) -> Result<Arc<Device>, MemoryError> {
         let (mut best, mut failed) = (None, None);
         for device in &self.devices.list {
             match device.headroom(&self.admission) {
@@ -194,7 +187,7 @@ impl Shared {
                     let silent = match device.lost() {
                         Some(error) => lost(device, error),
                         None => {
-                            DeviceSelectError::Silent { device: device.name.to_string(), error }
+                            MemoryError::DeviceSilent { device: device.name.to_string(), error }
                         }
                     };
                     failed.get_or_insert(silent);
@@ -203,7 +196,7 @@ impl Shared {
         }
         match (best, failed) {
             (Some((_, device)), _) => Ok(device),
-            (None, failed) => Err(failed.unwrap_or(DeviceSelectError::NoDevice)),
+            (None, failed) => Err(failed.unwrap_or(MemoryError::NoDevice)),
         }
     }
 
@@ -223,6 +216,6 @@ impl Shared {
     }
 }
 
-fn lost(device: &Device, error: &DriverError) -> DeviceSelectError {
-    DeviceSelectError::Lost { device: device.name.to_string(), error: error.clone() }
+fn lost(device: &Device, error: &DriverError) -> MemoryError {
+    MemoryError::DeviceLost { device: device.name.to_string(), error: error.clone() }
 }

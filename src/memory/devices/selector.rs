@@ -1,15 +1,12 @@
-//! The values that name a device, and the reasons that it or an arena on it is not used.
-//!
-//! This module finds no device: `select` does.
+//! The names of devices, of slots, and of targets to shrink.
 
 use std::fmt;
 
-use thiserror::Error;
+use crate::config::arena::ShrinkTarget;
+use crate::device::driver::DeviceUuid;
 
-use crate::device::DeviceError;
-use crate::device::driver::{DeviceUuid, DriverError};
-use crate::memory::error::MemoryError;
-use lowtide_admission::Rejected;
+/// The maximum number of devices: each has series of its own in metrics.
+pub(super) const DEVICES_MAX: usize = 16;
 
 /// Names one of the devices of a [`Memory`](crate::Memory).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -18,8 +15,9 @@ pub enum DeviceSelector {
     /// The first device.
     #[default]
     Default,
-    /// The device with this number: its place in [`Memory::devices`](crate::Memory::devices), from
-    /// 0. Slots and shrink targets (`gpu:1`) count the same way.
+    /// The device with this number: its place in
+    /// [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0. Slots and shrink targets
+    /// (`gpu:1`) count the same way.
     Number(u32),
     /// The device with this ordinal in CUDA, among those visible to the process.
     Ordinal(u32),
@@ -43,95 +41,55 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// The reason that no device was chosen.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DeviceSelectError {
-    /// The configured device is `none`.
-    #[error("the configured device is none")]
-    NoDevice,
-    /// No device of this `Memory` has this name.
-    #[error("unknown device {selector}: expected {}", one_of(known))]
-    Unknown {
-        /// The name.
-        selector: DeviceSelector,
-        /// The devices by the same kind of name, or by their numbers if none has such a name.
-        known: Vec<DeviceSelector>,
-    },
-    /// The device is lost, or all are and this is the first. Its memory is gone until the process
-    /// restarts.
-    #[error("device {device} is lost: {error}")]
-    Lost {
-        /// The device's name in metrics.
-        device: String,
-        /// The error by which the loss became known.
-        error: DriverError,
-    },
-    /// The device could not be queried.
-    #[error("cannot query device {device}: {error}")]
-    Silent {
-        /// The device's name in metrics.
-        device: String,
-        /// The cause.
-        error: DriverError,
-    },
+/// A kind of memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SlotKind {
+    /// Device memory.
+    Device,
+    /// Host memory for copies to and from the device, page-locked as far as the system allows: a
+    /// pool, with `arena.max_mem` as its limit.
+    Pinned,
 }
 
-fn one_of(known: &[DeviceSelector]) -> String {
-    known.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
+/// The place of an arena: a provider, a device, a kind of memory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot {
+    /// The provider's name, which metrics and errors use for its arenas.
+    pub name: String,
+    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all),
+    /// from 0.
+    pub device: u32,
+    /// The kind of memory.
+    pub kind: SlotKind,
 }
 
-/// The reason that bytes of a device were not reserved.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum DeviceReserveError {
-    /// No device was chosen.
-    #[error(transparent)]
-    Device(#[from] DeviceSelectError),
-    /// The bytes do not fit.
-    #[error(transparent)]
-    Rejected(#[from] Rejected),
-    /// This `Memory` cannot do it now, for example in a forked child.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
+impl Slot {
+    /// Creates the slot of the device's memory.
+    #[must_use]
+    pub fn device(name: impl Into<String>, device: u32) -> Self {
+        Self { name: name.into(), device, kind: SlotKind::Device }
+    }
+
+    /// Creates the slot of page-locked memory for that device.
+    #[must_use]
+    pub fn pinned(name: impl Into<String>, device: u32) -> Self {
+        Self { name: name.into(), device, kind: SlotKind::Pinned }
+    }
 }
 
-/// The reason that an arena, or a pool of pinned memory, was not opened.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ArenaError {
-    /// The configured device is `none`.
-    #[error("cannot open arena {arena:?}: the configured device is none")]
-    NoDevice {
-        /// The arena's name.
-        arena: String,
-    },
-    /// No device was chosen for the arena: it is unknown or lost.
-    #[error("cannot open arena {arena:?}: {error}")]
-    Device {
-        /// The arena's name.
-        arena: String,
-        /// The cause, which names the device.
-        error: DeviceSelectError,
-    },
-    /// The driver failed to open the arena.
-    #[error("cannot open arena {arena:?}: {error}")]
-    Driver {
-        /// The arena's name.
-        arena: String,
-        /// The cause; boxed, so that results are small.
-        error: Box<DeviceError>,
-    },
-    /// The name is in use; the arenas could not be distinguished in metrics.
-    #[error("arena {arena:?} is already open: expected another name")]
-    Duplicate {
-        /// The name.
-        arena: String,
-    },
-    /// The maximum number of arenas is open.
-    #[error("too many arenas: at most {max} can be open")]
-    TooMany {
-        /// The maximum.
-        max: usize,
-    },
+impl fmt::Display for Slot {
+    /// `name` for an arena on device 0, as in metrics; `name:1`, `name:pinned`, `name:1:pinned`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        if self.device > 0 {
+            write!(f, ":{}", self.device)?;
+        }
+        if self.kind == SlotKind::Pinned { f.write_str(":pinned") } else { Ok(()) }
+    }
+}
+
+/// Returns the targets that exist with this number of devices. Without a device, `gpu:0` has one
+/// that releases nothing.
+pub(in crate::memory) fn known_targets(devices: usize) -> impl Iterator<Item = ShrinkTarget> {
+    std::iter::once(ShrinkTarget::Cpu(0)).chain((0..).take(devices.max(1)).map(ShrinkTarget::Gpu))
 }

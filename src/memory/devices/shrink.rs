@@ -15,44 +15,18 @@
 use std::fmt;
 use std::time::Duration;
 
-use thiserror::Error;
-
 use crate::bytes::ByteSize;
-use crate::config::ConfigError;
 use crate::config::arena::{ShrinkTarget, Targets};
 use crate::device::DeviceError;
-use lowtide_admission::Job;
-use lowtide_heap::{HostError, PurgeOutcome, ReleaseFailure, Unreleased};
-
+use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
+use crate::sync::lock;
+use lowtide_admission::Job;
+use lowtide_heap::{PurgeOutcome, Unreleased};
 
-use super::shrinks_asked::known;
-
-/// The reason that nothing was shrunk.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ShrinkError {
-    /// The selector is invalid.
-    #[error(transparent)]
-    Selector(#[from] ConfigError),
-    /// There is no such device.
-    #[error("unknown target {target}: expected {}", names(*devices))]
-    UnknownTarget {
-        /// The target in the selector.
-        target: ShrinkTarget,
-        /// The number of devices, at least 1.
-        devices: usize,
-    },
-    /// This `Memory` cannot do it now, for example in a forked child.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-}
-
-fn names(devices: usize) -> String {
-    known(devices).map(|target| target.to_string()).collect::<Vec<_>>().join(" or ")
-}
+use super::selector::known_targets;
 
 /// The result of a shrink, by target.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -98,7 +72,7 @@ pub enum ShrinkOutcome {
         /// The bytes released by the other parts.
         released: ByteSize,
         /// The first failure.
-        cause: ShrinkFailure,
+        cause: MemoryError,
     },
 }
 
@@ -113,60 +87,27 @@ impl ShrinkOutcome {
     }
 }
 
-/// A failure in a shrink.
-#[derive(Clone, Debug, Error, PartialEq)]
-#[non_exhaustive]
-pub enum ShrinkFailure {
-    /// The process heap could not be purged.
-    #[error("cannot purge the heap: {0}")]
-    Heap(HostError),
-    /// The kernel did not take unused memory of the heap back.
-    #[error("{bytes} of unused heap memory stay resident: {cause}")]
-    Unreleased {
-        /// The memory that stays; later allocations use it first.
-        bytes: ByteSize,
-        /// The cause.
-        cause: ReleaseFailure,
-    },
-    /// An arena could not be shrunk.
-    #[error("cannot shrink arena {arena:?}: {error}")]
-    Arena {
-        /// The arena's name.
-        arena: String,
-        /// The cause.
-        error: DeviceError,
-    },
-}
-
-impl Memory {
+impl MemoryDevices<'_> {
     /// Shrinks the targets of the selector on this thread. Takes about 0.1 ms for each MiB
     /// released.
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::memory::ShrinkError;
+    /// use lowtide::memory::MemoryError;
     ///
     /// let memory = Memory::builder().start()?;
-    /// let shrunk = memory.shrink("cpu:0;gpu:0")?;
+    /// let shrunk = memory.devices().shrink("cpu:0;gpu:0")?;
     /// assert_eq!(shrunk.targets.len(), 2); // each with its bytes, or the reason for none
-    /// assert!(matches!(memory.shrink("gpu:7"), Err(ShrinkError::UnknownTarget { .. })));
+    /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(MemoryError::UnknownTarget { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`ShrinkError`] if the selector is invalid, a target is unknown, or this is a forked child.
+    /// [`MemoryError`] if the selector is invalid, a target is unknown, or this is a forked child.
     /// Nothing is shrunk then.
-    pub fn shrink(&self, selector: &str) -> Result<Shrunk, ShrinkError> {
-        self.shrink_targets(&selector.parse()?)
-    }
-
-    /// Like [`Memory::shrink`], for targets that are already parsed.
-    ///
-    /// # Errors
-    /// [`ShrinkError`] if a target is unknown, or this is a forked child. Nothing is shrunk then.
-    pub fn shrink_targets(&self, targets: &Targets) -> Result<Shrunk, ShrinkError> {
-        let shared = &self.0.shared;
-        shared.check_targets(targets)?;
+    pub fn shrink(&self, selector: &str) -> Result<Shrunk, MemoryError> {
+        let (shared, targets) = (self.shared(), selector.parse()?);
+        shared.check_targets(&targets)?;
         Ok(shared.shrink(targets.iter()))
     }
 
@@ -178,19 +119,19 @@ impl Memory {
     /// use lowtide::config::arena::{SHRINK_OPTION, Targets};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let run = memory.run(Targets::of_run([(SHRINK_OPTION, "gpu:0")])?)?;
+    /// let run = memory.devices().run(Targets::of_run([(SHRINK_OPTION, "gpu:0")])?)?;
     /// // ... inference ...
     /// println!("{}", run.end().released());
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`ShrinkError`] if a target is unknown, or this is a forked child.
-    pub fn run(&self, shrink: Option<Targets>) -> Result<Run, ShrinkError> {
-        let shared = &self.0.shared;
-        shared.check_here().map_err(ShrinkError::from)?;
+    /// [`MemoryError`] if a target is unknown, or this is a forked child.
+    pub fn run(&self, shrink: Option<Targets>) -> Result<Run, MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
         shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
-        Ok(Run { memory: self.clone(), shrink })
+        Ok(Run { memory: self.memory.clone(), shrink })
     }
 }
 
@@ -220,7 +161,7 @@ impl Drop for Run {
         let Some(targets) = self.shrink.take() else { return };
         let shared = &self.memory.0.shared;
         if shared.check_here().is_ok() {
-            shared.devices.shrinks.ask(targets.iter());
+            lock(&shared.devices.shrinks).extend(targets.iter());
             shared.queue.push_one(Job::DecayDevice);
         }
     }
@@ -233,17 +174,18 @@ impl fmt::Debug for Run {
 }
 
 impl Shared {
-    fn check_targets(&self, targets: &Targets) -> Result<(), ShrinkError> {
+    fn check_targets(&self, targets: &Targets) -> Result<(), MemoryError> {
         self.check_here()?;
         let devices = self.devices.list.len().max(1);
-        let exists = |target: &ShrinkTarget| known(devices).any(|known| known == *target);
+        let exists = |target: &ShrinkTarget| known_targets(devices).any(|known| known == *target);
         let unknown = targets.iter().find(|target| !exists(target));
-        unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target, devices }))
+        unknown.map_or(Ok(()), |target| Err(MemoryError::UnknownTarget { target, devices }))
     }
 
     /// Shrinks the targets of dropped runs.
     pub(in crate::memory) fn shrink_asked(&self) {
-        for shrunk in self.shrink(self.devices.shrinks.take()).targets {
+        let asked = std::mem::take(&mut *lock(&self.devices.shrinks));
+        for shrunk in self.shrink(asked.into_iter()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
                 self.add_diagnostic(Diagnostic::warning("device", cause.to_string()));
             }
@@ -271,8 +213,7 @@ impl Shared {
             match pool.purge() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {
-                    let arena = pool.name().to_owned();
-                    failed = failed.or(Some(ShrinkFailure::Arena { arena, error }));
+                    failed.get_or_insert_with(|| cannot_shrink(pool.name(), error));
                 }
             }
         }
@@ -300,13 +241,13 @@ impl Shared {
                 _ => match report.unreleased {
                     Some(Unreleased { bytes, cause, .. }) => ShrinkOutcome::Failed {
                         released: report.released(),
-                        cause: ShrinkFailure::Unreleased { bytes, cause },
+                        cause: MemoryError::Unreleased { bytes, cause },
                     },
                     None => ShrinkOutcome::Released(report.released()),
                 },
             },
             Err(error) => {
-                let cause = ShrinkFailure::Heap(error);
+                let cause = MemoryError::Heap(error);
                 ShrinkOutcome::Failed { released: ByteSize::ZERO, cause }
             }
         }
@@ -322,8 +263,7 @@ impl Shared {
             match arena.shrink() {
                 Ok(bytes) => released = released.saturating_add(bytes),
                 Err(error) => {
-                    let arena = arena.name().to_owned();
-                    failed = failed.or(Some(ShrinkFailure::Arena { arena, error }));
+                    failed.get_or_insert_with(|| cannot_shrink(arena.name(), error));
                 }
             }
         }
@@ -332,4 +272,8 @@ impl Shared {
             None => ShrinkOutcome::Released(released),
         }
     }
+}
+
+fn cannot_shrink(arena: &str, error: DeviceError) -> MemoryError {
+    MemoryError::ShrinkArena { arena: arena.to_owned(), cause: Box::new(error.into()) }
 }

@@ -2,30 +2,30 @@
 //!
 //! Part of the state that the handle and the threads share. It acts on no arena.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::config::Config;
+use crate::config::arena::ShrinkTarget;
 use crate::device::driver::Driver;
 use crate::memory::error::{Diagnostic, StartError};
+use crate::sync::Mutex;
 use lowtide_admission::{Admission, Maintenance};
 
 use super::arenas::Arenas;
-use super::device::{Counted, Device};
-use super::driver;
-use super::published::Gone;
-use super::scopes::Scopes;
-use super::sensor::ArenasSensor;
-use super::shrinks_asked::ShrinksAsked;
+use super::device::{CountedIn, Device};
+use super::report::{ArenasSensor, Gone};
+use super::slots::Scopes;
 
 /// The drivers that the application has opened; without one, the configured devices are.
 pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
 
 /// The registered governors, of which some may have been dropped.
 #[cfg(feature = "cuda")]
-pub(super) type Governors =
-    crate::sync::Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
+pub(super) type Governors = Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
 
 /// The devices and the arenas of a `Memory`.
+#[derive(Default)]
 pub(in crate::memory) struct Devices {
     /// By number, the default one first; empty if the configured device is `none`.
     pub(super) list: Vec<Arc<Device>>,
@@ -34,11 +34,12 @@ pub(in crate::memory) struct Devices {
     pub(super) arenas: Arenas,
     pub(super) scopes: Scopes,
     pub(super) gone: Gone,
-    pub(super) shrinks: ShrinksAsked,
+    /// The targets that dropped runs leave to the worker.
+    pub(super) shrinks: Mutex<BTreeSet<ShrinkTarget>>,
     #[cfg(feature = "cuda")]
     pub(super) governors: Governors,
     #[cfg(feature = "cuda")]
-    pub(super) processes: super::process_lists::ProcessLists,
+    pub(super) processes: super::cuda::ProcessLists,
 }
 
 impl Devices {
@@ -49,37 +50,31 @@ impl Devices {
         diagnostics: &mut Vec<Diagnostic>,
     ) -> Result<Self, StartError> {
         let are_given = !given.is_empty();
-        let drivers = driver::open_drivers(config, given, diagnostics)?;
-        driver::check(&drivers)?;
+        let drivers = super::driver::open_drivers(config, given, diagnostics)?;
+        super::driver::check(&drivers)?;
         let watermark = config.device_watermark.value;
         let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
-        Ok(Self {
-            list: (0..).zip(drivers).map(device).collect(),
-            are_given,
-            arenas: Arenas::default(),
-            scopes: Scopes::default(),
-            gone: Gone::default(),
-            shrinks: ShrinksAsked::default(),
-            #[cfg(feature = "cuda")]
-            governors: Governors::default(),
-            #[cfg(feature = "cuda")]
-            processes: super::process_lists::ProcessLists::default(),
-        })
+        Ok(Self { list: (0..).zip(drivers).map(device).collect(), are_given, ..Self::default() })
     }
 
     /// Returns `true` if the arenas of the default device have another budget than the host.
     pub(super) fn has_own_memory(&self) -> bool {
-        self.list.first().is_some_and(|device| device.counted == Counted::OnDevice)
+        self.list.first().is_some_and(|device| device.counted == CountedIn::OnDevice)
     }
 
     /// Returns `true` if some device has memory of its own.
     pub(super) fn any_own_memory(&self) -> bool {
-        self.list.iter().any(|device| device.counted == Counted::OnDevice)
+        self.list.iter().any(|device| device.counted == CountedIn::OnDevice)
     }
 
     /// Returns `true` if the default device's memory is the host's.
     pub(in crate::memory) fn is_unified(&self) -> bool {
         self.list.first().is_some_and(|device| device.driver.capabilities().counts_as_host())
+    }
+
+    /// Returns the counts of dropped arenas, for metrics.
+    pub(in crate::memory) const fn gone(&self) -> &Gone {
+        &self.gone
     }
 
     /// Returns what the control thread reads of the arenas.

@@ -27,7 +27,7 @@ use std::ptr::{self, NonNull};
 use lowtide_core::file::OwnedFile;
 use thiserror::Error;
 
-use super::format::{Contents, FILE_BYTES, HALVES_AT, LOOKS_AT, MARK, read};
+use super::format::{FILE_BYTES, FileContents, HALVES_AT, MARK, read};
 
 /// The bytes that are written at once when the pages are touched.
 const TOUCHED: usize = 64 << 10;
@@ -72,14 +72,13 @@ pub(in crate::memory) struct FlightFile {
     map: Map,
     /// On some file systems the lock ends with the descriptor.
     locked: LockedFile,
-    /// The number of halves and of looks that were written.
+    /// The number of halves that were written.
     halves: u64,
-    looks: u64,
 }
 
 impl LockedFile {
     /// Opens or creates the file, locks it, and reads what the last run left.
-    pub(super) fn open(path: &Path) -> Result<(Self, Contents), FlightError> {
+    pub(super) fn open(path: &Path) -> Result<(Self, FileContents), FlightError> {
         let owned = || path.to_owned();
         if let Ok(found) = path.symlink_metadata() {
             check_kind(path, found.file_type())?;
@@ -103,12 +102,12 @@ impl LockedFile {
         read_all.map_err(|error| FlightError::Read { path: owned(), error })?;
         let contents = match read(&bytes) {
             // The newest half may have been cut off.
-            Contents::Recording(_) if bytes.len() < FILE_BYTES => Contents::Unreadable,
+            FileContents::Recording(_) if bytes.len() < FILE_BYTES => FileContents::Unreadable,
             other => other,
         };
         // A longer file is not ours, even if it begins with zeros, as an image does.
         let is_longer = found.len() > FILE_BYTES as u64;
-        if contents == Contents::Foreign || (contents == Contents::Nothing && is_longer) {
+        if contents == FileContents::Foreign || (contents == FileContents::Nothing && is_longer) {
             return Err(FlightError::Foreign { path: owned() });
         }
         Ok((Self { file, path: owned() }, contents))
@@ -129,7 +128,7 @@ impl LockedFile {
             Ok(map)
         });
         match mapped {
-            Ok(map) => Ok(FlightFile { map, locked: self, halves: 0, looks: 0 }),
+            Ok(map) => Ok(FlightFile { map, locked: self, halves: 0 }),
             Err(error) => {
                 // Without room for all of it, it takes none. If that fails too, it stays as it is.
                 let _ = file.set_len(0);
@@ -156,24 +155,10 @@ impl FlightFile {
         self.halves + 1
     }
 
-    /// Returns the sequence number of the next look.
-    pub(super) const fn next_look(&self) -> u64 {
-        self.looks + 1
-    }
-
     /// Writes a half over the older one.
     pub(super) fn write_half(&mut self, bytes: &[u8]) -> Result<(), FlightError> {
         self.halves += 1;
-        self.write(bytes, HALVES_AT[usize::from(self.halves % 2 == 1)])
-    }
-
-    /// Writes a look over the older one.
-    pub(super) fn write_look(&mut self, bytes: &[u8]) -> Result<(), FlightError> {
-        self.looks += 1;
-        self.write(bytes, LOOKS_AT[usize::from(self.looks % 2 == 1)])
-    }
-
-    fn write(&self, bytes: &[u8], at: usize) -> Result<(), FlightError> {
+        let at = HALVES_AT[usize::from(self.halves % 2 == 1)];
         let written = self.map.write(&self.locked.file, bytes, at);
         written.map_err(|error| FlightError::Write { path: self.locked.path.clone(), error })
     }

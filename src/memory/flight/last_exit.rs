@@ -11,7 +11,9 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use lowtide_admission::{Level, RequestMemory};
 
-use super::format::{Contents, FlightEvent, FlightResource, FlightSample, Recording, RunEnd};
+use super::format::{
+    FileContents, FlightEvent, FlightRecording, FlightResource, FlightSample, RunEnd,
+};
 
 /// The share of the limit from which a killed run is taken to have reached it: at this level
 /// requests are rejected, since the kernel may kill.
@@ -64,9 +66,9 @@ impl ExitCause {
     }
 }
 
-/// The last run of a service, as its flight recorder left it ([`Memory::last_exit`]).
+/// The last run of a service, as its flight recorder left it ([`MemoryReport::last_exit`]).
 ///
-/// [`Memory::last_exit`]: crate::Memory::last_exit
+/// [`MemoryReport::last_exit`]: crate::memory::MemoryReport::last_exit
 #[derive(Clone, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
@@ -83,7 +85,7 @@ pub struct LastExit {
     pub started_at: Duration,
     /// The version of the service; empty if unknown.
     pub version: String,
-    /// Its last samples, oldest first: at most 302, one a second.
+    /// Its last samples, oldest first: at most 301, one a second.
     pub samples: Vec<FlightSample>,
     /// Its last events, oldest first: at most 256.
     pub events: Vec<FlightEvent>,
@@ -111,14 +113,14 @@ pub(super) struct Now {
 
 impl LastExit {
     /// Returns the last run of these contents; `None` if there was none.
-    pub(super) fn of(contents: Contents, now: &Now) -> Option<Self> {
+    pub(super) fn of(contents: FileContents, now: &Now) -> Option<Self> {
         let recording = match contents {
-            Contents::Nothing | Contents::Foreign => return None,
-            Contents::Unreadable => return Some(Self::unknown()),
-            Contents::Recording(recording) => *recording,
+            FileContents::Nothing | FileContents::Foreign => return None,
+            FileContents::Unreadable => return Some(Self::unknown()),
+            FileContents::Recording(recording) => *recording,
         };
         let (cause, summary) = recording.verdict(now);
-        let Recording { run, samples, events, permits, resources, .. } = recording;
+        let FlightRecording { run, samples, events, permits, resources, .. } = recording;
         Some(Self {
             cause,
             summary,
@@ -159,7 +161,7 @@ enum Kills {
     NoneKnown,
 }
 
-impl Recording {
+impl FlightRecording {
     fn verdict(&self, now: &Now) -> (ExitCause, String) {
         let after = self.samples.last().map_or(Duration::ZERO, |last| last.uptime);
         let after = spoken(after);

@@ -1,11 +1,20 @@
-//! Recordings that are torn, damaged, hostile; and what is concluded from them.
+//! Recordings that are torn, damaged, hostile; what is concluded from them; and the file of a
+//! recording: what it may be, and what happens without room.
 
+use std::fs;
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, symlink};
+use std::path::Path;
 use std::time::Duration;
 
-use super::format::*;
-use super::last_exit::{ExitCause, LastExit, Now};
 use crate::bytes::ByteSize;
 use lowtide_admission::{Level, RequestMemory, RequestPhase};
+
+use super::file::{FlightError, LockedFile};
+use super::format::{
+    FILE_BYTES, FileContents, FlightSample, HalfWriter, MARK, RunEnd, RunIdentity, *,
+};
+use super::last_exit::{ExitCause, LastExit, Now};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -25,9 +34,9 @@ impl Chance {
     }
 }
 
-fn run() -> Run {
+fn run() -> RunIdentity {
     let started_at = Duration::from_secs(1_700_000_000);
-    Run { pid: 7, started_at, boot_id: [3; 16], cgroup: 4, version: "1.2.3".to_owned() }
+    RunIdentity { pid: 7, started_at, boot_id: [3; 16], cgroup: 4, version: "1.2.3".to_owned() }
 }
 
 fn sample(nth: u64) -> FlightSample {
@@ -74,7 +83,7 @@ fn permit(tenant: Option<&str>) -> RequestMemory {
 }
 
 /// A recording with so many samples.
-fn recording(samples: u64, end: RunEnd) -> Recording {
+fn recording(samples: u64, end: RunEnd) -> FlightRecording {
     let event = |at, kind: &str| FlightEvent {
         at: Duration::from_secs(at),
         kind: kind.to_owned(),
@@ -83,36 +92,30 @@ fn recording(samples: u64, end: RunEnd) -> Recording {
         times: at,
     };
     let [host, device] = [ByteSize::mib(8), ByteSize::mib(9)];
-    Recording {
+    FlightRecording {
         run: run(),
         end,
         machine_kills: Some(5),
         samples: (0..samples).map(sample).collect(),
         events: vec![event(1, "level"), event(2, "reject")],
         permits: vec![permit(None), permit(Some("a"))],
-        resources: vec![FlightResource { name: "model".to_owned(), loaded: true, host, device }],
+        resources: vec![FlightResource { name: "model".into(), loaded: true, host, device }],
     }
 }
 
 /// Writes a recording as a half with this sequence number.
-fn half(recording: &Recording, sequence: u64) -> Vec<u8> {
-    let mut writer = Writer::new();
+fn half(recording: &FlightRecording, sequence: u64) -> Vec<u8> {
+    let mut writer = HalfWriter::new();
     writer.begin(&recording.run, recording.end, recording.machine_kills);
-    writer.samples(&recording.samples.iter().copied().collect());
+    writer.list(SAMPLES_MAX, recording.samples.iter());
     let list = writer.begin_list();
     for FlightEvent { at, kind, about, text, times } in &recording.events {
         writer.event(*at, *times, [kind, about, text]);
     }
     writer.end_list(list, recording.events.len());
-    writer.permits(&recording.permits);
-    let resource = |of: &FlightResource| PublishedResource {
-        name: of.name.as_str().into(),
-        loaded: of.loaded,
-        host: of.host,
-        device: of.device,
-    };
-    writer.resources(&recording.resources.iter().map(resource).collect::<Vec<_>>());
-    writer.finish(&recording.run, sequence).to_vec()
+    writer.list(PERMITS_MAX, recording.permits.iter());
+    writer.list(RESOURCES_MAX, recording.resources.iter());
+    writer.finish(sequence).to_vec()
 }
 
 fn empty_file() -> Vec<u8> {
@@ -128,7 +131,7 @@ fn put(file: &mut [u8], at: usize, bytes: &[u8]) {
 /// Returns the number of samples of the recording in a file.
 fn samples(file: &[u8]) -> Option<usize> {
     match read(file) {
-        Contents::Recording(recording) => Some(recording.samples.len()),
+        FileContents::Recording(recording) => Some(recording.samples.len()),
         _ => None,
     }
 }
@@ -136,11 +139,11 @@ fn samples(file: &[u8]) -> Option<usize> {
 #[test]
 fn a_recording_is_read_as_it_was_written() {
     let mut file = empty_file();
-    assert_eq!(read(&file), Contents::Nothing, "it was never written");
+    assert_eq!(read(&file), FileContents::Nothing, "it was never written");
     for (nth, end) in RunEnd::ALL.into_iter().enumerate() {
         let written = recording(SAMPLES_MAX as u64, end);
         put(&mut file, HALVES_AT[nth % 2], &half(&written, nth as u64));
-        assert_eq!(read(&file), Contents::Recording(Box::new(written)));
+        assert_eq!(read(&file), FileContents::Recording(Box::new(written)));
     }
 }
 
@@ -161,7 +164,7 @@ fn lists_and_texts_are_cut_at_their_bounds_and_fit_in_a_half() {
     assert!(bytes.len() <= HALF_BYTES, "{}", bytes.len());
     let mut file = empty_file();
     put(&mut file, HALVES_AT[0], &bytes);
-    let Contents::Recording(found) = read(&file) else { panic!("it is whole") };
+    let FileContents::Recording(found) = read(&file) else { panic!("it is whole") };
     assert_eq!((found.samples.len(), found.events.len()), (SAMPLES_MAX, EVENTS_MAX));
     assert_eq!((found.permits.len(), found.resources.len()), (PERMITS_MAX, RESOURCES_MAX));
     assert_eq!((found.events[0].text.len(), found.permits[0].route.len()), (400, 64));
@@ -194,40 +197,22 @@ fn with_both_halves_damaged_the_cause_is_unknown() {
         put(&mut file, at, &bytes);
     }
     let found = read(&file);
-    assert_eq!(found, Contents::Unreadable);
+    assert_eq!(found, FileContents::Unreadable);
     let last = LastExit::of(found, &Now::default()).expect("there was a run");
     assert_eq!((last.cause, last.samples.len()), (ExitCause::Unknown, 0));
 }
 
 #[test]
-fn a_later_look_of_the_same_run_is_the_last_sample() {
-    let mut file = empty_file();
-    put(&mut file, HALVES_AT[0], &half(&recording(2, RunEnd::Running), 1));
-    let mut writer = Writer::new();
-    let later = [5, 6].map(sample);
-    for (nth, at) in LOOKS_AT.into_iter().enumerate() {
-        put(&mut file, at, writer.look(&run(), 2 - nth as u64, &later[1 - nth]));
-    }
-    let Contents::Recording(found) = read(&file) else { panic!("it is whole") };
-    assert_eq!(found.samples[2..], later);
-    // One of an earlier run, and one that the half already has.
-    let other = Run { pid: 8, ..run() };
-    put(&mut file, LOOKS_AT[0], writer.look(&other, 9, &later[1]));
-    put(&mut file, LOOKS_AT[1], writer.look(&run(), 3, &sample(1)));
-    assert_eq!(samples(&file), Some(2));
-}
-
-#[test]
 fn other_files_and_other_versions_are_told_apart() {
-    assert_eq!(read(&[]), Contents::Nothing);
-    assert_eq!(read(&[0; 100]), Contents::Nothing);
-    assert_eq!(read(b"root:x:0:0"), Contents::Foreign);
-    assert_eq!(read(&MARK[..5]), Contents::Foreign);
+    assert_eq!(read(&[]), FileContents::Nothing);
+    assert_eq!(read(&[0; 100]), FileContents::Nothing);
+    assert_eq!(read(b"root:x:0:0"), FileContents::Foreign);
+    assert_eq!(read(&MARK[..5]), FileContents::Foreign);
     let mut file = empty_file();
     put(&mut file, HALVES_AT[0], &half(&recording(2, RunEnd::Running), 1));
     assert_eq!(samples(&file[..HALVES_AT[1]]), Some(2), "the other half is cut off");
-    file[MARK.len() - 2] = b'2';
-    assert_eq!(read(&file), Contents::Unreadable);
+    file[MARK.len() - 2] = b'1';
+    assert_eq!(read(&file), FileContents::Unreadable);
 }
 
 #[test]
@@ -256,20 +241,20 @@ fn no_bytes_make_the_reader_panic_or_read_beyond_its_bounds() {
             }
             // A payload of noise whose checksum is right.
             _ => {
-                let mut writer = Writer::new();
+                let mut writer = HalfWriter::new();
                 writer.begin(&run(), RunEnd::Running, None);
                 for _ in 0..chance.below(400) {
                     let texts = ["\u{1}", "\0", "\u{7f}"];
                     writer.event(Duration::from_nanos(chance.next()), chance.next(), texts);
                 }
-                put(&mut file, HALVES_AT[0], writer.finish(&run(), chance.next()));
+                put(&mut file, HALVES_AT[0], writer.finish(chance.next()));
             }
         }
-        if let Contents::Recording(found) = read(&file) {
+        if let FileContents::Recording(found) = read(&file) {
             let counts = [found.samples.len(), found.events.len()];
-            let bounds = [SAMPLES_MAX + 2, EVENTS_MAX];
+            let bounds = [SAMPLES_MAX, EVENTS_MAX];
             assert!(counts.iter().zip(bounds).all(|(count, most)| *count <= most), "seed {seed}");
-            let _ = LastExit::of(Contents::Recording(found), &Now::default());
+            let _ = LastExit::of(FileContents::Recording(found), &Now::default());
         }
     }
 }
@@ -278,7 +263,7 @@ fn no_bytes_make_the_reader_panic_or_read_beyond_its_bounds() {
 fn concluded(last: FlightSample, end: RunEnd, now: Now) -> LastExit {
     let mut recording = recording(2, end);
     recording.samples.push(last);
-    let found = LastExit::of(Contents::Recording(Box::new(recording)), &now);
+    let found = LastExit::of(FileContents::Recording(Box::new(recording)), &now);
     found.expect("there was a run")
 }
 
@@ -320,8 +305,8 @@ fn the_cause_follows_from_the_kernels_counts_and_the_memory_at_the_end() {
         let last = concluded(last, end, now);
         assert_eq!(last.cause, cause, "{case}: {}", last.summary);
     }
-    let none = Recording { samples: Vec::new(), ..recording(0, running) };
-    let last = LastExit::of(Contents::Recording(Box::new(none)), &here).expect("a run");
+    let none = FlightRecording { samples: Vec::new(), ..recording(0, running) };
+    let last = LastExit::of(FileContents::Recording(Box::new(none)), &here).expect("a run");
     assert_eq!((last.cause, last.at), (ExitCause::Killed, None));
 }
 
@@ -340,4 +325,201 @@ fn the_summary_has_the_figures_from_which_the_cause_was_concluded() {
     let last = concluded(sample(30), RunEnd::ShutDown, Now::default());
     assert_eq!(last.summary, "shut down in order after 30.0 s");
     assert_eq!((last.pid, last.version.as_str()), (7, "1.2.3"));
+}
+
+fn opened(path: &Path) -> Result<FileContents, FlightError> {
+    LockedFile::open(path).map(|(_, contents)| contents)
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a folder")
+}
+
+/// Writes a run that has ended in order.
+fn recorded(path: &Path) {
+    let (file, _) = LockedFile::open(path).expect("opens");
+    let mut file = file.prepare().expect("room");
+    let (run, mut writer) = (RunIdentity::default(), HalfWriter::new());
+    writer.begin(&run, RunEnd::ShutDown, None);
+    (0..4).for_each(|_| {
+        let list = writer.begin_list();
+        writer.end_list(list, 0);
+    });
+    file.write_half(writer.finish(file.next_half())).expect("written");
+}
+
+#[test]
+fn a_file_is_allocated_whole_and_read_by_the_next_run() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    assert_eq!(opened(&path).expect("created"), FileContents::Nothing);
+    recorded(&path);
+    let found = fs::metadata(&path).expect("there");
+    assert_eq!(found.len(), FILE_BYTES as u64);
+    let blocks = std::os::unix::fs::MetadataExt::blocks(&found);
+    assert!(blocks * 512 >= found.len(), "{blocks} blocks");
+    let contents = opened(&path).expect("opens again");
+    assert!(matches!(contents, FileContents::Recording(of) if of.end == RunEnd::ShutDown));
+}
+
+#[test]
+fn two_recorders_of_one_file_exclude_each_other() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    let (first, _) = LockedFile::open(&path).expect("opens");
+    let first = first.prepare().expect("room");
+    assert!(matches!(opened(&path), Err(FlightError::Locked { .. })));
+    drop(first);
+    assert_eq!(opened(&path).expect("unlocked"), FileContents::Nothing);
+}
+
+#[test]
+fn what_is_no_file_is_an_error_and_nothing_waits() {
+    let folder = folder();
+    let at = |name| folder.path().join(name);
+    fs::create_dir(at("folder")).expect("created");
+    recorded(&at("real"));
+    symlink(at("real"), at("link")).expect("linked");
+    symlink(at("nowhere"), at("dangling")).expect("linked");
+    let fifo = std::ffi::CString::new(at("fifo").to_str().expect("plain")).expect("no zero");
+    make_fifo(&fifo);
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).expect("bound");
+    for (name, expected) in [
+        ("folder", "a folder"),
+        ("link", "a symbolic link"),
+        ("dangling", "a symbolic link"),
+        ("fifo", "a FIFO"),
+        ("socket", "a socket"),
+        ("/dev/full", "a device"),
+    ] {
+        let error = opened(&at(name)).expect_err(name);
+        let is_this = matches!(&error, FlightError::NotAFile { found, .. } if *found == expected);
+        assert!(is_this, "{name}: {error}");
+    }
+    let error = opened(&at("none/recording")).expect_err("no such folder");
+    assert!(matches!(error, FlightError::Open { .. }), "{error}");
+}
+
+#[expect(unsafe_code, reason = "mkfifo is a C call")]
+fn make_fifo(path: &std::ffi::CStr) {
+    // SAFETY: `path` is a C string that lives for the call.
+    let done = unsafe { libc::mkfifo(path.as_ptr(), 0o600) };
+    assert_eq!(done, 0, "no FIFO");
+}
+
+#[test]
+fn a_file_of_something_else_is_left_as_it_is() {
+    let folder = folder();
+    let path = folder.path().join("data");
+    fs::write(&path, "precious").expect("written");
+    assert!(matches!(opened(&path), Err(FlightError::Foreign { .. })));
+    assert_eq!(fs::read(&path).expect("there"), b"precious");
+}
+
+#[test]
+fn a_file_that_was_cut_or_extended_is_whole_again() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    for length in [0, 3, MARK.len() as u64, 5_000, 300_000, 4 * FILE_BYTES as u64] {
+        recorded(&path);
+        let file = File::options().write(true).open(&path).expect("there");
+        file.set_len(length).expect("changed");
+        let result = opened(&path);
+        let is_mark_cut = 0 < length && length < MARK.len() as u64;
+        assert_eq!(result.is_err(), is_mark_cut, "{length}");
+        // The bug: the older half of a file that was cut told of a kill that never was.
+        let is_read = matches!(result, Ok(FileContents::Recording(_)));
+        assert_eq!(is_read, length > FILE_BYTES as u64, "{length}");
+        if is_mark_cut {
+            fs::remove_file(&path).expect("removed");
+        }
+        recorded(&path);
+        assert_eq!(fs::metadata(&path).expect("there").len(), FILE_BYTES as u64);
+    }
+}
+
+/// The bug that stores to a mapping would be: a page beyond the end of the file is a SIGBUS.
+#[test]
+fn a_file_that_is_truncated_while_it_is_in_use_is_an_error_and_no_signal() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    let (file, _) = LockedFile::open(&path).expect("opens");
+    let mut file = file.prepare().expect("room");
+    File::options().write(true).open(&path).expect("there").set_len(0).expect("cut");
+    let (run, mut writer) = (RunIdentity::default(), HalfWriter::new());
+    writer.begin(&run, RunEnd::Running, None);
+    let error = file.write_half(writer.finish(file.next_half())).expect_err("no page to write to");
+    assert!(error.to_string().contains("the file was truncated"), "{error}");
+    drop(file);
+    assert!(matches!(opened(&path), Ok(FileContents::Nothing)));
+}
+
+/// The bug: the mark was written last, so that a start that was killed meanwhile left a file which
+/// no later start took for a recording.
+#[test]
+fn a_start_that_is_interrupted_leaves_a_recording() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    recorded(&path);
+    let file = File::options().write(true).open(&path).expect("there");
+    // As far as the first piece.
+    file.write_all_at(&[0; 4096], 64).expect("written");
+    assert!(opened(&path).is_ok());
+    // A longer file that begins with zeros is not ours.
+    let image = folder.path().join("image");
+    let file = File::create(&image).expect("created");
+    file.set_len(FILE_BYTES as u64 + 1).expect("longer");
+    assert!(matches!(opened(&image), Err(FlightError::Foreign { .. })));
+    file.write_all_at(b"CD001", 32 << 10).expect("written");
+    assert!(matches!(opened(&image), Err(FlightError::Foreign { .. })));
+    assert_eq!(image.metadata().expect("there").len(), FILE_BYTES as u64 + 1, "as it was");
+}
+
+/// The bug that enabling it would have been: the kernel ends a process with SIGXFSZ that writes
+/// beyond its file size limit.
+#[cfg(target_os = "linux")]
+#[expect(unsafe_code, reason = "setrlimit is a C call")]
+#[test_fork::test]
+fn a_file_size_limit_is_an_error_and_no_signal() {
+    let folder = folder();
+    let (file, _) = LockedFile::open(&folder.path().join("recording")).expect("opens");
+    let limit = libc::rlimit { rlim_cur: 100_000, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is a valid value for the call.
+    let done = unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) };
+    assert_eq!(done, 0, "no limit");
+    let error = file.prepare().expect_err("too small");
+    assert!(matches!(error, FlightError::SizeLimit { limit: 100_000 }), "{error}");
+}
+
+/// Mounts a file system of 64 KiB in a name space of the process; `None` without the right to.
+#[cfg(target_os = "linux")]
+#[expect(unsafe_code, reason = "unshare and mount are C calls")]
+fn small_disk(at: &Path) -> Option<()> {
+    let at = std::ffi::CString::new(at.to_str()?).ok()?;
+    // SAFETY: changes the name space of this thread and touches no memory.
+    let apart = unsafe { libc::unshare(libc::CLONE_NEWNS) };
+    let root = c"/".as_ptr();
+    let private = libc::MS_REC | libc::MS_PRIVATE;
+    // SAFETY: all are C strings or null, as the call allows for a change of propagation.
+    let alone =
+        unsafe { libc::mount(std::ptr::null(), root, std::ptr::null(), private, std::ptr::null()) };
+    let (kind, size) = (c"tmpfs".as_ptr(), c"size=64k".as_ptr());
+    // SAFETY: all are C strings that live for the call.
+    let done = unsafe { libc::mount(kind, at.as_ptr(), kind, 0, size.cast()) };
+    (apart == 0 && alone == 0 && done == 0).then_some(())
+}
+
+#[cfg(target_os = "linux")]
+#[test_fork::test]
+fn a_full_disk_is_an_error_at_the_start_and_keeps_no_room() {
+    let folder = folder();
+    if small_disk(folder.path()).is_none() {
+        println!("skipped: no right to mount a small file system");
+        return;
+    }
+    let path = folder.path().join("recording");
+    let (file, _) = LockedFile::open(&path).expect("opens");
+    let error = file.prepare().expect_err("no room");
+    assert!(matches!(error, FlightError::Allocate { .. }), "{error}");
+    assert_eq!(fs::metadata(&path).expect("there").len(), 0);
 }

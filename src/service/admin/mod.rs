@@ -3,7 +3,7 @@
 //! answers with a heap profile (`profile`).
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
-//! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
+//! authorization and rate; the worker executes the command ([`MemoryAdmin::run`](crate::memory::MemoryAdmin::run)). It never reads
 //! a body.
 //!
 //! Invariant: a command is queued only for a request that passed the guard and the rate limit, and
@@ -177,7 +177,7 @@ impl Admin {
             }
         };
         let subject = command.subject().into_owned();
-        match memory.run_admin(command) {
+        match memory.admin().run(command) {
             Ok(admin_task) => {
                 log!(
                     info,

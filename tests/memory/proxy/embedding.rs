@@ -178,7 +178,8 @@ async fn a_model_above_the_ceiling_of_the_configured_limit_ends_the_start() {
     let refused = app::start(options, Some(memory.clone()), String::new).await;
     let error = refused.map(drop).expect_err("64 GiB under 1 GiB").to_string();
     assert!(error.contains("64.0 GiB") && error.contains("819.2 MiB"), "both numbers: {error}");
-    let ended = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5)));
+    let ended =
+        tokio::task::spawn_blocking(move || memory.shutdown_blocking(Duration::from_secs(5)));
     assert!(ended.await.expect("no panic").is_clean());
 }
 

@@ -74,7 +74,7 @@ async fn a_start_on_a_taken_port_leaves_nothing_that_hinders_the_next() {
     assert!(error.contains("cannot listen on"), "{error}");
     let next = app::start(Options::default(), Some(memory.clone()), String::new).await;
     assert!(next.expect("it starts").stop(PATIENCE).await);
-    assert!(memory.shutdown(Duration::ZERO).is_clean());
+    assert!(memory.shutdown_blocking(Duration::ZERO).is_clean());
     first.stop(PATIENCE).await;
 }
 

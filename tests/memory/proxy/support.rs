@@ -146,7 +146,7 @@ impl Managed {
         assert!(running.stop(PATIENCE).await, "all connections end");
         let memory = self.memory.clone();
         // The clock stands still, so what is to be waited for is given no time.
-        let ended = tokio::task::spawn_blocking(move || memory.shutdown(Duration::ZERO));
+        let ended = tokio::task::spawn_blocking(move || memory.shutdown_blocking(Duration::ZERO));
         let report = within("the memory ends", ended).await.expect("no panic");
         assert!(report.is_clean(), "{report}");
     }

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 
-use super::names::{self, MetricKind, Metric, MetricsTier, TABLE};
+use super::names::{self, Metric, MetricKind, MetricsTier, TABLE};
 use crate::tree::{Faults, Source, Tree};
 
 const RULES: &str = "dashboards/lowtide.rules.yml";

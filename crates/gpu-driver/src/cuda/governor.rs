@@ -108,7 +108,7 @@ impl GovernorReport {
 ///
 /// let limit = Some(ByteSize::gib(40));
 /// let governor = Arc::new(PoolGovernor::open(GovernorOptions { limit, ..Default::default() })?);
-/// // From now on `PoolGovernor::decay` is to be called; `Memory::govern` of the crate `lowtide`
+/// // From now on `PoolGovernor::decay` is to be called; `MemoryDevices::govern` of `lowtide`
 /// // does that in the background.
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -341,7 +341,7 @@ impl PoolGovernor {
     ///
     /// Cost: a dozen driver calls and, if there is memory to release, a wait for all work of the
     /// context, because the pool releases only what the host has seen to be free. It blocks that
-    /// long, so don't call it on a thread of an async runtime. `Memory::govern` lets a worker call
+    /// long, so don't call it on an async runtime's thread. `MemoryDevices::govern` lets a worker call
     /// it, which does not wait.
     ///
     /// # Errors

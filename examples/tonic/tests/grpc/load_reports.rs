@@ -55,8 +55,7 @@ async fn a_grpc_client_gets_a_report_with_each_answer() {
 async fn a_grpc_client_reads_a_stream_of_reports_until_the_service_ends() {
     let memory = Memory::builder().detached();
     let memory = memory.memory_limit(ByteSize::gib(1)).start().expect("starts");
-    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(COST))
-        .with_load_reports();
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(COST)).with_load_reports();
     let streams = layer.load_report_service();
     let routes = axum::Router::new().route_service(LOAD_REPORT_STREAM_PATH, streams);
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
@@ -98,6 +97,6 @@ async fn a_grpc_client_reads_a_stream_of_reports_until_the_service_ends() {
     drop((client, stream));
     let served = tokio::time::timeout(PATIENCE, serving).await.expect("it hangs");
     served.expect("no panic").expect("no error");
-    let report = memory.shutdown_async(PATIENCE).await;
+    let report = memory.shutdown(PATIENCE).await;
     assert!(report.is_clean(), "{report}");
 }

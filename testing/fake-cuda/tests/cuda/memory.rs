@@ -25,7 +25,7 @@ const SOON: Duration = Duration::from_secs(20);
 fn arenas_lie_on_the_device_where_cuda_is_asked_for() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let memory = Memory::builder().device(DeviceChoice::Cuda).start().expect("a device");
-    let arena = memory.open_arena("embedder").expect("an arena");
+    let arena = memory.devices().open_arena("embedder").expect("an arena");
     assert_eq!(arena.backend(), Backend::CudaVirtualMemory);
     let context = CudaContext::new(0).expect("the same context");
     let stream = context.new_stream().expect("a stream");
@@ -44,7 +44,7 @@ fn arenas_lie_on_the_device_where_cuda_is_asked_for() {
     // A drop waits for no work, and leaves the memory that is worked on.
     arena.close().expect("nothing is live");
     drop(arena);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop((memory, context));
     fake.assert_clean();
 }
@@ -55,16 +55,16 @@ fn every_visible_device_is_opened_and_an_arena_lies_on_the_one_that_is_named() {
     let memory = Memory::builder().device(DeviceChoice::CudaAll).start().expect("two devices");
     let devices = CudaDriver::devices().expect("two devices");
     let names: Vec<_> = devices.iter().map(|device| device.uuid.to_string()).collect();
-    let found: Vec<_> = memory.devices().into_iter().map(|device| device.name).collect();
+    let found: Vec<_> = memory.devices().all().into_iter().map(|device| device.name).collect();
     assert_eq!(found, names, "in the order of the driver");
     let second = DeviceSelector::Uuid(devices[1].uuid);
-    let arena = memory.open_arena_on(second, "embedder").expect("an arena");
+    let arena = memory.devices().on(second).open_arena("embedder").expect("an arena");
     assert_eq!(arena.cuda_ordinal(), Some(1));
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     assert_eq!([0, 1].map(|device| fake.numbers(device).mappings), [0, 1]);
     drop(buffer);
     arena.close().expect("nothing is live");
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop((memory, arena));
     let one = [DeviceChoice::CudaOrdinal(1), DeviceChoice::CudaUuid(devices[1].uuid)];
     let failed = Memory::builder().devices(one).start();
@@ -92,10 +92,10 @@ fn auto_takes_a_device_that_works_and_else_the_host() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let backend = || {
         let memory = Memory::builder().device(DeviceChoice::Auto).start().expect("starts");
-        let arena = memory.open_arena("embedder").expect("an arena");
+        let arena = memory.devices().open_arena("embedder").expect("an arena");
         let backend = arena.backend();
         drop(arena);
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         backend
     };
     assert_eq!(backend(), Backend::CudaVirtualMemory);
@@ -121,10 +121,11 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     for (device, backend, found) in ways {
         let memory =
             Memory::builder().device(device).device_backend(backend).start().expect("starts");
-        let opened = memory.open_arena("one").map(|arena| (arena.backend(), arena.cuda_ordinal()));
+        let opened =
+            memory.devices().open_arena("one").map(|arena| (arena.backend(), arena.cuda_ordinal()));
         assert_eq!(opened, Ok((found, Some(1))), "{device} {backend}");
         assert_eq!((fake.retains(0), fake.retains(1)), (0, 1));
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         drop(memory);
         fake.assert_clean();
     }
@@ -148,10 +149,10 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
         let memory = pool().device(device).start().expect("starts");
         let diagnostics = memory.snapshot().diagnostics;
         assert!(diagnostics.iter().any(|note| note.text.starts_with(expected)), "{diagnostics:?}");
-        let arena = memory.open_arena("one").expect("an arena");
+        let arena = memory.devices().open_arena("one").expect("an arena");
         assert_eq!((arena.backend(), arena.cuda_ordinal()), (Backend::Host, None));
         drop(arena);
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     }
     fake.assert_clean();
 }
@@ -164,16 +165,16 @@ fn a_driver_that_was_opened_by_hand_is_taken() {
     let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() }).expect("opens");
     let builder = Memory::builder().device(DeviceChoice::None).device_backend(DeviceBackend::Pool);
     let memory = builder.driver(Arc::new(driver)).start().expect("starts");
-    let arena = memory.open_arena("large handles").expect("an arena");
+    let arena = memory.devices().open_arena("large handles").expect("an arena");
     let granularity = arena.capabilities().granularity;
     assert_eq!((arena.backend(), Some(granularity)), (Backend::CudaVirtualMemory, handle));
     assert!(
-        memory.diagnostics().iter().all(|note| note.about != "device"),
+        memory.report().diagnostics().iter().all(|note| note.about != "device"),
         "{:?}",
-        memory.diagnostics()
+        memory.report().diagnostics()
     );
     drop(arena);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     drop(memory);
     fake.assert_clean();
 }
@@ -183,12 +184,12 @@ fn a_driver_that_was_opened_by_hand_is_taken() {
 fn the_host_is_taken_where_it_is_asked_for() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
-    let arena = memory.open_arena("embedder").expect("an arena");
+    let arena = memory.devices().open_arena("embedder").expect("an arena");
     assert_eq!((arena.backend(), fake.retains(0)), (Backend::Host, 0));
     let block = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     assert_eq!(block.bytes(), ByteSize::mib(1));
     drop((block, arena));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     fake.assert_clean();
 }
 
@@ -205,7 +206,7 @@ fn a_memory_gives_back_what_a_governed_pool_keeps() {
         .start()
         .expect("starts");
     for _ in 0..2 {
-        memory.govern(&governor).expect("known");
+        memory.devices().govern(&governor).expect("known");
     }
     let context = CudaContext::new(0).expect("the same context");
     let stream = context.new_stream().expect("a stream");
@@ -220,7 +221,7 @@ fn a_memory_gives_back_what_a_governed_pool_keeps() {
     drop((stream, context));
     drop(governor); // the worker may be at it: the last handle ends it
     support::until("the governor has ended", || fake.numbers(0).pools == 0);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
     support::until("its context is gone", || fake.retains(0) == 0);
     fake.assert_clean();
 }
@@ -235,7 +236,7 @@ fn an_integrated_gpu_has_no_budget_of_its_own() {
         fake.reset(Options { devices: 1, flags, ..Options::default() });
         let builder = Memory::builder().device(DeviceChoice::Cuda).signals(tree.open());
         let memory = builder.device_limit(ByteSize::mib(512)).start().expect("a device");
-        let arena = memory.open_arena("weights").expect("an arena");
+        let arena = memory.devices().open_arena("weights").expect("an arena");
         assert_eq!(arena.capabilities().unified, unified);
         let weights = arena.alloc::<u8>(64 << 20, Region::Stable).expect("room");
         let snapshot = memory.snapshot();
@@ -253,7 +254,7 @@ fn an_integrated_gpu_has_no_budget_of_its_own() {
         drop((permit, weights));
         arena.close().expect("nothing is live");
         drop(arena);
-        assert!(memory.shutdown(SOON).is_clean());
+        assert!(memory.shutdown_blocking(SOON).is_clean());
         drop(memory);
         fake.assert_clean();
     }
@@ -265,7 +266,7 @@ fn nothing_is_admitted_for_a_device_that_answers_no_call() {
     for code in [999, 806, 46] {
         let fake = Fake::start(Options { devices: 1, ..Options::default() });
         let memory = Memory::builder().device(DeviceChoice::Cuda).start().expect("a device");
-        let arena = memory.open_arena("embedder").expect("an arena");
+        let arena = memory.devices().open_arena("embedder").expect("an arena");
         fake.poison(0, code);
         let error = arena.alloc::<u8>(1 << 20, Region::Stable).expect_err("dead");
         assert!(error.to_string().contains("lost"), "{error}");
@@ -274,6 +275,6 @@ fn nothing_is_admitted_for_a_device_that_answers_no_call() {
             matches!(admitted, Err(Rejected::DeviceLost { .. }))
         });
         drop(arena);
-        let _ = memory.shutdown(SOON);
+        let _ = memory.shutdown_blocking(SOON);
     }
 }

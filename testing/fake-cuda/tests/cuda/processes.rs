@@ -45,7 +45,7 @@ fn memory(device: DeviceChoice) -> (Arc<ManualClock>, Memory) {
 /// The list of the only device, queried now.
 fn fresh(clock: &ManualClock, memory: &Memory) -> DeviceProcesses {
     clock.advance(KEPT);
-    let [list] = &memory.device_processes()[..] else { panic!("one device") };
+    let [list] = &memory.devices().processes()[..] else { panic!("one device") };
     list.clone()
 }
 
@@ -57,7 +57,7 @@ fn sum(list: &DeviceProcesses) -> Option<ByteSize> {
 #[test]
 fn the_memory_of_a_device_is_divided_among_arenas_context_this_process_others_and_a_rest() {
     let (fake, clock, memory) = start(1, 0);
-    let arena = memory.open_arena("weights").expect("an arena");
+    let arena = memory.devices().open_arena("weights").expect("an arena");
     let alone = fresh(&clock, &memory);
     assert_eq!((alone.used, sum(&alone)), (Some(CONTEXT), Some(CONTEXT)));
     let weights = arena.alloc::<u8>(64 << 20, Region::Stable).expect("room");
@@ -68,7 +68,7 @@ fn the_memory_of_a_device_is_divided_among_arenas_context_this_process_others_an
     fake.neighbours(0, 1 << 30);
     fake.process(0, 0, FIRST, 768 << 20);
     let list = fresh(&clock, &memory);
-    let device = memory.devices().remove(0);
+    let device = memory.devices().all().remove(0);
     assert_eq!((list.number, &list.device, &list.error), (0, &device.name, &None));
     assert_eq!(list.arenas, arena.snapshot().committed);
     assert_eq!(list.context_overhead, Some(CONTEXT));
@@ -83,7 +83,7 @@ fn the_memory_of_a_device_is_divided_among_arenas_context_this_process_others_an
     drop((weights, plain, stream, context));
     arena.close().expect("nothing is live");
     drop(arena);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The context overhead that CUDA's figures give contains neighbours of the start.
@@ -94,7 +94,7 @@ fn a_neighbour_of_the_start_is_no_part_of_the_context_once_nvml_was_asked() {
     fake.neighbours(0, 4 << 30);
     fake.process(0, 0, FIRST, 4 << 30);
     let (clock, memory) = memory(DeviceChoice::Cuda);
-    let arena = memory.open_arena("weights").expect("an arena");
+    let arena = memory.devices().open_arena("weights").expect("an arena");
     let list = fresh(&clock, &memory);
     assert_eq!((list.context_overhead, list.own_unmanaged), (Some(CONTEXT), Some(ByteSize::ZERO)));
     let context = CudaContext::new(0).expect("the same context");
@@ -104,7 +104,7 @@ fn a_neighbour_of_the_start_is_no_part_of_the_context_once_nvml_was_asked() {
     assert_eq!(list.context_overhead, Some(CONTEXT));
     assert!(list.own_unmanaged >= Some(ByteSize::mib(32)), "{list:?}");
     drop((plain, stream, context, arena));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn what_nvml_does_not_know_is_none_and_stays_in_the_rest() {
     let list = fresh(&clock, &memory);
     assert!(list.processes.iter().all(|it| it.is_this_process != Some(true)), "{list:?}");
     assert_eq!((list.context_overhead, list.own_unmanaged), (None, None));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn a_list_that_is_empty_attributes_nothing_to_others() {
     assert_eq!((list.error, list.processes.len()), (None, 0));
     assert_eq!((list.other_processes, list.own_unmanaged), (None, None));
     assert_eq!((list.used, list.unattributed), (Some(CONTEXT), Some(CONTEXT)));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -141,39 +141,39 @@ fn a_list_is_kept_for_five_seconds() {
     assert_eq!((first.age, fake.calls(LIST)), (Duration::ZERO, 1));
     fake.process(0, 0, NOBODY, 1 << 20);
     clock.advance(Duration::from_secs(4));
-    let [kept] = &memory.device_processes()[..] else { panic!("one device") };
+    let [kept] = &memory.devices().processes()[..] else { panic!("one device") };
     assert_eq!((kept.age, kept.processes.len()), (Duration::from_secs(4), 1));
     clock.advance(Duration::from_secs(1));
-    let [next] = &memory.device_processes()[..] else { panic!("one device") };
+    let [next] = &memory.devices().processes()[..] else { panic!("one device") };
     assert_eq!((next.age, next.processes.len()), (Duration::ZERO, 2));
     assert_eq!((fake.calls(LIST), fake.calls(c"nvmlInit_v2")), (2, 1));
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
 fn each_device_has_a_list_of_its_own_and_a_failure_is_of_one() {
     let (fake, clock, memory) = start(2, Options::MIG);
     fake.process(1, 0, NOBODY, 1 << 20);
-    let lists = memory.device_processes();
+    let lists = memory.devices().processes();
     let counts: Vec<_> = lists.iter().map(|it| (it.number, it.processes.len())).collect();
     assert_eq!(counts, [(0, 1), (1, 2)]);
     clock.advance(KEPT);
     fake.fail(LIST, 1, 4);
-    let lists = memory.device_processes();
+    let lists = memory.devices().processes();
     let error = lists[0].error.as_deref().expect("refused");
     assert!(error.contains("NVML_ERROR_NO_PERMISSION"), "{error}");
     assert_eq!((lists[0].used, lists[1].processes.len()), (None, 2));
     assert_eq!(notes(&memory), 0, "of one device");
     // NVML is opened again after a failure.
     clock.advance(KEPT);
-    assert!(memory.device_processes().iter().all(|it| it.error.is_none()));
+    assert!(memory.devices().processes().iter().all(|it| it.error.is_none()));
     assert_eq!(fake.calls(c"nvmlInit_v2"), 2);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The diagnostics about NVML, all of which are informational.
 fn notes(memory: &Memory) -> usize {
-    let all = memory.diagnostics();
+    let all = memory.report().diagnostics();
     let notes: Vec<_> =
         all.iter().filter(|it| it.text.contains("processes on the device")).collect();
     assert!(notes.iter().all(|note| note.severity == Severity::Info), "{notes:?}");
@@ -186,13 +186,13 @@ fn a_driver_that_does_not_match_its_library_is_one_informational_diagnostic() {
     for _ in 0..3 {
         clock.advance(KEPT);
         fake.fail(c"nvmlInit_v2", 1, 18);
-        for list in memory.device_processes() {
+        for list in memory.devices().processes() {
             let error = list.error.expect("a mismatch");
             assert!(error.contains("NVML_ERROR_LIB_RM_VERSION_MISMATCH"), "{error}");
         }
         assert_eq!(notes(&memory), 1);
     }
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// In a process of its own, in which no other test has loaded the fake.
@@ -206,10 +206,10 @@ fn without_the_library_everything_else_works_and_one_informational_diagnostic_te
         assert!(list.error.is_some() && list.processes.is_empty(), "{list:?}");
         assert_eq!(notes(&memory), 1);
     }
-    let arena = memory.open_arena("weights").expect("an arena");
+    let arena = memory.devices().open_arena("weights").expect("an arena");
     assert_eq!(fake.calls(LIST), 0);
     drop(arena);
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// The bug that this prevents: NVML hangs if a device has fallen off the bus, and so did whatever
@@ -222,14 +222,14 @@ fn nvml_that_hangs_holds_no_caller_and_is_not_asked_again() {
     let memory = Memory::builder().device(DeviceChoice::Cuda).start().expect("starts");
     fake.hold_nvml(true);
     for _ in 0..3 {
-        let list = memory.device_processes().remove(0);
+        let list = memory.devices().processes().remove(0);
         let error = list.error.expect("no answer");
         assert!(error.starts_with("NVML has not answered for "), "{error}");
     }
     assert_eq!(fake.calls(LIST), 1);
-    assert!(memory.shutdown(SOON).is_clean(), "the query holds nothing");
+    assert!(memory.shutdown_blocking(SOON).is_clean(), "the query holds nothing");
     fake.hold_nvml(false);
-    let is_listed = || memory.device_processes()[0].error.is_none();
+    let is_listed = || memory.devices().processes()[0].error.is_none();
     crate::memory::support::until("the answer that came late is shown", is_listed);
     assert_eq!(fake.calls(LIST), 1);
 }
@@ -257,7 +257,7 @@ fn the_endpoint_shows_the_lists_only_on_request() {
     for name in ["arena_bytes", "context_overhead_bytes", "own_unmanaged_bytes"] {
         assert!(list.get(name).is_some(), "{name}");
     }
-    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 #[test]
@@ -266,8 +266,8 @@ fn without_a_cuda_device_the_list_is_empty_and_nvml_is_not_asked() {
     fake.nvml();
     for choice in [DeviceChoice::Host, DeviceChoice::None] {
         let (_clock, memory) = memory(choice);
-        assert_eq!(memory.device_processes(), []);
-        assert!(memory.shutdown(SOON).is_clean());
+        assert_eq!(memory.devices().processes(), []);
+        assert!(memory.shutdown_blocking(SOON).is_clean());
     }
     assert_eq!(fake.calls(c"nvmlInit_v2"), 0);
 }

@@ -1,19 +1,19 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
-//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake
-//! (`devices::commands`). `admin_worker` queues and executes them; the outcome is kept in a short
-//! list.
+//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake. They
+//! are queued without waiting for them, and executed on the worker; the outcome is kept in a short
+//! list. Authorization is the caller's responsibility.
 //!
-//! Invariant: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept.
+//! Invariant: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
+//! started ends, also by a panic.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use thiserror::Error;
-
 use crate::bytes::ByteSize;
 use crate::sync::{Mutex, lock};
+use thiserror::Error;
 
 use super::error::MemoryError;
 
@@ -260,6 +260,10 @@ struct TaskList {
 }
 
 impl TaskList {
+    fn task(&mut self, id: u64) -> Option<&mut AdminTask> {
+        self.kept.iter_mut().find(|admin_task| admin_task.id == id)
+    }
+
     fn any_waits(&self) -> bool {
         self.kept.iter().any(|admin_task| admin_task.state == AdminTaskState::Waiting)
     }
@@ -291,8 +295,7 @@ impl AdminTasks {
 
     /// Replaces the progress of a task.
     pub(super) fn set_progress(&self, id: u64, progress: String) {
-        let mut list = lock(&self.0);
-        if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
+        if let Some(admin_task) = lock(&self.0).task(id) {
             admin_task.progress = progress;
         }
     }
@@ -310,18 +313,19 @@ impl AdminTasks {
     /// started, otherwise fails it.
     pub(super) fn keep_if_begun(&self, id: u64) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
-        let waits = |admin_task: &&mut AdminTask| {
-            admin_task.id == id && admin_task.state == AdminTaskState::Waiting
-        };
-        let Some(admin_task) = list.kept.iter_mut().find(waits) else { return Ok(id) };
-        admin_task.state = AdminTaskState::Failed(AdminError::Ended.to_string());
-        Err(AdminError::Ended)
+        match list.task(id) {
+            Some(task) if task.state == AdminTaskState::Waiting => {
+                task.state = AdminTaskState::Failed(AdminError::Ended.to_string());
+                Err(AdminError::Ended)
+            }
+            _ => Ok(id),
+        }
     }
 
     /// Ends a task. Returns `true` if others wait.
     pub(super) fn end(&self, id: u64, state: AdminTaskState) -> bool {
         let mut list = lock(&self.0);
-        if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
+        if let Some(admin_task) = list.task(id) {
             admin_task.state = state;
         }
         list.any_waits()
@@ -330,8 +334,7 @@ impl AdminTasks {
     /// Adds to the outcome of a task that was successful: what it did has ended.
     pub(super) fn add_to_outcome(&self, id: u64, more: &str) {
         let mut list = lock(&self.0);
-        let task = list.kept.iter_mut().find(|admin_task| admin_task.id == id);
-        if let Some(AdminTaskState::Done(text)) = task.map(|task| &mut task.state) {
+        if let Some(AdminTaskState::Done(text)) = list.task(id).map(|task| &mut task.state) {
             text.push_str(more);
         }
     }

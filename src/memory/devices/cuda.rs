@@ -1,7 +1,11 @@
-//! The query of NVML for the processes on each device, and the memory of a device by its users.
+//! The processes on each device, as NVML lists them.
 //!
-//! Invariant: if no figure of a device is `None`, `used = arenas + context_overhead +
-//! own_unmanaged + other_processes + unattributed`, but for memory that changes during the query.
+//! Only `MemoryDevices::processes` queries NVML, which may be slow, and hang if a device fails
+//! ([`SlowValue`]). A governor belongs to its creator, and is removed from the list when dropped.
+//!
+//! Invariants: if no figure of a device is `None`, `used = arenas + context_overhead +
+//! own_unmanaged + other_processes + unattributed`, but for memory that changes during the query;
+//! no driver call under the lock of the governors.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +24,7 @@ use super::device::Device;
 const KEPT: Duration = Duration::from_secs(5);
 
 /// The memory of a device by its users, as NVML lists them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceProcesses {
@@ -61,7 +65,7 @@ pub struct DeviceProcesses {
 /// The last list, and what a query needs.
 #[derive(Debug, Default)]
 pub(super) struct ProcessLists {
-    last: SlowValue<Answers>,
+    last: SlowValue<NvmlAnswers>,
     /// NVML, between two queries, once it was opened.
     nvml: Arc<Mutex<Option<Nvml>>>,
     /// The least memory of this process outside its arenas that was seen, by device.
@@ -70,7 +74,7 @@ pub(super) struct ProcessLists {
 
 /// The answers of NVML by device.
 #[derive(Clone, Debug)]
-struct Answers {
+struct NvmlAnswers {
     by_device: BTreeMap<u32, Result<DeviceUsage, DriverError>>,
     /// The memory committed by arenas at the begin of the query.
     arenas: BTreeMap<u32, ByteSize>,
@@ -100,7 +104,7 @@ impl ProcessLists {
             let opened = lock(&nvml).take();
             let (opened, by_device) = ask(opened, &uuids);
             *lock(&nvml) = opened;
-            Answers { by_device, arenas: before }
+            NvmlAnswers { by_device, arenas: before }
         };
         let reading = match self.last.read(clock, "lowtide-nvml", KEPT, ask) {
             Ok(reading) => reading,
@@ -161,23 +165,11 @@ fn failed(device: &Device, error: String) -> DeviceProcesses {
 }
 
 fn empty(device: &Device) -> DeviceProcesses {
-    DeviceProcesses {
-        number: device.number,
-        device: device.name.to_string(),
-        age: Duration::ZERO,
-        error: None,
-        used: None,
-        arenas: ByteSize::ZERO,
-        context_overhead: None,
-        own_unmanaged: None,
-        other_processes: None,
-        unattributed: None,
-        processes: Vec::new(),
-        omitted: 0,
-    }
+    let (number, device) = (device.number, device.name.to_string());
+    DeviceProcesses { number, device, ..DeviceProcesses::default() }
 }
 
-impl Answers {
+impl NvmlAnswers {
     /// Keeps the least memory of this process outside its arenas. Called only if these did not
     /// change during the query.
     fn see_least(&self, least: &mut BTreeMap<u32, ByteSize>) {

@@ -21,10 +21,10 @@ use super::builder::is_usual;
 use super::devices::Series;
 use super::error::{Diagnostic, Severity};
 use super::events::Watch;
-use super::recent_peak::RecentPeak;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 use super::trend::QuietPoint;
+use super::trend::RecentPeak;
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a
@@ -207,7 +207,7 @@ impl MaintenanceExecutor {
         to.build_info(snapshot.profile.name(), version);
         self.publish_host(to, snapshot, now);
         #[cfg(feature = "device")]
-        self.devices.publish(to, &self.shared, snapshot);
+        self.devices.publish(to, self.shared.devices.gone(), &snapshot.devices);
         self.publish_kernel(to, snapshot);
         self.publish_requests(to, snapshot);
         for resource in &snapshot.resources {

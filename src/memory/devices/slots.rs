@@ -1,0 +1,530 @@
+//! Arenas shared by sessions, configured like ONNX Runtime's.
+//!
+//! A slot is a provider's name, a device and a kind of memory: device memory or pinned host memory,
+//! each with its own options. `MemoryDevices::share_arena` opens a slot's arena for all sessions.
+//! `MemoryDevices::use_arena` is a session's counted use of it, and opens the arena if there is
+//! none. `MemoryDevices::replace_arena` changes its options at run time: it opens a new arena,
+//! which serves all further allocations, and the old one drains. The worker drops the old arena
+//! after its last block is freed; memory that its blocks do not use is released within a tick.
+//!
+//! Options that are not in force are reported to the caller, with the value in force and its
+//! source. In ONNX Runtime an arena that is used by a session keeps its old options forever; here
+//! it does not.
+//!
+//! An arena is opened with no lock held, and then installed if nothing has changed in the meantime;
+//! otherwise the attempt is repeated, a bounded number of times. Each failed attempt means that
+//! another thread has succeeded. A use holds no arena, so it never keeps a replaced one alive. An
+//! allocation takes the slot's lock briefly, in addition to the arena's cost; the lock is not held
+//! during the allocation.
+//!
+//! This module contains no policy; `config::arena` defines the meaning of options.
+//!
+//! Invariants: `users > 0 or shared <=> the slot has an arena`; a slot's `users` = the number of
+//! its uses that exist; when a replacement has returned, no later allocation is in the old arena;
+//! an old arena is in the snapshot while it has a live block or an allocation in progress; a
+//! generation is cloned only out of `serving`, so a draining generation with a single handle has no
+//! allocation in progress, and will have none.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::bytes::ByteSize;
+use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, Reason};
+use crate::decay::DecayTime;
+use crate::device::driver::{Backend, Driver as _};
+use crate::device::{
+    ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedPool, PinnedSnapshot,
+    RawBlock, Region,
+};
+use crate::fork::Birth;
+use crate::memory::error::MemoryError;
+use crate::sync::{Mutex, lock};
+use bytemuck::Pod;
+
+use super::arenas::{ArenaId, Arenas};
+use super::device::Device;
+use super::selector::{Slot, SlotKind};
+
+/// A counted use of a slot's arena, from
+/// [`MemoryDevices::use_arena`](crate::memory::MemoryDevices::use_arena).
+///
+/// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
+#[must_use = "the arena is left when this is dropped"]
+pub struct ArenaUse {
+    place: Arc<ArenaSlot>,
+    report: ArenaReport,
+}
+
+impl ArenaUse {
+    pub(super) const fn new(place: Arc<ArenaSlot>, report: ArenaReport) -> Self {
+        Self { place, report }
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+        self.with(|arena| arena.alloc(len, region))
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_from`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc_from`]; [`DeviceError::Unsupported`] in a slot of
+    /// pinned memory.
+    pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
+        self.with(|arena| arena.alloc_from(data, region))
+    }
+
+    /// Allocates in the serving pool, like [`PinnedPool::alloc`](crate::device::PinnedPool::alloc),
+    /// for slots of pinned memory.
+    ///
+    /// # Errors
+    /// The same as for [`PinnedPool::alloc`](crate::device::PinnedPool::alloc);
+    /// [`DeviceError::Unsupported`] in a slot of device memory.
+    pub fn alloc_pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
+        let serving = self.serving()?;
+        let pool = serving.as_ref().and_then(|serving| serving.pool());
+        let what = "pinned memory in a slot of device memory";
+        pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
+    }
+
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_raw`]. Returns the arena as well:
+    /// it frees the block ([`DeviceArena::free`]), even if it is replaced meanwhile. Do not
+    /// allocate from it.
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::alloc_raw`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn alloc_raw(
+        &self,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<(DeviceArena, RawBlock), DeviceError> {
+        self.with(|arena| Ok((arena.clone(), arena.alloc_raw(size, align, region)?)))
+    }
+
+    /// Releases the idle memory of the serving arena now, like [`DeviceArena::purge`].
+    ///
+    /// # Errors
+    /// The same as for [`DeviceArena::purge`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
+    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.with(DeviceArena::purge)
+    }
+
+    fn with<R>(
+        &self,
+        act: impl FnOnce(&DeviceArena) -> Result<R, DeviceError>,
+    ) -> Result<R, DeviceError> {
+        let serving = self.serving()?;
+        let arena = serving.as_ref().and_then(|serving| serving.device_arena());
+        arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
+    }
+
+    fn serving(&self) -> Result<Option<Arc<ArenaGeneration>>, DeviceError> {
+        if self.place.is_here() { Ok(self.place.serving()) } else { Err(DeviceError::Forked) }
+    }
+
+    fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
+        Err(DeviceError::Unsupported { what, backend: self.place.backend() })
+    }
+
+    /// Returns the slot.
+    #[must_use]
+    pub fn slot(&self) -> &Slot {
+        self.place.slot()
+    }
+
+    /// Returns the options in force, which a replacement may have changed. In a forked child, those
+    /// in force at the start of the use.
+    #[must_use]
+    pub fn resolution(&self) -> Arc<ArenaResolution> {
+        let now = if self.place.is_here() { self.place.resolution() } else { None };
+        now.unwrap_or_else(|| Arc::clone(&self.report.resolution))
+    }
+
+    /// Returns the session's options that were not in force at the start of the use, each with the
+    /// value in force.
+    #[must_use]
+    pub fn conflicts(&self) -> &[Conflict] {
+        &self.report.conflicts
+    }
+
+    /// Returns `true` if this use opened the arena, so that its options are in force.
+    #[must_use]
+    pub const fn opened(&self) -> bool {
+        self.report.opened
+    }
+}
+
+impl Drop for ArenaUse {
+    /// Takes the slot's lock; no driver call. Does nothing in a forked child.
+    fn drop(&mut self) {
+        if self.place.is_here() {
+            self.place.leave();
+        }
+    }
+}
+
+impl fmt::Debug for ArenaUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ArenaUse")
+            .field("slot", self.slot())
+            .field("conflicts", &self.conflicts().len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
+const ATTEMPTS_MAX: u32 = 8;
+
+/// The operation on a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SlotAction {
+    Use,
+    Share,
+    Replace,
+}
+
+/// An arena that serves or has served a slot, with the options that it was opened with.
+#[derive(Debug)]
+pub(super) struct ArenaGeneration {
+    resolution: Arc<ArenaResolution>,
+    /// Its number in the list of arenas.
+    id: ArenaId,
+    opened: Opened,
+}
+
+/// The source of a slot's memory.
+#[derive(Clone, Debug)]
+pub(super) struct Opened {
+    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
+    pub(super) arena: DeviceArena,
+    pub(super) pool: Option<PinnedPool>,
+}
+
+impl Opened {
+    /// Returns `true` if a block is held, or freed while the device may still use it. The last
+    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
+    /// wait for its copies.
+    fn has_blocks(&self) -> bool {
+        let snapshot = self.arena.snapshot();
+        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
+        // Quarantined memory stays live for ever.
+        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
+        held > lost
+    }
+}
+
+impl ArenaGeneration {
+    /// Returns the arena of either kind of memory, for figures and the release of idle memory.
+    pub(super) const fn any_arena(&self) -> &DeviceArena {
+        &self.opened.arena
+    }
+
+    /// Returns the arena of a slot of device memory.
+    pub(super) fn device_arena(&self) -> Option<&DeviceArena> {
+        self.opened.pool.is_none().then_some(&self.opened.arena)
+    }
+
+    pub(super) const fn pool(&self) -> Option<&PinnedPool> {
+        self.opened.pool.as_ref()
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ArenaSlot {
+    pub(super) slot: Slot,
+    birth: Birth,
+    /// lowtide's own limit, if it bounds this kind of memory.
+    device_limit: ByteSize,
+    pub(super) device: Arc<Device>,
+    arenas: Arenas,
+    state: Mutex<ArenaSlotState>,
+}
+
+#[derive(Debug, Default)]
+struct ArenaSlotState {
+    /// The number of changes of `serving`.
+    changes: u64,
+    serving: Option<Arc<ArenaGeneration>>,
+    /// The draining generations, oldest first; at most as many as there are arenas.
+    draining: Vec<Arc<ArenaGeneration>>,
+    layers: Layers,
+    shared: bool,
+    users: u32,
+}
+
+/// The slots of a `Memory`.
+#[derive(Debug, Default)]
+pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>);
+
+/// The result of an operation.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) report: ArenaReport,
+    /// The generation that drains since then; the caller calls [`begin_draining`] next.
+    pub(super) old: Option<Arc<ArenaGeneration>>,
+}
+
+impl ArenaSlot {
+    pub(super) fn new(
+        slot: Slot,
+        birth: Birth,
+        device_limit: ByteSize,
+        device: Arc<Device>,
+        arenas: Arenas,
+    ) -> Self {
+        Self { slot, birth, device_limit, device, arenas, state: Mutex::default() }
+    }
+
+    pub(super) fn backend(&self) -> Backend {
+        self.device.driver.backend()
+    }
+
+    pub(super) fn slot(&self) -> &Slot {
+        &self.slot
+    }
+
+    /// Returns `true` in the process in which the lock can be taken.
+    pub(super) fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Joins the existing arena, or opens one, which no list contains yet, in the place of another.
+    pub(super) fn act(
+        &self,
+        act: SlotAction,
+        options: &ArenaOptions,
+        open: impl Fn(&ArenaResolution, Option<ArenaId>) -> Result<Opened, MemoryError>,
+    ) -> Result<Done, MemoryError> {
+        options.check_supported()?;
+        for _ in 0..ATTEMPTS_MAX {
+            let (changes, layers, replaced) = {
+                let mut state = lock(&self.state);
+                if act != SlotAction::Replace
+                    && let Some(report) = self.join(&mut state, act, options)?
+                {
+                    return Ok(Done { report, old: None });
+                }
+                let replaced = state.serving.as_ref().map(|serving| serving.id);
+                (state.changes, self.layers(&state, act, options), replaced)
+            };
+            let resolution = Arc::new(layers.resolve()?);
+            let opened = match open(&resolution, replaced) {
+                // Another thread may have used the name or the place in the meantime.
+                Err(_) if lock(&self.state).changes != changes => continue,
+                opened => opened?,
+            };
+            let mut state = lock(&self.state);
+            if state.changes != changes {
+                drop(state); // before the arena, which calls the driver
+                drop(opened);
+                continue;
+            }
+            let id =
+                self.arenas.add(&opened.arena, opened.pool.as_ref(), &self.device, replaced)?;
+            let conflicts = resolution.conflicts().to_vec();
+            let report = ArenaReport { resolution, conflicts, opened: true };
+            let resolution = Arc::clone(&report.resolution);
+            let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, id, opened }));
+            state.changes += 1;
+            state.layers = layers;
+            state.draining.extend(old.clone());
+            match act {
+                SlotAction::Use => state.users = 1, // there was no arena, and so no user
+                SlotAction::Share => state.shared = true,
+                SlotAction::Replace => state.shared |= old.is_none(),
+            }
+            return Ok(Done { report, old });
+        }
+        Err(MemoryError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+    }
+
+    /// Counts another user of the serving arena; `None` if there is none.
+    fn join(
+        &self,
+        state: &mut ArenaSlotState,
+        act: SlotAction,
+        options: &ArenaOptions,
+    ) -> Result<Option<ArenaReport>, MemoryError> {
+        let Some(serving) = state.serving.clone() else { return Ok(None) };
+        let (source, reason) = match act {
+            SlotAction::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
+            SlotAction::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
+            SlotAction::Share | SlotAction::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
+        };
+        if act == SlotAction::Use {
+            let (users, max) = (state.users.checked_add(1), u32::MAX);
+            let slot = || self.slot.clone();
+            state.users = users.ok_or_else(|| MemoryError::TooManyUsers { slot: slot(), max })?;
+        } else {
+            state.shared = true;
+            // In force when the arena is next replaced, with precedence over the first session's
+            // options.
+            state.layers.shared.get_or_insert_with(|| options.clone());
+        }
+        let resolution = Arc::clone(&serving.resolution);
+        let conflicts = resolution.conflicts_with(options, source, reason);
+        Ok(Some(ArenaReport { resolution, conflicts, opened: false }))
+    }
+
+    /// Combines the earlier options and these.
+    fn layers(&self, state: &ArenaSlotState, act: SlotAction, options: &ArenaOptions) -> Layers {
+        let mut layers = state.layers.clone();
+        layers.device_limit = self.device_limit;
+        layers.pinned = self.slot.kind == SlotKind::Pinned;
+        match act {
+            SlotAction::Use => layers.session = Some(options.clone()),
+            SlotAction::Share => layers.shared = Some(options.clone()),
+            SlotAction::Replace => {
+                let before = layers.replacement.unwrap_or_default();
+                layers.replacement = Some(options.over(&before));
+            }
+        }
+        layers
+    }
+
+    /// Returns the serving arena.
+    pub(super) fn serving(&self) -> Option<Arc<ArenaGeneration>> {
+        lock(&self.state).serving.clone()
+    }
+
+    pub(super) fn resolution(&self) -> Option<Arc<ArenaResolution>> {
+        let state = lock(&self.state);
+        state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
+    }
+
+    /// Ends the sharing. Returns `true` if the arena was shared.
+    pub(super) fn unshare(&self) -> bool {
+        let mut state = lock(&self.state);
+        let shared = std::mem::take(&mut state.shared);
+        let old = self.retire(&mut state);
+        drop(state);
+        begin_draining(old.as_deref());
+        shared
+    }
+
+    /// Counts one user less.
+    pub(super) fn leave(&self) {
+        let mut state = lock(&self.state);
+        state.users -= 1;
+        let old = self.retire(&mut state);
+        drop(state);
+        begin_draining(old.as_deref());
+    }
+
+    /// Starts to drain the arena if it has no users and is not shared. Its options are discarded.
+    fn retire(&self, state: &mut ArenaSlotState) -> Option<Arc<ArenaGeneration>> {
+        if state.shared || state.users > 0 {
+            return None;
+        }
+        let old = state.serving.take()?;
+        state.changes += 1;
+        state.layers = Layers::default();
+        self.arenas.drain(old.id);
+        state.draining.push(Arc::clone(&old));
+        Some(old)
+    }
+
+    /// Removes the arenas that have no block and will have none. The caller drops them.
+    pub(super) fn take_drained(&self) -> Vec<Opened> {
+        let mut state = lock(&self.state);
+        let mut drained = Vec::new();
+        state.draining.retain_mut(|generation| {
+            // This is the last handle: see the invariant above. The check also orders this after
+            // the blocks of other threads.
+            if Arc::get_mut(generation).is_none() || generation.opened.has_blocks() {
+                return true;
+            }
+            drained.push((generation.id, generation.opened.clone()));
+            false
+        });
+        drop(state);
+        let removed = drained.into_iter().map(|(id, opened)| {
+            self.arenas.remove(id);
+            opened
+        });
+        removed.collect()
+    }
+
+    /// Returns `true` if there is nothing to show.
+    pub(super) fn is_empty(&self) -> bool {
+        let state = lock(&self.state);
+        state.serving.is_none() && state.draining.is_empty()
+    }
+
+    pub(super) fn snapshot(&self) -> SlotSnapshot {
+        let state = lock(&self.state);
+        let figures = |generation: &Arc<ArenaGeneration>| generation.any_arena().snapshot();
+        let pool = |generation: &Arc<ArenaGeneration>| generation.pool().map(PinnedPool::snapshot);
+        SlotSnapshot {
+            slot: self.slot.clone(),
+            shared: state.shared,
+            users: state.users,
+            resolution: state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution)),
+            arena: state.serving.as_ref().map(figures),
+            draining: state.draining.iter().map(figures).collect(),
+            pool: state.serving.as_ref().and_then(pool),
+        }
+    }
+}
+
+/// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
+/// call.
+pub(super) fn begin_draining(old: Option<&ArenaGeneration>) {
+    if let Some(old) = old {
+        old.any_arena().set_decay(DecayTime::AtOnce);
+    }
+}
+
+/// The options in force after an arena was shared, used or replaced, and the options of the caller,
+/// or older ones, that are not in force.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct ArenaReport {
+    /// Every value in force, with its source.
+    pub resolution: Arc<ArenaResolution>,
+    /// Every option that is not in force, with the value in force.
+    pub conflicts: Vec<Conflict>,
+    /// `true` if this call opened the arena.
+    pub opened: bool,
+}
+
+/// The result of a replacement.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Replaced {
+    /// The options in force.
+    pub report: ArenaReport,
+    /// The live bytes that drain with the old arena; `None` if there was none.
+    pub draining: Option<ByteSize>,
+    /// The idle bytes of the old arena that were released immediately.
+    pub released: ByteSize,
+}
+
+/// The figures of a slot.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SlotSnapshot {
+    /// The slot.
+    pub slot: Slot,
+    /// `true` if its arena is shared.
+    pub shared: bool,
+    /// The number of uses.
+    pub users: u32,
+    /// The options in force; `None` without an arena.
+    pub resolution: Option<Arc<ArenaResolution>>,
+    /// The serving arena; `None` without one. Blocks of dropped pinned buffers whose copies are not
+    /// complete count as live.
+    pub arena: Option<ArenaSnapshot>,
+    /// The arenas that were replaced, or left by their last user, oldest first.
+    pub draining: Vec<ArenaSnapshot>,
+    /// The serving pool, for pinned memory.
+    pub pool: Option<PinnedSnapshot>,
+}
