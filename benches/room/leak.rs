@@ -7,8 +7,7 @@
 //! fails.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::Router;
@@ -16,13 +15,13 @@ use axum::extract::Path;
 use axum::routing::post;
 use bytes::Bytes;
 use http::{Request, StatusCode};
-use lowtide::clock::{Clock, Moment, SystemClock};
 use lowtide::{BoxError, ByteSize, Memory};
-use tokio::runtime::Runtime;
-use tokio::task::JoinHandle;
-use tokio::time::sleep;
+use lowtide_core::sync::lock;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
 
-use crate::common::http::{Http, client, get, send};
+use crate::common::figures::{Figures, count};
+use crate::common::http::{client, get, send};
 use crate::common::own;
 use crate::common::process::Process;
 
@@ -40,10 +39,15 @@ const LEAK_EVERY: Duration = Duration::from_millis(10);
 /// The part of the limit to which memory leaks under `exit`.
 const LEAKED: f64 = 0.86;
 /// The parts of the limit at which the goodput under `serve-one` is measured, and for how long.
-const PARTS: [f64; 3] = [0.86, 0.90, 0.92];
+const PARTS: [(f64, &str); 4] = [
+    (0.0, "no_leak_mib_s"),
+    (0.86, "serve_one_86_mib_s"),
+    (0.90, "serve_one_90_mib_s"),
+    (0.92, "serve_one_92_mib_s"),
+];
 const MEASURED_FOR: Duration = Duration::from_secs(10);
-/// The longest accepted time without service.
-const EXIT_MOST: Duration = Duration::from_secs(120);
+/// The longest accepted seconds without service.
+const EXIT_MOST: f64 = 120.0;
 /// A bench that takes longer has failed.
 const PATIENCE: Duration = Duration::from_secs(240);
 
@@ -70,240 +74,131 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     Ok(memory.shutdown_async(Duration::from_secs(5)).await.into_result()?)
 }
 
-/// Runs both policies and prints their figures. Returns `true` if every goal held.
-pub(crate) fn measure() -> Result<bool, BoxError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let exit = measure_exit(&runtime, "exit", "exit_s")?;
-    let old = measure_exit(&runtime, "exit:0s", "exit_old_s")?;
-    let goodput = measure_serve_one(&runtime)?;
-    let held = exit.max(old) <= EXIT_MOST && goodput > 0.0;
-    let said = if held { "held" } else { "missed" };
-    println!("goals: served again within {EXIT_MOST:?}, serve_one_mib_s above 0: {said}");
-    Ok(held)
+/// Runs both policies and adds their figures.
+#[tokio::main]
+pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+    for (policy, figure) in [("exit", "exit_s"), ("exit:0s", "exit_old_s")] {
+        let took = timeout(PATIENCE, exit(policy)).await??;
+        figures.at_most(format!("room.leak.{figure}"), took.as_secs_f64(), "s", EXIT_MOST);
+    }
+    serve_one(figures).await
 }
 
 /// Returns the time from the first request rejected as exhausted, or from the end of the process if
 /// none was, to the next one that is served. With a minimum uptime of zero it is that of a process
 /// that is old enough.
-fn measure_exit(runtime: &Runtime, policy: &str, figure: &str) -> Result<Duration, BoxError> {
-    let mut service = Service::start(policy)?;
-    let load = Load::start(runtime, service.address);
-    runtime.block_on(service.leak_to(LEAKED))?;
-    let mut codes = Vec::new();
-    let (exhausted, served) = loop {
-        if let Some(times) = load.seen().times() {
-            break times;
+async fn exit(policy: &str) -> Result<Duration, BoxError> {
+    let (mut service, mut address) = start(policy)?;
+    let seen = Arc::new(Mutex::new(Seen { address, served: 0, exhausted: None, again: None }));
+    let _load = load(&seen);
+    leak_to(address, LEAKED).await?;
+    loop {
+        let times = (lock(&seen).exhausted, lock(&seen).again);
+        if let (Some(exhausted), Some(again)) = times {
+            return Ok(again - exhausted);
         }
-        if load.clock.now() > Moment::ORIGIN + PATIENCE {
-            return Err("it does not serve again".into());
-        }
-        if let Some(status) = service.process.ended() {
-            codes.push(status.code());
+        if let Some(status) = service.ended() {
             if status.success() {
                 return Err("it ended without a failure: no supervisor restarts it".into());
             }
             // One that is old enough may end before it rejects a request as exhausted.
-            let now = load.clock.now();
-            load.seen().exhausted.get_or_insert(now);
-            service = Service::start(policy)?;
-            load.seen().address = service.address;
+            lock(&seen).exhausted.get_or_insert_with(Instant::now);
+            (service, address) = start(policy)?;
+            lock(&seen).address = address;
         }
-        runtime.block_on(async { sleep(Duration::from_millis(5)).await });
-    };
-    load.end(runtime)?;
-    let took = served - exhausted;
-    let after = exhausted.since_origin();
-    println!("{policy}: exhausted {after:.1?} after the start, exit codes {codes:?}");
-    println!("figure room.leak.{figure} {:.2} s", took.as_secs_f64());
-    Ok(took)
+        sleep(Duration::from_millis(5)).await;
+    }
 }
 
-/// Returns the goodput at the largest leak, in MiB per second.
-fn measure_serve_one(runtime: &Runtime) -> Result<f64, BoxError> {
-    let service = Service::start("serve-one")?;
-    let load = Load::start(runtime, service.address);
+/// Adds the goodput at each leak, in MiB per second.
+async fn serve_one(figures: &mut Figures) -> Result<(), BoxError> {
+    let (_service, address) = start("serve-one")?;
+    let seen = Arc::new(Mutex::new(Seen { address, served: 0, exhausted: None, again: None }));
+    let _load = load(&seen);
     let mut goodput = 0.0;
-    for part in [0.0].into_iter().chain(PARTS) {
-        let outcome = runtime.block_on(async {
-            service.leak_to(part).await?;
-            // Until it is exhausted: requests were rejected for some seconds.
-            let began = load.clock.now();
-            while part > 0.0 && !service.memory().await?.exhausted {
-                if load.clock.now() - began > PATIENCE {
-                    return Err("it is not exhausted".into());
-                }
+    for (part, figure) in PARTS {
+        let exhausted = async {
+            leak_to(address, part).await?;
+            // Requests were rejected for some seconds.
+            while part > 0.0 && host(address).await?["exhausted"] != true {
                 sleep(PAUSE).await;
             }
-            let (before, began) = (load.served.load(Ordering::Relaxed), load.clock.now());
-            let (mut peak, mut looks, mut ready) = (ByteSize::ZERO, 0_u32, 0_u32);
-            while load.clock.now() - began < MEASURED_FOR {
-                peak = peak.max(service.memory().await?.physical);
-                ready += u32::from(service.is_ready().await);
-                looks += 1;
-                sleep(Duration::from_millis(100)).await;
-            }
-            let served = load.served.load(Ordering::Relaxed) - before;
-            let seconds = (load.clock.now() - began).as_secs_f64();
-            let required = service.memory().await?.required;
-            Ok::<_, BoxError>((served, seconds, peak, ready, looks, required))
-        })?;
-        let (served, seconds, peak, ready, looks, required) = outcome;
-        let of_limit = |bytes: ByteSize| 100.0 * bytes.as_f64() / LIMIT.as_f64();
-        goodput =
-            ByteSize::new(served * BODY as u64).as_f64() / ByteSize::mib(1).as_f64() / seconds;
-        println!(
-            "serve-one: {goodput:.3} MiB/s at {:.1} % of the limit, {:.1} % at most, ready in \
-             {ready} of {looks} looks",
-            of_limit(required),
-            of_limit(peak)
-        );
-        if part > 0.0 {
-            println!("figure room.leak.serve_one_{:.0}_mib_s {goodput:.3} MiB/s", 100.0 * part);
-        } else {
-            println!("figure room.leak.no_leak_mib_s {goodput:.3} MiB/s");
-        }
+            Ok::<_, BoxError>(())
+        };
+        timeout(PATIENCE, exhausted).await??;
+        let before = lock(&seen).served;
+        sleep(MEASURED_FOR).await;
+        let served = ByteSize::of(BODY).as_f64() * count(lock(&seen).served - before);
+        goodput = served / ByteSize::mib(1).as_f64() / MEASURED_FOR.as_secs_f64();
+        figures.add(format!("room.leak.{figure}"), goodput, "MiB/s");
     }
-    load.end(runtime)?;
-    println!("figure room.leak.serve_one_mib_s {goodput:.3} MiB/s");
-    Ok(goodput)
+    figures.at_least("room.leak.serve_one_mib_s", goodput, "MiB/s", 0.001);
+    Ok(())
 }
 
-/// A service that runs.
-struct Service {
-    process: Process,
-    address: SocketAddr,
-    http: Http,
+/// Starts this program as the service, and waits until it prints its address.
+fn start(policy: &str) -> Result<(Process, SocketAddr), BoxError> {
+    let mut command = own()?;
+    command.arg("serve-leaking").env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact());
+    command.env("LOWTIDE_EXHAUSTION_POLICY", policy);
+    let mut process = Process::start(command)?;
+    let address = process.first_line()?;
+    Ok((process, address))
 }
 
-/// Figures of the service.
-struct Figures {
-    required: ByteSize,
-    physical: ByteSize,
-    exhausted: bool,
+/// Leaks until the process needs this part of its limit.
+async fn leak_to(address: SocketAddr, part: f64) -> Result<(), BoxError> {
+    while host(address).await?["required_bytes"].as_f64().ok_or("no figure")?
+        < LIMIT.as_f64() * part
+    {
+        let request = Request::post(format!("http://{address}/leak/{LEAK_KIB}"));
+        send(&client(), request, Bytes::new()).await?;
+        sleep(LEAK_EVERY).await;
+    }
+    Ok(())
 }
 
-impl Service {
-    /// Starts this program as the service, and waits until it prints its address.
-    fn start(policy: &str) -> Result<Self, BoxError> {
-        let mut command = own()?;
-        command.arg("serve-leaking").env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact());
-        command.env("LOWTIDE_EXHAUSTION_POLICY", policy);
-        let mut process = Process::start(command)?;
-        let address = process.first_line()?;
-        Ok(Self { process, address, http: client() })
-    }
-
-    /// Leaks until the process needs this part of its limit.
-    async fn leak_to(&self, part: f64) -> Result<(), BoxError> {
-        let began = SystemClock::new();
-        while self.memory().await?.required < LIMIT.scaled(part) {
-            let request = Request::post(self.url(&format!("leak/{LEAK_KIB}")));
-            send(&self.http, request, Bytes::new()).await?;
-            sleep(LEAK_EVERY).await;
-            if began.now() > Moment::ORIGIN + PATIENCE {
-                return Err("the leak does not grow".into());
-            }
-        }
-        Ok(())
-    }
-
-    async fn memory(&self) -> Result<Figures, BoxError> {
-        let text = get(&self.http, &self.url("memory")).await?;
-        let document: serde_json::Value = serde_json::from_slice(&text)?;
-        let host = &document["host"];
-        let bytes = |name: &str| host[name].as_u64().map(ByteSize::new).ok_or("no figure");
-        Ok(Figures {
-            required: bytes("required_bytes")?,
-            physical: bytes("physical_bytes")?,
-            exhausted: host["exhausted"] == true,
-        })
-    }
-
-    async fn is_ready(&self) -> bool {
-        get(&self.http, &self.url("readyz")).await.is_ok()
-    }
-
-    fn url(&self, path: &str) -> String {
-        format!("http://{}/{path}", self.address)
-    }
-}
-
-/// Clients that send requests until it ends.
-struct Load {
-    clock: Arc<SystemClock>,
-    seen: Arc<Mutex<Seen>>,
-    served: Arc<AtomicU64>,
-    is_over: Arc<AtomicBool>,
-    clients: Vec<JoinHandle<()>>,
+/// Returns the service's figures of the host.
+async fn host(address: SocketAddr) -> Result<serde_json::Value, BoxError> {
+    let text = get(&client(), &format!("http://{address}/memory")).await?;
+    Ok(serde_json::from_slice::<serde_json::Value>(&text)?["host"].take())
 }
 
 /// The service that is asked, and the times of the first request rejected as exhausted and of the
 /// first one served after it.
 struct Seen {
     address: SocketAddr,
-    exhausted: Option<Moment>,
-    served: Option<Moment>,
+    served: u64,
+    exhausted: Option<Instant>,
+    again: Option<Instant>,
 }
 
-impl Seen {
-    fn times(&self) -> Option<(Moment, Moment)> {
-        self.exhausted.zip(self.served)
-    }
-}
-
-impl Load {
-    fn start(runtime: &Runtime, address: SocketAddr) -> Self {
-        let seen = Arc::new(Mutex::new(Seen { address, exhausted: None, served: None }));
-        let mut load = Self {
-            clock: Arc::new(SystemClock::new()),
-            seen,
-            served: Arc::default(),
-            is_over: Arc::default(),
-            clients: Vec::new(),
-        };
-        load.clients = (0..CLIENTS).map(|_| runtime.spawn(load.client())).collect();
-        load
-    }
-
-    fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn client(&self) -> impl Future<Output = ()> + use<> {
-        let (clock, seen) = (Arc::clone(&self.clock), Arc::clone(&self.seen));
-        let (served, is_over) = (Arc::clone(&self.served), Arc::clone(&self.is_over));
+/// Starts clients, which end with the returned value.
+fn load(seen: &Arc<Mutex<Seen>>) -> JoinSet<()> {
+    let clients = (0..CLIENTS).map(|_| {
+        let seen = Arc::clone(seen);
         async move {
             let (http, body) = (client(), Bytes::from(vec![1; BODY]));
-            let lock = || seen.lock().unwrap_or_else(PoisonError::into_inner);
-            while !is_over.load(Ordering::Relaxed) {
-                let address = lock().address;
+            loop {
+                let address = lock(&seen).address;
                 let request = Request::post(format!("http://{address}/work"));
-                let answer = send(&http, request, body.clone()).await;
-                let now = clock.now();
-                match answer {
+                match send(&http, request, body.clone()).await {
                     Ok((StatusCode::OK, _)) => {
-                        served.fetch_add(1, Ordering::Relaxed);
-                        let mut seen = lock();
+                        let mut seen = lock(&seen);
+                        seen.served += 1;
                         if seen.exhausted.is_some() {
-                            seen.served.get_or_insert(now);
+                            seen.again.get_or_insert_with(Instant::now);
                         }
                         continue;
                     }
                     Ok((_, text)) if text.windows(9).any(|part| part == b"exhausted") => {
-                        lock().exhausted.get_or_insert(now);
+                        lock(&seen).exhausted.get_or_insert_with(Instant::now);
                     }
                     _ => {}
                 }
                 sleep(PAUSE).await;
             }
         }
-    }
-
-    fn end(self, runtime: &Runtime) -> Result<(), BoxError> {
-        self.is_over.store(true, Ordering::Relaxed);
-        for client in self.clients {
-            runtime.block_on(client)?;
-        }
-        Ok(())
-    }
+    });
+    clients.collect()
 }
