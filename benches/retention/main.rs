@@ -6,24 +6,26 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-mod burst;
-#[path = "../../common/callgrind.rs"]
+#[path = "../common/callgrind.rs"]
 #[allow(dead_code, reason = "other benches count steps of themselves")]
 mod callgrind;
-mod contestants;
-mod costs;
-#[path = "../../common/figures.rs"]
+#[path = "../common/figures.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod figures;
+#[path = "../common/process.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
 mod process;
+mod watch;
 
 use std::process::ExitCode;
 
 use clap::Parser;
-use retention::BoxError;
+use lowtide::BoxError;
+use lowtide::heap::HeapProfile;
 
-use crate::contestants::Contestant;
+use crate::callgrind::callgrind;
 use crate::figures::Figures;
+use crate::watch::{Plan, expect, field, rounds, start};
 
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -59,6 +61,83 @@ struct Cli {
     bench: bool,
 }
 
+/// An allocator with its settings.
+#[derive(Clone, Debug)]
+pub(crate) struct Contestant {
+    /// Its name in the figures.
+    pub(crate) name: String,
+    pub(crate) program: &'static str,
+    /// The variant that it runs.
+    pub(crate) way: String,
+    /// A variable of its environment.
+    pub(crate) variable: Option<(&'static str, String)>,
+}
+
+/// The programs, of which Cargo knows where they lie.
+const GLIBC: &str = env!("CARGO_BIN_EXE_retention-glibc");
+const JEMALLOC: &str = env!("CARGO_BIN_EXE_retention-jemalloc");
+const LOWTIDE: &str = env!("CARGO_BIN_EXE_retention-lowtide");
+const COSTS: &str = env!("CARGO_BIN_EXE_retention-costs");
+const MIMALLOC: Option<&str> = option_env!("CARGO_BIN_EXE_retention-mimalloc");
+
+/// The variable from which jemalloc reads its settings.
+pub(crate) const CONF: &str = "_RJEM_MALLOC_CONF";
+/// The settings that most services take.
+const THREE: &str = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
+/// low-memory, with the requests that outlive a wave in an arena of their own.
+const APART: &str = "low_memory_apart";
+/// Operations of a thread in each phase where processor time is all that counts: traffic of some 20
+/// s. jemalloc's default decay is 10 s, so within a shorter time it gives back nothing and pays for
+/// nothing.
+const PAIR_OPERATIONS: u32 = 240_000;
+/// Pairs of calls whose instructions are counted.
+const PAIRS: u32 = 50_000;
+
+/// Figures divided, round by round: the name of the ratio, both figures, and the most that the
+/// median may be.
+const RATIOS: &[(&str, &str, &str, f64)] = &[
+    (
+        "measured.rest.resident_per_live",
+        "retention.low_memory_apart.resident_10s_mib",
+        "retention.low_memory_apart.live_mib",
+        1.35,
+    ),
+    (
+        "measured.rest.resident_per_live_mixed",
+        "retention.low_memory.resident_10s_mib",
+        "retention.low_memory.live_mib",
+        f64::INFINITY,
+    ),
+    (
+        "retention.balanced.cpu_per_op_ratio",
+        "retention.balanced.cpu_us",
+        "retention.jemalloc_default.cpu_us",
+        1.10,
+    ),
+    (
+        "retention.low_memory.cpu_per_op_ratio",
+        "retention.low_memory.cpu_us",
+        "retention.jemalloc_default.cpu_us",
+        f64::INFINITY,
+    ),
+];
+
+/// The same for two allocators: the part, who, the figure, over whom.
+const OVER: &[(&str, &str, &str, &str, f64)] = &[
+    ("retention", "low_memory", "resident_2s_mib", "jemalloc_default", 0.18),
+    ("retention", "balanced", "resident_2s_mib", "jemalloc_default", 0.22),
+    ("retention", "low_memory", "resident_10s_mib", "glibc_trim", 1.00),
+    ("retention", "balanced", "resident_10s_mib", "glibc_trim", 1.15),
+    ("retention", "low_memory", "resident_10s_mib", "balanced", 1.00),
+    ("documents", "low_memory", "resident_10s_mib", "balanced", 1.00),
+    ("retention", "balanced", "peak_mib", "jemalloc_default", 1.05),
+    ("retention", "balanced", "cpu_us", "trim_100ms", 0.5),
+];
+
+/// The same for pairs of balanced and jemalloc's default.
+const OF_PAIRS: [(&str, f64); 4] =
+    [("cpu", 1.10), ("p50", 1.04), ("p95", 1.02), ("p99", f64::INFINITY)];
+
 fn main() -> ExitCode {
     if !std::env::args().any(|argument| argument == "--bench") {
         println!("retention: a bench, not a test: run `cargo bench` with its manifest");
@@ -78,71 +157,136 @@ fn main() -> ExitCode {
 fn measure(mut cli: Cli) -> Result<bool, BoxError> {
     let mut figures = Figures::default();
     if cli.smoke {
-        let names =
-            ["glibc_trim", "jemalloc_default", "low_memory", "balanced", contestants::APART];
+        let names = ["glibc_trim", "jemalloc_default", "low_memory", "balanced", APART];
         (cli.rounds, cli.only) = (1, names.map(str::to_owned).into());
     }
     let wanted = |part: Part| cli.parts.is_empty() || cli.parts.contains(&part);
+    let size = |small, large| if cli.smoke { small } else { large };
     if wanted(Part::Costs) {
-        costs::measure(&mut figures, cli.smoke)?;
+        costs(&mut figures, cli.smoke)?;
     }
-    let plan = burst::Plan::of(cli.smoke);
-    let mut contestants = contestants::chosen(&cli.only)?;
+    let looks: &[u64] = if cli.smoke { &[0, 1, 2] } else { &[0, 1, 2, 10] };
+    let (operations, held) = (size(2_000, 60_000), size(20, 200));
+    let burst = Plan { prefix: "retention", kind: "burst", operations, held, looks };
+    let mut contestants = chosen(&cli.only)?;
     if wanted(Part::Burst) {
-        burst::rounds(&mut figures, &plan, &contestants, cli.rounds)?;
+        rounds(&mut figures, &burst, &contestants, cli.rounds)?;
     }
     if wanted(Part::Documents) {
         // Of documents none is left, so there is nothing to keep apart.
-        contestants.retain(|one| one.name != contestants::APART);
-        let plan = burst::Plan::of_documents(cli.smoke);
-        burst::rounds(&mut figures, &plan, &contestants, cli.rounds)?;
+        contestants.retain(|one| one.name != APART);
+        let (operations, held) = (size(100, 2_000), size(5, 50));
+        let plan = Plan { prefix: "documents", kind: "documents", operations, held, looks };
+        rounds(&mut figures, &plan, &contestants, cli.rounds)?;
     }
-    if cli.pairs > 0 {
-        burst::pairs(&mut figures, &plan, cli.pairs)?;
-    }
+    let plan = Plan { prefix: "pairs", operations: PAIR_OPERATIONS, looks: &[0, 2], ..burst };
+    let both = chosen(&["jemalloc_default", "balanced"].map(str::to_owned))?;
+    rounds(&mut figures, &plan, &both, cli.pairs)?;
     if cli.smoke {
         figures.print();
         return Ok(true);
     }
-    ratios(&mut figures);
-    figures.set_goals(GOALS);
+    for (name, one, other, most) in RATIOS {
+        ratio(&mut figures, name, one, other, *most);
+    }
+    for (part, who, end, whom, most) in OVER {
+        let [one, other] = [who, whom].map(|name| format!("{part}.{name}.{end}"));
+        ratio(&mut figures, &format!("{one}_over_{whom}"), &one, &other, *most);
+    }
+    for (end, most) in OF_PAIRS {
+        let [one, other] =
+            ["balanced", "jemalloc_default"].map(|name| format!("pairs.{name}.{end}_us"));
+        ratio(&mut figures, &format!("pairs.balanced.{end}_ratio"), &one, &other, most);
+    }
     Ok(figures.print())
 }
 
-/// The most that figures may be.
-const GOALS: &[(&str, f64)] = &[
-    (burst::APART_AT_REST, 1.35),
-    ("retention.balanced.cpu_per_op_ratio", 1.10),
-    ("pairs.balanced.cpu_ratio", 1.10),
-    ("pairs.balanced.p50_ratio", 1.04),
-    ("pairs.balanced.p95_ratio", 1.02),
-    ("heap.pair.more_instructions", 4.0),
-    ("heap.scrape.us", 200.0),
-    ("heap.scrape.allocations", 0.0),
-    ("heap.purge.ms_per_mib", 0.15),
-];
-
-/// Figures of two allocators that have a goal, divided: the part, who, the figure, over whom, and
-/// the most that the median of the rounds may be.
-const RATIOS: &[(&str, &str, &str, &str, f64)] = &[
-    ("retention", "low_memory", "resident_2s_mib", "jemalloc_default", 0.18),
-    ("retention", "balanced", "resident_2s_mib", "jemalloc_default", 0.22),
-    ("retention", "low_memory", "resident_10s_mib", "glibc_trim", 1.00),
-    ("retention", "balanced", "resident_10s_mib", "glibc_trim", 1.15),
-    ("retention", "low_memory", "resident_10s_mib", "balanced", 1.00),
-    ("documents", "low_memory", "resident_10s_mib", "balanced", 1.00),
-    ("retention", "balanced", "peak_mib", "jemalloc_default", 1.05),
-    ("retention", "balanced", "cpu_us", "trim_100ms", 0.5),
-];
-
-/// Adds the ratios of what was measured.
-fn ratios(figures: &mut Figures) {
-    for (part, who, end, whom, most) in RATIOS {
-        let [one, other] =
-            [who, whom].map(|name| figures.each(&format!("{part}.{name}.{end}")).to_vec());
-        let name = format!("{part}.{who}.{end}_over_{whom}");
-        for (one, other) in one.iter().zip(&other) {
-            figures.at_most(name.as_str(), one / other, "ratio", *most);
-        }
+/// Adds the ratio of two figures that were measured.
+fn ratio(figures: &mut Figures, name: &str, one: &str, other: &str, most: f64) {
+    let [one, other] = [one, other].map(|name| figures.each(name).to_vec());
+    for (one, other) in one.iter().zip(&other) {
+        figures.at_most(name, one / other, "ratio", most);
     }
+}
+
+/// All allocators that were built, or those that the command line asks for.
+fn chosen(only: &[String]) -> Result<Vec<Contestant>, BoxError> {
+    let conf = |text: &str| Some((CONF, text.to_owned()));
+    let of = |name: &str, program, way: &str, variable| {
+        let (name, way) = (name.to_owned(), way.to_owned());
+        Contestant { name, program, way, variable }
+    };
+    let mut all = vec![
+        of("glibc_trim", GLIBC, "trim", None),
+        of("trim_100ms", GLIBC, "trim_100ms", None),
+        of("jemalloc_default", JEMALLOC, "", None),
+        of("jemalloc_bg_1000_0", JEMALLOC, "", conf(THREE)),
+    ];
+    let no_delay = Some(("MIMALLOC_PURGE_DELAY", "0".to_owned()));
+    all.extend(MIMALLOC.map(|program| of("mimalloc_purge_0", program, "", no_delay)));
+    for profile in HeapProfile::ALL {
+        let (name, set) = (profile.name(), conf(&profile.conf().to_string_lossy()));
+        let way = name.replace('_', "-");
+        if profile == HeapProfile::LowMemory {
+            all.push(of(APART, LOWTIDE, &format!("{way}/apart"), set.clone()));
+        }
+        all.push(of(name, LOWTIDE, &way, set));
+    }
+    if let Some(name) = only.iter().find(|name| all.iter().all(|one| one.name != **name)) {
+        let names: Vec<_> = all.iter().map(|one| one.name.as_str()).collect();
+        return Err(format!("{name:?} is no allocator here: expected {}", names.join(", ")).into());
+    }
+    all.retain(|one| only.is_empty() || only.contains(&one.name));
+    Ok(all)
+}
+
+/// The costs of single acts: instructions of a pair, a scrape, a purge, scopes of an arena.
+///
+/// Instructions are counted by callgrind: of a loop three times as long less one, less the same of
+/// an empty loop, so that what starting the process takes is in no figure.
+fn costs(figures: &mut Figures, smoke: bool) -> Result<(), BoxError> {
+    let balanced = chosen(&["balanced".to_owned()])?.remove(0);
+    let costs = Contestant { program: COSTS, way: String::new(), ..balanced };
+    // Nothing decays meanwhile: the purge finds all of it.
+    let kept = Some((CONF, "dirty_decay_ms:-1,muzzy_decay_ms:0".to_owned()));
+    let keeps = Contestant { variable: kept, ..costs.clone() };
+    let once = |who: &Contestant, act: &str| {
+        let mut process = start(who, &[act])?;
+        let said = expect(&mut process, act)?;
+        process.finish()?;
+        println!("{act}:{said}");
+        Ok::<_, BoxError>(said)
+    };
+    let said = once(&costs, "scrape")?;
+    figures.at_most("heap.scrape.us", field(&said, "us")?, "us", 200.0);
+    let allocations = field(&said, "allocations")?;
+    figures.at_most("heap.scrape.allocations", allocations, "allocations", 0.0);
+    let took = field(&once(&keeps, "purge")?, "ms_per_mib")?;
+    figures.at_most("heap.purge.ms_per_mib", took, "ms", 0.15);
+    let said = once(&costs, "scopes")?;
+    for name in ["ordinary", "scope", "uncached"] {
+        figures.add(format!("heap.entry.{name}_ns"), field(&said, name)?, "ns");
+    }
+    if smoke {
+        return Ok(());
+    }
+    let collected = |of: &str, times: u32| {
+        let mut command = callgrind(COSTS);
+        // Background threads would be counted as well.
+        command.args(["pair", of, &times.to_string()]).env(CONF, "narenas:4");
+        callgrind::instructions(&mut command)
+    };
+    let pair =
+        |of: &str| Ok((collected(of, 3 * PAIRS)? - collected(of, PAIRS)?) / f64::from(2 * PAIRS));
+    let all =
+        ["heap", "plain", "nothing"].into_iter().map(pair).collect::<Result<Vec<_>, String>>();
+    match all.as_deref() {
+        Ok([heap, plain, nothing]) => {
+            figures.add("heap.pair.instructions", heap - nothing, "instructions");
+            figures.add("heap.pair.plain_instructions", plain - nothing, "instructions");
+            figures.at_most("heap.pair.more_instructions", heap - plain, "instructions", 4.0);
+        }
+        failed => println!("skipped: {failed:?}"),
+    }
+    Ok(())
 }

@@ -6,68 +6,35 @@
 //! Invariant: one process is measured at a time.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
+use std::fs;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use lowtide::heap::HeapProfile;
-use retention::BoxError;
+use lowtide::BoxError;
 
-use crate::contestants::{self, Contestant};
-use crate::figures::Figures;
-use crate::process::{Running, field};
+use crate::figures::{Figures, count};
+use crate::process::{Process, kernel_value};
+use crate::{CONF, Contestant};
+
+/// The look at which processor time is taken.
+const CPU_LOOK: u64 = 2;
+/// Ticks of `stat` in a second: `USER_HZ`, 100 on every Linux that Rust runs on.
+const TICKS: f64 = 100.0;
 
 /// The size of the burst, and the time for which it is watched.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     /// The prefix of the figures.
-    prefix: &'static str,
-    arguments: [String; 4],
+    pub(crate) prefix: &'static str,
+    pub(crate) kind: &'static str,
+    /// Operations of a thread in each phase, and the requests that it holds.
+    pub(crate) operations: u32,
+    pub(crate) held: u32,
     /// Seconds after the end of the traffic at which resident memory is read.
-    looks: &'static [u64],
+    pub(crate) looks: &'static [u64],
 }
 
-impl Plan {
-    /// The one that is told of, or a small one.
-    pub(crate) fn of(smoke: bool) -> Self {
-        let (operations, held) = if smoke { (2_000, 20) } else { (60_000, 200) };
-        let arguments = ["burst".into(), "4".into(), operations.to_string(), held.to_string()];
-        Self { prefix: "retention", arguments, looks: Self::looks(smoke) }
-    }
-
-    /// The one of documents of which none is left. As much is held as in the other one.
-    pub(crate) fn of_documents(smoke: bool) -> Self {
-        let (operations, held) = if smoke { (100, 5) } else { (2_000, 50) };
-        let arguments = ["documents".into(), "4".into(), operations.to_string(), held.to_string()];
-        Self { prefix: "documents", arguments, looks: Self::looks(smoke) }
-    }
-
-    const fn looks(smoke: bool) -> &'static [u64] {
-        if smoke { &[0, 1, 2] } else { &[0, 1, 2, 10] }
-    }
-}
-
-/// The results of a run.
-#[derive(Clone, Debug)]
-struct Found {
-    cpu_us: f64,
-    /// Median, 95th, 99th, 99.9th percentile.
-    latency_us: [f64; 4],
-    peak_mib: f64,
-    live_mib: f64,
-    /// By look.
-    resident_mib: Vec<f64>,
-}
-
-/// Operations of a thread in each phase where processor time is all that counts: traffic of some 20
-/// s. jemalloc's default decay is 10 s, so within a shorter time it gives back nothing and pays for
-/// nothing.
-const PAIR_OPERATIONS: usize = 240_000;
-/// The look at which processor time is taken.
-const CPU_LOOK: u64 = 2;
-/// The figure of resident over live bytes at rest.
-pub(crate) const APART_AT_REST: &str = "measured.rest.resident_per_live";
-const LATENCY: [&str; 4] = ["p50", "p95", "p99", "p999"];
-
-/// All of them, in turn, so many times.
+/// Runs all of them, in turn, so many times. Each goes first as often as the other.
 pub(crate) fn rounds(
     figures: &mut Figures,
     plan: &Plan,
@@ -75,127 +42,72 @@ pub(crate) fn rounds(
     rounds: usize,
 ) -> Result<(), BoxError> {
     for round in 1..=rounds {
-        for who in contestants {
+        for nth in 0..contestants.len() {
+            let at = if round % 2 == 0 { contestants.len() - 1 - nth } else { nth };
+            let who = &contestants[at];
             let found = run(who, plan).map_err(|error| format!("{}: {error}", who.name))?;
-            println!(
-                "{} {round} of {rounds}: {:<18}{:>7.2} us CPU/op {:>7.2} us p50 {:>6.0} MiB \
-                 peak, then {:.1?}",
-                plan.arguments[0],
-                who.name,
-                found.cpu_us,
-                found.latency_us[0],
-                found.peak_mib,
-                found.resident_mib
-            );
-            note(figures, who, plan, &found);
-        }
-    }
-    if plan.prefix != "retention" {
-        return Ok(());
-    }
-    rest(figures, plan);
-    let cpu = |name: &str| format!("retention.{name}.cpu_us");
-    for who in contestants {
-        let pairs = figures.each(&cpu(&who.name)).iter();
-        let pairs = pairs.zip(figures.each(&cpu("jemalloc_default")));
-        for ratio in pairs.map(|(one, other)| one / other).collect::<Vec<_>>() {
-            figures.add(cpu_ratio(&who.name), ratio, "ratio");
+            println!("{} {round} of {rounds}: {:<18} {found:.2?}", plan.prefix, who.name);
+            for (end, value) in found {
+                let unit = if end.ends_with("_us") { "us" } else { "MiB" };
+                figures.add(format!("{}.{}.{end}", plan.prefix, who.name), value, unit);
+            }
         }
     }
     Ok(())
 }
 
-/// Resident over live bytes at the last look: with lasting requests apart, and beside it without.
-fn rest(figures: &mut Figures, plan: &Plan) {
-    let last = plan.looks.last().copied().unwrap_or_default();
-    for (figure, name) in [
-        (APART_AT_REST, contestants::APART),
-        ("measured.rest.resident_per_live_mixed", "low_memory"),
-    ] {
-        let of = |end: &str| figures.each(&format!("{}.{name}.{end}", plan.prefix)).to_vec();
-        let (resident, live) = (of(&format!("resident_{last}s_mib")), of("live_mib"));
-        for (resident, live) in resident.iter().zip(live) {
-            figures.add(figure, resident / live, "ratio");
-        }
-    }
+/// Starts one of them.
+pub(crate) fn start(who: &Contestant, arguments: &[&str]) -> Result<Process, BoxError> {
+    let mut command = Command::new(who.program);
+    command.args(arguments).args((!who.way.is_empty()).then_some(&who.way));
+    command.env_remove("MALLOC_CONF").env_remove(CONF).envs(who.variable.clone());
+    Process::start(command)
 }
 
-fn cpu_ratio(name: &str) -> String {
-    format!("retention.{name}.cpu_per_op_ratio")
+/// Reads the next line of a process, which begins with this word, and returns the rest of it.
+pub(crate) fn expect(process: &mut Process, word: &str) -> Result<String, BoxError> {
+    let line = process.line()?;
+    let rest = line.strip_prefix(word);
+    Ok(rest.ok_or_else(|| format!("it said {line:?}: expected {word:?}"))?.to_owned())
 }
 
-fn note(figures: &mut Figures, who: &Contestant, plan: &Plan, found: &Found) {
-    let mut add = |end: &str, value: f64, unit| {
-        figures.add(format!("{}.{}.{end}", plan.prefix, who.name), value, unit);
+/// The value of `name=value` in what it said.
+pub(crate) fn field(said: &str, name: &str) -> Result<f64, BoxError> {
+    let value = said.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    Ok(value.ok_or_else(|| format!("it said {said:?}: no {name}"))?.parse()?)
+}
+
+/// Runs one of them. Returns its values by the ends of their figures' names.
+fn run(who: &Contestant, plan: &Plan) -> Result<Vec<(String, f64)>, BoxError> {
+    let [operations, held] = [plan.operations, plan.held].map(|number| number.to_string());
+    let mut process = start(who, &[plan.kind, "4", &operations, &held])?;
+    expect(&mut process, "traffic")?;
+    let home = format!("/proc/{}", process.child.id());
+    // Those of all its threads, those that ended too.
+    let seconds = || {
+        let text = fs::read_to_string(format!("{home}/stat"))?;
+        let (_, fields) = text.rsplit_once(')').ok_or("stat has no name")?;
+        let ticks = fields.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
+        Ok::<_, BoxError>(ticks.sum::<Result<f64, _>>()? / TICKS)
     };
-    add("cpu_us", found.cpu_us, "us");
-    for (name, value) in LATENCY.iter().zip(found.latency_us) {
-        add(&format!("{name}_us"), value, "us");
-    }
-    add("peak_mib", found.peak_mib, "MiB");
-    for (look, value) in plan.looks.iter().zip(&found.resident_mib) {
-        add(&format!("resident_{look}s_mib"), *value, "MiB");
-    }
-    add("live_mib", found.live_mib, "MiB");
-}
-
-/// Balanced against jemalloc's default, pair by pair: processor time and nothing else.
-pub(crate) fn pairs(figures: &mut Figures, plan: &Plan, pairs: usize) -> Result<(), BoxError> {
-    let mut plan = Plan { looks: &[0, CPU_LOOK], ..plan.clone() };
-    plan.arguments[2] = PAIR_OPERATIONS.to_string();
-    let plain = contestants::named(&["jemalloc_default"]);
-    let plain = plain.first().ok_or("no jemalloc")?;
-    let balanced = contestants::lowtide(HeapProfile::Balanced);
-    let name = "pairs.balanced.cpu_ratio";
-    for pair in 0..pairs {
-        // Each goes first as often as the other.
-        let (one, other) = if pair % 2 == 0 { (plain, &balanced) } else { (&balanced, plain) };
-        let (first, second) = (run(one, &plan)?, run(other, &plan)?);
-        let (plain, balanced) = if pair % 2 == 0 { (first, second) } else { (second, first) };
-        figures.add(name, balanced.cpu_us / plain.cpu_us, "ratio");
-        for (at, latency) in LATENCY.iter().enumerate() {
-            let ratio = balanced.latency_us[at] / plain.latency_us[at];
-            figures.add(format!("pairs.balanced.{latency}_ratio"), ratio, "ratio");
-        }
-        println!(
-            "pair {} of {pairs}: balanced {:.2}, jemalloc's default {:.2} us CPU/op; ratio so far \
-             {:.3}",
-            pair + 1,
-            balanced.cpu_us,
-            plain.cpu_us,
-            figures.of(name).unwrap_or(0.0)
-        );
-    }
-    Ok(())
-}
-
-fn run(who: &Contestant, plan: &Plan) -> Result<Found, BoxError> {
-    let running = Running::start(who, &plan.arguments.each_ref().map(String::as_str))?;
-    running.expect("traffic")?;
-    let begun = running.processor_seconds()?;
-    let said = running.expect("idle")?;
+    let mib = |key| kernel_value(format!("{home}/status"), key).map(|kib| count(kib) / 1024.0);
+    let begun = seconds()?;
+    let said = expect(&mut process, "idle")?;
     let end = Instant::now();
-    let peak_mib = running.status_mib("VmHWM:")?;
-    let (mut resident_mib, mut seconds) = (Vec::new(), None);
-    for after in plan.looks {
-        let due = end + Duration::from_secs(*after);
+    let mut found = vec![("peak_mib".to_owned(), mib("VmHWM:")?)];
+    found.push(("live_mib".to_owned(), field(&said, "live")? / 1_048_576.0));
+    for name in ["p50", "p95", "p99"] {
+        found.push((format!("{name}_us"), field(&said, name)?));
+    }
+    for look in plan.looks {
+        let due = end + Duration::from_secs(*look);
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
-        resident_mib.push(running.resident_mib()?);
-        if *after <= CPU_LOOK {
-            seconds = Some(running.processor_seconds()? - begun);
+        found.push((format!("resident_{look}s_mib"), mib("VmRSS:")?));
+        if *look == CPU_LOOK {
+            let each = (seconds()? - begun) * 1e6 / field(&said, "operations")?;
+            found.push(("cpu_us".to_owned(), each));
         }
     }
-    running.end()?;
-    let cpu = seconds.ok_or("no look at processor time")?;
-    let mut latency_us = [0.0; 4];
-    for (value, name) in latency_us.iter_mut().zip(LATENCY) {
-        *value = field(&said, name)?;
-    }
-    Ok(Found {
-        cpu_us: cpu * 1e6 / field(&said, "operations")?,
-        latency_us,
-        peak_mib,
-        live_mib: field(&said, "live")? / 1_048_576.0,
-        resident_mib,
-    })
+    process.finish()?;
+    Ok(found)
 }
