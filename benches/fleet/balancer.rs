@@ -12,7 +12,7 @@ use lowtide::BoxError;
 use serde_json::Value;
 
 use crate::common::http::{Http, client, get};
-use crate::common::process::free_port;
+use crate::common::process::{Process, free_port};
 use crate::envoy;
 use crate::hold::HOLD_HEADER;
 
@@ -70,7 +70,7 @@ pub(crate) struct Seen {
 
 /// An Envoy that runs.
 pub(crate) struct Balancer {
-    envoy: std::process::Child,
+    _envoy: Process,
     pub(crate) front: SocketAddr,
     admin: SocketAddr,
     services: Vec<SocketAddr>,
@@ -89,7 +89,7 @@ impl Balancer {
         let (front, admin) = (free_port()?, free_port()?);
         let configuration = configuration(policy, is_quick, [front, admin], services)?;
         let balancer = Self {
-            envoy: envoy::start(program, &configuration, front)?,
+            _envoy: envoy::start(program, &configuration, front)?,
             front,
             admin,
             services: services.to_vec(),
@@ -110,8 +110,8 @@ impl Balancer {
     pub(crate) fn check_reports(&self) -> Result<(), BoxError> {
         let shows_report = |at: SocketAddr| {
             self.runtime.block_on(async {
-                let request = Request::post(format!("http://{at}/hold"));
-                let request = request.header(HOLD_HEADER, 0).body(Full::<Bytes>::default())?;
+                let request = Request::post(format!("http://{at}/hold")).header(HOLD_HEADER, 0);
+                let request = request.body(Full::<Bytes>::default())?;
                 let answer = self.client.request(request).await?;
                 if !answer.status().is_success() {
                     return Err(format!("{at} answered {}", answer.status()).into());
@@ -146,13 +146,6 @@ impl Balancer {
             host.map(read).ok_or_else(|| format!("Envoy does not know {service}").into())
         };
         self.services.iter().map(of).collect()
-    }
-}
-
-impl Drop for Balancer {
-    fn drop(&mut self) {
-        let _ = self.envoy.kill();
-        let _ = self.envoy.wait();
     }
 }
 

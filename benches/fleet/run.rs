@@ -2,9 +2,7 @@
 //!
 //! Invariant: each service has the same settings, and all policies meet the same requests.
 
-use std::io::Read as _;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::{BoxError, ByteSize};
@@ -13,7 +11,7 @@ use crate::balancer::{Balancer, Policy, Seen};
 use crate::common::figures::{Figures, count, part, quantile};
 use crate::common::own;
 use crate::common::process::Process;
-use crate::load::{Fate, Order, Tally};
+use crate::load::{self, Fate};
 use crate::mix::{BASE, CEILING, HOLD, Mix};
 use crate::schedule::{Offer, Sending};
 
@@ -90,47 +88,23 @@ impl Run {
         offer.sending = Sending { copies: MORE_COPIES, ..Sending::default() };
         let at = self.warm..self.warm + self.lasts;
         let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count() as u64;
-        let order = Order { to: balancer.front, offer };
-        let mut command = own()?;
-        command.arg("--generate").arg(serde_json::to_string(&order)?);
-        let mut load = Process::start(command)?;
-        let mut output = load.child.stdout.take().ok_or("no pipe from the load process")?;
-        let is_over = AtomicBool::new(false);
-        let (text, looks) = std::thread::scope(|scope| {
-            let read = scope.spawn(|| {
-                let mut text = String::new();
-                let read = output.read_to_string(&mut text);
-                is_over.store(true, Ordering::Relaxed);
-                read.map(|_| text)
-            });
-            let looks = self.look(&balancer, &is_over);
-            let text = read.join().map_err(|_| "the reader of the load process panicked")?;
-            Ok::<_, BoxError>((text?, looks?))
-        })?;
-        let tally: Tally =
-            serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?;
-        let oom_kills = services.into_iter().map(Process::end).sum();
-        Ok(Outcome { oom_kills, ..self.outcome(&tally, offered, &looks) })
-    }
-
-    /// Looks at the services until the load is over. Returns the looks of the time that counts.
-    fn look(&self, balancer: &Balancer, is_over: &AtomicBool) -> Result<Vec<Vec<Seen>>, BoxError> {
-        let start = Instant::now();
-        let mut looks = Vec::new();
-        while !is_over.load(Ordering::Relaxed) {
+        let (start, mut looks) = (Instant::now(), Vec::new());
+        let seen = load::offer(balancer.front, offer, || {
             let seen = balancer.seen()?;
-            if (self.warm..self.warm + self.lasts).contains(&start.elapsed()) {
+            if at.contains(&start.elapsed()) {
                 looks.push(seen);
             }
             std::thread::sleep(LOOK_EVERY);
-        }
-        Ok(looks)
+            Ok(true)
+        })?;
+        let oom_kills = services.into_iter().map(Process::end).sum();
+        Ok(Outcome { oom_kills, ..self.outcome(&seen, offered, &looks) })
     }
 
-    fn outcome(&self, tally: &Tally, offered: u64, looks: &[Vec<Seen>]) -> Outcome {
+    fn outcome(&self, seen: &[load::Seen], offered: u64, looks: &[Vec<Seen>]) -> Outcome {
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let at = millis(self.warm)..millis(self.warm + self.lasts);
-        let counted: Vec<_> = tally.seen.iter().filter(|one| at.contains(&one.at)).collect();
+        let counted: Vec<_> = seen.iter().filter(|one| at.contains(&one.at)).collect();
         let number = |fate: Fate| counted.iter().filter(|one| one.fate == fate).count() as u64;
         let served = counted.iter().filter(|one| one.fate == Fate::Served);
         let bytes: u64 = served.map(|one| one.bytes).sum();

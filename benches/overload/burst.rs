@@ -15,7 +15,7 @@ use crate::cell::Bed;
 use crate::common::figures::{Figures, count};
 use crate::common::http::{client, send};
 use crate::policy::Policy;
-use crate::service::{Queue, Settings};
+use crate::service::Settings;
 
 /// The requests of a burst.
 const REQUESTS: usize = 400;
@@ -34,7 +34,7 @@ pub(crate) fn run(limit: ByteSize, figures: &mut Figures) -> Result<bool, BoxErr
         limit_bytes: limit.get(),
         one_copy: false,
         envoy: None,
-        queue: Queue::Proxy,
+        waits_in_proxy: true,
     };
     let bed = Bed::start(&settings, limit)?;
     let to = bed.front;

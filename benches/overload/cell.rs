@@ -2,11 +2,8 @@
 //!
 //! The service's death is an outcome, not a fault. Both processes and the cgroup end with the cell.
 
-use std::io::Read as _;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::process::ChildStdin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use lowtide::{BoxError, ByteSize};
@@ -14,12 +11,12 @@ use lowtide::{BoxError, ByteSize};
 use crate::common::figures::Figures;
 use crate::common::own;
 use crate::common::process::{self, Process};
-use crate::load::{Order, Tally};
+use crate::load::{self, Seen};
 use crate::measures::Measures;
 use crate::mix::Mix;
 use crate::policy::Policy;
 use crate::schedule::{Offer, Sending};
-use crate::service::{Queue, Settings};
+use crate::service::Settings;
 
 /// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -72,7 +69,7 @@ impl Runner {
         let Plan { load, mix, .. } = plan;
         let mut offer = Offer::steady(mix, load * mix.fits(self.limit), self.lasts, self.seed);
         offer.sending = self.sending;
-        let measures = self.offer(&name(plan), &self.settings(plan, Queue::Service), &offer)?;
+        let measures = self.offer(&name(plan), &self.settings(plan), &offer)?;
         measures.tell(&name(plan), &mut self.figures);
         Ok(measures)
     }
@@ -94,14 +91,14 @@ impl Runner {
     }
 
     /// Returns the settings of the service in a cell.
-    pub(crate) fn settings(&self, plan: Plan, queue: Queue) -> Settings {
+    pub(crate) fn settings(&self, plan: Plan) -> Settings {
         Settings {
             policy: plan.policy.to_string(),
             estimate: plan.estimate,
             limit_bytes: self.limit.get(),
             one_copy: self.one_copy,
             envoy: self.envoy.clone(),
-            queue,
+            waits_in_proxy: false,
         }
     }
 }
@@ -129,7 +126,7 @@ pub(crate) struct Outcome {
     /// Highest working set of the cgroup that was seen.
     pub(crate) peak: ByteSize,
     /// The outcomes of the requests.
-    pub(crate) tally: Tally,
+    pub(crate) seen: Vec<Seen>,
 }
 
 /// A service in its cgroup.
@@ -156,49 +153,15 @@ impl Bed {
 
     /// Puts the offered load on it, and ends it.
     fn offer(mut self, offer: Offer) -> Result<Outcome, BoxError> {
-        let mut command = own()?;
-        let order = Order { to: self.front, offer };
-        command.arg("--generate").arg(serde_json::to_string(&order)?);
-        let mut load = Process::start(command)?;
-        let mut output = load.child.stdout.take().ok_or("no pipe from the load process")?;
         let folder = self.service.folder().ok_or("no cgroup")?.to_owned();
-        let (over, peak) = (AtomicBool::new(false), AtomicU64::new(0));
-        let mut text = String::new();
-        let (over, peak) = (&over, &peak);
-        std::thread::scope(|scope| {
-            let input = load.child.stdin.take();
-            let service = &mut self.service;
-            scope.spawn(|| look(&folder, service, input, over, peak));
-            let read = output.read_to_string(&mut text);
-            over.store(true, Ordering::Relaxed);
-            read
+        let mut peak = ByteSize::ZERO;
+        let seen = load::offer(self.front, offer, || {
+            peak = peak.max(process::working_set(&folder).unwrap_or_default());
+            std::thread::sleep(LOOK_EVERY);
+            Ok(self.service.ended().is_none())
         })?;
         let died = self.service.ended().is_some();
-        Ok(Outcome {
-            died,
-            oom_kills: process::oom_kills(&folder).unwrap_or_default(),
-            peak: ByteSize::new(peak.load(Ordering::Relaxed)),
-            tally: serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?,
-        })
+        let oom_kills = process::oom_kills(&folder).unwrap_or_default();
+        Ok(Outcome { died, oom_kills, peak, seen })
     }
-}
-
-/// Looks at the working set until the load is over. If the service ends, the load process is told
-/// by the end of its input.
-fn look(
-    folder: &Path,
-    service: &mut Process,
-    mut input: Option<ChildStdin>,
-    over: &AtomicBool,
-    peak: &AtomicU64,
-) {
-    while !over.load(Ordering::Relaxed) {
-        let seen = process::working_set(folder).unwrap_or_default().get();
-        peak.fetch_max(seen, Ordering::Relaxed);
-        if service.ended().is_some() {
-            input = None;
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
-    drop(input);
 }

@@ -23,7 +23,6 @@ mod chance;
 mod common;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
-mod envoy;
 #[path = "../envoy/mod.rs"]
 mod envoy_process;
 #[path = "../../examples/proxy/forward.rs"]
@@ -97,8 +96,7 @@ struct Cli {
     /// Sheds where the load fits, and goodput beside the best static budget: 20 minutes.
     #[arg(long)]
     measured: bool,
-    /// 400 small requests at once, and the same with six at a time; and a load of 1.2 times what
-    /// fits for five seconds, with and without the queue.
+    /// 400 small requests at once, and the same with six at a time.
     #[arg(long)]
     burst: bool,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
@@ -148,7 +146,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     };
     println!("{}", mix::explained(cli.mix, cli.limit));
     let held = if cli.burst {
-        burst::run(cli.limit, &mut runner.figures)? & modes::burst(&mut runner)?
+        burst::run(cli.limit, &mut runner.figures)?
     } else if cli.ci {
         modes::ci(&mut runner)?
     } else if let Some(runs) = cli.survive {

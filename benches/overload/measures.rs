@@ -61,7 +61,7 @@ struct Sums {
 impl Measures {
     /// Of this offer and what came of it.
     pub(crate) fn of(offer: &Offer, outcome: &Outcome) -> Self {
-        let seen = &outcome.tally.seen;
+        let seen = &outcome.seen;
         let sums = sums(offer, seen);
         let total = |of: fn(&Sums) -> f64| sums.iter().map(of).sum::<f64>();
         let (offered, served) = (total(|sum| sum.offered), total(|sum| sum.served));

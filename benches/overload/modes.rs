@@ -1,9 +1,7 @@
-//! Which cells are run: what was chosen, the drawn runs, the comparison, bursts, the check.
+//! Which cells are run: what was chosen, the drawn runs, the comparison, the check.
 //!
 //! It decides what is run and nothing of what comes of it, but for the check, which is none where
 //! the load does not kill.
-
-use std::time::Duration;
 
 use lowtide::BoxError;
 
@@ -14,8 +12,7 @@ use crate::common::figures::{count, part, quantile};
 use crate::measures::Measures;
 use crate::mix::{CLASSES, Mix};
 use crate::policy::Policy;
-use crate::schedule::{Offer, Phase, Sending, millis};
-use crate::service::Queue;
+use crate::schedule::Sending;
 
 /// Loads of the runs that are drawn.
 const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
@@ -30,11 +27,6 @@ const SLOW: u64 = 1000;
 const SEEDS: u64 = 6;
 const STATIC: [u32; 8] = [60, 64, 68, 72, 76, 80, 84, 88];
 
-/// The load of a burst, the number of seeds that it is drawn from, and its phases.
-const BURST: f64 = 1.2;
-const BURST_SEEDS: u64 = 6;
-const PHASE: Duration = Duration::from_secs(5);
-
 /// Every combination of what was given.
 pub(crate) fn chosen(runner: &mut Runner, cli: &Cli) -> Result<bool, BoxError> {
     for &load in &cli.load {
@@ -42,39 +34,6 @@ pub(crate) fn chosen(runner: &mut Runner, cli: &Cli) -> Result<bool, BoxError> {
             runner.run(Plan { policy, load, mix: cli.mix, estimate: cli.estimate })?;
         }
     }
-    Ok(true)
-}
-
-/// A burst of [`BURST`] times what fits: the requests that are shed, beside those of the same
-/// service without its queue.
-pub(crate) fn burst(runner: &mut Runner) -> Result<bool, BoxError> {
-    let mut sheds = [0; 2];
-    let fits = Mix::Heavy.fits(runner.limit);
-    let phases = [0.5, BURST, 0.5].map(|load| Phase { rate: load * fits, millis: millis(PHASE) });
-    let seed = runner.seed;
-    for more in 0..BURST_SEEDS {
-        runner.seed = seed + more;
-        for (sheds, queue) in sheds.iter_mut().zip([Queue::Service, Queue::None]) {
-            let plan =
-                Plan { policy: Policy::Lowtide, load: BURST, mix: Mix::Heavy, estimate: 1.0 };
-            let settings = runner.settings(plan, queue);
-            let offer = Offer {
-                mix: Mix::Heavy,
-                phases: phases.to_vec(),
-                seed: runner.seed,
-                sending: Sending::default(),
-            };
-            let name = if queue == Queue::None { "burst, no queue" } else { "burst" };
-            let measures = runner.offer(name, &settings, &offer)?;
-            *sheds += measures.sheds.iter().sum::<u64>();
-        }
-    }
-    runner.seed = seed;
-    let [queued, without] = sheds.map(count);
-    let figures = &mut runner.figures;
-    figures.add("room.burst.sheds", queued, "requests");
-    figures.add("room.burst.sheds_without_queue", without, "requests");
-    figures.add("room.burst.shed_ratio", part(queued, without), "ratio");
     Ok(true)
 }
 

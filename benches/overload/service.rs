@@ -26,12 +26,16 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::app::{self, FORWARD_COST};
+use crate::common::process::free_port;
 use crate::policy::Policy;
-use crate::{envoy, hold, mix};
+use crate::{envoy_process, hold, mix};
 
 /// The part of the limit at which a threshold on the resident set rejects, and its interval.
 const THRESHOLD: f64 = 0.85;
 const SAMPLED_EVERY: Duration = Duration::from_millis(10);
+/// The configuration of Envoy, which collects each body, holds it for as long as the request asks, and
+/// answers it, with its overload manager as the policy. A request holds its body once.
+const ENVOY: &str = include_str!("envoy.yaml");
 /// Open connections of the proxy at most.
 const CONNECTIONS: usize = 1024;
 
@@ -49,26 +53,23 @@ pub(crate) struct Settings {
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
     pub(crate) envoy: Option<PathBuf>,
-    pub(crate) queue: Queue,
-}
-
-/// Where lowtide's requests wait for room. The proxy and the service admit in one ledger.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Queue {
-    /// In front of the service that holds bodies, and not for the little that forwarding them takes
-    /// as well.
-    Service,
-    /// In the proxy, for its model.
-    Proxy,
-    /// Nowhere.
-    None,
+    /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
+    /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
+    pub(crate) waits_in_proxy: bool,
 }
 
 /// Serves until standard input ends. Prints its address when requests are welcome.
 pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
     let settings: Settings = serde_json::from_str(settings)?;
     if let Policy::Envoy(percent) = settings.policy.parse()? {
-        return envoy::serve(settings.envoy.as_deref().ok_or("no --envoy")?, percent);
+        let front = free_port()?;
+        let configuration = ENVOY
+            .replace("PORT", &front.port().to_string())
+            .replace("THRESHOLD", &(f64::from(percent) / 100.0).to_string());
+        let program = settings.envoy.ok_or("no --envoy")?;
+        let mut envoy = envoy_process::start(&program, &configuration, front)?;
+        println!("{front}");
+        return Err(format!("Envoy ended: {}", envoy.child.wait()?).into());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let running = runtime.block_on(start(&settings))?;
@@ -81,7 +82,7 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 async fn start(settings: &Settings) -> Result<app::Running, BoxError> {
     let policy: Policy = settings.policy.parse()?;
     let mut builder = Memory::builder().prometheus()?; // each policy has a recorder
-    if settings.queue != Queue::Proxy {
+    if !settings.waits_in_proxy {
         builder = builder.max_wait(Duration::ZERO);
     }
     let memory = (policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
@@ -129,7 +130,7 @@ fn admitted(
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
             let layer = MemoryLayer::new(memory.admission().clone(), held);
-            if settings.queue != Queue::Service {
+            if settings.waits_in_proxy {
                 routes.layer(layer.with_max_wait(Duration::ZERO))
             } else if wrong > 0.0 {
                 routes.layer(layer)
