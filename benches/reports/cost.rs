@@ -2,8 +2,7 @@
 //!
 //! The same call through the layer, with and without the report, in turns: the median of many
 //! rounds, less the other. The control loop ticks in real time, so reports are encoded as they are
-//! in a service; allocations are counted with a clock that stands still, and again with one that
-//! does not.
+//! in a service; allocations are counted with a clock that stands still.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -25,6 +24,8 @@ use lowtide::config::DeviceChoice;
 use lowtide::service::{Constant, LoadReportFormat, MemoryLayer, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer as _, Service};
+
+use crate::common::figures::{Figures, median};
 
 /// The calls of one round, and the rounds of each way.
 const CALLS: u32 = 2_000;
@@ -99,11 +100,6 @@ fn time(calls: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(CALLS)
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 fn layer(memory: &Memory, format: Option<LoadReportFormat>) -> MemoryLayer<Constant> {
     let layer =
         MemoryLayer::new(memory.admission().clone(), Constant::new(Cost::host(ByteSize::kib(64))));
@@ -114,51 +110,41 @@ fn layer(memory: &Memory, format: Option<LoadReportFormat>) -> MemoryLayer<Const
 }
 
 /// Measures, only what is counted if it says so, and returns whether the goals held.
-pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
+pub(crate) fn measure(is_counted: bool) -> Result<bool, BoxError> {
+    let mut figures = Figures::default();
     let builder = || Memory::builder().device(DeviceChoice::None).memory_limit(ByteSize::gib(4));
-    let memory = builder().start()?;
-    let most = if counted { 0.0 } else { costs(&memory) };
-    let real = allocations(&memory);
-    let _ = memory.shutdown(Duration::from_secs(5));
-    let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
-    let still = allocations(&memory);
-    let _ = memory.shutdown(Duration::from_secs(5));
-    println!("allocations of a report for each response: {real:.5} with ticks, {still} without");
-    if !counted {
-        println!("figure fleet.report_ns {most:.0} ns");
+    if !is_counted {
+        let memory = builder().start()?;
+        figures.at_most("fleet.report_ns", costs(&memory), "ns", GOAL);
+        let _ = memory.shutdown(Duration::from_secs(5));
     }
-    println!("figure fleet.report.allocations {still}");
-    Ok(most <= GOAL && still == 0.0)
+    let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
+    figures.at_most("fleet.report.allocations", allocations(&memory), "allocations", 0.0);
+    let _ = memory.shutdown(Duration::from_secs(5));
+    Ok(figures.print())
 }
 
 /// Returns the nanoseconds that a report costs a response, the most of all formats.
 fn costs(memory: &Memory) -> f64 {
-    println!("{CALLS} calls in each of {ROUNDS} rounds, in turns; ns for each call");
     let mut most: f64 = 0.0;
-    let formats = [
-        ("text", LoadReportFormat::Text),
-        ("json", LoadReportFormat::Json),
-        ("binary", LoadReportFormat::Binary),
-    ];
-    for (name, format) in formats {
+    for format in [LoadReportFormat::Text, LoadReportFormat::Json, LoadReportFormat::Binary] {
         let mut with = layer(memory, Some(format)).layer(tower::service_fn(plain));
         let mut without = layer(memory, None).layer(tower::service_fn(plain));
-        most = most.max(compare(name, &mut || call(&mut with), &mut || call(&mut without)));
+        most = most.max(compare(&mut || call(&mut with), &mut || call(&mut without)));
     }
     let mut with = layer(memory, Some(LoadReportFormat::Text)).layer(tower::service_fn(grpc));
     let mut without = layer(memory, None).layer(tower::service_fn(grpc));
-    most.max(compare("gRPC", &mut || call(&mut with), &mut || call(&mut without)))
+    most.max(compare(&mut || call(&mut with), &mut || call(&mut without)))
 }
 
-/// Prints and returns what the report costs.
-fn compare(name: &str, with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
+/// Returns what the report costs.
+fn compare(with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         times[0].push(time(with));
         times[1].push(time(without));
     }
-    let [with, without] = times.map(median);
-    println!("{name:<8} with {with:7.1}, without {without:7.1}, difference {:6.1}", with - without);
+    let [with, without] = times.map(|times| median(&times));
     with - without
 }
 
