@@ -16,12 +16,12 @@ use lowtide::{BoxError, ByteSize};
 use serde_json::Value;
 use tokio::task::JoinSet;
 
-use crate::chance::Chance;
 use crate::common::figures::count;
 use crate::common::http::{Http, client, send};
 use crate::common::own;
 use crate::common::process::{Process, oom_kills, usage};
 use crate::service::MODELS;
+use crate::sim::chance::Chance;
 
 /// The limit of the cgroup, and the smaller one.
 const LIMIT: ByteSize = ByteSize::gib(1);

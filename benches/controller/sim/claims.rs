@@ -100,7 +100,7 @@ pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
             let settles = settles(scenario, seen);
             claim(settles <= SETTLES_WITHIN, &|| format!("K settles in {settles:.1} s"));
         }
-        Kind::Fall | Kind::Wild | Kind::Days => {}
+        Kind::Fall | Kind::Wild | Kind::Days | Kind::Fit => {}
     }
     faults
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use lowtide_admission::Settings;
 use lowtide_admission::clock::Moment;
 
-use super::load::{Load, MIXES};
+use super::load::{Load, MIXES, Shape};
 use super::scenario::{Kind, Scenario};
 use super::seen::{Look, Seen};
 use super::world::World;
@@ -44,7 +44,7 @@ pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
     let steady = Scenario::steady(seed, MIXES[0], 1.0, 1.0);
     Scenario {
         kind: Kind::Days,
-        load: Load::Days { high: 4.0, day },
+        load: Load { low: 0.0, high: 4.0, shape: Shape::Days { day } },
         lasts: day * f64::from(days),
         resource: Some(0.2),
         measured: true,
@@ -131,8 +131,8 @@ fn per_hour(jobs: u64, hours: f64) -> f64 {
 impl Scenario {
     /// Returns the time between two looks at the learned factor.
     pub(super) fn look_every(&self) -> Duration {
-        match self.load {
-            Load::Days { day, .. } => Duration::from_secs_f64(day / f64::from(LOOKS)),
+        match self.load.shape {
+            Shape::Days { day } => Duration::from_secs_f64(day / f64::from(LOOKS)),
             _ => Duration::from_millis(50),
         }
     }

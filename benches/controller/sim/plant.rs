@@ -168,6 +168,12 @@ impl Plant {
         accepts
     }
 
+    /// The kernel's limit falls, whatever is held.
+    pub(crate) fn lower(&mut self, now: Moment, mib: f64) {
+        self.limit = mib;
+        self.look(now);
+    }
+
     /// Returns a sensor's reading, without a limit if that cannot be read.
     pub(crate) fn sample(&mut self, now: Moment, knows_limit: bool) -> Sample {
         self.decay(now);

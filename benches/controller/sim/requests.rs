@@ -236,7 +236,10 @@ impl World {
 
     /// A request asks for the resource, and waits while it is loaded.
     pub(super) fn ask(&self, seat: usize, serial: u64) {
-        let Some(managed) = self.managed() else { return };
+        let Some(models) = self.managed.get() else { return };
+        let Some(managed) = models.get(usize::try_from(serial).unwrap_or(0) % models.len()) else {
+            return;
+        };
         let stats = lowtide_admission::Resource::stats(managed);
         {
             let state = &mut *lock(&self.state);

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
+use lowtide_admission::fit::{Fit, FitStep};
 use lowtide_admission::learning::{Needs, Room};
 use lowtide_admission::{
     Admission, Budget, Cost, Job, Ladder, Level, LimitAdvice, Maintenance, MaintenanceActions,
@@ -25,7 +26,7 @@ use super::chance::Chance;
 use super::events::{Event, Events};
 use super::plant::{Plant, bytes};
 use super::requests::Requests;
-use super::scenario::{Kind, RESOURCE, Scenario};
+use super::scenario::{Kind, Model, RESOURCE, Scenario};
 use super::seen::Seen;
 
 /// A purge takes 0.1 ms for each MiB; it gives back in steps of 2 ms.
@@ -55,6 +56,10 @@ pub(super) struct State {
     blind_until: Moment,
     limits: usize,
     level: Level,
+    /// The fit, the limit that it puts in force, and its last step.
+    pub(super) fit: Option<Fit>,
+    pub(super) fitted: Option<ByteSize>,
+    pub(super) step: Option<FitStep>,
 }
 
 /// One run as it goes.
@@ -65,10 +70,10 @@ pub(crate) struct World {
     pub(super) resources: Resources,
     pub(super) needs: Needs,
     pub(super) state: Mutex<State>,
-    maintenance: Mutex<Maintenance>,
+    pub(super) maintenance: Mutex<Maintenance>,
     worker: Mutex<Worker>,
     pub(super) working: AtomicBool,
-    managed: OnceLock<Managed<Weight>>,
+    pub(super) managed: OnceLock<Vec<Managed<Weight>>>,
 }
 
 impl World {
@@ -101,43 +106,45 @@ impl World {
             }
         });
         if world.scenario.resource.is_some() {
-            world.manage();
+            let (residency, used_until) = (Duration::from_secs(2), None);
+            let usual = [Model { mib: RESOURCE, residency, used_until }];
+            let models = &world.scenario.models[..];
+            let models = if models.is_empty() { &usual[..] } else { models };
+            let _ = world
+                .managed
+                .set((0..).zip(models).map(|(nth, model)| world.manage(nth, *model)).collect());
         }
         world
     }
 
-    /// The resource: 60 MiB, which leave after five idle seconds.
-    fn manage(self: &Arc<Self>) {
+    /// A model, which leaves after five idle seconds; those of a fit stay.
+    fn manage(self: &Arc<Self>, nth: u32, Model { mib, residency, .. }: Model) -> Managed<Weight> {
         let (loads, goes) = (Arc::downgrade(self), Arc::downgrade(self));
         let loader = move || {
             if let Some(world) = loads.upgrade() {
                 for _ in 0..10 {
                     world.pass(LOAD_STEP);
                     let state = &mut *lock(&world.state);
-                    state.plant.allocate(state.now, RESOURCE / 10.0);
+                    state.plant.allocate(state.now, mib / 10.0);
                 }
             }
             Ok(Weight)
         };
-        let managed = Managed::builder("model", loader)
-            .idle(Duration::from_secs(5))
-            .min_residency(Duration::from_secs(2))
-            .cost(Cost::host(bytes(RESOURCE)))
+        let builder = Managed::builder(format!("model {nth}"), loader)
+            .min_residency(residency)
+            .cost(Cost::host(bytes(mib)))
             .unload(move |_| {
                 if let Some(world) = goes.upgrade() {
                     world.pass(LOAD_STEP);
                     let state = &mut *lock(&world.state);
-                    state.plant.free(state.now, RESOURCE);
+                    state.plant.free(state.now, mib);
                 }
-            })
-            .build(Arc::clone(&self.clock) as _, Some(self.admission.clone()));
-        if self.resources.add(Arc::new(managed.clone())).is_ok() {
-            let _ = self.managed.set(managed);
-        }
-    }
-
-    pub(super) fn managed(&self) -> Option<&Managed<Weight>> {
-        self.managed.get()
+            });
+        let has_fit = self.scenario.fit.is_some();
+        let builder = if has_fit { builder } else { builder.idle(Duration::from_secs(5)) };
+        let managed = builder.build(Arc::clone(&self.clock) as _, Some(self.admission.clone()));
+        assert_eq!(self.resources.add(Arc::new(managed.clone())), Ok(()));
+        managed
     }
 
     /// Lets time pass.
@@ -290,7 +297,8 @@ impl World {
             state.blind_until = now + BLIND;
         }
         let knows = now >= state.blind_until;
-        let fresh = state.plant.sample(now, knows);
+        let mut fresh = state.plant.sample(now, knows);
+        (fresh.limit, fresh.has_fit) = (fresh.limit.fitted(state.fitted), state.fitted.is_some());
         state.seen.samples(state.plant.dirty());
         if self.scenario.sampler.stale {
             return state.before.replace(fresh).unwrap_or(fresh);
@@ -344,6 +352,9 @@ impl State {
             blind_until: Moment::ORIGIN,
             limits: 0,
             level: Level::None,
+            fit: None,
+            fitted: None,
+            step: None,
         }
     }
 
@@ -371,4 +382,10 @@ impl MaintenanceActions for Does {
     }
 
     fn decay_device(&mut self, _: Moment) {}
+
+    fn tend_fit(&mut self, now: Moment) {
+        if let Some(world) = self.0.upgrade() {
+            world.tend_fit(now);
+        }
+    }
 }
