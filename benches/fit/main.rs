@@ -87,10 +87,9 @@ fn runs(runs: u64, figures: &mut Figures) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (mut seconds, mut kills) = (0.0_f64, 0);
     for nth in 0..runs {
-        let run = runtime.block_on(stage::run(nth))?;
-        println!("run {nth}: {run:?}");
-        seconds = seconds.max(run.seconds);
-        kills += run.kills;
+        let (of_run, killed) = runtime.block_on(stage::run(nth))?;
+        seconds = seconds.max(of_run);
+        kills += killed;
     }
     if runs > 0 {
         figures.at_most("fleet.fit.seconds", seconds, "s", SECONDS_MAX);

@@ -23,41 +23,14 @@ const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
 /// The time between two looks.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A load balancing policy of Envoy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Policy {
-    /// Weighted round robin by the load that services report.
-    Orca,
-    /// All services in turn.
-    RoundRobin,
-    /// The service with fewer requests under way, of two that are drawn.
-    LeastRequest,
-}
-
-impl Policy {
-    /// Its name in figures.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Orca => "orca",
-            Self::RoundRobin => "round_robin",
-            Self::LeastRequest => "least_request",
-        }
-    }
-
-    /// Returns the extension of Envoy; `None` for that of `deploy/envoy`.
-    fn extension(self) -> Option<String> {
-        let (name, kind) = match self {
-            Self::Orca => return None,
-            Self::RoundRobin => ("round_robin", "round_robin.v3.RoundRobin"),
-            Self::LeastRequest => ("least_request", "least_request.v3.LeastRequest"),
-        };
-        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
-        Some(format!(
-            "{{ name: envoy.load_balancing_policies.{name}, typed_config: {{ \"@type\": \
-             {package}.{kind} }} }}\n"
-        ))
-    }
-}
+/// The load balancing policies of Envoy, as figures name them, and their types: all services in turn;
+/// weighted round robin by the load that services report, which is that of `deploy/envoy`; the
+/// service with fewer requests under way, of two that are drawn.
+pub(crate) const POLICIES: [(&str, &str); 3] = [
+    ("round_robin", "round_robin.v3.RoundRobin"),
+    ("orca", ""),
+    ("least_request", "least_request.v3.LeastRequest"),
+];
 
 /// A service as Envoy sees it.
 #[derive(Clone, Copy, Debug, Default)]
@@ -82,7 +55,7 @@ impl Balancer {
     /// Starts Envoy in front of these services, and waits until it has found all of them healthy.
     pub(crate) fn start(
         program: &Path,
-        policy: Policy,
+        policy: &str,
         is_quick: bool,
         services: &[SocketAddr],
     ) -> Result<Self, BoxError> {
@@ -169,7 +142,7 @@ fn read(host: &Value) -> Seen {
 /// Returns the configuration of `deploy/envoy` with this policy and these addresses, without
 /// retries, and if it is to be quick with a blackout period of 2 s.
 fn configuration(
-    policy: Policy,
+    policy: &str,
     is_quick: bool,
     [front, admin]: [SocketAddr; 2],
     services: &[SocketAddr],
@@ -195,8 +168,13 @@ fn configuration(
     let endpoints = endpoints.collect::<Vec<_>>().join("\n        ");
     set("- endpoint: {", "\n", &endpoints)?;
     set("retry_policy:", "# Envoy keeps a copy", "\n                ")?;
-    if let Some(extension) = policy.extension() {
-        let typed = format!("typed_extension_config: {extension}");
+    let kind = POLICIES.iter().find(|(name, _)| *name == policy).map_or("", |(_, kind)| kind);
+    if !kind.is_empty() {
+        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
+        let typed = format!(
+            "typed_extension_config: {{ name: envoy.load_balancing_policies.{policy}, \
+             typed_config: {{ \"@type\": {package}.{kind} }} }}\n"
+        );
         set("typed_extension_config:", "    health_checks:", &typed)?;
     } else if is_quick {
         set("blackout_period: 10s", "\n", "blackout_period: 2s")?;

@@ -53,7 +53,7 @@ use std::time::Duration;
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::balancer::Policy;
+use crate::balancer::POLICIES;
 use crate::common::figures::{Figures, count, part};
 use crate::run::{Outcome, Run};
 
@@ -104,7 +104,7 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
             lasts: Duration::from_secs(lasts),
             is_quick: cli.ci,
         };
-        let mut policies = vec![Policy::RoundRobin, Policy::Orca, Policy::LeastRequest];
+        let mut policies = POLICIES.map(|(name, _)| name).to_vec();
         policies.truncate(if cli.ci { 2 } else { 3 });
         // What changes on the machine meanwhile falls on all of them.
         if pair % 2 == 1 {
@@ -113,7 +113,7 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
         let mut outcomes = Vec::new();
         for policy in policies {
             let outcome = run.measure(policy)?;
-            println!("seed {} {}: {outcome:.1?}", run.seed, policy.name());
+            println!("seed {} {}: {outcome:.1?}", run.seed, policy);
             all_held &= outcome.oom_kills == 0;
             outcome.add(policy, &mut figures);
             outcomes.push((policy, outcome));
@@ -127,17 +127,17 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
 
 /// Adds the ratios to round robin. Returns `true` if ORCA was measured and left less than half as
 /// many requests unserved.
-fn compare(outcomes: &[(Policy, Outcome)], figures: &mut Figures) -> bool {
+fn compare(outcomes: &[(&str, Outcome)], figures: &mut Figures) -> bool {
     let of = |wanted| outcomes.iter().find(|(policy, _)| *policy == wanted).map(|(_, one)| one);
-    let Some(base) = of(Policy::RoundRobin) else { return false };
-    for policy in [Policy::Orca, Policy::LeastRequest] {
+    let Some(base) = of("round_robin") else { return false };
+    for policy in ["orca", "least_request"] {
         let Some(one) = of(policy) else { continue };
         let goodput = part(one.goodput_mib, base.goodput_mib);
-        figures.add(format!("fleet.{}.goodput_ratio", policy.name()), goodput, "ratio");
+        figures.add(format!("fleet.{}.goodput_ratio", policy), goodput, "ratio");
         let shed = part(count(one.shed), count(base.shed));
-        figures.add(format!("fleet.{}.shed_ratio", policy.name()), shed, "ratio");
+        figures.add(format!("fleet.{}.shed_ratio", policy), shed, "ratio");
     }
-    let is_better = of(Policy::Orca).is_some_and(|orca| 2 * orca.unserved() < base.unserved());
+    let is_better = of("orca").is_some_and(|orca| 2 * orca.unserved() < base.unserved());
     if !is_better {
         println!("load reports did not halve the requests that are not served");
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use lowtide::{BoxError, ByteSize};
 
-use crate::balancer::{Balancer, Policy, Seen};
+use crate::balancer::{Balancer, Seen};
 use crate::common::figures::{Figures, count, part, quantile};
 use crate::common::own;
 use crate::common::process::Process;
@@ -72,7 +72,7 @@ fn rate() -> f64 {
 
 impl Run {
     /// Measures a policy.
-    pub(crate) fn measure(&self, policy: Policy) -> Result<Outcome, BoxError> {
+    pub(crate) fn measure(&self, policy: &str) -> Result<Outcome, BoxError> {
         let mut services = Vec::new();
         let mut addresses = Vec::new();
         for limit in LIMITS {
@@ -138,9 +138,9 @@ impl Outcome {
     }
 
     /// Adds the figures of a run.
-    pub(crate) fn add(&self, policy: Policy, figures: &mut Figures) {
+    pub(crate) fn add(&self, policy: &str, figures: &mut Figures) {
         let mut add = |name: &str, value, unit| {
-            figures.add(format!("fleet.{}.{name}", policy.name()), value, unit);
+            figures.add(format!("fleet.{}.{name}", policy), value, unit);
         };
         add("goodput_mib_s", self.goodput_mib, "MiB/s");
         add("served", count(self.served), "requests");

@@ -29,7 +29,6 @@ mod envoy_process;
 mod forward;
 mod hold;
 mod load;
-mod measures;
 mod mix;
 #[path = "../../examples/proxy/model.rs"]
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
@@ -48,9 +47,10 @@ use std::time::Duration;
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
-use crate::cell::Runner;
+use crate::cell::Cell;
 use crate::common::figures::Figures;
 use crate::mix::Mix;
+use crate::modes::Runner;
 use crate::policy::Policy;
 use crate::schedule::Sending;
 
@@ -134,31 +134,32 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     // A descriptor for each request under way, here and in the children.
     common::process::raise_descriptors()?;
     let usual = if cli.survive.is_some() || cli.measured { 30 } else { 10 };
-    let mut runner = Runner {
-        limit: cli.limit,
+    let base = Cell {
+        policy: String::new(),
+        load: 0.0,
+        mix: cli.mix,
+        estimate: cli.estimate,
+        limit_bytes: cli.limit.get(),
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
         sending: Sending { body_millis: schedule::millis(cli.body), ..Sending::default() },
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
-        figures: Figures::default(),
-        lost: Vec::new(),
+        waits_in_proxy: false,
     };
+    let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
     println!("{}", mix::explained(cli.mix, cli.limit));
     let held = if cli.burst {
-        burst::run(cli.limit, &mut runner.figures)?
+        burst::run(&runner.base, &mut runner.figures)?
     } else if cli.ci {
-        modes::ci(&mut runner)?
+        runner.ci()?
     } else if let Some(runs) = cli.survive {
-        modes::survive(&mut runner, runs)?
+        runner.survive(runs)?
     } else if cli.measured {
-        modes::measured(&mut runner)?
+        runner.measured()?
     } else {
-        modes::chosen(&mut runner, cli)?
+        runner.chosen(cli)?
     };
     runner.figures.print();
-    if !runner.lost.is_empty() {
-        println!("FAILED: the service under lowtide did not survive {}", runner.lost.join(", "));
-    }
-    Ok(held && runner.lost.is_empty())
+    Ok(held && runner.lost == 0)
 }

@@ -5,7 +5,6 @@
 //! its standard input does.
 
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -21,11 +20,11 @@ use lowtide::metrics::prometheus;
 use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Admission, Cost, Signals};
-use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::app::{self, FORWARD_COST};
+use crate::cell::Cell;
 use crate::common::process::free_port;
 use crate::policy::Policy;
 use crate::{envoy_process, hold, mix};
@@ -39,28 +38,9 @@ const ENVOY: &str = include_str!("envoy.yaml");
 /// Open connections of the proxy at most.
 const CONNECTIONS: usize = 1024;
 
-/// The settings of the service.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Settings {
-    /// The name of what admits.
-    pub(crate) policy: String,
-    /// The factor by which estimates from the body's length are multiplied, to make them wrong; 0
-    /// if the service gives none.
-    pub(crate) estimate: f64,
-    /// The limit of the cgroup.
-    pub(crate) limit_bytes: u64,
-    /// `true` if a request holds its body once, and not twice.
-    pub(crate) one_copy: bool,
-    /// The program of the policy `envoy80`.
-    pub(crate) envoy: Option<PathBuf>,
-    /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
-    /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
-    pub(crate) waits_in_proxy: bool,
-}
-
 /// Serves until standard input ends. Prints its address when requests are welcome.
 pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
-    let settings: Settings = serde_json::from_str(settings)?;
+    let settings: Cell = serde_json::from_str(settings)?;
     if let Policy::Envoy(percent) = settings.policy.parse()? {
         let front = free_port()?;
         let configuration = ENVOY
@@ -79,7 +59,7 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 }
 
 /// The text service behind the policy, and the proxy before it.
-async fn start(settings: &Settings) -> Result<app::Running, BoxError> {
+async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
     let policy: Policy = settings.policy.parse()?;
     let mut builder = Memory::builder().prometheus()?; // each policy has a recorder
     if !settings.waits_in_proxy {
@@ -108,7 +88,7 @@ async fn start(settings: &Settings) -> Result<app::Running, BoxError> {
 fn admitted(
     routes: Router,
     policy: Policy,
-    settings: &Settings,
+    settings: &Cell,
     memory: Option<&Memory>,
 ) -> Result<Router, BoxError> {
     let wrong = settings.estimate;
@@ -122,7 +102,7 @@ fn admitted(
         Policy::Rss10 => below_threshold(routes)?,
         Policy::Static(percent) => {
             let part = f64::from(percent) / 100.0;
-            let admission = Admission::with_limit(ByteSize::new(settings.limit_bytes).scaled(part));
+            let admission = Admission::with_limit(settings.limit().scaled(part));
             // The proxy has no layer of its own then: its part is booked here as well.
             let whole = move |head: &Parts| held(head).and_host(FORWARD_COST);
             routes.layer(MemoryLayer::new(admission, whole))

@@ -48,20 +48,8 @@ struct Seen {
     /// By jemalloc's statistics.
     held: f64,
     attributed: f64,
-    lowest_peak: f64,
-    highest_peak: f64,
-    /// Attributed when all have ended.
-    left: f64,
-}
-
-/// The largest errors.
-#[derive(Default)]
-struct Errors {
-    /// Of live bytes and of peaks, as parts of the truth.
-    live: f64,
-    peak: f64,
-    /// The most bytes that a peak is too low.
-    under: f64,
+    /// The lowest and the highest peak of a request.
+    peaks: [f64; 2],
 }
 
 /// Measures all cases, prints them, and adds the figures.
@@ -69,8 +57,9 @@ struct Errors {
 pub(crate) async fn measure(only: Option<&str>, figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::gib(20)).device(DeviceChoice::None);
     let memory = memory.start()?;
-    let (mut errors, mut bases) = (Errors::default(), BTreeMap::new());
-    println!("MiB a request: live by jemalloc's statistics and attributed; peak and attributed");
+    // The largest errors of live bytes and of peaks, and the most bytes that a peak is too low.
+    let (mut live, mut worst, mut under) = (0.0_f64, 0.0_f64, 0.0_f64);
+    let mut bases = BTreeMap::new();
     for case in CASES.iter().filter(|case| only.is_none_or(|only| case.name.contains(only))) {
         for protocol in [1, 2] {
             for at_once in AT_ONCE {
@@ -86,47 +75,26 @@ pub(crate) async fn measure(only: Option<&str>, figures: &mut Figures) -> Result
                 seen.held -= base + case.handed as f64;
                 let peak = peak_of(case).map(|peak| peak.max(seen.held));
                 println!(
-                    "{:<38} HTTP/{protocol} {at_once:>2} at once: {}",
-                    case.name,
-                    seen.line(peak)
+                    "{}, HTTP/{protocol}, {at_once} at once: {peak:.0?}, {seen:.0?}",
+                    case.name
                 );
-                errors.add(&seen, peak);
+                live = live.max(error(seen.attributed, seen.held).abs());
+                for (truth, found) in
+                    peak.into_iter().flat_map(|truth| seen.peaks.map(|found| (truth, found)))
+                {
+                    under = under.max(truth - found);
+                    if (found - truth).abs() > PEAK_ERROR_MAX {
+                        worst = worst.max(error(found, truth).abs());
+                    }
+                }
             }
         }
     }
-    let Errors { live, peak, under } = errors;
     let name = |what: &str| format!("measured.{what}");
     figures.at_most(name("live_error_percent"), 100.0 * live, "percent", ERROR_MAX);
-    figures.at_most(name("peak_error_percent"), 100.0 * peak, "percent", ERROR_MAX);
+    figures.at_most(name("peak_error_percent"), 100.0 * worst, "percent", ERROR_MAX);
     figures.add(name("peak_under_kib"), under / 1024.0, "KiB");
     Ok(())
-}
-
-impl Errors {
-    fn add(&mut self, seen: &Seen, peak: Option<f64>) {
-        self.live = self.live.max(error(seen.attributed, seen.held).abs());
-        let Some(truth) = peak else { return };
-        for found in [seen.lowest_peak, seen.highest_peak] {
-            self.under = self.under.max(truth - found);
-            if (found - truth).abs() > PEAK_ERROR_MAX {
-                self.peak = self.peak.max(error(found, truth).abs());
-            }
-        }
-    }
-}
-
-impl Seen {
-    /// Returns a line of the table, in MiB.
-    fn line(&self, peak: Option<f64>) -> String {
-        let [held, attributed, lowest, highest, left] =
-            [self.held, self.attributed, self.lowest_peak, self.highest_peak, self.left]
-                .map(|bytes| bytes / MIB as f64);
-        let peak = peak.map_or_else(|| "-".to_owned(), |peak| format!("{:.2}", peak / MIB as f64));
-        format!(
-            "{held:6.2} {attributed:6.2}   {peak:>6} {lowest:6.2} to {highest:6.2}   \
-             at its end {left:5.2}"
-        )
-    }
 }
 
 /// Returns the error as a part of the truth.
@@ -208,9 +176,10 @@ async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Resu
     Ok(Seen {
         held,
         attributed: now,
-        lowest_peak: peaks.iter().copied().fold(f64::INFINITY, f64::min),
-        highest_peak: peaks.iter().copied().fold(0.0, f64::max),
-        left: attributed(),
+        peaks: [
+            peaks.iter().copied().fold(f64::INFINITY, f64::min),
+            peaks.iter().copied().fold(0.0, f64::max),
+        ],
     })
 }
 

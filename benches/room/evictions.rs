@@ -41,9 +41,7 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
         let mean = Compared::mean(&all);
         least = least.with(mean.ratio(), f64::min);
         for (name, hits) in NAMES.into_iter().zip(mean.hits) {
-            let name = format!("room.zipf.{}.{name}", case.name);
-            figures.add(format!("{name}.saved"), hits.load_time, "ratio");
-            figures.add(name, hits.requests, "ratio");
+            figures.add(format!("room.zipf.{}.{name}", case.name), hits.requests, "ratio");
         }
     }
     for (name, found) in FAULTS.into_iter().zip(faults) {

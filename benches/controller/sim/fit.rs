@@ -153,7 +153,7 @@ impl Stage {
             if has_ended {
                 state.plant.free(state.now, task);
             }
-            if let Some(at) = state.plant.killed() {
+            if let Some(at) = state.plant.killed {
                 return Err(format!("killed after {:.3} s", at.since_origin().as_secs_f64()));
             }
         }
@@ -172,12 +172,12 @@ impl World {
             let Some(fit) = &mut state.fit else { return };
             let plant = &state.plant;
             let sample = FitSample {
-                limit: bytes(plant.limit()),
+                limit: bytes(plant.limit),
                 usage: Some(bytes(plant.usage())),
                 physical: bytes(plant.physical()),
-                purgeable: bytes(plant.dirty()),
+                purgeable: bytes(plant.dirty),
                 promised,
-                may_release: holds || plant.dirty() > 1.0,
+                may_release: holds || plant.dirty > 1.0,
             };
             let step = fit.step(now, &sample);
             let is_over = matches!(step, FitStep::Lowered | FitStep::Failed | FitStep::Expired);

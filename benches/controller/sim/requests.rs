@@ -143,7 +143,7 @@ impl World {
             let truth = said * self.scenario.truth.at(second) * chance.around(1.0 / noise, noise);
             let wants = self.scenario.resource.is_some_and(|part| chance.happens(part));
             let largest = self.scenario.largest(second);
-            let roomy = state.claimed(standing) + largest <= 0.4 * state.plant.limit();
+            let roomy = state.claimed(standing) + largest <= 0.4 * state.plant.limit;
             state.seen.offers(class, said, second, roomy);
             (class, said, truth, wants)
         };

@@ -39,16 +39,8 @@ impl Kind {
     pub(crate) const ALL: [Self; 5] =
         [Self::Overload, Self::Fall, Self::Fits, Self::Change, Self::Wild];
 
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Overload => "overload",
-            Self::Fall => "fall",
-            Self::Fits => "fits",
-            Self::Change => "change",
-            Self::Wild => "wild",
-            Self::Days => "days",
-            Self::Fit => "fit",
-        }
+    pub(crate) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 }
 

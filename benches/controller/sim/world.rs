@@ -24,10 +24,10 @@ use lowtide_core::sync::lock;
 
 use super::chance::Chance;
 use super::events::{Event, Events};
-use super::plant::{Plant, bytes};
+use super::plant::{MIB, Plant, bytes};
 use super::requests::Requests;
 use super::scenario::{Kind, Model, RESOURCE, Scenario};
-use super::seen::Seen;
+use super::seen::{Look, Seen};
 
 /// A purge takes 0.1 ms for each MiB; it gives back in steps of 2 ms.
 const PURGE_STEP: Duration = Duration::from_millis(2);
@@ -245,15 +245,16 @@ impl World {
 
     fn look(&self) {
         let ledger = self.admission.ledger(Budget::Host);
-        let (k, allowance) = (ledger.correction_factor(), ledger.allowance_bytes());
-        let reserved = ledger.requests();
+        let mib = |bytes: ByteSize| bytes.as_f64() / MIB;
+        let k = ledger.correction_factor();
+        let (allowance, reserved) = (mib(ledger.allowance_bytes()), mib(ledger.requests()));
         let claim = match self.scenario.kind {
-            Kind::Days => self.need_of(bytes(1.0)).claim(Room::UNLIMITED),
-            _ => ByteSize::ZERO,
+            Kind::Days => mib(self.need_of(bytes(1.0)).claim(Room::UNLIMITED)),
+            _ => 0.0,
         };
         let state = &mut *lock(&self.state);
-        let second = state.now.since_origin().as_secs_f64();
-        state.seen.look(second, k, allowance, reserved, claim, &state.plant);
+        let (second, physical) = (state.now.since_origin().as_secs_f64(), state.plant.physical());
+        state.seen.looks.push(Look { second, k, allowance, reserved, physical, claim });
         let every = self.scenario.look_every();
         state.events.post(state.now + every, Event::Look);
     }
@@ -279,10 +280,10 @@ impl World {
         seen.end.panics = panics;
         seen.end.admits = admits;
         seen.end.level = self.admission.level();
-        seen.end.live = state.plant.live();
-        seen.end.dirty = state.plant.dirty();
-        seen.end.base = state.plant.base();
-        seen.killed = state.plant.killed().map(|at| at.since_origin().as_secs_f64());
+        seen.end.live = state.plant.live;
+        seen.end.dirty = state.plant.dirty;
+        seen.end.base = state.plant.build.base;
+        seen.killed = state.plant.killed.map(|at| at.since_origin().as_secs_f64());
         seen
     }
 
@@ -299,7 +300,7 @@ impl World {
         let knows = now >= state.blind_until;
         let mut fresh = state.plant.sample(now, knows);
         (fresh.limit, fresh.has_fit) = (fresh.limit.fitted(state.fitted), state.fitted.is_some());
-        state.seen.samples(state.plant.dirty());
+        state.seen.samples(state.plant.dirty);
         if self.scenario.sampler.stale {
             return state.before.replace(fresh).unwrap_or(fresh);
         }
@@ -312,8 +313,8 @@ impl World {
             let state = &mut *lock(&self.state);
             state.plant.recall(0.5);
             let usage = state.plant.usage();
-            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit() + 0.001);
-            state.plant.dirty()
+            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit + 0.001);
+            state.plant.dirty
         };
         let mut given = 0.0;
         // Ends: each turn takes a step's MiB off, or finds nothing more.
@@ -361,8 +362,8 @@ impl State {
     /// Returns the need of requests and resources, by their estimates or by the truth, whichever is
     /// more.
     pub(super) fn claimed(&self, standing: ByteSize) -> f64 {
-        let standing = standing.as_f64() / super::plant::MIB;
-        self.plant.base() + self.plant.neighbour() + self.requests.claimed() + standing
+        let standing = standing.as_f64() / MIB;
+        self.plant.build.base + self.plant.neighbour + self.requests.claimed() + standing
     }
 }
 
