@@ -27,8 +27,9 @@ mod process;
 mod proxy;
 mod soak;
 
+use std::io::{Seek as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use clap::Parser;
@@ -133,18 +134,11 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
 
 /// `promtool check metrics` has nothing to say of a live scrape.
 fn check_metrics(promtool: &Path, text: &str, report: &mut Report) -> Result<(), BoxError> {
-    use std::io::Write as _;
-    let mut child = Command::new(promtool)
-        .args(["check", "metrics"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|error| format!("{}: {error}", promtool.display()))?;
-    if let Some(mut input) = child.stdin.take() {
-        input.write_all(text.as_bytes())?;
-    }
-    let output = child.wait_with_output()?;
+    let mut file = tempfile::tempfile()?;
+    file.write_all(text.as_bytes())?;
+    file.rewind()?;
+    let output = Command::new(promtool).args(["check", "metrics"]).stdin(file).output();
+    let output = output.map_err(|error| format!("{}: {error}", promtool.display()))?;
     let words = [output.stdout, output.stderr].concat();
     let words = String::from_utf8_lossy(&words);
     let clean = output.status.success() && words.trim().is_empty();

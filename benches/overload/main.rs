@@ -148,7 +148,6 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         waits_in_proxy: false,
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
-    println!("{}", mix::explained(cli.mix, cli.limit));
     let held = if cli.burst {
         burst::run(&runner.base, &mut runner.figures)?
     } else if cli.ci {

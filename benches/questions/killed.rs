@@ -175,13 +175,9 @@ fn wait_for_end(service: &mut Process, kill_at: Option<ByteSize>) -> Result<(), 
 /// Returns the functions that hold more in the newest profile than in the oldest, by the stack that
 /// grew most.
 fn grown(folder: &Path) -> Result<String, BoxError> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|end| end == "heap") {
-            files.push(path);
-        }
-    }
+    let entries = fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
+    let mut files = entries.collect::<std::io::Result<Vec<PathBuf>>>()?;
+    files.retain(|path| path.extension().is_some_and(|end| end == "heap"));
     files.sort_unstable();
     let (Some(first), Some(last)) = (files.first(), files.last()) else {
         return Ok("no profile".to_owned());
@@ -190,21 +186,18 @@ fn grown(folder: &Path) -> Result<String, BoxError> {
         Ok(AllocationProfile::parse(&fs::read_to_string(path)?)?)
     };
     let newest = read(last)?;
-    let mut bytes: BTreeMap<_, _> = newest
-        .stacks
-        .iter()
-        .map(|stack| (&stack.addresses, i128::from(stack.bytes.get())))
-        .collect();
-    let oldest = if first == last { None } else { Some(read(first)?) };
-    for stack in oldest.iter().flat_map(|profile| &profile.stacks) {
-        *bytes.entry(&stack.addresses).or_default() -= i128::from(stack.bytes.get());
+    let oldest = if first == last { AllocationProfile::default() } else { read(first)? };
+    let mut bytes = BTreeMap::<_, i128>::new();
+    for (profile, sign) in [(&newest, 1), (&oldest, -1)] {
+        for stack in &profile.stacks {
+            *bytes.entry(&stack.addresses).or_default() += sign * i128::from(stack.bytes.get());
+        }
     }
     let most = bytes.iter().max_by_key(|(_, bytes)| **bytes);
     let Some((stack, bytes)) = most else { return Ok("an empty profile".to_owned()) };
     let own = take_profile()?;
     let names = stack.iter().filter_map(|&address| name(address, &newest, &own));
-    let names = names.filter(|name| name.contains("killed::"));
-    let names: Vec<_> = names.collect();
+    let names: Vec<_> = names.filter(|name| name.contains("killed::")).collect();
     let (number, file) = (files.len(), last.file_name().unwrap_or_default().to_string_lossy());
     Ok(format!("{number} profiles, {file}: {} MiB in {}", bytes >> 20, names.join(" < ")))
 }

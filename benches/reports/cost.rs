@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::convert::Infallible;
 use std::future::{Future as _, Ready, ready};
 use std::hint::black_box;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame};
-use http_body_util::{Empty, Full};
+use http_body_util::{Empty, Full, StreamBody};
 use lowtide::admission::Cost;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
@@ -45,22 +45,6 @@ pub(crate) fn note_allocation() {
 /// The report may take this long.
 const GOAL: f64 = 200.0;
 
-/// A response of gRPC: its trailers.
-#[derive(Debug, Default)]
-struct Trailers(Option<HeaderMap>);
-
-impl Body for Trailers {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        Poll::Ready(self.0.take().map(|trailers| Ok(Frame::trailers(trailers))))
-    }
-}
-
 type Received = Request<RequestBody<Empty<Bytes>>>;
 
 fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
@@ -69,10 +53,14 @@ fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
     ready(Ok(response))
 }
 
-fn grpc(_: Received) -> Ready<Result<Response<Trailers>, Infallible>> {
+/// A response of gRPC: its trailers.
+fn grpc(
+    _: Received,
+) -> Ready<Result<Response<impl Body<Data = Bytes, Error = Infallible>>, Infallible>> {
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", HeaderValue::from_static("0"));
-    let mut response = Response::new(Trailers(Some(trailers)));
+    let trailers = futures_util::stream::iter([Ok(Frame::trailers(trailers))]);
+    let mut response = Response::new(StreamBody::new(trailers));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     ready(Ok(response))
 }

@@ -72,7 +72,7 @@ pub(crate) async fn measure(only: Option<&str>, figures: &mut Figures) -> Result
                     }
                 };
                 let mut seen = seen(&memory, case, protocol, at_once).await?;
-                seen.held -= base + case.handed as f64;
+                seen.held -= base + case.handed() as f64;
                 let peak = peak_of(case).map(|peak| peak.max(seen.held));
                 println!(
                     "{}, HTTP/{protocol}, {at_once} at once: {peak:.0?}, {seen:.0?}",
@@ -146,7 +146,7 @@ async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Resu
         protocol,
         requests: at_once,
         upload: case.upload,
-        reads_late: case.reads_late,
+        reads_late: case.reads_late(),
     };
     let mut clients = start(&order)?;
     let start = Instant::now();

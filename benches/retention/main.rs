@@ -86,6 +86,9 @@ pub(crate) const CONF: &str = "_RJEM_MALLOC_CONF";
 const THREE: &str = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
 /// low-memory, with the requests that outlive a wave in an arena of their own.
 const APART: &str = "low_memory_apart";
+const LOW: &str = "low_memory";
+const PLAIN: &str = "jemalloc_default";
+const NO_GOAL: f64 = f64::INFINITY;
 /// Operations of a thread in each phase where processor time is all that counts: traffic of some 20
 /// s. jemalloc's default decay is 10 s, so within a shorter time it gives back nothing and pays for
 /// nothing.
@@ -93,33 +96,13 @@ const PAIR_OPERATIONS: u32 = 240_000;
 /// Pairs of calls whose instructions are counted.
 const PAIRS: u32 = 50_000;
 
-/// Figures divided, round by round: the name of the ratio, both figures, and the most that the
-/// median may be.
-const RATIOS: &[(&str, &str, &str, f64)] = &[
-    (
-        "measured.rest.resident_per_live",
-        "retention.low_memory_apart.resident_10s_mib",
-        "retention.low_memory_apart.live_mib",
-        1.35,
-    ),
-    (
-        "measured.rest.resident_per_live_mixed",
-        "retention.low_memory.resident_10s_mib",
-        "retention.low_memory.live_mib",
-        f64::INFINITY,
-    ),
-    (
-        "retention.balanced.cpu_per_op_ratio",
-        "retention.balanced.cpu_us",
-        "retention.jemalloc_default.cpu_us",
-        1.10,
-    ),
-    (
-        "retention.low_memory.cpu_per_op_ratio",
-        "retention.low_memory.cpu_us",
-        "retention.jemalloc_default.cpu_us",
-        f64::INFINITY,
-    ),
+/// Figures of the burst divided, round by round: the name of the ratio, who, the figure, over whom,
+/// that figure, and the most that the median may be.
+const RATIOS: &[(&str, &str, &str, &str, &str, f64)] = &[
+    ("measured.rest.resident_per_live", APART, "resident_10s_mib", APART, "live_mib", 1.35),
+    ("measured.rest.resident_per_live_mixed", LOW, "resident_10s_mib", LOW, "live_mib", NO_GOAL),
+    ("retention.balanced.cpu_per_op_ratio", "balanced", "cpu_us", PLAIN, "cpu_us", 1.10),
+    ("retention.low_memory.cpu_per_op_ratio", LOW, "cpu_us", PLAIN, "cpu_us", NO_GOAL),
 ];
 
 /// The same for two allocators: the part, who, the figure, over whom.
@@ -186,8 +169,10 @@ fn measure(mut cli: Cli) -> Result<bool, BoxError> {
         figures.print();
         return Ok(true);
     }
-    for (name, one, other, most) in RATIOS {
-        ratio(&mut figures, name, one, other, *most);
+    for (name, who, end, whom, other, most) in RATIOS {
+        let [one, other] =
+            [(who, end), (whom, other)].map(|(who, end)| format!("retention.{who}.{end}"));
+        ratio(&mut figures, name, &one, &other, *most);
     }
     for (part, who, end, whom, most) in OVER {
         let [one, other] = [who, whom].map(|name| format!("{part}.{name}.{end}"));

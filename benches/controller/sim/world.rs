@@ -175,10 +175,10 @@ impl World {
                 Event::Around => self.around(),
                 Event::Look => self.look(),
                 Event::Arrival { comes } => self.arrival(comes),
-                Event::Part { seat, serial } => self.part(seat, serial),
-                Event::Ask { seat, serial } => self.ask(seat, serial),
-                Event::End { seat, serial } => self.end(seat, serial),
-                Event::Freed { seat, serial } => self.freed(seat, serial),
+                Event::Part(serial) => self.part(serial),
+                Event::Ask(serial) => self.ask(serial),
+                Event::End(serial) => self.end(serial),
+                Event::Freed(serial) => self.freed(serial),
             }
         }
     }
