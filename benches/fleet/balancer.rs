@@ -35,7 +35,6 @@ pub(crate) const POLICIES: [(&str, &str); 3] = [
 /// A service as Envoy sees it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Seen {
-    pub(crate) weight: u64,
     /// Requests so far.
     pub(crate) requests: u64,
     is_healthy: bool,
@@ -132,7 +131,6 @@ fn read(host: &Value) -> Seen {
     };
     let health = &host["health_status"];
     Seen {
-        weight: host["weight"].as_u64().unwrap_or(0),
         requests: stat("rq_total"),
         is_healthy: health["failed_active_health_check"] != true
             && health["eds_health_status"] == "HEALTHY",
