@@ -67,9 +67,9 @@ fn run(cli: &Cli) -> Result<bool, BoxError> {
     }
     let mut figures = Figures::default();
     learned::measure(&mut figures);
-    count::measure(&mut figures)?;
     if !cli.count {
         accuracy::measure(cli.only.as_deref(), &mut figures)?;
     }
+    count::measure(&mut figures)?;
     Ok(figures.print())
 }
