@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::common::figures::{Figures, count};
-use crate::common::http::{client, get, send};
+use crate::common::http::{Http, client, get, send};
 use crate::common::own;
 use crate::common::process::Process;
 
@@ -91,7 +91,7 @@ async fn exit(policy: &str) -> Result<Duration, BoxError> {
     let (mut service, mut address) = start(policy)?;
     let seen = Arc::new(Mutex::new(Seen { address, served: 0, exhausted: None, again: None }));
     let _load = load(&seen);
-    leak_to(address, LEAKED).await?;
+    leak_to(&client(), address, LEAKED).await?;
     loop {
         let times = (lock(&seen).exhausted, lock(&seen).again);
         if let (Some(exhausted), Some(again)) = times {
@@ -115,12 +115,12 @@ async fn serve_one(figures: &mut Figures) -> Result<(), BoxError> {
     let (_service, address) = start("serve-one")?;
     let seen = Arc::new(Mutex::new(Seen { address, served: 0, exhausted: None, again: None }));
     let _load = load(&seen);
-    let mut goodput = 0.0;
+    let (http, mut goodput) = (client(), 0.0);
     for (part, figure) in PARTS {
         let exhausted = async {
-            leak_to(address, part).await?;
+            leak_to(&http, address, part).await?;
             // Requests were rejected for some seconds.
-            while part > 0.0 && host(address).await?["exhausted"] != true {
+            while part > 0.0 && host(&http, address).await?["exhausted"] != true {
                 sleep(PAUSE).await;
             }
             Ok::<_, BoxError>(())
@@ -146,21 +146,21 @@ fn start(policy: &str) -> Result<(Process, SocketAddr), BoxError> {
     Ok((process, address))
 }
 
-/// Leaks until the process needs this part of its limit.
-async fn leak_to(address: SocketAddr, part: f64) -> Result<(), BoxError> {
-    while host(address).await?["required_bytes"].as_f64().ok_or("no figure")?
+/// Leaks until the process needs this part of its limit. New connections would need some of it.
+async fn leak_to(http: &Http, address: SocketAddr, part: f64) -> Result<(), BoxError> {
+    while host(http, address).await?["required_bytes"].as_f64().ok_or("no figure")?
         < LIMIT.as_f64() * part
     {
         let request = Request::post(format!("http://{address}/leak/{LEAK_KIB}"));
-        send(&client(), request, Bytes::new()).await?;
+        send(http, request, Bytes::new()).await?;
         sleep(LEAK_EVERY).await;
     }
     Ok(())
 }
 
 /// Returns the service's figures of the host.
-async fn host(address: SocketAddr) -> Result<serde_json::Value, BoxError> {
-    let text = get(&client(), &format!("http://{address}/memory")).await?;
+async fn host(http: &Http, address: SocketAddr) -> Result<serde_json::Value, BoxError> {
+    let text = get(http, &format!("http://{address}/memory")).await?;
     Ok(serde_json::from_slice::<serde_json::Value>(&text)?["host"].take())
 }
 
