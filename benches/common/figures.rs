@@ -17,15 +17,29 @@ struct Figure {
 
 /// The measured values, in the order in which they were added first.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Figures(Vec<Figure>);
+pub(crate) struct Figures {
+    all: Vec<Figure>,
+    /// `true` if no time is judged.
+    is_counted: bool,
+}
 
 impl Figures {
+    /// Returns none, of which times are judged or not.
+    pub(crate) fn new(is_counted: bool) -> Self {
+        Self { all: Vec::new(), is_counted }
+    }
+
+    /// Adds a figure that depends on the speed of the machine and must not exceed `goal`.
+    pub(crate) fn timed(&mut self, name: &str, value: f64, unit: &'static str, goal: f64) {
+        self.at_most(name, value, unit, if self.is_counted { f64::INFINITY } else { goal });
+    }
+
     /// Adds a value. A figure that was added several times is the median of its values.
     pub(crate) fn add(&mut self, name: impl Into<String>, value: f64, unit: &'static str) {
         let name = name.into();
-        match self.0.iter_mut().find(|one| one.name == name) {
+        match self.all.iter_mut().find(|one| one.name == name) {
             Some(figure) => figure.values.push(value),
-            None => self.0.push(Figure { name, values: vec![value], unit, goal: None }),
+            None => self.all.push(Figure { name, values: vec![value], unit, goal: None }),
         }
     }
 
@@ -39,7 +53,9 @@ impl Figures {
     ) {
         let name = name.into();
         self.add(name.as_str(), value, unit);
-        self.set_goals(&[(&name, goal)]);
+        if goal.is_finite() {
+            self.set_goals(&[(&name, goal)]);
+        }
     }
 
     /// Adds a figure whose value must be at least `goal`.
@@ -67,29 +83,29 @@ impl Figures {
 
     /// Forgets figures of these names.
     pub(crate) fn forget(&mut self, goals: &[(&str, f64)]) {
-        self.0.retain(|one| goals.iter().all(|(name, _)| *name != one.name));
+        self.all.retain(|one| goals.iter().all(|(name, _)| *name != one.name));
     }
 
     fn set_goal(&mut self, name: &str, goal: Goal) {
-        let of_name = self.0.iter_mut().filter(|one| one.name == name);
+        let of_name = self.all.iter_mut().filter(|one| one.name == name);
         of_name.for_each(|figure| figure.goal = Some(goal));
     }
 
     /// Returns a figure's value.
     pub(crate) fn of(&self, name: &str) -> Option<f64> {
-        self.0.iter().find(|one| one.name == name).map(|one| median(&one.values))
+        self.all.iter().find(|one| one.name == name).map(|one| median(&one.values))
     }
 
     /// Returns all values of a figure.
     pub(crate) fn each(&self, name: &str) -> &[f64] {
-        self.0.iter().find(|one| one.name == name).map_or(&[], |one| &one.values)
+        self.all.iter().find(|one| one.name == name).map_or(&[], |one| &one.values)
     }
 
     /// Prints every figure and every goal. Returns `true` if all goals held.
     #[expect(clippy::print_stdout, reason = "figures are for other programs")]
     pub(crate) fn print(&self) -> bool {
         let mut all_held = true;
-        for Figure { name, values, unit, goal } in &self.0 {
+        for Figure { name, values, unit, goal } in &self.all {
             let value = median(values);
             println!("figure {name} {value:.4} {unit}");
             let (held, goal) = match *goal {

@@ -12,7 +12,13 @@ use lowtide::BoxError;
 pub(crate) type Http = Client<HttpConnector, Full<Bytes>>;
 
 pub(crate) fn client() -> Http {
-    Client::builder(TokioExecutor::new()).build_http()
+    client_of(false)
+}
+
+/// A client that sends no request twice, over HTTP/1 or HTTP/2.
+pub(crate) fn client_of(is_http2: bool) -> Http {
+    let mut builder = Client::builder(TokioExecutor::new());
+    builder.http2_only(is_http2).retry_canceled_requests(false).build_http()
 }
 
 /// Sends a request, and reads the whole answer.

@@ -3,15 +3,17 @@
 //! Invariant: a process ends with its value, and its cgroup after it.
 #![expect(clippy::disallowed_methods, reason = "processes are waited for")]
 
+use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead as _, BufReader};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::path::Path;
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::str::FromStr;
-use std::sync::mpsc;
+use std::sync::mpsc::{self, Receiver};
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lowtide::{BoxError, ByteSize};
 
@@ -19,7 +21,8 @@ use lowtide::{BoxError, ByteSize};
 mod cgroup;
 pub(crate) use self::cgroup::Group;
 
-/// The longest time until a process prints its first line.
+/// The longest time until a process prints a line, and until it accepts connections.
+const LINE_PATIENCE: Duration = Duration::from_secs(300);
 const START_PATIENCE: Duration = Duration::from_secs(20);
 /// The longest time until a cgroup is empty after its process was killed, in looks.
 const LOOKS_MAX: u32 = 1000;
@@ -29,6 +32,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 pub(crate) struct Process {
     pub(crate) child: Child,
     group: Option<Group>,
+    lines: Option<Receiver<String>>,
 }
 
 impl Process {
@@ -41,7 +45,7 @@ impl Process {
     pub(crate) fn spawn(command: &mut Command) -> Result<Self, BoxError> {
         let child = command.spawn();
         let child = child.map_err(|error| format!("{:?}: {error}", command.get_program()))?;
-        Ok(Self { child, group: None })
+        Ok(Self { child, group: None, lines: None })
     }
 
     /// Starts a program in a memory cgroup with this limit. If no cgroup can be made, the program
@@ -75,16 +79,58 @@ impl Process {
 
     /// Waits for its first line, and reads it.
     pub(crate) fn first_line<T: FromStr>(&mut self) -> Result<T, BoxError> {
-        let output = self.child.stdout.take().ok_or("no pipe from the process")?;
-        let (tell, told) = mpsc::sync_channel(1);
-        // Ends with the first line, or with the process.
-        std::thread::spawn(move || {
-            let mut line = String::new();
-            let read = BufReader::new(output).read_line(&mut line);
-            let _ = tell.send(read.map(|_| line));
-        });
-        let line = told.recv_timeout(START_PATIENCE)??;
+        let line = self.line()?;
         line.trim().parse().map_err(|_| format!("a process said {line:?}").into())
+    }
+
+    /// Waits for its next line.
+    pub(crate) fn line(&mut self) -> Result<String, BoxError> {
+        if let Some(output) = self.child.stdout.take() {
+            let (tell, lines) = mpsc::channel();
+            self.lines = Some(lines);
+            // Ends with the process.
+            std::thread::spawn(move || {
+                let lines = BufReader::new(output).lines().map_while(Result::ok);
+                lines.for_each(|line| drop(tell.send(line)));
+            });
+        }
+        let lines = self.lines.as_ref().ok_or("no pipe from the process")?;
+        Ok(lines.recv_timeout(LINE_PATIENCE)?)
+    }
+
+    /// Reads all that it prints, until it ends.
+    pub(crate) fn output(&mut self) -> Result<String, BoxError> {
+        let mut text = String::new();
+        let output = self.child.stdout.take();
+        output.ok_or("no pipe from the process")?.read_to_string(&mut text)?;
+        Ok(text)
+    }
+
+    /// Waits until it accepts connections.
+    pub(crate) fn accepts(&mut self, at: SocketAddr) -> Result<(), BoxError> {
+        let end = Instant::now() + START_PATIENCE;
+        while TcpStream::connect(at).is_err() {
+            if let Some(status) = self.ended() {
+                return Err(format!("it ended: {status}").into());
+            }
+            if Instant::now() > end {
+                return Err("it accepts no connections".into());
+            }
+            sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+
+    /// Ends its standard input, and waits for its end.
+    pub(crate) fn finish(&mut self) -> Result<(), BoxError> {
+        drop(self.child.stdin.take());
+        let status = self.child.wait()?;
+        if status.success() { Ok(()) } else { Err(format!("it ended: {status}").into()) }
+    }
+
+    /// Waits for its end. Returns `true` if it was killed.
+    pub(crate) fn is_killed(&mut self) -> std::io::Result<bool> {
+        Ok(self.child.wait()?.signal() == Some(libc::SIGKILL))
     }
 
     /// Returns its exit status if it has ended.
@@ -185,4 +231,32 @@ pub(crate) fn kernel_value(file: impl AsRef<Path>, key: &str) -> Result<u64, Box
     let line = text.lines().find_map(|line| line.strip_prefix(key));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     number.ok_or_else(|| format!("no {key}").into())
+}
+
+/// A thread: its name, its nanoseconds on a CPU, and how often it was put on one.
+pub(crate) type Thread = (String, u64, u64);
+
+/// Returns the threads of a process by their ids. Its ticks of `stat` are 10 ms, which is more than
+/// an idle second costs; these times are `schedstat`'s.
+pub(crate) fn threads(process: u32) -> Result<BTreeMap<PathBuf, Thread>, BoxError> {
+    let mut threads = BTreeMap::new();
+    for entry in fs::read_dir(format!("/proc/{process}/task"))? {
+        let folder = entry?.path();
+        let read = |name: &str| fs::read_to_string(folder.join(name));
+        // One that ended since it was listed has no files.
+        let (Ok(name), Ok(text)) = (read("comm"), read("schedstat")) else { continue };
+        // Nanoseconds on a CPU, nanoseconds waiting for one, turns.
+        let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<_>, _>>()?;
+        let [nanos, _, turns] = numbers[..] else {
+            return Err("schedstat has other fields".into());
+        };
+        threads.insert(folder, (name.trim().to_owned(), nanos, turns));
+    }
+    Ok(threads)
+}
+
+/// Returns the nanoseconds on a CPU of the thread of this process with this name.
+pub(crate) fn nanos_of(name: &str) -> Result<u64, BoxError> {
+    let thread = threads(std::process::id())?.into_values().find(|thread| thread.0 == name);
+    Ok(thread.ok_or_else(|| format!("no thread {name}"))?.1)
 }

@@ -17,13 +17,14 @@ use lowtide_gpu::clock::{Clock as _, ManualClock, Moment};
 use lowtide_gpu::driver::{Driver as _, StreamHandle};
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, Lane, Region, SleepConfig, SleepState};
 
+use crate::common::figures::count as exact;
 use crate::sim::chance::Chance;
-use crate::sim::load::{DAY, Load};
+use crate::sim::load::{DAY, Load, Shape};
 
 /// The load: requests a second at its peak.
-const LOAD: Load = Load::Days { high: 0.5, day: DAY };
+const LOAD: Load = Load { low: 0.0, high: 0.5, shape: Shape::Days { day: DAY } };
 /// Days until the same requests come again.
-pub(crate) const PERIOD: usize = 10;
+const PERIOD: usize = 10;
 const MINUTES: u32 = 24 * 60;
 /// The minute at which the model is replaced.
 const MORNING: u32 = 5 * 60;
@@ -51,14 +52,24 @@ pub(crate) struct Day {
 /// A value of a day.
 type Of = fn(&Day) -> f64;
 
-impl Day {
-    /// The values that must not drift, with their names.
-    pub(crate) const SERIES: [(&str, Of); 4] = [
+/// Compares the mean of each value in the last period with that in the second: pools fill in the
+/// first. Returns the relative differences; fewer than three periods are not compared.
+pub(crate) fn drifts(days: &[Day]) -> Vec<(&'static str, f64)> {
+    let of: [(_, Of); 4] = [
         ("committed_per_live", |day| day.committed / day.live),
         ("driver_calls", |day| day.calls),
         ("table_bytes", |day| day.tables),
         ("driver_objects", |day| day.objects),
     ];
+    let mut periods = days.chunks_exact(PERIOD).skip(1);
+    let (Some(first), Some(last)) = (periods.next(), periods.next_back()) else {
+        return Vec::new();
+    };
+    let drift = |(name, of): (_, Of)| {
+        let [first, last] = [first, last].map(|days| days.iter().map(of).sum::<f64>());
+        (name, last / first - 1.0)
+    };
+    of.into_iter().map(drift).collect()
 }
 
 struct World {
@@ -189,9 +200,4 @@ impl World {
         self.day.objects = self.day.objects.max(exact(objects as u64));
         self.day.tables = self.day.tables.max(self.arena.snapshot().metadata.as_f64());
     }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts of one run are far below 2^52")]
-fn exact(number: u64) -> f64 {
-    number as f64
 }

@@ -19,7 +19,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use crate::common::figures::count as exact;
+use crate::common::figures::{Figures, count as exact};
 use crate::sim::advice::{self, Advised, LOADS};
 use crate::sim::claims;
 use crate::sim::days;
@@ -52,116 +52,99 @@ struct Cli {
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        let mut failed = scenarios(&cli);
+        let mut figures = Figures::default();
+        let mut failed = scenarios(&cli, &mut figures);
         if cli.advice > 0 {
-            failed += advised(cli.advice);
+            failed += advised(cli.advice, &mut figures);
         }
         if cli.days > 0 {
-            failed += virtual_days(cli.from, cli.days);
+            failed += virtual_days(cli.from, cli.days, &mut figures);
         }
-        figure("failed", count(failed), "runs");
-        Ok(failed == 0)
+        figures.at_most("controller.failed", count(failed), "runs", 0.0);
+        Ok(figures.print())
     })
 }
 
-fn figure(name: &str, value: f64, unit: &str) {
-    println!("figure controller.{name} {value:.3} {unit}");
-}
-
 /// All seeds; how many failed.
-fn scenarios(cli: &Cli) -> usize {
-    let mut failures = Vec::new();
-    let mut slowest = 0.0_f64;
+fn scenarios(cli: &Cli, figures: &mut Figures) -> usize {
+    let mut failed = Vec::new();
     for seed in cli.from..cli.from + cli.seeds {
         let scenario = Scenario::of(seed);
-        match claims::judge(&scenario) {
-            Ok(seen) => {
-                if scenario.kind == Kind::Change {
-                    slowest = slowest.max(claims::settles(&scenario, &seen));
-                }
+        if let Err(failure) = claims::judge(&scenario) {
+            failed.push(scenario.kind);
+            if failed.len() <= SHOWN {
+                eprintln!("{failure}");
             }
-            Err(failure) => failures.push(failure),
         }
     }
-    for failure in failures.iter().take(SHOWN) {
-        eprintln!("{failure}");
-    }
     for kind in Kind::ALL {
-        let failed = failures.iter().filter(|one| one.scenario.kind == kind).count();
-        figure(&format!("{}.failed", kind.name()), count(failed), "runs");
+        let of_kind = failed.iter().filter(|one| **one == kind).count();
+        figures.add(format!("controller.{}.failed", kind.name()), count(of_kind), "runs");
     }
-    figure("runs", exact(cli.seeds), "runs");
-    figure("change.settles_s", slowest, "s");
-    failures.len()
+    figures.add("controller.runs", exact(cli.seeds), "runs");
+    failed.len()
 }
 
 /// Compares the advice on smaller limits with their effect. Returns the number of killed runs.
-fn advised(seeds: u64) -> usize {
-    let mut all = Vec::new();
+fn advised(seeds: u64, figures: &mut Figures) -> usize {
+    let mut killed = 0;
+    let mut sums = [0.0; 5];
     for mix in MIXES {
         for (load, of) in LOADS {
             for seed in 0..seeds {
                 let Some(advised) = advice::compare(seed, mix, of, ADVISED_S) else { continue };
                 println!("{} {load}, seed {seed}: {advised:?}", mix.name);
-                all.push(advised);
+                let Advised { smallest, half, .. } = advised;
+                let more = [smallest.predicted, smallest.real, half.predicted, half.real, 1.0];
+                sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
+                killed += usize::from(advised.killed);
             }
         }
     }
-    let runs = count(all.len()).max(1.0);
-    let figure = |name: &str, of: &dyn Fn(&Advised) -> f64| {
-        let percent = 100.0 * all.iter().map(of).sum::<f64>() / runs;
-        println!("figure questions.advice.{name}_percent {percent:.3} %");
-    };
-    figure("smallest.predicted", &|one| one.smallest.predicted);
-    figure("smallest.real", &|one| one.smallest.real);
-    figure("half.predicted", &|one| one.half.predicted);
-    figure("half.real", &|one| one.half.real);
-    all.iter().filter(|one| one.killed).count()
+    for (name, sum) in
+        ["smallest.predicted", "smallest.real", "half.predicted", "half.real"].into_iter().zip(sums)
+    {
+        figures.add(
+            format!("questions.advice.{name}_percent"),
+            100.0 * sum / sums[4].max(1.0),
+            "%",
+        );
+    }
+    killed
 }
 
 /// Runs days of the controller and of an arena. Returns 1 if they failed.
-fn virtual_days(seed: u64, days: u32) -> usize {
+fn virtual_days(seed: u64, days: u32, figures: &mut Figures) -> usize {
     let month = days::run(seed, days, sim::load::DAY);
-    figure("days.run", f64::from(month.days), "days");
-    figure("days.ticks", exact(month.seen.ticks), "ticks");
-    figure("days.jobs_per_hour", month.jobs_per_hour, "jobs");
-    figure("days.k_drift", month.k_drift, "ratio");
-    figure("days.allowance_drift", month.allowance_drift, "MiB");
-    figure("days.physical_drift", month.physical_drift, "MiB");
-    figure("days.claim_drift", month.claim_drift, "ratio");
+    let mut add = |name: &str, value, unit| {
+        figures.add(format!("controller.days.{name}"), value, unit);
+    };
+    add("run", f64::from(month.days), "days");
+    add("ticks", exact(month.seen.ticks), "ticks");
+    add("jobs_per_hour", month.jobs_per_hour, "jobs");
+    add("k_drift", month.k_drift, "ratio");
+    add("allowance_drift", month.allowance_drift, "MiB");
+    add("physical_drift", month.physical_drift, "MiB");
+    add("claim_drift", month.claim_drift, "ratio");
     let mut faults = month.faults;
     match arena::run(seed, usize::try_from(days).unwrap_or(0)) {
-        Ok(all) => faults.extend(arena_drift(&all)),
+        Ok(all) => {
+            for (name, drift) in arena::drifts(&all) {
+                add(&format!("arena.{name}_drift"), drift, "ratio");
+                if drift.abs() > ARENA_DRIFT {
+                    faults.push(format!("{name} drifts by {drift}"));
+                }
+            }
+        }
         Err(error) => faults.push(format!("the arena: {error}")),
     }
     for fault in &faults {
         eprintln!("{days} days, seed {seed}: {fault}");
     }
-    figure("days.held", f64::from(if faults.is_empty() { days } else { 0 }), "days");
+    add("held", f64::from(if faults.is_empty() { days } else { 0 }), "days");
     usize::from(!faults.is_empty())
 }
 
-/// Compares the mean of each series in the arena's last period with that in its second: pools fill
-/// in the first. Returns the differences; fewer than three periods are not compared.
-fn arena_drift(days: &[arena::Day]) -> Vec<String> {
-    let mut periods = days.chunks_exact(arena::PERIOD).skip(1);
-    let (Some(first), Some(last)) = (periods.next(), periods.next_back()) else {
-        return Vec::new();
-    };
-    let mut faults = Vec::new();
-    for (name, of) in arena::Day::SERIES {
-        let mean = |days: &[arena::Day]| days.iter().map(of).sum::<f64>() / count(days.len());
-        let (first, last) = (mean(first), mean(last));
-        let drift = last / first - 1.0;
-        println!("{name}: {first:.3} at first, {last:.3} at last");
-        figure(&format!("days.arena.{name}_drift"), drift, "ratio");
-        if drift.abs() > ARENA_DRIFT {
-            faults.push(format!("{name} drifts by {drift}"));
-        }
-    }
-    faults
-}
-
 fn count(number: usize) -> f64 {
-    exact(u64::try_from(number).unwrap_or(u64::MAX))
+    exact(number as u64)
 }

@@ -23,21 +23,22 @@ const VARIABLES: [(&str, &str); 7] = [
     ("$device", ".*"),
 ];
 
-/// One query.
+/// One query of a panel or an annotation.
 #[derive(Clone, Debug)]
 pub(crate) struct Query {
+    pub(crate) board: &'static str,
+    pub(crate) title: String,
+    pub(crate) is_annotation: bool,
     /// The letter in its panel; empty for an annotation.
     pub(crate) letter: String,
     pub(crate) expr: String,
 }
 
-/// One panel, or one annotation.
-#[derive(Clone, Debug)]
-pub(crate) struct Panel {
-    pub(crate) board: &'static str,
-    pub(crate) title: String,
-    pub(crate) annotation: bool,
-    pub(crate) queries: Vec<Query>,
+impl Query {
+    /// Its panel or annotation.
+    pub(crate) fn panel(&self) -> (bool, &str, &str) {
+        (self.is_annotation, self.board, &self.title)
+    }
 }
 
 /// One rule.
@@ -53,38 +54,29 @@ fn file(name: &str) -> Result<String, BoxError> {
     Ok(std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?)
 }
 
-fn replaced(expr: &Value) -> String {
-    let expr = expr.as_str().unwrap_or_default().to_owned();
-    VARIABLES.iter().fold(expr, |expr, (name, value)| expr.replace(name, value))
-}
-
-/// The panels and annotations of all dashboards.
-pub(crate) fn read() -> Result<Vec<Panel>, BoxError> {
-    let mut panels = Vec::new();
+/// The queries of all dashboards.
+pub(crate) fn read() -> Result<Vec<Query>, BoxError> {
+    let mut queries = Vec::new();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     for board in FILES {
         let json: Value = serde_json::from_str(&file(&format!("{board}.json"))?)?;
-        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        for panel in list(&json["panels"]) {
-            let queries: Vec<_> = list(&panel["targets"])
-                .iter()
-                .map(|target| Query {
-                    letter: target["refId"].as_str().unwrap_or_default().to_owned(),
-                    expr: replaced(&target["expr"]),
-                })
-                .collect();
-            if panel["type"] != "row" {
-                let title = panel["title"].as_str().unwrap_or_default().to_owned();
-                panels.push(Panel { board, title, annotation: false, queries });
+        let mut add = |title: &Value, is_annotation, of: &Value| {
+            let mut expr = text(&of["expr"]);
+            for (name, value) in VARIABLES {
+                expr = expr.replace(name, value);
             }
+            let (title, letter) = (text(title), text(&of["refId"]));
+            queries.push(Query { board, title, is_annotation, letter, expr });
+        };
+        for panel in list(&json["panels"]) {
+            list(&panel["targets"]).iter().for_each(|of| add(&panel["title"], false, of));
         }
-        for annotation in list(&json["annotations"]["list"]) {
-            let title = annotation["name"].as_str().unwrap_or_default().to_owned();
-            let queries =
-                vec![Query { letter: String::new(), expr: replaced(&annotation["expr"]) }];
-            panels.push(Panel { board, title, annotation: true, queries });
+        for of in list(&json["annotations"]["list"]) {
+            add(&of["name"], true, &of);
         }
     }
-    Ok(panels)
+    Ok(queries)
 }
 
 /// The rules.

@@ -11,7 +11,8 @@ use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::TABLE;
 use serde_json::Value;
 
-use crate::boards::{self, Panel, Rule};
+use crate::boards::{self, Query, Rule};
+use crate::common::figures::{Figures, count};
 use crate::named::{self, METRICS, PANELS, RULES};
 use crate::process::Prometheus;
 
@@ -23,14 +24,13 @@ pub(crate) fn now() -> Result<u64, BoxError> {
 /// The results.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
-    figures: Vec<(&'static str, usize)>,
+    figures: Figures,
     faults: Vec<String>,
-    excused: Vec<String>,
 }
 
 impl Report {
-    pub(crate) fn figure(&mut self, name: &'static str, count: usize) {
-        self.figures.push((name, count));
+    pub(crate) fn figure(&mut self, name: &str, number: usize) {
+        self.figures.add(format!("dashboard.{name}"), count(number as u64), "count");
     }
 
     pub(crate) fn expect(&mut self, holds: bool, what: impl FnOnce() -> String) {
@@ -39,17 +39,19 @@ impl Report {
         }
     }
 
+    /// Adds a fault, unless it has a reason. Returns `true` if it has none.
+    fn fault(&mut self, what: String, why: Option<&str>) -> bool {
+        match why {
+            Some(why) => println!("named: {what}: {why}"),
+            None => self.faults.push(what),
+        }
+        why.is_none()
+    }
+
     /// Prints everything. Returns `true` if there are no faults.
     pub(crate) fn print(&self) -> bool {
-        for excused in &self.excused {
-            println!("named: {excused}");
-        }
-        for (name, count) in &self.figures {
-            println!("figure {name} {count} count");
-        }
-        for fault in &self.faults {
-            eprintln!("fault: {fault}");
-        }
+        self.figures.print();
+        self.faults.iter().for_each(|fault| eprintln!("fault: {fault}"));
         self.faults.is_empty()
     }
 }
@@ -70,8 +72,7 @@ fn found(data: &Value) -> Found {
         let numbers = values.iter().filter_map(|pair| pair[1].as_str()?.parse::<f64>().ok());
         let numbers: Vec<_> = numbers.filter(|number| !number.is_nan()).collect();
         let Some(first) = numbers.first() else { continue };
-        let changes = numbers.iter().any(|number| (number - first).abs() > f64::EPSILON);
-        if changes {
+        if numbers.iter().any(|number| (number - first).abs() > f64::EPSILON) {
             return Found::Changing;
         }
         found = Found::Constant;
@@ -82,65 +83,45 @@ fn found(data: &Value) -> Found {
 /// Asks every query of every panel and annotation.
 pub(crate) async fn boards(
     prometheus: &Prometheus,
-    panels: &[Panel],
-    time: Range<u64>,
+    queries: &[Query],
+    time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let (mut bad, mut excused, mut queries) = (0, 0, 0);
-    let (mut annotations, mut bad_annotations) = (0, 0);
-    for panel in panels {
-        let mut faults: Vec<(String, bool, &str)> = Vec::new();
-        for query in &panel.queries {
-            queries += 1;
-            let data = prometheus.range(&query.expr, time.start, time.end).await?;
-            let place = format!("{} / {} {}", panel.board, panel.title, query.letter);
-            match found(&data) {
-                Found::Nothing => {
-                    faults.push((place.trim().to_owned() + ": no series", true, &query.letter));
-                }
-                Found::Constant if !panel.annotation => {
-                    faults.push((place + ": no series that changes", false, &query.letter));
-                }
-                Found::Constant | Found::Changing => {}
-            }
-        }
-        let mut left = 0;
-        for (fault, empty, letter) in &faults {
-            // Who may be empty may be constant as well.
-            let named = PANELS.iter().find(|named| {
-                named.title == panel.title
-                    && named.letters.contains(letter)
-                    && (named.may_be_empty || !empty)
-            });
-            if let Some(named) = named {
-                report.excused.push(format!("{fault}: {}", named.why));
-            } else {
-                left += 1;
-                report.faults.push(fault.clone());
-            }
-        }
-        if panel.annotation {
-            annotations += 1;
-            bad_annotations += usize::from(left > 0);
-        } else {
-            bad += usize::from(left > 0);
-            excused += usize::from(left == 0 && !faults.is_empty());
-        }
+    let (mut bad, mut excused) = (BTreeSet::new(), BTreeSet::new());
+    for query in queries {
+        let (what, is_empty) = match found(&prometheus.range(&query.expr, time).await?) {
+            Found::Nothing => ("no series", true),
+            Found::Constant if !query.is_annotation => ("no series that changes", false),
+            Found::Constant | Found::Changing => continue,
+        };
+        // Who may be empty may be constant as well.
+        let named = PANELS.iter().find(|named| {
+            named.title == query.title
+                && named.letters.contains(&query.letter)
+                && (named.may_be_empty || !is_empty)
+        });
+        let fault = format!("{} / {} {}: {what}", query.board, query.title, query.letter);
+        let is_bad = report.fault(fault, named.map(|named| named.why));
+        (if is_bad { &mut bad } else { &mut excused }).insert(query.panel());
     }
     for named in PANELS {
-        let exists = panels.iter().any(|panel| {
-            let has = |letter: char| panel.queries.iter().any(|one| one.letter.contains(letter));
-            panel.title == named.title && named.letters.chars().all(has)
-        });
+        let has = |letter: &str| {
+            queries.iter().any(|one| one.title == named.title && one.letter.contains(letter))
+        };
+        let exists = has("") && named.letters.split("").all(has);
         let what = || format!("{} {}: named, and no such query", named.title, named.letters);
         report.expect(exists, what);
     }
-    report.figure("dashboard.panels", panels.len() - annotations);
-    report.figure("dashboard.panels_without_series", bad);
-    report.figure("dashboard.panels_named", excused);
-    report.figure("dashboard.queries", queries);
-    report.figure("dashboard.annotations", annotations);
-    report.figure("dashboard.annotations_without_series", bad_annotations);
+    let all: BTreeSet<_> = queries.iter().map(Query::panel).collect();
+    let [panels, annotations] = [false, true].map(|is_annotation| {
+        [&all, &bad].map(|set| set.iter().filter(|panel| panel.0 == is_annotation).count())
+    });
+    report.figure("panels", panels[0]);
+    report.figure("panels_without_series", panels[1]);
+    report.figure("panels_named", excused.difference(&bad).filter(|panel| !panel.0).count());
+    report.figure("queries", queries.len());
+    report.figure("annotations", annotations[0]);
+    report.figure("annotations_without_series", annotations[1]);
     Ok(())
 }
 
@@ -148,22 +129,14 @@ pub(crate) async fn boards(
 pub(crate) async fn rules(
     prometheus: &Prometheus,
     rules: &[Rule],
-    time: Range<u64>,
+    time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
     let mut without = 0;
     for rule in rules.iter().filter(|rule| rule.records) {
-        let data = prometheus.range(&rule.name, time.start, time.end).await?;
-        let why = named::why(RULES, &rule.name);
-        match (found(&data), why) {
-            (Found::Nothing, None) => {
-                without += 1;
-                report.faults.push(format!("{}: no series", rule.name));
-            }
-            (Found::Nothing, Some(why)) => {
-                report.excused.push(format!("{}: no series: {why}", rule.name));
-            }
-            _ => {}
+        if found(&prometheus.range(&rule.name, time).await?) == Found::Nothing {
+            let fault = format!("{}: no series", rule.name);
+            without += usize::from(report.fault(fault, named::why(RULES, &rule.name)));
         }
     }
     let groups = prometheus.api("rules").await?;
@@ -174,8 +147,8 @@ pub(crate) async fn rules(
         let ok = evaluated.iter().any(|one| one["name"] == rule.name && one["health"] == "ok");
         report.expect(ok, || format!("{}: not evaluated, or with an error", rule.name));
     }
-    report.figure("dashboard.rules", rules.len());
-    report.figure("dashboard.rules_without_series", without);
+    report.figure("rules", rules.len());
+    report.figure("rules_without_series", without);
     Ok(())
 }
 
@@ -185,46 +158,39 @@ pub(crate) async fn autoscaling(
     prometheus: &Prometheus,
     query: &str,
     instances: usize,
-    time: Range<u64>,
+    time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let data = prometheus.range(query, time.start, time.end).await?;
-    let changes = found(&data) == Found::Changing;
+    let changes = found(&prometheus.range(query, time).await?) == Found::Changing;
     report.expect(changes, || format!("{query}: no value that changes"));
     let above = format!("{query} < 0 or {query} > {instances}");
-    let data = prometheus.range(&above, time.start, time.end).await?;
+    let data = prometheus.range(&above, time).await?;
     report.expect(found(&data) == Found::Nothing, || format!("{above}: a value out of range"));
-    report.figure("dashboard.autoscaling_queries", 1);
+    report.figure("autoscaling_queries", 1);
     Ok(())
 }
 
 /// Checks that metrics in panels and rules are scraped, and that those which are published by
 /// default are in one of them.
-pub(crate) fn names(panels: &[Panel], rules: &[Rule], text: &str, report: &mut Report) {
-    let panels = panels.iter().flat_map(|panel| &panel.queries).map(|query| query.expr.as_str());
-    let rules = rules.iter().map(|rule| rule.expr.as_str());
-    let used: BTreeSet<_> = panels.chain(rules).flat_map(boards::metrics).collect();
+pub(crate) fn names(queries: &[Query], rules: &[Rule], text: &str, report: &mut Report) {
+    let exprs = queries.iter().map(|query| &query.expr).chain(rules.iter().map(|rule| &rule.expr));
+    let used: BTreeSet<_> = exprs.flat_map(|expr| boards::metrics(expr)).collect();
     let scraped = boards::scraped(text);
     let mut lacking = 0;
     for name in used.difference(&scraped) {
-        if let Some(why) = named::why(METRICS, name) {
-            report.excused.push(format!("{name}: not scraped: {why}"));
-        } else {
-            lacking += 1;
-            report.faults.push(format!("{name}: named, and not scraped"));
-        }
+        let fault = format!("{name}: named, and not scraped");
+        lacking += usize::from(report.fault(fault, named::why(METRICS, name)));
     }
-    let is_basic = |name: &&&str| {
-        let metric = TABLE.iter().find(|metric| metric.name == **name);
-        metric.is_some_and(|metric| metric.tier == MetricsTier::Basic)
+    let is_basic = |name: &&str| {
+        let metric = TABLE.iter().find(|metric| metric.name == *name);
+        name.starts_with("lowtide_")
+            && metric.is_some_and(|metric| metric.tier == MetricsTier::Basic)
     };
-    let of_lowtide = |name: &&&str| name.starts_with("lowtide_");
-    let basic = scraped.iter().filter(is_basic).filter(of_lowtide).copied().collect();
-    let unshown: Vec<_> = BTreeSet::difference(&basic, &used).collect();
+    let unshown: Vec<_> = scraped.difference(&used).filter(|name| is_basic(name)).collect();
     for name in &unshown {
-        report.faults.push(format!("{name}: scraped, and on no panel and in no rule"));
+        report.fault(format!("{name}: scraped, and on no panel and in no rule"), None);
     }
-    report.figure("dashboard.metrics_used", used.len());
-    report.figure("dashboard.metrics_lacking", lacking);
-    report.figure("dashboard.metrics_unshown", unshown.len());
+    report.figure("metrics_used", used.len());
+    report.figure("metrics_lacking", lacking);
+    report.figure("metrics_unshown", unshown.len());
 }

@@ -16,95 +16,50 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use crate::common::http::{Http, client};
 use crate::process::post;
 
-/// A part of the load, for each proxy.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Phase {
-    name: &'static str,
-    seconds: u64,
-    /// Clients that send texts without a pause, and how long their texts are.
-    readers: usize,
-    text_bytes: usize,
-    /// Clients that ask for embeddings.
-    embedders: usize,
-    /// `true` if a text comes that no budget is large enough for.
-    giant: bool,
-}
+/// A part of the load, for each proxy: its name and seconds, the clients that send texts without a
+/// pause, the KiB of their texts, and the clients that ask for embeddings.
+pub(crate) type Phase = (&'static str, u64, usize, usize, usize);
 
-impl Phase {
-    /// Embeddings alone: the model is to be loaded, and beside texts it may not find the room.
-    const fn embeddings(name: &'static str, seconds: u64) -> Self {
-        Self { embedders: 2, ..Self::pause(name, seconds) }
-    }
+/// The phase in which a text comes that no budget is large enough for.
+const BURST: &str = "a burst that is too large";
 
-    const fn pause(name: &'static str, seconds: u64) -> Self {
-        Self { name, seconds, readers: 0, text_bytes: 0, embedders: 0, giant: false }
-    }
-}
-
-/// In their order; the first three are for one proxy.
+/// In their order; the first three are for one proxy. Models are loaded without texts, beside which
+/// they may not find the room.
 pub(crate) const PHASES: [Phase; 11] = [
-    Phase::pause("nothing", 3),
-    Phase::embeddings("the model is loaded", 3),
-    Phase {
-        name: "a load that fits",
-        seconds: 12,
-        readers: 3,
-        text_bytes: 256 << 10,
-        embedders: 2,
-        giant: false,
-    },
-    Phase::pause("the arena falls asleep", 7),
-    Phase::embeddings("it wakes", 3),
-    Phase {
-        name: "more than before",
-        seconds: 6,
-        readers: 3,
-        text_bytes: 512 << 10,
-        embedders: 2,
-        giant: false,
-    },
-    Phase {
-        name: "a burst that is too large",
-        seconds: 14,
-        readers: 20,
-        text_bytes: 512 << 10,
-        embedders: 2,
-        giant: true,
-    },
-    Phase::pause("the model is unloaded", 15),
-    Phase::embeddings("it is loaded again", 3),
-    Phase {
-        name: "a load that fits again",
-        seconds: 8,
-        readers: 3,
-        text_bytes: 256 << 10,
-        embedders: 4,
-        giant: false,
-    },
-    Phase::pause("the end", 5),
+    ("nothing", 3, 0, 0, 0),
+    ("the model is loaded", 3, 0, 0, 2),
+    ("a load that fits", 12, 3, 256, 2),
+    ("the arena falls asleep", 7, 0, 0, 0),
+    ("it wakes", 3, 0, 0, 2),
+    ("more than before", 6, 3, 512, 2),
+    (BURST, 14, 20, 512, 2),
+    ("the model is unloaded", 15, 0, 0, 0),
+    ("it is loaded again", 3, 0, 0, 2),
+    ("a load that fits again", 8, 3, 256, 4),
+    ("the end", 5, 0, 0, 0),
 ];
 
 /// Runs phases against proxies.
 pub(crate) async fn run(targets: &[SocketAddr], phases: &[Phase]) -> Result<(), BoxError> {
     let client = client();
-    for phase in phases {
-        println!("{} s: {}", phase.seconds, phase.name);
-        let end = Instant::now() + Duration::from_secs(phase.seconds);
-        let text = Bytes::from(text(phase.text_bytes));
+    for (name, seconds, readers, kib, embedders) in phases {
+        println!("{seconds} s: {name}");
+        let end = Instant::now() + Duration::from_secs(*seconds);
+        let text = Bytes::from(text(kib << 10));
         let mut clients = tokio::task::JoinSet::new();
         for target in targets {
             let words = format!("http://{target}/words");
-            for _ in 0..phase.readers {
+            for _ in 0..*readers {
                 clients.spawn(ask(client.clone(), words.clone(), "text/plain", text.clone(), end));
             }
-            for nth in 0..phase.embedders {
+            for nth in 0..*embedders {
                 let url = format!("http://{target}/embed");
                 // Of another length for each, so that blocks are.
                 let long = self::text(2000 * (nth + 1));
                 let body = Bytes::from(format!(r#"{{"texts": ["the tide goes out", "{long}"]}}"#));
                 clients.spawn(ask(client.clone(), url, "application/json", body, end));
             }
-            if phase.giant {
+            if *name == BURST {
                 let giant = Bytes::from(vec![b'a'; 64 << 20]);
                 let client = client.clone();
                 clients.spawn(async move {

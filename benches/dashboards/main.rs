@@ -27,8 +27,9 @@ mod process;
 mod proxy;
 mod soak;
 
+use std::io::{Seek as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use clap::Parser;
@@ -74,7 +75,7 @@ fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         match cli.soak {
-            Some(lasts) => runtime.block_on(soak::run(lasts)).map(|drifting| drifting == 0),
+            Some(lasts) => runtime.block_on(soak::run(lasts)),
             None => runtime.block_on(run(&cli)).map(|report| report.print()),
         }
     })
@@ -107,19 +108,18 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
     load::run(&targets, rest).await?;
     // Two scrapes more, so that the end is in.
     sleep(Duration::from_secs(3)).await;
-    let to = judge::now()?;
-    let mut report = Report::default();
-    let mut scraped = String::new();
+    let (to, mut report, mut scraped) = (judge::now()?, Report::default(), String::new());
     for proxy in &mut proxies {
         scraped.push_str(&proxy.metrics().await?);
         proxy.lives()?;
     }
     check_metrics(&cli.promtool, &proxies[0].metrics().await?, &mut report)?;
-    judge::boards(&prometheus, &boards::read()?, from..to, &mut report).await?;
-    judge::rules(&prometheus, &boards::rules()?, from..to, &mut report).await?;
-    let (query, instances) = (boards::autoscaling()?, targets.len());
-    judge::autoscaling(&prometheus, &query, instances, from..to, &mut report).await?;
-    judge::names(&boards::read()?, &boards::rules()?, &scraped, &mut report);
+    let (queries, rules, time) = (boards::read()?, boards::rules()?, from..to);
+    judge::boards(&prometheus, &queries, &time, &mut report).await?;
+    judge::rules(&prometheus, &rules, &time, &mut report).await?;
+    let query = boards::autoscaling()?;
+    judge::autoscaling(&prometheus, &query, targets.len(), &time, &mut report).await?;
+    judge::names(&queries, &rules, &scraped, &mut report);
     if let Some(command) = &cli.then {
         let status = Command::new("sh")
             .args(["-c", command])
@@ -134,22 +134,15 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
 
 /// `promtool check metrics` has nothing to say of a live scrape.
 fn check_metrics(promtool: &Path, text: &str, report: &mut Report) -> Result<(), BoxError> {
-    use std::io::Write as _;
-    let mut child = Command::new(promtool)
-        .args(["check", "metrics"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|error| format!("{}: {error}", promtool.display()))?;
-    if let Some(mut input) = child.stdin.take() {
-        input.write_all(text.as_bytes())?;
-    }
-    let output = child.wait_with_output()?;
+    let mut file = tempfile::tempfile()?;
+    file.write_all(text.as_bytes())?;
+    file.rewind()?;
+    let output = Command::new(promtool).args(["check", "metrics"]).stdin(file).output();
+    let output = output.map_err(|error| format!("{}: {error}", promtool.display()))?;
     let words = [output.stdout, output.stderr].concat();
     let words = String::from_utf8_lossy(&words);
     let clean = output.status.success() && words.trim().is_empty();
-    report.figure("dashboard.metrics_faults", words.lines().count());
+    report.figure("metrics_faults", words.lines().count());
     report.expect(clean, || format!("promtool check metrics: {}", words.trim()));
     Ok(())
 }

@@ -6,6 +6,7 @@
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicUsize;
@@ -62,18 +63,18 @@ pub(crate) async fn post(http: &Http, url: &str, kind: &str, body: Bytes) -> u16
     status.as_u16()
 }
 
-async fn answers(process: &mut Process, name: &str, url: &str) -> Result<(), BoxError> {
+async fn answers(process: &mut Process, url: &str) -> Result<(), BoxError> {
     let deadline = Instant::now() + PATIENCE;
-    loop {
-        let Err(error) = get(url).await else { return Ok(()) };
+    while let Err(error) = get(url).await {
         if let Some(status) = process.ended() {
-            return Err(format!("{name} ended: {status}").into());
+            return Err(format!("{url}: it ended: {status}").into());
         }
         if Instant::now() > deadline {
-            return Err(format!("{name} does not answer: {error}").into());
+            return Err(format!("{url}: no answer: {error}").into());
         }
         sleep(Duration::from_millis(100)).await;
     }
+    Ok(())
 }
 
 /// A proxy that runs.
@@ -111,7 +112,7 @@ impl Proxy {
 
     pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
         let url = format!("http://{}/healthz", self.address);
-        answers(&mut self.process, "the proxy", &url).await
+        answers(&mut self.process, &url).await
     }
 
     /// Returns its process id.
@@ -173,7 +174,7 @@ impl Prometheus {
 
     pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
         let url = format!("{}/-/ready", self.url());
-        answers(&mut self.process, "Prometheus", &url).await
+        answers(&mut self.process, &url).await
     }
 
     pub(crate) fn url(&self) -> String {
@@ -181,10 +182,9 @@ impl Prometheus {
     }
 
     /// The series of an expression, at each second of the time.
-    pub(crate) async fn range(&self, expr: &str, from: u64, to: u64) -> Result<Value, BoxError> {
-        let query = encoded(expr);
-        let path = format!("query_range?query={query}&start={from}&end={to}&step=1");
-        self.api(&path).await
+    pub(crate) async fn range(&self, expr: &str, time: &Range<u64>) -> Result<Value, BoxError> {
+        let (query, start, end) = (encoded(expr), time.start, time.end);
+        self.api(&format!("query_range?query={query}&start={start}&end={end}&step=1")).await
     }
 
     /// Returns the value of `data` in an answer of its interface.

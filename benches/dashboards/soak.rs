@@ -5,7 +5,6 @@
 //! after the first ten minutes: significantly by Kendall's test (one-sided, .001), and by more than
 //! its tolerance by Sen's slope.
 
-use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -19,7 +18,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
-use crate::common::figures::{count as number, median};
+use crate::common::figures::{Figures, count as number, median};
 use crate::common::http::client;
 use crate::common::process::{free_port, kernel_value};
 use crate::load;
@@ -47,8 +46,8 @@ const SERIES: [(&str, f64); 6] = [
     ("metrics_series", 0.5),
 ];
 
-/// Runs the soak, and returns the number of series that drift.
-pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
+/// Runs the soak, and returns `true` if no series drifts.
+pub(crate) async fn run(lasts: Duration) -> Result<bool, BoxError> {
     let least = 2 * WARM_UP;
     if lasts < least {
         let (lasts, least) = (humantime::format_duration(lasts), humantime::format_duration(least));
@@ -66,28 +65,27 @@ pub(crate) async fn run(lasts: Duration) -> Result<usize, BoxError> {
         guests.await?;
         proxy.lives()?;
         let counted = count(&proxy, target).await?;
-        println!("{:>6.0} s {}", start.elapsed().as_secs_f64(), line(&counted));
+        println!("{:>6.0} s {counted:.1?}", start.elapsed().as_secs_f64());
         counts.push((start.elapsed(), counted));
         load::run(&[target], rest).await?;
     }
     let judged = counts.iter().filter(|(at, _)| *at > WARM_UP).map(|(_, counted)| *counted);
     let judged: Vec<_> = judged.collect();
     let mut drifting = 0;
-    println!("\n{} rounds, {} of them judged", counts.len(), judged.len());
     for (nth, (name, tolerance)) in SERIES.into_iter().enumerate() {
-        let values: Vec<_> =
-            judged.iter().filter_map(|counted| counted.get(nth).copied()).collect();
+        let values: Vec<_> = judged.iter().map(|counted| counted[nth]).collect();
         let (rises, grows) = (kendall(&values), sen(&values));
         let drifts = rises > RISES_FROM && grows > tolerance;
-        drifting += usize::from(drifts);
+        drifting += u64::from(drifts);
         let word = if drifts { "DRIFTS" } else { "holds" };
-        let ends = [values.first(), values.last()].map(|end| end.copied().unwrap_or(f64::NAN));
+        let ends = [values.first(), values.last()];
         println!("{name:>15} {word:>6}: {ends:.1?}, {grows:+.2} in all, Kendall's z {rises:+.1}");
     }
-    println!("figure soak.requests {} requests", ANSWERED.load(Relaxed));
-    println!("figure soak.judged_rounds {} rounds", judged.len());
-    println!("figure soak.drift {drifting} series");
-    Ok(drifting)
+    let mut figures = Figures::default();
+    figures.add("soak.requests", number(ANSWERED.load(Relaxed) as u64), "requests");
+    figures.add("soak.judged_rounds", number(judged.len() as u64), "rounds");
+    figures.at_most("soak.drift", number(drifting), "series", 0.0);
+    Ok(figures.print())
 }
 
 /// Counts what the proxy holds now.
@@ -109,14 +107,6 @@ async fn count(proxy: &Proxy, target: SocketAddr) -> Result<[f64; SERIES.len()],
         number(keys as u64),
         number(series as u64),
     ])
-}
-
-fn line(counted: &[f64; SERIES.len()]) -> String {
-    let mut line = String::new();
-    for ((name, _), value) in SERIES.iter().zip(counted) {
-        let _ = write!(line, " {name} {value:.1}");
-    }
-    line
 }
 
 /// Sends requests that the load lacks: small ones, uploads of megabytes, large JSON, event streams

@@ -3,20 +3,18 @@
 //! `cargo bench -p lowtide-benches --bench fit`. In a run, a service under load in a cgroup of 1
 //! GiB gets the command to fit in 512 MiB, the limit is lowered as soon as it fits, and raised
 //! again. A schedule does the same in virtual time with another process, load and limit each; see
-//! `sim`.
+//! `controller/sim/fit.rs`.
 //!
 //! Exit codes: 0 all goals held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../controller/sim/chance.rs"]
-#[allow(dead_code, reason = "the simulator of the controller uses more of it")]
-mod chance;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
 mod service;
-#[allow(dead_code, reason = "the tests read more")]
+#[path = "../controller/sim/mod.rs"]
+#[allow(dead_code, reason = "the bench `controller` uses more of it")]
 mod sim;
 mod stage;
 
@@ -24,6 +22,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use lowtide::BoxError;
+
+use crate::common::figures::{Figures, count};
 
 lowtide::global_allocator!(balanced);
 
@@ -52,47 +52,48 @@ fn main() -> ExitCode {
         if cli.serve {
             return service::serve().map(|()| true);
         }
-        let schedules = schedules(&cli);
-        Ok(runs(cli.runs)? && schedules)
+        let mut figures = Figures::default();
+        let schedules = schedules(&cli, &mut figures);
+        runs(cli.runs, &mut figures)?;
+        Ok(figures.print() && schedules)
     })
 }
 
-/// Runs the schedules. Returns `true` if all held.
-fn schedules(cli: &Cli) -> bool {
-    let (mut possible, mut refused, mut other) = (0, 0, 0);
+/// Runs the schedules. Returns `true` if no claim failed.
+fn schedules(cli: &Cli, figures: &mut Figures) -> bool {
+    let (mut possible, mut refused, mut failed) = (0, 0, 0);
     for seed in cli.from..cli.from + cli.seeds {
-        match sim::run(seed) {
-            Ok(seen) => possible += u64::from(seen.possible),
+        match sim::fit::run(seed) {
+            Ok(seen) => {
+                possible += u64::from(seen.possible);
+                if seen.possible && seen.seconds.is_none() {
+                    refused += 1;
+                    println!("seed {seed}: {seen:?}");
+                }
+            }
             Err(fault) => {
-                let is_refused = matches!(fault, sim::Fault::Refused(_));
-                *(if is_refused { &mut refused } else { &mut other }) += 1;
-                println!("seed {seed}: {fault:?}");
+                failed += 1;
+                println!("seed {seed}: {fault}");
             }
         }
     }
-    println!("of {} schedules, {} are possible", cli.seeds, possible + refused);
-    println!("figure fleet.fit.refused_although_possible {refused} of {}", cli.seeds);
-    refused + other == 0
+    println!("of {} schedules, {possible} are possible", cli.seeds);
+    figures.at_most("fleet.fit.refused_although_possible", count(refused), "schedules", 0.0);
+    failed == 0
 }
 
-/// Runs the service. Returns `true` if it always fitted in time and was never killed.
-fn runs(count: u64) -> Result<bool, BoxError> {
+/// Runs the service, and adds its figures.
+fn runs(runs: u64, figures: &mut Figures) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (mut seconds, mut kills) = (0.0_f64, 0);
-    for nth in 0..count {
-        let run = runtime.block_on(stage::run(nth))?;
-        let stage::Run { outcome, before, usage, peak, served, follows, .. } = &run;
-        println!(
-            "run {nth}: {outcome}\n  usage {before}, {usage} when the limit was lowered, at most \
-             {peak} below it; served {served:.0?} requests/s; admission follows the larger limit \
-             after {follows:.2} s"
-        );
-        seconds = seconds.max(run.seconds);
-        kills += run.kills;
+    for nth in 0..runs {
+        let (of_run, killed) = runtime.block_on(stage::run(nth))?;
+        seconds = seconds.max(of_run);
+        kills += killed;
     }
-    if count > 0 {
-        println!("figure fleet.fit.seconds {seconds:.2} s");
-        println!("figure fleet.fit.kills {kills} kills");
+    if runs > 0 {
+        figures.at_most("fleet.fit.seconds", seconds, "s", SECONDS_MAX);
+        figures.at_most("fleet.fit.kills", count(kills), "kills", 0.0);
     }
-    Ok(kills == 0 && seconds <= SECONDS_MAX)
+    Ok(())
 }

@@ -6,8 +6,6 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -16,12 +14,11 @@ use lowtide::{BoxError, ByteSize};
 use serde_json::Value;
 use tokio::task::JoinSet;
 
-use crate::chance::Chance;
-use crate::common::figures::count;
 use crate::common::http::{Http, client, send};
 use crate::common::own;
 use crate::common::process::{Process, oom_kills, usage};
 use crate::service::MODELS;
+use crate::sim::chance::Chance;
 
 /// The limit of the cgroup, and the smaller one.
 const LIMIT: ByteSize = ByteSize::gib(1);
@@ -29,65 +26,40 @@ const FIT: ByteSize = ByteSize::mib(512);
 /// Requests a second. They hold 4.5 MiB for half a second on average: 270 MiB in addition to four
 /// models of 100 MiB each.
 const RATE: f64 = 120.0;
-/// The load before the fit, in the smaller limit, and in the larger one again.
+/// The load before the fit, and in the smaller limit.
 const PHASE: Duration = Duration::from_secs(4);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The longest time for something that the service should do at once.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// What happened in a run.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Run {
-    /// The seconds from the command to its success.
-    pub(crate) seconds: f64,
-    pub(crate) outcome: String,
-    /// The processes that the kernel killed, and this one if it has ended.
-    pub(crate) kills: u64,
-    /// The usage when the command was given, and when the limit was lowered.
-    pub(crate) before: ByteSize,
-    pub(crate) usage: ByteSize,
-    /// The largest usage in the smaller limit.
-    pub(crate) peak: ByteSize,
-    /// Requests served a second: before, in the smaller limit, in the larger one again.
-    pub(crate) served: [f64; 3],
-    /// The seconds until admission followed the larger limit.
-    pub(crate) follows: f64,
-}
-
-/// Runs it once.
-pub(crate) async fn run(nth: u64) -> Result<Run, BoxError> {
+/// Runs it once. Returns the seconds from the command to its success, and the processes that the
+/// kernel killed, or 1 if this one has ended.
+pub(crate) async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
     let mut command = own()?;
     command.arg("--serve");
     let mut service = Process::start_in_group(&command, LIMIT)?;
     let folder = service.folder().ok_or("no cgroup can be made here")?.to_owned();
     let at = service.first_line()?;
     let http = client();
-    let served = Arc::new(AtomicU64::new(0));
-    let load = tokio::spawn(load(http.clone(), at, Chance::new(nth), Arc::clone(&served)));
-    let staged = stage(&folder, at, &http, &served).await;
+    let load = tokio::spawn(load(http.clone(), at, Chance::new(nth)));
+    let staged = stage(&folder, at, &http).await;
     load.abort();
     let kills = oom_kills(&folder).unwrap_or_default();
     let kills = kills.max(u64::from(service.ended().is_some()));
     match staged {
-        Ok(run) => Ok(Run { kills, ..run }),
+        Ok(seconds) => Ok((seconds, kills)),
         // A run that could not go on because the process was killed says so.
-        Err(error) if kills > 0 => Ok(Run { outcome: error.to_string(), kills, ..Run::default() }),
+        Err(error) if kills > 0 => {
+            println!("{error}");
+            Ok((f64::NAN, kills))
+        }
         Err(error) => Err(error),
     }
 }
 
-async fn stage(
-    folder: &Path,
-    at: SocketAddr,
-    http: &Http,
-    served: &AtomicU64,
-) -> Result<Run, BoxError> {
-    let mut run = Run::default();
-    let rate = |since: u64| count(served.load(Ordering::Relaxed) - since) / PHASE.as_secs_f64();
-    let since = served.load(Ordering::Relaxed);
+async fn stage(folder: &Path, at: SocketAddr, http: &Http) -> Result<f64, BoxError> {
     tokio::time::sleep(PHASE).await;
-    run.served[0] = rate(since);
-    run.before = usage(folder).ok_or("no usage")?;
+    let before = usage(folder).ok_or("no usage")?;
     let start = Instant::now();
     let told = ask(http, at, "POST", &format!("/memory/fit?limit={}", FIT.get())).await?;
     let id = told["admin_task"].as_u64().ok_or_else(|| told.to_string())?;
@@ -98,35 +70,25 @@ async fn stage(
         matches!(&*text(task, "state"), "done" | "failed").then(|| task.clone())
     };
     let task = until(http, at, is_over).await?;
-    run.seconds = start.elapsed().as_secs_f64();
-    run.outcome = text(&task, "outcome");
+    let seconds = start.elapsed().as_secs_f64();
+    let outcome = text(&task, "outcome");
     if text(&task, "state") == "failed" {
-        return Err(run.outcome.into());
+        return Err(outcome.into());
     }
-    run.usage = usage(folder).ok_or("no usage")?;
-    if run.usage >= FIT {
-        return Err(format!("a kubelet would refuse: usage {}", run.usage).into());
+    let after = usage(folder).ok_or("no usage")?;
+    println!("{outcome}; usage {before} before, {after} after {seconds:.2} s");
+    if after >= FIT {
+        return Err(format!("a kubelet would refuse: usage {after}").into());
     }
     set_limit(folder, FIT)?;
-    let since = served.load(Ordering::Relaxed);
-    let end = Instant::now() + PHASE;
-    while Instant::now() < end {
-        run.peak = run.peak.max(usage(folder).unwrap_or_default());
-        tokio::time::sleep(LOOK_EVERY).await;
-    }
-    run.served[1] = rate(since);
+    tokio::time::sleep(PHASE).await;
     set_limit(folder, LIMIT)?;
-    let start = Instant::now();
     let follows = |figures: &Value| {
         let ceiling = figures["host"]["budget"]["ceiling_bytes"].as_u64()?;
         (ceiling >= LIMIT.scaled(0.8).get()).then_some(())
     };
     until(http, at, follows).await?;
-    run.follows = start.elapsed().as_secs_f64();
-    let since = served.load(Ordering::Relaxed);
-    tokio::time::sleep(PHASE).await;
-    run.served[2] = rate(since);
-    Ok(run)
+    Ok(seconds)
 }
 
 /// Looks at the figures until this finds something.
@@ -155,7 +117,7 @@ async fn ask(http: &Http, at: SocketAddr, method: &str, path: &str) -> Result<Va
 }
 
 /// An open loop of requests: half of them use a model, mostly the first.
-async fn load(http: Http, at: SocketAddr, mut chance: Chance, served: Arc<AtomicU64>) {
+async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
     let mut requests = JoinSet::new();
     let mut next = tokio::time::Instant::now();
     loop {
@@ -168,12 +130,8 @@ async fn load(http: Http, at: SocketAddr, mut chance: Chance, served: Arc<Atomic
             let nth = if chance.happens(0.8) { 0 } else { chance.pick(&[1, 2, MODELS - 1]) };
             uri.push_str(&format!("&model={nth}"));
         }
-        let (http, served) = (http.clone(), Arc::clone(&served));
-        requests.spawn(async move {
-            let answer = send(&http, Request::get(uri), Bytes::new()).await;
-            let is_served = answer.is_ok_and(|(status, _)| status.is_success());
-            served.fetch_add(u64::from(is_served), Ordering::Relaxed);
-        });
+        let http = http.clone();
+        requests.spawn(async move { send(&http, Request::get(uri), Bytes::new()).await.is_ok() });
     }
 }
 

@@ -12,7 +12,7 @@ use lowtide::BoxError;
 use serde_json::Value;
 
 use crate::common::http::{Http, client, get};
-use crate::common::process::free_port;
+use crate::common::process::{Process, free_port};
 use crate::envoy;
 use crate::hold::HOLD_HEADER;
 
@@ -23,46 +23,18 @@ const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
 /// The time between two looks.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// A load balancing policy of Envoy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Policy {
-    /// Weighted round robin by the load that services report.
-    Orca,
-    /// All services in turn.
-    RoundRobin,
-    /// The service with fewer requests under way, of two that are drawn.
-    LeastRequest,
-}
-
-impl Policy {
-    /// Its name in figures.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Orca => "orca",
-            Self::RoundRobin => "round_robin",
-            Self::LeastRequest => "least_request",
-        }
-    }
-
-    /// Returns the extension of Envoy; `None` for that of `deploy/envoy`.
-    fn extension(self) -> Option<String> {
-        let (name, kind) = match self {
-            Self::Orca => return None,
-            Self::RoundRobin => ("round_robin", "round_robin.v3.RoundRobin"),
-            Self::LeastRequest => ("least_request", "least_request.v3.LeastRequest"),
-        };
-        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
-        Some(format!(
-            "{{ name: envoy.load_balancing_policies.{name}, typed_config: {{ \"@type\": \
-             {package}.{kind} }} }}\n"
-        ))
-    }
-}
+/// The load balancing policies of Envoy, as figures name them, and their types: all services in turn;
+/// weighted round robin by the load that services report, which is that of `deploy/envoy`; the
+/// service with fewer requests under way, of two that are drawn.
+pub(crate) const POLICIES: [(&str, &str); 3] = [
+    ("round_robin", "round_robin.v3.RoundRobin"),
+    ("orca", ""),
+    ("least_request", "least_request.v3.LeastRequest"),
+];
 
 /// A service as Envoy sees it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Seen {
-    pub(crate) weight: u64,
     /// Requests so far.
     pub(crate) requests: u64,
     is_healthy: bool,
@@ -70,7 +42,7 @@ pub(crate) struct Seen {
 
 /// An Envoy that runs.
 pub(crate) struct Balancer {
-    envoy: std::process::Child,
+    _envoy: Process,
     pub(crate) front: SocketAddr,
     admin: SocketAddr,
     services: Vec<SocketAddr>,
@@ -82,14 +54,14 @@ impl Balancer {
     /// Starts Envoy in front of these services, and waits until it has found all of them healthy.
     pub(crate) fn start(
         program: &Path,
-        policy: Policy,
+        policy: &str,
         is_quick: bool,
         services: &[SocketAddr],
     ) -> Result<Self, BoxError> {
         let (front, admin) = (free_port()?, free_port()?);
         let configuration = configuration(policy, is_quick, [front, admin], services)?;
         let balancer = Self {
-            envoy: envoy::start(program, &configuration, front)?,
+            _envoy: envoy::start(program, &configuration, front)?,
             front,
             admin,
             services: services.to_vec(),
@@ -110,8 +82,8 @@ impl Balancer {
     pub(crate) fn check_reports(&self) -> Result<(), BoxError> {
         let shows_report = |at: SocketAddr| {
             self.runtime.block_on(async {
-                let request = Request::post(format!("http://{at}/hold"));
-                let request = request.header(HOLD_HEADER, 0).body(Full::<Bytes>::default())?;
+                let request = Request::post(format!("http://{at}/hold")).header(HOLD_HEADER, 0);
+                let request = request.body(Full::<Bytes>::default())?;
                 let answer = self.client.request(request).await?;
                 if !answer.status().is_success() {
                     return Err(format!("{at} answered {}", answer.status()).into());
@@ -149,13 +121,6 @@ impl Balancer {
     }
 }
 
-impl Drop for Balancer {
-    fn drop(&mut self) {
-        let _ = self.envoy.kill();
-        let _ = self.envoy.wait();
-    }
-}
-
 /// Reads the status of a service. Numbers that are 0 are left out.
 fn read(host: &Value) -> Seen {
     let stats = host["stats"].as_array().map_or(&[][..], Vec::as_slice);
@@ -166,7 +131,6 @@ fn read(host: &Value) -> Seen {
     };
     let health = &host["health_status"];
     Seen {
-        weight: host["weight"].as_u64().unwrap_or(0),
         requests: stat("rq_total"),
         is_healthy: health["failed_active_health_check"] != true
             && health["eds_health_status"] == "HEALTHY",
@@ -176,7 +140,7 @@ fn read(host: &Value) -> Seen {
 /// Returns the configuration of `deploy/envoy` with this policy and these addresses, without
 /// retries, and if it is to be quick with a blackout period of 2 s.
 fn configuration(
-    policy: Policy,
+    policy: &str,
     is_quick: bool,
     [front, admin]: [SocketAddr; 2],
     services: &[SocketAddr],
@@ -202,8 +166,13 @@ fn configuration(
     let endpoints = endpoints.collect::<Vec<_>>().join("\n        ");
     set("- endpoint: {", "\n", &endpoints)?;
     set("retry_policy:", "# Envoy keeps a copy", "\n                ")?;
-    if let Some(extension) = policy.extension() {
-        let typed = format!("typed_extension_config: {extension}");
+    let kind = POLICIES.iter().find(|(name, _)| *name == policy).map_or("", |(_, kind)| kind);
+    if !kind.is_empty() {
+        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
+        let typed = format!(
+            "typed_extension_config: {{ name: envoy.load_balancing_policies.{policy}, \
+             typed_config: {{ \"@type\": {package}.{kind} }} }}\n"
+        );
         set("typed_extension_config:", "    health_checks:", &typed)?;
     } else if is_quick {
         set("blackout_period: 10s", "\n", "blackout_period: 2s")?;

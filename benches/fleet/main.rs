@@ -46,6 +46,7 @@ mod service;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -53,9 +54,9 @@ use std::time::Duration;
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::balancer::Policy;
-use crate::common::figures::{Figures, count, part};
-use crate::run::{Outcome, Run};
+use crate::balancer::POLICIES;
+use crate::common::figures::{Figures, part};
+use crate::run::Run;
 
 lowtide::global_allocator!(balanced);
 
@@ -104,42 +105,30 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
             lasts: Duration::from_secs(lasts),
             is_quick: cli.ci,
         };
-        let mut policies = vec![Policy::RoundRobin, Policy::Orca, Policy::LeastRequest];
+        let mut policies = POLICIES.map(|(name, _)| name).to_vec();
         policies.truncate(if cli.ci { 2 } else { 3 });
         // What changes on the machine meanwhile falls on all of them.
         if pair % 2 == 1 {
             policies.reverse();
         }
-        let mut outcomes = Vec::new();
+        let mut outcomes = BTreeMap::new();
         for policy in policies {
-            let outcome = run.measure(policy)?;
-            println!("seed {} {}: {outcome:.1?}", run.seed, policy.name());
-            all_held &= outcome.oom_kills == 0;
-            outcome.add(policy, &mut figures);
-            outcomes.push((policy, outcome));
+            let (outcome, is_killed) = run.measure(policy, &mut figures)?;
+            println!("seed {} {policy}: {outcome:.1?}", run.seed);
+            all_held &= !is_killed;
+            outcomes.insert(policy, outcome);
         }
-        let is_better = compare(&outcomes, &mut figures);
-        all_held &= is_better || !cli.ci;
+        let base = outcomes["round_robin"];
+        for (policy, one) in outcomes.iter().filter(|(policy, _)| **policy != "round_robin") {
+            for (name, at) in [("goodput_ratio", 0), ("shed_ratio", 1)] {
+                figures.add(format!("fleet.{policy}.{name}"), part(one[at], base[at]), "ratio");
+            }
+        }
+        if 2.0 * outcomes["orca"][2] >= base[2] {
+            println!("load reports did not halve the requests that are not served");
+            all_held &= !cli.ci;
+        }
     }
     figures.print();
     Ok(all_held)
-}
-
-/// Adds the ratios to round robin. Returns `true` if ORCA was measured and left less than half as
-/// many requests unserved.
-fn compare(outcomes: &[(Policy, Outcome)], figures: &mut Figures) -> bool {
-    let of = |wanted| outcomes.iter().find(|(policy, _)| *policy == wanted).map(|(_, one)| one);
-    let Some(base) = of(Policy::RoundRobin) else { return false };
-    for policy in [Policy::Orca, Policy::LeastRequest] {
-        let Some(one) = of(policy) else { continue };
-        let goodput = part(one.goodput_mib, base.goodput_mib);
-        figures.add(format!("fleet.{}.goodput_ratio", policy.name()), goodput, "ratio");
-        let shed = part(count(one.shed), count(base.shed));
-        figures.add(format!("fleet.{}.shed_ratio", policy.name()), shed, "ratio");
-    }
-    let is_better = of(Policy::Orca).is_some_and(|orca| 2 * orca.unserved() < base.unserved());
-    if !is_better {
-        println!("load reports did not halve the requests that are not served");
-    }
-    is_better
 }

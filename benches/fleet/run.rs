@@ -2,18 +2,16 @@
 //!
 //! Invariant: each service has the same settings, and all policies meet the same requests.
 
-use std::io::Read as _;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::{BoxError, ByteSize};
 
-use crate::balancer::{Balancer, Policy, Seen};
-use crate::common::figures::{Figures, count, part, quantile};
+use crate::balancer::Balancer;
+use crate::common::figures::{Figures, count};
 use crate::common::own;
 use crate::common::process::Process;
-use crate::load::{Fate, Order, Tally};
+use crate::load::{self, Fate};
 use crate::mix::{BASE, CEILING, HOLD, Mix};
 use crate::schedule::{Offer, Sending};
 
@@ -48,18 +46,9 @@ pub(crate) struct Run {
     pub(crate) is_quick: bool,
 }
 
-/// The outcome of a run, of the time that counts.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Outcome {
-    /// Bodies of the requests that were served, in MiB/s.
-    pub(crate) goodput_mib: f64,
-    pub(crate) served: u64,
-    pub(crate) shed: u64,
-    pub(crate) failed: u64,
-    /// Requests at each service.
-    requests: Vec<u64>,
-    pub(crate) oom_kills: u64,
-}
+/// The outcome of a run, of the time that counts: bodies of the requests that were served in MiB/s,
+/// requests that were shed, and those that were shed or failed.
+pub(crate) type Outcome = [f64; 3];
 
 /// Requests a second. The room of a service is a model for choosing the load, with lowtide's first
 /// ceiling.
@@ -73,8 +62,13 @@ fn rate() -> f64 {
 }
 
 impl Run {
-    /// Measures a policy.
-    pub(crate) fn measure(&self, policy: Policy) -> Result<Outcome, BoxError> {
+    /// Measures a policy, and adds its figures. Returns the outcome, and `true` if a service was
+    /// killed.
+    pub(crate) fn measure(
+        &self,
+        policy: &str,
+        figures: &mut Figures,
+    ) -> Result<(Outcome, bool), BoxError> {
         let mut services = Vec::new();
         let mut addresses = Vec::new();
         for limit in LIMITS {
@@ -89,92 +83,39 @@ impl Run {
         let mut offer = Offer::steady(MIX, rate(), self.warm + self.lasts + AFTER, self.seed);
         offer.sending = Sending { copies: MORE_COPIES, ..Sending::default() };
         let at = self.warm..self.warm + self.lasts;
-        let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count() as u64;
-        let order = Order { to: balancer.front, offer };
-        let mut command = own()?;
-        command.arg("--generate").arg(serde_json::to_string(&order)?);
-        let mut load = Process::start(command)?;
-        let mut output = load.child.stdout.take().ok_or("no pipe from the load process")?;
-        let is_over = AtomicBool::new(false);
-        let (text, looks) = std::thread::scope(|scope| {
-            let read = scope.spawn(|| {
-                let mut text = String::new();
-                let read = output.read_to_string(&mut text);
-                is_over.store(true, Ordering::Relaxed);
-                read.map(|_| text)
-            });
-            let looks = self.look(&balancer, &is_over);
-            let text = read.join().map_err(|_| "the reader of the load process panicked")?;
-            Ok::<_, BoxError>((text?, looks?))
-        })?;
-        let tally: Tally =
-            serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?;
-        let oom_kills = services.into_iter().map(Process::end).sum();
-        Ok(Outcome { oom_kills, ..self.outcome(&tally, offered, &looks) })
-    }
-
-    /// Looks at the services until the load is over. Returns the looks of the time that counts.
-    fn look(&self, balancer: &Balancer, is_over: &AtomicBool) -> Result<Vec<Vec<Seen>>, BoxError> {
-        let start = Instant::now();
-        let mut looks = Vec::new();
-        while !is_over.load(Ordering::Relaxed) {
+        let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count();
+        let offered = count(offered as u64);
+        let (start, mut looks) = (Instant::now(), Vec::new());
+        let seen = load::offer(balancer.front, offer, || {
             let seen = balancer.seen()?;
-            if (self.warm..self.warm + self.lasts).contains(&start.elapsed()) {
+            if at.contains(&start.elapsed()) {
                 looks.push(seen);
             }
             std::thread::sleep(LOOK_EVERY);
-        }
-        Ok(looks)
-    }
-
-    fn outcome(&self, tally: &Tally, offered: u64, looks: &[Vec<Seen>]) -> Outcome {
-        let millis = |time: Duration| time.as_secs_f64() * 1e3;
-        let at = millis(self.warm)..millis(self.warm + self.lasts);
-        let counted: Vec<_> = tally.seen.iter().filter(|one| at.contains(&one.at)).collect();
-        let number = |fate: Fate| counted.iter().filter(|one| one.fate == fate).count() as u64;
-        let served = counted.iter().filter(|one| one.fate == Fate::Served);
-        let bytes: u64 = served.map(|one| one.bytes).sum();
-        let late: Vec<f64> = counted.iter().map(|one| one.late).collect();
-        let weights = (0..LIMITS.len()).map(|nth| {
-            let all = looks.iter().filter_map(|look| look.get(nth));
-            quantile(&all.map(|one| count(one.weight)).collect::<Vec<_>>(), 0.5)
-        });
-        let weights: Vec<_> = weights.collect();
-        println!("  median weights {weights:?}; sent up to {:.0} ms late", quantile(&late, 0.99));
+            Ok(true)
+        })?;
+        let mut add = |name: &str, value, unit| {
+            figures.add(format!("fleet.{policy}.{name}"), value, unit);
+        };
+        let oom_kills: u64 = services.into_iter().map(Process::end).sum();
+        add("oom_kills", count(oom_kills), "kills");
         let ends = looks.first().zip(looks.last());
         let pairs = ends.into_iter().flat_map(|(first, last)| first.iter().zip(last));
-        let (served, shed) = (number(Fate::Served), number(Fate::Shed));
-        Outcome {
-            goodput_mib: part(ByteSize::new(bytes).as_f64(), ByteSize::mib(1).as_f64())
-                / self.lasts.as_secs_f64(),
-            served,
-            shed,
-            // Those without an answer too.
-            failed: offered.saturating_sub(served + shed),
-            requests: pairs.map(|(first, last)| last.requests - first.requests).collect(),
-            oom_kills: 0,
-        }
-    }
-}
-
-impl Outcome {
-    /// Returns the requests that were shed or failed.
-    pub(crate) const fn unserved(&self) -> u64 {
-        self.shed + self.failed
-    }
-
-    /// Adds the figures of a run.
-    pub(crate) fn add(&self, policy: Policy, figures: &mut Figures) {
-        let mut add = |name: &str, value, unit| {
-            figures.add(format!("fleet.{}.{name}", policy.name()), value, unit);
-        };
-        add("goodput_mib_s", self.goodput_mib, "MiB/s");
-        add("served", count(self.served), "requests");
-        add("shed", count(self.shed), "requests");
-        add("failed", count(self.failed), "requests");
-        for (limit, requests) in LIMITS.iter().zip(&self.requests) {
+        for (limit, (first, last)) in LIMITS.iter().zip(pairs) {
             let mib = limit.get() >> 20;
-            add(&format!("requests_{mib}"), count(*requests), "requests");
+            add(&format!("requests_{mib}"), count(last.requests - first.requests), "requests");
         }
+        let in_time = |one: &&load::Seen| at.contains(&Duration::from_secs_f64(one.at / 1e3));
+        let with = |fate| seen.iter().filter(in_time).filter(move |one| one.fate == fate);
+        let [served, shed] =
+            [Fate::Served, Fate::Shed].map(|fate| count(with(fate).count() as u64));
+        let bytes = with(Fate::Served).map(|one| one.bytes).sum();
+        let goodput = count(bytes) / ByteSize::mib(1).as_f64() / self.lasts.as_secs_f64();
+        add("goodput_mib_s", goodput, "MiB/s");
+        add("served", served, "requests");
+        add("shed", shed, "requests");
+        // Those without an answer too.
+        add("failed", offered - served - shed, "requests");
+        Ok(([goodput, shed, offered - served], oom_kills > 0))
     }
 }

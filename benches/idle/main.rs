@@ -5,38 +5,47 @@
 //! for CPU time by thread, threads by name and resident memory, so that reading costs them
 //! nothing. The time that starting takes is measured in processes of their own.
 //!
+//! Invariant: what a managed process has and a bare one has not is a started `Memory` with an arena
+//! and a resource, and nothing else.
+//!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-mod child;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
-mod look;
-mod report;
 
+use std::io::Read as _;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use lowtide::BoxError;
+use lowtide::memory::Builder;
+use lowtide::{BoxError, Memory};
 
-use crate::child::Kind;
-use crate::common::process::Process;
-use crate::look::Look;
-use crate::report::Standing;
+use crate::common::figures::{Figures, count, median};
+use crate::common::own;
+use crate::common::process::{Process, kernel_value, threads};
 
 lowtide::global_allocator!(balanced);
 
+/// The kinds of processes: a recorder of metrics and no `Memory`; one with its default settings;
+/// one that wants no jemalloc threads.
+const KINDS: [&str; 3] = ["bare", "managed", "no_threads"];
 /// Processes of each kind that stand idle.
 const OF_EACH: usize = 3;
 /// After the start, before CPU time is counted: what starting left to do is done then.
 const SETTLE: Duration = Duration::from_secs(2);
 /// Processes that are started for the time it takes.
 const STARTS: usize = 30;
+/// Goals, in the units of their figures.
+const CPU_MAX_PERCENT: f64 = 0.05;
+const THREADS: f64 = 2.0;
+const RESIDENT_MAX_MIB: f64 = 2.0;
+const START_MAX_MS: f64 = 10.0;
 
-#[derive(Clone, Copy, Debug, Parser)]
+#[derive(Clone, Debug, Parser)]
 #[command(about = "What the crate costs a service that does nothing")]
 struct Cli {
     /// Watch for 6 seconds in place of 32.
@@ -44,7 +53,7 @@ struct Cli {
     quick: bool,
     /// Be an idle process of this kind.
     #[arg(long, hide = true)]
-    be: Option<Kind>,
+    be: Option<String>,
     /// Start, say how long that took, and end.
     #[arg(long, hide = true)]
     start: bool,
@@ -54,45 +63,97 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| match cli.be {
-        Some(kind) => child::be(kind, cli.start).map(|()| true),
+    common::main(|cli: Cli| match &cli.be {
+        Some(kind) => be(kind, cli.start).map(|()| true),
         None => measure(cli.quick, cli.counted),
     })
 }
 
-/// Measures everything and prints it; whether every goal held.
-fn measure(quick: bool, counted: bool) -> Result<bool, BoxError> {
-    let watched = Duration::from_secs(if quick { 6 } else { 32 });
-    let mut starts = Vec::new();
-    for kind in [Kind::Managed, Kind::NoThreads] {
-        let times: Result<Vec<f64>, BoxError> =
-            (0..STARTS).map(|_| child::start_millis(kind)).collect();
-        starts.push((kind, times?));
-    }
-    let mut idlers = Vec::new();
-    for _ in 0..OF_EACH {
-        for kind in Kind::ALL {
-            idlers.push((kind, child::spawn(kind)?));
+/// Is such a process until standard input ends, or with `start_only` until it has started.
+fn be(kind: &str, start_only: bool) -> Result<(), BoxError> {
+    let managed = Memory::builder().prometheus()?; // each kind has a recorder
+    let builder = match kind {
+        "bare" => None,
+        "managed" => Some(managed),
+        _ => Some(managed.background_threads(0)),
+    };
+    let before = Instant::now();
+    let memory = builder.map(Builder::start);
+    let took = before.elapsed();
+    let memory = memory.transpose()?;
+    let _held = match &memory {
+        Some(memory) => {
+            let arena = memory.devices().open_arena("idle")?;
+            let resource = memory.managed("idle", || Ok(vec![0_u8; 1024])).register()?;
+            Some((arena, resource))
         }
+        None => None,
+    };
+    println!("{}", took.as_secs_f64() * 1e3);
+    if !start_only {
+        std::io::stdin().read_to_end(&mut Vec::new())?;
     }
-    println!(
-        "{OF_EACH} idle processes of each kind, watched for {} s; {STARTS} starts of each\n",
-        watched.as_secs()
-    );
-    std::thread::sleep(SETTLE);
-    let before = looks(&idlers)?;
-    let start = Instant::now();
-    std::thread::sleep(watched);
-    let after = looks(&idlers)?;
-    let seconds = start.elapsed().as_secs_f64();
-    let standings: Vec<Standing> = idlers
-        .iter()
-        .zip(before.into_iter().zip(after))
-        .map(|((kind, _), (before, after))| Standing::between(*kind, &before, after, seconds))
-        .collect();
-    Ok(report::print(&standings, &starts, counted))
+    Ok(())
 }
 
-fn looks(idlers: &[(Kind, Process)]) -> Result<Vec<Look>, BoxError> {
-    idlers.iter().map(|(_, idler)| Look::at(idler.child.id())).collect()
+/// Starts a process. Returns it with the time that `Memory::start` took, in milliseconds.
+fn start(kind: &str, only: Option<&str>) -> Result<(Process, f64), BoxError> {
+    let mut command = own()?;
+    command.args(["--be", kind]).args(only);
+    let mut process = Process::start(command)?;
+    let millis = process.first_line()?;
+    Ok((process, millis))
+}
+
+/// Looks at a process: its CPU time in seconds, the number of our threads, and its resident memory,
+/// and of that what is its own, in MiB.
+fn look(process: &Process) -> Result<[f64; 4], BoxError> {
+    let id = process.child.id();
+    let threads = threads(id)?;
+    let nanos = threads.values().map(|thread| thread.1).sum();
+    let ours = threads.values().filter(|thread| thread.0.starts_with("lowtide-")).count();
+    // Read last: it walks the process's pages.
+    let mib =
+        |key| kernel_value(format!("/proc/{id}/smaps_rollup"), key).map(|kib| count(kib) / 1024.0);
+    let private = mib("Private_Dirty:")? + mib("Private_Clean:")?;
+    Ok([count(nanos) / 1e9, count(ours as u64), mib("Rss:")?, private])
+}
+
+/// Measures everything and prints it; whether every goal held. Each figure is the median over the
+/// processes of a kind, or the difference of two medians.
+fn measure(quick: bool, counted: bool) -> Result<bool, BoxError> {
+    let watched = Duration::from_secs(if quick { 6 } else { 32 });
+    let mut figures = Figures::new(counted);
+    let mut idlers = Vec::new();
+    for _ in 0..OF_EACH {
+        for kind in KINDS {
+            idlers.push((kind, start(kind, None)?.0));
+        }
+    }
+    std::thread::sleep(SETTLE);
+    let looks = || idlers.iter().map(|(_, one)| look(one)).collect::<Result<Vec<_>, _>>();
+    let (before, begun) = (looks()?, Instant::now());
+    std::thread::sleep(watched);
+    let (mut after, seconds) = (looks()?, begun.elapsed().as_secs_f64());
+    for (after, before) in after.iter_mut().zip(before) {
+        after[0] = (after[0] - before[0]) / seconds * 100.0;
+    }
+    let of = |kind: &str, at: usize| {
+        let of_kind = idlers.iter().zip(&after).filter(|((of, _), _)| *of == kind);
+        median(&of_kind.map(|(_, look)| look[at]).collect::<Vec<_>>())
+    };
+    for kind in &KINDS[1..] {
+        let over_bare = |at| of(kind, at) - of("bare", at);
+        let starts = (0..STARTS).map(|_| Ok(start(kind, Some("--start"))?.1));
+        let starts = starts.collect::<Result<Vec<_>, BoxError>>()?;
+        let slowest = starts.iter().copied().fold(0.0, f64::max);
+        let name = |what: &str| format!("idle_{kind}_{what}");
+        figures.at_most(name("threads"), of(kind, 1), "threads", THREADS);
+        figures.add(name("private"), over_bare(3), "MiB");
+        figures.add(name("start_p50"), median(&starts), "ms");
+        figures.timed(&name("cpu"), over_bare(0), "%", CPU_MAX_PERCENT);
+        figures.timed(&name("resident"), over_bare(2), "MiB", RESIDENT_MAX_MIB);
+        figures.timed(&name("start_max"), slowest, "ms", START_MAX_MS);
+    }
+    Ok(figures.print())
 }

@@ -9,13 +9,11 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use http::{Request, StatusCode};
-use lowtide::{BoxError, ByteSize};
+use lowtide::BoxError;
 
-use crate::cell::Bed;
+use crate::cell::Cell;
 use crate::common::figures::{Figures, count};
 use crate::common::http::{client, send};
-use crate::policy::Policy;
-use crate::service::{Queue, Settings};
 
 /// The requests of a burst.
 const REQUESTS: usize = 400;
@@ -27,17 +25,9 @@ const TEXTS: usize = 32;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs both, and adds the figures. Returns `true` if the service survived.
-pub(crate) fn run(limit: ByteSize, figures: &mut Figures) -> Result<bool, BoxError> {
-    let settings = Settings {
-        policy: Policy::Lowtide.to_string(),
-        estimate: 1.0,
-        limit_bytes: limit.get(),
-        one_copy: false,
-        envoy: None,
-        queue: Queue::Proxy,
-    };
-    let bed = Bed::start(&settings, limit)?;
-    let to = bed.front;
+pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
+    let cell = Cell { policy: "lowtide".to_owned(), waits_in_proxy: true, ..base.clone() };
+    let (service, to) = cell.start()?;
     let runtime = tokio::runtime::Runtime::new()?;
     let both = async {
         embed_all(to, 1, 1).await; // loads the model
@@ -46,11 +36,8 @@ pub(crate) fn run(limit: ByteSize, figures: &mut Figures) -> Result<bool, BoxErr
     };
     let both = runtime.block_on(async { tokio::time::timeout(PATIENCE, both).await })?;
     let ((queued, queue_time), (served, time)) = both;
-    let kills = bed.finish();
-    println!(
-        "{served} of {REQUESTS} at once served in {time:.2} s; {queued} in {queue_time:.2} s \
-         with {AT_ONCE} at a time; {kills} OOM kills"
-    );
+    let kills = service.end();
+    println!("{queued} of {REQUESTS} with {AT_ONCE} at a time in {queue_time:.2} s");
     figures.add("room.burst400.served", count(served), "requests");
     figures.add("room.burst400.over_queue_ratio", time / queue_time, "ratio");
     figures.add("room.burst400.kills", count(kills), "kills");

@@ -1,28 +1,30 @@
 //! One cell: a service in a fresh cgroup, load on it from another process, and what became of both.
 //!
 //! The service's death is an outcome, not a fault. Both processes and the cgroup end with the cell.
+//!
+//! Goodput is that of the steady part: answers that ended after the longest hold had passed once
+//! and before the load ended, over that time. What was shed, and how the classes shared, is of all
+//! requests. A request without an outcome is failed: what was under way when its service died.
 
-use std::io::Read as _;
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::process::ChildStdin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use lowtide::{BoxError, ByteSize};
+use serde::{Deserialize, Serialize};
 
-use crate::common::figures::Figures;
+use crate::common::figures::{Figures, count, part, quantile};
 use crate::common::own;
 use crate::common::process::{self, Process};
-use crate::load::{Order, Tally};
-use crate::measures::Measures;
-use crate::mix::Mix;
-use crate::policy::Policy;
+use crate::load::{self, Fate, Seen};
+use crate::mix::{CLASSES, HOLD, Mix};
 use crate::schedule::{Offer, Sending};
-use crate::service::{Queue, Settings};
 
 /// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Bytes of a MiB.
+const MIB: f64 = 1_048_576.0;
+/// A route and size is learned after so many requests.
+const LEARNED: usize = 30;
 
 /// Checks that a cgroup with a limit can be made here, and read.
 pub(crate) fn check() -> Result<(), String> {
@@ -33,23 +35,19 @@ pub(crate) fn check() -> Result<(), String> {
 }
 
 /// A cell to be run.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Plan {
-    /// The policy that admits requests.
-    pub(crate) policy: Policy,
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Cell {
+    /// The name of the policy that admits requests.
+    pub(crate) policy: String,
     /// Times what fits.
     pub(crate) load: f64,
     /// Which sizes.
     pub(crate) mix: Mix,
-    /// The factor by which estimates are multiplied.
+    /// The factor by which estimates from the body's length are multiplied, to make them wrong; 0
+    /// if the service gives none.
     pub(crate) estimate: f64,
-}
-
-/// The settings and results that all cells share.
-#[derive(Debug)]
-pub(crate) struct Runner {
     /// The limit of the service's cgroup.
-    pub(crate) limit: ByteSize,
+    pub(crate) limit_bytes: u64,
     /// The time for which requests are offered.
     pub(crate) lasts: Duration,
     /// Of arrivals, sizes and holds.
@@ -60,145 +58,155 @@ pub(crate) struct Runner {
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
     pub(crate) envoy: Option<PathBuf>,
-    /// The results.
-    pub(crate) figures: Figures,
-    /// Cells of lowtide whose service did not live to the end.
-    pub(crate) lost: Vec<String>,
+    /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
+    /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
+    pub(crate) waits_in_proxy: bool,
 }
 
-impl Runner {
-    /// Runs a cell, prints its line and keeps its figures.
-    pub(crate) fn run(&mut self, plan: Plan) -> Result<Measures, BoxError> {
-        let Plan { load, mix, .. } = plan;
-        let mut offer = Offer::steady(mix, load * mix.fits(self.limit), self.lasts, self.seed);
+impl Cell {
+    pub(crate) const fn limit(&self) -> ByteSize {
+        ByteSize::new(self.limit_bytes)
+    }
+
+    /// Starts the service, and waits until it prints the address of its proxy.
+    pub(crate) fn start<T: std::str::FromStr>(&self) -> Result<(Process, T), BoxError> {
+        let mut command = own()?;
+        command.arg("--serve").arg(serde_json::to_string(self)?);
+        let mut service = Process::start_in_group(&command, self.limit())?;
+        let front = service.first_line()?;
+        Ok((service, front))
+    }
+
+    /// Runs it, prints its outcome and adds its figures.
+    pub(crate) fn run(&self, figures: &mut Figures) -> Result<Measures, BoxError> {
+        let rate = self.load * self.mix.fits(self.limit());
+        let mut offer = Offer::steady(self.mix, rate, self.lasts, self.seed);
         offer.sending = self.sending;
-        let measures = self.offer(&name(plan), &self.settings(plan, Queue::Service), &offer)?;
-        measures.tell(&name(plan), &mut self.figures);
-        Ok(measures)
-    }
-
-    /// Runs a service under an offer, and prints its line.
-    pub(crate) fn offer(
-        &mut self,
-        name: &str,
-        settings: &Settings,
-        offer: &Offer,
-    ) -> Result<Measures, BoxError> {
-        let outcome = Bed::start(settings, self.limit)?.offer(offer.clone())?;
-        let measures = Measures::of(offer, &outcome);
-        println!("{name:<30} seed {:>3}  {measures}", self.seed);
-        if settings.policy == Policy::Lowtide.to_string() && measures.died {
-            self.lost.push(name.to_owned());
+        let (mut service, front) = self.start()?;
+        let folder = service.folder().ok_or("no cgroup")?.to_owned();
+        let mut peak = ByteSize::ZERO;
+        let seen = load::offer(front, offer.clone(), || {
+            peak = peak.max(process::working_set(&folder).unwrap_or_default());
+            std::thread::sleep(LOOK_EVERY);
+            Ok(service.ended().is_none())
+        })?;
+        let mut measures = Measures::of(&offer, &seen);
+        measures.died = service.ended().is_some();
+        measures.oom_kills = process::oom_kills(&folder).unwrap_or_default();
+        measures.peak_mib = peak.as_f64() / MIB;
+        println!("{} seed {}: {measures:.2?}", self.name(), self.seed);
+        measures.tell(&format!("overload.{}", self.name()), figures);
+        if self.policy == "lowtide" && measures.died {
+            println!("FAILED: the service under lowtide did not survive {}", self.name());
         }
         Ok(measures)
     }
 
-    /// Returns the settings of the service in a cell.
-    pub(crate) fn settings(&self, plan: Plan, queue: Queue) -> Settings {
-        Settings {
-            policy: plan.policy.to_string(),
-            estimate: plan.estimate,
-            limit_bytes: self.limit.get(),
-            one_copy: self.one_copy,
-            envoy: self.envoy.clone(),
-            queue,
+    /// Its name in figures: all static budgets are one policy.
+    fn name(&self) -> String {
+        let is_static = self.policy.starts_with("static");
+        let policy = if is_static { "static" } else { &self.policy };
+        let mut name = format!("{policy}.{}x.{}", self.load, self.mix.name());
+        if (self.estimate - 1.0).abs() > 1e-9 {
+            name += &format!(".estimate_{}", self.estimate);
         }
+        name
     }
 }
 
-/// The name of a cell in figures: all static budgets are one policy.
-fn name(plan: Plan) -> String {
-    let policy = match plan.policy {
-        Policy::Static(_) => "static".to_owned(),
-        policy => policy.to_string(),
-    };
-    let mut name = format!("{policy}.{}x.{}", plan.load, plan.mix.name());
-    if (plan.estimate - 1.0).abs() > 1e-9 {
-        name += &format!(".estimate_{}", plan.estimate);
-    }
-    name
-}
-
-/// The outcome of a cell.
-#[derive(Clone, Debug)]
-pub(crate) struct Outcome {
+/// The numbers of one cell.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Measures {
+    /// MiB of bodies that were served a second.
+    goodput_mib: f64,
+    /// The same of the second half of the time: once everything is learned.
+    pub(crate) learned_goodput_mib: f64,
+    /// The part of the offered bytes that was shed, and small requests that were.
+    shed_bytes: f64,
+    sheds_small: u64,
+    /// Requests of each class that were shed after its first [`LEARNED`] ones, and the number of all
+    /// requests after those.
+    pub(crate) learned_sheds: [u64; CLASSES.len()],
+    pub(crate) learned_sent: u64,
+    /// Of each class: its part of the served bytes over its part of the offered ones.
+    pub(crate) shares: [f64; CLASSES.len()],
+    /// Latency of what was served beyond the hold that it asked for, of each class.
+    p99s_ms: [f64; CLASSES.len()],
+    /// Highest working set of the cgroup that was seen.
+    peak_mib: f64,
+    /// The delay of the sending, 99th percentile in milliseconds.
+    late_p99_ms: f64,
     /// `true` if the service ended too early.
     pub(crate) died: bool,
     /// The number of processes of the cgroup that the kernel killed for memory.
     pub(crate) oom_kills: u64,
-    /// Highest working set of the cgroup that was seen.
-    pub(crate) peak: ByteSize,
-    /// The outcomes of the requests.
-    pub(crate) tally: Tally,
 }
 
-/// A service in its cgroup.
-pub(crate) struct Bed {
-    service: Process,
-    /// The address of the proxy.
-    pub(crate) front: SocketAddr,
-}
-
-impl Bed {
-    /// Starts the service and waits until it listens.
-    pub(crate) fn start(settings: &Settings, limit: ByteSize) -> Result<Self, BoxError> {
-        let mut command = own()?;
-        command.arg("--serve").arg(serde_json::to_string(settings)?);
-        let mut service = Process::start_in_group(&command, limit)?;
-        let front = service.first_line()?;
-        Ok(Self { service, front })
-    }
-
-    /// Ends it, and returns the number of processes that the kernel killed.
-    pub(crate) fn finish(self) -> u64 {
-        self.service.end()
-    }
-
-    /// Puts the offered load on it, and ends it.
-    fn offer(mut self, offer: Offer) -> Result<Outcome, BoxError> {
-        let mut command = own()?;
-        let order = Order { to: self.front, offer };
-        command.arg("--generate").arg(serde_json::to_string(&order)?);
-        let mut load = Process::start(command)?;
-        let mut output = load.child.stdout.take().ok_or("no pipe from the load process")?;
-        let folder = self.service.folder().ok_or("no cgroup")?.to_owned();
-        let (over, peak) = (AtomicBool::new(false), AtomicU64::new(0));
-        let mut text = String::new();
-        let (over, peak) = (&over, &peak);
-        std::thread::scope(|scope| {
-            let input = load.child.stdin.take();
-            let service = &mut self.service;
-            scope.spawn(|| look(&folder, service, input, over, peak));
-            let read = output.read_to_string(&mut text);
-            over.store(true, Ordering::Relaxed);
-            read
-        })?;
-        let died = self.service.ended().is_some();
-        Ok(Outcome {
-            died,
-            oom_kills: process::oom_kills(&folder).unwrap_or_default(),
-            peak: ByteSize::new(peak.load(Ordering::Relaxed)),
-            tally: serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?,
-        })
-    }
-}
-
-/// Looks at the working set until the load is over. If the service ends, the load process is told
-/// by the end of its input.
-fn look(
-    folder: &Path,
-    service: &mut Process,
-    mut input: Option<ChildStdin>,
-    over: &AtomicBool,
-    peak: &AtomicU64,
-) {
-    while !over.load(Ordering::Relaxed) {
-        let seen = process::working_set(folder).unwrap_or_default().get();
-        peak.fetch_max(seen, Ordering::Relaxed);
-        if service.ended().is_some() {
-            input = None;
+impl Measures {
+    /// Of this offer and what came of it.
+    fn of(offer: &Offer, seen: &[Seen]) -> Self {
+        let class_of = |class: usize| seen.iter().filter(move |one| one.class == class);
+        let with = |class, fate| class_of(class).filter(move |one| one.fate == fate);
+        let bytes = |class, fate| count(with(class, fate).map(|one| one.bytes).sum());
+        // Offered is what the schedule says: what was under way when the time was up is in no tally.
+        let arrivals = offer.arrivals();
+        let offered: [f64; CLASSES.len()] = std::array::from_fn(|class| {
+            let of_class = arrivals.iter().filter(|arrival| arrival.class == class);
+            of_class.map(|arrival| arrival.size.as_f64()).sum()
+        });
+        let served: [f64; CLASSES.len()] = std::array::from_fn(|class| bytes(class, Fate::Served));
+        let [all_offered, all_served] = [offered, served].map(|of| of.iter().sum::<f64>());
+        // The steady part in milliseconds; all of it where the load is too short for one.
+        let millis = |time: Duration| time.as_secs_f64() * 1e3;
+        let (hold, to) = (millis(HOLD[1]), millis(offer.lasts()));
+        let from = if to > hold * 1.5 { hold } else { 0.0 };
+        let goodput_since = |from: f64| {
+            let in_time = |one: &&Seen| {
+                one.fate == Fate::Served && (from..=to).contains(&(one.at + one.took))
+            };
+            let bytes = seen.iter().filter(in_time).map(|one| one.bytes).sum();
+            1e3 * count(bytes) / MIB / (to - from)
+        };
+        let learned: [Vec<&Seen>; CLASSES.len()] = std::array::from_fn(|class| {
+            let mut all: Vec<_> = class_of(class).collect();
+            all.sort_by(|one, other| one.at.total_cmp(&other.at));
+            all.into_iter().skip(LEARNED).collect()
+        });
+        let shed = (0..CLASSES.len()).map(|class| bytes(class, Fate::Shed)).sum();
+        let sent = seen.iter().filter(|one| one.took > 0.0).map(|one| one.late);
+        Self {
+            goodput_mib: goodput_since(from),
+            learned_goodput_mib: goodput_since(from.max(to / 2.0)),
+            shed_bytes: part(shed, all_offered),
+            sheds_small: with(0, Fate::Shed).count() as u64,
+            learned_sent: learned.iter().map(|all| all.len() as u64).sum(),
+            learned_sheds: learned
+                .map(|all| all.iter().filter(|one| one.fate == Fate::Shed).count() as u64),
+            shares: std::array::from_fn(|class| {
+                part(part(served[class], all_served), part(offered[class], all_offered))
+            }),
+            p99s_ms: std::array::from_fn(|class| {
+                let late = with(class, Fate::Served).map(|one| one.took - one.hold);
+                quantile(&late.collect::<Vec<_>>(), 0.99)
+            }),
+            late_p99_ms: quantile(&sent.collect::<Vec<_>>(), 0.99),
+            ..Self::default()
         }
-        std::thread::sleep(LOOK_EVERY);
     }
-    drop(input);
+
+    /// Adds the figures.
+    fn tell(&self, name: &str, figures: &mut Figures) {
+        let mut add = |end: &str, value, unit| figures.add(format!("{name}.{end}"), value, unit);
+        add("oom_kills", count(self.oom_kills), "kills");
+        add("shed_bytes_ratio", self.shed_bytes, "ratio");
+        add("sheds_small", count(self.sheds_small), "requests");
+        add("peak_mib", self.peak_mib, "MiB");
+        for (nth, class) in CLASSES.iter().enumerate() {
+            add(&format!("share.{class}"), self.shares[nth], "ratio");
+            add(&format!("p99_ms.{class}"), self.p99s_ms[nth], "ms");
+        }
+        add("late_p99_ms", self.late_p99_ms, "ms");
+        add("goodput_mib_s", self.goodput_mib, "MiB/s");
+        add("learned_goodput_mib_s", self.learned_goodput_mib, "MiB/s");
+    }
 }

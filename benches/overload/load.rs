@@ -26,6 +26,8 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::BoxError;
 use serde::{Deserialize, Serialize};
 
+use crate::common::own;
+use crate::common::process::Process;
 use crate::hold::{COPIES_HEADER, HOLD_HEADER};
 use crate::mix::HOLD;
 use crate::schedule::{Arrival, GIANT, Offer, millis};
@@ -79,11 +81,27 @@ pub(crate) struct Seen {
     pub(crate) hold: f64,
 }
 
-/// The outcomes of the requests.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Tally {
-    /// Every request.
-    pub(crate) seen: Vec<Seen>,
+/// Offers a load from a process of its own, and looks until it is over. A look that returns `false`
+/// ends the load. Returns the outcomes of the requests.
+pub(crate) fn offer(
+    to: SocketAddr,
+    offer: Offer,
+    mut look: impl FnMut() -> Result<bool, BoxError>,
+) -> Result<Vec<Seen>, BoxError> {
+    let mut command = own()?;
+    command.arg("--generate").arg(serde_json::to_string(&Order { to, offer })?);
+    let mut load = Process::start(command)?;
+    let mut input = load.child.stdin.take();
+    std::thread::scope(|scope| {
+        let read = scope.spawn(|| load.output().map_err(|error| error.to_string()));
+        while !read.is_finished() {
+            if !look()? {
+                input = None;
+            }
+        }
+        let text = read.join().map_err(|_| "the reader of the load process panicked")??;
+        serde_json::from_str(&text).map_err(|error| format!("no tally: {error}").into())
+    })
 }
 
 struct Shared {
@@ -93,7 +111,7 @@ struct Shared {
     body: Duration,
     is_chunked: bool,
     copies: u32,
-    tally: Mutex<Tally>,
+    tally: Mutex<Vec<Seen>>,
     under_way: AtomicUsize,
     stopped: Arc<AtomicBool>,
 }
@@ -166,7 +184,7 @@ impl Shared {
     }
 
     fn tell(&self, seen: Seen) {
-        self.tally.lock().unwrap_or_else(PoisonError::into_inner).seen.push(seen);
+        self.tally.lock().unwrap_or_else(PoisonError::into_inner).push(seen);
     }
 
     /// Notes a request that is not sent.

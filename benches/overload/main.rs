@@ -23,14 +23,12 @@ mod chance;
 mod common;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
-mod envoy;
 #[path = "../envoy/mod.rs"]
 mod envoy_process;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
 mod hold;
 mod load;
-mod measures;
 mod mix;
 #[path = "../../examples/proxy/model.rs"]
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
@@ -49,9 +47,10 @@ use std::time::Duration;
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
-use crate::cell::Runner;
+use crate::cell::Cell;
 use crate::common::figures::Figures;
 use crate::mix::Mix;
+use crate::modes::Runner;
 use crate::policy::Policy;
 use crate::schedule::Sending;
 
@@ -97,8 +96,7 @@ struct Cli {
     /// Sheds where the load fits, and goodput beside the best static budget: 20 minutes.
     #[arg(long)]
     measured: bool,
-    /// 400 small requests at once, and the same with six at a time; and a load of 1.2 times what
-    /// fits for five seconds, with and without the queue.
+    /// 400 small requests at once, and the same with six at a time.
     #[arg(long)]
     burst: bool,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
@@ -136,31 +134,31 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     // A descriptor for each request under way, here and in the children.
     common::process::raise_descriptors()?;
     let usual = if cli.survive.is_some() || cli.measured { 30 } else { 10 };
-    let mut runner = Runner {
-        limit: cli.limit,
+    let base = Cell {
+        policy: String::new(),
+        load: 0.0,
+        mix: cli.mix,
+        estimate: cli.estimate,
+        limit_bytes: cli.limit.get(),
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
         sending: Sending { body_millis: schedule::millis(cli.body), ..Sending::default() },
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
-        figures: Figures::default(),
-        lost: Vec::new(),
+        waits_in_proxy: false,
     };
-    println!("{}", mix::explained(cli.mix, cli.limit));
+    let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
     let held = if cli.burst {
-        burst::run(cli.limit, &mut runner.figures)? & modes::burst(&mut runner)?
+        burst::run(&runner.base, &mut runner.figures)?
     } else if cli.ci {
-        modes::ci(&mut runner)?
+        runner.ci()?
     } else if let Some(runs) = cli.survive {
-        modes::survive(&mut runner, runs)?
+        runner.survive(runs)?
     } else if cli.measured {
-        modes::measured(&mut runner)?
+        runner.measured()?
     } else {
-        modes::chosen(&mut runner, cli)?
+        runner.chosen(cli)?
     };
     runner.figures.print();
-    if !runner.lost.is_empty() {
-        println!("FAILED: the service under lowtide did not survive {}", runner.lost.join(", "));
-    }
-    Ok(held && runner.lost.is_empty())
+    Ok(held && runner.lost == 0)
 }

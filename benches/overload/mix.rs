@@ -93,19 +93,3 @@ pub(crate) fn held(size: ByteSize) -> ByteSize {
 pub(crate) fn taken(size: ByteSize) -> ByteSize {
     held(size).saturating_add(FORWARD_COST)
 }
-
-/// The arithmetic in words.
-pub(crate) fn explained(mix: Mix, limit: ByteSize) -> String {
-    let sizes = mix.sizes();
-    let parts: Vec<String> =
-        sizes.iter().zip(PARTS).map(|(size, part)| format!("{size} {part} %")).collect();
-    format!(
-        "{}: {}; a request takes {COPIES} x its body + {FORWARD_COST} for {:.1} to {:.1} s; \
-         {CEILING} x {limit} - {BASE} hold the mean and {SIGMAS} deviations of {:.1} a second",
-        mix.name(),
-        parts.join(", "),
-        HOLD[0].as_secs_f64(),
-        HOLD[1].as_secs_f64(),
-        mix.fits(limit),
-    )
-}

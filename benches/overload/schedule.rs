@@ -11,15 +11,6 @@ use serde::{Deserialize, Serialize};
 use crate::chance::Chance;
 use crate::mix::{HOLD, Mix, PARTS};
 
-/// Load of one rate.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Phase {
-    /// Requests a second.
-    pub(crate) rate: f64,
-    /// The length in milliseconds.
-    pub(crate) millis: u64,
-}
-
 /// How the requests are sent, and what they need.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Sending {
@@ -38,13 +29,15 @@ const GIANT_EVERY: u64 = 100;
 /// The number of times that a giant holds its body.
 pub(crate) const GIANT: u32 = 100;
 
-/// The load to offer: phases one after another.
+/// The load to offer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Offer {
     /// Which sizes.
     pub(crate) mix: Mix,
-    /// As said.
-    pub(crate) phases: Vec<Phase>,
+    /// Requests a second.
+    pub(crate) rate: f64,
+    /// The length in milliseconds.
+    pub(crate) millis: u64,
     /// Of arrivals, sizes and holds.
     pub(crate) seed: u64,
     pub(crate) sending: Sending,
@@ -66,42 +59,33 @@ pub(crate) struct Arrival {
 }
 
 impl Offer {
-    /// Load of one rate.
     pub(crate) fn steady(mix: Mix, rate: f64, lasts: Duration, seed: u64) -> Self {
-        let phases = vec![Phase { rate, millis: millis(lasts) }];
-        Self { mix, phases, seed, sending: Sending::default() }
+        Self { mix, rate, millis: millis(lasts), seed, sending: Sending::default() }
     }
 
-    /// Returns the length of all phases together.
-    pub(crate) fn lasts(&self) -> Duration {
-        Duration::from_millis(self.phases.iter().map(|phase| phase.millis).sum())
+    /// Returns its length.
+    pub(crate) const fn lasts(&self) -> Duration {
+        Duration::from_millis(self.millis)
     }
 
     /// The requests.
     pub(crate) fn arrivals(&self) -> Vec<Arrival> {
         let mut chance = Chance(self.seed);
-        let (mut all, mut begin) = (Vec::new(), Duration::ZERO);
-        for phase in &self.phases {
-            let end = begin + Duration::from_millis(phase.millis);
-            let mut at = begin.as_secs_f64();
-            loop {
-                // The gap between two arrivals of a Poisson process (exponential).
-                at -= (1.0 - unit(chance.bits())).ln() / phase.rate;
-                if at >= end.as_secs_f64() {
-                    break;
-                }
-                let class = class_of(chance.bits() % 100);
-                let hold = HOLD[0] + (HOLD[1] - HOLD[0]).mul_f64(unit(chance.bits()));
-                let size = self.mix.sizes()[class];
-                // Drawn last, so that an offer without giants has the same requests.
-                let is_small = self.sending.has_giants && class == 0;
-                let is_giant = is_small && chance.bits().is_multiple_of(GIANT_EVERY);
-                let at = Duration::from_secs_f64(at);
-                all.push(Arrival { at, class, size, hold, is_giant });
+        let (mut all, mut at) = (Vec::new(), 0.0);
+        loop {
+            // The gap between two arrivals of a Poisson process (exponential).
+            at -= (1.0 - unit(chance.bits())).ln() / self.rate;
+            if at >= self.lasts().as_secs_f64() {
+                return all;
             }
-            begin = end;
+            let class = class_of(chance.bits() % 100);
+            let hold = HOLD[0] + (HOLD[1] - HOLD[0]).mul_f64(unit(chance.bits()));
+            let size = self.mix.sizes()[class];
+            // Drawn last, so that an offer without giants has the same requests.
+            let is_small = self.sending.has_giants && class == 0;
+            let is_giant = is_small && chance.bits().is_multiple_of(GIANT_EVERY);
+            all.push(Arrival { at: Duration::from_secs_f64(at), class, size, hold, is_giant });
         }
-        all
     }
 }
 

@@ -5,7 +5,6 @@
 //! its standard input does.
 
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -21,54 +20,36 @@ use lowtide::metrics::prometheus;
 use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Admission, Cost, Signals};
-use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::app::{self, FORWARD_COST};
+use crate::cell::Cell;
+use crate::common::process::free_port;
 use crate::policy::Policy;
-use crate::{envoy, hold, mix};
+use crate::{envoy_process, hold, mix};
 
 /// The part of the limit at which a threshold on the resident set rejects, and its interval.
 const THRESHOLD: f64 = 0.85;
 const SAMPLED_EVERY: Duration = Duration::from_millis(10);
+/// The configuration of Envoy, which collects each body, holds it for as long as the request asks, and
+/// answers it, with its overload manager as the policy. A request holds its body once.
+const ENVOY: &str = include_str!("envoy.yaml");
 /// Open connections of the proxy at most.
 const CONNECTIONS: usize = 1024;
 
-/// The settings of the service.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Settings {
-    /// The name of what admits.
-    pub(crate) policy: String,
-    /// The factor by which estimates from the body's length are multiplied, to make them wrong; 0
-    /// if the service gives none.
-    pub(crate) estimate: f64,
-    /// The limit of the cgroup.
-    pub(crate) limit_bytes: u64,
-    /// `true` if a request holds its body once, and not twice.
-    pub(crate) one_copy: bool,
-    /// The program of the policy `envoy80`.
-    pub(crate) envoy: Option<PathBuf>,
-    pub(crate) queue: Queue,
-}
-
-/// Where lowtide's requests wait for room. The proxy and the service admit in one ledger.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Queue {
-    /// In front of the service that holds bodies, and not for the little that forwarding them takes
-    /// as well.
-    Service,
-    /// In the proxy, for its model.
-    Proxy,
-    /// Nowhere.
-    None,
-}
-
 /// Serves until standard input ends. Prints its address when requests are welcome.
 pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
-    let settings: Settings = serde_json::from_str(settings)?;
+    let settings: Cell = serde_json::from_str(settings)?;
     if let Policy::Envoy(percent) = settings.policy.parse()? {
-        return envoy::serve(settings.envoy.as_deref().ok_or("no --envoy")?, percent);
+        let front = free_port()?;
+        let configuration = ENVOY
+            .replace("PORT", &front.port().to_string())
+            .replace("THRESHOLD", &(f64::from(percent) / 100.0).to_string());
+        let program = settings.envoy.ok_or("no --envoy")?;
+        let mut envoy = envoy_process::start(&program, &configuration, front)?;
+        println!("{front}");
+        return Err(format!("Envoy ended: {}", envoy.child.wait()?).into());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let running = runtime.block_on(start(&settings))?;
@@ -78,10 +59,10 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 }
 
 /// The text service behind the policy, and the proxy before it.
-async fn start(settings: &Settings) -> Result<app::Running, BoxError> {
+async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
     let policy: Policy = settings.policy.parse()?;
     let mut builder = Memory::builder().prometheus()?; // each policy has a recorder
-    if settings.queue != Queue::Proxy {
+    if !settings.waits_in_proxy {
         builder = builder.max_wait(Duration::ZERO);
     }
     let memory = (policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
@@ -107,7 +88,7 @@ async fn start(settings: &Settings) -> Result<app::Running, BoxError> {
 fn admitted(
     routes: Router,
     policy: Policy,
-    settings: &Settings,
+    settings: &Cell,
     memory: Option<&Memory>,
 ) -> Result<Router, BoxError> {
     let wrong = settings.estimate;
@@ -121,7 +102,7 @@ fn admitted(
         Policy::Rss10 => below_threshold(routes)?,
         Policy::Static(percent) => {
             let part = f64::from(percent) / 100.0;
-            let admission = Admission::with_limit(ByteSize::new(settings.limit_bytes).scaled(part));
+            let admission = Admission::with_limit(settings.limit().scaled(part));
             // The proxy has no layer of its own then: its part is booked here as well.
             let whole = move |head: &Parts| held(head).and_host(FORWARD_COST);
             routes.layer(MemoryLayer::new(admission, whole))
@@ -129,7 +110,7 @@ fn admitted(
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
             let layer = MemoryLayer::new(memory.admission().clone(), held);
-            if settings.queue != Queue::Service {
+            if settings.waits_in_proxy {
                 routes.layer(layer.with_max_wait(Duration::ZERO))
             } else if wrong > 0.0 {
                 routes.layer(layer)

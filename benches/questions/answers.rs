@@ -21,12 +21,13 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::incidents::{INCIDENTS, Incident, LOGGED};
+use crate::common::figures::{Figures, count};
+use crate::incidents::{INCIDENTS, LOGGED};
 
 lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 19);
 
 /// The incidents that the log must name: those of [`LOGGED`], an eviction and rejections.
-const NAMED_IN_LOG: usize = LOGGED.len() + 2;
+const NAMED_IN_LOG: f64 = 6.0;
 /// The time within which an answer must be found.
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -44,45 +45,28 @@ fn main() -> ExitCode {
 
 fn run(only: Option<&str>) -> Result<bool, BoxError> {
     if let Some(name) = only {
-        if name == "deployed" {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-            return runtime.block_on(incidents::deployed()).map(|()| true);
-        }
-        let all = || INCIDENTS.iter().chain(LOGGED);
-        let known = || all().map(|one| one.name).collect::<Vec<_>>().join(", ");
-        let found = all().find(|one| one.name == name);
-        let incident = found.ok_or_else(|| format!("{name:?}: expected one of {}", known()))?;
-        return stage(incident).map(|()| true);
+        let (text, line) = incidents::stage(name)?;
+        println!("answer: {text}");
+        line.inspect(|line| println!("log: {line}"));
+        return Ok(true);
     }
-    let (mut answered, mut logged) = (0, 0);
-    for (nth, incident) in INCIDENTS.iter().chain(LOGGED).enumerate() {
+    let (mut answered, mut logged) = (0.0, 0.0);
+    for (nth, (name, question)) in INCIDENTS.into_iter().chain(LOGGED).enumerate() {
         let begin = Instant::now();
-        let child = common::own()?.args(["--only", incident.name]).output()?;
+        let child = common::own()?.args(["--only", name]).output()?;
         let text = String::from_utf8_lossy(&child.stdout);
-        print!("{text}");
+        println!("question: {question}\n{text}");
         let in_time = begin.elapsed() <= MINUTE;
-        let is_answered = child.status.success() && in_time;
-        answered += usize::from(is_answered && nth < INCIDENTS.len());
-        logged += usize::from(text.contains("\nlog: "));
-        if !is_answered {
+        if !child.status.success() || !in_time {
             let error = String::from_utf8_lossy(&child.stderr);
-            println!("{}: not answered (in time: {in_time}): {error}", incident.name);
+            println!("{name}: not answered (in time: {in_time}): {error}");
+        } else if nth < INCIDENTS.len() {
+            answered += 1.0;
         }
+        logged += f64::from(u8::from(text.contains("\nlog: ")));
     }
-    let all = INCIDENTS.len();
-    println!("figure questions.staged_answered {answered} questions");
-    println!("figure questions.logs.named {logged} incidents");
-    println!("of {all} questions and {NAMED_IN_LOG} incidents of the log");
-    Ok(answered == all && logged == NAMED_IN_LOG)
-}
-
-fn stage(incident: &Incident) -> Result<(), BoxError> {
-    println!("question: {}", incident.question);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let answer = runtime.block_on((incident.stage)())?;
-    println!("answer: {}", answer.text);
-    if let Some(line) = answer.log {
-        println!("log: {line}");
-    }
-    Ok(())
+    let (all, mut figures) = (count(INCIDENTS.len() as u64), Figures::default());
+    figures.at_least("questions.staged_answered", answered, "questions", all);
+    figures.at_least("questions.logs.named", logged, "incidents", NAMED_IN_LOG);
+    Ok(figures.print())
 }

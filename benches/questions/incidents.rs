@@ -1,10 +1,8 @@
 //! The incidents: each stages a cause and returns the text that names it.
 
-use std::future::Future;
 use std::hint::black_box;
 use std::io;
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -24,88 +22,61 @@ const MIB: usize = 1 << 20;
 /// The time for which an incident waits until its cause is shown.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-type Staged = Pin<Box<dyn Future<Output = Result<Answer, BoxError>>>>;
-
-/// A question of an operator.
-pub(crate) struct Incident {
-    pub(crate) name: &'static str,
-    pub(crate) question: &'static str,
-    pub(crate) stage: fn() -> Staged,
-}
-
 /// The text that names the cause, and the log line that does.
-pub(crate) struct Answer {
-    pub(crate) text: String,
-    pub(crate) log: Option<String>,
-}
+pub(crate) type Answer = (String, Option<String>);
 
-pub(crate) const INCIDENTS: &[Incident] = &[
-    Incident {
-        name: "rss",
-        question: "Why is RSS so high when little is live?",
-        stage: || Box::pin(rss()),
-    },
-    Incident { name: "evicted", question: "Who evicted my model?", stage: || Box::pin(evicted()) },
-    Incident {
-        name: "slow_bodies",
-        question: "Why are requests rejected at a fraction of the limit?",
-        stage: || Box::pin(slow_bodies()),
-    },
-    Incident { name: "leak", question: "Is it a leak?", stage: || Box::pin(leak()) },
-    Incident {
-        name: "route",
-        question: "Which route uses the memory?",
-        stage: || Box::pin(route()),
-    },
-    Incident {
-        name: "smaller_limit",
-        question: "What happens if I lower the limit?",
-        stage: || Box::pin(smaller_limit()),
-    },
-    Incident {
-        name: "deploy",
-        question: "Did the last deploy make it worse?",
-        stage: || Box::pin(deploy()),
-    },
+/// Incidents by name, and the questions of an operator.
+pub(crate) const INCIDENTS: [(&str, &str); 7] = [
+    ("rss", "Why is RSS so high when little is live?"),
+    ("evicted", "Who evicted my model?"),
+    ("slow_bodies", "Why are requests rejected at a fraction of the limit?"),
+    ("leak", "Is it a leak?"),
+    ("route", "Which route uses the memory?"),
+    ("smaller_limit", "What happens if I lower the limit?"),
+    ("deploy", "Did the last deploy make it worse?"),
 ];
 
 /// Incidents that only the log must name, besides the eviction and the rejections.
-pub(crate) const LOGGED: &[Incident] = &[
-    Incident {
-        name: "broken_model",
-        question: "Why is my model not loaded?",
-        stage: || Box::pin(broken_model()),
-    },
-    Incident {
-        name: "pressure",
-        question: "When was memory short?",
-        stage: || Box::pin(full(0.80, &["pressure level changed", "was=\"none\""])),
-    },
-    Incident {
-        name: "exhausted",
-        question: "Why does it reject everything?",
-        stage: || Box::pin(full(0.92, &["memory exhausted", "live heap"])),
-    },
-    Incident { name: "asleep", question: "Where is my arena?", stage: || Box::pin(asleep()) },
+pub(crate) const LOGGED: [(&str, &str); 4] = [
+    ("broken_model", "Why is my model not loaded?"),
+    ("pressure", "When was memory short?"),
+    ("exhausted", "Why does it reject everything?"),
+    ("asleep", "Where is my arena?"),
 ];
 
+/// Stages the incident of a name.
+#[tokio::main(flavor = "current_thread")]
+pub(crate) async fn stage(name: &str) -> Result<Answer, BoxError> {
+    match name {
+        "rss" => rss().await,
+        "evicted" => evicted().await,
+        "slow_bodies" => slow_bodies().await,
+        "leak" => leak().await,
+        "route" => route().await,
+        "smaller_limit" => smaller_limit().await,
+        "deploy" => deploy(),
+        "deployed" => deployed().await,
+        "broken_model" => broken_model(),
+        "pressure" => full(0.80, &["pressure level changed", "was=\"none\""]).await,
+        "exhausted" => full(0.92, &["memory exhausted", "live heap"]).await,
+        "asleep" => asleep(),
+        _ => Err(format!("no incident {name:?}").into()),
+    }
+}
+
 /// Log lines, as a subscriber writes them.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+struct Log(tempfile::NamedTempFile);
 
 impl Log {
     fn start() -> Result<Self, BoxError> {
-        let log = Self::default();
-        let writer = log.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
-        subscriber.try_init()?;
-        Ok(log)
+        let log = tempfile::NamedTempFile::new()?;
+        let subscriber = tracing_subscriber::fmt().with_ansi(false);
+        subscriber.with_writer(log.reopen()?).try_init()?;
+        Ok(Self(log))
     }
 
     fn text(&self) -> String {
-        let bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        String::from_utf8_lossy(&bytes).into_owned()
+        std::fs::read_to_string(&self.0).unwrap_or_default()
     }
 
     /// Returns the first line with all of these texts.
@@ -113,17 +84,6 @@ impl Log {
         let text = self.text();
         let found = text.lines().find(|line| texts.iter().all(|text| line.contains(text)));
         found.map(str::to_owned)
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }
 
@@ -185,7 +145,7 @@ async fn rss() -> Result<Answer, BoxError> {
     });
     let text = text.await?;
     drop(black_box(blocks));
-    Ok(Answer { text, log: None })
+    Ok((text, None))
 }
 
 /// Two models that do not fit together.
@@ -205,11 +165,11 @@ async fn evicted() -> Result<Answer, BoxError> {
         Ok(text.filter(|text| text.contains("\"ranker\"")).map(str::to_owned))
     });
     let text = text.await?;
-    Ok(Answer { text, log: log.find(&["resource unloaded", "embedder", "ranker"]) })
+    Ok((text, log.find(&["resource unloaded", "embedder", "ranker"])))
 }
 
 /// A loader that fails.
-async fn broken_model() -> Result<Answer, BoxError> {
+fn broken_model() -> Result<Answer, BoxError> {
     let log = Log::start()?;
     let memory = memory(ByteSize::gib(1))?;
     let fails = || Err::<(), _>(BoxError::from("no such file: weights.bin"));
@@ -218,7 +178,7 @@ async fn broken_model() -> Result<Answer, BoxError> {
         return Err("the loader failed".into());
     }
     let line = log.find(&["load failed", "ranker", "weights.bin"]).ok_or("not logged")?;
-    Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
+    Ok(("it is in the log".to_owned(), Some(line)))
 }
 
 /// Live memory that no request owns fills this part of the limit, and requests arrive.
@@ -233,18 +193,18 @@ async fn full(part: f64, line: &[&str]) -> Result<Answer, BoxError> {
     });
     let line = line.await.map_err(|error| format!("{error}; log: {}", log.text()))?;
     drop(black_box(cache));
-    Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
+    Ok(("it is in the log".to_owned(), Some(line)))
 }
 
 /// An arena that sleeps on request.
-async fn asleep() -> Result<Answer, BoxError> {
+fn asleep() -> Result<Answer, BoxError> {
     let log = Log::start()?;
     let builder = Memory::builder().memory_limit(ByteSize::gib(1)).device(DeviceChoice::Host);
     let memory = builder.without_environment().start()?;
     let arena = memory.devices().open_arena("embedder")?;
     arena.sleep(SleepOptions::default())?;
     let line = log.find(&["arena asleep", "embedder"]).ok_or("not logged")?;
-    Ok(Answer { text: "it is in the log".to_owned(), log: Some(line) })
+    Ok(("it is in the log".to_owned(), Some(line)))
 }
 
 /// Bodies that never arrive hold reservations; then further requests are rejected.
@@ -271,7 +231,7 @@ async fn slow_bodies() -> Result<Answer, BoxError> {
     });
     let text = text.await.map_err(|error| format!("{error}; findings {seen}"))?;
     held.iter().for_each(tokio::task::JoinHandle::abort);
-    Ok(Answer { text, log: log.find(&["requests rejected", "full"]) })
+    Ok((text, log.find(&["requests rejected", "full"])))
 }
 
 #[inline(never)]
@@ -307,7 +267,7 @@ async fn leak() -> Result<Answer, BoxError> {
          by {grown}",
         growth / f64::from(1 << 30)
     );
-    Ok(Answer { text, log: None })
+    Ok((text, None))
 }
 
 /// One route holds far more than the other.
@@ -335,7 +295,7 @@ async fn route() -> Result<Answer, BoxError> {
     });
     let text = text.await?;
     held.iter().for_each(tokio::task::JoinHandle::abort);
-    Ok(Answer { text, log: None })
+    Ok((text, None))
 }
 
 /// Traffic at 1 GiB that would not fit below 256 MiB.
@@ -361,11 +321,11 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
         return Err(format!("too few would be rejected: {at}").into());
     }
     let text = at["sentence"].as_str().unwrap_or_default().to_owned();
-    Ok(Answer { text, log: None })
+    Ok((text, None))
 }
 
 /// The bytes per request of two versions, as Prometheus would divide the counters.
-async fn deploy() -> Result<Answer, BoxError> {
+fn deploy() -> Result<Answer, BoxError> {
     let mut per_request = Vec::new();
     for (version, size) in [("1.4.0", MIB), ("1.5.0", 4 * MIB)] {
         let child = crate::common::own()?
@@ -391,11 +351,11 @@ async fn deploy() -> Result<Answer, BoxError> {
         return Err(format!("{before} and {after} bytes per request").into());
     }
     let text = format!("version 1.5.0 needs {ratio:.1} times the bytes per request of 1.4.0");
-    Ok(Answer { text, log: None })
+    Ok((text, None))
 }
 
 /// Serves requests that need the bytes of the environment, and prints the metrics.
-pub(crate) async fn deployed() -> Result<(), BoxError> {
+async fn deployed() -> Result<Answer, BoxError> {
     let size: usize = std::env::var("QUESTIONS_DEPLOY")?.parse()?;
     let builder = Memory::builder().memory_limit(ByteSize::gib(1)).device(DeviceChoice::None);
     let memory = builder.prometheus()?.start()?;
@@ -409,6 +369,5 @@ pub(crate) async fn deployed() -> Result<(), BoxError> {
         let text = endpoints.answer("/metrics").ok_or("no metrics")?.into_body();
         Ok(text.contains("route_requests_total{").then_some(text))
     });
-    println!("{}", text.await?);
-    Ok(())
+    Ok((text.await?, None))
 }

@@ -22,7 +22,6 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs;
 use std::hint::black_box;
-use std::io::Read as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -32,6 +31,7 @@ use clap::{Parser, Subcommand};
 use lowtide::heap::{AllocationProfile, take_profile};
 use lowtide::{BoxError, ByteSize, Memory};
 
+use crate::common::figures::{Figures, count};
 use crate::common::own;
 use crate::common::process::{self, Process, kernel_value};
 
@@ -47,7 +47,7 @@ const HELD: ByteSize = ByteSize::mib(32);
 const BLOCK: usize = 64 << 10;
 /// The rates of growth in MiB per second, each with each function that grows.
 const RATES: [u64; 5] = [5, 20, 100, 300, 600];
-/// The rate of services that grow as fast as the kernel clears pages: they must leave a cause, but
+/// The rate, not in MiB, of services that grow as fast as the kernel clears pages: they must leave a cause, but
 /// may be killed before a profile is written.
 const FAST: u64 = 0;
 const CONTROL_RATE: u64 = 32;
@@ -88,58 +88,41 @@ fn main() -> ExitCode {
                 grow(site, mib_per_second, &folder)?;
             }
             Some(Part::Tell { folder }) => tell(&folder)?,
-            None => measure()?,
+            None => return measure(),
         }
         Ok(true)
     })
 }
 
-/// Prints the figures. A missed goal is an error.
-fn measure() -> Result<(), BoxError> {
+/// Prints the figures. Returns `true` if every goal held.
+fn measure() -> Result<bool, BoxError> {
     if let Err(reason) = process::group(LIMIT) {
         println!("no memory cgroup ({reason}): services are killed when they pass the limit");
     }
     let (mut told, mut named, mut false_alarms) = (0, 0, 0);
     for rate in RATES.into_iter().chain([FAST]) {
         for (site, left) in SITES.iter().zip(run_all(rate, None)?) {
-            println!("{}, {site}: {left}", speed(rate));
-            told += usize::from(left.cause == "out_of_memory");
-            named += usize::from(rate != FAST && left.profile.contains(site));
+            println!("{rate} MiB/s, {site}: {}", left.join("; "));
+            let [cause, _, profile] = left;
+            told += u64::from(cause == "out_of_memory");
+            named += u64::from(rate != FAST && profile.contains(site));
         }
     }
     for left in run_all(CONTROL_RATE, Some(CONTROL))? {
-        println!("control: {left}");
-        false_alarms += usize::from(left.cause != "killed");
+        println!("control: {}", left.join("; "));
+        false_alarms += u64::from(left[0] != "killed");
     }
-    let (profiles, runs) = (RATES.len() * SITES.len(), (RATES.len() + 1) * SITES.len());
-    println!("of {runs} causes, {profiles} names and {} controls", SITES.len());
-    println!("figure questions.killed.cause_told {told} runs");
-    println!("figure questions.killed.profile_named {named} runs");
-    println!("figure questions.killed.false_alarms {false_alarms} controls");
-    if told == runs && named == profiles && false_alarms == 0 {
-        Ok(())
-    } else {
-        Err("a run without a cause or a name, or a false alarm".into())
-    }
+    let mut figures = Figures::default();
+    let least = |rates: usize| count((rates * SITES.len()) as u64);
+    let name = |what: &str| format!("questions.killed.{what}");
+    figures.at_least(name("cause_told"), count(told), "runs", least(RATES.len() + 1));
+    figures.at_least(name("profile_named"), count(named), "runs", least(RATES.len()));
+    figures.at_most(name("false_alarms"), count(false_alarms), "controls", 0.0);
+    Ok(figures.print())
 }
 
-fn speed(rate: u64) -> String {
-    if rate == FAST { "fast".to_owned() } else { format!("{rate} MiB/s") }
-}
-
-/// What a killed service left.
-#[derive(Debug)]
-struct Left {
-    cause: String,
-    summary: String,
-    profile: String,
-}
-
-impl std::fmt::Display for Left {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {}; {}", self.cause, self.summary, self.profile)
-    }
-}
+/// What a killed service left: the cause, the summary, and what the profile names.
+type Left = [String; 3];
 
 /// Lets a service grow from each site, all at once: the slow ones take half a minute.
 fn run_all(rate: u64, kill_at: Option<ByteSize>) -> Result<Vec<Left>, BoxError> {
@@ -165,11 +148,10 @@ fn run(site: usize, rate: u64, kill_at: Option<ByteSize>) -> Result<Left, BoxErr
     let mut command = own()?;
     command.arg("tell").arg(folder.path());
     let mut next = Process::start_in_group(&command, LIMIT)?;
-    let (mut text, output) = (String::new(), next.child.stdout.take());
-    output.ok_or("no output")?.read_to_string(&mut text)?;
+    let text = next.output()?;
     let lines = text.split_once('\n').filter(|(cause, _)| !cause.is_empty());
     let (cause, summary) = lines.ok_or("the next start told no cause")?;
-    Ok(Left { cause: cause.to_owned(), summary: summary.trim().to_owned(), profile })
+    Ok([cause.to_owned(), summary.trim().to_owned(), profile])
 }
 
 /// Waits until a service is killed, or kills it when it holds so much.
@@ -193,13 +175,9 @@ fn wait_for_end(service: &mut Process, kill_at: Option<ByteSize>) -> Result<(), 
 /// Returns the functions that hold more in the newest profile than in the oldest, by the stack that
 /// grew most.
 fn grown(folder: &Path) -> Result<String, BoxError> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|end| end == "heap") {
-            files.push(path);
-        }
-    }
+    let entries = fs::read_dir(folder)?.map(|entry| Ok(entry?.path()));
+    let mut files = entries.collect::<std::io::Result<Vec<PathBuf>>>()?;
+    files.retain(|path| path.extension().is_some_and(|end| end == "heap"));
     files.sort_unstable();
     let (Some(first), Some(last)) = (files.first(), files.last()) else {
         return Ok("no profile".to_owned());
@@ -208,23 +186,20 @@ fn grown(folder: &Path) -> Result<String, BoxError> {
         Ok(AllocationProfile::parse(&fs::read_to_string(path)?)?)
     };
     let newest = read(last)?;
-    let mut bytes: BTreeMap<_, _> = newest
-        .stacks
-        .iter()
-        .map(|stack| (&stack.addresses, i128::from(stack.bytes.get())))
-        .collect();
-    let oldest = if first == last { None } else { Some(read(first)?) };
-    for stack in oldest.iter().flat_map(|profile| &profile.stacks) {
-        *bytes.entry(&stack.addresses).or_default() -= i128::from(stack.bytes.get());
+    let oldest = if first == last { AllocationProfile::default() } else { read(first)? };
+    let mut bytes = BTreeMap::<_, i128>::new();
+    for (profile, sign) in [(&newest, 1), (&oldest, -1)] {
+        for stack in &profile.stacks {
+            *bytes.entry(&stack.addresses).or_default() += sign * i128::from(stack.bytes.get());
+        }
     }
     let most = bytes.iter().max_by_key(|(_, bytes)| **bytes);
     let Some((stack, bytes)) = most else { return Ok("an empty profile".to_owned()) };
     let own = take_profile()?;
     let names = stack.iter().filter_map(|&address| name(address, &newest, &own));
-    let names = names.filter(|name| name.contains("killed::"));
-    let names: Vec<_> = names.collect();
-    let (count, file) = (files.len(), last.file_name().unwrap_or_default().to_string_lossy());
-    Ok(format!("{count} profiles, {file}: {} MiB in {}", bytes >> 20, names.join(" < ")))
+    let names: Vec<_> = names.filter(|name| name.contains("killed::")).collect();
+    let (number, file) = (files.len(), last.file_name().unwrap_or_default().to_string_lossy());
+    Ok(format!("{number} profiles, {file}: {} MiB in {}", bytes >> 20, names.join(" < ")))
 }
 
 /// Returns the name of a function of the other process, which runs the same program elsewhere.

@@ -34,11 +34,10 @@ lowtide::global_allocator!(balanced);
 const INTERVAL: u32 = 23;
 /// Keeps pages, whose release by time would disturb the count.
 const QUIET: &str = "background_thread:false,dirty_decay_ms:-1,muzzy_decay_ms:-1";
-const SIZES: [Size; 3] = [
-    Size { name: "64B", bytes: 64, count: 40_000, ratio_max: 1.02 },
-    Size { name: "4KiB", bytes: 4 << 10, count: 40_000, ratio_max: 1.05 },
-    Size { name: "64KiB", bytes: 64 << 10, count: 10_000, ratio_max: 1.05 },
-];
+/// The sizes that are measured: the name, the bytes of a block, the blocks of the shorter run, and the
+/// goal of the instructions with the profiler over those without it.
+const SIZES: [(&str, usize, u64, f64); 3] =
+    [("64B", 64, 40_000, 1.02), ("4KiB", 4 << 10, 40_000, 1.05), ("64KiB", 64 << 10, 10_000, 1.05)];
 /// The goal of the added resident bytes.
 const RESIDENT_MAX: f64 = 1_048_576.0;
 /// The blocks of the ring.
@@ -48,16 +47,6 @@ const THREADS: usize = 8;
 const CHURN: u64 = 4_000;
 /// The runs of which the median resident memory is taken.
 const RUNS: usize = 15;
-
-/// A size of blocks that is measured.
-struct Size {
-    name: &'static str,
-    bytes: usize,
-    /// The blocks of the shorter run.
-    count: u64,
-    /// The goal: instructions with the profiler over those without it.
-    ratio_max: f64,
-}
 
 #[derive(Debug, Parser)]
 struct Cli {
@@ -124,7 +113,7 @@ fn resident() -> Result<u64, BoxError> {
 fn measure() -> Result<bool, BoxError> {
     let (off, active) = ("prof:false", format!("prof:true,lg_prof_sample:{INTERVAL}"));
     let mut figures = Figures::default();
-    for Size { name, bytes, count, ratio_max } in SIZES {
+    for (name, bytes, count, ratio_max) in SIZES {
         let (off, active) = (per_block(off, bytes, count)?, per_block(&active, bytes, count)?);
         println!("{name}: {off:.1} instructions, {active:.1} active");
         let name = format!("questions.profiler.{name}.instructions_ratio");

@@ -9,10 +9,9 @@
 //! Invariant: what the clock does itself lies outside of what it measures.
 
 use std::cell::Cell;
-use std::hint::black_box;
 use std::sync::Arc;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
@@ -21,13 +20,15 @@ use lowtide::device::Region;
 use lowtide::metrics::MetricsTier;
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{BoxError, ByteSize, Memory};
-use lowtide_admission::{Budget, Cost, Signals};
+use lowtide_admission::{Budget, Cost};
+use lowtide_core::sync::lock;
 use lowtide_heap::{purge_now, thread_totals};
 use metrics_exporter_prometheus::PrometheusBuilder;
 
+use crate::common::figures::{Figures, count, median};
+
 /// Turns of each kind that are measured.
 const TICKS: usize = 2001;
-const WOKEN: usize = 301;
 const PUBLICATIONS: usize = 501;
 const TIMED: usize = 1001;
 /// The memory that is taken between two ticks: more than the kernel's counters may be behind. All
@@ -50,45 +51,28 @@ thread_local! {
     static BEGUN: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
 }
 
-/// The records of one thread.
-#[derive(Debug, Default)]
-struct Turns {
-    took: Vec<Duration>,
-    /// Those in which anything was allocated.
-    allocated: usize,
-}
+/// The records of one thread: what each turn took in us, and whether it allocated anything.
+type Turns = Vec<(f64, bool)>;
 
 /// The clock.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Watch {
     clock: SystemClock,
     control: Mutex<Turns>,
     worker: Mutex<Turns>,
-    /// Memory that moves between two ticks.
+    /// Memory that moves between two ticks, unless it is still.
     held: Mutex<Vec<Vec<u8>>>,
-    moves: AtomicBool,
+    is_still: AtomicBool,
     /// `true` if the control thread goes on without a wait.
     hurries: AtomicBool,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Watch {
-    fn new() -> Self {
-        let turns = || Mutex::new(Turns { took: Vec::with_capacity(1 << 16), allocated: 0 });
-        let (clock, held) = (SystemClock::new(), Mutex::default());
-        let (moves, hurries) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { clock, control: turns(), worker: turns(), held, moves, hurries }
-    }
-
     fn ends(&self, of: &Mutex<Turns>) {
         let (now, allocated) = (Instant::now(), thread_totals().map_or(0, |it| it.0));
         if let Some((begun, before)) = BEGUN.take() {
-            let mut turns = lock(of);
-            turns.took.push(now - begun);
-            turns.allocated += usize::from(allocated != before);
+            let took = (now - begun).as_secs_f64() * 1e6;
+            lock(of).push((took, allocated != before));
         }
     }
 
@@ -103,19 +87,17 @@ impl Watch {
 
     /// The median of the next turns in us, and in how many of them something was allocated.
     fn median(&self, of: &Mutex<Turns>, count: usize) -> Result<(f64, usize), BoxError> {
-        *lock(of) = Turns { took: Vec::with_capacity(1 << 16), allocated: 0 };
+        *lock(of) = Vec::with_capacity(1 << 16);
         let deadline = Instant::now() + PATIENCE;
-        while lock(of).took.len() < count {
+        while lock(of).len() < count {
             if Instant::now() > deadline {
                 return Err(format!("{count} turns were not made in {PATIENCE:?}").into());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        let mut turns = std::mem::take(&mut *lock(of));
-        turns.took.truncate(count);
-        turns.took.sort_unstable();
-        let median = turns.took.get(count / 2).ok_or("nothing was timed")?;
-        Ok((median.as_secs_f64() * 1e6, turns.allocated))
+        let turns = std::mem::take(&mut *lock(of));
+        let took: Vec<_> = turns.iter().take(count).map(|turn| turn.0).collect();
+        Ok((median(&took), turns.iter().filter(|turn| turn.1).count()))
     }
 }
 
@@ -132,7 +114,7 @@ impl Clock for Watch {
         let is_control = deadline != Moment::NEVER;
         self.ends(if is_control { &self.control } else { &self.worker });
         let until = if is_control {
-            if self.moves.load(Ordering::Relaxed) {
+            if !self.is_still.load(Ordering::Relaxed) {
                 self.moves_memory();
             }
             if self.hurries.load(Ordering::Relaxed) { self.clock.now() } else { deadline }
@@ -146,58 +128,34 @@ impl Clock for Watch {
     }
 }
 
-/// Prints the figures; whether the goals were held.
-pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
-    let watch = Arc::new(Watch::new());
+/// Adds the figures.
+pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+    let watch = Arc::new(Watch::default());
     let clock: Arc<dyn Clock> = watch.clone();
     let builder = Memory::builder().clock(clock).device(DeviceChoice::Host);
     let memory = builder.metrics_interval(PUBLISHED_EACH).purge_interval(None).start()?;
     let arena = memory.devices().open_arena("weights")?;
     let block = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
     let (all, _) = watch.median(&watch.worker, PUBLICATIONS)?;
-    let snapshot = timed(|| drop(black_box(memory.snapshot())))?;
     let (hundred, floor) = written(&memory)?;
-    println!("figure publish.median_us {hundred:.1} us");
-    println!("figure publish.floor_us {floor:.1} us");
-    println!("figure publish.over_floor {:.2} times", hundred / floor);
-    println!("figure publish.snapshot_us {snapshot:.1} us");
-    println!("figure publish.woken_us {all:.1} us");
+    figures.timed("publish.median_us", hundred, "us", GOAL_US);
+    figures.add("publish.floor_us", floor, "us");
+    figures.timed("publish.over_floor", hundred / floor, "times", GOAL_OVER_FLOOR);
+    figures.add("publish.woken_us", all, "us");
 
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
-    let (woken, woken_allocated) = watch.median(&watch.control, WOKEN)?;
     watch.hurries.store(true, Ordering::Relaxed);
     let (tick, allocated) = watch.median(&watch.control, TICKS)?;
-    watch.moves.store(false, Ordering::Relaxed);
+    watch.is_still.store(true, Ordering::Relaxed);
     let (still, still_allocated) = watch.median(&watch.control, TICKS)?;
     watch.hurries.store(false, Ordering::Relaxed);
-    let allocated = f64::from(u32::try_from(allocated + woken_allocated + still_allocated)?);
-    let signals = Signals::open();
-    let files = timed_after(
-        || watch.moves_memory(),
-        || {
-            black_box(signals.sample());
-        },
-    )?;
-    println!("figure tick.median_us {tick:.1} us");
-    println!("figure tick.files_us {files:.1} us");
-    println!("figure tick.still_us {still:.1} us");
-    println!("figure tick.woken_us {woken:.1} us");
-    println!("figure tick.allocations {allocated} ticks");
+    figures.timed("tick.median_us", tick, "us", GOAL_TICK_US);
+    figures.add("tick.still_us", still, "us");
+    let allocated = count((allocated + still_allocated) as u64);
+    figures.at_most("tick.allocations", allocated, "ticks", 0.0);
     drop((permit, block));
-    println!("{}", memory.shutdown_blocking(Duration::from_secs(5)));
-    let mut held = true;
-    for (what, found, most) in [
-        ("publish.median_us", hundred, GOAL_US),
-        ("publish.over_floor", hundred / floor, GOAL_OVER_FLOOR),
-        ("tick.median_us", tick, GOAL_TICK_US),
-        ("tick.allocations", allocated, 0.0),
-    ] {
-        if found > most && (!counted || what == "tick.allocations") {
-            held = false;
-            println!("missed: {what} is {found:.1}, at most {most}");
-        }
-    }
-    Ok(held)
+    memory.shutdown_blocking(Duration::from_secs(5)).into_result()?;
+    Ok(())
 }
 
 /// Returns the time to write a hundred series to the recorder, in us: those of a heap, an arena,
@@ -219,28 +177,17 @@ fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
     metrics::with_local_recorder(&other, write);
     let shown = other.handle().render();
     let series = shown.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).count();
-    println!("figure publish.series {series} series");
-    let floor = timed(|| (0..SERIES).for_each(|_| metrics::gauge!("lowtide_floor").set(1.0)))?;
-    let hundred = timed(write)? * f64::from(SERIES) / f64::from(u32::try_from(series)?);
+    let floor = timed(|| (0..SERIES).for_each(|_| metrics::gauge!("lowtide_floor").set(1.0)));
+    let hundred = timed(write) * f64::from(SERIES) / f64::from(u32::try_from(series)?);
     Ok((hundred, floor))
 }
 
 /// The median time of some calls, in us.
-fn timed(act: impl FnMut()) -> Result<f64, BoxError> {
-    timed_after(|| {}, act)
-}
-
-/// The same, each after something that is not timed.
-fn timed_after(mut before: impl FnMut(), mut act: impl FnMut()) -> Result<f64, BoxError> {
-    let mut took: Vec<_> = (0..TIMED)
-        .map(|_| {
-            before();
-            let begun = Instant::now();
-            act();
-            begun.elapsed()
-        })
-        .collect();
-    took.sort_unstable();
-    let median = took.get(TIMED / 2).ok_or("nothing was timed")?;
-    Ok(median.as_secs_f64() * 1e6)
+fn timed(mut act: impl FnMut()) -> f64 {
+    let took = (0..TIMED).map(|_| {
+        let begun = Instant::now();
+        act();
+        begun.elapsed().as_secs_f64() * 1e6
+    });
+    median(&took.collect::<Vec<_>>())
 }

@@ -7,7 +7,6 @@
 //! little.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
-#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../common/mod.rs"]
@@ -25,6 +24,8 @@ use lowtide::service::Endpoints;
 use lowtide::{BoxError, Memory};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 
+use crate::common::figures::{Figures, count, median};
+
 #[global_allocator]
 static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
 
@@ -35,7 +36,7 @@ const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const CASES: [(usize, &str, usize, [f64; 2]); 2] =
     [(1_000, "1k", 201, [1.0, 5.0]), (1_000_000, "1m", 31, [50.0, 50.0])];
 /// Bytes of a document at most.
-const BYTES_MAX: usize = 1 << 20;
+const BYTES_MAX: f64 = 1_048_576.0;
 
 #[derive(clap::Parser)]
 #[command(about = "What answers of /metrics and /memory cost, and the threads behind them")]
@@ -55,7 +56,8 @@ fn run(counted: bool) -> Result<bool, BoxError> {
         recorder = recorder.set_buckets_for_metric(Matcher::Full(name.to_owned()), buckets)?;
     }
     let recorder = recorder.install_recorder()?;
-    let held = loops::measure(counted)?;
+    let mut figures = Figures::new(counted);
+    loops::measure(&mut figures)?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     let arena = memory.devices().open_arena("weights")?;
     // Metrics show once the worker has published them.
@@ -67,24 +69,20 @@ fn run(counted: bool) -> Result<bool, BoxError> {
         std::thread::sleep(Duration::from_millis(10));
     }
     let endpoints = Endpoints::new(Some(memory.clone())).with_metrics(move || recorder.render());
-    let (mut blocks, mut chance, mut held) = (Vec::new(), SEED, held);
+    let (mut blocks, mut chance) = (Vec::new(), SEED);
     for (count, of, answers, goals) in CASES {
         fill(&arena, count, &mut blocks, &mut chance)?;
         for ((name, address), goal) in
             [("metrics", "/metrics"), ("memory", MEMORY)].into_iter().zip(goals)
         {
             let (ms, bytes) = timed(&endpoints, address, answers)?;
-            println!("figure render.{name}.ms_{of} {ms:.3} ms");
-            println!("figure render.{name}.bytes_{of} {bytes} bytes");
-            if ms > goal && !counted || bytes > BYTES_MAX {
-                held = false;
-                println!("missed: at most {goal} ms and {BYTES_MAX} bytes");
-            }
+            figures.timed(&format!("render.{name}.ms_{of}"), ms, "ms", goal);
+            figures.at_most(format!("render.{name}.bytes_{of}"), bytes, "bytes", BYTES_MAX);
         }
     }
     drop(blocks);
-    println!("{}", memory.shutdown_blocking(Duration::from_secs(5)));
-    Ok(held)
+    memory.shutdown_blocking(Duration::from_secs(5)).into_result()?;
+    Ok(figures.print())
 }
 
 /// Allocates blocks of 1 to 512 bytes, a tenth too many, and frees others by chance until so many
@@ -95,39 +93,35 @@ fn fill(
     blocks: &mut Vec<Buffer<u8>>,
     chance: &mut u64,
 ) -> Result<(), BoxError> {
-    while blocks.len() < count + count / 10 {
+    let mut is_full = false;
+    while !is_full || blocks.len() > count {
         *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-        let size = 1 + usize::try_from(*chance >> 55)?;
-        blocks.push(arena.alloc(size, Region::Dynamic)?);
+        if !is_full {
+            blocks.push(arena.alloc(1 + usize::try_from(*chance >> 55)?, Region::Dynamic)?);
+        }
         // A tenth of the places are taken a second time, so that neighbours in memory are none
         // in the books.
-        if (*chance >> 40).is_multiple_of(10) {
+        if is_full || (*chance >> 40).is_multiple_of(10) {
             let nth = usize::try_from(*chance >> 33)? % blocks.len();
             drop(blocks.swap_remove(nth));
         }
-    }
-    while blocks.len() > count {
-        *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-        let nth = usize::try_from(*chance >> 33)? % blocks.len();
-        drop(blocks.swap_remove(nth));
+        is_full |= blocks.len() >= count + count / 10;
     }
     Ok(())
 }
 
 /// The median time of an answer, in ms, and its bytes.
-fn timed(endpoints: &Endpoints, address: &str, answers: usize) -> Result<(f64, usize), BoxError> {
+fn timed(endpoints: &Endpoints, address: &str, answers: usize) -> Result<(f64, f64), BoxError> {
     let request = Request::get(address).body(())?;
     let (mut times, mut bytes) = (Vec::with_capacity(answers), 0);
     for _ in 0..answers {
         let begun = Instant::now();
         let answer = endpoints.answer_request(&request).ok_or("it is not answered")?;
-        times.push(begun.elapsed());
+        times.push(begun.elapsed().as_secs_f64() * 1e3);
         if !answer.status().is_success() {
             return Err(format!("{address}: {}", answer.status()).into());
         }
         bytes = answer.body().len();
     }
-    times.sort_unstable();
-    let median = times.get(answers / 2).ok_or("nothing was timed")?;
-    Ok((median.as_secs_f64() * 1e3, bytes))
+    Ok((median(&times), count(bytes as u64)))
 }

@@ -2,14 +2,13 @@
 //!
 //! The same call through the layer, with and without the report, in turns: the median of many
 //! rounds, less the other. The control loop ticks in real time, so reports are encoded as they are
-//! in a service; allocations are counted with a clock that stands still, and again with one that
-//! does not.
+//! in a service; allocations are counted with a clock that stands still.
 
 use std::cell::Cell;
 use std::convert::Infallible;
 use std::future::{Future as _, Ready, ready};
 use std::hint::black_box;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -18,13 +17,15 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame};
-use http_body_util::{Empty, Full};
+use http_body_util::{Empty, Full, StreamBody};
 use lowtide::admission::Cost;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::service::{MemoryLayer, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::{Layer as _, Service};
+
+use crate::common::figures::{Figures, median};
 
 /// The calls of one round, and the rounds of each way.
 const CALLS: u32 = 2_000;
@@ -44,22 +45,6 @@ pub(crate) fn note_allocation() {
 /// The report may take this long.
 const GOAL: f64 = 200.0;
 
-/// A response of gRPC: its trailers.
-#[derive(Debug, Default)]
-struct Trailers(Option<HeaderMap>);
-
-impl Body for Trailers {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        Poll::Ready(self.0.take().map(|trailers| Ok(Frame::trailers(trailers))))
-    }
-}
-
 type Received = Request<RequestBody<Empty<Bytes>>>;
 
 fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
@@ -68,10 +53,14 @@ fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
     ready(Ok(response))
 }
 
-fn grpc(_: Received) -> Ready<Result<Response<Trailers>, Infallible>> {
+/// A response of gRPC: its trailers.
+fn grpc(
+    _: Received,
+) -> Ready<Result<Response<impl Body<Data = Bytes, Error = Infallible>>, Infallible>> {
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", HeaderValue::from_static("0"));
-    let mut response = Response::new(Trailers(Some(trailers)));
+    let trailers = futures_util::stream::iter([Ok(Frame::trailers(trailers))]);
+    let mut response = Response::new(StreamBody::new(trailers));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     ready(Ok(response))
 }
@@ -99,54 +88,44 @@ fn time(calls: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(CALLS)
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
 fn layer(memory: &Memory, reports: bool) -> MemoryLayer<Cost> {
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(ByteSize::kib(64)));
     if reports { layer.with_load_reports() } else { layer }
 }
 
 /// Measures, only what is counted if it says so, and returns whether the goals held.
-pub(crate) fn measure(counted: bool) -> Result<bool, BoxError> {
+pub(crate) fn measure(is_counted: bool) -> Result<bool, BoxError> {
+    let mut figures = Figures::default();
     let builder = || Memory::builder().device(DeviceChoice::None).memory_limit(ByteSize::gib(4));
-    let memory = builder().start()?;
-    let most = if counted { 0.0 } else { costs(&memory) };
-    let real = allocations(&memory);
-    let _ = memory.shutdown_blocking(Duration::from_secs(5));
-    let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
-    let still = allocations(&memory);
-    let _ = memory.shutdown_blocking(Duration::from_secs(5));
-    println!("allocations of a report for each response: {real:.5} with ticks, {still} without");
-    if !counted {
-        println!("figure fleet.report_ns {most:.0} ns");
+    if !is_counted {
+        let memory = builder().start()?;
+        figures.at_most("fleet.report_ns", costs(&memory), "ns", GOAL);
+        let _ = memory.shutdown(Duration::from_secs(5));
     }
-    println!("figure fleet.report.allocations {still}");
-    Ok(most <= GOAL && still == 0.0)
+    let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
+    figures.at_most("fleet.report.allocations", allocations(&memory), "allocations", 0.0);
+    let _ = memory.shutdown(Duration::from_secs(5));
+    Ok(figures.print())
 }
 
 /// Returns the nanoseconds that a report costs a response, the most of both protocols.
 fn costs(memory: &Memory) -> f64 {
-    println!("{CALLS} calls in each of {ROUNDS} rounds, in turns; ns for each call");
     let mut with = layer(memory, true).layer(tower::service_fn(plain));
     let mut without = layer(memory, false).layer(tower::service_fn(plain));
-    let most = compare("HTTP", &mut || call(&mut with), &mut || call(&mut without));
+    let most = compare(&mut || call(&mut with), &mut || call(&mut without));
     let mut with = layer(memory, true).layer(tower::service_fn(grpc));
     let mut without = layer(memory, false).layer(tower::service_fn(grpc));
-    most.max(compare("gRPC", &mut || call(&mut with), &mut || call(&mut without)))
+    most.max(compare(&mut || call(&mut with), &mut || call(&mut without)))
 }
 
-/// Prints and returns what the report costs.
-fn compare(name: &str, with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
+/// Returns what the report costs.
+fn compare(with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         times[0].push(time(with));
         times[1].push(time(without));
     }
-    let [with, without] = times.map(median);
-    println!("{name:<8} with {with:7.1}, without {without:7.1}, difference {:6.1}", with - without);
+    let [with, without] = times.map(|times| median(&times));
     with - without
 }
 

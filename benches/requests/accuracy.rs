@@ -12,22 +12,29 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+use http::Request;
+use http_body_util::{BodyExt as _, Full};
 use lowtide::admission::Cost;
 use lowtide::config::DeviceChoice;
 use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
-use lowtide_heap::{Account, AccountOwner, HeapProbe};
+use lowtide_heap::{Account, HeapProbe};
+use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
-use crate::cases::{CASES, Case, MIB, Peak};
-use crate::client::{self, Order, Protocol};
+use crate::NoOwner;
+use crate::cases::{CASES, Case, MIB, Peak, Upload};
+use crate::common::figures::Figures;
+use crate::common::http::client_of;
 use crate::common::own;
 use crate::handlers::{self, Stage};
 
 /// Requests at once.
 const AT_ONCE: [usize; 2] = [1, 32];
-/// The accepted error of live bytes and of peaks.
-const ERROR_MAX: f64 = 0.02;
+/// The accepted error of live bytes and of peaks, in percent.
+const ERROR_MAX: f64 = 2.0;
 /// The accepted error of a peak, and the least bytes with which an error is compared.
 const PEAK_ERROR_MAX: f64 = 512.0 * 1024.0;
 /// A case whose requests do not arrive fails after this.
@@ -41,35 +48,20 @@ struct Seen {
     /// By jemalloc's statistics.
     held: f64,
     attributed: f64,
-    lowest_peak: f64,
-    highest_peak: f64,
-    /// Attributed when all have ended.
-    left: f64,
+    /// The lowest and the highest peak of a request.
+    peaks: [f64; 2],
 }
 
-struct NoOwner;
-
-impl AccountOwner for NoOwner {}
-
-/// The largest errors.
-#[derive(Default)]
-struct Errors {
-    /// Of live bytes and of peaks, as parts of the truth.
-    live: f64,
-    peak: f64,
-    /// The most bytes that a peak is too low.
-    under: f64,
-}
-
-/// Measures all cases, prints them, and returns whether the goals held.
+/// Measures all cases, prints them, and adds the figures.
 #[tokio::main(worker_threads = 2)]
-pub(crate) async fn measure(only: Option<&str>) -> Result<bool, BoxError> {
+pub(crate) async fn measure(only: Option<&str>, figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::gib(20)).device(DeviceChoice::None);
     let memory = memory.start()?;
-    let (mut errors, mut bases) = (Errors::default(), BTreeMap::new());
-    println!("MiB a request: live by jemalloc's statistics and attributed; peak and attributed");
+    // The largest errors of live bytes and of peaks, and the most bytes that a peak is too low.
+    let (mut live, mut worst, mut under) = (0.0_f64, 0.0_f64, 0.0_f64);
+    let mut bases = BTreeMap::new();
     for case in CASES.iter().filter(|case| only.is_none_or(|only| case.name.contains(only))) {
-        for protocol in [Protocol::Http1, Protocol::Http2] {
+        for protocol in [1, 2] {
             for at_once in AT_ONCE {
                 let kind = (format!("{:?}", case.upload), protocol, at_once);
                 let base = match bases.entry(kind) {
@@ -80,49 +72,29 @@ pub(crate) async fn measure(only: Option<&str>) -> Result<bool, BoxError> {
                     }
                 };
                 let mut seen = seen(&memory, case, protocol, at_once).await?;
-                seen.held -= base + case.handed as f64;
+                seen.held -= base + case.handed() as f64;
                 let peak = peak_of(case).map(|peak| peak.max(seen.held));
                 println!(
-                    "{:<38} {protocol:?} {at_once:>2} at once: {}",
-                    case.name,
-                    seen.line(peak)
+                    "{}, HTTP/{protocol}, {at_once} at once: {peak:.0?}, {seen:.0?}",
+                    case.name
                 );
-                errors.add(&seen, peak);
+                live = live.max(error(seen.attributed, seen.held).abs());
+                for (truth, found) in
+                    peak.into_iter().flat_map(|truth| seen.peaks.map(|found| (truth, found)))
+                {
+                    under = under.max(truth - found);
+                    if (found - truth).abs() > PEAK_ERROR_MAX {
+                        worst = worst.max(error(found, truth).abs());
+                    }
+                }
             }
         }
     }
-    let Errors { live, peak, under } = errors;
-    println!("figure measured.live_error_percent {:.2} percent", 100.0 * live);
-    println!("figure measured.peak_error_percent {:.2} percent", 100.0 * peak);
-    println!("figure measured.peak_under_kib {:.0} KiB", under / 1024.0);
-    Ok(live <= ERROR_MAX && peak <= ERROR_MAX)
-}
-
-impl Errors {
-    fn add(&mut self, seen: &Seen, peak: Option<f64>) {
-        self.live = self.live.max(error(seen.attributed, seen.held).abs());
-        let Some(truth) = peak else { return };
-        for found in [seen.lowest_peak, seen.highest_peak] {
-            self.under = self.under.max(truth - found);
-            if (found - truth).abs() > PEAK_ERROR_MAX {
-                self.peak = self.peak.max(error(found, truth).abs());
-            }
-        }
-    }
-}
-
-impl Seen {
-    /// Returns a line of the table, in MiB.
-    fn line(&self, peak: Option<f64>) -> String {
-        let [held, attributed, lowest, highest, left] =
-            [self.held, self.attributed, self.lowest_peak, self.highest_peak, self.left]
-                .map(|bytes| bytes / MIB as f64);
-        let peak = peak.map_or_else(|| "-".to_owned(), |peak| format!("{:.2}", peak / MIB as f64));
-        format!(
-            "{held:6.2} {attributed:6.2}   {peak:>6} {lowest:6.2} to {highest:6.2}   \
-             at its end {left:5.2}"
-        )
-    }
+    let name = |what: &str| format!("measured.{what}");
+    figures.at_most(name("live_error_percent"), 100.0 * live, "percent", ERROR_MAX);
+    figures.at_most(name("peak_error_percent"), 100.0 * worst, "percent", ERROR_MAX);
+    figures.add(name("peak_under_kib"), under / 1024.0, "KiB");
+    Ok(())
 }
 
 /// Returns the error as a part of the truth.
@@ -136,7 +108,7 @@ fn peak_of(case: &Case) -> Option<f64> {
         Peak::Bytes(bytes) => bytes as f64,
         Peak::Unknown => return None,
         Peak::Parsed => {
-            let text = client::body(case.upload);
+            let text = body(case.upload);
             let parse = || serde_json::from_slice::<serde_json::Value>(&text);
             let account = Arc::new(Account::new(NoOwner));
             drop(account.run(parse));
@@ -149,7 +121,7 @@ fn peak_of(case: &Case) -> Option<f64> {
 async fn seen(
     memory: &Memory,
     case: &Case,
-    protocol: Protocol,
+    protocol: u8,
     at_once: usize,
 ) -> Result<Seen, BoxError> {
     let mut runs = Vec::new();
@@ -160,15 +132,10 @@ async fn seen(
     Ok(*runs.select_nth_unstable_by(middle, |one, other| one.held.total_cmp(&other.held)).1)
 }
 
-async fn run(
-    memory: &Memory,
-    case: &Case,
-    protocol: Protocol,
-    at_once: usize,
-) -> Result<Seen, BoxError> {
+async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Result<Seen, BoxError> {
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::ZERO);
     let stage = Stage::new();
-    let service = handlers::routes(stage.clone()).layer(layer.without_slow_start());
+    let service = handlers::routes(Arc::clone(&stage)).layer(layer.without_slow_start());
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let server = listener.local_addr()?;
     let serving = tokio::spawn(async { axum::serve(listener, service).await });
@@ -179,7 +146,7 @@ async fn run(
         protocol,
         requests: at_once,
         upload: case.upload,
-        reads_late: case.reads_late,
+        reads_late: case.reads_late(),
     };
     let mut clients = start(&order)?;
     let start = Instant::now();
@@ -209,9 +176,10 @@ async fn run(
     Ok(Seen {
         held,
         attributed: now,
-        lowest_peak: peaks.iter().copied().fold(f64::INFINITY, f64::min),
-        highest_peak: peaks.iter().copied().fold(0.0, f64::max),
-        left: attributed(),
+        peaks: [
+            peaks.iter().copied().fold(f64::INFINITY, f64::min),
+            peaks.iter().copied().fold(0.0, f64::max),
+        ],
     })
 }
 
@@ -234,4 +202,75 @@ async fn settled() -> Result<f64, BoxError> {
         last = now;
     }
     Err("the live bytes of the process do not settle".into())
+}
+
+/// What the clients do, as JSON on the command line of their process.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Order {
+    server: std::net::SocketAddr,
+    path: String,
+    protocol: u8,
+    requests: usize,
+    upload: Upload,
+    /// Answers are read when the standard input ends.
+    reads_late: bool,
+}
+
+/// Is the clients: sends all requests at once, each on a connection of its own, and reads the
+/// answers.
+#[tokio::main(flavor = "current_thread")]
+pub(crate) async fn be_clients(order: Order) -> Result<(), BoxError> {
+    let body = body(order.upload);
+    let (ended, end) = watch::channel(false);
+    std::thread::spawn(move || {
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        ended.send_replace(true);
+    });
+    let ask = |mut end: watch::Receiver<bool>, order: Order, body: Bytes| async move {
+        let method = if body.is_empty() { "GET" } else { "POST" };
+        let request = Request::builder()
+            .method(method)
+            .uri(format!("http://{}/{}", order.server, order.path))
+            .body(Full::new(body))?;
+        let http = client_of(order.protocol == 2);
+        let mut answer = http.request(request).await?;
+        if order.reads_late {
+            end.wait_for(|ended| *ended).await?;
+        }
+        if !answer.status().is_success() {
+            return Err(format!("/{}: {}", order.path, answer.status()).into());
+        }
+        while let Some(frame) = answer.frame().await {
+            drop(frame?);
+        }
+        Ok::<_, BoxError>(())
+    };
+    let all =
+        (0..order.requests).map(|_| tokio::spawn(ask(end.clone(), order.clone(), body.clone())));
+    for one in all.collect::<Vec<_>>() {
+        one.await??;
+    }
+    Ok(())
+}
+
+/// Returns a body of about this length; JSON is records of five fields.
+fn body(upload: Upload) -> Bytes {
+    let Upload::Json(bytes) = upload else { return vec![b'x'; upload.bytes()].into() };
+    let mut text = String::from("[");
+    for id in 0_u32.. {
+        if text.len() >= bytes {
+            break;
+        }
+        let record = serde_json::json!({
+            "id": id,
+            "name": format!("customer {id}"),
+            "score": f64::from(id % 1000) / 8.0,
+            "tags": ["red", "blue"],
+            "active": id % 2 == 0,
+        });
+        text += if id > 0 { "," } else { "" };
+        text += &record.to_string();
+    }
+    text.push(']');
+    text.into()
 }

@@ -40,72 +40,57 @@ pub(crate) struct Case {
     pub(crate) path: &'static str,
     pub(crate) upload: Upload,
     pub(crate) peak: Peak,
-    /// The bytes that it hands to others.
-    pub(crate) handed: usize,
-    /// The client reads the answer late.
-    pub(crate) reads_late: bool,
 }
 
-const fn upload(name: &'static str, path: &'static str, mib: usize, peak: usize) -> Case {
-    let (upload, peak) = (Upload::Letters(mib * MIB), Peak::Bytes(peak * MIB));
-    Case { name, path, upload, peak, handed: 0, reads_late: false }
+const fn case(name: &'static str, path: &'static str, upload: Upload, peak: Peak) -> Case {
+    Case { name, path, upload, peak }
 }
 
-const fn bare(name: &'static str, path: &'static str, peak: usize) -> Case {
-    Case { upload: Upload::Nothing, ..upload(name, path, 0, peak) }
-}
-
-const fn late(name: &'static str, path: &'static str, peak: usize) -> Case {
-    Case { reads_late: true, ..bare(name, path, peak) }
-}
+use Peak::{Bytes, Parsed, Unknown};
+use Upload::{Json, Letters, Nothing};
 
 /// All cases.
 pub(crate) const CASES: [Case; 22] = [
-    upload("collects 1 MiB", "collect", 1, 2),
-    upload("collects 5 MiB", "collect", 5, 10),
-    upload("collects 20 MiB", "collect", 20, 40),
-    upload("reads 1 MiB into a prepared Vec", "prepared", 1, 1),
-    upload("reads 20 MiB into a prepared Vec", "prepared", 20, 20),
+    case("collects 1 MiB", "collect", Letters(MIB), Bytes(2 * MIB)),
+    case("collects 5 MiB", "collect", Letters(5 * MIB), Bytes(10 * MIB)),
+    case("collects 20 MiB", "collect", Letters(20 * MIB), Bytes(40 * MIB)),
+    case("reads 1 MiB into a prepared Vec", "prepared", Letters(MIB), Bytes(MIB)),
+    case("reads 20 MiB into a prepared Vec", "prepared", Letters(20 * MIB), Bytes(20 * MIB)),
     // A Vec doubles its capacity: 16 MiB while 32 are allocated.
-    upload("reads 20 MiB into a Vec that grows", "growing", 20, 48),
-    upload("keeps 5 MiB of frames", "frames", 5, 5),
-    upload("parses 5 MiB of JSON", "json", 0, 0).parsed(5 * MIB),
-    upload("reads 20 MiB and drops them", "drain", 20, 0),
-    upload("answers with its body, 20 MiB", "pass", 20, 0).streamed(),
-    bare("pushes 20 MiB onto a Vec", "pushes", 48),
-    bare("frees 20 MiB in the same poll", "transient", 20),
-    bare("frees 20 times 1 MiB in a poll", "churn", 1),
-    bare("spawn_blocking, scoped", "blocking", 10),
-    bare("four tasks, scoped", "tasks", 12),
-    bare("gives 8 MiB to another task", "given", 8).handed(8 * MIB),
-    bare("takes 8 MiB from another task", "taken", 8),
-    bare("puts 4 MiB into a cache", "cached", 4),
-    late("answers 20 MiB", "answer", 20),
-    late("answers 20 MiB of a constant", "answer_constant", 0),
-    late("streams 20 MiB in pieces of 256 KiB", "stream", 0).streamed(),
-    late("streams 20 MiB in pieces of 4 KiB", "stream_small", 0).streamed(),
+    case("reads 20 MiB into a Vec that grows", "growing", Letters(20 * MIB), Bytes(48 * MIB)),
+    case("keeps 5 MiB of frames", "frames", Letters(5 * MIB), Bytes(5 * MIB)),
+    case("parses 5 MiB of JSON", "json", Json(5 * MIB), Parsed),
+    case("reads 20 MiB and drops them", "drain", Letters(20 * MIB), Bytes(0)),
+    case("answers with its body, 20 MiB", "pass", Letters(20 * MIB), Unknown),
+    case("pushes 20 MiB onto a Vec", "pushes", Nothing, Bytes(48 * MIB)),
+    case("frees 20 MiB in the same poll", "transient", Nothing, Bytes(20 * MIB)),
+    case("frees 20 times 1 MiB in a poll", "churn", Nothing, Bytes(MIB)),
+    case("spawn_blocking, scoped", "blocking", Nothing, Bytes(10 * MIB)),
+    case("four tasks, scoped", "tasks", Nothing, Bytes(12 * MIB)),
+    case("gives 8 MiB to another task", "given", Nothing, Bytes(8 * MIB)),
+    case("takes 8 MiB from another task", "taken", Nothing, Bytes(8 * MIB)),
+    case("puts 4 MiB into a cache", "cached", Nothing, Bytes(4 * MIB)),
+    // The clients read these answers late.
+    case("answers 20 MiB", "answer", Nothing, Bytes(20 * MIB)),
+    case("answers 20 MiB of a constant", "answer_constant", Nothing, Bytes(0)),
+    case("streams 20 MiB in pieces of 256 KiB", "stream", Nothing, Unknown),
+    case("streams 20 MiB in pieces of 4 KiB", "stream_small", Nothing, Unknown),
 ];
 
 impl Case {
-    const fn parsed(mut self, bytes: usize) -> Self {
-        (self.upload, self.peak) = (Upload::Json(bytes), Peak::Parsed);
-        self
+    /// Returns `true` if its client reads the answer late.
+    pub(crate) fn reads_late(&self) -> bool {
+        self.path.starts_with("answer") || self.path.starts_with("stream")
     }
 
-    const fn streamed(mut self) -> Self {
-        self.peak = Peak::Unknown;
-        self
-    }
-
-    const fn handed(mut self, bytes: usize) -> Self {
-        self.handed = bytes;
-        self
+    /// The bytes that it hands to others.
+    pub(crate) fn handed(&self) -> usize {
+        if self.path == "given" { 8 * MIB } else { 0 }
     }
 
     /// The case without memory of the handler: it reads the body and drops it, if there is one.
-    pub(crate) const fn baseline(mut self) -> Self {
+    pub(crate) fn baseline(mut self) -> Self {
         self.path = if self.upload.bytes() > 0 { "drain" } else { "hello" };
-        self.reads_late = false;
         self
     }
 }

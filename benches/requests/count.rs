@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
-use clap::ValueEnum;
 use http::{Request, Response};
 use http_body_util::{Empty, Full};
 use hyper::server::conn::http1;
@@ -20,43 +19,19 @@ use hyper_util::service::TowerToHyperService;
 use lowtide::admission::{Admission, Cost};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::heap::{Account, AccountOwner};
+use lowtide::heap::Account;
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::{Layer as _, Service as _};
 
+use crate::NoOwner;
 use crate::common::callgrind;
+use crate::common::figures::Figures;
 
 /// Polls of the shorter run, and requests. Threads of the process add some 500,000 instructions.
 const POLLS: u32 = 200_000;
 const REQUESTS: u32 = 10_000;
-
-/// A small block, and one of which five are allocated and freed to move more than 64 KiB.
-const SMALL: usize = 64;
-const LARGE: usize = 16 << 10;
-
-/// What is counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Counted {
-    /// Work for an account that does nothing.
-    Idle,
-    IdleBare,
-    /// Work that allocates and frees small blocks.
-    Settled,
-    SettledBare,
-    /// Work that allocates and frees more than 64 KiB.
-    Peak,
-    PeakBare,
-    /// Polls of a handler that does nothing.
-    Poll,
-    PollBare,
-    /// Requests over HTTP/1: behind a layer that measures, behind one that does not, and behind
-    /// none.
-    Hello,
-    HelloUnmeasured,
-    HelloBare,
-}
 
 /// A handler that waits.
 struct Waits;
@@ -70,45 +45,43 @@ impl Future for Waits {
     }
 }
 
-struct NoOwner;
-
-impl AccountOwner for NoOwner {}
-
-/// The process that is counted.
-pub(crate) fn be(counted: Counted, steps: usize) -> Result<(), BoxError> {
+/// The process that is counted: work for an account that does nothing (`idle`), that allocates and
+/// frees small blocks (`settled`), or more than 64 KiB (`peak`); polls of a handler that does
+/// nothing; and requests over HTTP/1, behind a layer that measures or one that does not. Those that
+/// end in `bare` do the same for no account and behind no layer.
+pub(crate) fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
     match counted {
-        Counted::Idle => work(0, true, steps),
-        Counted::IdleBare => work(0, false, steps),
-        Counted::Settled => work(SMALL, true, steps),
-        Counted::SettledBare => work(SMALL, false, steps),
-        Counted::Peak => work(LARGE, true, steps),
-        Counted::PeakBare => work(LARGE, false, steps),
-        Counted::Poll => {
+        "poll" => {
             let layer = MemoryLayer::new(memory()?.admission().clone(), Cost::ZERO);
             let mut service = layer.layer(tower::service_fn(|_| Waits));
             poll(pin!(service.call(Request::new(Empty::<Bytes>::new()))), steps);
         }
-        Counted::PollBare => poll(pin!(Waits), steps),
-        Counted::Hello => return hello(Some(memory()?.admission()), steps),
-        Counted::HelloUnmeasured => {
+        "poll-bare" => poll(pin!(Waits), steps),
+        "hello" => return hello(Some(memory()?.admission()), steps),
+        "hello-unmeasured" => {
             return hello(Some(&Admission::with_limit(ByteSize::gib(1))), steps);
         }
-        Counted::HelloBare => return hello(None, steps),
+        "hello-bare" => return hello(None, steps),
+        work => {
+            let (of, is_measured) =
+                work.strip_suffix("-bare").map_or((work, true), |work| (work, false));
+            let (blocks, bytes) = match of {
+                "idle" => (0, 0),
+                "settled" => (5, 64),
+                _ => (5, 16 << 10),
+            };
+            let account = Arc::new(Account::new(NoOwner));
+            let step = || {
+                (0..black_box(blocks))
+                    .for_each(|_| drop(black_box(Vec::<u8>::with_capacity(bytes))));
+            };
+            for _ in 0..steps {
+                if is_measured { account.run(step) } else { step() }
+            }
+            black_box(account);
+        }
     }
     Ok(())
-}
-
-/// Allocates and frees blocks of so many bytes in each step, for an account or not.
-fn work(bytes: usize, is_measured: bool, steps: usize) {
-    let account = Arc::new(Account::new(NoOwner));
-    let blocks = if bytes == 0 { 0 } else { 5 };
-    let step = || {
-        (0..black_box(blocks)).for_each(|_| drop(black_box(Vec::<u8>::with_capacity(bytes))));
-    };
-    for _ in 0..steps {
-        if is_measured { account.run(step) } else { step() }
-    }
-    black_box(account);
 }
 
 fn memory() -> Result<Memory, BoxError> {
@@ -152,40 +125,24 @@ async fn hello(admission: Option<&Admission>, requests: usize) -> Result<(), Box
     Ok(())
 }
 
-/// Counts everything, prints it, and returns whether the goals held.
-pub(crate) fn measure() -> Result<bool, BoxError> {
-    let mut all = true;
-    let mut print = |name: &str, value: f64, unit: &str, goal: f64| {
-        let holds = value <= goal;
-        all &= holds;
-        println!("figure measured.{name} {value:.3} {unit}");
-        let held = if holds { "held  " } else { "MISSED" };
-        println!("{held}  measured.{name} at most {goal}: {value:.3}");
+/// Counts everything, and adds the figures.
+pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+    let count = |counted: &str| {
+        let steps = if counted.starts_with("hello") { REQUESTS } else { POLLS };
+        callgrind::per_step(&["--be", counted, "--steps"], steps)
     };
-    let of = |with: Counted, without: Counted| -> Result<f64, BoxError> {
-        Ok(count(with)? - count(without)?)
+    let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
+    let mut add = |name: &str, value, unit, most| {
+        figures.at_most(format!("measured.{name}"), value, unit, most);
     };
-    print("scope.instructions", of(Counted::Idle, Counted::IdleBare)?, "instructions", 60.0);
-    let settled = of(Counted::Settled, Counted::SettledBare)?;
-    print("scope.settled.instructions", settled, "instructions", 130.0);
-    let peak = of(Counted::Peak, Counted::PeakBare)? - settled;
-    print("scope.peak.instructions", peak, "instructions", 350.0);
-    let poll = of(Counted::Poll, Counted::PollBare)?;
-    println!("figure measured.poll.instructions {poll:.0} instructions");
-    let (bare, unmeasured) = (count(Counted::HelloBare)?, count(Counted::HelloUnmeasured)?);
-    let measured = count(Counted::Hello)?;
-    println!("figure measured.hello.instructions {bare:.0} instructions");
-    println!("figure measured.hello.admitted_ratio {:.3} x", unmeasured / bare);
-    print("layer.ratio", measured / unmeasured, "x", 1.02);
-    Ok(all)
-}
-
-/// Returns the instructions of one poll or request.
-fn count(counted: Counted) -> Result<f64, BoxError> {
-    let steps = match counted {
-        Counted::Hello | Counted::HelloUnmeasured | Counted::HelloBare => REQUESTS,
-        _ => POLLS,
-    };
-    let counted = counted.to_possible_value().ok_or("no value is skipped")?;
-    Ok(callgrind::per_step(&["--be", counted.get_name(), "--steps"], steps)?)
+    let settled = more("settled")?;
+    let (bare, unmeasured) = (count("hello-bare")?, count("hello-unmeasured")?);
+    add("scope.instructions", more("idle")?, "instructions", 60.0);
+    add("scope.settled.instructions", settled, "instructions", 130.0);
+    add("scope.peak.instructions", more("peak")? - settled, "instructions", 350.0);
+    add("poll.instructions", more("poll")?, "instructions", f64::INFINITY);
+    add("hello.instructions", bare, "instructions", f64::INFINITY);
+    add("hello.admitted_ratio", unmeasured / bare, "x", f64::INFINITY);
+    add("layer.ratio", count("hello")? / unmeasured, "x", 1.02);
+    Ok(())
 }

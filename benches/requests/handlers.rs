@@ -1,5 +1,6 @@
-//! The handlers, each of which waits where its request holds most.
+//! The handler, which waits where its request holds most.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::hint::black_box;
@@ -7,15 +8,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse as _, Response};
-use axum::routing::{any, post};
-use axum::{Json, Router};
+use axum::routing::any;
+use axum::{Router, extract::DefaultBodyLimit};
 use futures_util::stream;
 use http::header::CONTENT_LENGTH;
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
 use lowtide::service::{RequestPermit, scope, scope_blocking};
+use lowtide_core::sync::lock;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::cases::MIB;
@@ -25,13 +27,8 @@ const PIECE: usize = 256 << 10;
 
 type Block = Vec<u8>;
 
-/// What handlers and the measuring task share.
-#[derive(Clone)]
+/// What the handler and the measuring task share.
 pub(crate) struct Stage {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
     /// Requests that wait.
     waiting: AtomicUsize,
     /// `true` when they may go on.
@@ -48,7 +45,7 @@ struct Inner {
 
 impl Stage {
     /// Returns a stage, and the tasks that take memory from requests and give it to them.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new() -> Arc<Self> {
         let (given, mut taken) = mpsc::unbounded_channel();
         let (producer, mut wanted) = mpsc::unbounded_channel::<oneshot::Sender<Block>>();
         tokio::spawn(async move {
@@ -62,7 +59,7 @@ impl Stage {
                 let _ = to.send(filled(8 * MIB));
             }
         });
-        let inner = Inner {
+        Arc::new(Self {
             waiting: AtomicUsize::new(0),
             opened: watch::Sender::new(false),
             permits: Mutex::default(),
@@ -70,34 +67,30 @@ impl Stage {
             cache: Mutex::default(),
             producer,
             constant: Bytes::from(filled(20 * MIB)),
-        };
-        Self { inner: Arc::new(inner) }
+        })
     }
 
     pub(crate) fn waiting(&self) -> usize {
-        self.inner.waiting.load(Ordering::Acquire)
+        self.waiting.load(Ordering::Acquire)
     }
 
     pub(crate) fn open(&self) {
-        self.inner.opened.send_replace(true);
+        self.opened.send_replace(true);
     }
 
     pub(crate) fn permits(&self) -> Vec<RequestPermit> {
-        self.inner.permits.lock().expect("no panic").clone()
+        lock(&self.permits).clone()
     }
 
     /// Notes that a request holds most now.
     fn arrive(&self) {
-        if let Some(permit) = RequestPermit::current() {
-            self.inner.permits.lock().expect("no panic").push(permit);
-        }
-        self.inner.waiting.fetch_add(1, Ordering::Release);
+        lock(&self.permits).extend(RequestPermit::current());
+        self.waiting.fetch_add(1, Ordering::Release);
     }
 
     async fn wait(&self) {
         self.arrive();
-        let mut opened = self.inner.opened.subscribe();
-        let _ = opened.wait_for(|opened| *opened).await;
+        let _ = self.opened.subscribe().wait_for(|opened| *opened).await;
     }
 }
 
@@ -105,86 +98,114 @@ fn filled(bytes: usize) -> Block {
     black_box(vec![7; bytes])
 }
 
-pub(crate) fn routes(stage: Stage) -> Router {
-    Router::new()
-        .route("/hello", any(hello))
-        .route("/drain", post(drain))
-        .route("/collect", post(collect))
-        .route("/prepared", post(prepared))
-        .route("/growing", post(growing))
-        .route("/frames", post(frames))
-        .route("/json", post(json))
-        .route("/pass", post(pass))
-        .route("/pushes", any(pushes))
-        .route("/transient", any(transient))
-        .route("/churn", any(churn))
-        .route("/blocking", any(blocking))
-        .route("/tasks", any(tasks))
-        .route("/given", any(given))
-        .route("/taken", any(taken))
-        .route("/cached", any(cached))
-        .route("/answer", any(answer))
-        .route("/answer_constant", any(answer_constant))
-        .route("/stream", any(streamed))
-        .route("/stream_small", any(streamed_small))
-        .layer(DefaultBodyLimit::disable())
-        .with_state(stage)
-}
-
-async fn hello(State(stage): State<Stage>) {
-    stage.wait().await;
+pub(crate) fn routes(stage: Arc<Stage>) -> Router {
+    let routes = Router::new().route("/{name}", any(handle)).layer(DefaultBodyLimit::disable());
+    routes.with_state(stage)
 }
 
 async fn next(body: &mut Body) -> Option<Bytes> {
     body.frame().await?.ok()?.into_data().ok()
 }
 
-async fn drain(State(stage): State<Stage>, mut body: Body) {
-    while next(&mut body).await.is_some() {}
-    stage.wait().await;
-}
-
-async fn collect(State(stage): State<Stage>, body: Body) {
-    let whole = body.collect().await.map(|body| body.to_bytes());
-    stage.wait().await;
-    drop(whole);
-}
-
-async fn prepared(State(stage): State<Stage>, request: Request) {
-    let length = request.headers()[CONTENT_LENGTH].to_str().expect("text");
-    read(&stage, Vec::with_capacity(length.parse().expect("a number")), request).await;
-}
-
-async fn growing(State(stage): State<Stage>, request: Request) {
-    read(&stage, Vec::new(), request).await;
-}
-
-async fn read(stage: &Stage, mut whole: Block, request: Request) {
-    let mut body = request.into_body();
-    while let Some(frame) = next(&mut body).await {
-        whole.extend_from_slice(&frame);
+async fn handle(
+    State(stage): State<Arc<Stage>>,
+    Path(name): Path<String>,
+    request: Request,
+) -> Response {
+    let length =
+        request.headers().get(CONTENT_LENGTH).and_then(|text| text.to_str().ok()?.parse().ok());
+    let body = request.into_body();
+    match &*name {
+        "pass" => return pass(stage, body),
+        "answer" => {
+            let whole = Bytes::from(filled(20 * MIB));
+            stage.arrive();
+            return whole.into_response();
+        }
+        "answer_constant" => {
+            stage.arrive();
+            return stage.constant.clone().into_response();
+        }
+        "stream" => return stream_of(&stage, PIECE),
+        "stream_small" => return stream_of(&stage, 4 << 10),
+        _ => {}
     }
-    drop(body);
+    let held = held(&stage, &name, body, length.unwrap_or(0)).await;
     stage.wait().await;
-    black_box(whole);
+    drop(black_box(held));
+    Response::default()
 }
 
-async fn frames(State(stage): State<Stage>, mut body: Body) {
-    let mut kept = Vec::new();
-    while let Some(frame) = next(&mut body).await {
-        kept.push(frame);
+/// Does a handler's work, and returns what it holds.
+async fn held(stage: &Stage, name: &str, mut body: Body, length: usize) -> Box<dyn Any + Send> {
+    let permit = RequestPermit::current();
+    match name {
+        "drain" => while next(&mut body).await.is_some() {},
+        "collect" => return Box::new(body.collect().await.map(|body| body.to_bytes())),
+        "prepared" | "growing" => {
+            let mut whole = Vec::with_capacity(if name == "prepared" { length } else { 0 });
+            while let Some(frame) = next(&mut body).await {
+                whole.extend_from_slice(&frame);
+            }
+            return Box::new(whole);
+        }
+        "frames" => {
+            let mut kept = Vec::new();
+            while let Some(frame) = next(&mut body).await {
+                kept.push(frame);
+            }
+            return Box::new(kept);
+        }
+        "json" => {
+            let whole = body.collect().await.map(|body| body.to_bytes()).unwrap_or_default();
+            return Box::new(serde_json::from_slice::<serde_json::Value>(&whole));
+        }
+        "pushes" => {
+            let mut bytes = Vec::new();
+            (0..20 * MIB).for_each(|_| bytes.push(7_u8));
+            return Box::new(bytes);
+        }
+        "transient" => drop(filled(20 * MIB)),
+        "churn" => (0..20).for_each(|_| drop(filled(MIB))),
+        "blocking" => {
+            let block = || {
+                drop(filled(6 * MIB));
+                filled(10 * MIB)
+            };
+            return Box::new(tokio::task::spawn_blocking(scope_blocking(block)).await);
+        }
+        "tasks" => {
+            // All four hold 3 MiB each at the same time.
+            let all = Arc::new(tokio::sync::Barrier::new(4));
+            let part = async |all: Arc<tokio::sync::Barrier>| {
+                let (kept, more) = (filled(2 * MIB), filled(MIB));
+                all.wait().await;
+                drop(more);
+                kept
+            };
+            let parts: [_; 4] =
+                std::array::from_fn(|_| tokio::spawn(scope(part(Arc::clone(&all)))));
+            return Box::new(futures_util::future::join_all(parts).await);
+        }
+        "given" => {
+            let _ = stage.given.send(filled(8 * MIB));
+            permit.inspect(|permit| permit.release(ByteSize::of(8 * MIB)));
+        }
+        "taken" => {
+            let (to, from) = oneshot::channel();
+            let _ = stage.producer.send(to);
+            let block = from.await;
+            permit.inspect(|permit| permit.adopt(ByteSize::of(8 * MIB)));
+            return Box::new(block);
+        }
+        "cached" => lock(&stage.cache).push_back(filled(4 * MIB)),
+        _ => {}
     }
-    stage.wait().await;
-    drop(kept);
-}
-
-async fn json(State(stage): State<Stage>, Json(value): Json<serde_json::Value>) {
-    stage.wait().await;
-    drop(value);
+    Box::new(())
 }
 
 /// Waits when the body has passed: before its end.
-async fn pass(State(stage): State<Stage>, body: Body) -> Response {
+fn pass(stage: Arc<Stage>, body: Body) -> Response {
     let pieces = stream::unfold((body, Some(stage)), |(mut body, mut stage)| async {
         match next(&mut body).await {
             Some(frame) => Some((Ok::<_, Infallible>(frame), (body, stage))),
@@ -195,100 +216,6 @@ async fn pass(State(stage): State<Stage>, body: Body) -> Response {
         }
     });
     Body::from_stream(pieces).into_response()
-}
-
-async fn pushes(State(stage): State<Stage>) {
-    let mut bytes = Vec::new();
-    (0..20 * MIB).for_each(|_| bytes.push(7_u8));
-    stage.wait().await;
-    black_box(bytes);
-}
-
-async fn transient(State(stage): State<Stage>) {
-    drop(filled(20 * MIB));
-    stage.wait().await;
-}
-
-async fn churn(State(stage): State<Stage>) {
-    (0..20).for_each(|_| drop(filled(MIB)));
-    stage.wait().await;
-}
-
-fn block() -> Block {
-    drop(filled(6 * MIB));
-    filled(10 * MIB)
-}
-
-async fn blocking(State(stage): State<Stage>) {
-    let block = tokio::task::spawn_blocking(scope_blocking(block)).await;
-    stage.wait().await;
-    drop(block);
-}
-
-/// All four hold 3 MiB each at the same time.
-async fn part(all: Arc<tokio::sync::Barrier>) -> Block {
-    let (kept, more) = (filled(2 * MIB), filled(MIB));
-    all.wait().await;
-    drop(more);
-    kept
-}
-
-async fn tasks(State(stage): State<Stage>) {
-    let all = Arc::new(tokio::sync::Barrier::new(4));
-    let parts = std::array::from_fn(|_| tokio::spawn(scope(part(Arc::clone(&all)))));
-    hold(&stage, parts).await;
-}
-
-async fn hold(stage: &Stage, parts: [tokio::task::JoinHandle<Block>; 4]) {
-    let mut held = Vec::new();
-    for part in parts {
-        held.push(part.await);
-    }
-    stage.wait().await;
-    drop(held);
-}
-
-async fn given(State(stage): State<Stage>) {
-    let _ = stage.inner.given.send(filled(8 * MIB));
-    if let Some(permit) = RequestPermit::current() {
-        permit.release(ByteSize::of(8 * MIB));
-    }
-    stage.wait().await;
-}
-
-async fn taken(State(stage): State<Stage>) {
-    let (to, from) = oneshot::channel();
-    let _ = stage.inner.producer.send(to);
-    let block = from.await;
-    if let Some(permit) = RequestPermit::current() {
-        permit.adopt(ByteSize::of(8 * MIB));
-    }
-    stage.wait().await;
-    drop(block);
-}
-
-async fn cached(State(stage): State<Stage>) {
-    stage.inner.cache.lock().expect("no panic").push_back(filled(4 * MIB));
-    stage.wait().await;
-}
-
-async fn answer(State(stage): State<Stage>) -> Bytes {
-    let whole = Bytes::from(filled(20 * MIB));
-    stage.arrive();
-    whole
-}
-
-async fn answer_constant(State(stage): State<Stage>) -> Bytes {
-    stage.arrive();
-    stage.inner.constant.clone()
-}
-
-async fn streamed(State(stage): State<Stage>) -> Response {
-    stream_of(&stage, PIECE)
-}
-
-async fn streamed_small(State(stage): State<Stage>) -> Response {
-    stream_of(&stage, 4 << 10)
 }
 
 fn stream_of(stage: &Stage, piece: usize) -> Response {

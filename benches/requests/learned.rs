@@ -5,6 +5,7 @@ use lowtide::ByteSize;
 use lowtide_admission::learning::{Kind, Needs, Room};
 
 use crate::chance::Chance;
+use crate::common::figures::Figures;
 
 /// Routes, each with its own random needs.
 const ROUTES: u64 = 200;
@@ -22,19 +23,16 @@ fn need(chance: &mut Chance) -> f64 {
     10.0 * 1024.0 * 1024.0 * (0.7 + 0.15 * sum)
 }
 
-/// Measures it and returns whether the goal held.
-pub(crate) fn measure() -> bool {
+/// Measures it.
+pub(crate) fn measure(figures: &mut Figures) {
     let truth = {
         let mut chance = Chance::new(7);
         (0..100_000).map(|_| need(&mut chance)).sum::<f64>() / 100_000.0
     };
     let mut after: Vec<_> = (1..=ROUTES).map(|seed| requests(seed, truth)).collect();
     after.sort_unstable();
-    let at = |percent: usize| after.get(after.len() * percent / 100).copied().unwrap_or(REQUESTS);
-    let (median, most) = (at(50), at(90));
-    println!("a route's estimate stays within 10 % of the truth after {median} requests (median)");
-    println!("figure measured.learned_after_requests {most} requests");
-    most as f64 <= GOAL
+    let most = after.get(after.len() * 90 / 100).copied().unwrap_or(REQUESTS);
+    figures.at_most("measured.learned_after_requests", most as f64, "requests", GOAL);
 }
 
 /// Returns the number of requests after which the claim of a route stays near the truth.

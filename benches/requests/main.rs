@@ -14,7 +14,6 @@ mod cases;
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "another bench draws sizes too")]
 mod chance;
-mod client;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
@@ -27,7 +26,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use lowtide::BoxError;
 
-use crate::count::Counted;
+use crate::common::figures::Figures;
 
 lowtide::global_allocator!(balanced);
 
@@ -42,7 +41,7 @@ struct Cli {
     count: bool,
     /// Be the process whose instructions are counted.
     #[arg(long, hide = true)]
-    be: Option<Counted>,
+    be: Option<String>,
     #[arg(long, hide = true, default_value_t = 0)]
     steps: usize,
     /// Be the clients.
@@ -50,20 +49,27 @@ struct Cli {
     client: Option<String>,
 }
 
+pub(crate) struct NoOwner;
+
+impl lowtide::heap::AccountOwner for NoOwner {}
+
 fn main() -> ExitCode {
     common::main(|cli: Cli| run(&cli))
 }
 
 /// Returns whether every goal held.
 fn run(cli: &Cli) -> Result<bool, BoxError> {
-    if let Some(counted) = cli.be {
+    if let Some(counted) = &cli.be {
         return count::be(counted, cli.steps).map(|()| true);
     }
     if let Some(order) = &cli.client {
-        return client::be(serde_json::from_str(order)?).map(|()| true);
+        return accuracy::be_clients(serde_json::from_str(order)?).map(|()| true);
     }
-    let learns = learned::measure();
-    let costs = count::measure()?;
-    let fits = cli.count || accuracy::measure(cli.only.as_deref())?;
-    Ok(learns && costs && fits)
+    let mut figures = Figures::default();
+    learned::measure(&mut figures);
+    if !cli.count {
+        accuracy::measure(cli.only.as_deref(), &mut figures)?;
+    }
+    count::measure(&mut figures)?;
+    Ok(figures.print())
 }

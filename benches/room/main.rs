@@ -4,12 +4,14 @@
 //! `schedules` runs random schedules of requests that wait. `zipf` evicts models under requests by
 //! Zipf's law and compares the hits with those of other policies. Both are in virtual time. `cache`
 //! loads a service whose cache fills the limit, and `leak` exhausts services by leaks, under two
-//! policies. A schedule or a case that fails is shown with its seed and can be run again alone.
-//! `hostage` and `h2` attack a real service.
+//! policies. A schedule that fails is shown with its seed and can be run again alone. `hostage` and
+//! `h2` attack a real service.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+mod attacked;
+mod attacks;
 mod cache;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
@@ -25,8 +27,10 @@ mod zipf;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use lowtide::BoxError;
+
+use crate::common::figures::{Figures, count};
 
 lowtide::global_allocator!(balanced);
 
@@ -43,7 +47,14 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Part {
     /// Random schedules of requests that wait for room.
-    Schedules(Schedules),
+    Schedules {
+        /// The number of schedules.
+        #[arg(long, default_value_t = 100_000)]
+        count: u64,
+        /// The first seed.
+        #[arg(long, default_value_t = 0)]
+        from: u64,
+    },
     /// Evictions of models under requests by Zipf's law, compared with other policies.
     Zipf(evictions::Arguments),
     /// Clients that hold memory or connections of a real service hostage: two minutes.
@@ -62,38 +73,30 @@ enum Part {
     ServeLeaking,
 }
 
-#[derive(Debug, Args)]
-struct Schedules {
-    /// The number of schedules.
-    #[arg(long, default_value_t = 100_000)]
-    count: u64,
-    /// The first seed.
-    #[arg(long, default_value_t = 0)]
-    from: u64,
-}
-
 fn main() -> ExitCode {
     common::main(|cli: Cli| run(&cli.part))
 }
 
 /// Runs a part. Returns `true` if every goal held.
 fn run(part: &Part) -> Result<bool, BoxError> {
+    let mut figures = Figures::default();
     match part {
-        Part::Schedules(schedules) => Ok(run_schedules(schedules)),
-        Part::Zipf(arguments) => Ok(evictions::measure(arguments)),
-        Part::Hostage(arguments) => hostage::measure(arguments),
-        Part::H2 => hostage::measure_connections(),
-        Part::Cache(arguments) => cache::measure(arguments),
-        Part::Leak => leak::measure(),
-        Part::ServeAttacked { at } => hostage::service::serve(*at).map(|()| true),
-        Part::ServeLeaking => leak::serve().map(|()| true),
+        Part::Schedules { count, from } => schedules(*count, *from, &mut figures),
+        Part::Zipf(arguments) => evictions::measure(arguments, &mut figures),
+        Part::Hostage(arguments) => hostage::measure(arguments, &mut figures)?,
+        Part::H2 => hostage::measure_connections(&mut figures)?,
+        Part::Cache(arguments) => cache::measure(arguments, &mut figures)?,
+        Part::Leak => return leak::measure(),
+        Part::ServeAttacked { at } => attacked::serve(*at)?,
+        Part::ServeLeaking => leak::serve()?,
     }
+    Ok(figures.print())
 }
 
-/// Runs schedules and prints their figures. Returns `true` if none failed.
-fn run_schedules(Schedules { count, from }: &Schedules) -> bool {
+/// Runs schedules and adds their figures.
+fn schedules(run: u64, from: u64, figures: &mut Figures) {
     let (mut failed, mut waited, mut rejected, mut resumed) = (0, 0, 0, 0);
-    for seed in *from..from.saturating_add(*count) {
+    for seed in from..from.saturating_add(run) {
         match schedules::run(seed) {
             Ok(seen) => {
                 waited += seen.waited;
@@ -103,7 +106,7 @@ fn run_schedules(Schedules { count, from }: &Schedules) -> bool {
             Err(fault) => {
                 failed += 1;
                 if failed <= SHOWN {
-                    eprintln!("seed {seed}: {fault:?}");
+                    eprintln!("seed {seed}: {fault}");
                     eprintln!(
                         "again: cargo bench --bench room -- schedules --from {seed} --count 1"
                     );
@@ -111,11 +114,9 @@ fn run_schedules(Schedules { count, from }: &Schedules) -> bool {
             }
         }
     }
-    println!("seeds {from} to {}", from.saturating_add(*count));
-    println!("figure room.schedules.run {count} schedules");
-    println!("figure room.schedules.failed {failed} schedules");
-    println!("figure room.schedules.waited {waited} requests");
-    println!("figure room.schedules.rejected {rejected} requests");
-    println!("figure room.schedules.resumed {resumed} requests");
-    failed == 0
+    figures.add("room.schedules.run", count(run), "schedules");
+    figures.at_most("room.schedules.failed", count(failed), "schedules", 0.0);
+    for (name, sum) in [("waited", waited), ("rejected", rejected), ("resumed", resumed)] {
+        figures.add(format!("room.schedules.{name}"), count(sum), "requests");
+    }
 }

@@ -10,13 +10,20 @@
 //! It relies on the queue of `lowtide-admission` and on nothing else: no control loop measures.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use lowtide_admission::clock::Moment;
 use lowtide_admission::layer::{LargeRequest, SLOW_AFTER, Waiting};
 use lowtide_admission::{Admission, Budget, ByteSize, Cost, Permit, Priority, Rejected};
+use lowtide_core::sync::lock;
+
+#[path = "../index/chance.rs"]
+#[allow(dead_code, reason = "another bench draws sizes too")]
+#[allow(clippy::duplicate_mod, reason = "other simulations have it too")]
+mod chance;
+use self::chance::Chance;
 
 /// The longest wait.
 const WITHIN: Duration = Duration::from_millis(500);
@@ -24,17 +31,6 @@ const TICK: Duration = Duration::from_millis(10);
 const STEPS: usize = 160;
 /// What a suspended request reserves beyond what it holds.
 const WINDOW: ByteSize = ByteSize::kib(64);
-
-/// What went wrong in a schedule.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
-    OverTheCeiling,
-    OverItsReservation,
-    Deadlock,
-    Unanswered,
-    Overtaken,
-    Left,
-}
 
 /// What happened in schedules.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,21 +42,9 @@ pub(crate) struct Seen {
     pub(crate) resumed: u64,
 }
 
-/// A generator of numbers (Steele, Lea and Flood, 2014: `SplitMix64`).
-struct Chance(u64);
-
-impl Chance {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, most: usize) -> usize {
-        usize::try_from(self.next() % (most.max(1) as u64)).unwrap_or_default()
-    }
+/// Evenly below a number.
+fn below(chance: &mut Chance, most: usize) -> usize {
+    usize::try_from(chance.next() % (most.max(1) as u64)).unwrap_or_default()
 }
 
 #[derive(Default)]
@@ -72,14 +56,39 @@ impl Wake for Woken {
     }
 }
 
+/// A place in the queue, and when it was entered.
+struct Place(Waiting, Arc<Woken>, Moment);
+
+impl Place {
+    fn new(waiting: Waiting, now: Moment) -> Self {
+        Self(waiting, Arc::new(Woken(AtomicBool::new(true))), now)
+    }
+
+    /// Forgets that it was woken.
+    fn rest(&self) {
+        self.1.0.store(false, Ordering::Relaxed);
+    }
+
+    fn is_woken(&self) -> bool {
+        self.1.0.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether it is its turn, or whether it is answered otherwise; `None` if it waits.
+    fn poll(&self) -> Option<bool> {
+        let waker = Waker::from(Arc::clone(&self.1));
+        match self.0.poll_turn(&Context::from_waker(&waker)) {
+            Poll::Ready(is_turn) => Some(is_turn),
+            Poll::Pending => None,
+        }
+    }
+}
+
 struct Request {
     cost: Cost,
     priority: Priority,
     /// The order of arrival.
     number: u64,
-    entered: Moment,
-    waiting: Waiting,
-    woken: Arc<Woken>,
+    place: Place,
     /// The bytes that were admitted of requests that arrived later.
     overtaken: u64,
 }
@@ -99,8 +108,7 @@ struct Upload {
     /// The last time at which its claim was reserved.
     reserved_at: Moment,
     is_suspended: bool,
-    /// Its place in the queue, and when it entered.
-    waits: Option<(Waiting, Arc<Woken>, Moment)>,
+    waits: Option<Place>,
 }
 
 impl Upload {
@@ -114,23 +122,17 @@ impl Upload {
     }
 }
 
-impl Admitted {
-    fn upload(&self) -> MutexGuard<'_, Option<Upload>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl LargeRequest for Admitted {
     fn reserved(&self) -> Option<ByteSize> {
-        self.upload().as_ref().map(|upload| upload.permit.cost().host)
+        lock(&self.0).as_ref().map(|upload| upload.permit.cost().host)
     }
 
     fn admitted_at(&self) -> Option<Moment> {
-        self.upload().as_ref().map(|upload| upload.reserved_at)
+        lock(&self.0).as_ref().map(|upload| upload.reserved_at)
     }
 
     fn suspend(&self, now: Moment) {
-        let mut upload = self.upload();
+        let mut upload = lock(&self.0);
         let Some(upload) = &mut *upload else { return };
         if upload.is_whole() || upload.is_suspended || now - upload.reserved_at < SLOW_AFTER {
             return;
@@ -157,26 +159,18 @@ struct World {
 ///
 /// # Errors
 /// The first claim that did not hold.
-pub(crate) fn run(seed: u64) -> Result<Seen, Fault> {
-    let mut chance = Chance(seed);
-    let ceiling = ByteSize::mib(16 << chance.below(4));
+pub(crate) fn run(seed: u64) -> Result<Seen, &'static str> {
+    let mut chance = Chance::new(seed);
+    let ceiling = ByteSize::mib(16 << below(&mut chance, 4));
     let admission = Admission::with_limit(ceiling);
     let now = Moment::ORIGIN;
     admission.state().tend_queue(now); // deadlines pass
-    let (waiting, running, has_pieces) = (Vec::new(), Vec::new(), seed % 2 == 1);
-    let mut world = World {
-        admission,
-        ceiling,
-        now,
-        chance,
-        waiting,
-        running,
-        has_pieces,
-        arrived: 0,
-        seen: Seen::default(),
-    };
+    let (has_pieces, arrived, seen) = (seed % 2 == 1, 0, Seen::default());
+    let (waiting, running) = (Vec::new(), Vec::new());
+    let mut world =
+        World { admission, ceiling, now, chance, waiting, running, has_pieces, arrived, seen };
     for _ in 0..STEPS {
-        match world.chance.below(if has_pieces { 12 } else { 8 }) {
+        match below(&mut world.chance, if has_pieces { 12 } else { 8 }) {
             0..=3 => world.arrive(),
             4 => world.finish(),
             5 => world.leave(),
@@ -196,7 +190,7 @@ pub(crate) fn run(seed: u64) -> Result<Seen, Fault> {
     world.seen.suspended = world.admission.stats().suspended_total;
     let stats = world.admission.stats();
     if stats.waiting != 0 || !world.reserved().is_zero() {
-        return Err(Fault::Left);
+        return Err("something is left");
     }
     Ok(world.seen)
 }
@@ -207,12 +201,12 @@ impl World {
     }
 
     fn arrive(&mut self) {
-        let part = self.ceiling.get() >> [10, 8, 5, 2, 1][self.chance.below(5)];
+        let part = self.ceiling.get() >> [10, 8, 5, 2, 1][below(&mut self.chance, 5)];
         let bytes = 1 + self.chance.next() % part.max(1);
         let cost = Cost::host(ByteSize::new(bytes));
         let priority = [Priority::Normal, Priority::Normal, Priority::Low, Priority::High];
-        let priority = priority[self.chance.below(4)];
-        let tenant = self.chance.below(3) as u64;
+        let priority = priority[below(&mut self.chance, 4)];
+        let tenant = below(&mut self.chance, 3) as u64;
         self.arrived += 1;
         match self.admission.state().try_admit_uncounted(cost, priority, None) {
             Ok(permit) => self.admitted(permit, self.arrived),
@@ -223,11 +217,8 @@ impl World {
                     self.seen.rejected += 1;
                     return;
                 };
-                let woken = Arc::new(Woken(AtomicBool::new(true)));
-                let (entered, number) = (self.now, self.arrived);
-                let request =
-                    Request { cost, priority, number, entered, waiting, woken, overtaken: 0 };
-                self.waiting.push(request);
+                let (place, number) = (Place::new(waiting, self.now), self.arrived);
+                self.waiting.push(Request { cost, priority, number, place, overtaken: 0 });
                 self.poll(self.waiting.len() - 1);
             }
             Err(_) => self.seen.rejected += 1,
@@ -248,7 +239,7 @@ impl World {
         if self.has_pieces {
             upload.permit.state().register(Arc::<Admitted>::clone(&admitted));
         }
-        *admitted.upload() = Some(upload);
+        *lock(&admitted.0) = Some(upload);
         self.running.push(admitted);
     }
 
@@ -265,10 +256,10 @@ impl World {
         if self.running.is_empty() {
             return;
         }
-        let at = self.chance.below(self.running.len());
-        let pieces = 1 + self.chance.below(4) as u64;
+        let at = below(&mut self.chance, self.running.len());
+        let pieces = 1 + below(&mut self.chance, 4) as u64;
         let admitted = Arc::clone(&self.running[at]);
-        let mut upload = admitted.upload();
+        let mut upload = lock(&admitted.0);
         let Some(it) = upload.as_mut().filter(|it| it.waits.is_none() && !it.is_whole()) else {
             return;
         };
@@ -277,8 +268,7 @@ impl World {
         let is_last = arrived == it.length;
         if it.is_suspended && (is_last || !it.permit.reserve_arriving(wanted)) {
             let waiting = it.permit.wait_to_resume(it.claim, Priority::Normal, 0, WITHIN);
-            let woken = Arc::new(Woken(AtomicBool::new(true)));
-            it.waits = waiting.map(|waiting| (waiting, woken, self.now));
+            it.waits = waiting.map(|waiting| Place::new(waiting, self.now));
             let has_room = it.waits.is_some();
             drop(upload);
             if has_room {
@@ -297,17 +287,14 @@ impl World {
     /// does not wait.
     fn resume(&mut self, at: usize) -> bool {
         let admitted = Arc::clone(&self.running[at]);
-        let mut upload = admitted.upload();
+        let mut upload = lock(&admitted.0);
         let Some(it) = &mut *upload else { return false };
         loop {
-            let Some((waiting, woken, _)) = &it.waits else { return false };
-            woken.0.store(false, Ordering::Relaxed);
-            let waker = Waker::from(Arc::clone(woken));
-            let Poll::Ready(is_turn) = waiting.poll_turn(&Context::from_waker(&waker)) else {
-                return true;
-            };
+            let Some(place) = &it.waits else { return false };
+            place.rest();
+            let Some(is_turn) = place.poll() else { return true };
             let before = it.permit.cost().host.get();
-            match it.permit.resume(Some(waiting).filter(|_| is_turn), it.claim, Priority::Normal) {
+            match it.permit.resume(Some(&place.0).filter(|_| is_turn), it.claim, Priority::Normal) {
                 Ok(()) => {
                     (it.waits, it.is_suspended, it.reserved_at) = (None, false, self.now);
                     let (number, more) = (it.number, it.permit.cost().host.get() - before);
@@ -328,23 +315,19 @@ impl World {
     }
 
     fn end(&mut self, at: usize) {
-        let ended = self.running.swap_remove(at).upload().take();
+        let ended = lock(&self.running.swap_remove(at).0).take();
         drop(ended);
     }
 
     /// Polls a waiting request until it waits again, or is answered.
     fn poll(&mut self, at: usize) {
         let Some(request) = self.waiting.get(at) else { return };
-        request.woken.0.store(false, Ordering::Relaxed);
-        let waker = Waker::from(Arc::clone(&request.woken));
+        request.place.rest();
         loop {
-            let Poll::Ready(is_turn) = request.waiting.poll_turn(&Context::from_waker(&waker))
-            else {
-                return;
-            };
+            let Some(is_turn) = request.place.poll() else { return };
             let (cost, priority) = (request.cost, request.priority);
             let tried = if is_turn {
-                request.waiting.try_admit(cost, priority, None)
+                request.place.0.try_admit(cost, priority, None)
             } else {
                 self.admission.state().try_admit_uncounted(cost, priority, None)
             };
@@ -367,19 +350,18 @@ impl World {
     /// Polls one of the requests that were woken. Returns `false` if there is none.
     fn poll_one(&mut self) -> bool {
         let is_woken = |admitted: &Arc<Admitted>| {
-            let upload = admitted.upload();
-            let waits = upload.as_ref().and_then(|upload| upload.waits.as_ref());
-            waits.is_some_and(|(_, woken, _)| woken.0.load(Ordering::Relaxed))
+            let upload = lock(&admitted.0);
+            upload.as_ref().is_some_and(|it| it.waits.as_ref().is_some_and(Place::is_woken))
         };
         if let Some(at) = self.running.iter().position(is_woken) {
             return self.resume(at);
         }
-        let woken = |at: &usize| self.waiting[*at].woken.0.load(Ordering::Relaxed);
-        let all: Vec<_> = (0..self.waiting.len()).filter(woken).collect();
+        let is_woken = |at: &usize| self.waiting[*at].place.is_woken();
+        let all: Vec<_> = (0..self.waiting.len()).filter(is_woken).collect();
         if all.is_empty() {
             return false;
         }
-        let at = all[self.chance.below(all.len())];
+        let at = all[below(&mut self.chance, all.len())];
         self.poll(at);
         true
     }
@@ -387,58 +369,58 @@ impl World {
     /// A request ends whose body is there, or, now and then, any other.
     fn finish(&mut self) {
         let is_whole =
-            |admitted: &Arc<Admitted>| admitted.upload().as_ref().is_some_and(Upload::is_whole);
-        let any = self.chance.below(8) == 0;
+            |admitted: &Arc<Admitted>| lock(&admitted.0).as_ref().is_some_and(Upload::is_whole);
+        let any = below(&mut self.chance, 8) == 0;
         let all: Vec<_> =
             (0..self.running.len()).filter(|at| any || is_whole(&self.running[*at])).collect();
         if !all.is_empty() {
-            let at = all[self.chance.below(all.len())];
+            let at = all[below(&mut self.chance, all.len())];
             self.end(at);
         }
     }
 
     /// A client leaves.
     fn leave(&mut self) {
-        if !self.waiting.is_empty() && self.chance.below(4) == 0 {
-            let at = self.chance.below(self.waiting.len());
+        if !self.waiting.is_empty() && below(&mut self.chance, 4) == 0 {
+            let at = below(&mut self.chance, self.waiting.len());
             drop(self.waiting.swap_remove(at));
         }
     }
 
-    fn tick(&mut self) -> Result<(), Fault> {
-        self.now = self.now + TICK * (1 + u32::try_from(self.chance.below(4)).unwrap_or(0));
+    fn tick(&mut self) -> Result<(), &'static str> {
+        self.now = self.now + TICK * (1 + u32::try_from(below(&mut self.chance, 4)).unwrap_or(0));
         self.admission.state().tend_queue(self.now);
         // Ends: a request that waits again was not woken since.
         while self.poll_one() {}
         // The time counts from the first tick after the request entered.
         let latest = WITHIN + 8 * TICK;
-        let mut entered: Vec<_> = self.waiting.iter().map(|request| request.entered).collect();
+        let mut entered: Vec<_> = self.waiting.iter().map(|request| request.place.2).collect();
         let mut runs = false;
         for admitted in &self.running {
-            match admitted.upload().as_ref().and_then(|upload| upload.waits.as_ref()) {
-                Some((.., since)) => entered.push(*since),
+            match lock(&admitted.0).as_ref().and_then(|upload| upload.waits.as_ref()) {
+                Some(place) => entered.push(place.2),
                 None => runs = true,
             }
         }
         if entered.iter().any(|since| self.now - *since > latest) {
-            return Err(Fault::Unanswered);
+            return Err("not answered in time");
         }
         if !runs && !entered.is_empty() {
-            return Err(Fault::Deadlock);
+            return Err("nothing runs, and requests wait");
         }
         Ok(())
     }
 
-    fn check(&self) -> Result<(), Fault> {
+    fn check(&self) -> Result<(), &'static str> {
         if self.reserved() > self.ceiling {
-            return Err(Fault::OverTheCeiling);
+            return Err("over the ceiling");
         }
         let holds_more = |upload: &Upload| upload.held() > upload.permit.cost().host;
-        if self.running.iter().any(|of| of.upload().as_ref().is_some_and(holds_more)) {
-            return Err(Fault::OverItsReservation);
+        if self.running.iter().any(|of| lock(&of.0).as_ref().is_some_and(holds_more)) {
+            return Err("over its reservation");
         }
         if self.waiting.iter().any(|request| request.overtaken > self.ceiling.get()) {
-            return Err(Fault::Overtaken);
+            return Err("overtaken by too much");
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use lowtide::ByteSize;
 
 use crate::mix::{BASE, CEILING, HOLD, Mix, taken};
 use crate::policy::Policy;
-use crate::schedule::{Offer, Phase, Sending};
+use crate::schedule::Offer;
 
 const LIMIT: ByteSize = ByteSize::mib(256);
 
@@ -46,17 +46,14 @@ fn what_fits_is_some_35_heavy_requests_a_second_and_hardly_ever_too_much() {
 }
 
 #[test]
-fn the_same_offer_gives_the_same_requests_at_the_rates_of_its_phases() {
-    let phases = vec![Phase { rate: 200.0, millis: 20_000 }, Phase { rate: 20.0, millis: 20_000 }];
-    let offer = Offer { mix: Mix::Small, phases, seed: 11, sending: Sending::default() };
+fn the_same_offer_gives_the_same_requests_at_its_rate() {
+    let offer = Offer::steady(Mix::Small, 200.0, Duration::from_secs(20), 11);
     let (one, other) = (offer.arrivals(), offer.arrivals());
     assert_eq!(format!("{one:?}"), format!("{other:?}"));
     assert!(one.windows(2).all(|pair| pair[0].at <= pair[1].at));
     assert!(one.iter().all(|arrival| (HOLD[0]..=HOLD[1]).contains(&arrival.hold)));
-    let high = one.iter().filter(|arrival| arrival.at < Duration::from_secs(20)).count();
-    // Poisson: 4000 and 400, five deviations at most.
-    assert!((3684..=4316).contains(&high), "{high}");
-    assert!((300..=500).contains(&(one.len() - high)), "{}", one.len() - high);
+    // Poisson: 4000, five deviations at most.
+    assert!((3684..=4316).contains(&one.len()), "{}", one.len());
     let classes: BTreeSet<usize> = one.iter().map(|arrival| arrival.class).collect();
     assert_eq!(classes.len(), crate::mix::CLASSES.len());
 }

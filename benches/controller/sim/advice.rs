@@ -11,7 +11,7 @@ use lowtide_admission::clock::Moment;
 use lowtide_admission::{ByteSize, LimitAdvice, RejectReason, Settings};
 
 use super::claims;
-use super::load::{Load, Mix};
+use super::load::{Load, Mix, Shape};
 use super::plant::MIB;
 use super::scenario::Scenario;
 use super::world::World;
@@ -20,9 +20,9 @@ use super::world::World;
 const RECORDED: f64 = 1024.0;
 /// The loads that are recorded, in parts of what fits that limit.
 pub(crate) const LOADS: [(&str, Load); 3] = [
-    ("steady", Load::Constant(0.2)),
-    ("waves", Load::Sine { low: 0.02, high: 0.3, period: 20.0 }),
-    ("spikes", Load::Spikes { low: 0.02, high: 0.6, period: 15.0, width: 1.0 }),
+    ("steady", Load::constant(0.2)),
+    ("waves", Load { low: 0.02, high: 0.3, shape: Shape::Sine { period: 20.0 } }),
+    ("spikes", Load { low: 0.02, high: 0.6, shape: Shape::Spikes { period: 15.0, width: 1.0 } }),
 ];
 
 /// The part of the requests that a limit rejects for lack of memory.

@@ -2,7 +2,6 @@
 //!
 //! Invariant: every kind of scenario is asked for the first claims, and for those of its kind.
 
-use std::fmt;
 use std::time::Duration;
 
 use lowtide_admission::clock::Moment;
@@ -17,33 +16,19 @@ pub(crate) const DRAIN: f64 = 12.0;
 /// Within so many seconds of a change of truth K is where it stays.
 const SETTLES_WITHIN: f64 = 10.0;
 
-/// A run and what is wrong with it.
-#[derive(Clone, Debug)]
-pub(crate) struct Failure {
-    pub(crate) scenario: Scenario,
-    pub(crate) faults: Vec<String>,
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seed = self.scenario.seed;
-        writeln!(f, "seed {seed}, {}:", self.scenario.kind.name())?;
-        for fault in &self.faults {
-            writeln!(f, "  {fault}")?;
-        }
-        writeln!(f, "  {:?}", self.scenario)?;
-        write!(f, "  again: cargo bench --bench controller -- --from {seed} --seeds 1 --days 0")
-    }
-}
-
 /// Runs a scenario and judges it.
-pub(crate) fn judge(scenario: &Scenario) -> Result<Seen, Box<Failure>> {
+///
+/// # Errors
+/// The claims that do not hold.
+pub(crate) fn judge(scenario: &Scenario) -> Result<Seen, String> {
     let seen = run(scenario, Settings::default());
     let faults = faults(scenario, &seen);
     if faults.is_empty() {
         return Ok(seen);
     }
-    Err(Box::new(Failure { scenario: scenario.clone(), faults }))
+    let (seed, kind, faults) = (scenario.seed, scenario.kind.name(), faults.join("\n  "));
+    let again = format!("cargo bench --bench controller -- --from {seed} --seeds 1 --days 0");
+    Err(format!("seed {seed}, {kind}:\n  {faults}\n  {scenario:?}\n  again: {again}"))
 }
 
 /// Runs a scenario: its load and what comes after it.
@@ -100,7 +85,7 @@ pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
             let settles = settles(scenario, seen);
             claim(settles <= SETTLES_WITHIN, &|| format!("K settles in {settles:.1} s"));
         }
-        Kind::Fall | Kind::Wild | Kind::Days => {}
+        Kind::Fall | Kind::Wild | Kind::Days | Kind::Fit => {}
     }
     faults
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use lowtide_admission::Settings;
 use lowtide_admission::clock::Moment;
 
-use super::load::{Load, MIXES};
+use super::load::{Load, MIXES, Shape};
 use super::scenario::{Kind, Scenario};
 use super::seen::{Look, Seen};
 use super::world::World;
@@ -44,7 +44,7 @@ pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
     let steady = Scenario::steady(seed, MIXES[0], 1.0, 1.0);
     Scenario {
         kind: Kind::Days,
-        load: Load::Days { high: 4.0, day },
+        load: Load { low: 0.0, high: 4.0, shape: Shape::Days { day } },
         lasts: day * f64::from(days),
         resource: Some(0.2),
         measured: true,
@@ -74,43 +74,26 @@ pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
         seen,
         faults: Vec::new(),
     };
-    month.judge(&nights);
+    let seen = &month.seen;
+    let reserved = nights.iter().map(|look| look.reserved).fold(0.0, f64::max);
+    // What it is, and the most that it may be.
+    let claims = [
+        ("nights that differ in number from the days", f64::from(days) - length(&nights), 0.0),
+        ("kills", f64::from(u8::from(seen.killed.is_some())), 0.0),
+        ("jobs that panicked", per_hour(seen.end.panics, 1.0), 0.0),
+        ("purges that came before their pace", per_hour(seen.hasty, 1.0), 0.0),
+        ("MiB that stay booked at night", reserved, 0.0),
+        ("drift of K", month.k_drift, 0.01),
+        ("drift of the allowance in MiB", month.allowance_drift, 2.0),
+        ("drift of what is held in MiB", month.physical_drift, 16.5),
+        ("drift of the learned reservation", month.claim_drift, 0.1),
+        ("jobs an hour", month.jobs_per_hour, JOBS_PER_HOUR),
+        ("requests that were shed and had room", per_hour(seen.wasted, 1.0), 0.0),
+    ];
+    let is_wrong = |(_, value, most): &(&str, f64, f64)| value.abs() > *most;
+    let wrong = claims.into_iter().filter(is_wrong);
+    month.faults = wrong.map(|(what, value, _)| format!("{what}: {value}")).collect();
     month
-}
-
-impl Month {
-    fn judge(&mut self, nights: &[Look]) {
-        let mut faults = Vec::new();
-        let mut claim = |holds: bool, what: String| {
-            if !holds {
-                faults.push(what);
-            }
-        };
-        let seen = &self.seen;
-        claim(nights.len() == usize::try_from(self.days).unwrap_or(0), {
-            format!("{} nights in {} days", nights.len(), self.days)
-        });
-        claim(seen.killed.is_none(), format!("killed at {:?} s", seen.killed));
-        claim(seen.end.panics == 0, format!("{} jobs panicked", seen.end.panics));
-        claim(seen.hasty == 0, format!("{} purges came before their pace", seen.hasty));
-        let reserved = nights.iter().map(|look| look.reserved).fold(0.0, f64::max);
-        claim(reserved == 0.0, format!("{reserved} MiB stay booked at night"));
-        claim(self.k_drift <= 0.01, format!("K drifts by {}", self.k_drift));
-        claim(self.allowance_drift <= 2.0, {
-            format!("the allowance drifts by {} MiB", self.allowance_drift)
-        });
-        claim(self.physical_drift <= 16.5, {
-            format!("what is held drifts by {} MiB", self.physical_drift)
-        });
-        claim(self.claim_drift <= 0.1, {
-            format!("the learned reservation drifts by {}", self.claim_drift)
-        });
-        claim(self.jobs_per_hour <= JOBS_PER_HOUR, {
-            format!("{} jobs an hour", self.jobs_per_hour)
-        });
-        claim(seen.wasted == 0, format!("{} were shed that had room", seen.wasted));
-        self.faults = faults;
-    }
 }
 
 /// The part by which the mean reservation of the second half differs from that of the first.
@@ -118,9 +101,13 @@ fn halves_apart(nights: &[Look]) -> f64 {
     let (first, second) = nights.split_at(nights.len() / 2);
     let mean = |of: &[Look]| {
         let sum: f64 = of.iter().map(|look| look.claim).sum();
-        sum / f64::from(u32::try_from(of.len()).unwrap_or(u32::MAX))
+        sum / length(of)
     };
     if first.is_empty() { 0.0 } else { (mean(second) / mean(first) - 1.0).abs() }
+}
+
+fn length(nights: &[Look]) -> f64 {
+    f64::from(u32::try_from(nights.len()).unwrap_or(u32::MAX))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "jobs of a month are far below 2^52")]
@@ -131,8 +118,8 @@ fn per_hour(jobs: u64, hours: f64) -> f64 {
 impl Scenario {
     /// Returns the time between two looks at the learned factor.
     pub(super) fn look_every(&self) -> Duration {
-        match self.load {
-            Load::Days { day, .. } => Duration::from_secs_f64(day / f64::from(LOOKS)),
+        match self.load.shape {
+            Shape::Days { day } => Duration::from_secs_f64(day / f64::from(LOOKS)),
             _ => Duration::from_millis(50),
         }
     }

@@ -17,13 +17,13 @@ pub(crate) enum Event {
     /// A request comes, or only the time to look at the load again.
     Arrival { comes: bool },
     /// A part of a request's body arrives.
-    Part { seat: usize, serial: u64 },
+    Part(u64),
     /// A request ends.
-    End { seat: usize, serial: u64 },
+    End(u64),
     /// The memory of a request goes.
-    Freed { seat: usize, serial: u64 },
+    Freed(u64),
     /// A request asks for the resource again.
-    Ask { seat: usize, serial: u64 },
+    Ask(u64),
     /// The neighbour, and the limit, move.
     Around,
     /// The watched values are read.

@@ -48,100 +48,80 @@ impl Mix {
     }
 }
 
+/// The shape of a load over seconds: where it lies between its low and its high value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Shape {
+    /// Always high.
+    Constant,
+    /// High from a second on.
+    Step { at: f64 },
+    /// From low to high within these seconds.
+    Ramp { within: f64 },
+    /// Both in turn, half of the period each.
+    Square { period: f64 },
+    /// Between both, a sine.
+    Sine { period: f64 },
+    /// Low but for a short time in each period.
+    Spikes { period: f64, width: f64 },
+    /// A service's days, of so many seconds: nothing at night, a morning, a peak, an afternoon.
+    Days { day: f64 },
+}
+
 /// A function of time, in parts of what fits.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Load {
-    /// Always the same.
-    Constant(f64),
-    /// One, and from a second on the other.
-    Step { from: f64, to: f64, at: f64 },
-    /// From one to the other within these seconds.
-    Ramp { from: f64, to: f64, within: f64 },
-    /// Both in turn, half of the period each.
-    Square { low: f64, high: f64, period: f64 },
-    /// Between both, a sine.
-    Sine { low: f64, high: f64, period: f64 },
-    /// Low but for a short time in each period.
-    Spikes { low: f64, high: f64, period: f64, width: f64 },
-    /// A service's days, of so many seconds: nothing at night, a morning, a peak, an afternoon.
-    Days { high: f64, day: f64 },
+pub(crate) struct Load {
+    pub(crate) low: f64,
+    pub(crate) high: f64,
+    pub(crate) shape: Shape,
 }
 
 /// Seconds of a day.
 pub(crate) const DAY: f64 = 86_400.0;
 
 impl Load {
+    pub(crate) const fn constant(high: f64) -> Self {
+        Self { low: high, high, shape: Shape::Constant }
+    }
+
     /// One of all but days.
     pub(crate) fn draw(chance: &mut Chance) -> Self {
         let (low, high) = (chance.between(0.0, 0.5), chance.around(1.0, 8.0));
         let period = chance.around(0.5, 10.0);
-        match chance.next() % 6 {
-            0 => Self::Constant(high),
-            1 => Self::Step { from: low, to: high, at: 6.0 },
-            2 => Self::Ramp { from: low, to: high, within: 10.0 },
-            3 => Self::Square { low, high, period },
-            4 => Self::Sine { low, high, period },
-            _ => Self::Spikes { low, high: 2.0 * high, period, width: period * 0.1 },
-        }
+        let (times, shape) = match chance.next() % 6 {
+            0 => (1.0, Shape::Constant),
+            1 => (1.0, Shape::Step { at: 6.0 }),
+            2 => (1.0, Shape::Ramp { within: 10.0 }),
+            3 => (1.0, Shape::Square { period }),
+            4 => (1.0, Shape::Sine { period }),
+            _ => (2.0, Shape::Spikes { period, width: period * 0.1 }),
+        };
+        Self { low, high: times * high, shape }
     }
 
     /// Returns this load multiplied by `factor`.
     pub(crate) fn times(self, factor: f64) -> Self {
-        match self {
-            Self::Constant(load) => Self::Constant(factor * load),
-            Self::Step { from, to, at } => Self::Step { from: factor * from, to: factor * to, at },
-            Self::Ramp { from, to, within } => {
-                Self::Ramp { from: factor * from, to: factor * to, within }
-            }
-            Self::Square { low, high, period } => {
-                Self::Square { low: factor * low, high: factor * high, period }
-            }
-            Self::Sine { low, high, period } => {
-                Self::Sine { low: factor * low, high: factor * high, period }
-            }
-            Self::Spikes { low, high, period, width } => {
-                Self::Spikes { low: factor * low, high: factor * high, period, width }
-            }
-            Self::Days { high, day } => Self::Days { high: factor * high, day },
-        }
+        Self { low: factor * self.low, high: factor * self.high, ..self }
     }
 
     /// The load at this second.
     pub(crate) fn at(self, second: f64) -> f64 {
-        match self {
-            Self::Constant(load) => load,
-            Self::Step { from, to, at } => {
-                if second < at {
-                    from
-                } else {
-                    to
-                }
-            }
-            Self::Ramp { from, to, within } => {
-                (to - from).mul_add((second / within).min(1.0), from)
-            }
-            Self::Square { low, high, period } => {
-                if (second / period).fract() < 0.5 {
-                    low
-                } else {
-                    high
-                }
-            }
-            Self::Sine { low, high, period } => {
-                let part = (TAU * second / period).cos().mul_add(-0.5, 0.5);
-                (high - low).mul_add(part, low)
-            }
-            Self::Spikes { low, high, period, width } => {
-                if (second / period).fract() * period < width { high } else { low }
-            }
-            Self::Days { high, day } => high * of_day((second / day).fract() * 24.0),
-        }
+        let of = |is_high: bool| f64::from(u8::from(is_high));
+        let part = match self.shape {
+            Shape::Constant => 1.0,
+            Shape::Step { at } => of(second >= at),
+            Shape::Ramp { within } => (second / within).min(1.0),
+            Shape::Square { period } => of((second / period).fract() >= 0.5),
+            Shape::Sine { period } => (TAU * second / period).cos().mul_add(-0.5, 0.5),
+            Shape::Spikes { period, width } => of((second / period).fract() * period < width),
+            Shape::Days { day } => of_day((second / day).fract() * 24.0),
+        };
+        if part < 1.0 { (self.high - self.low).mul_add(part, self.low) } else { self.high }
     }
 
     /// For how long the load stays about the same, in seconds.
     pub(crate) const fn grain(self) -> f64 {
-        match self {
-            Self::Days { day, .. } => day / 20_000.0,
+        match self.shape {
+            Shape::Days { day } => day / 20_000.0,
             _ => 0.02,
         }
     }

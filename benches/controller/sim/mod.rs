@@ -2,7 +2,8 @@
 //!
 //! `plant` is the process in its cgroup, `load` what is offered, `scenario` what a seed means,
 //! `world` joins them with the crate's own loop, admission, worker and resource, `claims` says what
-//! must hold. `days` runs a month, `advice` tries the limits that are advised. No policy is written
+//! must hold. `days` runs a month, `advice` tries the limits that are advised, `fit`
+//! lowers a limit. No policy is written
 //! here.
 //!
 //! Invariant: the same seed gives the same run, on every machine with the same floats.
@@ -12,6 +13,7 @@ pub(crate) mod chance;
 pub(crate) mod claims;
 pub(crate) mod days;
 mod events;
+pub(crate) mod fit;
 pub(crate) mod load;
 mod plant;
 mod requests;

@@ -20,7 +20,7 @@ use super::chance::Chance;
 pub(crate) const MIB: f64 = 1_048_576.0;
 
 /// The properties of the process.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Build {
     /// The cgroup's limit at the start.
     pub(crate) limit: f64,
@@ -50,33 +50,23 @@ impl Build {
 }
 
 /// The process and its cgroup at one instant.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Plant {
-    build: Build,
-    limit: f64,
-    live: f64,
+    pub(crate) build: Build,
+    pub(crate) limit: f64,
+    pub(crate) live: f64,
     cached: f64,
     holes: f64,
-    dirty: f64,
-    neighbour: f64,
+    pub(crate) dirty: f64,
+    pub(crate) neighbour: f64,
     /// By when the dirty pages have decayed.
     decayed_at: Moment,
-    killed: Option<Moment>,
+    pub(crate) killed: Option<Moment>,
 }
 
 impl Plant {
-    pub(crate) const fn new(build: Build) -> Self {
-        Self {
-            build,
-            limit: build.limit,
-            live: 0.0,
-            cached: 0.0,
-            holes: 0.0,
-            dirty: 0.0,
-            neighbour: 0.0,
-            decayed_at: Moment::ORIGIN,
-            killed: None,
-        }
+    pub(crate) fn new(build: Build) -> Self {
+        Self { build, limit: build.limit, ..Self::default() }
     }
 
     pub(crate) fn physical(&self) -> f64 {
@@ -87,30 +77,6 @@ impl Plant {
     pub(crate) fn usage(&self) -> f64 {
         let files = (self.build.files * self.limit).min(self.limit - self.physical());
         self.physical() + files.max(0.0)
-    }
-
-    pub(crate) const fn limit(&self) -> f64 {
-        self.limit
-    }
-
-    pub(crate) const fn live(&self) -> f64 {
-        self.live
-    }
-
-    pub(crate) const fn dirty(&self) -> f64 {
-        self.dirty
-    }
-
-    pub(crate) const fn base(&self) -> f64 {
-        self.build.base
-    }
-
-    pub(crate) const fn neighbour(&self) -> f64 {
-        self.neighbour
-    }
-
-    pub(crate) const fn killed(&self) -> Option<Moment> {
-        self.killed
     }
 
     /// A thread allocates and touches it.
@@ -166,6 +132,12 @@ impl Plant {
             self.limit = mib;
         }
         accepts
+    }
+
+    /// The kernel's limit falls, whatever is held.
+    pub(crate) fn lower(&mut self, now: Moment, mib: f64) {
+        self.limit = mib;
+        self.look(now);
     }
 
     /// Returns a sensor's reading, without a limit if that cannot be read.

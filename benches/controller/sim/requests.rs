@@ -5,6 +5,7 @@
 //!
 //! Invariant: a request's memory is freed once, at its end or where it is given up.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -70,11 +71,10 @@ impl Terms {
     }
 }
 
-/// Those that are under way, each in a seat.
+/// Those that are under way, by their serial numbers.
 #[derive(Default)]
 pub(super) struct Requests {
-    seats: Vec<(u64, Option<Request>)>,
-    empty: Vec<usize>,
+    all: BTreeMap<u64, Request>,
     serial: u64,
     claimed: f64,
 }
@@ -85,27 +85,15 @@ impl Requests {
         self.claimed
     }
 
-    fn sit(&mut self, request: Request) -> (usize, u64) {
+    fn sit(&mut self, request: Request) -> u64 {
         self.serial += 1;
         self.claimed += request.said.max(request.truth);
-        let serial = self.serial;
-        if let Some(seat) = self.empty.pop() {
-            self.seats[seat] = (serial, Some(request));
-            return (seat, serial);
-        }
-        self.seats.push((serial, Some(request)));
-        (self.seats.len() - 1, serial)
+        self.all.insert(self.serial, request);
+        self.serial
     }
 
-    fn of(&mut self, seat: usize, serial: u64) -> Option<&mut Request> {
-        let (found, request) = self.seats.get_mut(seat)?;
-        request.as_mut().filter(|_| *found == serial)
-    }
-
-    fn leave(&mut self, seat: usize, serial: u64) -> Option<Request> {
-        self.of(seat, serial)?;
-        let request = self.seats[seat].1.take()?;
-        self.empty.push(seat);
+    fn leave(&mut self, serial: u64) -> Option<Request> {
+        let request = self.all.remove(&serial)?;
         self.claimed = (self.claimed - request.said.max(request.truth)).max(0.0);
         Some(request)
     }
@@ -143,7 +131,7 @@ impl World {
             let truth = said * self.scenario.truth.at(second) * chance.around(1.0 / noise, noise);
             let wants = self.scenario.resource.is_some_and(|part| chance.happens(part));
             let largest = self.scenario.largest(second);
-            let roomy = state.claimed(standing) + largest <= 0.4 * state.plant.limit();
+            let roomy = state.claimed(standing) + largest <= 0.4 * state.plant.limit;
             state.seen.offers(class, said, second, roomy);
             (class, said, truth, wants)
         };
@@ -170,11 +158,11 @@ impl World {
             terms,
             guard: None,
         };
-        let (seat, serial) = state.requests.sit(request);
-        state.events.post(now, Event::Part { seat, serial });
-        state.events.post(now + lasts, Event::End { seat, serial });
+        let serial = state.requests.sit(request);
+        state.events.post(now, Event::Part(serial));
+        state.events.post(now + lasts, Event::End(serial));
         if wants {
-            state.events.post(now, Event::Ask { seat, serial });
+            state.events.post(now, Event::Ask(serial));
         }
     }
 
@@ -208,15 +196,15 @@ impl World {
     }
 
     /// A part of the body arrives.
-    pub(super) fn part(&self, seat: usize, serial: u64) {
+    pub(super) fn part(&self, serial: u64) {
         let state = &mut *lock(&self.state);
         let now = state.now;
-        let Some(request) = state.requests.of(seat, serial) else { return };
+        let Some(request) = state.requests.all.get_mut(&serial) else { return };
         let Some(permit) = &mut request.permit else { return };
         let part = (request.truth - request.held) / f64::from(request.parts_left);
         let beyond = bytes(request.held + part).saturating_sub(permit.cost().host);
         if self.scenario.grows && !beyond.is_zero() && permit.grow(beyond).is_err() {
-            if let Some(request) = state.requests.leave(seat, serial) {
+            if let Some(request) = state.requests.leave(serial) {
                 state.plant.free(now, request.held);
             }
             return;
@@ -229,23 +217,26 @@ impl World {
         }
         request.parts_left -= 1;
         if request.parts_left > 0 {
-            state.events.post(now + request.part_every, Event::Part { seat, serial });
+            state.events.post(now + request.part_every, Event::Part(serial));
         }
         state.plant.allocate(now, part);
     }
 
     /// A request asks for the resource, and waits while it is loaded.
-    pub(super) fn ask(&self, seat: usize, serial: u64) {
-        let Some(managed) = self.managed() else { return };
+    pub(super) fn ask(&self, serial: u64) {
+        let Some(models) = self.managed.get() else { return };
+        let Some(managed) = models.get(usize::try_from(serial).unwrap_or(0) % models.len()) else {
+            return;
+        };
         let stats = lowtide_admission::Resource::stats(managed);
         {
             let state = &mut *lock(&self.state);
             // The worker may be taking it apart, on this very thread.
             if stats.loading || self.working.load(Ordering::Relaxed) {
-                state.events.post(state.now + ASK_EVERY, Event::Ask { seat, serial });
+                state.events.post(state.now + ASK_EVERY, Event::Ask(serial));
                 return;
             }
-            if state.requests.of(seat, serial).is_none() {
+            if state.requests.all.get_mut(&serial).is_none() {
                 return;
             }
         }
@@ -255,14 +246,14 @@ impl World {
         let state = &mut *lock(&self.state);
         match guard {
             Some(Ok(guard)) => {
-                if let Some(request) = state.requests.of(seat, serial)
+                if let Some(request) = state.requests.all.get_mut(&serial)
                     && request.permit.is_some()
                 {
                     request.guard = Some(guard);
                 }
             }
             Some(Err(_)) | None => {
-                if let Some(request) = state.requests.leave(seat, serial) {
+                if let Some(request) = state.requests.leave(serial) {
                     state.plant.free(state.now, request.held);
                 }
             }
@@ -270,11 +261,11 @@ impl World {
     }
 
     /// A request ends: its permit and guard go, and its memory with them or a little later.
-    pub(super) fn end(&self, seat: usize, serial: u64) {
+    pub(super) fn end(&self, serial: u64) {
         let lingers = self.scenario.lingers;
         let state = &mut *lock(&self.state);
         let (now, second) = (state.now, state.now.since_origin().as_secs_f64());
-        let Some(request) = state.requests.of(seat, serial) else { return };
+        let Some(request) = state.requests.all.get_mut(&serial) else { return };
         request.permit = None;
         if let Some(terms) = request.terms.take() {
             terms.ends(request.held);
@@ -286,19 +277,19 @@ impl World {
         }
         let late = state.chance.time(Duration::ZERO, lingers);
         if late.is_zero() {
-            Self::release(state, seat, serial);
+            Self::release(state, serial);
         } else {
-            state.events.post(now + late, Event::Freed { seat, serial });
+            state.events.post(now + late, Event::Freed(serial));
         }
     }
 
     /// The memory of a request goes.
-    pub(super) fn freed(&self, seat: usize, serial: u64) {
-        Self::release(&mut lock(&self.state), seat, serial);
+    pub(super) fn freed(&self, serial: u64) {
+        Self::release(&mut lock(&self.state), serial);
     }
 
-    fn release(state: &mut super::world::State, seat: usize, serial: u64) {
-        if let Some(request) = state.requests.leave(seat, serial) {
+    fn release(state: &mut super::world::State, serial: u64) {
+        if let Some(request) = state.requests.leave(serial) {
             state.plant.free(state.now, request.held);
         }
     }

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use super::chance::Chance;
-use super::load::{DAY, Load, MIXES, Mix};
+use super::load::{DAY, Load, MIXES, Mix, Shape};
 use super::plant::Build;
 
 /// The part of the limit that a controller with default settings fills.
@@ -30,6 +30,8 @@ pub(crate) enum Kind {
     Wild,
     /// Days of traffic.
     Days,
+    /// A service that is to fit in a smaller limit.
+    Fit,
 }
 
 impl Kind {
@@ -37,15 +39,8 @@ impl Kind {
     pub(crate) const ALL: [Self; 5] =
         [Self::Overload, Self::Fall, Self::Fits, Self::Change, Self::Wild];
 
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Overload => "overload",
-            Self::Fall => "fall",
-            Self::Fits => "fits",
-            Self::Change => "change",
-            Self::Wild => "wild",
-            Self::Days => "days",
-        }
+    pub(crate) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 }
 
@@ -97,6 +92,24 @@ pub(crate) struct Neighbour {
     pub(crate) within: f64,
 }
 
+/// A managed model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Model {
+    pub(crate) mib: f64,
+    pub(crate) residency: Duration,
+    /// The time until which the service itself uses it.
+    pub(crate) used_until: Option<Duration>,
+}
+
+/// The limit that a service is to fit in, in MiB, and the time for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FitPlan {
+    pub(crate) limit: f64,
+    pub(crate) within: Duration,
+    /// MiB of a background task with a reservation, and the time at which it ends.
+    pub(crate) task: (f64, Duration),
+}
+
 /// One run.
 #[derive(Clone, Debug)]
 pub(crate) struct Scenario {
@@ -122,8 +135,11 @@ pub(crate) struct Scenario {
     pub(crate) neighbour: Option<Neighbour>,
     /// The limit is another part of the first one from a second on.
     pub(crate) limits: Vec<(f64, f64)>,
-    /// One request in so many needs the resource; `None` where there is none.
+    /// One request in so many needs a model; `None` where there is none.
     pub(crate) resource: Option<f64>,
+    /// The models; none for one of [`RESOURCE`].
+    pub(crate) models: Vec<Model>,
+    pub(crate) fit: Option<FitPlan>,
 }
 
 impl Scenario {
@@ -136,7 +152,7 @@ impl Scenario {
             kind: Kind::Overload,
             build: Build { limit, base, decay, caches: 2.0, holes: 0.02, files: 0.3 },
             mix,
-            load: Load::Constant(times),
+            load: Load::constant(times),
             lasts: 20.0,
             truth: Truth { factor, noise: 0.2, change: None },
             arrives: 0.1,
@@ -148,6 +164,8 @@ impl Scenario {
             neighbour: None,
             limits: Vec::new(),
             resource: None,
+            models: Vec::new(),
+            fit: None,
         }
     }
 
@@ -180,7 +198,7 @@ impl Scenario {
             kind,
             build,
             mix,
-            load: Load::Constant(high),
+            load: Load::constant(high),
             lasts: 12.0,
             truth,
             arrives: chance.between(0.02, 0.5),
@@ -192,6 +210,8 @@ impl Scenario {
             neighbour: None,
             limits: Vec::new(),
             resource: None,
+            models: Vec::new(),
+            fit: None,
         };
         scenario.make(chance, high);
         scenario
@@ -202,13 +222,13 @@ impl Scenario {
         match self.kind {
             Kind::Overload => {}
             Kind::Fall => {
-                self.load = Load::Step { from: high, to: 0.25, at: 8.0 };
+                self.load = Load { low: high, high: 0.25, shape: Shape::Step { at: 8.0 } };
             }
             Kind::Fits => {
                 self.load = chance.pick(&[
-                    Load::Constant(0.25),
-                    Load::Sine { low: 0.0, high: 0.3, period: 3.0 },
-                    Load::Square { low: 0.05, high: 0.3, period: 2.0 },
+                    Load::constant(0.25),
+                    Load { low: 0.0, high: 0.3, shape: Shape::Sine { period: 3.0 } },
+                    Load { low: 0.05, high: 0.3, shape: Shape::Square { period: 2.0 } },
                 ]);
                 self.lasts = 20.0;
             }
@@ -236,10 +256,37 @@ impl Scenario {
                 }
             }
             Kind::Days => {
-                self.load = Load::Days { high: 4.0, day: DAY };
+                self.load = Load { low: 0.0, high: 4.0, shape: Shape::Days { day: DAY } };
                 self.resource = Some(0.2);
             }
+            Kind::Fit => self.make_fit(chance),
         }
+    }
+
+    /// A load of requests, models of which some are in use, a background task with a reservation,
+    /// page cache, and a fit that it may or may not be possible to reach.
+    fn make_fit(&mut self, chance: &mut Chance) {
+        let limit = self.build.limit;
+        let within = chance.time(Duration::from_secs(8), Duration::from_secs(30));
+        let during = |chance: &mut Chance| chance.time(BEFORE, BEFORE + within.mul_f64(1.2));
+        for _ in 0..chance.pick(&[0, 1, 2, 4]) {
+            let used_until = chance.happens(0.4).then(|| during(chance));
+            let residency = chance.pick(&[Duration::ZERO, Duration::from_secs(3600)]);
+            let mib = chance.between(0.03, 0.15) * limit;
+            self.models.push(Model { mib, residency, used_until });
+        }
+        self.resource = Some(0.3).filter(|_| !self.models.is_empty());
+        self.load = Load::constant(chance.pick(&[0.0, 0.1, 0.4, 1.0, 2.0]));
+        self.lasts = 60.0;
+        self.build.base = chance.between(0.02, 0.3) * limit;
+        self.build.files = chance.pick(&[0.0, 0.0, 0.05, 0.3]);
+        (self.build.caches, self.build.holes) = (0.0, 0.0);
+        self.sampler = Sampler { late: Late::Sometimes(0.0), stale: false, blind: None };
+        // The needs of measured requests are learned; the factor corrects the estimates of others.
+        self.measured = chance.happens(0.7);
+        let task = (chance.pick(&[0.0, 0.0, 0.1]) * limit, during(chance));
+        let fit = chance.between(0.25, 0.9) * limit;
+        self.fit = Some(FitPlan { limit: fit, within, task });
     }
 
     /// Requests a second that fill what admission fills on average, by what they say and by what is
@@ -253,6 +300,8 @@ impl Scenario {
     }
 }
 
+/// The load before a fit begins.
+pub(crate) const BEFORE: Duration = Duration::from_secs(3);
 /// Seconds that a request lasts, on average, and how far from that it may be.
 pub(crate) const HOLD: f64 = 2.0;
 pub(crate) const HOLD_SPREAD: f64 = 0.5;

@@ -11,8 +11,6 @@ use lowtide_admission::clock::Moment;
 use lowtide_admission::learning::LESSONS_MIN;
 use lowtide_admission::{Level, RejectReason, Trigger};
 
-use super::plant::{MIB, Plant};
-
 /// Of one class of sizes: requests and MiB.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counts {
@@ -180,25 +178,6 @@ impl Seen {
         if !matches!(trigger, Trigger::Manual | Trigger::Unload) {
             self.purge_ended = Some(now);
         }
-    }
-
-    pub(super) fn look(
-        &mut self,
-        second: f64,
-        k: f64,
-        allowance: ByteSize,
-        reserved: ByteSize,
-        claim: ByteSize,
-        plant: &Plant,
-    ) {
-        self.looks.push(Look {
-            second,
-            k,
-            allowance: allowance.as_f64() / MIB,
-            reserved: reserved.as_f64() / MIB,
-            physical: plant.physical(),
-            claim: claim.as_f64() / MIB,
-        });
     }
 
     /// MiB of all classes.

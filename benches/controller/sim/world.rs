@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{ManualClock, Moment};
+use lowtide_admission::fit::{Fit, FitStep};
 use lowtide_admission::learning::{Needs, Room};
 use lowtide_admission::{
     Admission, Budget, Cost, Job, Level, LimitAdvice, Maintenance, MaintenanceActions, Managed,
@@ -23,10 +24,10 @@ use lowtide_core::sync::lock;
 
 use super::chance::Chance;
 use super::events::{Event, Events};
-use super::plant::{Plant, bytes};
+use super::plant::{MIB, Plant, bytes};
 use super::requests::Requests;
-use super::scenario::{Kind, RESOURCE, Scenario};
-use super::seen::Seen;
+use super::scenario::{Kind, Model, RESOURCE, Scenario};
+use super::seen::{Look, Seen};
 
 /// A purge takes 0.1 ms for each MiB; it gives back in steps of 2 ms.
 const PURGE_STEP: Duration = Duration::from_millis(2);
@@ -55,6 +56,10 @@ pub(super) struct State {
     blind_until: Moment,
     limits: usize,
     level: Level,
+    /// The fit, the limit that it puts in force, and its last step.
+    pub(super) fit: Option<Fit>,
+    pub(super) fitted: Option<ByteSize>,
+    pub(super) step: Option<FitStep>,
 }
 
 /// One run as it goes.
@@ -65,10 +70,10 @@ pub(crate) struct World {
     pub(super) resources: Resources,
     pub(super) needs: Needs,
     pub(super) state: Mutex<State>,
-    maintenance: Mutex<Maintenance>,
+    pub(super) maintenance: Mutex<Maintenance>,
     worker: Mutex<Worker>,
     pub(super) working: AtomicBool,
-    managed: OnceLock<Managed<Weight>>,
+    pub(super) managed: OnceLock<Vec<Managed<Weight>>>,
 }
 
 impl World {
@@ -101,43 +106,45 @@ impl World {
             }
         });
         if world.scenario.resource.is_some() {
-            world.manage();
+            let (residency, used_until) = (Duration::from_secs(2), None);
+            let usual = [Model { mib: RESOURCE, residency, used_until }];
+            let models = &world.scenario.models[..];
+            let models = if models.is_empty() { &usual[..] } else { models };
+            let _ = world
+                .managed
+                .set((0..).zip(models).map(|(nth, model)| world.manage(nth, *model)).collect());
         }
         world
     }
 
-    /// The resource: 60 MiB, which leave after five idle seconds.
-    fn manage(self: &Arc<Self>) {
+    /// A model, which leaves after five idle seconds; those of a fit stay.
+    fn manage(self: &Arc<Self>, nth: u32, Model { mib, residency, .. }: Model) -> Managed<Weight> {
         let (loads, goes) = (Arc::downgrade(self), Arc::downgrade(self));
         let loader = move || {
             if let Some(world) = loads.upgrade() {
                 for _ in 0..10 {
                     world.pass(LOAD_STEP);
                     let state = &mut *lock(&world.state);
-                    state.plant.allocate(state.now, RESOURCE / 10.0);
+                    state.plant.allocate(state.now, mib / 10.0);
                 }
             }
             Ok(Weight)
         };
-        let managed = Managed::builder("model", loader)
-            .idle(Duration::from_secs(5))
-            .min_residency(Duration::from_secs(2))
-            .cost(Cost::host(bytes(RESOURCE)))
+        let builder = Managed::builder(format!("model {nth}"), loader)
+            .min_residency(residency)
+            .cost(Cost::host(bytes(mib)))
             .unload(move |_| {
                 if let Some(world) = goes.upgrade() {
                     world.pass(LOAD_STEP);
                     let state = &mut *lock(&world.state);
-                    state.plant.free(state.now, RESOURCE);
+                    state.plant.free(state.now, mib);
                 }
-            })
-            .build(Arc::clone(&self.clock) as _, Some(self.admission.clone()));
-        if self.resources.add(Arc::new(managed.clone())).is_ok() {
-            let _ = self.managed.set(managed);
-        }
-    }
-
-    pub(super) fn managed(&self) -> Option<&Managed<Weight>> {
-        self.managed.get()
+            });
+        let has_fit = self.scenario.fit.is_some();
+        let builder = if has_fit { builder } else { builder.idle(Duration::from_secs(5)) };
+        let managed = builder.build(Arc::clone(&self.clock) as _, Some(self.admission.clone()));
+        assert_eq!(self.resources.add(Arc::new(managed.clone())), Ok(()));
+        managed
     }
 
     /// Lets time pass.
@@ -168,10 +175,10 @@ impl World {
                 Event::Around => self.around(),
                 Event::Look => self.look(),
                 Event::Arrival { comes } => self.arrival(comes),
-                Event::Part { seat, serial } => self.part(seat, serial),
-                Event::Ask { seat, serial } => self.ask(seat, serial),
-                Event::End { seat, serial } => self.end(seat, serial),
-                Event::Freed { seat, serial } => self.freed(seat, serial),
+                Event::Part(serial) => self.part(serial),
+                Event::Ask(serial) => self.ask(serial),
+                Event::End(serial) => self.end(serial),
+                Event::Freed(serial) => self.freed(serial),
             }
         }
     }
@@ -238,15 +245,16 @@ impl World {
 
     fn look(&self) {
         let ledger = self.admission.ledger(Budget::Host);
-        let (k, allowance) = (ledger.correction_factor(), ledger.allowance_bytes());
-        let reserved = ledger.requests();
+        let mib = |bytes: ByteSize| bytes.as_f64() / MIB;
+        let k = ledger.correction_factor();
+        let (allowance, reserved) = (mib(ledger.allowance_bytes()), mib(ledger.requests()));
         let claim = match self.scenario.kind {
-            Kind::Days => self.need_of(bytes(1.0)).claim(Room::UNLIMITED),
-            _ => ByteSize::ZERO,
+            Kind::Days => mib(self.need_of(bytes(1.0)).claim(Room::UNLIMITED)),
+            _ => 0.0,
         };
         let state = &mut *lock(&self.state);
-        let second = state.now.since_origin().as_secs_f64();
-        state.seen.look(second, k, allowance, reserved, claim, &state.plant);
+        let (second, physical) = (state.now.since_origin().as_secs_f64(), state.plant.physical());
+        state.seen.looks.push(Look { second, k, allowance, reserved, physical, claim });
         let every = self.scenario.look_every();
         state.events.post(state.now + every, Event::Look);
     }
@@ -272,10 +280,10 @@ impl World {
         seen.end.panics = panics;
         seen.end.admits = admits;
         seen.end.level = self.admission.level();
-        seen.end.live = state.plant.live();
-        seen.end.dirty = state.plant.dirty();
-        seen.end.base = state.plant.base();
-        seen.killed = state.plant.killed().map(|at| at.since_origin().as_secs_f64());
+        seen.end.live = state.plant.live;
+        seen.end.dirty = state.plant.dirty;
+        seen.end.base = state.plant.build.base;
+        seen.killed = state.plant.killed.map(|at| at.since_origin().as_secs_f64());
         seen
     }
 
@@ -290,8 +298,9 @@ impl World {
             state.blind_until = now + BLIND;
         }
         let knows = now >= state.blind_until;
-        let fresh = state.plant.sample(now, knows);
-        state.seen.samples(state.plant.dirty());
+        let mut fresh = state.plant.sample(now, knows);
+        (fresh.limit, fresh.has_fit) = (fresh.limit.fitted(state.fitted), state.fitted.is_some());
+        state.seen.samples(state.plant.dirty);
         if self.scenario.sampler.stale {
             return state.before.replace(fresh).unwrap_or(fresh);
         }
@@ -304,8 +313,8 @@ impl World {
             let state = &mut *lock(&self.state);
             state.plant.recall(0.5);
             let usage = state.plant.usage();
-            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit() + 0.001);
-            state.plant.dirty()
+            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit + 0.001);
+            state.plant.dirty
         };
         let mut given = 0.0;
         // Ends: each turn takes a step's MiB off, or finds nothing more.
@@ -344,14 +353,17 @@ impl State {
             blind_until: Moment::ORIGIN,
             limits: 0,
             level: Level::None,
+            fit: None,
+            fitted: None,
+            step: None,
         }
     }
 
     /// Returns the need of requests and resources, by their estimates or by the truth, whichever is
     /// more.
     pub(super) fn claimed(&self, standing: ByteSize) -> f64 {
-        let standing = standing.as_f64() / super::plant::MIB;
-        self.plant.base() + self.plant.neighbour() + self.requests.claimed() + standing
+        let standing = standing.as_f64() / MIB;
+        self.plant.build.base + self.plant.neighbour + self.requests.claimed() + standing
     }
 }
 
@@ -371,4 +383,10 @@ impl MaintenanceActions for Does {
     }
 
     fn decay_device(&mut self, _: Moment) {}
+
+    fn tend_fit(&mut self, now: Moment) {
+        if let Some(world) = self.0.upgrade() {
+            world.tend_fit(now);
+        }
+    }
 }

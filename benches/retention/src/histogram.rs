@@ -3,68 +3,48 @@
 //! It allocates when it is made and never again. Invariant: a step is less than 0.8 % wide, and a
 //! percentile is placed within its step by how many lie below.
 
-use crate::count;
-
-const STEPS: usize = 128;
-const POWERS: usize = 34;
+const STEPS: u32 = 128;
+const BINS: usize = 128 * 34;
 
 /// Counts by latency.
 #[derive(Clone, Debug)]
-pub struct Histogram(Vec<u32>);
+pub(crate) struct Histogram(Vec<u32>);
 
 impl Default for Histogram {
     fn default() -> Self {
-        Self(vec![0; STEPS * POWERS])
+        Self(vec![0; BINS])
     }
 }
 
 impl Histogram {
     /// Counts one.
-    pub fn add(&mut self, nanos: u64) {
-        if let Some(count) = self.0.get_mut(step(nanos)) {
-            *count += 1;
-        }
+    pub(crate) fn add(&mut self, nanos: u64) {
+        // Below 128 ns each is a step of its own.
+        let power = nanos.max(1).ilog2().saturating_sub(STEPS.ilog2());
+        let at = u64::from(power * STEPS) + (nanos >> power);
+        let at = usize::try_from(at).unwrap_or(usize::MAX);
+        self.0[at.min(BINS - 1)] += 1;
     }
 
     /// Counts what another counted.
-    pub fn merge(&mut self, other: &Self) {
-        for (sum, more) in self.0.iter_mut().zip(&other.0) {
-            *sum += more;
-        }
+    pub(crate) fn merge(&mut self, other: &Self) {
+        self.0.iter_mut().zip(&other.0).for_each(|(sum, more)| *sum += more);
     }
 
     /// The latency below which this part of all lie, in nanoseconds; 0 where there are none.
-    #[must_use]
-    pub fn percentile(&self, part: f64) -> f64 {
-        let all: u64 = self.0.iter().map(|&count| u64::from(count)).sum();
-        let wanted = part * count(all);
+    pub(crate) fn percentile(&self, part: f64) -> f64 {
+        let wanted = part * self.0.iter().map(|&count| f64::from(count)).sum::<f64>();
         let mut below = 0.0;
-        for (at, &here) in self.0.iter().enumerate() {
+        for (at, &here) in (0_u32..).zip(&self.0) {
             let here = f64::from(here);
             if here > 0.0 && below + here >= wanted {
-                let (start, end) = (start(at), start(at + 1));
-                return start + (end - start) * ((wanted - below) / here);
+                let power = (at / STEPS).saturating_sub(1);
+                let width = f64::from(power).exp2();
+                let start = f64::from(at - power * STEPS) * width;
+                return start + width * ((wanted - below) / here);
             }
             below += here;
         }
         0.0
     }
-}
-
-/// The step of a latency: below 128 ns each is its own.
-fn step(nanos: u64) -> usize {
-    let nanos = usize::try_from(nanos).unwrap_or(usize::MAX);
-    if nanos < STEPS {
-        return nanos;
-    }
-    let power = (nanos.ilog2() - STEPS.ilog2()) as usize;
-    let at = STEPS + power * STEPS + ((nanos >> power) - STEPS);
-    at.min(STEPS * POWERS - 1)
-}
-
-/// Returns the start of a step in nanoseconds.
-fn start(at: usize) -> f64 {
-    let (power, within) = (at / STEPS, at % STEPS);
-    let nanos = if power == 0 { within } else { (STEPS + within) << (power - 1) };
-    count(nanos as u64)
 }

@@ -16,37 +16,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
+use lowtide::BoxError;
 use lowtide::heap::{self, HeapProbe, HostArena};
-use retention::child::say;
-use retention::{BoxError, count, mib};
 use tikv_jemallocator::Jemalloc;
 
+#[path = "../../../common/counting.rs"]
+mod counting;
+#[path = "../../../common/figures.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod figures;
+use crate::counting::Counting;
+use crate::figures::median;
+
 #[global_allocator]
-static HEAP: Counted = Counted;
+static HEAP: Counting = Counting(|| {
+    ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+});
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-struct Counted;
-
-// SAFETY: each call goes on to `Heap` unchanged, which keeps the contract; a count is added.
-unsafe impl GlobalAlloc for Counted {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise is the one asked for here.
-        unsafe { heap::Heap.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is the one asked for here.
-        unsafe { heap::Heap.dealloc(block, layout) }
-    }
-
-    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise is the one asked for here.
-        unsafe { heap::Heap.realloc(block, layout, size) }
-    }
-}
 
 /// Takes nothing and gives nothing: the loop without an allocator.
 struct Nothing;
@@ -141,7 +128,8 @@ fn scrapes() -> Result<(), BoxError> {
         micros.push(start.elapsed().as_secs_f64() * 1e6);
     }
     let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
-    say(&format!("scrape us={} allocations={}", median(&mut micros), count(allocations)))
+    println!("scrape us={} allocations={allocations}", median(&micros));
+    Ok(())
 }
 
 fn purge() -> Result<(), BoxError> {
@@ -150,16 +138,17 @@ fn purge() -> Result<(), BoxError> {
         let blocks: Vec<_> = (0..PURGED_MIB).map(|_| vec![1_u8; 1 << 20]).collect();
         drop(black_box(blocks));
         let report = heap::purge_now()?.jemalloc;
-        let released = mib(report.released().get());
+        let released = report.released().as_f64() / 1_048_576.0;
         if released < 1.0 {
             return Err(format!("a purge gave back {released} MiB: expected 256").into());
         }
         each.push(report.took.as_secs_f64() * 1e3 / released);
     }
-    say(&format!("purge ms_per_mib={}", median(&mut each)))
+    println!("purge ms_per_mib={}", median(&each));
+    Ok(())
 }
 
-/// An empty scope, an entry made in one, and the same past the cache, each after a request.
+/// An entry made in a scope, and the same past the cache, each after a request.
 fn scopes() -> Result<(), BoxError> {
     let arena = HostArena::new("lasting")?;
     let scope = timed(|| arena.scope(black_box(entry)).map(drop))?;
@@ -168,9 +157,8 @@ fn scopes() -> Result<(), BoxError> {
         drop(black_box(entry)());
         Ok(())
     })?;
-    let empty =
-        timed(|| (0..100).try_for_each(|_| arena.scope_uncached(|| black_box(()))))? / 100.0;
-    say(&format!("scopes scope={scope} uncached={uncached} ordinary={ordinary} empty={empty}"))
+    println!("scopes scope={scope} uncached={uncached} ordinary={ordinary}");
+    Ok(())
 }
 
 /// What a cache keeps of a request: its table apart, a key and an answer.
@@ -195,10 +183,5 @@ fn timed(mut act: impl FnMut() -> Result<(), heap::HostError>) -> Result<f64, Bo
         request();
         without.push(start.elapsed().as_secs_f64() * 1e9);
     }
-    Ok(median(&mut with) - median(&mut without))
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
+    Ok(median(&with) - median(&without))
 }

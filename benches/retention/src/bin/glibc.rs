@@ -1,5 +1,5 @@
-//! Under glibc's own heap: as it is, with one trim at the end, or with one each 100 ms, which is
-//! what text-embeddings-inference does.
+//! Under glibc's own heap: with one trim at the end, or with one each 100 ms, which is what
+//! text-embeddings-inference does.
 #![expect(unsafe_code, reason = "glibc's own call is C's")]
 #![expect(clippy::disallowed_methods, reason = "it trims in real time")]
 
@@ -7,25 +7,17 @@ use std::alloc::System;
 use std::time::Duration;
 
 use clap::Parser as _;
-use retention::child::{Cli, run};
-use retention::{Allocator, BoxError};
+use lowtide::BoxError;
+use retention::{Allocator, Cli, run};
 
 #[global_allocator]
 static HEAP: System = System;
 
-/// When it trims.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
-    Never,
-    AtEnd,
-    Each100ms,
-}
+struct Trims;
 
-impl Allocator for Way {
+impl Allocator for Trims {
     fn settle(&self) {
-        if *self == Self::AtEnd {
-            trim();
-        }
+        trim();
     }
 }
 
@@ -36,13 +28,7 @@ fn trim() {
 
 fn main() -> Result<(), BoxError> {
     let cli = Cli::parse();
-    let way = match &*cli.way {
-        "" => Way::Never,
-        "trim" => Way::AtEnd,
-        "trim_100ms" => Way::Each100ms,
-        other => return Err(format!("{other:?}: expected nothing, trim or trim_100ms").into()),
-    };
-    if way == Way::Each100ms {
+    if cli.way == "trim_100ms" {
         std::thread::spawn(|| {
             loop {
                 std::thread::sleep(Duration::from_millis(100));
@@ -50,5 +36,5 @@ fn main() -> Result<(), BoxError> {
             }
         });
     }
-    run(&cli, &way)
+    run(&cli, &Trims)
 }

@@ -1,8 +1,8 @@
 //! Under jemalloc as `tikv-jemallocator` brings it, told by its variable or not at all.
 
 use clap::Parser as _;
-use retention::child::{Cli, run};
-use retention::{Allocator, BoxError};
+use lowtide::BoxError;
+use retention::{Allocator, Cli, run};
 use tikv_jemallocator::Jemalloc;
 
 #[global_allocator]

@@ -10,9 +10,8 @@ use clap::Parser as _;
 use lowtide::admission::Cost;
 use lowtide::config::Profile;
 use lowtide::heap::{self, HostArena};
-use lowtide::{ByteSize, Memory};
-use retention::child::{Cli, run};
-use retention::{Allocator, BoxError};
+use lowtide::{BoxError, ByteSize, Memory};
+use retention::{Allocator, Cli, run};
 
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;

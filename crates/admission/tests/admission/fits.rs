@@ -2,10 +2,7 @@
 //!
 //! Invariant: the simulator's claims.
 
-#[path = "../../../../benches/fit/sim.rs"]
-mod sim;
-
-use super::simulated::sim::chance;
+use super::simulated::sim::fit;
 
 /// The number of schedules: some seconds without optimisation. `benches/fit` runs more.
 const SEEDS: u64 = if cfg!(lowtide_soak) { 1_000 } else { 40 };
@@ -14,8 +11,9 @@ const SEEDS: u64 = if cfg!(lowtide_soak) { 1_000 } else { 40 };
 fn no_possible_fit_is_refused_and_no_process_is_killed_when_its_limit_falls() {
     let (mut fitted, mut refused, mut served) = (0, 0, 0);
     for seed in 0..SEEDS {
-        let seen = sim::run(seed).unwrap_or_else(|fault| panic!("seed {seed}: {fault:?}"));
+        let seen = fit::run(seed).unwrap_or_else(|fault| panic!("seed {seed}: {fault:?}"));
         assert!(seen.seconds.is_none() || !seen.impossible, "seed {seed}: {seen:?}");
+        assert!(seen.seconds.is_some() || !seen.possible, "seed {seed}: {seen:?}");
         fitted += u64::from(seen.seconds.is_some());
         refused += u64::from(seen.seconds.is_none());
         served += u64::from(seen.served > 0);

@@ -14,7 +14,7 @@ use lowtide_admission::{Settings, Thresholds};
 use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
 use sim::days;
-use sim::load::{Load, MIXES};
+use sim::load::{Load, MIXES, Shape};
 use sim::scenario::{Kind, Late, Scenario};
 
 /// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
@@ -50,7 +50,7 @@ fn days_of_traffic_leave_no_trace() {
 /// Four times what fits, and from the eighth second on a quarter of it.
 fn falls(seed: u64) -> Scenario {
     let mut scenario = Scenario::steady(seed, MIXES[1], 1.0, 4.0);
-    scenario.load = Load::Step { from: 4.0, to: 0.25, at: 8.0 };
+    scenario.load = Load { low: 4.0, high: 0.25, shape: Shape::Step { at: 8.0 } };
     scenario.lasts = 12.0;
     scenario
 }

@@ -1,0 +1,176 @@
+//! Attacks that hold memory or connections hostage, and what honest clients get meanwhile.
+//!
+//! A service runs as a child process with a limit of 256 MiB: the proxy of `examples/proxy`, or a
+//! service of HTTP/2 ([`crate::attacked`]). Honest clients send requests at a fixed rate that it
+//! serves, whether or not the last ones were answered, first alone and then under attack; the ratio
+//! of both is the figure. A request is served if its whole answer, with status 200, arrives within
+//! five seconds. None is sent twice.
+
+use std::net::SocketAddr;
+use std::process::Command;
+use std::time::Duration;
+
+use clap::Args;
+use http::{Request, StatusCode};
+use lowtide::{BoxError, ByteSize};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio::time::{interval, timeout};
+
+use crate::attacks::{Attack, attack};
+use crate::common::figures::{Figures, count};
+use crate::common::http::{Http, client_of, send};
+use crate::common::own;
+use crate::common::process::{Process, free_port, raise_descriptors};
+
+/// The limit of each service.
+const LIMIT: ByteSize = ByteSize::mib(256);
+/// The least part of the goodput alone that honest clients get under attack.
+const RATIO_MIN: f64 = 0.90;
+/// The time for which honest clients are alone.
+const ALONE: Duration = Duration::from_secs(5);
+/// The connections that are offered at once.
+const OFFERED: usize = 10_000;
+/// The time between two honest requests: 20 a second.
+const PERIOD: Duration = Duration::from_millis(50);
+/// The longest time for a request.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The clients that keep their connections.
+const KEPT: usize = 10;
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Arguments {
+    /// Only forms whose name contains this.
+    #[arg(long, default_value = "")]
+    only: String,
+    /// The time for which each attack lasts.
+    #[arg(long, default_value = "12s", value_parser = humantime::parse_duration)]
+    lasts: Duration,
+}
+
+/// The forms of attack: the name, the path that honest clients ask for, the number of attackers,
+/// and what each does.
+const FORMS: [(&str, &str, usize, Attack); 5] = [
+    ("slow_bodies", "/words", 25, Attack::SlowBody),
+    ("silent_bodies", "/work", 60, Attack::SilentBody),
+    ("zero_window", "/work", 40, Attack::ZeroWindow),
+    ("unread", "/words", 512, Attack::Unread("/bytes/1073741824")),
+    ("hung_upstream", "/embed", 512, Attack::Unread("/")),
+];
+
+/// Runs the forms and adds their figures.
+#[tokio::main]
+pub(crate) async fn measure(arguments: &Arguments, figures: &mut Figures) -> Result<(), BoxError> {
+    raise_descriptors()?;
+    // Accepts and never answers.
+    let hung = TcpListener::bind("127.0.0.1:0").await?;
+    let hung_at = hung.local_addr()?;
+    tokio::spawn(async move {
+        let mut taken = Vec::new();
+        while let Ok((stream, _)) = hung.accept().await {
+            taken.push(stream);
+        }
+    });
+    for (name, path, attackers, of) in FORMS {
+        if !name.contains(&arguments.only) {
+            continue;
+        }
+        let upstream = (name == "hung_upstream").then_some(hung_at);
+        let (mut service, to) = if path == "/work" { start_own()? } else { start_proxy(upstream)? };
+        // What is loaded on first use is there.
+        drive(to, path, Duration::from_secs(1), None).await;
+        let alone = drive(to, path, ALONE, None).await;
+        let _attackers: JoinSet<()> = (0..attackers).map(|nth| attack(nth, to, of)).collect();
+        let attacked = drive(to, path, arguments.lasts, None).await;
+        show(name, alone, attacked, &mut service, figures);
+    }
+    Ok(())
+}
+
+/// Offers 10,000 connections and adds the figures: of clients that had connections before, and of
+/// those that connect for each request.
+#[tokio::main]
+pub(crate) async fn measure_connections(figures: &mut Figures) -> Result<(), BoxError> {
+    raise_descriptors()?;
+    let (mut service, to) = start_own()?;
+    if service.folder().is_none() {
+        println!("no memory cgroup can be made here: the kernel kills nothing");
+    }
+    let kept: [Http; KEPT] = std::array::from_fn(|_| client_of(true));
+    drive(to, "/work", Duration::from_secs(1), Some(&kept)).await;
+    let alone = drive(to, "/work", ALONE, Some(&kept)).await;
+    let heads = crate::attacks::Heads::start(OFFERED, to);
+    let lasts = Duration::from_secs(12);
+    let attacked = drive(to, "/work", lasts, Some(&kept));
+    let (attacked, newcomers) = tokio::join!(attacked, drive(to, "/work", lasts, None));
+    let (opened, refused) = heads.counts();
+    println!("{opened} of {OFFERED} connections opened");
+    show("h2", alone, attacked, &mut service, figures);
+    figures.add("room.h2.newcomer_part", newcomers, "ratio");
+    figures.add("room.h2.refused", count(refused), "connections");
+    Ok(())
+}
+
+fn start_proxy(upstream: Option<SocketAddr>) -> Result<(Process, SocketAddr), BoxError> {
+    let at = free_port()?;
+    let mut command = Command::new(crate::proxy::program()?);
+    command.args(["--listen", &at.to_string()]);
+    if let Some(upstream) = upstream {
+        command.args(["--upstream", &format!("http://{upstream}")]);
+    }
+    start(command, at)
+}
+
+fn start_own() -> Result<(Process, SocketAddr), BoxError> {
+    let (at, mut command) = (free_port()?, own()?);
+    command.args(["serve-attacked", &at.to_string()]);
+    start(command, at)
+}
+
+/// Starts a service under the limit, and waits until it accepts connections.
+fn start(mut command: Command, at: SocketAddr) -> Result<(Process, SocketAddr), BoxError> {
+    command
+        .env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact())
+        .env("LOWTIDE_DEVICE", "host")
+        .env("LOWTIDE_METRICS_INTERVAL", "100ms")
+        .env("RUST_LOG", "error");
+    let mut service = Process::start_in_group(&command, LIMIT)?;
+    service.accepts(at)?;
+    Ok((service, at))
+}
+
+/// Adds the figures of an attack.
+fn show(name: &str, alone: f64, attacked: f64, service: &mut Process, figures: &mut Figures) {
+    println!("{name}: {alone:.3} of the requests served alone, {attacked:.3} under attack");
+    let ratio = attacked / alone.max(f64::MIN_POSITIVE);
+    let of = if name == "h2" { "room.h2".to_owned() } else { format!("room.hostage.{name}") };
+    let kills = u8::from(service.ended().is_some());
+    figures.at_most(format!("{of}.kills"), kills.into(), "kills", 0.0);
+    figures.at_least(format!("{of}.honest_ratio"), ratio, "ratio", RATIO_MIN);
+}
+
+/// Sends requests for this long, and waits for their answers. Returns the part that was served.
+/// Clients connect for each request, unless these keep their connections.
+async fn drive(to: SocketAddr, path: &'static str, lasts: Duration, kept: Option<&[Http]>) -> f64 {
+    let text = "the sea draws back and returns ";
+    let body = match path {
+        "/words" => text.repeat(4096),
+        "/embed" => serde_json::json!({ "texts": [text.repeat(4)] }).to_string(),
+        _ => text.repeat(8192),
+    };
+    let body = bytes::Bytes::from(body);
+    let (mut ticks, mut asked) = (interval(PERIOD), JoinSet::new());
+    let sent = usize::try_from(lasts.as_millis() / PERIOD.as_millis()).unwrap_or_default();
+    for nth in 0..sent {
+        ticks.tick().await;
+        let http = kept.map_or_else(|| client_of(path == "/work"), |kept| kept[nth % KEPT].clone());
+        let request = Request::post(format!("http://{to}{path}"));
+        let (request, body) = (request.header("content-type", "application/json"), body.clone());
+        asked.spawn(async move {
+            let answered = timeout(PATIENCE, send(&http, request, body)).await;
+            matches!(answered, Ok(Ok((StatusCode::OK, _))))
+        });
+    }
+    let served = asked.join_all().await.into_iter().filter(|served| *served).count();
+    count(served as u64) / count(sent.max(1) as u64)
+}
