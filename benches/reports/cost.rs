@@ -100,11 +100,11 @@ pub(crate) fn measure(is_counted: bool) -> Result<bool, BoxError> {
     if !is_counted {
         let memory = builder().start()?;
         figures.at_most("fleet.report_ns", costs(&memory), "ns", GOAL);
-        let _ = memory.shutdown(Duration::from_secs(5));
+        let _ = memory.shutdown_blocking(Duration::from_secs(5));
     }
     let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
     figures.at_most("fleet.report.allocations", allocations(&memory), "allocations", 0.0);
-    let _ = memory.shutdown(Duration::from_secs(5));
+    let _ = memory.shutdown_blocking(Duration::from_secs(5));
     Ok(figures.print())
 }
 

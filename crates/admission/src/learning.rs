@@ -1,6 +1,6 @@
 //! Learns the need of requests from the memory that earlier requests of their route held.
 //!
-//! The caller identifies a route by a number and measures the requests. [`RouteNeeds`] turns measured
+//! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
 //! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known, and
 //! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
 //! controller use it.
@@ -13,13 +13,13 @@
 //! Until the first request of a kind has ended, the highest ratio of a running one is used as the
 //! mean.
 //!
-//! A request reserves the mean and a margin. The margin is [`DEVIATIONS`] standard deviations of
+//! A request reserves the mean and a margin. The margin is `DEVIATIONS` standard deviations of
 //! the sum of all requests that fit together, divided by their number. So, in a route in which a
 //! few requests need a hundred times more, each reserves little while many fit, and much if few
 //! fit.
 //!
 //! Invariants: a claim from measurements is at most `most`; a mean is that of about the last
-//! [`WINDOW`] requests.
+//! `WINDOW` requests.
 
 use std::collections::BTreeMap;
 use std::fmt;

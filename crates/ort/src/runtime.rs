@@ -148,7 +148,6 @@ impl Runtime {
     /// (`onnx.save(model, path, save_as_external_data=True)`), which ONNX Runtime maps: a load of
     /// 86 MiB of weights then takes 88 MiB at most. Without, it takes 180 MiB, twice the
     /// declared cost, until it has ended.
-    #[must_use]
     pub fn session(&self, name: &str, model: impl Into<PathBuf>) -> ResourceBuilder<LoadedSession> {
         self.managed(name, model.into(), None)
     }
