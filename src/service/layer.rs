@@ -7,7 +7,7 @@
 //! If the admission belongs to a running `Memory`, requests are measured (see `permit`). The layer
 //! records the bytes held for each estimated byte by method, route and size, and later requests of
 //! that kind reserve accordingly. Until the first of them have ended, only a few large ones run at
-//! once (`slow_start`).
+//! once (`SlowStart`, in `admission/learning`).
 //!
 //! A request that does not fit waits in the queue of `lowtide-admission`, with its head, its unread
 //! body and the inner service that was ready for it. Each attempt estimates it again. Meanwhile

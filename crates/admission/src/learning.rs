@@ -1,8 +1,8 @@
 //! Learns the need of requests from the memory that earlier requests of their route held.
 //!
 //! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
-//! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known, and
-//! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
+//! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known,
+//! and [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
 //! controller use it.
 //!
 //! Lengths vary within a route, but the memory for each byte varies little. So the need is a ratio,
@@ -11,15 +11,17 @@
 //! requests are a kind of their own, of which more are measured before the ratio is used.
 //!
 //! Until the first request of a kind has ended, the highest ratio of a running one is used as the
-//! mean.
+//! mean. Until [`LESSONS_MIN`] have ended (`LESSONS_UNDECLARED` of undeclared length), and if no
+//! other size of the route is known, a request reserves at least `UNKNOWN` times its estimate
+//! (its estimate if that is a minimum), up to [`Room::limit`] but no less than the estimate.
 //!
 //! A request reserves the mean and a margin. The margin is `DEVIATIONS` standard deviations of
 //! the sum of all requests that fit together, divided by their number. So, in a route in which a
 //! few requests need a hundred times more, each reserves little while many fit, and much if few
 //! fit.
 //!
-//! Invariants: a claim from measurements is at most `most`; a mean is that of about the last
-//! `WINDOW` requests.
+//! Invariants: a claim from measurements is at most [`Room::limit`]; a mean is that of about the
+//! last `WINDOW` requests.
 
 use std::collections::BTreeMap;
 use std::fmt;

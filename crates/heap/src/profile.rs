@@ -3,7 +3,7 @@
 //! jemalloc fixes its arena count, block layout and thread-cache size before `main`, from a string
 //! under a symbol of the binary. The macro exports that symbol. A library must not: two of them do
 //! not link. [`HeapSettings`] has the settings that can change later. The settings that may
-//! override a profile, and their checks, are in `knobs`.
+//! override a profile, and their checks, are in `KNOBS`.
 //!
 //! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU), `hpa` (twice the memory at
 //! rest), and block groups of one page (`slab_sizes`): jemalloc keeps 128 bytes of metadata for

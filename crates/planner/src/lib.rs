@@ -7,10 +7,10 @@
 //! (`lowtide_gpu::DeviceArena::reserve_plan`).
 //!
 //! Steps: the problem is split in time and reduced (`part`). Dives (`dive`) and a portfolio of
-//! rules (`order`, `place`) produce a first plan; if the budget lets all rules run, it is no worse
-//! than those of GGML, ONNX Runtime, TFLite and XLA, whose rules are among them. Then an exact
-//! search (`probe`, `search`, `floors`) probes heights between the lower bound and the best so far.
-//! The result is verified by code that is independent of the solver (`verify`).
+//! rules (`order`) produce a first plan, in a sequence that `solve` decides; if the budget lets all
+//! rules run, it is no worse than those of GGML, ONNX Runtime, TFLite and XLA, whose rules are
+//! among them. Then an exact search (`probe`, `search`) probes heights between the lower bound and
+//! the best so far. The result is verified by code that is independent of the solver (`verify`).
 //!
 //! ```
 //! use lowtide_planner::ByteSize;

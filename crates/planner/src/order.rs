@@ -1,7 +1,8 @@
-//! Orders in which items are placed: simple rules, each good for some problems.
+//! Rules that place items one after the other: in which order, and in which gap. Each is simple,
+//! and good for some problems.
 //!
 //! The rules of GGML, ONNX Runtime, TFLite, TVM and XLA are among them, so a plan is no worse than
-//! theirs if all of them ran. This module places nothing.
+//! theirs if all of them ran. `solve` decides which rules run.
 //!
 //! Invariant: an order names each item of its part once.
 
@@ -232,9 +233,9 @@ impl Classes {
 
 // Sequential placement: each item goes to a gap that is free for its whole lifetime.
 //
-// The quality of a plan depends on the order, which the caller chooses; `order` has many. There is
-// no backtracking. First fit takes the lowest gap, best fit the smallest sufficient one; the last
-// two are exactly the rules of GGML's allocator and of ONNX Runtime's memory pattern.
+// The quality of a plan depends on the order, which the caller chooses. There is no backtracking.
+// First fit takes the lowest gap, best fit the smallest sufficient one; the last two are exactly
+// the rules of GGML's allocator and of ONNX Runtime's memory pattern.
 //
 // Invariant: no two placed items overlap.
 

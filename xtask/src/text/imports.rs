@@ -24,13 +24,13 @@ const LAYERS: &[(&str, &[&[&str]])] = &[
     (
         "crates/gpu/",
         &[
-            &["types"],
+            &["record", "types"],
             &["index"],
             &["state"],
             &["engine"],
             &["exec"],
-            &["observe"],
             &["api", "pinned"],
+            &["map"],
         ],
     ),
 ];

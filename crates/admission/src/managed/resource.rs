@@ -1,4 +1,5 @@
-//! Resources of any type, as the control loop uses them: when one is due, and how to unload it.
+//! Resources of any type, as the control loop uses them: when one is due, which idle one is
+//! unloaded first (`score`), and how to unload it.
 //!
 //! The loop decides and the worker unloads. Nothing is loaded here.
 //!

@@ -121,7 +121,7 @@ impl<T: Pod> Buffer<T> {
         // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
-        // (`reserve_region` limits it to that). The block is live while `self` is borrowed, and it
+        // (`exec::reserve` limits it to that). The block is live while `self` is borrowed, and it
         // stays where `BlockPlace::get` found it while the lease exists (`engine::move_block` moves
         // nothing while one is held, `Lease::of` waits for a move in progress). A live block's
         // granules are committed while a lease is held: granules that a block touches leave only

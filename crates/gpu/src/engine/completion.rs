@@ -55,7 +55,7 @@ async fn event_after(
     taker: Option<StreamKey>,
 ) -> Result<Option<(StreamEvent, u64)>, DriverError> {
     loop {
-        match cx.with(|state| state.streams.how(of, taker)) {
+        match cx.with(|state| state.streams.required_wait(of, taker)) {
             Wait::Nothing => return Ok(None),
             Wait::For(event, epoch) => return Ok(Some((event, epoch))),
             Wait::Record(epoch) => match record(cx, of.stream, epoch).await {
@@ -396,7 +396,7 @@ pub(super) async fn complete_live(cx: &OpContext<'_>, proof: Proof) -> Result<bo
         }
     }
     for of in uses {
-        let (event, epoch) = match cx.with(|state| state.streams.how(of, None)) {
+        let (event, epoch) = match cx.with(|state| state.streams.required_wait(of, None)) {
             Wait::Nothing => continue,
             Wait::For(event, epoch) => (event, epoch),
             // The stream has ended without an event.

@@ -1,8 +1,9 @@
 //! One region of an arena: the part for one kind of lifetime, with its own addresses.
 //!
 //! A region joins the block index (free offsets) with the backing (memory), and calls neither
-//! driver nor clock. A block is arriving from its placement until its memory is committed; only
-//! then is it live.
+//! driver nor clock. [`RegionState::place`] decides which free place an allocation takes: memory
+//! that is free now, memory that another stream may still use, or memory to commit. A block is
+//! arriving from its placement until its memory is committed; only then is it live.
 //!
 //! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, and held
 //! ranges have no memory; `live <= active`.

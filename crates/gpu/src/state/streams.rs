@@ -289,8 +289,9 @@ impl StreamTable {
         self.known.get(&key)?.handle
     }
 
-    /// Returns the way to order `taker`, or the host, after a use.
-    pub(crate) fn how(&mut self, of: StreamUse, taker: Option<StreamKey>) -> Wait {
+    /// Returns the wait that orders `taker`, or the host, after a use. There is none if the use was
+    /// on the same stream, if `taker` already waits for it, or if it is complete.
+    pub(crate) fn required_wait(&mut self, of: StreamUse, taker: Option<StreamKey>) -> Wait {
         if taker == Some(of.stream) {
             return Wait::Nothing;
         }
@@ -517,21 +518,21 @@ mod tests {
         let (one, two) = (StreamHandle::new(11), StreamHandle::new(22));
         let (a, b) = (streams.enter(one), streams.enter(two));
         let first = streams.use_now(a);
-        assert!(matches!(streams.how(first, Some(a)), Wait::Nothing), "its own order");
-        let Wait::Record(epoch) = streams.how(first, Some(b)) else { panic!("no event") };
+        assert!(matches!(streams.required_wait(first, Some(a)), Wait::Nothing), "its own order");
+        let Wait::Record(epoch) = streams.required_wait(first, Some(b)) else { panic!("no event") };
         assert_eq!((streams.handle(a), epoch), (Some(one), first.epoch));
         let event = streams.add_event(EventHandle::new(1));
         streams.recorded(a, epoch, event);
         streams.release_event(event);
-        let Wait::For(event, 1) = streams.how(first, Some(b)) else { panic!("no event") };
+        let Wait::For(event, 1) = streams.required_wait(first, Some(b)) else { panic!("no event") };
         streams.ordered(b, a, epoch);
-        assert!(matches!(streams.how(first, Some(b)), Wait::Nothing), "it waits already");
-        assert!(matches!(streams.how(first, None), Wait::For(_, 1)), "the host does not");
+        assert!(matches!(streams.required_wait(first, Some(b)), Wait::Nothing), "it waits already");
+        assert!(matches!(streams.required_wait(first, None), Wait::For(_, 1)), "the host does not");
         streams.release_event(event);
         let second = streams.use_now(a);
-        assert!(second > first && matches!(streams.how(second, None), Wait::Record(2)));
+        assert!(second > first && matches!(streams.required_wait(second, None), Wait::Record(2)));
         streams.complete(a, epoch);
-        assert!(matches!(streams.how(first, None), Wait::Nothing));
+        assert!(matches!(streams.required_wait(first, None), Wait::Nothing));
         assert!(streams.spare().is_none(), "the host still holds it");
         streams.release_event(event);
         assert!(streams.spare().is_some() && streams.spare().is_none());
@@ -561,7 +562,7 @@ mod tests {
         let key = streams.enter(StreamHandle::new(11));
         let of = streams.use_now(key);
         // Two threads wait for the use at the same time: neither finds an event.
-        let waits = [streams.how(of, None), streams.how(of, None)];
+        let waits = [streams.required_wait(of, None), streams.required_wait(of, None)];
         let [Wait::Record(first), Wait::Record(second)] = waits else { panic!("an event") };
         for (epoch, handle) in [(first, 1), (second, 2)] {
             let event = streams.add_event(EventHandle::new(handle));
@@ -587,7 +588,10 @@ mod tests {
         streams.retire(old);
         let new = streams.enter(handle);
         assert_ne!(new, old);
-        assert!(matches!(streams.how(of_old, Some(new)), Wait::Context), "nobody recorded");
+        assert!(
+            matches!(streams.required_wait(of_old, Some(new)), Wait::Context),
+            "nobody recorded"
+        );
         assert_eq!(streams.use_now(old).stream, StreamKey::CONTEXT);
         streams.forget(old, true);
         assert_eq!(streams.count(), 2);

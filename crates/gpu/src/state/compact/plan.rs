@@ -11,7 +11,8 @@
 //! * `Contiguous`: clears a window into holes elsewhere, or slides blocks together, whichever moves
 //!   fewer bytes.
 //!
-//! For granules and segments, a block that would move twice moves once if possible (`detours`).
+//! For granules and segments, a block that would move twice moves once if possible
+//! (`without_detours`).
 //!
 //! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
 //! they were placed from. The plan is good, not optimal: the optimum is a packing problem.

@@ -1,9 +1,9 @@
 //! The bugs of cuArena and of ONNX Runtime's BFC arena, one test for each that ours does not have.
 //!
-//! Elsewhere: what needs a watched driver (`src/device/tests/peers.rs`: a pool that could not be
-//! opened, a destructor that fails, the lock across driver calls), cuArena's bugs 2 and 5
-//! (`src/device/compact/tests.rs`, `tests_beside.rs`), and blocks without a stream that are handed
-//! to any (`crates/gpu/tests/gpu/streams/bugs.rs`).
+//! Elsewhere: what needs a watched driver (`crates/gpu/src/tests/peers.rs`: a pool that could not
+//! be opened, a destructor that fails, the lock across driver calls), cuArena's bugs 2 and 5
+//! (`crates/gpu/src/tests/compact.rs` and `compact/concurrent.rs`), and blocks without a stream
+//! that are handed to any (`crates/gpu/tests/gpu/streams/bugs.rs`).
 //!
 //! Invariant: a test is named after what must not happen any more, as a claim that it does not.
 
