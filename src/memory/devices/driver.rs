@@ -8,8 +8,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::config::{Config, DeviceBackend, DeviceChoice};
+use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
-use crate::device::driver::{Driver, DriverError};
 
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
@@ -123,7 +123,8 @@ fn count_cuda() -> Result<usize, NoCuda> {
 }
 
 #[cfg(feature = "cuda")]
-fn no_cuda(error: &DriverError) -> NoCuda {
+fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
+    use crate::device::driver::DriverError;
     let severity = match error {
         DriverError::NoLibrary { .. } | DriverError::NoDevice => Severity::Info,
         _ => Severity::Warning,
