@@ -1,6 +1,6 @@
 //! Learns the need of requests from the memory that earlier requests of their route held.
 //!
-//! The caller identifies a route by a number and measures the requests. [`RouteNeeds`] turns measured
+//! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
 //! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known, and
 //! [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
 //! controller use it.
