@@ -9,6 +9,8 @@ use std::sync::Arc;
 
 use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
+#[cfg(feature = "cuda")]
+use crate::device::driver::DriverError;
 use crate::device::driver::host::HostDriver;
 
 use crate::memory::error::{Diagnostic, Severity, StartError};
@@ -123,8 +125,7 @@ fn count_cuda() -> Result<usize, NoCuda> {
 }
 
 #[cfg(feature = "cuda")]
-fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
-    use crate::device::driver::DriverError;
+fn no_cuda(error: &DriverError) -> NoCuda {
     let severity = match error {
         DriverError::NoLibrary { .. } | DriverError::NoDevice => Severity::Info,
         _ => Severity::Warning,
