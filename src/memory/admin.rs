@@ -128,8 +128,8 @@ impl AdminCommand {
     }
 }
 
-/// The reason that a command was not accepted.
-#[derive(Clone, Debug, Error, PartialEq)]
+/// The reason that a command was not accepted. Its `Debug` output is its message.
+#[derive(Clone, Error, PartialEq)]
 #[non_exhaustive]
 pub enum AdminError {
     /// No arena has this name.

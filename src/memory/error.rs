@@ -91,7 +91,7 @@ pub enum StartError {
     },
 }
 
-crate::config::debug_is_message!(StartError, MemoryError, Shutdown);
+crate::config::debug_is_message!(StartError, MemoryError, Shutdown, super::admin::AdminError);
 
 /// Formats a limit in the form of its source.
 fn named(from: Source, limit: ByteSize) -> String {
@@ -421,12 +421,15 @@ impl fmt::Display for Shutdown {
 
 #[cfg(test)]
 mod tests {
+    use super::super::admin::AdminError;
     use super::*;
 
     #[test]
     fn an_error_that_main_returns_is_printed_as_its_message() {
         let error = MemoryError::Forked;
         assert_eq!(format!("{error:?}"), error.to_string());
+        let refused = AdminError::from(error);
+        assert_eq!(format!("{refused:?}"), refused.to_string());
         let report = Shutdown { requests: 2, ..Default::default() };
         let error = report.into_result().expect_err("two requests");
         assert!(format!("{error:?}").starts_with("2 requests"), "{error:?}");

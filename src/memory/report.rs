@@ -156,7 +156,7 @@ impl<'a> MemoryReport<'a> {
 
     /// Returns the running requests that hold most memory, the largest first: at most 16, each with
     /// at least 256 KiB. Only requests that passed a layer and are measured are listed
-    /// (`service::SharedPermit::memory`). Empty in a forked child.
+    /// (`service::RequestPermit::memory`). Empty in a forked child.
     #[must_use]
     pub fn largest_requests(&self) -> Vec<RequestMemory> {
         self.0.here(|shared| shared.admission.state().largest(LARGEST_MAX, shared.clock.now()))

@@ -145,7 +145,7 @@ impl Endpoints {
     /// Returns the answer to this request; `None` if its path is not an endpoint.
     ///
     /// In addition to [`Endpoints::answer`]: a request for `/memory` or `/metrics` to an unknown
-    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
+    /// host is 403 ([`Endpoints::with_hosts`]), and one with another method than GET and HEAD 405. `/memory` answers with the live page if the
     /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
     /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`,
     /// `largest_requests`, `permits` (the oldest requests), `routes`, `tenants`, `size_classes`,

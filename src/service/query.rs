@@ -1,6 +1,6 @@
 //! Parses the query and the `Accept` header of a request.
 //!
-//! Plain functions of text. Invariant: the answer is JSON unless HTML is named.
+//! Plain functions of text. Invariant: the answer is JSON unless HTML is preferred by name.
 
 use std::fmt;
 
@@ -100,19 +100,24 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// Returns the format that the headers prefer: HTML if it is named, as by browsers, and JSON is
-    /// not; otherwise JSON. Weights are not read.
+    /// Returns the format that the headers prefer: HTML if it is named, as by browsers, and weighs
+    /// more than JSON; otherwise JSON. An invalid weight is 0.
     pub(super) fn preferred(headers: &HeaderMap) -> Self {
-        let names = |known: [&str; 2]| {
+        let weight = |known: [&str; 2]| {
             let accepts = headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
-            let mut ranges = accepts.flat_map(|accept| accept.split(','));
-            ranges.any(|range| {
-                let kind = range.split(';').next().unwrap_or_default().trim();
-                known.iter().any(|name| kind.eq_ignore_ascii_case(name))
-            })
+            let ranges = accepts.flat_map(|accept| accept.split(','));
+            let weights = ranges.filter_map(|range| {
+                let mut parts = range.split(';').map(str::trim);
+                let kind = parts.next()?;
+                let is_known = known.iter().any(|name| kind.eq_ignore_ascii_case(name));
+                let weight =
+                    parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
+                is_known.then(|| weight.map_or(1.0, |weight| weight.parse().unwrap_or(0.0)))
+            });
+            weights.fold(0.0_f64, f64::max)
         };
         let prefers_html =
-            names(["text/html", "text/*"]) && !names(["application/json", "application/*"]);
+            weight(["text/html", "text/*"]) > weight(["application/json", "application/*"]);
         if prefers_html { Self::Html } else { Self::Json }
     }
 }
@@ -130,10 +135,12 @@ mod tests {
     }
 
     #[test]
-    fn html_is_for_clients_that_name_it_and_not_json() {
+    fn html_is_for_clients_that_prefer_it_by_name() {
         assert_eq!(Format::preferred(&HeaderMap::new()), Format::Json);
         let browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
-        for accept in [browser, "text/html", "TEXT/HTML", "text/*", "text/html;q=0.5, */*"] {
+        for accept in
+            [browser, "text/html", "TEXT/HTML", "text/*", "text/html, application/json;q=0.9"]
+        {
             assert_eq!(preferred(accept), Format::Html, "{accept}");
         }
         for accept in [
@@ -142,6 +149,9 @@ mod tests {
             "application/json",
             "text/html, application/json",
             "text/html;q=0.5, application/json",
+            "text/html;q=0",
+            "text/html; Q=0.0, */*",
+            "text/html;q=half",
             "image/png",
             ";;,,q=1",
             "application/*;q=0.9, text/html;q=0.8",

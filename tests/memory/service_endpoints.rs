@@ -148,7 +148,6 @@ fn metrics_are_what_the_application_renders_at_each_request() {
     assert_eq!(response.headers()["content-type"], "text/plain; version=0.0.4; charset=utf-8");
 }
 
-/// The bug: any site could have a name of its own lead here, and read the figures in a browser.
 /// The bug: `POST /memory` was answered like GET, so a command sent to the wrong path seemed to work.
 #[test]
 fn figures_were_answered_to_any_method() {
@@ -167,6 +166,7 @@ fn figures_were_answered_to_any_method() {
     assert_eq!(status("OPTIONS", "/healthz"), (200, None));
 }
 
+/// The bug: any site could have a name of its own lead here, and read the figures in a browser.
 #[test]
 fn figures_were_told_whatever_host_was_asked() {
     let known = ["localhost", "LOCALHOST:8081", "127.0.0.1:8081", "10.0.0.7", "[::1]:8081"];

@@ -220,7 +220,7 @@ impl Shared {
             .map_err(|error| cannot_open(&name, error.into()))?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
         // which use it for figures and the release of idle memory. A slot gives out the arena of
-        // device memory only (`Generation::device_arena`).
+        // device memory only (`ArenaGeneration::device_arena`).
         let arena = unsafe { pool.arena() }.clone();
         Ok((pool, arena))
     }

@@ -13,28 +13,29 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::driver::cuda::PoolGovernor;
 use crate::device::driver::{Driver as _, DriverError};
 use crate::device::{ArenaConfig, DeviceArena, HostBudget, SleepState};
-use crate::memory::error::{Diagnostic, MemoryError, Shutdown};
+use crate::memory::error::{Diagnostic, Shutdown};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
-use crate::sync::lock;
 use lowtide_admission::{
     Admission, Budget, Cost, DeviceSample, Level, Permit, Reclaim, Rejected, Thresholds,
 };
 
-#[cfg(feature = "cuda")]
-use super::MemoryDevices;
 use super::arenas::{Listed, is_loss};
 use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
 use super::state::Devices;
+#[cfg(feature = "cuda")]
+use {
+    super::MemoryDevices, crate::device::driver::cuda::PoolGovernor,
+    crate::memory::error::MemoryError, crate::sync::lock, std::sync::Weak,
+};
 
 impl Shared {
     /// Decays the arenas that are due, and completes what sessions have left.

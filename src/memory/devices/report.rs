@@ -301,7 +301,7 @@ const fn totals(of: &mut ArenaSnapshot) -> [&mut u64; 24] {
 }
 
 /// The maximum number of arenas and backends with series of their own, on all devices.
-const RUNGS_MAX: usize = 64;
+const BACKENDS_MAX: usize = 64;
 
 /// The series that were published.
 #[derive(Default)]
@@ -322,18 +322,18 @@ impl Series {
         for ((device, _), arena) in &gone.published(devices) {
             to.arena(device, arena);
         }
-        self.publish_rungs(to, devices);
+        self.publish_backends(to, devices);
         devices.devices.iter().for_each(|device| self.publish_device(to, device));
     }
 
     /// Publishes the backend of each device arena. A published pair stays, with value 0 after the
-    /// arena is closed; beyond [`RUNGS_MAX`] pairs, new ones are not published.
-    fn publish_rungs(&mut self, to: MetricsWriter, devices: &DevicesSnapshot) {
+    /// arena is closed; beyond [`BACKENDS_MAX`] pairs, new ones are not published.
+    fn publish_backends(&mut self, to: MetricsWriter, devices: &DevicesSnapshot) {
         for (device, arena) in devices.placed() {
             let is_known = |(on, name, backend): &(String, String, Backend)| {
                 *on == device.name && *name == arena.name && *backend == arena.backend
             };
-            if self.backends.len() < RUNGS_MAX && !self.backends.iter().any(is_known) {
+            if self.backends.len() < BACKENDS_MAX && !self.backends.iter().any(is_known) {
                 self.backends.push((device.name.clone(), arena.name.clone(), arena.backend));
             }
         }

@@ -384,7 +384,7 @@ impl HalfWriter {
         end.put(self);
     }
 
-    /// Begins a list, which [`Writer::end_list`] ends.
+    /// Begins a list, which [`HalfWriter::end_list`] ends.
     pub(super) fn begin_list(&mut self) -> usize {
         let at = self.0.len();
         self.put(&[0; 2]);

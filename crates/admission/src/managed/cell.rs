@@ -513,7 +513,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         reason: UnloadReason,
         patience: Duration,
     ) -> Result<bool, ResourceError> {
-        cell.check_unload_here()?;
+        cell.check_here()?;
         let mut deadline = cell.clock.now() + patience;
         let bell = Bell::new();
         lock(&cell.state).drainers.push(Arc::clone(&bell));
@@ -526,7 +526,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             } else if cell.unload_if(reason, None) {
                 break Ok(true);
             }
-            cell.check_unload_here()?;
+            cell.check_here()?;
             let now = cell.clock.now();
             {
                 let state = lock(&cell.state);
@@ -544,7 +544,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             cell.clock.wait_until(&bell, deadline);
         };
-        cell.check_unload_here()?;
+        cell.check_here()?;
         lock(&cell.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
         found
     }
@@ -673,13 +673,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return Err(ResourceError::Unloading { name: Arc::clone(&self.parts.name) });
         }
         Ok(())
-    }
-
-    fn check_unload_here(&self) -> Result<(), ResourceError> {
-        if self.birth.is_here() {
-            return Ok(());
-        }
-        Err(ResourceError::Forked { name: Arc::clone(&self.parts.name) })
     }
 }
 

@@ -106,7 +106,7 @@ pub enum ResourceError {
     },
     /// Called in a forked child: the resource belongs to the parent process, and the child has no
     /// worker to unload one.
-    #[error("{name} belongs to the parent process: forked children cannot use it")]
+    #[error("{name} belongs to the parent process: start a new Memory in this forked child")]
     Forked {
         /// The name of the resource or the reclaimer.
         name: Arc<str>,
@@ -200,6 +200,8 @@ mod tests {
             retry_in: Duration::from_nanos(249_915_449),
         };
         assert!(failed.to_string().contains("attempt in 249.9 ms at"), "{failed}");
+        let forked = ResourceError::Forked { name: "model".into() }.to_string();
+        assert!(forked.ends_with("start a new Memory in this forked child"), "{forked}");
         assert_eq!(failed.retry_after(), Some(Duration::from_nanos(249_915_449)));
     }
 }
