@@ -108,7 +108,7 @@
 //! |---|---|
 //! | `service` | `service`: a tower layer and HTTP endpoints |
 //! | `axum` | `Memory::routes`: the endpoints as routes of axum; with `service` |
-//! | `tokio` | `Memory::terminated`, `managed_async`, `service::Connections::listen` |
+//! | `tokio` | `Memory::terminated`, `shutdown`, `managed_async`, `service::Connections::listen` |
 //! | `prometheus` | `Builder::prometheus`: metrics in the Prometheus text format |
 //! | `serde` | snapshots, history and events implement `serde::Serialize`; part of `service` |
 //! | `device` | `device`: arenas, compaction, pinned memory, plans; the host driver |
