@@ -44,7 +44,7 @@ pub enum DriverError {
     Refused {
         /// The system or device call.
         call: &'static str,
-        /// `errno`, or a CUDA result code.
+        /// `errno`, or a result code of CUDA or NVML.
         code: i64,
         /// The meaning of the code.
         message: String,
@@ -299,7 +299,7 @@ impl DriverError {
             _ if SHORTAGE.contains(&code) && TAKING.contains(&call) => {
                 Self::OutOfMemory { call, requested }
             }
-            NO_DEVICE => Self::NoDevice,
+            NO_DEVICE if FINDING.contains(&call) => Self::NoDevice,
             NOT_SUPPORTED => Self::Unsupported { what: call },
             ILLEGAL_ADDRESS => Self::IllegalAddress { call },
             _ if is_sticky(code) => {
@@ -350,6 +350,8 @@ const OUT_OF_MEMORY: u32 = 2;
 pub(super) const STUB_LIBRARY: u32 = 34;
 /// `CUDA_ERROR_NO_DEVICE`
 const NO_DEVICE: u32 = 100;
+/// The calls whose result 100 means that there is no device; of an open one it is a refusal.
+const FINDING: [&str; 2] = ["cuInit", "cuDeviceGetCount"];
 /// `CUDA_ERROR_ILLEGAL_ADDRESS`
 const ILLEGAL_ADDRESS: u32 = 700;
 /// `CUDA_ERROR_NOT_SUPPORTED`
@@ -450,7 +452,7 @@ mod tests {
         for code in 1..=999 {
             let error = DriverError::of_cuda("cuCtxSynchronize", code, ByteSize::ZERO);
             assert_eq!(error.is_context_lost(), STICKY.contains(&code), "{error}");
-            let stands_for_it = [OUT_OF_MEMORY, NO_DEVICE, NOT_SUPPORTED].contains(&code);
+            let stands_for_it = [OUT_OF_MEMORY, NOT_SUPPORTED].contains(&code);
             assert_eq!(error.code(), (!stands_for_it).then_some(i64::from(code)), "{error}");
         }
     }

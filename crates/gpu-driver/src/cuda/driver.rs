@@ -185,7 +185,8 @@ unsafe impl Driver for CudaDriver {
     unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult {
         let bytes = apart(from, to, size)?;
         self.call(|calls| {
-            calls.copy_on_device(to.get(), from.get(), bytes, self.context.stream)?;
+            let copied = calls.copy_on_device(to.get(), from.get(), bytes, self.context.stream);
+            copied.map_err(|error| error.sized(size))?;
             calls.stream_synchronize(self.context.stream)
         })
     }
@@ -323,6 +324,7 @@ unsafe impl Driver for CudaDriver {
     ) -> DriverResult {
         let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
         self.call(|calls| calls.copy_on_device(to.get(), from.get(), bytes, stream))
+            .map_err(|error| error.sized(size))
     }
 
     fn host_store_create(&self, size: ByteSize) -> DriverResult<HostStore> {

@@ -7,10 +7,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use lowtide::ByteSize;
 use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide_gpu::driver::{Backend, Driver as _, Guarded};
+use lowtide_gpu::driver::{Backend, DeviceAddress, Driver as _, DriverError, Guarded};
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 use super::open::{BASE, NEWER, PLAIN, POOLS, VIRTUAL, WAYS};
@@ -241,7 +242,7 @@ fn what_is_live_when_the_context_is_lost_is_dropped_in_silence() {
 }
 
 /// Results by which a device that fell off the bus, or whose MPS server died, answers every call.
-const DEAD: [u32; 3] = [999, 806, 46];
+const DEAD: [u32; 4] = [999, 806, 46, 100];
 
 /// Reported in timemachine #1203 and ollama #1895: 28 calls a second, for ever.
 #[test]
@@ -282,4 +283,18 @@ fn a_refusal_of_a_device_that_answers_other_calls_is_no_loss() {
         assert_eq!((error.code(), error.is_context_lost()), (Some(i64::from(code)), false));
         assert_eq!((driver.lost(), driver.synchronize()), (None, Ok(())));
     }
+}
+
+#[test]
+#[expect(unsafe_code, reason = "a copy that fails before it copies")]
+fn a_copy_that_finds_no_memory_names_its_size() {
+    let fake = Fake::start(LAZY);
+    let driver = CudaDriver::open(CudaOptions::default()).expect("a device");
+    let size = ByteSize::kib(64);
+    let at = DeviceAddress::new;
+    fake.fail(c"cuMemcpyDtoDAsync_v2", 1, 2);
+    // SAFETY: the call fails before it copies.
+    let error = unsafe { driver.copy(at(1 << 20), at(1 << 21), size) }.expect_err("refused");
+    let call = "cuMemcpyDtoDAsync";
+    assert_eq!(error, DriverError::OutOfMemory { call, requested: size });
 }
