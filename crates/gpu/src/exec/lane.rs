@@ -39,7 +39,7 @@ pub(crate) struct LaneInner {
 
 /// The lanes that use a block, in the order in which they were added. One lane takes no memory of
 /// its own.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Lanes {
     first: Option<Arc<LaneInner>>,
     /// Boxed, so that a block's handle has one of malloc's small sizes.
@@ -50,6 +50,8 @@ pub(crate) struct Lanes {
 struct OtherLanes(Vec<Arc<LaneInner>>);
 
 impl Lanes {
+    pub(crate) const NONE: Self = Self { first: None, others: None };
+
     #[inline]
     pub(crate) fn add(&mut self, lane: Arc<LaneInner>) {
         if self.first.is_none() {

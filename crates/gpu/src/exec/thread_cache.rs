@@ -92,7 +92,7 @@ impl BlockHandle {
             region,
             block,
             place: BlockPlace::of(block),
-            lanes: Lanes::default(),
+            lanes: Lanes::NONE,
             foreign: false,
             next: None,
             #[cfg(feature = "cuda")]
@@ -153,7 +153,7 @@ impl BlockHandle {
         match order {
             Order::After => Some(stays),
             Order::Unknown => {
-                self.lanes = Lanes::default();
+                self.lanes = Lanes::NONE;
                 Some(false)
             }
             Order::Captured => None,
@@ -185,7 +185,7 @@ impl BlockHandle {
     /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
-            let unknown = Lanes::default();
+            let unknown = Lanes::NONE;
             let lanes = if self.foreign { &unknown } else { &self.lanes };
             self.shard.inner.release_after(self.region, placed, lanes);
         }
