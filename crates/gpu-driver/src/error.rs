@@ -325,6 +325,7 @@ impl DriverError {
 
     /// Returns the error with this size if memory has run out: that of the whole request, of which
     /// the call was a part.
+    #[cfg(feature = "cuda")]
     pub(super) fn sized(self, requested: ByteSize) -> Self {
         match self {
             Self::OutOfMemory { call, .. } => Self::OutOfMemory { call, requested },

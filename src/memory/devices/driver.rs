@@ -8,9 +8,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::config::{Config, DeviceBackend, DeviceChoice};
+use crate::device::driver::Driver;
+#[cfg(feature = "cuda")]
+use crate::device::driver::DriverError;
 use crate::device::driver::host::HostDriver;
-use crate::device::driver::{Driver, DriverError};
-
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
 use super::selector::DEVICES_MAX;
