@@ -1,4 +1,4 @@
-//! The governors of pools, and the processes on each device, as NVML lists them.
+//! The processes on each device, as NVML lists them.
 //!
 //! Only `MemoryDevices::processes` queries NVML, which may be slow, and hang if a device fails
 //! ([`SlowValue`]). A governor belongs to its creator, and is removed from the list when dropped.
@@ -8,19 +8,16 @@
 //! no driver call under the lock of the governors.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::{Clock, Moment, short};
-use crate::device::driver::cuda::{DeviceUsage, Nvml, PoolGovernor, ProcessUsage};
+use crate::clock::{Clock, short};
+use crate::device::driver::cuda::{DeviceUsage, Nvml, ProcessUsage};
 use crate::device::driver::{DeviceUuid, Driver as _, DriverError};
-use crate::memory::error::{Diagnostic, MemoryError};
-use crate::memory::shared::Shared;
 use crate::memory::slow_value::SlowValue;
 use crate::sync::{Mutex, lock};
 
-use super::MemoryDevices;
 use super::device::Device;
 
 /// The time for which a list is kept. Requests in between get the same list.
@@ -239,50 +236,5 @@ impl DeviceProcesses {
         self.unattributed = usage.used.map(|used| used.saturating_sub(attributed));
         self.processes.clone_from(processes);
         self.omitted = usage.omitted;
-    }
-}
-
-impl MemoryDevices<'_> {
-    /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
-    /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
-    /// effect.
-    ///
-    /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
-    /// device shortens it; [`PoolGovernor::trim`] releases all idle memory. The worker never waits
-    /// for the context, because that would invalidate a graph capture. Memory stays in the pool
-    /// until the program has waited for its free to complete (for example with
-    /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
-    ///
-    /// # Errors
-    /// [`MemoryError::Forked`] in a forked child.
-    pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        let new = Arc::downgrade(governor);
-        let mut governors = lock(&shared.devices.governors);
-        governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
-        governors.push(new);
-        Ok(())
-    }
-}
-
-impl Shared {
-    /// Releases the memory of governed pools that was unused for the decay time.
-    pub(super) fn decay_governors(&self, now: Moment) {
-        if self.check_here().is_err() {
-            return;
-        }
-        let all = lock(&self.devices.governors).clone();
-        for governor in all.iter().filter_map(Weak::upgrade) {
-            if let Err(error) = governor.decay(now) {
-                // A lost device is asked for nothing more.
-                if error.is_context_lost() {
-                    let lost = Arc::downgrade(&governor);
-                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
-                }
-                let text = format!("pool governor of {}: {error}", governor.device());
-                self.add_diagnostic(Diagnostic::warning("device", text));
-            }
-        }
     }
 }

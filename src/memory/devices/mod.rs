@@ -1,10 +1,9 @@
 //! Device arenas in a `Memory`: all that it does with them.
 //!
 //! The rest of `memory` reaches them only through the items of this file, where it has the feature
-//! `device`. [`Devices`] (`state`) is a field of `Shared`. The parts: `driver` opens the devices,
-//! `device` is one of them, `select` chooses one, `arenas` and `slots` list arenas, `open` opens
-//! them, `release` and `shrink` release memory, `report` has the figures, `cuda` governs pools and
-//! lists the processes on a device.
+//! `device`. [`Devices`] (`state`) is a field of `Shared`. The parts: `driver` opens the devices, `device` is
+//! one of them, `select` chooses one, `arenas` and `slots` list arenas, `open` opens them, `release` and
+//! `shrink` release memory, `report` has the figures, `cuda` lists the processes on a device.
 //!
 //! Invariant: no driver call under a lock of this module.
 
