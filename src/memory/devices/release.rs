@@ -32,10 +32,7 @@ use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
 use super::state::Devices;
 #[cfg(feature = "cuda")]
-use {
-    super::MemoryDevices, crate::device::driver::cuda::PoolGovernor,
-    crate::memory::error::MemoryError, crate::sync::lock, std::sync::Weak,
-};
+use {super::MemoryDevices, crate::device::driver::cuda::PoolGovernor, crate::sync::lock};
 
 impl Shared {
     /// Decays the arenas that are due, and completes what sessions have left.
@@ -404,8 +401,11 @@ impl MemoryDevices<'_> {
     /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
     ///
     /// # Errors
-    /// [`MemoryError::Forked`] in a forked child.
-    pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
+    /// [`MemoryError::Forked`](crate::MemoryError::Forked) in a forked child.
+    pub fn govern(
+        &self,
+        governor: &Arc<PoolGovernor>,
+    ) -> Result<(), crate::memory::error::MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
         let new = Arc::downgrade(governor);
@@ -424,7 +424,7 @@ impl Shared {
             return;
         }
         let all = lock(&self.devices.governors).clone();
-        for governor in all.iter().filter_map(Weak::upgrade) {
+        for governor in all.iter().filter_map(std::sync::Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 // A lost device is asked for nothing more.
                 if error.is_context_lost() {
