@@ -22,6 +22,7 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
+use crate::common::figures::Figures;
 use crate::common::http::{Http, client, get, send};
 use crate::common::own;
 use crate::common::process::Process;
@@ -70,22 +71,20 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     Ok(memory.shutdown(Duration::from_secs(5)).await.into_result()?)
 }
 
-/// Runs both policies and prints their figures. Returns `true` if every goal held.
-pub(crate) fn measure() -> Result<bool, BoxError> {
+/// Runs both policies and adds their figures.
+pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let exit = measure_exit(&runtime, "exit", "exit_s")?;
-    let old = measure_exit(&runtime, "exit:0s", "exit_old_s")?;
-    let goodput = measure_serve_one(&runtime)?;
-    let held = exit.max(old) <= EXIT_MOST && goodput > 0.0;
-    let said = if held { "held" } else { "missed" };
-    println!("goals: served again within {EXIT_MOST:?}, serve_one_mib_s above 0: {said}");
-    Ok(held)
+    for (policy, name) in [("exit", "room.leak.exit_s"), ("exit:0s", "room.leak.exit_old_s")] {
+        let took = measure_exit(&runtime, policy)?;
+        figures.at_most(name, took.as_secs_f64(), "s", EXIT_MOST.as_secs_f64());
+    }
+    measure_serve_one(&runtime, figures)
 }
 
 /// Returns the time from the first request rejected as exhausted, or from the end of the process if
 /// none was, to the next one that is served. With a minimum uptime of zero it is that of a process
 /// that is old enough.
-fn measure_exit(runtime: &Runtime, policy: &str, figure: &str) -> Result<Duration, BoxError> {
+fn measure_exit(runtime: &Runtime, policy: &str) -> Result<Duration, BoxError> {
     let mut service = Service::start(policy)?;
     let load = Load::start(runtime, service.address);
     runtime.block_on(service.leak_to(LEAKED))?;
@@ -114,12 +113,11 @@ fn measure_exit(runtime: &Runtime, policy: &str, figure: &str) -> Result<Duratio
     let took = served - exhausted;
     let after = exhausted.since_origin();
     println!("{policy}: exhausted {after:.1?} after the start, exit codes {codes:?}");
-    println!("figure room.leak.{figure} {:.2} s", took.as_secs_f64());
     Ok(took)
 }
 
-/// Returns the goodput at the largest leak, in MiB per second.
-fn measure_serve_one(runtime: &Runtime) -> Result<f64, BoxError> {
+/// Adds the goodput without a leak and at each, in MiB per second; at the largest it must be above 0.
+fn measure_serve_one(runtime: &Runtime, figures: &mut Figures) -> Result<(), BoxError> {
     let service = Service::start("serve-one")?;
     let load = Load::start(runtime, service.address);
     let mut goodput = 0.0;
@@ -157,15 +155,16 @@ fn measure_serve_one(runtime: &Runtime) -> Result<f64, BoxError> {
             of_limit(required),
             of_limit(peak)
         );
-        if part > 0.0 {
-            println!("figure room.leak.serve_one_{:.0}_mib_s {goodput:.3} MiB/s", 100.0 * part);
+        let name = if part > 0.0 {
+            format!("room.leak.serve_one_{:.0}_mib_s", 100.0 * part)
         } else {
-            println!("figure room.leak.no_leak_mib_s {goodput:.3} MiB/s");
-        }
+            "room.leak.no_leak_mib_s".to_owned()
+        };
+        figures.add(name, goodput, "MiB/s");
     }
     load.end(runtime)?;
-    println!("figure room.leak.serve_one_mib_s {goodput:.3} MiB/s");
-    Ok(goodput)
+    figures.at_least("room.leak.serve_one_mib_s", goodput, "MiB/s", f64::MIN_POSITIVE);
+    Ok(())
 }
 
 /// A service that runs.
@@ -175,8 +174,8 @@ struct Service {
     http: Http,
 }
 
-/// Figures of the service.
-struct Figures {
+/// What the service says of its memory.
+struct Said {
     required: ByteSize,
     physical: ByteSize,
     exhausted: bool,
@@ -207,12 +206,12 @@ impl Service {
         Ok(())
     }
 
-    async fn memory(&self) -> Result<Figures, BoxError> {
+    async fn memory(&self) -> Result<Said, BoxError> {
         let text = get(&self.http, &self.url("memory")).await?;
         let document: serde_json::Value = serde_json::from_slice(&text)?;
         let host = &document["host"];
         let bytes = |name: &str| host[name].as_u64().map(ByteSize::new).ok_or("no figure");
-        Ok(Figures {
+        Ok(Said {
             required: bytes("required_bytes")?,
             physical: bytes("physical_bytes")?,
             exhausted: host["exhausted"] == true,

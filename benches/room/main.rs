@@ -86,7 +86,7 @@ fn run(part: &Part) -> Result<bool, BoxError> {
         Part::Hostage(arguments) => hostage::measure(arguments, &mut figures)?,
         Part::H2 => hostage::measure_connections(&mut figures)?,
         Part::Cache(arguments) => cache::measure(arguments, &mut figures)?,
-        Part::Leak => return leak::measure(),
+        Part::Leak => leak::measure(&mut figures)?,
         Part::ServeAttacked { at } => attacked::serve(*at)?,
         Part::ServeLeaking => leak::serve()?,
     }

@@ -327,10 +327,8 @@ impl DriverError {
     /// the call was a part.
     #[cfg(feature = "cuda")]
     pub(super) fn sized(self, requested: ByteSize) -> Self {
-        match self {
-            Self::OutOfMemory { call, .. } => Self::OutOfMemory { call, requested },
-            other => other,
-        }
+        let Self::OutOfMemory { call, .. } = self else { return self };
+        Self::OutOfMemory { call, requested }
     }
 
     /// Returns the CUDA result code or `errno`, if there is one.

@@ -10,7 +10,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use lowtide::admission::{ResourceError, Managed, Use};
+use lowtide::admission::{Managed, ResourceError, Use};
 use lowtide::{BoxError, ByteSize, Cost, Memory, ResourceBuilder};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;

@@ -9,10 +9,7 @@ use std::sync::Arc;
 
 use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
-#[cfg(feature = "cuda")]
-use crate::device::driver::DriverError;
 use crate::device::driver::host::HostDriver;
-
 use crate::memory::error::{Diagnostic, Severity, StartError};
 
 use super::selector::DEVICES_MAX;
@@ -125,9 +122,10 @@ fn count_cuda() -> Result<usize, NoCuda> {
 }
 
 #[cfg(feature = "cuda")]
-fn no_cuda(error: &DriverError) -> NoCuda {
+fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
+    use crate::device::driver::DriverError::{NoDevice, NoLibrary};
     let severity = match error {
-        DriverError::NoLibrary { .. } | DriverError::NoDevice => Severity::Info,
+        NoLibrary { .. } | NoDevice => Severity::Info,
         _ => Severity::Warning,
     };
     NoCuda { severity, cause: error.to_string() }

@@ -32,10 +32,7 @@ use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
 use super::state::Devices;
 #[cfg(feature = "cuda")]
-use {
-    super::MemoryDevices, crate::device::driver::cuda::PoolGovernor,
-    crate::memory::error::MemoryError, crate::sync::lock, std::sync::Weak,
-};
+use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 
 impl Shared {
     /// Decays the arenas that are due, and completes what sessions have left.
@@ -409,7 +406,7 @@ impl MemoryDevices<'_> {
         let shared = self.shared();
         shared.check_here()?;
         let new = Arc::downgrade(governor);
-        let mut governors = lock(&shared.devices.governors);
+        let mut governors = crate::sync::lock(&shared.devices.governors);
         governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
         governors.push(new);
         Ok(())
@@ -423,13 +420,13 @@ impl Shared {
         if self.check_here().is_err() {
             return;
         }
-        let all = lock(&self.devices.governors).clone();
-        for governor in all.iter().filter_map(Weak::upgrade) {
+        let all = crate::sync::lock(&self.devices.governors).clone();
+        for governor in all.iter().filter_map(std::sync::Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 // A lost device is asked for nothing more.
                 if error.is_context_lost() {
                     let lost = Arc::downgrade(&governor);
-                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
+                    crate::sync::lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
                 }
                 let text = format!("pool governor of {}: {error}", governor.device());
                 self.add_diagnostic(Diagnostic::warning("device", text));

@@ -272,7 +272,7 @@ impl ArenaInner {
     /// the sink of a recorder may block, and may use the arena.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
-        let outcome = self.run_under_lock(act);
+        let outcome = self.executor.run_now(&*self.clock, act);
         self.flush_events();
         outcome
     }

@@ -70,7 +70,7 @@ impl Lanes {
     /// Returns the lane if there is only one.
     #[inline]
     pub(crate) fn only(&self) -> Option<&Arc<LaneInner>> {
-        if self.others.is_none() { self.first() } else { None }
+        if self.others.is_none() { self.first.as_ref() } else { None }
     }
 
     /// Takes out the lane that was added first; there is no other.
