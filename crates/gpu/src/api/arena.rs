@@ -147,7 +147,7 @@ impl DeviceArena {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
-        let wanted = AllocRequest::new(bytes, align).map(|of| of.by(origin));
+        let wanted = AllocRequest::new(bytes, align).map(|of| AllocRequest { origin, ..of });
         let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard());
         if let (Some(wanted), Some(shard)) = (wanted, shard)
             && let Some(mut owned) = self.kept(shard, region, wanted)
@@ -197,7 +197,8 @@ impl DeviceArena {
         let Some(wanted) = AllocRequest::new(whole, granule) else {
             return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
         };
-        let wanted = AllocRequest { requested: bytes.get(), ..wanted.by(RequestOrigin::RESERVE) };
+        let wanted =
+            AllocRequest { requested: bytes.get(), origin: RequestOrigin::RESERVE, ..wanted };
         let placed = self.inner.alloc_block(region, wanted, None)?;
         self.inner.run_now(|state| state.totals.reserves_total += 1);
         Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))

@@ -282,7 +282,7 @@ impl<T: Pod> Buffer<T> {
     /// Returns the lane that the buffer was allocated on.
     #[cfg(feature = "cuda")]
     pub(crate) fn lane(&self) -> Option<&LaneInner> {
-        self.owned.lanes.first().map(AsRef::as_ref)
+        self.owned.lanes.iter().next().map(AsRef::as_ref)
     }
 
     /// Records that foreign code uses the buffer: when it is freed, all work of the device is

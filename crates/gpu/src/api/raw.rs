@@ -243,7 +243,7 @@ impl DeviceArena {
             let len = size.as_usize().unwrap_or(usize::MAX);
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
-        let placed = inner.alloc_raw_block(region, wanted.by(origin), user)?;
+        let placed = inner.alloc_raw_block(region, AllocRequest { origin, ..wanted }, user)?;
         Ok(RawBlock::of((region, placed)))
     }
 

@@ -791,7 +791,11 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let target = AllocTarget { region, wanted: wanted.by(RequestOrigin::RESIZE), taker: None };
+        let target = AllocTarget {
+            region,
+            wanted: AllocRequest { origin: RequestOrigin::RESIZE, ..wanted },
+            taker: None,
+        };
         let new = self.alloc_target(target)?;
         let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
         copied.map_err(Into::into)

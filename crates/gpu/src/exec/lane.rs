@@ -61,12 +61,6 @@ impl Lanes {
         }
     }
 
-    /// Returns the lane that was added first.
-    #[inline]
-    pub(crate) fn first(&self) -> Option<&Arc<LaneInner>> {
-        self.first.as_ref()
-    }
-
     /// Returns the lane if there is only one.
     #[inline]
     pub(crate) fn only(&self) -> Option<&Arc<LaneInner>> {
@@ -80,6 +74,7 @@ impl Lanes {
         self.first.take()
     }
 
+    /// Returns the lanes, the one that was added first at first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<LaneInner>> {
         self.first.iter().chain(self.others.iter().flat_map(|others| &others.0))
     }

@@ -185,8 +185,7 @@ impl BlockHandle {
     /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
-            let unknown = Lanes::NONE;
-            let lanes = if self.foreign { &unknown } else { &self.lanes };
+            let lanes = if self.foreign { &Lanes::NONE } else { &self.lanes };
             self.shard.inner.release_after(self.region, placed, lanes);
         }
     }

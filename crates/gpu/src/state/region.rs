@@ -72,12 +72,6 @@ pub(crate) struct AllocRequest {
 }
 
 impl AllocRequest {
-    /// Returns the same request with another origin.
-    #[inline]
-    pub(crate) const fn by(self, origin: RequestOrigin) -> Self {
-        Self { origin, ..self }
-    }
-
     /// Creates a request for this many bytes, rounded up to the unit of sizes; `None` for 0 bytes.
     #[inline]
     pub(crate) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
