@@ -36,7 +36,7 @@ const LAYERS: &[(&str, &[&[&str]])] = &[
 ];
 
 /// The maximum number of files in a cycle.
-pub(crate) const CYCLE_MAX: usize = 8;
+pub(crate) const CYCLE_MAX: usize = 5;
 
 /// A path that is written in a module.
 #[derive(Debug)]
