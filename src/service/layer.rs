@@ -549,11 +549,11 @@ impl<E: Estimate> MemoryLayer<E> {
             None => Ok(None),
         };
         let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
-        let label = format_args!("{method} {route}");
-        let permit = match waiting {
-            Some(waiting) => waiting.try_admit(cost, priority, Some(&label)),
-            None => settings.admission.state().try_admit_uncounted(cost, priority, Some(&label)),
+        let admit = |label: &dyn fmt::Display| match waiting {
+            Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
+            None => settings.admission.state().try_admit_uncounted(cost, priority, Some(label)),
         };
+        let permit = admit(&format_args!("{method} {route}"));
         let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
         let reports = is_measured && settings.starts_slowly;
