@@ -111,7 +111,7 @@ pub struct SettingsError {
     /// The value given.
     pub value: String,
     /// The values that are accepted.
-    pub expected: &'static str,
+    pub expected: String,
 }
 
 /// Returns an error unless the value is accepted.
@@ -119,12 +119,12 @@ fn expect(
     is_right: bool,
     name: &'static str,
     value: impl fmt::Debug,
-    expected: &'static str,
+    expected: impl fmt::Display,
 ) -> Result<(), SettingsError> {
     if is_right {
         return Ok(());
     }
-    Err(SettingsError { name, value: format!("{value:?}"), expected })
+    Err(SettingsError { name, value: format!("{value:?}"), expected: expected.to_string() })
 }
 
 impl Settings {
@@ -157,7 +157,7 @@ impl Settings {
         for (name, time) in times {
             expect(time != Some(Duration::ZERO), name, Duration::ZERO, "a time above zero")?;
         }
-        let is_shorter = self.active_tick <= self.idle_tick;
-        expect(is_shorter, "active_tick", self.active_tick, "at most the idle_tick")
+        let most = format!("at most the idle_tick of {:?}", self.idle_tick);
+        expect(self.active_tick <= self.idle_tick, "active_tick", self.active_tick, most)
     }
 }

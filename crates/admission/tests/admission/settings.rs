@@ -39,7 +39,7 @@ fn settings_that_make_no_sense_are_refused() {
     let error = refused(Settings { active_tick: Duration::ZERO, ..default });
     assert_eq!(error.to_string(), "active_tick is 0ns: expected a time above zero");
     let error = refused(Settings { idle_tick: Duration::from_millis(1), ..default });
-    assert_eq!(error.to_string(), "active_tick is 10ms: expected at most the idle_tick");
+    assert_eq!(error.to_string(), "active_tick is 10ms: expected at most the idle_tick of 1ms");
     for correction_factor in [0.99, 5.01, f64::NAN] {
         let error = refused(Settings { correction_factor, ..default });
         let value = format!("{correction_factor:?}");
