@@ -41,7 +41,7 @@ debug_is_message!(ConfigError);
 
 impl ConfigError {
     /// Creates the error of a value that a setting does not accept.
-    #[cfg(any(feature = "device", feature = "service"))]
+    #[cfg(feature = "device")]
     pub(crate) fn bad(name: &str, value: &str, expected: impl fmt::Display) -> Self {
         Self { faults: vec![Fault::bad(name, value, expected)] }
     }
@@ -59,7 +59,8 @@ impl ConfigError {
 pub struct Fault {
     /// The variable, setting or key, as spelled.
     pub name: String,
-    /// The value that was set; `None` if the name is unknown, or has no effect in its place.
+    /// The value that was set; `None` if the name is unknown or has no effect in its place, or the
+    /// value is a secret.
     pub value: Option<String>,
     /// The problem, with what was expected.
     pub problem: String,
@@ -71,8 +72,8 @@ impl Fault {
         Self { name: name.to_owned(), value: Some(value.to_owned()), problem }
     }
 
-    /// Creates the fault of a name that means nothing in its place.
-    pub(super) fn of_name(name: &str, problem: String) -> Self {
+    /// Creates a fault without a value.
+    pub(crate) fn of_name(name: &str, problem: String) -> Self {
         Self { name: name.to_owned(), value: None, problem }
     }
 }

@@ -14,7 +14,7 @@ use std::fmt;
 use std::hint::black_box;
 use std::net::{IpAddr, SocketAddr};
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, Fault};
 use http::header::{AUTHORIZATION, HOST, ORIGIN};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Request, Uri};
@@ -183,14 +183,16 @@ impl AdminToken {
     /// # Errors
     /// [`ConfigError`] if the text is no token. It does not contain the text.
     pub(super) fn new(text: &str) -> Result<Self, ConfigError> {
-        let bad = |value: String, expected: String| Err(ConfigError::bad(TOKEN, &value, expected));
+        // No value: that is the secret.
+        let bad = |problem| Err(ConfigError { faults: vec![Fault::of_name(TOKEN, problem)] });
         let length = text.len();
         if let Some(at) = text.bytes().position(|byte| !byte.is_ascii_graphic()) {
-            return bad(format!("byte {at}"), "printable ASCII characters without spaces".into());
+            let expected = "expected printable ASCII characters without spaces";
+            return bad(format!("byte {at} of the {TOKEN}: {expected}"));
         }
         if !(Self::LENGTH_MIN..=Self::LENGTH_MAX).contains(&length) {
-            let expected = format!("{} to {} bytes", Self::LENGTH_MIN, Self::LENGTH_MAX);
-            return bad(format!("{length} bytes"), expected);
+            let (least, most) = (Self::LENGTH_MIN, Self::LENGTH_MAX);
+            return bad(format!("{TOKEN} of {length} bytes: expected {least} to {most} bytes"));
         }
         Ok(Self(text.into()))
     }
@@ -245,9 +247,9 @@ mod tests {
         let secret = "correct horse battery staple and more";
         let error = |text: &str| AdminToken::new(text).expect_err("invalid").to_string();
         let expected = "expected printable ASCII characters without spaces";
-        assert_eq!(error(secret), format!("admin token=\"byte 7\": {expected}"));
+        assert_eq!(error(secret), format!("byte 7 of the admin token: {expected}"));
         for length in [31, 257] {
-            let expected = format!("admin token=\"{length} bytes\": expected 32 to 256 bytes");
+            let expected = format!("admin token of {length} bytes: expected 32 to 256 bytes");
             assert_eq!(error(&"a".repeat(length)), expected);
         }
         let token = AdminToken::new(&"s3cret".repeat(6)).expect("right");

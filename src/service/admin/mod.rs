@@ -102,7 +102,7 @@ impl Admin {
     /// use lowtide::service::Admin;
     ///
     /// let error = Admin::with_token(Arc::new(SystemClock::new()), "hunter2").unwrap_err();
-    /// assert_eq!(error.to_string(), r#"admin token="7 bytes": expected 32 to 256 bytes"#);
+    /// assert_eq!(error.to_string(), "admin token of 7 bytes: expected 32 to 256 bytes");
     /// ```
     ///
     /// # Errors
