@@ -7,6 +7,7 @@
 //!
 //! Invariant: without a problem the summary says that memory is in order.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -45,6 +46,15 @@ pub struct Verdict {
     /// All findings, in the fixed order of their subjects. The first that is a problem is the
     /// summary.
     pub findings: Vec<Finding>,
+}
+
+/// Writes the summary, and each other finding in a line of its own.
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.summary)?;
+        let mut others = self.findings.iter().filter(|finding| finding.text != self.summary);
+        others.try_for_each(|finding| write!(f, "\n{}", finding.text))
+    }
 }
 
 /// A finding of a [`Verdict`].
@@ -351,6 +361,17 @@ mod tests {
         let points = vec![point(0), point(minutes)];
         let growth = mib * ByteSize::mib(1).as_f64();
         LiveTrend { points, window: Duration::from_secs(10), growth_per_hour: Some(growth) }
+    }
+
+    #[test]
+    fn a_verdict_is_written_as_its_summary_and_the_other_findings_once_each() {
+        let finding =
+            |is_problem, text: &str| Finding { about: "level", is_problem, text: text.into() };
+        let findings = vec![finding(false, "One."), finding(true, "Two."), finding(true, "Three.")];
+        let verdict = Verdict { summary: "Two.".to_owned(), findings };
+        assert_eq!(verdict.to_string(), "Two.\nOne.\nThree.");
+        let verdict = Verdict { summary: "Memory is in order.".to_owned(), findings: Vec::new() };
+        assert_eq!(verdict.to_string(), "Memory is in order.");
     }
 
     /// The bug: a leak that would fill the limit within half an hour was "in order".
