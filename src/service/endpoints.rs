@@ -294,7 +294,7 @@ impl Endpoints {
                     limit,
                 };
                 for (name, part) in parts {
-                    members.extend(part(&asked).map(|value| ((*name).to_owned(), value)));
+                    members.insert((*name).to_owned(), part(&asked));
                 }
                 format!("{body}\n")
             }

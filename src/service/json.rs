@@ -33,9 +33,9 @@ const ROWS_MAX: usize = 16;
 /// The maximum length of a path, in characters.
 const PATH_MAX: usize = 256;
 
-/// An optional part: its name in the query and in the JSON, and its value, `None` if this build has
+/// An optional part: its name in the query and in the JSON, and its value, null if this build has
 /// none.
-pub(super) type JsonPart = (&'static str, fn(&PartContext<'_>) -> Option<Value>);
+pub(super) type JsonPart = (&'static str, fn(&PartContext<'_>) -> Value);
 
 /// The subject of a query.
 pub(super) struct PartContext<'a> {
@@ -52,28 +52,28 @@ const LIMIT_ADVICE: &str = "limit_advice";
 
 const PARTS: &[JsonPart] = &[
     #[cfg(feature = "device")]
-    ("map", |asked| Some(asked.maps.of(asked.memory))),
+    ("map", |asked| asked.maps.of(asked.memory)),
     #[cfg(not(feature = "device"))]
-    ("map", |_| None),
-    ("history", |asked| Some(history(&asked.memory.report().history()))),
-    ("events", |asked| Some(asked.memory.report().events().iter().map(event).collect())),
-    ("admin_tasks", |asked| Some(admin_tasks(asked))),
-    ("largest_requests", |asked| Some(requests(&asked.memory.report().largest_requests()))),
-    ("permits", |asked| Some(requests(&asked.memory.report().oldest_requests()))),
-    ("routes", |asked| Some(asked.memory.report().usage_by_route().iter().map(route).collect())),
-    ("tenants", |asked| Some(asked.memory.report().usage_by_tenant().iter().map(tenant).collect())),
-    ("size_classes", |asked| Some(size_classes(asked.memory))),
-    ("mappings", |asked| Some(json!(asked.memory.report().mappings().as_ref().map(mappings)))),
+    ("map", |_| Value::Null),
+    ("history", |asked| history(&asked.memory.report().history())),
+    ("events", |asked| asked.memory.report().events().iter().map(event).collect()),
+    ("admin_tasks", admin_tasks),
+    ("largest_requests", |asked| requests(&asked.memory.report().largest_requests())),
+    ("permits", |asked| requests(&asked.memory.report().oldest_requests())),
+    ("routes", |asked| asked.memory.report().usage_by_route().iter().map(route).collect()),
+    ("tenants", |asked| asked.memory.report().usage_by_tenant().iter().map(tenant).collect()),
+    ("size_classes", |asked| size_classes(asked.memory)),
+    ("mappings", |asked| json!(asked.memory.report().mappings().as_ref().map(mappings))),
     #[cfg(feature = "cuda")]
-    ("device_processes", |asked| Some(devices::processes(asked.memory))),
+    ("device_processes", |asked| devices::processes(asked.memory)),
     #[cfg(not(feature = "cuda"))]
-    ("device_processes", |_| None),
-    ("last_exit", |asked| Some(json!(asked.memory.report().last_exit().map(last_exit)))),
-    (LIMIT_ADVICE, |asked| Some(limit_advice(asked.memory, asked.limit))),
-    ("leaks", |asked| Some(leaks(&asked.memory.heap().leaks()))),
+    ("device_processes", |_| Value::Null),
+    ("last_exit", |asked| json!(asked.memory.report().last_exit().map(last_exit))),
+    (LIMIT_ADVICE, |asked| limit_advice(asked.memory, asked.limit)),
+    ("leaks", |asked| leaks(&asked.memory.heap().leaks())),
     ("settings", |asked| {
         let settings = asked.memory.config().settings().into_iter();
-        Some(settings.map(|(name, setting)| (name, json!(setting))).collect())
+        settings.map(|(name, setting)| (name, json!(setting))).collect()
     }),
 ];
 

@@ -21,7 +21,7 @@ const SECOND: Duration = Duration::from_secs(1);
 const ANY_PART: &str = "expected map, history, events, admin_tasks, largest_requests, permits, \
                         routes, tenants, size_classes, mappings, device_processes, last_exit, \
                         limit_advice, leaks, settings";
-const PARTS: [&str; 14] = [
+const PARTS: [&str; 15] = [
     "map",
     "history",
     "events",
@@ -32,6 +32,7 @@ const PARTS: [&str; 14] = [
     "tenants",
     "size_classes",
     "mappings",
+    "device_processes",
     "last_exit",
     "limit_advice",
     "leaks",
