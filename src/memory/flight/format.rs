@@ -49,16 +49,15 @@ const PERMIT_BYTES: usize = 5 * 8 + 3 + 3 * (TEXT_LENGTH + NAME_MAX);
 const RESOURCE_BYTES: usize = TEXT_LENGTH + NAME_MAX + 1 + 16;
 const COUNTS: usize = 4 * 2;
 
-const _: () = assert!(
-    HEADER
-        + RUN_BYTES
-        + COUNTS
-        + SAMPLES_MAX * SAMPLE_BYTES
-        + EVENTS_MAX * EVENT_BYTES
-        + PERMITS_MAX * PERMIT_BYTES
-        + RESOURCES_MAX * RESOURCE_BYTES
-        <= HALF_BYTES
-);
+/// The most bytes that a half has.
+const WRITTEN_MAX: usize = HEADER
+    + RUN_BYTES
+    + COUNTS
+    + SAMPLES_MAX * SAMPLE_BYTES
+    + EVENTS_MAX * EVENT_BYTES
+    + PERMITS_MAX * PERMIT_BYTES
+    + RESOURCES_MAX * RESOURCE_BYTES;
+const _: () = assert!(WRITTEN_MAX <= HALF_BYTES);
 
 /// An unknown amount.
 const UNKNOWN: u64 = u64::MAX;
@@ -372,7 +371,7 @@ pub(super) struct HalfWriter(Vec<u8>);
 
 impl HalfWriter {
     pub(super) fn new() -> Self {
-        Self(Vec::with_capacity(HALF_BYTES))
+        Self(Vec::with_capacity(WRITTEN_MAX))
     }
 
     /// Begins a half.
@@ -429,7 +428,7 @@ impl HalfWriter {
     }
 
     fn put(&mut self, bytes: &[u8]) {
-        debug_assert!(self.0.len() + bytes.len() <= HALF_BYTES, "the bounds fit in a half");
+        debug_assert!(self.0.len() + bytes.len() <= WRITTEN_MAX, "the bounds fit in a half");
         self.0.extend_from_slice(bytes);
     }
 
