@@ -214,6 +214,15 @@ struct Read {
     reserved: u64,
 }
 
+impl Read {
+    /// Reads a pool, without changing what others read from it.
+    fn of(calls: &Calls, pool: usize) -> DriverResult<Self> {
+        let used = calls.pool_bytes(pool, POOL_USED)?;
+        let reserved = calls.pool_bytes(pool, POOL_RESERVED)?;
+        Ok(Self { used, used_high: used, reserved })
+    }
+}
+
 impl PoolGovernor {
     /// Creates a pool, tests it once, and makes it the device's current one. Retains the primary
     /// context.
@@ -341,8 +350,8 @@ impl PoolGovernor {
     ///
     /// Cost: a dozen driver calls and, if there is memory to release, a wait for all work of the
     /// context, because the pool releases only what the host has seen to be free. It blocks that
-    /// long, so don't call it on an async runtime's thread. `MemoryDevices::govern` lets a worker call
-    /// it, which does not wait.
+    /// long, so don't call it on an async runtime's thread. `MemoryDevices::govern` lets a worker
+    /// call it, which does not wait.
     ///
     /// # Errors
     /// Any [`DriverError`] of the calls; nothing is lost, and the next call tries again.
@@ -415,12 +424,10 @@ impl PoolGovernor {
         Ok(released.saturating_add(trimmed))
     }
 
-    /// Reads the default pool, without changing what others read from it.
+    /// Reads the default pool.
     fn look_at_default(&self, calls: &Calls) -> DriverResult<(usize, Read)> {
         let default = calls.default_pool(self.number)?;
-        let used = calls.pool_bytes(default, POOL_USED)?;
-        let reserved = calls.pool_bytes(default, POOL_RESERVED)?;
-        Ok((default, Read { used, used_high: used, reserved }))
+        Ok((default, Read::of(calls, default)?))
     }
 
     fn trim_graphs(&self, calls: &Calls, before: u64) -> DriverResult<ByteSize> {
@@ -437,16 +444,11 @@ impl PoolGovernor {
     /// The errors of [`PoolGovernor::decay`].
     pub fn trim(&self) -> Result<ByteSize, DriverError> {
         self.context.call(|calls| {
-            let own = (
-                calls.pool_bytes(self.pool, POOL_USED)?,
-                calls.pool_bytes(self.pool, POOL_RESERVED)?,
-            );
-            let (default, read) = self.look_at_default(calls)?;
+            let own = (self.pool, Read::of(calls, self.pool)?);
             let mut released = ByteSize::ZERO;
-            let pools = [(self.pool, own), (default, (read.used, read.reserved))];
-            for (pool, (used, reserved)) in pools {
-                if reserved > used {
-                    let trimmed = self.trim_to(calls, pool, (reserved, 0))?;
+            for (pool, read) in [own, self.look_at_default(calls)?] {
+                if read.reserved > read.used {
+                    let trimmed = self.trim_to(calls, pool, (read.reserved, 0))?;
                     released = released.saturating_add(trimmed);
                 }
             }
@@ -462,9 +464,7 @@ impl PoolGovernor {
     fn look(&self, calls: &Calls) -> DriverResult<Read> {
         let used_high = calls.pool_bytes(self.pool, POOL_USED_HIGH)?;
         calls.set_pool_bytes(self.pool, POOL_USED_HIGH, 0)?;
-        let used = calls.pool_bytes(self.pool, POOL_USED)?;
-        let reserved = calls.pool_bytes(self.pool, POOL_RESERVED)?;
-        Ok(Read { used, used_high, reserved })
+        Ok(Read { used_high, ..Read::of(calls, self.pool)? })
     }
 
     /// Trims a pool and returns the number of bytes released.
