@@ -172,12 +172,11 @@ pub struct DeviceSnapshot {
     /// upper bound of the context's size, because it includes memory that other processes and other
     /// code of this process used at that moment. `None` if unknown.
     pub context_overhead: Option<ByteSize>,
-    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead;
-    /// at least
-    /// 0. It is used by other processes and by other code of this process: allocations made
-    ///    directly through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is
-    ///    too small if a process that was counted in the context overhead has exited. `None` if the
-    ///    context overhead is unknown.
+    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead.
+    /// It is used by other processes and by other code of this process: allocations made directly
+    /// through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is too small
+    /// if a process that was counted in the context overhead has exited. `None` if the context
+    /// overhead is unknown.
     pub unmanaged: Option<ByteSize>,
     /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
     /// of our arenas is then released before its decay time.
