@@ -23,8 +23,7 @@ use super::error::{Diagnostic, Severity};
 use super::events::Watch;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::QuietPoint;
-use super::trend::RecentPeak;
+use super::trend::{QuietPoint, RecentPeak};
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a

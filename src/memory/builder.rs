@@ -39,14 +39,13 @@ use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
 use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
 use super::profiles::{self, Captures, Profiles};
-use super::running::{FLIGHT, RunningMemory, Started, ThreadEndGuard, Threads};
-use super::running::{ProcessClaim, THREADS};
+use super::running::{
+    FLIGHT, ProcessClaim, RunningMemory, Started, THREADS, ThreadEndGuard, Threads,
+};
 use super::sensor::{MemorySensor, SensorState};
-use super::shared::Loads;
-use super::shared::{Purges, Shared};
+use super::shared::{Loads, Purges, Shared};
 use super::slow_value::SlowValue;
-use super::trend::MetricsHistory;
-use super::trend::QuietTimes;
+use super::trend::{MetricsHistory, QuietTimes};
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
 const STACK: ByteSize = ByteSize::kib(256);

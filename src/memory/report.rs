@@ -17,8 +17,7 @@ use super::flight::LastExit;
 use super::manager::Memory;
 use super::shared::{Purged, Shared};
 use super::snapshot::MemorySnapshot;
-use super::trend::HistorySample;
-use super::trend::LeakReport;
+use super::trend::{HistorySample, LeakReport};
 use super::verdict::{RequestTotals, Verdict};
 
 /// The time for which mappings are kept.

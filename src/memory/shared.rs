@@ -36,8 +36,7 @@ use super::profiles::Profiles;
 use super::running::ProcessClaim;
 use super::slow_value::SlowValue;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
-use super::trend::MetricsHistory;
-use super::trend::QuietTimes;
+use super::trend::{MetricsHistory, QuietTimes};
 
 /// The maximum number of holders that are named when memory is exhausted.
 const HOLDERS_MAX: usize = 5;

@@ -16,17 +16,13 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 
 use super::correction::{K_MIN, K_START};
-use super::cost::Budget;
-use super::cost::{RejectReason, Rejected};
+use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::RetryHint;
 use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::state::AdmissionState;
-use super::tally::ClassStats;
-use super::tally::SizeClass;
-
-use super::cost::{Cost, Priority};
+use super::tally::{ClassStats, SizeClass};
 
 /// Counts of admitted and rejected requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

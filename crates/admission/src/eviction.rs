@@ -39,8 +39,7 @@ use lowtide_core::sync::{Mutex, caught, lock};
 use super::cost::{Budget, Cost};
 use super::ledger::Reservation;
 use super::permit::Permit;
-use super::reclaim::PAUSE_MIN;
-use super::reclaim::elsewhere;
+use super::reclaim::{PAUSE_MIN, elsewhere};
 use super::state::{AdmissionState, ResourceReservation};
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes

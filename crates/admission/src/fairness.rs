@@ -30,8 +30,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 
 use super::ledger::{Ledger, RoomSharing};
-use super::tally::SizeClass;
-use super::tally::{BudgetCounts, ClassStats};
+use super::tally::{BudgetCounts, ClassStats, SizeClass};
 
 /// The part of its proportional share that a class should get at least. The requirement is one
 /// half.

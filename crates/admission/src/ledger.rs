@@ -29,10 +29,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 
-use super::correction::few;
+use super::correction::{Correction, LedgerTotals, Measured, few};
 use super::learning::Room;
-
-use super::correction::{Correction, LedgerTotals, Measured};
 
 /// A reservation that did not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -30,8 +30,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
 use super::correction::{EVIDENT_PART, Overhead, few};
-use super::tally::ClassStats;
-use super::tally::SizeClass;
+use super::tally::{ClassStats, SizeClass};
 
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;

@@ -21,8 +21,7 @@ use lowtide::decay::DecayTime;
 #[cfg(feature = "cuda")]
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
-use lowtide::memory::ResourceBuilder;
-use lowtide::memory::{Memory, MemoryError};
+use lowtide::memory::{Memory, MemoryError, ResourceBuilder};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 use ort::sys::OrtApiBase;

@@ -19,8 +19,9 @@ use ort::value::TensorRef;
 
 use super::allocator::{OrtAllocator, OrtAllocatorStats};
 use super::error::{OrtError, text};
-use super::session::PoolThreads;
-use super::session::{ENV_ALLOCATORS, INTRA_THREADS, PATTERN, SPINNING, SessionSettings};
+use super::session::{
+    ENV_ALLOCATORS, INTRA_THREADS, PATTERN, PoolThreads, SPINNING, SessionSettings,
+};
 
 /// Rows of the input.
 const ROWS: usize = 64;

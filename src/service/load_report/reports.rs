@@ -12,9 +12,8 @@
 //! Invariants: the report of a rejection says that the service sheds. No response waits for a lock
 //! that another holds for longer than it takes to encode a report.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytes::Bytes;

@@ -16,8 +16,7 @@ use std::task::{Context, Poll, Waker, ready};
 use lowtide_core::clock::Bell;
 use lowtide_core::sync::{caught, lock};
 
-use crate::cost::Cost;
-use crate::cost::Rejected;
+use crate::cost::{Cost, Rejected};
 use crate::permit::Waiting;
 
 use super::cell::{CallerStep, Cell, CellState, EndedLoads, Guard};

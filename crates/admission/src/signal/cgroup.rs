@@ -27,8 +27,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::number;
 
 use super::events::{EventFiles, EventNames, MemoryEvents};
-use super::file::SignalError;
-use super::file::{SignalFile, keyed, read_whole};
+use super::file::{SignalError, SignalFile, keyed, read_whole};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 
 /// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.

@@ -26,8 +26,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::signals::Signals;
-use super::signals::{CountedBy, Glance, Signal};
+use super::signals::{CountedBy, Glance, Signal, Signals};
 
 /// The maximum age of a full reading while memory moves: limits that change, and memory of others
 /// that replaces page cache, show only in the next one.

@@ -19,8 +19,7 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::api::compact::BlockPin;
-use crate::api::lane::Lane;
-use crate::api::lane::Lease;
+use crate::api::lane::{Lane, Lease};
 use crate::driver::DeviceAddress;
 use crate::engine::access::resolve;
 use crate::exec::inner::ArenaInner;

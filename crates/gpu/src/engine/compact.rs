@@ -10,8 +10,7 @@ use std::time::Duration;
 
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
-use crate::state::compact::plan::BatchLimit;
-use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart};
+use crate::state::compact::plan::{self, BatchLimit, CompactPlan, CompactTarget, Hold, LayoutPart};
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::Region;

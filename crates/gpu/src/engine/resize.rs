@@ -5,8 +5,7 @@
 use super::access::{check_whole, wait_until_still};
 use super::commit::ensure_committed;
 use super::completion::complete_all;
-use super::context::Call;
-use super::context::OpContext;
+use super::context::{Call, OpContext};
 use super::resume::awake;
 use super::shortage::run_ladder;
 use crate::driver::DriverError;

@@ -19,9 +19,9 @@ use crate::state::moves::MoveState;
 use crate::state::outstanding::{Captured, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::RawBlocks;
-use crate::state::region::CacheCounts;
 use crate::state::region::{
-    AllocRequest, AllocTarget, PlacedRun, Placement, Region, RegionState, Search, end_of,
+    AllocRequest, AllocTarget, CacheCounts, PlacedRun, Placement, Region, RegionState, Search,
+    end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, Run, Runs};

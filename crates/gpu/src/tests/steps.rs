@@ -21,8 +21,9 @@ use std::pin::Pin;
 use super::*;
 use crate::driver::{DeviceAddress, Driver, StreamHandle};
 use crate::engine::alloc::{self, Begun};
-use crate::engine::context::Call;
-use crate::engine::context::{Called, Caller, OpContext, OpStep, Surroundings, run_outside, step};
+use crate::engine::context::{
+    Call, Called, Caller, OpContext, OpStep, Surroundings, run_outside, step,
+};
 use crate::engine::{access, completion, move_block, release, resize, resume, stores, suspend};
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};

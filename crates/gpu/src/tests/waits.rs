@@ -11,8 +11,7 @@ use super::steps::StepSurroundings;
 use super::*;
 use crate::driver::Driver as _;
 use crate::engine::context::{Caller, OpContext, OpStep, step};
-use crate::state::region::CacheCounts;
-use crate::state::region::{AllocRequest, AllocTarget, Search};
+use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Search};
 use crate::state::sleep::SleepPhase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
 

@@ -9,11 +9,9 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::cost::Cost;
-use crate::cost::Rejected;
+use crate::cost::{Cost, Rejected};
 use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError, Idle};
-use crate::permit::Permit;
-use crate::permit::Waiting;
+use crate::permit::{Permit, Waiting};
 use crate::reclaim::PAUSE_MIN;
 use crate::state::ResourceReservation;
 use lowtide_core::bytes::ByteSize;
@@ -21,8 +19,7 @@ use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::error::{LoadFailure, ResourceError};
-use super::super::resource::UnloadReason;
-use super::super::resource::score;
+use super::super::resource::{UnloadReason, score};
 use super::{Cell, CellState, Loaded, ResourcePhase};
 
 /// The longest time that a caller waits for room for a load. An estimate, as for requests: shorter
