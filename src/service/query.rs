@@ -101,25 +101,34 @@ pub(super) enum Format {
 
 impl Format {
     /// Returns the format that the headers prefer: HTML if it is named, as by browsers, and weighs
-    /// more than JSON; otherwise JSON. An invalid weight is 0.
+    /// more than JSON; otherwise JSON. The weight of a type counts before that of its group. An
+    /// invalid weight is 0.
     pub(super) fn preferred(headers: &HeaderMap) -> Self {
         let weight = |known: [&str; 2]| {
-            let accepts = headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
-            let ranges = accepts.flat_map(|accept| accept.split(','));
-            let weights = ranges.filter_map(|range| {
-                let mut parts = range.split(';').map(str::trim);
-                let kind = parts.next()?;
-                let is_known = known.iter().any(|name| kind.eq_ignore_ascii_case(name));
-                let weight =
-                    parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
-                is_known.then(|| weight.map_or(1.0, |weight| weight.parse().unwrap_or(0.0)))
-            });
-            weights.fold(0.0_f64, f64::max)
+            let of = |name: &str| {
+                let accepts =
+                    headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
+                let ranges = accepts.flat_map(|accept| accept.split(','));
+                let weights = ranges.filter_map(|range| {
+                    let mut parts = range.split(';').map(str::trim);
+                    let is_named = parts.next()?.eq_ignore_ascii_case(name);
+                    let weight =
+                        parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
+                    is_named.then(|| weight.map_or(1.0, valid_weight))
+                });
+                weights.reduce(f64::max)
+            };
+            known.into_iter().find_map(of).unwrap_or(0.0)
         };
         let prefers_html =
             weight(["text/html", "text/*"]) > weight(["application/json", "application/*"]);
         if prefers_html { Self::Html } else { Self::Json }
     }
+}
+
+/// Parses a weight, from 0 to 1.
+fn valid_weight(text: &str) -> f64 {
+    text.parse().ok().filter(|weight| (0.0..=1.0).contains(weight)).unwrap_or(0.0)
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -138,9 +147,14 @@ mod tests {
     fn html_is_for_clients_that_prefer_it_by_name() {
         assert_eq!(Format::preferred(&HeaderMap::new()), Format::Json);
         let browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
-        for accept in
-            [browser, "text/html", "TEXT/HTML", "text/*", "text/html, application/json;q=0.9"]
-        {
+        for accept in [
+            browser,
+            "text/html",
+            "TEXT/HTML",
+            "text/*",
+            "text/html, application/json;q=0.9",
+            "application/json;q=0, application/*, text/html;q=0.5",
+        ] {
             assert_eq!(preferred(accept), Format::Html, "{accept}");
         }
         for accept in [
@@ -152,6 +166,10 @@ mod tests {
             "text/html;q=0",
             "text/html; Q=0.0, */*",
             "text/html;q=half",
+            "text/html;q=2, application/json",
+            "text/html;q=inf",
+            "text/html;q=-1",
+            "text/html;q=0, text/*",
             "image/png",
             ";;,,q=1",
             "application/*;q=0.9, text/html;q=0.8",
