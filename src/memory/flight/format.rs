@@ -537,7 +537,7 @@ impl<'a> Reader<'a> {
 }
 
 /// The checksum of a block, without the place of the checksum itself.
-fn checksum(block: &[u8]) -> u32 {
+pub(super) fn checksum(block: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     hasher.update(block.get(..SUM_AT).unwrap_or_default());
     hasher.update(block.get(SUM_AT + 4..).unwrap_or_default());

@@ -259,6 +259,29 @@ fn no_bytes_make_the_reader_panic_or_read_beyond_its_bounds() {
     }
 }
 
+/// Every figure of a recording may be any number.
+#[test]
+fn no_payload_with_a_right_checksum_makes_the_conclusion_panic() {
+    let whole = half(&recording(3, RunEnd::Running), 1);
+    let mut read_in = 0;
+    for at in 16..whole.len() {
+        for length in [1, 8, 16] {
+            for byte in [0, 1, 0x7f, 0xff] {
+                let mut half = whole.clone();
+                half.iter_mut().skip(at).take(length).for_each(|to| *to = byte);
+                let sum = checksum(&half);
+                put(&mut half, 4, &sum.to_le_bytes());
+                let mut file = vec![0; HALVES_AT[0]];
+                put(&mut file, 0, MARK);
+                file.extend(half);
+                let last = LastExit::of(read(&file), &Now::default()).expect("there was a run");
+                read_in += usize::from(!last.samples.is_empty());
+            }
+        }
+    }
+    assert!(read_in > whole.len(), "{read_in} of them were read");
+}
+
 /// Returns the conclusion from a run that ended with this sample.
 fn concluded(last: FlightSample, end: RunEnd, now: Now) -> LastExit {
     let mut recording = recording(2, end);
