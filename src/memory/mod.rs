@@ -69,6 +69,8 @@ pub(crate) use manager::{add_request_event, is_ending, published_state};
 pub use report::{MemoryHeap, MemoryReport};
 pub use resources::ResourceBuilder;
 pub use shared::Purged;
+#[cfg(all(test, target_os = "linux", not(lowtide_loom)))]
+pub(crate) use shared::holds_in_child;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects, LiveTrend, QuietPoint};
 pub use verdict::{Finding, Verdict};

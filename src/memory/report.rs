@@ -122,7 +122,7 @@ impl<'a> MemoryReport<'a> {
             loadable: shared.admission.state().loadable(Budget::Host),
             oldest: self.oldest_requests(),
         };
-        let trend = shared.quiet_times.trend();
+        let trend = shared.here(|shared| shared.quiet_times.trend());
         (Verdict::new(snapshot, &breakdown, &requests, &self.events(), &trend), breakdown)
     }
 

@@ -455,3 +455,23 @@ impl Purges {
         }
     }
 }
+
+/// Returns `true` if a forked child finds this true. One that hangs is ended by the kernel.
+#[cfg(all(test, target_os = "linux", not(lowtide_loom)))]
+#[expect(unsafe_code, reason = "fork and waitpid are C calls")]
+pub(crate) fn holds_in_child(is_true: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child runs `is_true`, which waits for no other thread, and ends with `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // Seconds after which the kernel ends the child.
+        // SAFETY: sets a timer of this process and touches no memory.
+        unsafe { libc::alarm(5) };
+        let code = i32::from(!is_true());
+        // SAFETY: ends the child at once, without running the parent's exit handlers.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    (waited, status) == (child, 0)
+}

@@ -332,6 +332,17 @@ mod tests {
         assert!(oldest > Duration::from_secs(300 * 3600), "{oldest:?}");
     }
 
+    /// The bug: the verdict of a forked child, and so its `/memory`, waited for ever.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_forked_child_gets_a_verdict_whoever_held_the_quiet_times_at_the_fork() {
+        let memory = crate::Memory::builder().detached().start().expect("it needs nothing");
+        let held = lock(&memory.0.shared.quiet_times.0);
+        let says = || !memory.report().verdict().summary.is_empty();
+        assert!(crate::memory::holds_in_child(says));
+        drop(held);
+    }
+
     #[test]
     fn each_window_reports_one_quiet_time() {
         let (_, reported) = run(32, |second| match second {
