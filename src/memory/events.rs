@@ -131,11 +131,8 @@ pub(super) struct Watch {
 
 impl Default for Watch {
     fn default() -> Self {
-        Self {
-            seen: None,
-            episode: None,
-            lines: TokenBucket::new(LINES.0, LINES.1, Moment::ORIGIN),
-        }
+        let lines = TokenBucket::new(LINES.0, LINES.1, Moment::ORIGIN);
+        Self { seen: None, episode: None, lines }
     }
 }
 

@@ -104,31 +104,23 @@ impl Format {
     /// more than JSON; otherwise JSON. The weight of a type counts before that of its group. An
     /// invalid weight is 0.
     pub(super) fn preferred(headers: &HeaderMap) -> Self {
-        let weight = |known: [&str; 2]| {
-            let of = |name: &str| {
-                let accepts =
-                    headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
-                let ranges = accepts.flat_map(|accept| accept.split(','));
-                let weights = ranges.filter_map(|range| {
-                    let mut parts = range.split(';').map(str::trim);
-                    let is_named = parts.next()?.eq_ignore_ascii_case(name);
-                    let weight =
-                        parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
-                    is_named.then(|| weight.map_or(1.0, valid_weight))
-                });
-                weights.reduce(f64::max)
-            };
-            known.into_iter().find_map(of).unwrap_or(0.0)
+        let valid = |text: &str| text.parse().ok().filter(|weight| (0.0..=1.0).contains(weight));
+        let accepts = || headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
+        let weight_of = |name: &str| {
+            let weights = accepts().flat_map(|accept| accept.split(',')).filter_map(|range| {
+                let mut parts = range.split(';').map(str::trim);
+                let is_named = parts.next()?.eq_ignore_ascii_case(name);
+                let weight =
+                    parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
+                is_named.then(|| weight.map_or(1.0, |weight| valid(weight).unwrap_or(0.0)))
+            });
+            weights.reduce(f64::max)
         };
+        let weight = |known: [&str; 2]| known.into_iter().find_map(weight_of).unwrap_or(0.0);
         let prefers_html =
             weight(["text/html", "text/*"]) > weight(["application/json", "application/*"]);
         if prefers_html { Self::Html } else { Self::Json }
     }
-}
-
-/// Parses a weight, from 0 to 1.
-fn valid_weight(text: &str) -> f64 {
-    text.parse().ok().filter(|weight| (0.0..=1.0).contains(weight)).unwrap_or(0.0)
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
