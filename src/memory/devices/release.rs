@@ -27,10 +27,10 @@ use lowtide_admission::{
     Admission, Budget, Cost, DeviceSample, Level, Permit, Reclaim, Rejected, Thresholds,
 };
 
+use super::Devices;
 use super::arenas::{Listed, is_loss};
 use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
-use super::state::Devices;
 #[cfg(feature = "cuda")]
 use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 

@@ -26,7 +26,7 @@ use crate::sync::lock;
 use lowtide_admission::Job;
 use lowtide_heap::{PurgeOutcome, Unreleased};
 
-use super::selector::known_targets;
+use super::select::known_targets;
 
 /// The result of a shrink, by target.
 #[derive(Clone, Debug, Default, PartialEq)]

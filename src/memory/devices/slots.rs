@@ -34,17 +34,232 @@ use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict,
 use crate::decay::DecayTime;
 use crate::device::driver::{Backend, Driver as _};
 use crate::device::{
-    ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedPool, PinnedSnapshot,
-    RawBlock, Region,
+    ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedConfig, PinnedKind,
+    PinnedPool, PinnedSnapshot, RawBlock, Region,
 };
 use crate::fork::Birth;
 use crate::memory::error::MemoryError;
+use crate::memory::shared::Shared;
 use crate::sync::{Mutex, lock};
 use bytemuck::Pod;
 
-use super::arenas::{ArenaId, Arenas};
+use super::MemoryDevices;
+use super::arenas::{ArenaId, Arenas, cannot_open};
 use super::device::Device;
-use super::selector::{Slot, SlotKind};
+use super::select::{DeviceSelector, Slot, SlotKind};
+
+/// The maximum number of slots of one `Memory`.
+const SLOTS_MAX: usize = 64;
+
+impl MemoryDevices<'_> {
+    /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
+    /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already
+    /// has an arena, that one is shared unchanged, and options that differ are conflicts; use a
+    /// replacement to apply them.
+    ///
+    /// ```
+    /// use lowtide::Memory;
+    /// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource};
+    /// use lowtide::device::Region;
+    /// use lowtide::memory::Slot;
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let slot = Slot::device("CudaEp", 0);
+    /// let process = [("ep_factory.CudaEp.arena.max_mem", "67108864")];
+    /// memory.devices().share_arena(&slot, &ArenaOptions::of_process("CudaEp", process)?)?;
+    ///
+    /// let session = [("ep.cudaep.arena.max_mem", "33554432")];
+    /// let session = ArenaOptions::of_session("CudaEp", session)?;
+    /// let arena = memory.devices().use_arena(&slot, &session)?;
+    /// assert_eq!(arena.conflicts().len(), 1); // the shared arena's limit is in force
+    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Shared);
+    ///
+    /// let mut buffer = arena.alloc::<f32>(1024, Region::Dynamic)?;
+    /// memory.devices().replace_arena(&slot, &ArenaOptions::from_keys([("arena.max_mem", "0")])?)?;
+    /// let lease = buffer.enter()?; // the old arena lives as long as its blocks
+    /// buffer.slice_mut(&lease)?.fill(1.0);
+    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Replacement);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn share_arena(
+        &self,
+        slot: &Slot,
+        options: &ArenaOptions,
+    ) -> Result<ArenaReport, MemoryError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        Ok(shared.act_on(&place, SlotAction::Share, options)?.report)
+    }
+
+    /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
+    ///
+    /// # Errors
+    /// [`MemoryError::NotShared`] if the slot has no shared arena;
+    /// [`MemoryError::Forked`].
+    pub fn unshare_arena(&self, slot: &Slot) -> Result<(), MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        match place {
+            Some(place) if place.unshare() => Ok(()),
+            _ => Err(MemoryError::NotShared { slot: slot.clone() }),
+        }
+    }
+
+    /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
+    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, MemoryError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        let done = shared.act_on(&place, SlotAction::Use, session)?;
+        Ok(ArenaUse::new(place, done.report))
+    }
+
+    /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
+    /// options; all other keys keep the values in force. Allocations that start after the return
+    /// are in the new arena; blocks of the old arena stay there until they are freed. If the slot
+    /// has no arena, this shares one.
+    ///
+    /// Blocks while the old arena's idle memory is released: about 0.1 ms for each MiB.
+    ///
+    /// # Errors
+    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
+    pub fn replace_arena(
+        &self,
+        slot: &Slot,
+        options: &ArenaOptions,
+    ) -> Result<Replaced, MemoryError> {
+        let shared = self.shared();
+        let place = shared.place(slot)?;
+        let done = shared.act_on(&place, SlotAction::Replace, options)?;
+        let arena = done.old.as_ref().map(|old| old.any_arena());
+        let draining = arena.map(|arena| arena.glance().live);
+        let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
+        begin_draining(done.old.as_deref());
+        drop(done.old);
+        shared.sweep();
+        log!(
+            info,
+            target: "lowtide",
+            slot = %slot,
+            draining = draining.map(tracing::field::display),
+            conflicts = done.report.conflicts.len(),
+            "arena replaced"
+        );
+        Ok(Replaced { report: done.report, draining, released })
+    }
+
+    /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
+    #[must_use]
+    pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
+        let shared = self.shared();
+        shared.check_here().ok()?;
+        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        place?.resolution()
+    }
+
+    /// Returns the slots that have a serving or a draining arena. Empty in a forked child.
+    #[must_use]
+    pub fn arena_slots(&self) -> Vec<SlotSnapshot> {
+        let places = self.shared().here(Shared::places);
+        places.iter().filter(|place| !place.is_empty()).map(|place| place.snapshot()).collect()
+    }
+}
+
+impl Shared {
+    /// Returns the state of a slot, which is created if there is none.
+    fn place(&self, slot: &Slot) -> Result<Arc<ArenaSlot>, MemoryError> {
+        self.check_here()?;
+        if slot.name.is_empty() {
+            return Err(MemoryError::NoSlotName);
+        }
+        let list = &self.devices.list;
+        if list.is_empty() && slot.device == 0 {
+            return Err(cannot_open(&slot.to_string(), MemoryError::NoDevice));
+        }
+        let Some(device) = list.iter().find(|device| device.number == slot.device) else {
+            let (slot, devices) = (slot.clone(), list.len().max(1));
+            return Err(MemoryError::UnknownSlot { slot, devices });
+        };
+        let mut places = lock(&self.devices.scopes.0);
+        if let Some(place) = places.get(slot) {
+            return Ok(Arc::clone(place));
+        }
+        if places.len() >= SLOTS_MAX {
+            // This is the only handle, so no other thread can be about to use the slot.
+            places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
+        }
+        if places.len() >= SLOTS_MAX {
+            return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
+        }
+        let device_limit = match slot.kind {
+            SlotKind::Device => self.config.device_limit.value,
+            SlotKind::Pinned => ByteSize::MAX,
+        };
+        let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
+        let place = ArenaSlot::new(slot.clone(), self.birth, device_limit, device, arenas);
+        let place = Arc::new(place);
+        places.insert(slot.clone(), Arc::clone(&place));
+        Ok(place)
+    }
+
+    fn places(&self) -> Vec<Arc<ArenaSlot>> {
+        lock(&self.devices.scopes.0).values().cloned().collect()
+    }
+
+    /// Drops the arenas that have drained, with their address space and at most the last granules.
+    /// For the worker, and for replacements.
+    pub(in crate::memory) fn sweep(&self) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let drained = self.places().into_iter().flat_map(|place| {
+            let device = Arc::clone(&place.device);
+            place.take_drained().into_iter().map(move |drained| (Arc::clone(&device), drained))
+        });
+        for (device, Opened { arena, pool }) in drained {
+            // An error stays with the arena: memory that it could not release goes with the driver.
+            let _ = self.purged(&arena);
+            self.devices.gone.add(&device.name, arena.snapshot());
+            log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
+            drop((pool, arena));
+        }
+        for closed in self.devices.arenas.take_closed() {
+            self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
+        }
+    }
+
+    fn act_on(
+        &self,
+        place: &ArenaSlot,
+        action: SlotAction,
+        options: &ArenaOptions,
+    ) -> Result<Done, MemoryError> {
+        place.act(action, options, |resolution, replaced| {
+            self.sweep(); // so that what has drained takes no place
+            let (device, name) = (&place.device, place.slot.to_string());
+            self.devices.arenas.admit(&name, replaced)?;
+            self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+            if place.slot.kind == SlotKind::Device {
+                let arena = self.open_apart(device, resolution.config(self.arena_config(name)))?;
+                return Ok(Opened { arena, pool: None });
+            }
+            let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
+            let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
+            let (pool, arena) = self.open_pool_apart(device, config)?;
+            Ok(Opened { arena, pool: Some(pool) })
+        })
+    }
+}
 
 /// A counted use of a slot's arena, from
 /// [`MemoryDevices::use_arena`](crate::memory::MemoryDevices::use_arena).

@@ -38,7 +38,7 @@ use super::super::rejection::{
     DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, put_grpc_status,
 };
 use super::LoadReports;
-use super::request::{PartialRequest, REQUEST_MAX};
+use super::message::{PartialRequest, REQUEST_MAX};
 
 /// The path of the gRPC method that streams load reports.
 pub const LOAD_REPORT_STREAM_PATH: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
