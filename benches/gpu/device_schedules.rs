@@ -9,12 +9,13 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
+use lowtide::admission::Permit;
 use lowtide::clock::ManualClock;
 use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
-use lowtide::memory::{DeviceReservation, DeviceSelector, MemoryError, Steps};
+use lowtide::memory::{DeviceSelector, MemoryError, Steps};
 use lowtide::{ByteSize, Memory};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
@@ -75,7 +76,7 @@ struct World {
     steps: Steps,
     /// By device.
     places: Vec<Vec<Place>>,
-    held: Vec<Vec<DeviceReservation>>,
+    held: Vec<Vec<Permit>>,
     /// The answers of each device.
     answers: Vec<String>,
     faults: Vec<String>,
@@ -202,7 +203,7 @@ impl World {
         let is_lost = self.sims[device].lost().is_some();
         let ordinal = DeviceSelector::Ordinal(u32::try_from(device).expect("few devices"));
         match self.memory.devices().on(ordinal).reserve(bytes) {
-            Ok(held) => self.held[device].push(held),
+            Ok((_, permit)) => self.held[device].push(permit),
             Err(MemoryError::DeviceLost { device: name, .. })
                 if is_lost && name == uuid(device).to_string() => {}
             Err(error) => self.faults.push(format!("reserve on device {device}: {error}")),

@@ -11,7 +11,7 @@ use crate::config::{ConfigError, Source};
 #[cfg(feature = "device")]
 use crate::device::{DeviceError, driver::DriverError};
 use lowtide_admission::{Budget, Rejected, ResourceError, SettingsError};
-use lowtide_heap::{HostError, ReleaseFailure};
+use lowtide_heap::{HostError, ReleaseFailure, Unsupported};
 
 #[cfg(feature = "device")]
 use super::devices::{DeviceSelector, Slot, known_targets};
@@ -257,6 +257,14 @@ pub enum MemoryError {
     /// The process heap could not be purged.
     #[error("cannot purge the heap: {0}")]
     Heap(HostError),
+    /// Neither heap of the process can be purged.
+    #[error("{jemalloc}; {libc}")]
+    CannotPurge {
+        /// Why jemalloc's heap cannot be purged.
+        jemalloc: Unsupported,
+        /// Why the C library's heap cannot be purged.
+        libc: Unsupported,
+    },
     /// The kernel did not take unused memory of the heap back.
     #[error("{bytes} of unused heap memory stay resident: {cause}")]
     Unreleased {

@@ -55,9 +55,8 @@ pub use builder::Steps;
 pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
-    ArenaReport, ArenaUse, DeviceReservation, DeviceSelector, DeviceSnapshot, DeviceStatus,
-    DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
-    SlotKind, SlotSnapshot,
+    ArenaReport, ArenaUse, DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot,
+    MemoryDevices, Run, Shrunk, Slot, SlotSnapshot,
 };
 pub use error::{Diagnostic, MemoryError, Severity, Shutdown, StartError};
 pub use events::Event;

@@ -200,7 +200,7 @@ macro_rules! rows {
     Detail Counter "lowtide_device_parked_errors_total" = arena.parked_errors_total,
         "CUDA errors that cudarc stored when it used views of buffers that were already freed.";
 
-    @ ["device"] #[cfg(feature = "device")] device_budget: DeviceBudget;
+    @ ["device"] #[cfg(feature = "device")] device_budget: BudgetSnapshot;
     Basic Gauge "lowtide_device_lost" as DEVICE_LOST,
         "1 once the device is lost, until the process restarts; else 0.";
     Detail Gauge "lowtide_device_budget_reserved_bytes" = device_budget.reserved,
@@ -213,7 +213,7 @@ macro_rules! rows {
         "Reserved bytes of the device up to which requests are admitted now; absent without a \
          limit; 0 once the device is lost.";
 
-    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceMemoryFigures;
+    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceSnapshot;
     Basic Counter "lowtide_device_rollback_failures_total" as DEVICE_ROLLBACK_FAILURES,
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
          until the process ends.";

@@ -20,6 +20,8 @@ use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::{ArenaSnapshot, driver::Backend};
+#[cfg(feature = "device")]
+use crate::memory::{BudgetSnapshot, DeviceSnapshot, DeviceStatus};
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
@@ -80,34 +82,6 @@ pub(crate) struct HostPressure<'a> {
     pub(crate) state: &'a PressureState,
     /// The largest number of physical bytes of late.
     pub(crate) peak: ByteSize,
-}
-
-/// The memory of a device, with all its users.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct DeviceMemoryFigures {
-    /// The total memory.
-    pub(crate) total: ByteSize,
-    /// The free memory.
-    pub(crate) free: ByteSize,
-    /// The memory in use when the context was created.
-    pub(crate) context_overhead: Option<ByteSize>,
-    /// The memory in use that is neither ours nor in the context overhead.
-    pub(crate) unmanaged: Option<ByteSize>,
-    /// Bytes released because little memory was free.
-    pub(crate) watermark_released_total: u64,
-}
-
-/// The budget of a device.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceBudget {
-    /// The reserved bytes.
-    pub(crate) reserved: ByteSize,
-    /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
-    pub(crate) ceiling: ByteSize,
-    /// The most bytes that may be reserved now.
-    pub(crate) allowance: ByteSize,
 }
 
 /// Publishes the metrics of a tier.
@@ -383,30 +357,22 @@ impl MetricsWriter {
         self.put(name::DEVICE_ARENA_INFO, &labels, [(backend.name(), is_open)]);
     }
 
-    /// Publishes a device: its state, failed rollbacks, and its memory if known.
-    pub(crate) fn device(
-        self,
-        name: &str,
-        is_lost: bool,
-        rollback_failures_total: u64,
-        memory: Option<DeviceMemoryFigures>,
-    ) {
-        let labels = [label("device", name)];
-        self.put(name::DEVICE_LOST, &labels, is_lost);
-        self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
-        if let Some(memory) = memory {
-            device_memory(&memory, &mut self.to(&labels));
+    /// Publishes a device: its state, failed rollbacks, and its memory and its budget if known.
+    pub(crate) fn device(self, status: &DeviceStatus) {
+        let labels = [label("device", &status.name)];
+        self.put(name::DEVICE_LOST, &labels, status.lost.is_some());
+        self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, status.rollback_failures_total);
+        if let Some(memory) = &status.memory {
+            device_memory(memory, &mut self.to(&labels));
         }
-    }
-
-    /// Publishes the budget of a device.
-    pub(crate) fn device_budget(self, name: &str, budget: DeviceBudget) {
-        device_budget(&budget, &mut self.to(&[label("device", name)]));
+        if let Some(budget) = &status.budget {
+            device_budget(budget, &mut self.to(&labels));
+        }
     }
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        device_memory(&DeviceMemoryFigures::default(), &mut |metric, _| {
+        device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
             if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }

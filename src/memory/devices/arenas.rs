@@ -7,7 +7,9 @@
 //! Invariant: names of arenas that are not draining are unique; no driver call under the lock.
 #![expect(unsafe_code, reason = "the arena of a pool could free the pool's blocks")]
 
+use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
@@ -25,160 +27,130 @@ use super::select::DeviceSelector;
 /// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;
 
-/// The number of an arena in the list; never reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ArenaId(u64);
+/// An arena of this `Memory`.
+#[derive(Debug)]
+pub(super) struct ManagedArena {
+    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
+    pub(super) arena: DeviceArena,
+    pub(super) pool: Option<PinnedPool>,
+    pub(super) device: Arc<Device>,
+    /// `true` once it has lost its name.
+    drains: AtomicBool,
+}
+
+impl ManagedArena {
+    fn new(device: &Arc<Device>, arena: DeviceArena, pool: Option<PinnedPool>) -> Arc<Self> {
+        Arc::new(Self { arena, pool, device: Arc::clone(device), drains: AtomicBool::new(false) })
+    }
+
+    /// Makes its name available.
+    pub(super) fn drain(&self) {
+        self.drains.store(true, Ordering::Relaxed);
+    }
+
+    fn is_draining(&self) -> bool {
+        self.drains.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if its memory is the host's.
+    fn is_on_host(&self) -> bool {
+        self.device.counted != CountedIn::OnDevice || self.arena.backend() == Backend::PinnedHost
+    }
+
+    /// Returns `true` if a block is held, or freed while the device may still use it. The last
+    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
+    /// wait for its copies.
+    pub(super) fn has_blocks(&self) -> bool {
+        let snapshot = self.arena.snapshot();
+        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
+        // Quarantined memory stays live for ever.
+        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
+        held > lost
+    }
+}
 
 /// The list, shared with the sensor.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Arenas(Arc<Mutex<ArenaList>>);
-
-#[derive(Debug, Default)]
-struct ArenaList {
-    /// The last number assigned.
-    given: u64,
-    entries: Vec<Entry>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    id: ArenaId,
-    arena: DeviceArena,
-    /// The pinned pool whose arena it is.
-    pool: Option<PinnedPool>,
-    device: Arc<Device>,
-    drains: bool,
-}
-
-/// An arena and its device.
-#[derive(Clone, Debug)]
-pub(super) struct Listed {
-    pub(super) arena: DeviceArena,
-    pub(super) device: Arc<Device>,
-}
-
-impl Entry {
-    fn listed(&self) -> Listed {
-        Listed { arena: self.arena.clone(), device: Arc::clone(&self.device) }
-    }
-}
+pub(super) struct Arenas(Arc<Mutex<Vec<Arc<ManagedArena>>>>);
 
 impl Arenas {
     /// Visits all arenas under the lock, without copying the list. For short calls.
-    pub(super) fn each(&self, mut see: impl FnMut(&Device, &DeviceArena)) {
-        lock(&self.0).entries.iter().for_each(|entry| see(&entry.device, &entry.arena));
+    pub(super) fn each(&self, mut see: impl FnMut(&ManagedArena)) {
+        lock(&self.0).iter().for_each(|arena| see(arena));
     }
 
     /// Returns all arenas.
-    pub(super) fn all(&self) -> Vec<Listed> {
-        lock(&self.0).entries.iter().map(Entry::listed).collect()
-    }
-
-    /// Returns all pinned pools whose device is not lost.
-    pub(super) fn pools(&self) -> Vec<PinnedPool> {
-        let list = lock(&self.0);
-        let working = list.entries.iter().filter(|entry| !entry.device.is_lost());
-        working.filter_map(|entry| entry.pool.clone()).collect()
+    pub(super) fn all(&self) -> Vec<Arc<ManagedArena>> {
+        lock(&self.0).clone()
     }
 
     /// Returns the serving arenas and the draining ones.
-    pub(super) fn parted(&self) -> (Vec<Listed>, Vec<Listed>) {
-        let list = lock(&self.0);
-        let of = |drains| {
-            let those = list.entries.iter().filter(move |entry| entry.drains == drains);
-            those.map(Entry::listed).collect()
-        };
-        (of(false), of(true))
-    }
-
-    /// Returns the number of arenas on a device.
-    pub(super) fn count_on(&self, device: &Device) -> usize {
-        let list = lock(&self.0);
-        list.entries.iter().filter(|entry| entry.device.number == device.number).count()
+    pub(super) fn parted(&self) -> (Vec<Arc<ManagedArena>>, Vec<Arc<ManagedArena>>) {
+        self.all().into_iter().partition(|arena| !arena.is_draining())
     }
 
     /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
     /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
-    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
-        lock(&self.0).admit(name, replaced)
+    pub(super) fn admit(
+        &self,
+        name: &str,
+        replaced: Option<&Arc<ManagedArena>>,
+    ) -> Result<(), MemoryError> {
+        admit(&lock(&self.0), name, replaced)
     }
 
-    /// Adds an arena, with the pool that it belongs to, if any. The arena that it replaces starts
-    /// to drain.
+    /// Adds an arena. The arena that it replaces starts to drain.
     ///
     /// # Errors
     /// The same as for [`Arenas::admit`].
     pub(super) fn add(
         &self,
-        arena: &DeviceArena,
-        pool: Option<&PinnedPool>,
-        device: &Arc<Device>,
-        replaced: Option<ArenaId>,
-    ) -> Result<ArenaId, MemoryError> {
+        arena: &Arc<ManagedArena>,
+        replaced: Option<&Arc<ManagedArena>>,
+    ) -> Result<(), MemoryError> {
         let mut list = lock(&self.0);
-        list.admit(arena.name(), replaced)?;
-        list.given += 1;
-        let id = ArenaId(list.given);
-        list.drain(replaced);
-        let pool = pool.cloned();
-        let (arena, device) = (arena.clone(), Arc::clone(device));
-        list.entries.push(Entry { id, arena, pool, device, drains: false });
-        Ok(id)
+        admit(&list, arena.arena.name(), replaced)?;
+        replaced.into_iter().for_each(|replaced| replaced.drain());
+        list.push(Arc::clone(arena));
+        Ok(())
     }
 
-    /// Marks an arena as draining, which makes its name available.
-    pub(super) fn drain(&self, id: ArenaId) {
-        lock(&self.0).drain(Some(id));
-    }
-
-    /// Removes an arena. Drops it, and its pool, with no lock held.
-    pub(super) fn remove(&self, id: ArenaId) {
-        let mut list = lock(&self.0);
-        let at = list.entries.iter().position(|entry| entry.id == id);
-        let removed = at.map(|at| list.entries.remove(at));
-        drop(list);
-        drop(removed);
+    /// Removes an arena, of which the caller has a handle.
+    pub(super) fn remove(&self, arena: &Arc<ManagedArena>) {
+        lock(&self.0).retain(|other| !Arc::ptr_eq(other, arena));
     }
 
     /// Removes the closed arenas that have no memory left, or whose device is lost and releases
     /// none, which frees their names and places. The caller drops them, with no lock held; their
     /// pools have no buffer left.
-    pub(super) fn take_closed(&self) -> Vec<Listed> {
+    pub(super) fn take_closed(&self) -> Vec<Arc<ManagedArena>> {
         // A close that finds live blocks is undone, and a close that fails in the driver leaves
         // memory.
-        let is_over = |entry: &Entry| {
-            let glance = entry.arena.glance();
-            let has_none = glance.committed.is_zero() || entry.device.is_lost();
-            entry.arena.is_closed() && glance.live.is_zero() && has_none
+        let is_over = |it: &mut Arc<ManagedArena>| {
+            let glance = it.arena.glance();
+            let has_none = glance.committed.is_zero() || it.device.is_lost();
+            it.arena.is_closed() && glance.live.is_zero() && has_none
         };
-        let mut list = lock(&self.0);
-        let (over, kept) = list.entries.drain(..).partition(is_over);
-        list.entries = kept;
-        over.into_iter()
-            .map(|entry: Entry| Listed { arena: entry.arena, device: entry.device })
-            .collect()
+        lock(&self.0).extract_if(.., is_over).collect()
     }
 }
 
-impl ArenaList {
-    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
-        if self.entries.len() >= ARENAS_MAX {
-            return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
-        }
-        let mut others = self.entries.iter().filter(|entry| Some(entry.id) != replaced);
-        if others.any(|entry| !entry.drains && entry.arena.name() == name) {
-            return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
-        }
-        Ok(())
+fn admit(
+    list: &[Arc<ManagedArena>],
+    name: &str,
+    replaced: Option<&Arc<ManagedArena>>,
+) -> Result<(), MemoryError> {
+    if list.len() >= ARENAS_MAX {
+        return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
     }
-
-    fn drain(&mut self, id: Option<ArenaId>) {
-        for entry in self.entries.iter_mut().filter(|entry| Some(entry.id) == id) {
-            entry.drains = true;
-        }
+    let is_replaced = |it: &Arc<_>| replaced.is_some_and(|replaced| Arc::ptr_eq(it, replaced));
+    let mut others = list.iter().filter(|it| !it.is_draining() && !is_replaced(it));
+    if others.any(|it| it.arena.name() == name) {
+        return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
     }
+    Ok(())
 }
 
 /// Returns the error of an arena, or a pool, that was not opened.
@@ -261,10 +233,10 @@ impl MemoryDevices<'_> {
         let mut config = ArenaConfig { limit, ..shared.arena_config(name) };
         change(&mut config);
         name.clone_into(&mut config.name);
-        let arena = shared.open_apart(&device, config)?;
+        let opened = shared.open_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
-        shared.devices.arenas.add(&arena, None, &device, None)?;
-        Ok(arena)
+        shared.devices.arenas.add(&opened, None)?;
+        Ok(opened.arena.clone())
     }
 
     /// Opens a pool of host memory for copies to and from the selected device, with the configured
@@ -296,9 +268,9 @@ impl MemoryDevices<'_> {
     pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
         let shared = self.shared();
         let device = self.device_for(&config.name)?;
-        let (pool, arena) = shared.open_pool_apart(&device, config)?;
+        let (pool, opened) = shared.open_pool_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
-        shared.devices.arenas.add(&arena, Some(&pool), &device, None)?;
+        shared.devices.arenas.add(&opened, None)?;
         Ok(pool)
     }
 
@@ -318,8 +290,8 @@ impl MemoryDevices<'_> {
     pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
         let arenas = self.shared().arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
-        let one = |Listed { arena, .. }: &Listed| (arena.name().to_owned(), arena.occupancy(each));
-        arenas.iter().map(one).collect()
+        let of = |it: &Arc<ManagedArena>| (it.arena.name().to_owned(), it.arena.occupancy(each));
+        arenas.iter().map(of).collect()
     }
 }
 
@@ -327,28 +299,32 @@ impl Shared {
     /// Returns the serving arena of this name, or else the names of all.
     pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, Vec<String>> {
         let (serving, _) = self.devices.arenas.parted();
-        let found = serving.iter().find(|listed| listed.arena.name() == name);
-        found
-            .map(|listed| listed.arena.clone())
-            .ok_or_else(|| serving.iter().map(|listed| listed.arena.name().to_owned()).collect())
+        match serving.iter().find(|it| it.arena.name() == name) {
+            Some(found) => Ok(found.arena.clone()),
+            None => Err(serving.iter().map(|it| it.arena.name().to_owned()).collect()),
+        }
     }
 
     /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
-    pub(super) fn arenas(&self) -> Vec<Listed> {
+    pub(super) fn arenas(&self) -> Vec<Arc<ManagedArena>> {
         if self.birth.is_here() { self.devices.arenas.all() } else { Vec::new() }
     }
 
     /// Returns the arenas whose device is not lost.
+    pub(super) fn working(&self) -> impl Iterator<Item = Arc<ManagedArena>> + use<> {
+        self.arenas().into_iter().filter(|it| !it.device.is_lost())
+    }
+
+    /// Returns the arenas whose device is not lost.
     pub(super) fn working_arenas(&self) -> impl Iterator<Item = DeviceArena> + use<> {
-        let working = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
-        working.map(|listed| listed.arena)
+        self.working().map(|it| it.arena.clone())
     }
 
     /// Returns the arenas of one device's memory: all but those of pinned pools.
     pub(super) fn arenas_on(&self, device: &Device) -> impl Iterator<Item = DeviceArena> + use<> {
         let number = device.number;
         let there = self.arenas().into_iter().filter(move |it| it.device.number == number);
-        there.map(|it| it.arena).filter(|arena| arena.backend() != Backend::PinnedHost)
+        there.map(|it| it.arena.clone()).filter(|arena| arena.backend() != Backend::PinnedHost)
     }
 
     /// Returns the device for an arena of this name.
@@ -363,48 +339,45 @@ impl Shared {
     /// Opens an arena that is not in the list.
     pub(super) fn open_apart(
         &self,
-        device: &Device,
+        device: &Arc<Device>,
         config: ArenaConfig,
-    ) -> Result<DeviceArena, MemoryError> {
+    ) -> Result<Arc<ManagedArena>, MemoryError> {
         let name = config.name.clone();
         let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| cannot_open(&name, error.into()))?;
         self.book_contents_of(&arena);
-        Ok(arena)
+        Ok(ManagedArena::new(device, arena, None))
     }
 
-    /// Opens a pool that is not in the list, and returns its arena as well.
+    /// Opens a pool whose arena is not in the list.
     pub(super) fn open_pool_apart(
         &self,
-        device: &Device,
+        device: &Arc<Device>,
         config: PinnedConfig,
-    ) -> Result<(PinnedPool, DeviceArena), MemoryError> {
+    ) -> Result<(PinnedPool, Arc<ManagedArena>), MemoryError> {
         let name = config.name.clone();
         let config = PinnedConfig { decay: self.config.device_decay.value, ..config };
         let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| cannot_open(&name, error.into()))?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
-        // which use it for figures and the release of idle memory. A slot gives out the arena of
-        // device memory only (`ArenaGeneration::device_arena`).
+        // which use it for figures and the release of idle memory. A slot gives out only an arena
+        // without a pool (`ArenaUse::with`).
         let arena = unsafe { pool.arena() }.clone();
-        Ok((pool, arena))
+        Ok((pool.clone(), ManagedArena::new(device, arena, Some(pool))))
     }
 
     /// Returns the pinned pools whose device is not lost, including draining ones; none in a forked
     /// child.
-    pub(super) fn pools(&self) -> Vec<PinnedPool> {
-        if self.birth.is_here() { self.devices.arenas.pools() } else { Vec::new() }
+    pub(super) fn pools(&self) -> impl Iterator<Item = PinnedPool> + use<> {
+        self.working().filter_map(|it| it.pool.clone())
     }
 
     /// Frees the blocks of completed copies, and releases the memory of pools above their
     /// watermarks.
     pub(super) fn maintain_pools(&self) {
         for pool in self.pools() {
-            if let Err(error) = pool.maintain()
-                && !is_loss(&error)
-            {
-                let text = format!("pinned pool {}: {error}", pool.name());
-                self.add_diagnostic(Diagnostic::warning("device", text));
+            if let Err(error) = pool.maintain() {
+                self.warn_unless_lost(format_args!("pinned pool {}", pool.name()), &error);
             }
         }
     }
@@ -421,32 +394,30 @@ impl Shared {
         self.working_arenas().map(|arena| arena.release_stores()).sum()
     }
 
-    /// Purges an arena and returns the released bytes. An error becomes a diagnostic, unless the
-    /// device is lost, which is reported once for all its arenas.
+    /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
-            if is_loss(&error) {
-                return ByteSize::ZERO;
-            }
-            self.add_diagnostic(Diagnostic::warning(
-                "device",
-                format!("arena {}: purge failed: {error}", arena.name()),
-            ));
+            self.warn_unless_lost(format_args!("arena {}: purge failed", arena.name()), &error);
             ByteSize::ZERO
         })
+    }
+
+    /// Adds a diagnostic of a failure, unless the device is lost, which is reported once for all
+    /// its arenas.
+    pub(super) fn warn_unless_lost(&self, failure: fmt::Arguments<'_>, error: &DeviceError) {
+        if !is_loss(error) {
+            self.add_diagnostic(Diagnostic::warning("device", format!("{failure}: {error}")));
+        }
     }
 
     /// Releases the idle memory of all arenas that count in the first device's budget, as a reclaim
     /// step: of the first device if it has memory of its own, otherwise of all in host memory.
     pub(super) fn purge_arenas(&self) -> ByteSize {
         let is_own = self.devices.has_own_memory();
-        let is_counted = |listed: &Listed| {
-            let on_host = listed.device.counted != CountedIn::OnDevice
-                || listed.arena.backend() == Backend::PinnedHost;
-            if is_own { listed.device.number == 0 && !on_host } else { on_host }
+        let is_counted = |it: &Arc<ManagedArena>| match is_own {
+            true => it.device.number == 0 && !it.is_on_host(),
+            false => it.is_on_host(),
         };
-        let arenas = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
-        let counted = arenas.filter(is_counted);
-        counted.map(|listed| self.purged(&listed.arena)).sum()
+        self.working().filter(is_counted).map(|it| self.purged(&it.arena)).sum()
     }
 }

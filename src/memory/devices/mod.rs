@@ -19,7 +19,7 @@ mod select;
 mod shrink;
 mod slots;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::config::arena::ShrinkTarget;
@@ -37,14 +37,14 @@ use arenas::Arenas;
 use device::{CountedIn, Device};
 use report::Gone;
 use select::DEVICES_MAX;
-use slots::Scopes;
+use slots::ArenaSlot;
 
 #[cfg(feature = "cuda")]
 pub use cuda::DeviceProcesses;
 pub use report::{DeviceSnapshot, DeviceStatus, DevicesSnapshot};
-pub use select::{DeviceReservation, DeviceSelector, Slot, SlotKind};
-pub use shrink::{Run, ShrinkOutcome, Shrunk, ShrunkTarget};
-pub use slots::{ArenaReport, ArenaUse, Replaced, SlotSnapshot};
+pub use select::{DeviceSelector, Slot};
+pub use shrink::{Run, Shrunk};
+pub use slots::{ArenaReport, ArenaUse, SlotSnapshot};
 
 pub(super) use report::{ArenasSensor, Series};
 pub(super) use select::known_targets;
@@ -81,10 +81,6 @@ impl<'a> MemoryDevices<'a> {
 /// The drivers that the application has opened; without one, the configured devices are.
 pub(super) type GivenDrivers = Vec<Arc<dyn Driver>>;
 
-/// The registered governors, of which some may have been dropped.
-#[cfg(feature = "cuda")]
-type Governors = Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
-
 /// The devices and the arenas of a `Memory`.
 #[derive(Default)]
 pub(super) struct Devices {
@@ -93,12 +89,13 @@ pub(super) struct Devices {
     /// `true` if the application opened their drivers.
     are_given: bool,
     arenas: Arenas,
-    scopes: Scopes,
+    /// The slots that have, or have had, an arena.
+    slots: Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>,
     gone: Gone,
     /// The targets that dropped runs leave to the worker.
     shrinks: Mutex<BTreeSet<ShrinkTarget>>,
     #[cfg(feature = "cuda")]
-    governors: Governors,
+    governors: Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>,
     #[cfg(feature = "cuda")]
     processes: cuda::ProcessLists,
 }

@@ -23,12 +23,13 @@ use crate::memory::error::{Diagnostic, Shutdown};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
+use crate::sync::lock;
 use lowtide_admission::{
     Admission, Budget, Cost, DeviceSample, Level, Permit, Reclaim, Rejected, Thresholds,
 };
 
 use super::Devices;
-use super::arenas::{Listed, is_loss};
+use super::arenas::{ManagedArena, is_loss};
 use super::device::{CountedIn, Device};
 use super::report::{DeviceStatus, DevicesSnapshot};
 #[cfg(feature = "cuda")]
@@ -42,11 +43,8 @@ impl Shared {
             if arena.next_decay() > now {
                 continue;
             }
-            if let Err(error) = arena.decay(now)
-                && !is_loss(&error)
-            {
-                let text = format!("arena {}: {error}", arena.name());
-                self.add_diagnostic(Diagnostic::warning("device", text));
+            if let Err(error) = arena.decay(now) {
+                self.warn_unless_lost(format_args!("arena {}", arena.name()), &error);
             }
         }
         self.shrink_asked();
@@ -80,7 +78,7 @@ impl Shared {
             if here { self.devices.arenas.parted() } else { Default::default() };
         let list = self.devices.list.iter().filter(|_| here);
         let devices: Vec<_> = list.map(|device| self.status(device)).collect();
-        let snapshot = |listed: &Listed| listed.arena.snapshot();
+        let snapshot = |it: &Arc<ManagedArena>| it.arena.snapshot();
         DevicesSnapshot {
             arenas: arenas.iter().map(snapshot).collect(),
             draining: draining.iter().map(snapshot).collect(),
@@ -106,7 +104,7 @@ impl Shared {
             backend: device.driver.backend(),
             lost: device.lost().map(ToString::to_string),
             budget: own.or(first),
-            memory: device.watch.snapshot(&*device.driver).filter(|_| !device.is_lost()),
+            memory: device.memory(),
             rollback_failures_total: device.driver.rollback_failures_total(),
         }
     }
@@ -131,7 +129,7 @@ impl Memory {
     /// Returns the names of the arenas, in the order of `MemoryDevices::occupancy`.
     #[cfg(feature = "service")]
     pub(crate) fn arena_names(&self) -> Vec<String> {
-        self.0.shared.arenas().iter().map(|listed| listed.arena.name().to_owned()).collect()
+        self.0.shared.arenas().iter().map(|it| it.arena.name().to_owned()).collect()
     }
 }
 
@@ -200,18 +198,13 @@ impl Shared {
             && let Err(error) = arena.sleep_if_idle(now)
             && !is_loss(&error)
         {
-            self.note_awake(&arena, &error.to_string());
+            // Once for each arena: it is tried again, each time with other figures.
+            let start = format!("idle sleep of {} failed: ", arena.name());
+            let text = format!("{start}{error}");
+            self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
         }
         self.report_losses();
         more
-    }
-
-    /// Adds a diagnostic, once for each arena that did not go to sleep: it is tried again, each
-    /// time with other figures.
-    fn note_awake(&self, arena: &DeviceArena, error: &str) {
-        let start = format!("idle sleep of {} failed: ", arena.name());
-        let text = format!("{start}{error}");
-        self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
     }
 
     /// Releases the host memory of sleeping arenas that have no block left: nothing wakes them, and
@@ -290,7 +283,7 @@ impl Shared {
     pub(in crate::memory) fn sample_devices(&self, now: Moment) {
         for device in &self.devices.list {
             if device.is_lost() {
-                device.watch.forget();
+                lock(&device.watch).forget();
                 continue;
             }
             self.sample_device(device, now);
@@ -311,15 +304,19 @@ impl Shared {
         };
         let committed = before.max(self.committed_on(device));
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
-        let was_short = device.watch.is_short();
-        let (wanted, low) = device.watch.add_sample(now, look);
+        let (was_short, is_short, (wanted, low)) = {
+            let mut watch = lock(&device.watch);
+            let was_short = watch.watermark.is_short();
+            let sampled = watch.add_sample(now, look);
+            (was_short, watch.watermark.is_short(), sampled)
+        };
         let (free, idle) = (look.free, self.idle_on(device));
         if !wanted.is_zero() {
-            let given = self.give_idle_back(device, wanted);
-            device.watch.add_released(given);
+            let released = self.give_idle_back(device, wanted);
+            lock(&device.watch).released_total += released.get();
         }
         let name = &device.name;
-        match (was_short, device.watch.is_short()) {
+        match (was_short, is_short) {
             (false, true) => log!(
                 info,
                 target: "lowtide",
@@ -363,18 +360,18 @@ impl Shared {
                 Ok(given) => released = released.saturating_add(given),
                 Err(error) if is_loss(&error) => break,
                 Err(error) => {
-                    let text = format!("arena {}: trim failed: {error}", arena.name());
-                    self.add_diagnostic(Diagnostic::warning("device", text));
+                    self.warn_unless_lost(
+                        format_args!("arena {}: trim failed", arena.name()),
+                        &error,
+                    );
                 }
             }
         }
         released
     }
 
-    /// Discards the last sample until the device answers again, which never happens after its
-    /// context is lost.
     fn device_is_silent(&self, device: &Device, error: &DriverError) {
-        device.watch.forget();
+        lock(&device.watch).forget();
         let start = format!("device {}: cannot query the device's memory: ", device.name);
         self.add_diagnostic_once(&start, Diagnostic::warning("device", format!("{start}{error}")));
     }
@@ -406,7 +403,7 @@ impl MemoryDevices<'_> {
         let shared = self.shared();
         shared.check_here()?;
         let new = Arc::downgrade(governor);
-        let mut governors = crate::sync::lock(&shared.devices.governors);
+        let mut governors = lock(&shared.devices.governors);
         governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
         governors.push(new);
         Ok(())
@@ -420,13 +417,13 @@ impl Shared {
         if self.check_here().is_err() {
             return;
         }
-        let all = crate::sync::lock(&self.devices.governors).clone();
+        let all = lock(&self.devices.governors).clone();
         for governor in all.iter().filter_map(std::sync::Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 // A lost device is asked for nothing more.
                 if error.is_context_lost() {
                     let lost = Arc::downgrade(&governor);
-                    crate::sync::lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
+                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
                 }
                 let text = format!("pool governor of {}: {error}", governor.device());
                 self.add_diagnostic(Diagnostic::warning("device", text));

@@ -26,11 +26,11 @@ use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
 use crate::device::{ArenaSnapshot, SleepState};
 use crate::memory::snapshot::BudgetSnapshot;
-use crate::metrics::record::{self, DeviceBudget, MetricsWriter};
+use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{DeviceFigures, Sample};
 
-use super::arenas::Arenas;
+use super::arenas::{Arenas, ManagedArena};
 use super::device::{CountedIn, Device};
 
 /// The device arenas of a [`Memory`](crate::Memory), and its devices, at one instant.
@@ -160,7 +160,7 @@ pub struct DeviceStatus {
 }
 
 /// The memory of a device, with all its users.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceSnapshot {
@@ -345,26 +345,13 @@ impl Series {
     }
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
-        let figures = status.memory.map(|device| record::DeviceMemoryFigures {
-            total: device.total,
-            free: device.free,
-            context_overhead: device.context_overhead,
-            unmanaged: device.unmanaged,
-            watermark_released_total: device.watermark_released_total,
-        });
-        let name = &status.name;
-        to.device(name, status.lost.is_some(), status.rollback_failures_total, figures);
-        if let Some(budget) = &status.budget {
-            let (reserved, ceiling) = (budget.reserved, budget.ceiling);
-            let budget = DeviceBudget { reserved, ceiling, allowance: budget.allowance };
-            to.device_budget(name, budget);
-        }
+        to.device(status);
         let was_known = self.known.contains(&status.number);
         self.known.retain(|known| *known != status.number);
         if status.memory.is_some() {
             self.known.push(status.number);
         } else if was_known {
-            to.device_unknown(name);
+            to.device_unknown(&status.name);
         }
     }
 }
@@ -393,7 +380,7 @@ impl ArenasSensor {
             *figures = DeviceFigures { limit, ..DeviceFigures::default() };
         }
         let by_device = &mut self.figures;
-        self.arenas.each(|device, arena| {
+        self.arenas.each(|ManagedArena { arena, device, .. }| {
             let figures = arena.control_figures();
             let (committed, idle) = (figures.committed, figures.idle);
             let is_pinned = arena.backend() == Backend::PinnedHost;

@@ -18,27 +18,6 @@ use lowtide_admission::{Cost, Permit};
 use super::device::{CountedIn, Device};
 use super::report::DeviceStatus;
 
-/// Reserved bytes of a device.
-#[derive(Debug)]
-#[must_use = "dropping a reservation releases its bytes at once"]
-pub struct DeviceReservation {
-    device: u32,
-    permit: Permit,
-}
-
-impl DeviceReservation {
-    /// Returns the device, for [`MemoryDevices::on`].
-    #[must_use]
-    pub const fn device(&self) -> DeviceSelector {
-        DeviceSelector::Number(self.device)
-    }
-
-    /// Returns the permit, which holds the bytes.
-    pub fn into_permit(self) -> Permit {
-        self.permit
-    }
-}
-
 impl MemoryDevices<'_> {
     /// Returns all devices, the default one first; empty if the configured device is `none`, and in
     /// a forked child. Makes no driver call.
@@ -69,7 +48,8 @@ impl MemoryDevices<'_> {
         shared.select(self.selector).map(|device| shared.status(&device))
     }
 
-    /// Reserves bytes of the selected device in its budget, for a request that will use them. Does
+    /// Reserves bytes of the selected device in its budget, for a request that will use them.
+    /// Returns the device, for [`MemoryDevices::on`], and the permit, which holds the bytes. Does
     /// not wait: there is a queue for the default device only
     /// ([`Admission`](crate::admission::Admission)). Bytes of a device without memory of its own
     /// are reserved in the host's budget.
@@ -113,10 +93,10 @@ impl MemoryDevices<'_> {
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     /// let asked = ByteSize::mib(64);
     /// match memory.devices().on(DeviceSelector::MostHeadroom).reserve(asked) {
-    ///     Ok(reserved) => {
-    ///         let arena = memory.devices().on(reserved.device()).open_arena("request")?;
-    ///         // The request uses the arena while it holds `reserved`.
-    /// #       drop(arena);
+    ///     Ok((device, permit)) => {
+    ///         let arena = memory.devices().on(device).open_arena("request")?;
+    ///         // The request uses the arena while it holds the permit.
+    /// #       drop((arena, permit));
     ///     }
     ///     Err(error) => println!("{}", answer(&error, asked).status()),
     /// }
@@ -126,7 +106,7 @@ impl MemoryDevices<'_> {
     ///
     /// # Errors
     /// [`MemoryError`] if there is no such device, it is lost, or the bytes do not fit.
-    pub fn reserve(&self, bytes: ByteSize) -> Result<DeviceReservation, MemoryError> {
+    pub fn reserve(&self, bytes: ByteSize) -> Result<(DeviceSelector, Permit), MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
         let device = shared.select(self.selector)?;
@@ -135,8 +115,7 @@ impl MemoryDevices<'_> {
             CountedIn::ByKernel | CountedIn::BesideKernel => Cost::host(bytes),
         };
         let admission = device.admission.as_ref().unwrap_or(&shared.admission);
-        let permit = admission.try_admit(cost)?;
-        Ok(DeviceReservation { device: device.number, permit })
+        Ok((DeviceSelector::Number(device.number), admission.try_admit(cost)?))
     }
 }
 
@@ -176,29 +155,29 @@ impl Shared {
 
     /// Returns the device with the most headroom, and the fewest arenas among equal ones.
     fn roomiest(&self) -> Result<Arc<Device>, MemoryError> {
+        let arenas = self.devices.arenas.all();
         let (mut best, mut failed) = (None, None);
         for device in &self.devices.list {
             match device.headroom(&self.admission) {
                 Ok(room) => {
-                    let key = (room, Reverse(self.devices.arenas.count_on(device)));
+                    let on = arenas.iter().filter(|it| it.device.number == device.number).count();
+                    let key = (room, Reverse(on));
                     if best.as_ref().is_none_or(|(most, _)| key > *most) {
                         best = Some((key, Arc::clone(device)));
                     }
                 }
                 Err(error) => {
-                    let silent = match device.lost() {
+                    let device_name = device.name.to_string();
+                    failed.get_or_insert(match device.lost() {
                         Some(error) => lost(device, error),
-                        None => {
-                            MemoryError::DeviceSilent { device: device.name.to_string(), error }
-                        }
-                    };
-                    failed.get_or_insert(silent);
+                        None => MemoryError::DeviceSilent { device: device_name, error },
+                    });
                 }
             }
         }
-        match (best, failed) {
-            (Some((_, device)), _) => Ok(device),
-            (None, failed) => Err(failed.unwrap_or(MemoryError::NoDevice)),
+        match best {
+            Some((_, device)) => Ok(device),
+            None => Err(failed.unwrap_or(MemoryError::NoDevice)),
         }
     }
 
@@ -258,16 +237,6 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// A kind of memory of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum SlotKind {
-    /// Device memory.
-    Device,
-    /// Host memory for copies to and from the device, page-locked as far as the system allows: a
-    /// pool, with `arena.max_mem` as its limit.
-    Pinned,
-}
-
 /// The place of an arena: a provider, a device, a kind of memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot {
@@ -276,21 +245,22 @@ pub struct Slot {
     /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all),
     /// from 0.
     pub device: u32,
-    /// The kind of memory.
-    pub kind: SlotKind,
+    /// `false` for device memory. `true` for host memory for copies to and from the device,
+    /// page-locked as far as the system allows: a pool, with `arena.max_mem` as its limit.
+    pub pinned: bool,
 }
 
 impl Slot {
     /// Creates the slot of the device's memory.
     #[must_use]
     pub fn device(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, kind: SlotKind::Device }
+        Self { name: name.into(), device, pinned: false }
     }
 
     /// Creates the slot of page-locked memory for that device.
     #[must_use]
     pub fn pinned(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, kind: SlotKind::Pinned }
+        Self { name: name.into(), device, pinned: true }
     }
 }
 
@@ -301,7 +271,7 @@ impl fmt::Display for Slot {
         if self.device > 0 {
             write!(f, ":{}", self.device)?;
         }
-        if self.kind == SlotKind::Pinned { f.write_str(":pinned") } else { Ok(()) }
+        if self.pinned { f.write_str(":pinned") } else { Ok(()) }
     }
 }
 

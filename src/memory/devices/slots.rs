@@ -25,14 +25,13 @@
 //! generation is cloned only out of `serving`, so a draining generation with a single handle has no
 //! allocation in progress, and will have none.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, Reason};
 use crate::decay::DecayTime;
-use crate::device::driver::{Backend, Driver as _};
+use crate::device::driver::Driver as _;
 use crate::device::{
     ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedConfig, PinnedKind,
     PinnedPool, PinnedSnapshot, RawBlock, Region,
@@ -40,13 +39,13 @@ use crate::device::{
 use crate::fork::Birth;
 use crate::memory::error::MemoryError;
 use crate::memory::shared::Shared;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, MutexGuard, lock};
 use bytemuck::Pod;
 
 use super::MemoryDevices;
-use super::arenas::{ArenaId, Arenas, cannot_open};
+use super::arenas::{Arenas, ManagedArena, cannot_open};
 use super::device::Device;
-use super::select::{DeviceSelector, Slot, SlotKind};
+use super::select::{DeviceSelector, Slot};
 
 /// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
@@ -92,7 +91,7 @@ impl MemoryDevices<'_> {
     ) -> Result<ArenaReport, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        Ok(shared.act_on(&place, SlotAction::Share, options)?.report)
+        Ok(place.act(shared, SlotAction::Share, options)?.0)
     }
 
     /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
@@ -103,7 +102,7 @@ impl MemoryDevices<'_> {
     pub fn unshare_arena(&self, slot: &Slot) -> Result<(), MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
-        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        let place = lock(&shared.devices.slots).get(slot).cloned();
         match place {
             Some(place) if place.unshare() => Ok(()),
             _ => Err(MemoryError::NotShared { slot: slot.clone() }),
@@ -119,8 +118,8 @@ impl MemoryDevices<'_> {
     pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = shared.act_on(&place, SlotAction::Use, session)?;
-        Ok(ArenaUse::new(place, done.report))
+        let (report, _) = place.act(shared, SlotAction::Use, session)?;
+        Ok(ArenaUse { place, report })
     }
 
     /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
@@ -137,25 +136,26 @@ impl MemoryDevices<'_> {
         &self,
         slot: &Slot,
         options: &ArenaOptions,
-    ) -> Result<Replaced, MemoryError> {
+    ) -> Result<ArenaReport, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = shared.act_on(&place, SlotAction::Replace, options)?;
-        let arena = done.old.as_ref().map(|old| old.any_arena());
-        let draining = arena.map(|arena| arena.glance().live);
-        let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
-        begin_draining(done.old.as_deref());
-        drop(done.old);
+        let (mut report, old) = place.act(shared, SlotAction::Replace, options)?;
+        if let Some(old) = old {
+            let arena = &old.managed.arena;
+            report.draining = Some(arena.glance().live);
+            report.released = shared.purged(arena);
+            begin_draining(&old);
+        }
         shared.sweep();
         log!(
             info,
             target: "lowtide",
             slot = %slot,
-            draining = draining.map(tracing::field::display),
-            conflicts = done.report.conflicts.len(),
+            draining = report.draining.map(tracing::field::display),
+            conflicts = report.conflicts.len(),
             "arena replaced"
         );
-        Ok(Replaced { report: done.report, draining, released })
+        Ok(report)
     }
 
     /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
@@ -163,7 +163,7 @@ impl MemoryDevices<'_> {
     pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
         let shared = self.shared();
         shared.check_here().ok()?;
-        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        let place = lock(&shared.devices.slots).get(slot).cloned();
         place?.resolution()
     }
 
@@ -190,7 +190,7 @@ impl Shared {
             let (slot, devices) = (slot.clone(), list.len().max(1));
             return Err(MemoryError::UnknownSlot { slot, devices });
         };
-        let mut places = lock(&self.devices.scopes.0);
+        let mut places = lock(&self.devices.slots);
         if let Some(place) = places.get(slot) {
             return Ok(Arc::clone(place));
         }
@@ -201,19 +201,15 @@ impl Shared {
         if places.len() >= SLOTS_MAX {
             return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
         }
-        let device_limit = match slot.kind {
-            SlotKind::Device => self.config.device_limit.value,
-            SlotKind::Pinned => ByteSize::MAX,
-        };
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
-        let place = ArenaSlot::new(slot.clone(), self.birth, device_limit, device, arenas);
-        let place = Arc::new(place);
-        places.insert(slot.clone(), Arc::clone(&place));
+        let (slot, birth, state) = (slot.clone(), self.birth, Mutex::default());
+        let place = Arc::new(ArenaSlot { slot: slot.clone(), birth, device, arenas, state });
+        places.insert(slot, Arc::clone(&place));
         Ok(place)
     }
 
     fn places(&self) -> Vec<Arc<ArenaSlot>> {
-        lock(&self.devices.scopes.0).values().cloned().collect()
+        lock(&self.devices.slots).values().cloned().collect()
     }
 
     /// Drops the arenas that have drained, with their address space and at most the last granules.
@@ -222,42 +218,15 @@ impl Shared {
         if self.check_here().is_err() {
             return;
         }
-        let drained = self.places().into_iter().flat_map(|place| {
-            let device = Arc::clone(&place.device);
-            place.take_drained().into_iter().map(move |drained| (Arc::clone(&device), drained))
-        });
-        for (device, Opened { arena, pool }) in drained {
+        for drained in self.places().iter().flat_map(|place| place.take_drained()) {
             // An error stays with the arena: memory that it could not release goes with the driver.
-            let _ = self.purged(&arena);
-            self.devices.gone.add(&device.name, arena.snapshot());
-            log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
-            drop((pool, arena));
+            let _ = self.purged(&drained.arena);
+            self.devices.gone.add(&drained.device.name, drained.arena.snapshot());
+            log!(debug, target: "lowtide", arena = drained.arena.name(), "replaced arena drained");
         }
         for closed in self.devices.arenas.take_closed() {
             self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
         }
-    }
-
-    fn act_on(
-        &self,
-        place: &ArenaSlot,
-        action: SlotAction,
-        options: &ArenaOptions,
-    ) -> Result<Done, MemoryError> {
-        place.act(action, options, |resolution, replaced| {
-            self.sweep(); // so that what has drained takes no place
-            let (device, name) = (&place.device, place.slot.to_string());
-            self.devices.arenas.admit(&name, replaced)?;
-            self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
-            if place.slot.kind == SlotKind::Device {
-                let arena = self.open_apart(device, resolution.config(self.arena_config(name)))?;
-                return Ok(Opened { arena, pool: None });
-            }
-            let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
-            let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
-            let (pool, arena) = self.open_pool_apart(device, config)?;
-            Ok(Opened { arena, pool: Some(pool) })
-        })
     }
 }
 
@@ -272,10 +241,6 @@ pub struct ArenaUse {
 }
 
 impl ArenaUse {
-    pub(super) const fn new(place: Arc<ArenaSlot>, report: ArenaReport) -> Self {
-        Self { place, report }
-    }
-
     /// Allocates in the serving arena, like [`DeviceArena::alloc`].
     ///
     /// # Errors
@@ -302,7 +267,7 @@ impl ArenaUse {
     /// [`DeviceError::Unsupported`] in a slot of device memory.
     pub fn alloc_pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
         let serving = self.serving()?;
-        let pool = serving.as_ref().and_then(|serving| serving.pool());
+        let pool = serving.as_ref().and_then(|serving| serving.managed.pool.as_ref());
         let what = "pinned memory in a slot of device memory";
         pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
     }
@@ -337,29 +302,35 @@ impl ArenaUse {
         act: impl FnOnce(&DeviceArena) -> Result<R, DeviceError>,
     ) -> Result<R, DeviceError> {
         let serving = self.serving()?;
-        let arena = serving.as_ref().and_then(|serving| serving.device_arena());
-        arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
+        let managed = serving.as_ref().map(|serving| &serving.managed);
+        match managed.filter(|managed| managed.pool.is_none()) {
+            Some(managed) => act(&managed.arena),
+            None => self.refused("device memory in a slot of pinned memory"),
+        }
     }
 
     fn serving(&self) -> Result<Option<Arc<ArenaGeneration>>, DeviceError> {
-        if self.place.is_here() { Ok(self.place.serving()) } else { Err(DeviceError::Forked) }
+        match self.place.birth.is_here() {
+            true => Ok(lock(&self.place.state).serving.clone()),
+            false => Err(DeviceError::Forked),
+        }
     }
 
     fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
-        Err(DeviceError::Unsupported { what, backend: self.place.backend() })
+        Err(DeviceError::Unsupported { what, backend: self.place.device.driver.backend() })
     }
 
     /// Returns the slot.
     #[must_use]
     pub fn slot(&self) -> &Slot {
-        self.place.slot()
+        &self.place.slot
     }
 
     /// Returns the options in force, which a replacement may have changed. In a forked child, those
     /// in force at the start of the use.
     #[must_use]
     pub fn resolution(&self) -> Arc<ArenaResolution> {
-        let now = if self.place.is_here() { self.place.resolution() } else { None };
+        let now = if self.place.birth.is_here() { self.place.resolution() } else { None };
         now.unwrap_or_else(|| Arc::clone(&self.report.resolution))
     }
 
@@ -380,7 +351,7 @@ impl ArenaUse {
 impl Drop for ArenaUse {
     /// Takes the slot's lock; no driver call. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.place.is_here() {
+        if self.place.birth.is_here() {
             self.place.leave();
         }
     }
@@ -400,7 +371,7 @@ const ATTEMPTS_MAX: u32 = 8;
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SlotAction {
+enum SlotAction {
     Use,
     Share,
     Replace,
@@ -410,55 +381,14 @@ pub(super) enum SlotAction {
 #[derive(Debug)]
 pub(super) struct ArenaGeneration {
     resolution: Arc<ArenaResolution>,
-    /// Its number in the list of arenas.
-    id: ArenaId,
-    opened: Opened,
-}
-
-/// The source of a slot's memory.
-#[derive(Clone, Debug)]
-pub(super) struct Opened {
-    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
-    pub(super) arena: DeviceArena,
-    pub(super) pool: Option<PinnedPool>,
-}
-
-impl Opened {
-    /// Returns `true` if a block is held, or freed while the device may still use it. The last
-    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
-    /// wait for its copies.
-    fn has_blocks(&self) -> bool {
-        let snapshot = self.arena.snapshot();
-        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
-        // Quarantined memory stays live for ever.
-        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
-        held > lost
-    }
-}
-
-impl ArenaGeneration {
-    /// Returns the arena of either kind of memory, for figures and the release of idle memory.
-    pub(super) const fn any_arena(&self) -> &DeviceArena {
-        &self.opened.arena
-    }
-
-    /// Returns the arena of a slot of device memory.
-    pub(super) fn device_arena(&self) -> Option<&DeviceArena> {
-        self.opened.pool.is_none().then_some(&self.opened.arena)
-    }
-
-    pub(super) const fn pool(&self) -> Option<&PinnedPool> {
-        self.opened.pool.as_ref()
-    }
+    managed: Arc<ManagedArena>,
 }
 
 #[derive(Debug)]
 pub(super) struct ArenaSlot {
-    pub(super) slot: Slot,
+    slot: Slot,
     birth: Birth,
-    /// lowtide's own limit, if it bounds this kind of memory.
-    device_limit: ByteSize,
-    pub(super) device: Arc<Device>,
+    device: Arc<Device>,
     arenas: Arenas,
     state: Mutex<ArenaSlotState>,
 }
@@ -475,49 +405,15 @@ struct ArenaSlotState {
     users: u32,
 }
 
-/// The slots of a `Memory`.
-#[derive(Debug, Default)]
-pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>);
-
-/// The result of an operation.
-#[derive(Debug)]
-pub(super) struct Done {
-    pub(super) report: ArenaReport,
-    /// The generation that drains since then; the caller calls [`begin_draining`] next.
-    pub(super) old: Option<Arc<ArenaGeneration>>,
-}
-
 impl ArenaSlot {
-    pub(super) fn new(
-        slot: Slot,
-        birth: Birth,
-        device_limit: ByteSize,
-        device: Arc<Device>,
-        arenas: Arenas,
-    ) -> Self {
-        Self { slot, birth, device_limit, device, arenas, state: Mutex::default() }
-    }
-
-    pub(super) fn backend(&self) -> Backend {
-        self.device.driver.backend()
-    }
-
-    pub(super) fn slot(&self) -> &Slot {
-        &self.slot
-    }
-
-    /// Returns `true` in the process in which the lock can be taken.
-    pub(super) fn is_here(&self) -> bool {
-        self.birth.is_here()
-    }
-
-    /// Joins the existing arena, or opens one, which no list contains yet, in the place of another.
-    pub(super) fn act(
+    /// Joins the existing arena, or opens one in the place of another, which is returned: the
+    /// caller calls [`begin_draining`] next.
+    fn act(
         &self,
+        shared: &Shared,
         act: SlotAction,
         options: &ArenaOptions,
-        open: impl Fn(&ArenaResolution, Option<ArenaId>) -> Result<Opened, MemoryError>,
-    ) -> Result<Done, MemoryError> {
+    ) -> Result<(ArenaReport, Option<Arc<ArenaGeneration>>), MemoryError> {
         options.check_supported()?;
         for _ in 0..ATTEMPTS_MAX {
             let (changes, layers, replaced) = {
@@ -525,13 +421,13 @@ impl ArenaSlot {
                 if act != SlotAction::Replace
                     && let Some(report) = self.join(&mut state, act, options)?
                 {
-                    return Ok(Done { report, old: None });
+                    return Ok((report, None));
                 }
-                let replaced = state.serving.as_ref().map(|serving| serving.id);
-                (state.changes, self.layers(&state, act, options), replaced)
+                let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
+                (state.changes, self.layers(shared, &state, act, options), replaced)
             };
             let resolution = Arc::new(layers.resolve()?);
-            let opened = match open(&resolution, replaced) {
+            let opened = match self.open(shared, &resolution, replaced.as_ref()) {
                 // Another thread may have used the name or the place in the meantime.
                 Err(_) if lock(&self.state).changes != changes => continue,
                 opened => opened?,
@@ -542,12 +438,10 @@ impl ArenaSlot {
                 drop(opened);
                 continue;
             }
-            let id =
-                self.arenas.add(&opened.arena, opened.pool.as_ref(), &self.device, replaced)?;
-            let conflicts = resolution.conflicts().to_vec();
-            let report = ArenaReport { resolution, conflicts, opened: true };
-            let resolution = Arc::clone(&report.resolution);
-            let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, id, opened }));
+            self.arenas.add(&opened, replaced.as_ref())?;
+            let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
+            let generation = Arc::new(ArenaGeneration { resolution, managed: opened });
+            let old = state.serving.replace(generation);
             state.changes += 1;
             state.layers = layers;
             state.draining.extend(old.clone());
@@ -556,9 +450,28 @@ impl ArenaSlot {
                 SlotAction::Share => state.shared = true,
                 SlotAction::Replace => state.shared |= old.is_none(),
             }
-            return Ok(Done { report, old });
+            return Ok((report, old));
         }
         Err(MemoryError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+    }
+
+    /// Opens an arena for the slot, which no list contains yet.
+    fn open(
+        &self,
+        shared: &Shared,
+        resolution: &ArenaResolution,
+        replaced: Option<&Arc<ManagedArena>>,
+    ) -> Result<Arc<ManagedArena>, MemoryError> {
+        shared.sweep(); // so that what has drained takes no place
+        let (device, name) = (&self.device, self.slot.to_string());
+        self.arenas.admit(&name, replaced)?;
+        shared.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+        if !self.slot.pinned {
+            return shared.open_apart(device, resolution.config(shared.arena_config(name)));
+        }
+        let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
+        let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
+        shared.open_pool_apart(device, config).map(|(_, opened)| opened)
     }
 
     /// Counts another user of the serving arena; `None` if there is none.
@@ -584,16 +497,22 @@ impl ArenaSlot {
             // options.
             state.layers.shared.get_or_insert_with(|| options.clone());
         }
-        let resolution = Arc::clone(&serving.resolution);
-        let conflicts = resolution.conflicts_with(options, source, reason);
-        Ok(Some(ArenaReport { resolution, conflicts, opened: false }))
+        let conflicts = serving.resolution.conflicts_with(options, source, reason);
+        Ok(Some(ArenaReport::new(&serving.resolution, conflicts, false)))
     }
 
     /// Combines the earlier options and these.
-    fn layers(&self, state: &ArenaSlotState, act: SlotAction, options: &ArenaOptions) -> Layers {
+    fn layers(
+        &self,
+        shared: &Shared,
+        state: &ArenaSlotState,
+        act: SlotAction,
+        options: &ArenaOptions,
+    ) -> Layers {
         let mut layers = state.layers.clone();
-        layers.device_limit = self.device_limit;
-        layers.pinned = self.slot.kind == SlotKind::Pinned;
+        layers.pinned = self.slot.pinned;
+        let limit = shared.config.device_limit.value;
+        layers.device_limit = if self.slot.pinned { ByteSize::MAX } else { limit };
         match act {
             SlotAction::Use => layers.session = Some(options.clone()),
             SlotAction::Share => layers.shared = Some(options.clone()),
@@ -605,79 +524,65 @@ impl ArenaSlot {
         layers
     }
 
-    /// Returns the serving arena.
-    pub(super) fn serving(&self) -> Option<Arc<ArenaGeneration>> {
-        lock(&self.state).serving.clone()
-    }
-
-    pub(super) fn resolution(&self) -> Option<Arc<ArenaResolution>> {
+    fn resolution(&self) -> Option<Arc<ArenaResolution>> {
         let state = lock(&self.state);
         state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
     }
 
     /// Ends the sharing. Returns `true` if the arena was shared.
-    pub(super) fn unshare(&self) -> bool {
+    fn unshare(&self) -> bool {
         let mut state = lock(&self.state);
         let shared = std::mem::take(&mut state.shared);
-        let old = self.retire(&mut state);
-        drop(state);
-        begin_draining(old.as_deref());
+        self.retire(state);
         shared
     }
 
     /// Counts one user less.
-    pub(super) fn leave(&self) {
+    fn leave(&self) {
         let mut state = lock(&self.state);
         state.users -= 1;
-        let old = self.retire(&mut state);
-        drop(state);
-        begin_draining(old.as_deref());
+        self.retire(state);
     }
 
     /// Starts to drain the arena if it has no users and is not shared. Its options are discarded.
-    fn retire(&self, state: &mut ArenaSlotState) -> Option<Arc<ArenaGeneration>> {
+    fn retire(&self, mut state: MutexGuard<'_, ArenaSlotState>) {
         if state.shared || state.users > 0 {
-            return None;
+            return;
         }
-        let old = state.serving.take()?;
+        let Some(old) = state.serving.take() else { return };
         state.changes += 1;
         state.layers = Layers::default();
-        self.arenas.drain(old.id);
+        old.managed.drain();
         state.draining.push(Arc::clone(&old));
-        Some(old)
+        drop(state);
+        begin_draining(&old);
     }
 
     /// Removes the arenas that have no block and will have none. The caller drops them.
-    pub(super) fn take_drained(&self) -> Vec<Opened> {
-        let mut state = lock(&self.state);
-        let mut drained = Vec::new();
-        state.draining.retain_mut(|generation| {
-            // This is the last handle: see the invariant above. The check also orders this after
-            // the blocks of other threads.
-            if Arc::get_mut(generation).is_none() || generation.opened.has_blocks() {
-                return true;
-            }
-            drained.push((generation.id, generation.opened.clone()));
-            false
-        });
-        drop(state);
-        let removed = drained.into_iter().map(|(id, opened)| {
-            self.arenas.remove(id);
-            opened
+    fn take_drained(&self) -> Vec<Arc<ManagedArena>> {
+        // This is the last handle: see the invariant above. The check also orders this after the
+        // blocks of other threads.
+        let is_over = |generation: &mut Arc<ArenaGeneration>| {
+            Arc::get_mut(generation).is_some() && !generation.managed.has_blocks()
+        };
+        let drained: Vec<_> = lock(&self.state).draining.extract_if(.., is_over).collect();
+        let removed = drained.into_iter().map(|generation| {
+            self.arenas.remove(&generation.managed);
+            Arc::clone(&generation.managed)
         });
         removed.collect()
     }
 
     /// Returns `true` if there is nothing to show.
-    pub(super) fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         let state = lock(&self.state);
         state.serving.is_none() && state.draining.is_empty()
     }
 
-    pub(super) fn snapshot(&self) -> SlotSnapshot {
+    fn snapshot(&self) -> SlotSnapshot {
         let state = lock(&self.state);
-        let figures = |generation: &Arc<ArenaGeneration>| generation.any_arena().snapshot();
-        let pool = |generation: &Arc<ArenaGeneration>| generation.pool().map(PinnedPool::snapshot);
+        let figures = |of: &Arc<ArenaGeneration>| of.managed.arena.snapshot();
+        let pool = |of: &Arc<ArenaGeneration>| of.managed.pool.as_ref().map(PinnedPool::snapshot);
         SlotSnapshot {
             slot: self.slot.clone(),
             shared: state.shared,
@@ -692,10 +597,8 @@ impl ArenaSlot {
 
 /// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
 /// call.
-pub(super) fn begin_draining(old: Option<&ArenaGeneration>) {
-    if let Some(old) = old {
-        old.any_arena().set_decay(DecayTime::AtOnce);
-    }
+fn begin_draining(old: &ArenaGeneration) {
+    old.managed.arena.set_decay(DecayTime::AtOnce);
 }
 
 /// The options in force after an arena was shared, used or replaced, and the options of the caller,
@@ -709,18 +612,17 @@ pub struct ArenaReport {
     pub conflicts: Vec<Conflict>,
     /// `true` if this call opened the arena.
     pub opened: bool,
+    /// The live bytes that drain with the arena that this call replaced; `None` if there was none.
+    pub draining: Option<ByteSize>,
+    /// The idle bytes of that arena that were released immediately.
+    pub released: ByteSize,
 }
 
-/// The result of a replacement.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Replaced {
-    /// The options in force.
-    pub report: ArenaReport,
-    /// The live bytes that drain with the old arena; `None` if there was none.
-    pub draining: Option<ByteSize>,
-    /// The idle bytes of the old arena that were released immediately.
-    pub released: ByteSize,
+impl ArenaReport {
+    fn new(resolution: &Arc<ArenaResolution>, conflicts: Vec<Conflict>, opened: bool) -> Self {
+        let (resolution, released) = (Arc::clone(resolution), ByteSize::ZERO);
+        Self { resolution, conflicts, opened, draining: None, released }
+    }
 }
 
 /// The figures of a slot.
