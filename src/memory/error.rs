@@ -236,15 +236,6 @@ pub enum MemoryError {
         /// The maximum.
         max: u32,
     },
-    /// Other threads changed the slot's arena at every attempt.
-    #[cfg(feature = "device")]
-    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
-    Contended {
-        /// The slot.
-        slot: Slot,
-        /// The number of attempts.
-        attempts: u32,
-    },
     /// There is no device for the target of a shrink.
     #[cfg(feature = "device")]
     #[error("unknown target {target}: expected {}", targets(*devices))]

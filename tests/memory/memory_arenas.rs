@@ -504,7 +504,6 @@ fn replacements_at_the_same_time_each_take_effect() {
     let memory = start();
     for _ in 0..50 {
         let done = at_once(|nth| memory.devices().replace_arena(&slot(), &limit(2 * nth)));
-        // Each failed attempt is another thread's success: with four of them nobody runs out.
         assert!(done.iter().all(Result::is_ok), "{done:?}");
         let firsts = done.iter().flatten().filter(|replaced| replaced.draining.is_none());
         assert_eq!(firsts.count(), 1, "one of them found no arena");

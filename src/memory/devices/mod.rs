@@ -5,7 +5,7 @@
 //! chooses one, `arenas` and `slots` open and list arenas, `release` and `shrink` release memory,
 //! `report` has the figures, `cuda` lists the processes on a device.
 //!
-//! Invariants: no driver call under a lock of this module; no device is opened twice, and at most
+//! Invariants: no driver call under a lock of this module but that of openings (`slots`); no device is opened twice, and at most
 //! [`DEVICES_MAX`] are; a fallback to the host is a diagnostic, and a warning unless there is no
 //! GPU; if a requested device cannot be opened, that is an error.
 

@@ -11,11 +11,10 @@
 //! source. In ONNX Runtime an arena that is used by a session keeps its old options forever; here
 //! it does not.
 //!
-//! An arena is opened with no lock held, and then installed if nothing has changed in the meantime;
-//! otherwise the attempt is repeated, a bounded number of times. Each failed attempt means that
-//! another thread has succeeded. A use holds no arena, so it never keeps a replaced one alive. An
-//! allocation takes the slot's lock briefly, in addition to the arena's cost; the lock is not held
-//! during the allocation.
+//! While a thread opens an arena, others that use, share or replace the slot's wait for it, but no
+//! allocation does. A use holds no arena, so it never keeps a replaced one alive. An allocation
+//! takes the lock of the slot's state briefly, in addition to the arena's cost; the lock is not
+//! held during the allocation.
 //!
 //! This module contains no policy; `config::arena` defines the meaning of options.
 //!
@@ -202,9 +201,15 @@ impl Shared {
             return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
         }
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
-        let (slot, birth, state) = (slot.clone(), self.birth, Mutex::default());
-        let place = Arc::new(ArenaSlot { slot: slot.clone(), birth, device, arenas, state });
-        places.insert(slot, Arc::clone(&place));
+        let place = Arc::new(ArenaSlot {
+            slot: slot.clone(),
+            birth: self.birth,
+            device,
+            arenas,
+            opening: Mutex::default(),
+            state: Mutex::default(),
+        });
+        places.insert(slot.clone(), Arc::clone(&place));
         Ok(place)
     }
 
@@ -366,9 +371,6 @@ impl fmt::Debug for ArenaUse {
     }
 }
 
-/// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
-const ATTEMPTS_MAX: u32 = 8;
-
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SlotAction {
@@ -390,13 +392,13 @@ pub(super) struct ArenaSlot {
     birth: Birth,
     device: Arc<Device>,
     arenas: Arenas,
+    /// Held while an arena is opened, so that one thread opens and the others join it.
+    opening: Mutex<()>,
     state: Mutex<ArenaSlotState>,
 }
 
 #[derive(Debug, Default)]
 struct ArenaSlotState {
-    /// The number of changes of `serving`.
-    changes: u64,
     serving: Option<Arc<ArenaGeneration>>,
     /// The draining generations, oldest first; at most as many as there are arenas.
     draining: Vec<Arc<ArenaGeneration>>,
@@ -415,44 +417,32 @@ impl ArenaSlot {
         options: &ArenaOptions,
     ) -> Result<(ArenaReport, Option<Arc<ArenaGeneration>>), MemoryError> {
         options.check_supported()?;
-        for _ in 0..ATTEMPTS_MAX {
-            let (changes, layers, replaced) = {
-                let mut state = lock(&self.state);
-                if act != SlotAction::Replace
-                    && let Some(report) = self.join(&mut state, act, options)?
-                {
-                    return Ok((report, None));
-                }
-                let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
-                (state.changes, self.layers(shared, &state, act, options), replaced)
-            };
-            let resolution = Arc::new(layers.resolve()?);
-            let opened = match self.open(shared, &resolution, replaced.as_ref()) {
-                // Another thread may have used the name or the place in the meantime.
-                Err(_) if lock(&self.state).changes != changes => continue,
-                opened => opened?,
-            };
+        let _opening = lock(&self.opening);
+        let (layers, replaced) = {
             let mut state = lock(&self.state);
-            if state.changes != changes {
-                drop(state); // before the arena, which calls the driver
-                drop(opened);
-                continue;
+            if act != SlotAction::Replace
+                && let Some(report) = self.join(&mut state, act, options)?
+            {
+                return Ok((report, None));
             }
-            self.arenas.add(&opened, replaced.as_ref())?;
-            let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
-            let generation = Arc::new(ArenaGeneration { resolution, managed: opened });
-            let old = state.serving.replace(generation);
-            state.changes += 1;
-            state.layers = layers;
-            state.draining.extend(old.clone());
-            match act {
-                SlotAction::Use => state.users = 1, // there was no arena, and so no user
-                SlotAction::Share => state.shared = true,
-                SlotAction::Replace => state.shared |= old.is_none(),
-            }
-            return Ok((report, old));
+            let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
+            (self.layers(shared, &state, act, options), replaced)
+        };
+        let resolution = Arc::new(layers.resolve()?);
+        let opened = self.open(shared, &resolution, replaced.as_ref())?;
+        let mut state = lock(&self.state);
+        self.arenas.add(&opened, replaced.as_ref())?;
+        let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
+        // `None` also if the last user has left meanwhile, which drains it.
+        let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, managed: opened }));
+        state.layers = layers;
+        state.draining.extend(old.clone());
+        match act {
+            SlotAction::Use => state.users = 1, // there was no arena, and so no user
+            SlotAction::Share => state.shared = true,
+            SlotAction::Replace => state.shared |= old.is_none(),
         }
-        Err(MemoryError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+        Ok((report, old))
     }
 
     /// Opens an arena for the slot, which no list contains yet.
@@ -550,7 +540,6 @@ impl ArenaSlot {
             return;
         }
         let Some(old) = state.serving.take() else { return };
-        state.changes += 1;
         state.layers = Layers::default();
         old.managed.drain();
         state.draining.push(Arc::clone(&old));

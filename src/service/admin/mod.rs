@@ -226,12 +226,12 @@ fn too_many(wait: Duration, detail: &str) -> Response<String> {
 /// Parses the command of this name from the query.
 fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
     let arena = |query: Option<&str>| {
-        let query = Query::read(query, &["arena"], "arena")?;
+        let query = Query::read(query, &["arena"])?;
         query.need("arena").map(str::to_owned)
     };
     Ok(match name {
         "trim" => {
-            let query = Query::read(query, &["arena", "keep"], "arena or keep")?;
+            let query = Query::read(query, &["arena", "keep"])?;
             let text = query.get("keep").unwrap_or("0");
             let keep = text.parse().map_err(|error: ParseByteSizeError| {
                 QueryError::value("keep", text, error.expected())
@@ -241,12 +241,12 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
         "sleep" => AdminCommand::Sleep { arena: arena(query)? },
         "wake" => AdminCommand::Wake { arena: arena(query)? },
         "unload" => {
-            let query = Query::read(query, &["resource"], "resource")?;
+            let query = Query::read(query, &["resource"])?;
             AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
         }
         "fit" => fit(query)?,
         _ => {
-            Query::read(query, &[], "no query")?;
+            Query::read(query, &[])?;
             AdminCommand::Purge
         }
     })
@@ -254,8 +254,7 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
 
 /// Parses the command `fit`.
 fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
-    let names = &["limit", "within", "page_cache"];
-    let query = Query::read(query, names, "limit, within or page_cache")?;
+    let query = Query::read(query, &["limit", "within", "page_cache"])?;
     let limit = match query.need("limit")? {
         "none" => None,
         text => Some(text.parse().map_err(|error: ParseByteSizeError| {
@@ -275,7 +274,7 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
     Ok(AdminCommand::Fit { limit, within, counts_page_cache })
 }
 
-fn wrong_query(error: &QueryError) -> Response<String> {
+pub(super) fn wrong_query(error: &QueryError) -> Response<String> {
     problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
 }
 
@@ -346,7 +345,7 @@ impl Admin {
         if let Some(refusal) = self.refused(request, PROFILE) {
             return Some(refusal);
         }
-        if let Err(error) = Query::read(request.uri().query(), &[], "no query") {
+        if let Err(error) = Query::read(request.uri().query(), &[]) {
             return Some(wrong_query(&error));
         }
         let detail = match profiler() {

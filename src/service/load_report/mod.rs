@@ -22,8 +22,8 @@
 mod message;
 mod service;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -69,19 +69,20 @@ pub(super) struct LoadReports {
     /// Responses, and the failures among them, since the start.
     responses: AtomicU64,
     errors: AtomicU64,
-    /// Of the encoded report: its time, by [`LoadReports::time`], the rejections that it knows, and
-    /// whether it says that the service sheds.
-    encoded_at: AtomicU64,
-    known_sheds: AtomicU64,
-    is_shedding: AtomicBool,
     encoded: RwLock<Encoded>,
     rates: Mutex<Rates>,
     streams: Streams,
 }
 
-/// A report as it is sent. Clones share its bytes.
-#[derive(Clone, Debug)]
+/// A report as it is sent.
+#[derive(Debug)]
 struct Encoded {
+    /// Its time, by [`LoadReports::time`].
+    at: u64,
+    /// The rejections that it knows.
+    sheds: u64,
+    /// `true` if it says that the service sheds.
+    is_shedding: bool,
     header: HeaderValue,
     metadata: HeaderValue,
     /// The message of a stream, with its prefix.
@@ -99,8 +100,11 @@ pub(super) enum Carrier {
 
 impl LoadReports {
     pub(super) fn new(admission: Admission, clock: Arc<dyn Clock>) -> Self {
-        let (now, counts) = (clock.now(), ResponseCounts::of(&admission));
+        let (now, counts) = (clock.now(), counts(&admission, 0, 0));
         let empty = Encoded {
+            at: 0,
+            sheds: counts[SHEDS],
+            is_shedding: false,
             header: HeaderValue::from_static(""),
             metadata: HeaderValue::from_static(""),
             message: Bytes::new(),
@@ -110,9 +114,6 @@ impl LoadReports {
             birth: Birth::now(),
             responses: AtomicU64::new(0),
             errors: AtomicU64::new(0),
-            encoded_at: AtomicU64::new(0),
-            known_sheds: AtomicU64::new(counts.sheds),
-            is_shedding: AtomicBool::new(false),
             encoded: RwLock::new(empty),
             rates: Mutex::new(Rates::new(now, counts)),
             streams: Streams::default(),
@@ -197,10 +198,18 @@ impl LoadReports {
             return;
         }
         let time = self.time();
-        if self.is_stale(time) {
+        let mut encoded = self.encoded();
+        if self.is_stale(&encoded, time) {
+            drop(encoded);
             self.refresh(time);
+            encoded = self.encoded();
         }
-        add(&self.encoded.read().unwrap_or_else(PoisonError::into_inner));
+        add(&encoded);
+    }
+
+    #[inline]
+    fn encoded(&self) -> RwLockReadGuard<'_, Encoded> {
+        self.encoded.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the time of the control loop's last tick, or without one the time, in nanoseconds.
@@ -212,29 +221,28 @@ impl LoadReports {
     }
 
     #[inline]
-    fn is_stale(&self, time: u64) -> bool {
-        let encoded = self.encoded_at.load(Ordering::Relaxed);
+    fn is_stale(&self, encoded: &Encoded, time: u64) -> bool {
         let is_old = if self.state.is_some() {
-            time != encoded
+            time != encoded.at
         } else {
-            Duration::from_nanos(time.saturating_sub(encoded)) >= AGE_MAX
+            Duration::from_nanos(time.saturating_sub(encoded.at)) >= AGE_MAX
         };
-        is_old || self.has_unreported_sheds()
+        is_old || self.has_unreported_sheds(encoded)
     }
 
     /// Returns `true` if requests were rejected since the report was encoded, and it reports no
     /// shedding.
     #[inline]
-    fn has_unreported_sheds(&self) -> bool {
-        self.admission.state().sheds_total() != self.known_sheds.load(Ordering::Relaxed)
-            && !self.is_shedding.load(Ordering::Relaxed)
+    fn has_unreported_sheds(&self, encoded: &Encoded) -> bool {
+        self.admission.state().sheds_total() != encoded.sheds && !encoded.is_shedding
     }
 
     /// Encodes the report, unless another thread does.
     #[cold]
     #[inline(never)]
     fn refresh(&self, time: u64) {
-        let mut rates = if self.has_unreported_sheds() {
+        let has_unreported_sheds = self.has_unreported_sheds(&self.encoded());
+        let mut rates = if has_unreported_sheds {
             lock(&self.rates)
         } else {
             match self.rates.try_lock() {
@@ -243,26 +251,21 @@ impl LoadReports {
                 Err(std::sync::TryLockError::WouldBlock) => return,
             }
         };
-        if self.is_stale(time) {
+        let is_stale = self.is_stale(&self.encoded(), time);
+        if is_stale {
             self.encode(&mut rates, time);
         }
     }
 
     fn encode(&self, rates: &mut Rates, time: u64) {
-        // Before the counts: what is counted later shows in the next report.
-        self.encoded_at.store(time, Ordering::Relaxed);
         let now = self.clock.now();
-        let counts = ResponseCounts {
-            responses: self.responses.load(Ordering::Relaxed),
-            errors: self.errors.load(Ordering::Relaxed),
-            ..ResponseCounts::of(&self.admission)
-        };
+        let [responses, errors] =
+            [&self.responses, &self.errors].map(|count| count.load(Ordering::Relaxed));
+        let counts = counts(&self.admission, responses, errors);
         rates.add(now, counts);
         let is_shedding = self.admission.state().has_waiting()
             || self.is_ending()
             || rates.shed_at.is_some_and(|at| now - at < SHED_SHOWN);
-        self.known_sheds.store(counts.sheds, Ordering::Relaxed);
-        self.is_shedding.store(is_shedding, Ordering::Relaxed);
         let report = self.report(rates, is_shedding);
         let message = report.message();
         let value = |text: String| {
@@ -270,6 +273,9 @@ impl LoadReports {
             value.unwrap_or_else(|_| HeaderValue::from_static(""))
         };
         let encoded = Encoded {
+            at: time,
+            sheds: counts[SHEDS],
+            is_shedding,
             header: value(report.header()),
             metadata: value(base64(&message)),
             message: Bytes::from(framed(&message)),
@@ -336,36 +342,23 @@ fn is_grpc_failure(headers: &HeaderMap) -> bool {
     matches!(status, Some(b"2" | b"4" | b"8" | b"12" | b"13" | b"14" | b"15"))
 }
 
-/// Counts since the start.
-#[derive(Clone, Copy, Debug, Default)]
-struct ResponseCounts {
-    responses: u64,
-    errors: u64,
-    sheds: u64,
-    /// Of each budget, the bytes that were admitted and those that did not fit.
-    bytes: [[u64; 2]; 2],
-}
+/// Counts since the start: responses, errors, rejections, and of each budget the bytes that were
+/// admitted and those that did not fit.
+type ResponseCounts = [u64; 7];
 
-/// The number of counts.
-const COUNTS: usize = 7;
+/// The place of the rejections among the counts.
+const SHEDS: usize = 2;
 
-impl ResponseCounts {
-    /// Returns the counts of an admission.
-    fn of(admission: &Admission) -> Self {
-        let bytes = |budget| {
-            admission.classes(budget).iter().fold([0; 2], |[admitted, rejected], class| {
-                [admitted + class.admitted_bytes_total, rejected + class.rejected_bytes_total]
-            })
-        };
-        let bytes = [Budget::Host, Budget::Device].map(bytes);
-        Self { sheds: admission.state().sheds_total(), bytes, ..Self::default() }
-    }
-
-    const fn all(&self) -> [u64; COUNTS] {
-        let [[host, host_rejected], [device, device_rejected]] = self.bytes;
-        let Self { responses, errors, sheds, .. } = *self;
-        [responses, errors, sheds, host, host_rejected, device, device_rejected]
-    }
+fn counts(admission: &Admission, responses: u64, errors: u64) -> ResponseCounts {
+    let bytes = |budget| {
+        admission.classes(budget).iter().fold([0; 2], |[admitted, rejected], class| {
+            [admitted + class.admitted_bytes_total, rejected + class.rejected_bytes_total]
+        })
+    };
+    let [[host, host_rejected], [device, device_rejected]] =
+        [Budget::Host, Budget::Device].map(bytes);
+    let sheds = admission.state().sheds_total();
+    [responses, errors, sheds, host, host_rejected, device, device_rejected]
 }
 
 /// The rates of counts, averaged over [`REPORT_WINDOW`].
@@ -376,19 +369,19 @@ struct Rates {
     /// The time of the last rejection, as far as it was looked at.
     shed_at: Option<Moment>,
     /// The sums of rates by their weights, and of the weights.
-    sums: [f64; COUNTS],
+    sums: [f64; 7],
     weight: f64,
 }
 
 impl Rates {
     const fn new(now: Moment, counts: ResponseCounts) -> Self {
-        Self { at: now, counts, shed_at: None, sums: [0.0; COUNTS], weight: 0.0 }
+        Self { at: now, counts, shed_at: None, sums: [0.0; 7], weight: 0.0 }
     }
 
     /// Adds what was counted since the last call.
     #[expect(clippy::cast_precision_loss, reason = "counts of a few seconds")]
     fn add(&mut self, now: Moment, counts: ResponseCounts) {
-        if counts.sheds != self.counts.sheds {
+        if counts[SHEDS] != self.counts[SHEDS] {
             self.shed_at = Some(now);
         }
         let step = now - self.at;
@@ -398,7 +391,7 @@ impl Rates {
         let before = std::mem::replace(&mut self.counts, counts);
         self.at = now;
         let weight = mean_weight(step, REPORT_WINDOW);
-        let counted = counts.all().into_iter().zip(before.all());
+        let counted = counts.into_iter().zip(before);
         for (sum, (now, before)) in self.sums.iter_mut().zip(counted) {
             let count = now.wrapping_sub(before);
             *sum += weight * (count as f64 / step.as_secs_f64() - *sum);
@@ -407,7 +400,7 @@ impl Rates {
     }
 
     /// Returns the rates of all counts, in each second.
-    fn averages(&self) -> [f64; COUNTS] {
+    fn averages(&self) -> [f64; 7] {
         // The first response after the start is no rate yet.
         let weight = self.weight.max(mean_weight(REPORT_WINDOW / 2, REPORT_WINDOW));
         self.sums.map(|sum| sum / weight)
