@@ -227,15 +227,6 @@ pub enum MemoryError {
         /// The maximum.
         max: usize,
     },
-    /// More concurrent users than can be counted.
-    #[cfg(feature = "device")]
-    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
-    TooManyUsers {
-        /// The slot.
-        slot: Slot,
-        /// The maximum.
-        max: u32,
-    },
     /// There is no device for the target of a shrink.
     #[cfg(feature = "device")]
     #[error("unknown target {target}: expected {}", targets(*devices))]

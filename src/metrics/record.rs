@@ -19,7 +19,7 @@ use super::names::{self as name, Metric, MetricKind, TABLE};
 use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
-use crate::device::{ArenaSnapshot, driver::Backend};
+use crate::device::ArenaSnapshot;
 #[cfg(feature = "device")]
 use crate::memory::{BudgetSnapshot, DeviceSnapshot, DeviceStatus};
 use crate::sync::lock;
@@ -352,9 +352,9 @@ impl MetricsWriter {
     }
 
     /// Publishes the backend of an arena, and whether the arena is open.
-    pub fn arena_info(self, device: &str, arena: &str, backend: Backend, is_open: bool) {
+    pub fn arena_info(self, device: &str, arena: &str, backend: &'static str, is_open: bool) {
         let labels = [label("device", device), label("arena", arena)];
-        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend.name(), is_open)]);
+        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend, is_open)]);
     }
 
     /// Publishes a device: its state, failed rollbacks, and its memory and its budget if known.

@@ -25,7 +25,7 @@ use crate::sync::{Mutex, lock};
 use lowtide_admission::{Admission, Budget, Ledger};
 use lowtide_admission::{DeviceSample, Watermark};
 
-use super::report::DeviceSnapshot;
+use super::values::DeviceSnapshot;
 
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,27 +11,23 @@
 //! Invariant: `resource reservations of the host >= offloaded bytes of all arenas that were opened
 //! here`, if a limit is known.
 
-use std::any::Any;
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::driver::{Driver as _, DriverError};
-use crate::device::{ArenaConfig, DeviceArena, HostBudget, SleepState};
+use crate::device::SleepState;
+use crate::device::driver::Driver as _;
 use crate::memory::error::{Diagnostic, Shutdown};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
 use crate::sync::lock;
-use lowtide_admission::{
-    Admission, Budget, Cost, DeviceSample, Level, Permit, Reclaim, Rejected, Thresholds,
-};
+use lowtide_admission::{Admission, Budget, DeviceSample, Level, Reclaim, Thresholds};
 
-use super::Devices;
 use super::arenas::{ManagedArena, is_loss};
 use super::device::{CountedIn, Device};
-use super::report::{DeviceStatus, DevicesSnapshot};
+use super::state::Devices;
+use super::values::{DeviceStatus, DevicesSnapshot};
 #[cfg(feature = "cuda")]
 use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 
@@ -54,7 +50,13 @@ impl Shared {
     /// Does what is due with each publication.
     pub(in crate::memory) fn maintain_devices(&self, now: Moment) {
         self.report_losses();
-        self.maintain_pools();
+        // Frees the blocks of completed copies, and releases the memory of pools above their
+        // watermarks.
+        for pool in self.pools() {
+            if let Err(error) = pool.maintain() {
+                self.warn_unless_lost(format_args!("pinned pool {}", pool.name()), &error);
+            }
+        }
         #[cfg(feature = "cuda")]
         self.decay_governors(now);
         #[cfg(not(feature = "cuda"))]
@@ -65,7 +67,12 @@ impl Shared {
     /// Ends the management of arenas after the threads have ended, and reports what is live.
     pub(in crate::memory) fn end_devices(&self, report: &mut Shutdown) {
         report.requests += self.devices.held();
-        self.end_empty_sleeps();
+        // Sleeping arenas that have no block left are not woken by any, and the worker has ended.
+        for arena in self.working_arenas() {
+            if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {
+                self.purged(&arena);
+            }
+        }
         self.release_stores();
         let arenas = self.devices.list.iter().flat_map(|device| self.arenas_on(device));
         report.device_live = arenas.map(|arena| arena.glance().live).sum();
@@ -133,57 +140,7 @@ impl Memory {
     }
 }
 
-/// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
-/// may outlive its `Memory`.
-pub(in crate::memory) struct HostRoom {
-    admission: Admission,
-}
-
-impl HostBudget for HostRoom {
-    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
-        match self.admission.try_reserve_resource(Cost::host(bytes)) {
-            Ok(permit) => Ok(Box::new(permit)),
-            Err(Rejected::Full { reserved, allowance, .. }) => {
-                Err(format!("{reserved} reserved, allowance {allowance}"))
-            }
-            Err(rejected) => Err(rejected.to_string()),
-        }
-    }
-
-    fn settle(&self, reserved: &mut (dyn Any + Send)) {
-        if let Some(permit) = reserved.downcast_mut::<Permit>() {
-            permit.settle();
-        }
-    }
-}
-
-impl fmt::Debug for HostRoom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostRoom").finish_non_exhaustive()
-    }
-}
-
 impl Shared {
-    /// The default configuration of an arena.
-    pub(in crate::memory) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
-        let mut sleep = self.config.device_sleep();
-        sleep.stores_max = sleep.stores_max.min(self.stores_max());
-        let decay = self.config.device_decay.value;
-        ArenaConfig { decay, sleep, ..ArenaConfig::new(name) }
-    }
-
-    /// Returns the host memory that an arena may keep for its next sleep: a quarter of the limit,
-    /// because requests cannot use it.
-    fn stores_max(&self) -> ByteSize {
-        let limit = self.state.limit();
-        if limit == ByteSize::MAX { limit } else { ByteSize::new(limit.get() / 4) }
-    }
-
-    /// Makes an arena reserve host memory for its contents while it sleeps.
-    pub(in crate::memory) fn book_contents_of(&self, arena: &DeviceArena) {
-        arena.set_host_budget(Arc::new(HostRoom { admission: self.admission.clone() }));
-    }
-
     /// Puts the arena to sleep that has been due longest. Returns `true` if more are due.
     pub(in crate::memory) fn sleep_next(&self, now: Moment) -> bool {
         // During a shutdown, arenas are not put to sleep.
@@ -206,21 +163,12 @@ impl Shared {
         self.report_losses();
         more
     }
-
-    /// Releases the host memory of sleeping arenas that have no block left: nothing wakes them, and
-    /// the worker has ended.
-    pub(in crate::memory) fn end_empty_sleeps(&self) {
-        for arena in self.working_arenas() {
-            if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {
-                self.purged(&arena);
-            }
-        }
-    }
 }
 
 impl Devices {
     /// Makes admission use one budget if the memory of arenas is in the host's. Returns the reclaim
-    /// steps of arenas, and `true` if some device has memory of its own.
+    /// steps of arenas, and `true` if some device has memory of its own. `joined` is set once the
+    /// parts are connected.
     pub(in crate::memory) fn settle_budgets(
         &self,
         admission: &Admission,
@@ -235,20 +183,15 @@ impl Devices {
                         against the host's memory limit, and there is no device budget";
             diagnostics.push(Diagnostic::info("device", text.to_owned()));
         }
-        (self.reclaim_steps(joined), self.any_own_memory())
-    }
-
-    /// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
-    /// connected.
-    fn reclaim_steps(&self, joined: &Arc<OnceLock<Arc<Shared>>>) -> Vec<Arc<dyn Reclaim>> {
         let own = if self.has_own_memory() { Budget::Device } else { Budget::Host };
         let step = |name, relieves, release| -> Arc<dyn Reclaim> {
             Arc::new(ArenaStep { name, relieves, release, shared: Arc::clone(joined) })
         };
-        vec![
+        let steps = vec![
             step("host memory for sleeping arenas", Budget::Host, Shared::release_stores),
             step("idle device memory", own, Shared::purge_arenas),
-        ]
+        ];
+        (steps, self.list.iter().any(|device| device.counted == CountedIn::OnDevice))
     }
 }
 
@@ -300,7 +243,12 @@ impl Shared {
         let memory = match device.driver.device_memory() {
             Ok(Some(memory)) => memory,
             Ok(None) => return,
-            Err(error) => return self.device_is_silent(device, &error),
+            Err(error) => {
+                lock(&device.watch).forget();
+                let start = format!("device {}: cannot query the device's memory: ", device.name);
+                let text = format!("{start}{error}");
+                return self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
+            }
         };
         let committed = before.max(self.committed_on(device));
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
@@ -368,12 +316,6 @@ impl Shared {
             }
         }
         released
-    }
-
-    fn device_is_silent(&self, device: &Device, error: &DriverError) {
-        lock(&device.watch).forget();
-        let start = format!("device {}: cannot query the device's memory: ", device.name);
-        self.add_diagnostic_once(&start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 
     pub(super) fn committed_on(&self, device: &Device) -> ByteSize {

@@ -1,22 +1,19 @@
-//! The names of devices, of slots, and of targets to shrink. Chooses one of the devices of a
-//! `Memory` by what the caller names, and reserves its bytes.
+//! Chooses one of the devices of a `Memory` by what the caller names, and reserves its bytes.
 //!
 //! Invariant: a device that is lost is never chosen; the error names it.
 
 use std::cmp::Reverse;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::ShrinkTarget;
-use crate::device::driver::{DeviceUuid, Driver as _, DriverError};
+use crate::device::driver::{Driver as _, DriverError};
 use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
 use lowtide_admission::{Cost, Permit};
 
 use super::device::{CountedIn, Device};
-use super::report::DeviceStatus;
+use super::values::{DeviceSelector, DeviceStatus};
 
 impl MemoryDevices<'_> {
     /// Returns all devices, the default one first; empty if the configured device is `none`, and in
@@ -126,27 +123,24 @@ impl Shared {
         if list.is_empty() {
             return Err(MemoryError::NoDevice);
         }
-        let has = |of: &dyn Fn(&Device) -> bool| list.iter().find(|device| of(device)).cloned();
-        let found = match selector {
-            DeviceSelector::MostHeadroom => return self.roomiest(),
-            DeviceSelector::Default => list.first().cloned(),
-            DeviceSelector::Number(number) => has(&|device| device.number == number),
-            DeviceSelector::Ordinal(it) => has(&|device| device.driver.ordinal() == Some(it)),
-            DeviceSelector::Uuid(uuid) => has(&|device| device.driver.uuid() == Some(uuid)),
+        // The names of devices of the kind that is asked for.
+        let name = |device: &Arc<Device>| match selector {
+            DeviceSelector::Ordinal(_) => device.driver.ordinal().map(DeviceSelector::Ordinal),
+            DeviceSelector::Uuid(_) => device.driver.uuid().map(DeviceSelector::Uuid),
+            _ => Some(DeviceSelector::Number(device.number)),
         };
-        let unknown = || {
-            let alike = |device: &Arc<Device>| match selector {
-                DeviceSelector::Ordinal(_) => device.driver.ordinal().map(DeviceSelector::Ordinal),
-                DeviceSelector::Uuid(_) => device.driver.uuid().map(DeviceSelector::Uuid),
-                _ => None,
-            };
-            let mut known: Vec<_> = list.iter().filter_map(alike).collect();
+        let asked = match selector {
+            DeviceSelector::MostHeadroom => return self.roomiest(),
+            DeviceSelector::Default => DeviceSelector::Number(0),
+            named => named,
+        };
+        let Some(device) = list.iter().find(|device| name(device) == Some(asked)).cloned() else {
+            let mut known: Vec<_> = list.iter().filter_map(name).collect();
             if known.is_empty() {
                 known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
             }
-            MemoryError::UnknownDevice { selector, known }
+            return Err(MemoryError::UnknownDevice { selector, known });
         };
-        let device = found.ok_or_else(unknown)?;
         match device.lost() {
             Some(error) => Err(lost(&device, error)),
             None => Ok(device),
@@ -199,84 +193,4 @@ impl Shared {
 
 fn lost(device: &Device, error: &DriverError) -> MemoryError {
     MemoryError::DeviceLost { device: device.name.to_string(), error: error.clone() }
-}
-
-/// The maximum number of devices: each has series of its own in metrics.
-pub(super) const DEVICES_MAX: usize = 16;
-
-/// Names one of the devices of a [`Memory`](crate::Memory).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DeviceSelector {
-    /// The first device.
-    #[default]
-    Default,
-    /// The device with this number: its place in
-    /// [`MemoryDevices::all`](crate::memory::MemoryDevices::all), from 0. Slots and shrink targets
-    /// (`gpu:1`) count the same way.
-    Number(u32),
-    /// The device with this ordinal in CUDA, among those visible to the process.
-    Ordinal(u32),
-    /// The device with this UUID.
-    Uuid(DeviceUuid),
-    /// The device on which most memory can still be committed: free on the device, and within its
-    /// budget. Of equal ones, the one with the fewest arenas. Devices that are lost, or cannot be
-    /// queried, are left out.
-    MostHeadroom,
-}
-
-impl fmt::Display for DeviceSelector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Default => f.write_str("default"),
-            Self::Number(number) => write!(f, "number {number}"),
-            Self::Ordinal(ordinal) => write!(f, "cuda:{ordinal}"),
-            Self::Uuid(uuid) => write!(f, "cuda:{uuid}"),
-            Self::MostHeadroom => f.write_str("most headroom"),
-        }
-    }
-}
-
-/// The place of an arena: a provider, a device, a kind of memory.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Slot {
-    /// The provider's name, which metrics and errors use for its arenas.
-    pub name: String,
-    /// The device's number: its place in [`MemoryDevices::all`](crate::memory::MemoryDevices::all),
-    /// from 0.
-    pub device: u32,
-    /// `false` for device memory. `true` for host memory for copies to and from the device,
-    /// page-locked as far as the system allows: a pool, with `arena.max_mem` as its limit.
-    pub pinned: bool,
-}
-
-impl Slot {
-    /// Creates the slot of the device's memory.
-    #[must_use]
-    pub fn device(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, pinned: false }
-    }
-
-    /// Creates the slot of page-locked memory for that device.
-    #[must_use]
-    pub fn pinned(name: impl Into<String>, device: u32) -> Self {
-        Self { name: name.into(), device, pinned: true }
-    }
-}
-
-impl fmt::Display for Slot {
-    /// `name` for an arena on device 0, as in metrics; `name:1`, `name:pinned`, `name:1:pinned`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)?;
-        if self.device > 0 {
-            write!(f, ":{}", self.device)?;
-        }
-        if self.pinned { f.write_str(":pinned") } else { Ok(()) }
-    }
-}
-
-/// Returns the targets that exist with this number of devices. Without a device, `gpu:0` has one
-/// that releases nothing.
-pub(in crate::memory) fn known_targets(devices: usize) -> impl Iterator<Item = ShrinkTarget> {
-    std::iter::once(ShrinkTarget::Cpu(0)).chain((0..).take(devices.max(1)).map(ShrinkTarget::Gpu))
 }

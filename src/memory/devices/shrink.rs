@@ -26,7 +26,7 @@ use crate::sync::lock;
 use lowtide_admission::Job;
 use lowtide_heap::{PurgeOutcome, Unreleased};
 
-use super::select::known_targets;
+use super::values::known_targets;
 
 /// The result of a shrink for one target.
 #[derive(Clone, Debug, PartialEq)]

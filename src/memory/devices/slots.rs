@@ -32,208 +32,17 @@ use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict,
 use crate::decay::DecayTime;
 use crate::device::driver::Driver as _;
 use crate::device::{
-    ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedConfig, PinnedKind,
-    PinnedPool, PinnedSnapshot, RawBlock, Region,
+    ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedPool, PinnedSnapshot,
+    RawBlock, Region,
 };
 use crate::fork::Birth;
 use crate::memory::error::MemoryError;
-use crate::memory::shared::Shared;
 use crate::sync::{Mutex, MutexGuard, lock};
 use bytemuck::Pod;
 
-use super::MemoryDevices;
-use super::arenas::{Arenas, ManagedArena, cannot_open};
+use super::arenas::{Arenas, ManagedArena};
 use super::device::Device;
-use super::select::{DeviceSelector, Slot};
-
-/// The maximum number of slots of one `Memory`.
-const SLOTS_MAX: usize = 64;
-
-impl MemoryDevices<'_> {
-    /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
-    /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already
-    /// has an arena, that one is shared unchanged, and options that differ are conflicts; use a
-    /// replacement to apply them.
-    ///
-    /// ```
-    /// use lowtide::Memory;
-    /// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource};
-    /// use lowtide::device::Region;
-    /// use lowtide::memory::Slot;
-    ///
-    /// let memory = Memory::builder().start()?;
-    /// let slot = Slot::device("CudaEp", 0);
-    /// let process = [("ep_factory.CudaEp.arena.max_mem", "67108864")];
-    /// memory.devices().share_arena(&slot, &ArenaOptions::of_process("CudaEp", process)?)?;
-    ///
-    /// let session = [("ep.cudaep.arena.max_mem", "33554432")];
-    /// let session = ArenaOptions::of_session("CudaEp", session)?;
-    /// let arena = memory.devices().use_arena(&slot, &session)?;
-    /// assert_eq!(arena.conflicts().len(), 1); // the shared arena's limit is in force
-    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Shared);
-    ///
-    /// let mut buffer = arena.alloc::<f32>(1024, Region::Dynamic)?;
-    /// memory.devices().replace_arena(&slot, &ArenaOptions::from_keys([("arena.max_mem", "0")])?)?;
-    /// let lease = buffer.enter()?; // the old arena lives as long as its blocks
-    /// buffer.slice_mut(&lease)?.fill(1.0);
-    /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Replacement);
-    /// # Ok::<(), lowtide::BoxError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
-    /// opened. Nothing is changed then.
-    pub fn share_arena(
-        &self,
-        slot: &Slot,
-        options: &ArenaOptions,
-    ) -> Result<ArenaReport, MemoryError> {
-        let shared = self.shared();
-        let place = shared.place(slot)?;
-        Ok(place.act(shared, SlotAction::Share, options)?.0)
-    }
-
-    /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
-    ///
-    /// # Errors
-    /// [`MemoryError::NotShared`] if the slot has no shared arena;
-    /// [`MemoryError::Forked`].
-    pub fn unshare_arena(&self, slot: &Slot) -> Result<(), MemoryError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        let place = lock(&shared.devices.slots).get(slot).cloned();
-        match place {
-            Some(place) if place.unshare() => Ok(()),
-            _ => Err(MemoryError::NotShared { slot: slot.clone() }),
-        }
-    }
-
-    /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
-    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
-    ///
-    /// # Errors
-    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
-    /// opened. Nothing is changed then.
-    pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, MemoryError> {
-        let shared = self.shared();
-        let place = shared.place(slot)?;
-        let (report, _) = place.act(shared, SlotAction::Use, session)?;
-        Ok(ArenaUse { place, report })
-    }
-
-    /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
-    /// options; all other keys keep the values in force. Allocations that start after the return
-    /// are in the new arena; blocks of the old arena stay there until they are freed. If the slot
-    /// has no arena, this shares one.
-    ///
-    /// Blocks while the old arena's idle memory is released: about 0.1 ms for each MiB.
-    ///
-    /// # Errors
-    /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
-    /// opened. Nothing is changed then.
-    pub fn replace_arena(
-        &self,
-        slot: &Slot,
-        options: &ArenaOptions,
-    ) -> Result<ArenaReport, MemoryError> {
-        let shared = self.shared();
-        let place = shared.place(slot)?;
-        let (mut report, old) = place.act(shared, SlotAction::Replace, options)?;
-        if let Some(old) = old {
-            let arena = &old.managed.arena;
-            report.draining = Some(arena.glance().live);
-            report.released = shared.purged(arena);
-            begin_draining(&old);
-        }
-        shared.sweep();
-        log!(
-            info,
-            target: "lowtide",
-            slot = %slot,
-            draining = report.draining.map(tracing::field::display),
-            conflicts = report.conflicts.len(),
-            "arena replaced"
-        );
-        Ok(report)
-    }
-
-    /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
-    #[must_use]
-    pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
-        let shared = self.shared();
-        shared.check_here().ok()?;
-        let place = lock(&shared.devices.slots).get(slot).cloned();
-        place?.resolution()
-    }
-
-    /// Returns the slots that have a serving or a draining arena. Empty in a forked child.
-    #[must_use]
-    pub fn arena_slots(&self) -> Vec<SlotSnapshot> {
-        let places = self.shared().here(Shared::places);
-        places.iter().filter(|place| !place.is_empty()).map(|place| place.snapshot()).collect()
-    }
-}
-
-impl Shared {
-    /// Returns the state of a slot, which is created if there is none.
-    fn place(&self, slot: &Slot) -> Result<Arc<ArenaSlot>, MemoryError> {
-        self.check_here()?;
-        if slot.name.is_empty() {
-            return Err(MemoryError::NoSlotName);
-        }
-        let list = &self.devices.list;
-        if list.is_empty() && slot.device == 0 {
-            return Err(cannot_open(&slot.to_string(), MemoryError::NoDevice));
-        }
-        let Some(device) = list.iter().find(|device| device.number == slot.device) else {
-            let (slot, devices) = (slot.clone(), list.len().max(1));
-            return Err(MemoryError::UnknownSlot { slot, devices });
-        };
-        let mut places = lock(&self.devices.slots);
-        if let Some(place) = places.get(slot) {
-            return Ok(Arc::clone(place));
-        }
-        if places.len() >= SLOTS_MAX {
-            // This is the only handle, so no other thread can be about to use the slot.
-            places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
-        }
-        if places.len() >= SLOTS_MAX {
-            return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
-        }
-        let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
-        let place = Arc::new(ArenaSlot {
-            slot: slot.clone(),
-            birth: self.birth,
-            device,
-            arenas,
-            opening: Mutex::default(),
-            state: Mutex::default(),
-        });
-        places.insert(slot.clone(), Arc::clone(&place));
-        Ok(place)
-    }
-
-    fn places(&self) -> Vec<Arc<ArenaSlot>> {
-        lock(&self.devices.slots).values().cloned().collect()
-    }
-
-    /// Drops the arenas that have drained, with their address space and at most the last granules.
-    /// For the worker, and for replacements.
-    pub(in crate::memory) fn sweep(&self) {
-        if self.check_here().is_err() {
-            return;
-        }
-        for drained in self.places().iter().flat_map(|place| place.take_drained()) {
-            // An error stays with the arena: memory that it could not release goes with the driver.
-            let _ = self.purged(&drained.arena);
-            self.devices.gone.add(&drained.device.name, drained.arena.snapshot());
-            log!(debug, target: "lowtide", arena = drained.arena.name(), "replaced arena drained");
-        }
-        for closed in self.devices.arenas.take_closed() {
-            self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
-        }
-    }
-}
+use super::values::Slot;
 
 /// A counted use of a slot's arena, from
 /// [`MemoryDevices::use_arena`](crate::memory::MemoryDevices::use_arena).
@@ -241,8 +50,8 @@ impl Shared {
 /// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
 #[must_use = "the arena is left when this is dropped"]
 pub struct ArenaUse {
-    place: Arc<ArenaSlot>,
-    report: ArenaReport,
+    pub(super) place: Arc<ArenaSlot>,
+    pub(super) report: ArenaReport,
 }
 
 impl ArenaUse {
@@ -373,7 +182,7 @@ impl fmt::Debug for ArenaUse {
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum SlotAction {
+pub(super) enum SlotAction {
     Use,
     Share,
     Replace,
@@ -383,14 +192,14 @@ enum SlotAction {
 #[derive(Debug)]
 pub(super) struct ArenaGeneration {
     resolution: Arc<ArenaResolution>,
-    managed: Arc<ManagedArena>,
+    pub(super) managed: Arc<ManagedArena>,
 }
 
 #[derive(Debug)]
 pub(super) struct ArenaSlot {
-    slot: Slot,
+    pub(super) slot: Slot,
     birth: Birth,
-    device: Arc<Device>,
+    pub(super) device: Arc<Device>,
     arenas: Arenas,
     /// Held while an arena is opened, so that one thread opens and the others join it.
     opening: Mutex<()>,
@@ -404,32 +213,41 @@ struct ArenaSlotState {
     draining: Vec<Arc<ArenaGeneration>>,
     layers: Layers,
     shared: bool,
-    users: u32,
+    users: u64,
 }
 
 impl ArenaSlot {
+    pub(super) fn new(slot: Slot, birth: Birth, device: Arc<Device>, arenas: Arenas) -> Self {
+        let (opening, state) = (Mutex::default(), Mutex::default());
+        Self { slot, birth, device, arenas, opening, state }
+    }
+
     /// Joins the existing arena, or opens one in the place of another, which is returned: the
     /// caller calls [`begin_draining`] next.
-    fn act(
+    pub(super) fn act(
         &self,
-        shared: &Shared,
         act: SlotAction,
         options: &ArenaOptions,
+        device_limit: ByteSize,
+        open: impl FnOnce(
+            &ArenaResolution,
+            Option<&Arc<ManagedArena>>,
+        ) -> Result<Arc<ManagedArena>, MemoryError>,
     ) -> Result<(ArenaReport, Option<Arc<ArenaGeneration>>), MemoryError> {
         options.check_supported()?;
         let _opening = lock(&self.opening);
         let (layers, replaced) = {
             let mut state = lock(&self.state);
             if act != SlotAction::Replace
-                && let Some(report) = self.join(&mut state, act, options)?
+                && let Some(report) = self.join(&mut state, act, options)
             {
                 return Ok((report, None));
             }
             let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
-            (self.layers(shared, &state, act, options), replaced)
+            (self.layers(&state, act, options, device_limit), replaced)
         };
         let resolution = Arc::new(layers.resolve()?);
-        let opened = self.open(shared, &resolution, replaced.as_ref())?;
+        let opened = open(&resolution, replaced.as_ref())?;
         let mut state = lock(&self.state);
         self.arenas.add(&opened, replaced.as_ref())?;
         let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
@@ -445,42 +263,21 @@ impl ArenaSlot {
         Ok((report, old))
     }
 
-    /// Opens an arena for the slot, which no list contains yet.
-    fn open(
-        &self,
-        shared: &Shared,
-        resolution: &ArenaResolution,
-        replaced: Option<&Arc<ManagedArena>>,
-    ) -> Result<Arc<ManagedArena>, MemoryError> {
-        shared.sweep(); // so that what has drained takes no place
-        let (device, name) = (&self.device, self.slot.to_string());
-        self.arenas.admit(&name, replaced)?;
-        shared.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
-        if !self.slot.pinned {
-            return shared.open_apart(device, resolution.config(shared.arena_config(name)));
-        }
-        let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
-        let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
-        shared.open_pool_apart(device, config).map(|(_, opened)| opened)
-    }
-
     /// Counts another user of the serving arena; `None` if there is none.
     fn join(
         &self,
         state: &mut ArenaSlotState,
         act: SlotAction,
         options: &ArenaOptions,
-    ) -> Result<Option<ArenaReport>, MemoryError> {
-        let Some(serving) = state.serving.clone() else { return Ok(None) };
+    ) -> Option<ArenaReport> {
+        let serving = state.serving.clone()?;
         let (source, reason) = match act {
             SlotAction::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
             SlotAction::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
             SlotAction::Share | SlotAction::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
         };
         if act == SlotAction::Use {
-            let (users, max) = (state.users.checked_add(1), u32::MAX);
-            let slot = || self.slot.clone();
-            state.users = users.ok_or_else(|| MemoryError::TooManyUsers { slot: slot(), max })?;
+            state.users += 1;
         } else {
             state.shared = true;
             // In force when the arena is next replaced, with precedence over the first session's
@@ -488,21 +285,20 @@ impl ArenaSlot {
             state.layers.shared.get_or_insert_with(|| options.clone());
         }
         let conflicts = serving.resolution.conflicts_with(options, source, reason);
-        Ok(Some(ArenaReport::new(&serving.resolution, conflicts, false)))
+        Some(ArenaReport::new(&serving.resolution, conflicts, false))
     }
 
     /// Combines the earlier options and these.
     fn layers(
         &self,
-        shared: &Shared,
         state: &ArenaSlotState,
         act: SlotAction,
         options: &ArenaOptions,
+        device_limit: ByteSize,
     ) -> Layers {
         let mut layers = state.layers.clone();
         layers.pinned = self.slot.pinned;
-        let limit = shared.config.device_limit.value;
-        layers.device_limit = if self.slot.pinned { ByteSize::MAX } else { limit };
+        layers.device_limit = if self.slot.pinned { ByteSize::MAX } else { device_limit };
         match act {
             SlotAction::Use => layers.session = Some(options.clone()),
             SlotAction::Share => layers.shared = Some(options.clone()),
@@ -514,13 +310,13 @@ impl ArenaSlot {
         layers
     }
 
-    fn resolution(&self) -> Option<Arc<ArenaResolution>> {
+    pub(super) fn resolution(&self) -> Option<Arc<ArenaResolution>> {
         let state = lock(&self.state);
         state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
     }
 
     /// Ends the sharing. Returns `true` if the arena was shared.
-    fn unshare(&self) -> bool {
+    pub(super) fn unshare(&self) -> bool {
         let mut state = lock(&self.state);
         let shared = std::mem::take(&mut state.shared);
         self.retire(state);
@@ -548,7 +344,7 @@ impl ArenaSlot {
     }
 
     /// Removes the arenas that have no block and will have none. The caller drops them.
-    fn take_drained(&self) -> Vec<Arc<ManagedArena>> {
+    pub(super) fn take_drained(&self) -> Vec<Arc<ManagedArena>> {
         // This is the last handle: see the invariant above. The check also orders this after the
         // blocks of other threads.
         let is_over = |generation: &mut Arc<ArenaGeneration>| {
@@ -563,12 +359,12 @@ impl ArenaSlot {
     }
 
     /// Returns `true` if there is nothing to show.
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         let state = lock(&self.state);
         state.serving.is_none() && state.draining.is_empty()
     }
 
-    fn snapshot(&self) -> SlotSnapshot {
+    pub(super) fn snapshot(&self) -> SlotSnapshot {
         let state = lock(&self.state);
         let figures = |of: &Arc<ArenaGeneration>| of.managed.arena.snapshot();
         let pool = |of: &Arc<ArenaGeneration>| of.managed.pool.as_ref().map(PinnedPool::snapshot);
@@ -586,7 +382,7 @@ impl ArenaSlot {
 
 /// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
 /// call.
-fn begin_draining(old: &ArenaGeneration) {
+pub(super) fn begin_draining(old: &ArenaGeneration) {
     old.managed.arena.set_decay(DecayTime::AtOnce);
 }
 
@@ -623,7 +419,7 @@ pub struct SlotSnapshot {
     /// `true` if its arena is shared.
     pub shared: bool,
     /// The number of uses.
-    pub users: u32,
+    pub users: u64,
     /// The options in force; `None` without an arena.
     pub resolution: Option<Arc<ArenaResolution>>,
     /// The serving arena; `None` without one. Blocks of dropped pinned buffers whose copies are not

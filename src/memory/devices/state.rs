@@ -1,0 +1,260 @@
+//! The devices of a `Memory`, which are opened according to the configuration, and the state of its
+//! arenas.
+//!
+//! Part of the state that the handle and the threads share. It acts on no arena.
+//!
+//! Invariants: no device is opened twice, and at most [`DEVICES_MAX`] are; a fallback to the host
+//! is a diagnostic, and a warning unless there is no GPU; if a requested device cannot be opened,
+//! that is an error.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use crate::config::arena::ShrinkTarget;
+use crate::config::{Config, DeviceBackend, DeviceChoice};
+use crate::device::driver::Driver;
+use crate::device::driver::host::HostDriver;
+use crate::memory::error::{Diagnostic, Severity, StartError};
+use crate::sync::Mutex;
+use lowtide_admission::{Admission, Maintenance};
+
+use super::arenas::Arenas;
+use super::device::{CountedIn, Device};
+use super::report::{ArenasSensor, Gone};
+use super::slots::ArenaSlot;
+use super::values::{DEVICES_MAX, Slot};
+
+/// The drivers that the application has opened; without one, the configured devices are.
+pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
+
+/// The devices and the arenas of a `Memory`.
+#[derive(Default)]
+pub(in crate::memory) struct Devices {
+    /// By number, the default one first; empty if the configured device is `none`.
+    pub(super) list: Vec<Arc<Device>>,
+    /// `true` if the application opened their drivers.
+    are_given: bool,
+    pub(super) arenas: Arenas,
+    /// The slots that have, or have had, an arena.
+    pub(super) slots: Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>,
+    pub(super) gone: Gone,
+    /// The targets that dropped runs leave to the worker.
+    pub(super) shrinks: Mutex<BTreeSet<ShrinkTarget>>,
+    #[cfg(feature = "cuda")]
+    pub(super) governors: Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>,
+    #[cfg(feature = "cuda")]
+    pub(super) processes: super::cuda::ProcessLists,
+}
+
+impl Devices {
+    /// Opens the configured devices, unless drivers are given.
+    pub(in crate::memory) fn open(
+        config: &Config,
+        given: GivenDrivers,
+        diagnostics: &mut Vec<Diagnostic>,
+    ) -> Result<Self, StartError> {
+        let are_given = !given.is_empty();
+        let drivers = open_drivers(config, given, diagnostics)?;
+        check(&drivers)?;
+        let watermark = config.device_watermark.value;
+        let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
+        Ok(Self { list: (0..).zip(drivers).map(device).collect(), are_given, ..Self::default() })
+    }
+
+    /// Returns `true` if the arenas of the default device have another budget than the host.
+    pub(super) fn has_own_memory(&self) -> bool {
+        self.list.first().is_some_and(|device| device.counted == CountedIn::OnDevice)
+    }
+
+    /// Returns `true` if the default device's memory is the host's.
+    pub(in crate::memory) fn is_unified(&self) -> bool {
+        self.list.first().is_some_and(|device| device.driver.capabilities().counts_as_host())
+    }
+
+    /// Returns the counts of dropped arenas, for metrics.
+    pub(in crate::memory) const fn gone(&self) -> &Gone {
+        &self.gone
+    }
+
+    /// Returns what the control thread reads of the arenas.
+    pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
+        ArenasSensor::new(self.arenas.clone(), &self.list, config.device_limit.value)
+    }
+
+    /// Adds the budgets of further devices to the control loop.
+    pub(in crate::memory) fn add_budgets(&self, maintenance: &mut Maintenance) {
+        self.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
+    }
+
+    /// Closes the budgets of further devices.
+    pub(in crate::memory) fn close(&self) {
+        self.budgets().for_each(Admission::close);
+    }
+
+    /// Returns the number of reservations held in the budgets of further devices.
+    pub(in crate::memory) fn held(&self) -> u64 {
+        self.budgets().map(|budget| budget.stats().held()).sum()
+    }
+
+    fn budgets(&self) -> impl Iterator<Item = &Admission> {
+        self.list.iter().filter_map(|device| device.admission.as_ref())
+    }
+}
+
+/// Returns the chosen devices, or the backends of the drivers that were given instead, for the log.
+pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> String {
+    let all: Vec<_> = if devices.are_given {
+        let backend = |device: &Arc<Device>| format!("driver:{}", device.driver.backend());
+        devices.list.iter().map(backend).collect()
+    } else {
+        config.devices.value.iter().map(ToString::to_string).collect()
+    };
+    all.join(",")
+}
+
+/// Opens the configured drivers, unless some are given.
+fn open_drivers(
+    config: &Config,
+    given: GivenDrivers,
+    diagnostics: &mut Vec<Diagnostic>,
+) -> Result<GivenDrivers, StartError> {
+    if !given.is_empty() {
+        return Ok(given);
+    }
+    let (devices, backend) = (&config.devices.value, config.device_backend.value);
+    let choice = devices.first().copied().unwrap_or_default();
+    if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && backend != DeviceBackend::Auto {
+        let text = format!(
+            "LOWTIDE_DEVICE_BACKEND={backend} ({}) has no effect with LOWTIDE_DEVICE={choice} \
+             ({}): expected a CUDA device",
+            config.device_backend.source, config.devices.source
+        );
+        diagnostics.push(Diagnostic::warning("device", text));
+    }
+    let host = || vec![Arc::new(HostDriver::new()) as Arc<dyn Driver>];
+    let failed = |device, NoCuda { cause, .. }| StartError::NoCuda { device, cause };
+    let open_all = |all: &mut dyn ExactSizeIterator<Item = DeviceChoice>| {
+        check_count(all.len())?;
+        all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
+    };
+    match choice {
+        DeviceChoice::None => Ok(Vec::new()),
+        DeviceChoice::Host => Ok(host()),
+        DeviceChoice::CudaAll => {
+            let count = count_cuda().map_err(|error| failed(choice, error))?;
+            open_all(&mut (0..count).map(DeviceChoice::CudaOrdinal))
+        }
+        DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
+            open_all(&mut devices.iter().copied())
+        }
+        DeviceChoice::Auto => {
+            let opened = open_cuda(choice, backend).map(|driver| vec![driver]);
+            Ok(opened.unwrap_or_else(|NoCuda { severity, cause }| {
+                let text = format!("device arenas use host memory: {cause}");
+                diagnostics.push(Diagnostic { severity, about: "device", text });
+                host()
+            }))
+        }
+    }
+}
+
+/// Checks that the drivers are of different devices, and not too many.
+fn check(drivers: &[Arc<dyn Driver>]) -> Result<(), StartError> {
+    check_count(drivers.len())?;
+    let mut uuids = BTreeSet::new();
+    for (nth, driver) in drivers.iter().enumerate() {
+        let is_again = drivers.iter().take(nth).any(|other| Arc::ptr_eq(other, driver));
+        let uuid = driver.uuid();
+        if is_again || uuid.is_some_and(|uuid| !uuids.insert(uuid)) {
+            let device = uuid.map_or_else(|| nth.to_string(), |uuid| uuid.to_string());
+            return Err(StartError::SameDevice { device });
+        }
+    }
+    Ok(())
+}
+
+const fn check_count(count: usize) -> Result<(), StartError> {
+    if count > DEVICES_MAX {
+        return Err(StartError::TooManyDevices { count, max: DEVICES_MAX });
+    }
+    Ok(())
+}
+
+/// The reason that there is no CUDA device, and its severity: only informational on a machine
+/// without a GPU.
+struct NoCuda {
+    severity: Severity,
+    cause: String,
+}
+
+/// Opens the chosen CUDA device, or returns the reason that it cannot be opened.
+#[cfg(feature = "cuda")]
+fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
+    use crate::device::driver::Backend;
+    use crate::device::driver::cuda::{self, CudaDriver, CudaOptions, MemoryKind};
+    let device = match choice {
+        DeviceChoice::CudaOrdinal(ordinal) => cuda::DeviceChoice::Ordinal(ordinal),
+        DeviceChoice::CudaUuid(uuid) => cuda::DeviceChoice::Uuid(uuid),
+        _ => cuda::DeviceChoice::Ordinal(0),
+    };
+    let (backend, memory) = match backend {
+        DeviceBackend::Auto => (None, MemoryKind::Device),
+        DeviceBackend::VirtualMemory => (Some(Backend::CudaVirtualMemory), MemoryKind::Device),
+        DeviceBackend::Pool => (Some(Backend::CudaPool), MemoryKind::Device),
+        DeviceBackend::Plain => (Some(Backend::CudaPlain), MemoryKind::Device),
+        DeviceBackend::Managed => (Some(Backend::CudaPlain), MemoryKind::Managed),
+    };
+    let options = CudaOptions { device, backend, memory, ..CudaOptions::default() };
+    let driver = CudaDriver::open(options).map_err(|error| no_cuda(&error))?;
+    let (device, backend) = (driver.device(), driver.backend());
+    log!(info, %device, %backend, "device arenas use CUDA memory");
+    Ok(Arc::new(driver))
+}
+
+/// Returns the number of CUDA devices visible to this process, at least 1.
+#[cfg(feature = "cuda")]
+fn count_cuda() -> Result<u32, NoCuda> {
+    use crate::device::driver::cuda::CudaDriver;
+    let devices = CudaDriver::devices().map_err(|error| no_cuda(&error))?;
+    Ok(u32::try_from(devices.len()).unwrap_or(u32::MAX))
+}
+
+#[cfg(feature = "cuda")]
+fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
+    use crate::device::driver::DriverError::{NoDevice, NoLibrary};
+    let severity = match error {
+        NoLibrary { .. } | NoDevice => Severity::Info,
+        _ => Severity::Warning,
+    };
+    NoCuda { severity, cause: error.to_string() }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_: DeviceChoice, _: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
+    let cause = "feature `cuda` is not enabled in this build".to_owned();
+    Err(NoCuda { severity: Severity::Info, cause })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn count_cuda() -> Result<u32, NoCuda> {
+    open_cuda(DeviceChoice::CudaAll, DeviceBackend::Auto).map(|_| 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+
+    /// The bug: the log named the configured device, which drivers that are given replace.
+    #[test]
+    fn the_log_names_the_drivers_that_were_given_instead_of_the_configured_device() {
+        let devices = Some(vec![DeviceChoice::Host]);
+        let code = Settings { devices, ..Settings::default() };
+        let config = Config::resolve(&code, &Settings::default()).expect("valid");
+        let open = |given| Devices::open(&config, given, &mut Vec::new()).expect("opens");
+        let host = || Arc::new(HostDriver::new()) as Arc<dyn Driver>;
+        let chosen = |given| choice(&open(given), &config);
+        assert_eq!(chosen(vec![host(), host()]), "driver:host,driver:host");
+        assert_eq!(chosen(Vec::new()), "host");
+    }
+}
