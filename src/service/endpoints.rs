@@ -26,7 +26,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, PROFILE, host_refusal, wrong_method, wrong_query};
+use super::admin::{Admin, Denial, PROFILE, check_host, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
@@ -176,14 +176,16 @@ impl Endpoints {
         }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
         let refuse = || match *request.method() {
-            Method::GET | Method::HEAD => host_refusal(request, &self.hosts),
+            Method::GET | Method::HEAD => {
+                check_host(request, &self.hosts).err().map(|denial| denial.answer())
+            }
             _ => Some(wrong_method(request.method(), "GET, HEAD")),
         };
         let refusal = if shows_figures { refuse() } else { None };
         let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {
-            self.asked(request).unwrap_or_else(|error| wrong_query(&error))
+            self.asked(request).unwrap_or_else(|error| Denial::from(error).answer())
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
