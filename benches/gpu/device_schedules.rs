@@ -9,14 +9,13 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::admission::Permit;
 use lowtide::clock::ManualClock;
 use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
 use lowtide::memory::{DeviceSelector, MemoryError, Steps};
-use lowtide::{ByteSize, Memory};
+use lowtide::{ByteSize, Memory, Permit};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 use self::chance::Chance;

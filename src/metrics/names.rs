@@ -200,7 +200,7 @@ macro_rules! rows {
     Detail Counter "lowtide_device_parked_errors_total" = arena.parked_errors_total,
         "CUDA errors that cudarc stored when it used views of buffers that were already freed.";
 
-    @ ["device"] #[cfg(feature = "device")] device_budget: BudgetSnapshot;
+    @ ["device"] #[cfg(feature = "device")] device_budget: DeviceBudget;
     Basic Gauge "lowtide_device_lost" as DEVICE_LOST,
         "1 once the device is lost, until the process restarts; else 0.";
     Detail Gauge "lowtide_device_budget_reserved_bytes" = device_budget.reserved,

@@ -20,8 +20,6 @@ use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::ArenaSnapshot;
-#[cfg(feature = "device")]
-use crate::memory::{BudgetSnapshot, DeviceSnapshot, DeviceStatus};
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
@@ -82,6 +80,45 @@ pub(crate) struct HostPressure<'a> {
     pub(crate) state: &'a PressureState,
     /// The largest number of physical bytes of late.
     pub(crate) peak: ByteSize,
+}
+
+/// The memory of a device, with all its users.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct DeviceSnapshot {
+    /// The total memory.
+    pub total: ByteSize,
+    /// The free memory.
+    pub free: ByteSize,
+    /// The memory in use right after our context was created and before our first commit. It is an
+    /// upper bound of the context's size, because it includes memory that other processes and other
+    /// code of this process used at that moment. `None` if unknown.
+    pub context_overhead: Option<ByteSize>,
+    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead.
+    /// It is used by other processes and by other code of this process: allocations made directly
+    /// through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is too small
+    /// if a process that was counted in the context overhead has exited. `None` if the context
+    /// overhead is unknown.
+    pub unmanaged: Option<ByteSize>,
+    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
+    /// of our arenas is then released before its decay time.
+    pub is_short: bool,
+    /// The bytes released because of that, since the start.
+    pub watermark_released_total: u64,
+}
+
+/// The budget of a device.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceBudget {
+    /// The reserved bytes.
+    pub(crate) reserved: ByteSize,
+    /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
+    pub(crate) ceiling: ByteSize,
+    /// The most bytes that may be reserved now.
+    pub(crate) allowance: ByteSize,
 }
 
 /// Publishes the metrics of a tier.
@@ -358,14 +395,21 @@ impl MetricsWriter {
     }
 
     /// Publishes a device: its state, failed rollbacks, and its memory and its budget if known.
-    pub(crate) fn device(self, status: &DeviceStatus) {
-        let labels = [label("device", &status.name)];
-        self.put(name::DEVICE_LOST, &labels, status.lost.is_some());
-        self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, status.rollback_failures_total);
-        if let Some(memory) = &status.memory {
+    pub(crate) fn device(
+        self,
+        name: &str,
+        is_lost: bool,
+        rollback_failures_total: u64,
+        memory: Option<&DeviceSnapshot>,
+        budget: Option<DeviceBudget>,
+    ) {
+        let labels = [label("device", name)];
+        self.put(name::DEVICE_LOST, &labels, is_lost);
+        self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
+        if let Some(memory) = memory {
             device_memory(memory, &mut self.to(&labels));
         }
-        if let Some(budget) = &status.budget {
+        if let Some(budget) = &budget {
             device_budget(budget, &mut self.to(&labels));
         }
     }

@@ -21,11 +21,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::driver::{Driver, DriverError, Guarded};
+use crate::metrics::record::DeviceSnapshot;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, Budget, Ledger};
-use lowtide_admission::{DeviceSample, Watermark};
-
-use super::values::DeviceSnapshot;
+use lowtide_admission::{Admission, Budget, DeviceSample, Ledger, Watermark};
 
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

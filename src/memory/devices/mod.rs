@@ -26,11 +26,12 @@ use std::sync::Arc;
 use super::manager::Memory;
 use super::shared::Shared;
 
+pub use crate::metrics::record::DeviceSnapshot;
 #[cfg(feature = "cuda")]
 pub use cuda::DeviceProcesses;
 pub use shrink::{Run, Shrunk};
 pub use slots::{ArenaReport, ArenaUse, SlotSnapshot};
-pub use values::{DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot, Slot};
+pub use values::{DeviceSelector, DeviceStatus, DevicesSnapshot, Slot};
 
 pub(super) use report::{ArenasSensor, Series};
 pub(super) use state::{Devices, GivenDrivers, choice};

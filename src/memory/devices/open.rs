@@ -333,7 +333,7 @@ impl MemoryDevices<'_> {
     /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
     /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already
     /// has an arena, that one is shared unchanged, and options that differ are conflicts; use a
-    /// replacement to apply them.
+    /// replacement to apply them. Waits while another thread opens the slot's arena.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -389,7 +389,8 @@ impl MemoryDevices<'_> {
     }
 
     /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
-    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
+    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`]. Waits while another
+    /// thread opens or replaces the slot's arena.
     ///
     /// # Errors
     /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be

@@ -25,7 +25,8 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
 use crate::device::{ArenaSnapshot, SleepState};
-use crate::metrics::record::MetricsWriter;
+use crate::memory::snapshot::BudgetSnapshot;
+use crate::metrics::record::{DeviceBudget, MetricsWriter};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{DeviceFigures, Sample};
 
@@ -192,7 +193,14 @@ impl Series {
     }
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
-        to.device(status);
+        let DeviceStatus { name, lost, rollback_failures_total, memory, budget, .. } = status;
+        let of = |&BudgetSnapshot { reserved, ceiling, allowance, .. }: &_| DeviceBudget {
+            reserved,
+            ceiling,
+            allowance,
+        };
+        let budget = budget.as_ref().map(of);
+        to.device(name, lost.is_some(), *rollback_failures_total, memory.as_ref(), budget);
         if status.memory.is_some() {
             self.known.insert(status.number);
         } else if self.known.remove(&status.number) {

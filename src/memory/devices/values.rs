@@ -8,6 +8,7 @@ use crate::config::arena::ShrinkTarget;
 use crate::device::ArenaSnapshot;
 use crate::device::driver::{Backend, DeviceUuid};
 use crate::memory::snapshot::BudgetSnapshot;
+use crate::metrics::record::DeviceSnapshot;
 
 /// The maximum number of devices: each has series of its own in metrics.
 pub(super) const DEVICES_MAX: usize = 16;
@@ -213,30 +214,4 @@ pub struct DeviceStatus {
     pub memory: Option<DeviceSnapshot>,
     /// The number of failed driver calls that should have undone an earlier call.
     pub rollback_failures_total: u64,
-}
-
-/// The memory of a device, with all its users.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct DeviceSnapshot {
-    /// The total memory.
-    pub total: ByteSize,
-    /// The free memory.
-    pub free: ByteSize,
-    /// The memory in use right after our context was created and before our first commit. It is an
-    /// upper bound of the context's size, because it includes memory that other processes and other
-    /// code of this process used at that moment. `None` if unknown.
-    pub context_overhead: Option<ByteSize>,
-    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead.
-    /// It is used by other processes and by other code of this process: allocations made directly
-    /// through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is too small
-    /// if a process that was counted in the context overhead has exited. `None` if the context
-    /// overhead is unknown.
-    pub unmanaged: Option<ByteSize>,
-    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
-    /// of our arenas is then released before its decay time.
-    pub is_short: bool,
-    /// The bytes released because of that, since the start.
-    pub watermark_released_total: u64,
 }
