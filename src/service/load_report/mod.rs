@@ -164,9 +164,7 @@ impl LoadReports {
 
     /// Returns the report as a message of gRPC; `None` in a forked child.
     fn message(&self) -> Option<Bytes> {
-        let mut message = None;
-        self.with_current(|encoded| message = Some(encoded.message.clone()));
-        message
+        self.with_current(|encoded| encoded.message.clone())
     }
 
     /// Returns `true` if a service streams the reports.
@@ -193,9 +191,9 @@ impl LoadReports {
     /// Encodes the report again if it is stale, and uses it. Does nothing in a forked child, in
     /// which a thread of the parent may hold the lock.
     #[inline]
-    fn with_current<T>(&self, add: impl FnOnce(&Encoded) -> T) {
+    fn with_current<T>(&self, add: impl FnOnce(&Encoded) -> T) -> Option<T> {
         if !self.birth.is_here() {
-            return;
+            return None;
         }
         let time = self.time();
         let mut encoded = self.encoded();
@@ -204,7 +202,7 @@ impl LoadReports {
             self.refresh(time);
             encoded = self.encoded();
         }
-        add(&encoded);
+        Some(add(&encoded))
     }
 
     #[inline]
