@@ -17,7 +17,6 @@ use crate::blocks;
 use crate::failure::{guard, guard_address};
 use crate::registry::default_handle;
 
-/// Returns the default allocator; opens it at the first call.
 /// PyTorch's `alloc_fn`. Returns NULL for a size of 0 and after a failure (`lowtide_last_error`).
 ///
 /// # Safety

@@ -108,7 +108,7 @@ impl HeapProfile {
 /// ```
 /// lowtide_heap::global_allocator!(low_memory, narenas: 3, dirty_decay_ms: 2_000);
 ///
-/// assert_eq!(lowtide_heap::effective().unwrap().arenas_at_start, 3);
+/// assert_eq!(lowtide_heap::effective().unwrap().get("narenas"), Some("3"));
 /// ```
 ///
 /// # Settings
