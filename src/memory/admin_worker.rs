@@ -4,7 +4,6 @@
 //!
 //! Invariant: a task that was started ends, also by a panic.
 
-use std::sync::Arc;
 #[cfg(feature = "device")]
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::sync::caught;
 use lowtide_admission::fit::FitTerms;
-use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
+use lowtide_admission::{Job, ResourceStats, Trigger, UnloadReason};
 
 use super::admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 use super::manager::Memory;
@@ -82,10 +81,10 @@ impl MemoryAdmin<'_> {
 }
 
 impl Shared {
-    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
-        let all = self.resources.all();
-        all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
-            let known = all.iter().map(|resource| resource.name().to_owned()).collect();
+    fn resource_named(&self, name: &str) -> Result<ResourceStats, AdminError> {
+        let all = self.resources.stats();
+        all.iter().find(|stats| &*stats.name == name).cloned().ok_or_else(|| {
+            let known = all.iter().map(|stats| stats.name.to_string()).collect();
             AdminError::UnknownResource { name: name.to_owned(), known }
         })
     }
@@ -150,12 +149,11 @@ impl Shared {
     }
 
     fn unload_named(&self, name: &str) -> Result<String, String> {
-        let resource = self.resource_named(name).map_err(|error| error.to_string())?;
-        if resource.unload(UnloadReason::Manual) {
+        if self.resources.unload(name, UnloadReason::Manual) {
             self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
             return Ok("unloaded".to_owned());
         }
-        Err(match resource.stats() {
+        Err(match self.resource_named(name).map_err(|error| error.to_string())? {
             ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
             ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
         })

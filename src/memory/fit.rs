@@ -170,10 +170,7 @@ impl Shared {
         let signal = self.signals.sample();
         let ledger = self.admission.ledger(Budget::Host);
         let purgeable = self.state.purgeable();
-        let uses = self.resources.all().iter().any(|resource| {
-            let stats = resource.stats();
-            stats.loaded || stats.loading
-        });
+        let uses = self.resources.stats().iter().any(|stats| stats.loaded || stats.loading);
         // What it may release is known once it has been asked.
         let has_releasable = |of: &ReclaimerStats| {
             of.registered && (of.calls_total == 0 || !of.releasable.is_zero())

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms};
-use lowtide_admission::{Budget, Cost, Job, Permit, Resource as _, Settings, Trigger, Use};
+use lowtide_admission::{Budget, Cost, Job, Permit, Settings, Trigger, Use};
 use lowtide_core::sync::lock;
 
 use super::plant::{MIB, bytes};
@@ -164,7 +164,7 @@ impl World {
     /// What `lowtide::memory` does, over the plant.
     pub(super) fn tend_fit(&self, now: lowtide_admission::clock::Moment) {
         let ledger = self.admission.ledger(Budget::Host);
-        let uses = self.resources.all().iter().any(|resource| resource.stats().loaded);
+        let uses = self.resources.stats().iter().any(|stats| stats.loaded);
         let promised = ledger.unheld().saturating_add(ledger.loading());
         let holds = uses || !promised.is_zero() || self.admission.stats().held() > 0;
         let release = {

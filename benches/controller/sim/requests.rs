@@ -228,7 +228,7 @@ impl World {
         let Some(managed) = models.get(usize::try_from(serial).unwrap_or(0) % models.len()) else {
             return;
         };
-        let stats = lowtide_admission::Resource::stats(managed);
+        let stats = managed.stats();
         {
             let state = &mut *lock(&self.state);
             // The worker may be taking it apart, on this very thread.

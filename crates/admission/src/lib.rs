@@ -79,8 +79,8 @@ pub use maintenance::{
     run_worker,
 };
 pub use managed::{
-    LastUnload, LoadFailure, LoadScope, Managed, ManagedBuilder, Resource, ResourceError,
-    ResourceStats, Resources, UnloadReason, Unloads, Use,
+    LastUnload, LoadFailure, LoadScope, Managed, ManagedBuilder, ResourceError, ResourceStats,
+    Resources, UnloadReason, Use,
 };
 pub use permit::Permit;
 pub use pressure::{Level, Thresholds};

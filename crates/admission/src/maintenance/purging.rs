@@ -424,7 +424,7 @@ mod tests {
         let (seen, resources) = (Seen::of(sample_of(20)), Resources::new());
         let (mut loops, admission) = loops(&seen, Settings::default(), resources.clone());
         let loaded = Managed::builder("model", || Ok(())).build(Arc::new(ManualClock::new()), None);
-        resources.add(Arc::new(loaded.clone())).expect("the first");
+        resources.add(&loaded).expect("the first");
         let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
         drop(loaded.acquire_blocking().expect("loads"));
