@@ -11,5 +11,5 @@ pub use lowtide_admission::{
     Managed, ManagedBuilder, Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi,
     Reclaimable, Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase,
     Requester, ResourceError, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass,
-    Stall, TenantUsage, UnloadReason, Use,
+    Stall, UnloadReason, Use,
 };

@@ -11,7 +11,7 @@ use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::sync::caught;
-use lowtide_admission::fit::FitTerms;
+use lowtide_admission::fit::Fit;
 use lowtide_admission::{Job, ResourceStats, Trigger, UnloadReason};
 
 use super::admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
@@ -138,8 +138,9 @@ impl Shared {
             AdminCommand::Purge => Ok(Some(format!("{} released", purge()))),
             AdminCommand::Unload { resource } => self.unload_named(resource).map(Some),
             &AdminCommand::Fit { limit, within, counts_page_cache } => {
-                let terms = limit.map(|limit| FitTerms { limit, within, counts_page_cache });
-                self.begin_fit(id, command, terms)
+                let now = self.clock.now();
+                let fit = limit.map(|limit| Fit::new(limit, within, counts_page_cache, now));
+                self.begin_fit(id, command, fit)
             }
             #[cfg(feature = "device")]
             on_arena => self.run_on_arena(on_arena).map(Some),

@@ -17,7 +17,6 @@ use crate::memory::{
 };
 use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
-    TenantUsage,
 };
 use lowtide_heap::HeapSizeClass;
 
@@ -214,8 +213,8 @@ fn route(of: &RouteUsage) -> Value {
     named(json!({ "method": of.method, "route": of.route }), &of.memory)
 }
 
-fn tenant(of: &TenantUsage) -> Value {
-    named(json!({ "tenant": of.tenant }), &of.memory)
+fn tenant((name, memory): &(String, MemoryUsage)) -> Value {
+    named(json!({ "tenant": name }), memory)
 }
 
 /// Adds the memory to a name.

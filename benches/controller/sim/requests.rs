@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
-use lowtide_admission::learning::{Compared, Kind, LASTS, SlowStartPermit, TooManyRunning};
+use lowtide_admission::learning::{Compared, Kind, LASTS, SlowStartPermit};
 use lowtide_admission::{Budget, Cost, Permit, Rejected, Use};
 use lowtide_core::sync::lock;
 
@@ -181,7 +181,6 @@ impl World {
         let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
-                let TooManyRunning(running) = running;
                 self.admission.state().reject(Rejected::SlowStart { running, retry_after: LASTS })
             })?,
             false => None,

@@ -2,8 +2,8 @@
 //!
 //! It takes no sample and sets no level: the loop does.
 //!
-//! Invariant: each tick first corrects the ledger and then shares the room, so that no headroom is
-//! computed from an old allowance.
+//! Invariants: each tick first corrects the ledger and then shares the room, so that no headroom is
+//! computed from an old allowance; the figures of one device change the allowance of no other.
 
 use std::sync::atomic::Ordering;
 
@@ -11,14 +11,14 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::Settings;
-use crate::admission::{Admission, AdmissionStats};
+use crate::admission::Admission;
 use crate::correction::{Correction, Measured, RequestRate};
 use crate::cost::Budget;
 use crate::fairness::{Fairness, LedgerFigures};
 use crate::ledger::{Ledger, RoomSharing};
 use crate::pressure::{Level, PressureTracker, Thresholds};
 use crate::state::AdmissionState;
-use crate::tally::{BudgetCounts, ClassStats, SizeClass};
+use crate::tally::{AdmissionStats, BudgetCounts};
 
 /// The level and the learned figures of one budget.
 #[derive(Debug)]
@@ -26,12 +26,8 @@ pub(super) struct BudgetAccount {
     pub(super) budget: Budget,
     pub(super) pressure: PressureTracker,
     pub(super) correction: Correction,
-    /// The smallest request seen.
-    pub(super) smallest: ByteSize,
-    /// Requests admitted since start, without exempt ones.
-    pub(super) admitted: u64,
     /// Requests by class since start.
-    pub(super) classes: [ClassStats; SizeClass::COUNT],
+    pub(super) counts: BudgetCounts,
     fairness: Fairness,
 }
 
@@ -39,9 +35,8 @@ impl BudgetAccount {
     pub(super) fn new(budget: Budget, thresholds: Thresholds, correction_factor: f64) -> Self {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
-        let (pressure, smallest) = (PressureTracker::new(thresholds), ByteSize::new(1));
-        let classes = BudgetCounts::default().classes;
-        Self { budget, pressure, correction, smallest, admitted: 0, classes, fairness }
+        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::default());
+        Self { budget, pressure, correction, counts, fairness }
     }
 
     /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
@@ -65,11 +60,8 @@ impl BudgetAccount {
         let since = measured.turnover.time;
         let ledger = admission.ledger(self.budget);
         ledger.correct(&mut self.correction, measured);
-        let counts = admission.state().budget_counts(self.budget);
-        self.smallest = counts.smallest();
-        self.admitted = counts.classes.iter().map(|class| class.admitted_total).sum();
-        self.classes = counts.classes;
-        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &counts);
+        self.counts = admission.state().budget_counts(self.budget);
+        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &self.counts);
         ledger.balance(balance);
     }
 
@@ -83,13 +75,6 @@ impl BudgetAccount {
     }
 }
 
-// The budgets of further devices: each has an admission of its own, in which only the device's
-// bytes are reserved.
-//
-// The first device's budget is in the service's admission, with its level and its reclaim steps. A
-// further device has neither: its owner releases idle memory by its own figures.
-//
-// Invariant: the figures of one device change the allowance of no other.
 /// The memory of one device in a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceFigures {
@@ -114,7 +99,9 @@ pub(super) const fn ceiling(limit: ByteSize, share: f64) -> ByteSize {
     }
 }
 
-/// The budget of one further device.
+/// The budget of one further device, with an admission of its own, in which only the device's bytes
+/// are reserved. The first device's budget is in the service's admission, with its level and its
+/// reclaim steps. A further device has neither: its owner releases idle memory by its own figures.
 #[derive(Debug)]
 pub(super) struct DeviceAccount {
     admission: Admission,
@@ -159,16 +146,10 @@ impl DeviceAccount {
 }
 
 /// The time of the last tick, and the requests that had ended by then.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct RateMeter {
     at: Moment,
     finished: u64,
-}
-
-impl Default for RateMeter {
-    fn default() -> Self {
-        Self { at: Moment::ORIGIN, finished: 0 }
-    }
 }
 
 impl RateMeter {

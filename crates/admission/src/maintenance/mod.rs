@@ -27,7 +27,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::admission::{Admission, AdmissionStats};
+use super::admission::Admission;
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::correction::{Measured, RequestRate};
 use super::cost::{Budget, Cost, RejectReason};
@@ -38,6 +38,7 @@ use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
+use super::tally::AdmissionStats;
 use account::{BudgetAccount, DeviceAccount, RateMeter};
 use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, taken};
@@ -183,9 +184,9 @@ pub struct Maintenance {
     /// The time for which the next tick is planned.
     planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
-    /// held and the heap has not moved.
+    /// held and the heap has not moved, with the sample of then.
     admitted: u64,
-    quiet_since: Option<QuietSince>,
+    quiet_since: Option<(Moment, Sample)>,
     purged_at: Moment,
     /// The answer of the function of that name at this tick.
     may_fill_up: bool,
@@ -230,7 +231,7 @@ impl Maintenance {
             admission,
             resources,
             policy,
-            queue: Arc::new(JobQueue::new()),
+            queue: Arc::default(),
             state: Arc::default(),
             purge: Arc::default(),
             host: account(Budget::Host),
@@ -428,8 +429,8 @@ impl Maintenance {
             now,
             ExhaustionSample {
                 most,
-                smallest: self.host.smallest,
-                admitted_total: self.host.admitted,
+                smallest: self.host.counts.smallest(),
+                admitted_total: self.host.counts.admitted_total(),
                 refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
                 purged: purge_ended.then_some(self.purged_at),
             },
@@ -498,7 +499,7 @@ impl Maintenance {
         let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
         let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
         self.state.utilizations.add(turnover.time, utilizations);
-        self.state.set_sample(sample, limit, now);
+        self.state.set_sample(sample, limit);
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
         // device is rejected by its ledger, and no process is killed.
@@ -532,7 +533,7 @@ impl Maintenance {
             reserved,
             held: reserved.saturating_sub(unheld),
             is_measured: !unheld.is_zero() || correction.is_measured(),
-            classes: self.host.classes,
+            classes: self.host.counts.classes,
             rejected_by_level: by_level.map(|reason| stats.rejected_total(reason)).iter().sum(),
         };
         self.state.record_limits(limits, self.settings.ceiling);
@@ -555,7 +556,7 @@ impl Maintenance {
             required: sample.required(),
             uncovered: self.host.correction.uncovered,
             is_measured: self.host.correction.is_measured(),
-            unlearned: self.admission.ledger(Budget::Host).unlearned(),
+            unlearned: self.admission.state().host.unlearned(),
             level: self.host.pressure.level(),
             turnover,
             tick: self.settings.active_tick,
@@ -574,11 +575,14 @@ impl Maintenance {
             self.quiet_since = None;
             return false;
         }
-        let begins =
-            QuietSince { at: now, active: sample.heap_active, purgeable: sample.purgeable };
         let worth = self.purge_worth(sample);
-        let since = self.quiet_since.filter(|since| !since.has_moved(&begins, worth));
-        now - self.quiet_since.insert(since.unwrap_or(begins)).at >= self.settings.quiet
+        let rests = |(_, then): &(Moment, Sample)| {
+            let moved = then.heap_active.get().abs_diff(sample.heap_active.get());
+            let freed = sample.purgeable.saturating_sub(then.purgeable);
+            moved <= worth.get() && freed <= worth
+        };
+        let since = self.quiet_since.filter(rests).unwrap_or((now, *sample));
+        now - self.quiet_since.insert(since).0 >= self.settings.quiet
     }
 
     /// Publishes the saturation.
@@ -609,7 +613,9 @@ impl Maintenance {
         for account in [&self.host, &self.device] {
             let level = account.pressure.level();
             let due = self.policy.due(account.budget, level, now);
-            if let Some(step) = due.filter(|&step| self.policy.start(step, now)) {
+            let starts =
+                |&at: &usize| self.policy.step(at).is_some_and(|step| step.pace.start(now));
+            if let Some(step) = due.filter(starts) {
                 jobs.insert(Job::Reclaim { step });
             }
         }
@@ -640,23 +646,6 @@ impl Maintenance {
             || held(Budget::Device)
             || self.further.iter().any(|device| !device.ledger().requests().is_zero());
         filled || grows || pressed || waits || is_held
-    }
-}
-
-/// The begin of a quiet time, and the heap then.
-#[derive(Clone, Copy, Debug)]
-struct QuietSince {
-    at: Moment,
-    active: ByteSize,
-    purgeable: ByteSize,
-}
-
-impl QuietSince {
-    /// Returns `true` if the heap has allocated or freed more than this.
-    fn has_moved(&self, now: &Self, worth: ByteSize) -> bool {
-        let moved = self.active.get().abs_diff(now.active.get());
-        let freed = now.purgeable.saturating_sub(self.purgeable);
-        moved > worth.get() || freed > worth
     }
 }
 

@@ -29,8 +29,8 @@
 
 use std::time::Duration;
 
-use crate::admission::AdmissionStats;
 use crate::pressure::Level;
+use crate::tally::AdmissionStats;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 

@@ -385,19 +385,12 @@ struct IdleResources {
 impl IdleResources {
     /// Returns the bytes that it holds: the measured ones, or the declared cost if that is more.
     fn bytes(&self, stats: &ResourceStats) -> ByteSize {
-        self.part_of(stats.cost).max(self.part_of(stats.measured.unwrap_or_default()))
-    }
-
-    const fn part_of(&self, cost: Cost) -> ByteSize {
-        match self.budget {
-            Budget::Host => cost.host,
-            Budget::Device => cost.device,
-        }
+        stats.cost.of(self.budget).max(stats.measured.unwrap_or_default().of(self.budget))
     }
 
     /// Returns the bytes that an unload released: the measured ones, or else the reservation.
     fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
-        let total = |stats: &ResourceStats| self.part_of(stats.recovered_total);
+        let total = |stats: &ResourceStats| stats.recovered_total.of(self.budget);
         let measured = total(after).saturating_sub(total(before));
         if measured.is_zero() { self.bytes(before) } else { measured }
     }
