@@ -9,7 +9,7 @@
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::bytes::{ByteSize, ParseByteSizeError};
+use crate::bytes::ByteSize;
 use crate::heap::Profiler;
 use crate::memory::{
     AdminTask, Event, FlightEvent, FlightResource, FlightSample, HistorySample, LastExit,
@@ -101,7 +101,7 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Qu
         match text.parse() {
             Ok(ByteSize::ZERO) => "an amount of memory above zero",
             Ok(limit) => return Ok(limit),
-            Err(error) => ParseByteSizeError::expected(&error),
+            Err(error) => error.expected,
         }
     };
     Err(QueryError::value("limit", text, expected))
