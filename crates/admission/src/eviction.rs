@@ -40,7 +40,7 @@ use super::cost::{Budget, Cost};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::{PAUSE_MIN, elsewhere};
-use super::state::{AdmissionState, ResourceReservation};
+use super::state::AdmissionState;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.
@@ -444,11 +444,8 @@ impl Evictor {
                 return Ok(permit);
             }
         }
-        match admission.reserve_or_evict(cost, false, resource) {
-            Ok(ResourceReservation::Booked(permit)) => Ok(permit),
-            Ok(ResourceReservation::Evicting(eviction)) => eviction.run(),
-            Err(_) => Err(EvictionError::NoRoom),
-        }
+        let room = admission.reserve_or_evict(cost, false, resource);
+        room.map_or(Err(EvictionError::NoRoom), Eviction::run)
     }
 
     /// Waits for a sample that finds room for a load, at most for [`OBSERVED_MAX`].
@@ -618,6 +615,8 @@ fn divide(chosen: &mut [Idle], fits: impl Fn(Cost) -> bool) {
 
 /// How room is made for a load. Dropping it before the run puts claimed resources back.
 pub(super) enum Eviction {
+    /// There is room: nothing is evicted.
+    Booked(Permit),
     /// Claimed resources are unloaded.
     Unloads(Arc<UnloadStep>),
     /// Reclaimers are asked first.
@@ -645,6 +644,7 @@ impl Eviction {
     /// unloads end: for some seconds, and at most for [`UNLOAD_MAX`] more.
     pub(super) fn run(self) -> Result<Permit, EvictionError> {
         match self {
+            Self::Booked(permit) => Ok(permit),
             Self::Unloads(step) => {
                 let deadline = step.evictor.clock.now() + UNLOAD_MAX;
                 step.start().map_err(|error| EvictionError::NoThread(error.kind()))?;

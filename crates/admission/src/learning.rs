@@ -37,7 +37,6 @@
 //! and does not limit requests from `STEPS` steps on until none runs.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -77,9 +76,10 @@ pub struct Kind {
 }
 
 /// The needs of the routes behind a layer.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Needs(Mutex<Known>);
 
+#[derive(Debug)]
 struct Known {
     routes: BTreeMap<u64, KnownRoute>,
     /// The record of all further routes.
@@ -90,6 +90,7 @@ struct Known {
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
+#[derive(Debug)]
 struct KnownRoute {
     need: Arc<RouteNeed>,
     /// The number of its last request.
@@ -131,12 +132,6 @@ impl Known {
         let need = Arc::new(need);
         self.routes.insert(key, KnownRoute { need: Arc::clone(&need), used: now });
         need
-    }
-}
-
-impl fmt::Debug for Needs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Needs").field("routes", &lock(&self.0).routes.len()).finish_non_exhaustive()
     }
 }
 
@@ -188,6 +183,7 @@ impl Room {
 }
 
 /// The record of the requests of one kind.
+#[derive(Debug)]
 struct RouteNeed {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
@@ -206,7 +202,7 @@ struct RouteNeed {
 }
 
 /// The average of the last requests.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Average {
     lessons: u32,
     mean: f64,
@@ -295,7 +291,7 @@ impl RouteNeed {
 }
 
 /// The need of a request with an estimate, and the recipient of its measured memory.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Compared {
     need: Arc<RouteNeed>,
     /// The caller's estimate, and the value by which the held memory is divided.
@@ -303,12 +299,6 @@ pub struct Compared {
     compared: ByteSize,
     /// `true` if no reservation may be below the estimate.
     is_minimum: bool,
-}
-
-impl fmt::Debug for Compared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Compared").field("estimate", &self.estimate).finish_non_exhaustive()
-    }
 }
 
 impl Compared {
@@ -525,6 +515,7 @@ fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
 
 /// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
 /// have one.
+#[derive(Debug)]
 pub struct SlowStartPermit {
     slow_start: Arc<Mutex<SlowStart>>,
     clock: Arc<dyn Clock>,
@@ -553,14 +544,6 @@ impl SlowStartPermit {
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
         lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
-    }
-}
-
-impl fmt::Debug for SlowStartPermit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlowStartPermit")
-            .field("succeeded", &self.succeeded)
-            .finish_non_exhaustive()
     }
 }
 

@@ -99,14 +99,6 @@ impl fmt::Debug for AdmissionState {
     }
 }
 
-/// The result of a load's reservation that was not rejected.
-pub(super) enum ResourceReservation {
-    /// Its bytes are reserved.
-    Booked(Permit),
-    /// Its bytes will be reserved when the claimed resources are unloaded.
-    Evicting(Eviction),
-}
-
 impl AdmissionState {
     /// Returns an unused state, with this ceiling and correction factor of host memory.
     pub(super) fn take(ceiling: ByteSize, correction_factor: f64) -> &'static Self {
@@ -392,7 +384,7 @@ impl AdmissionState {
         cost: Cost,
         asks: bool,
         resource: &Arc<str>,
-    ) -> Result<ResourceReservation, Rejected> {
+    ) -> Result<Eviction, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
         let load = |evictor: Arc<Evictor>| evictor.for_load(self, cost, asks, resource);
@@ -406,8 +398,8 @@ impl AdmissionState {
         };
         let reserved = self.reserve_resource(cost, evict);
         match (reserved, eviction) {
-            (Ok(permit), _) => Ok(ResourceReservation::Booked(permit)),
-            (Err(_), Some(eviction)) => Ok(ResourceReservation::Evicting(eviction)),
+            (Ok(permit), _) => Ok(Eviction::Booked(permit)),
+            (Err(_), Some(eviction)) => Ok(eviction),
             (Err(Rejected::Full { budget, asked, .. }), None) if asked > self.loadable(budget) => {
                 Err(Rejected::TooLarge { budget, asked, ceiling: self.loadable(budget) })
             }
@@ -461,17 +453,12 @@ impl AdmissionState {
 
     /// Sets what makes room for requests and loads that do not fit.
     pub(super) fn set_evictor(&self, evictor: Option<Arc<Evictor>>) {
-        // Tried, as above. The previous one is dropped after the lock is released.
-        let before =
-            self.evictor.try_write().map(|mut slot| std::mem::replace(&mut *slot, evictor));
-        drop(before);
+        replace(&self.evictor, evictor);
     }
 
     /// Sets the bell of the control loop, if one runs.
     pub(super) fn set_bell(&self, bell: Option<Arc<Bell>>) {
-        // Tried, as above.
-        let before = self.bell.try_write().map(|mut slot| std::mem::replace(&mut *slot, bell));
-        drop(before);
+        replace(&self.bell, bell);
     }
 
     /// Lets the control loop tick now if its next tick comes late.
@@ -937,6 +924,14 @@ impl AdmissionState {
     pub fn usage_by_tenant(&self) -> Vec<(String, MemoryUsage)> {
         self.usages.by_tenant()
     }
+}
+
+/// Replaces a value, unless it is being read or replaced by another thread: it is tried, not waited
+/// for, since a process forked in the meantime would wait forever.
+fn replace<T>(slot: &RwLock<Option<T>>, new: Option<T>) {
+    // The previous one is dropped after the lock is released.
+    let before = slot.try_write().map(|mut slot| std::mem::replace(&mut *slot, new));
+    drop(before);
 }
 
 /// Returns a known time, at most [`KNOWN_MAX`], in whole seconds, plus up to a tenth and one

@@ -105,7 +105,7 @@ pub struct RouteUsage {
 }
 
 /// The record of a route or a tenant.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Usage {
     /// Empty for a tenant.
     method: &'static str,
@@ -119,10 +119,7 @@ pub struct Usage {
 
 impl Usage {
     fn new(method: &'static str, name: &str) -> Self {
-        let zero = AtomicU64::default;
-        let (live, live_peak, requests) = (zero(), zero(), zero());
-        let (peaks, claims) = (zero(), zero());
-        Self { method, name: name.into(), live, live_peak, requests, peaks, claims }
+        Self { method, name: name.into(), ..Self::default() }
     }
 
     /// Returns `true` if this is the record of this route.

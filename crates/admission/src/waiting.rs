@@ -180,15 +180,11 @@ impl WaitQueue {
     /// ends, and a suspended request waits on.
     pub(super) fn close(&self) {
         self.end_where(|entry| !entry.terms.is_admitted);
-        let wakers: Vec<_> = {
-            let mut entries = self.entries();
-            let woken = entries.list.iter_mut().map(|entry| {
-                entry.is_woken = true;
-                entry.waker.take()
-            });
-            woken.collect()
-        };
-        wakers.into_iter().flatten().for_each(Waker::wake);
+        // One without a waker has been woken, or has not waited yet.
+        self.in_batches(|entries, batch| {
+            let mut waiting = entries.list.iter_mut().filter(|entry| entry.waker.is_some());
+            waiting.all(|entry| batch.add(entry));
+        });
     }
 
     fn end_where(&self, is_ended: impl Fn(&WaitingRequest) -> bool) {
@@ -449,11 +445,8 @@ impl WaitQueue {
     pub(super) fn wake_loads(&self) {
         self.in_batches(|entries, batch| {
             let is_load = |it: &WaitingRequest| matches!(it.lack, Some(WaitReason::Load(_)));
-            for entry in entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken) {
-                if !batch.add(entry) {
-                    return;
-                }
-            }
+            let mut loads = entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken);
+            loads.all(|entry| batch.add(entry));
         });
     }
 

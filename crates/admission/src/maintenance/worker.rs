@@ -253,8 +253,8 @@ pub(super) struct Pacer {
     per_cost: u32,
     /// The longest rest.
     rest_max: Duration,
+    /// The newest first.
     costs: [Duration; KEPT],
-    next: usize,
 }
 
 impl Pacer {
@@ -263,16 +263,14 @@ impl Pacer {
         // From 1 to 10,000, since the share is checked to be at least that small.
         let per_cost = Duration::from_secs(1).div_f64(share.clamp(1e-4, 1.0)).as_secs();
         let per_cost = u32::try_from(per_cost).unwrap_or(u32::MAX);
-        Self { per_cost, rest_max, costs: [Duration::ZERO; KEPT], next: 0 }
+        Self { per_cost, rest_max, costs: [Duration::ZERO; KEPT] }
     }
 
     /// Adds a tick that began at `begun` and took `cost`. Returns the time of the next tick, not
     /// before `asked`.
     pub(super) fn next(&mut self, begun: Moment, cost: Duration, asked: Moment) -> Moment {
-        if let Some(place) = self.costs.get_mut(self.next) {
-            *place = cost;
-        }
-        self.next = (self.next + 1) % KEPT;
+        self.costs.rotate_right(1);
+        self.costs[0] = cost;
         let least = self.costs.iter().min().copied().unwrap_or_default();
         let rest = (least * self.per_cost).min(self.rest_max);
         asked.max(begun + rest)

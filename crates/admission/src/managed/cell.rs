@@ -118,10 +118,8 @@ pub(super) struct EndedLoads {
 pub(super) enum CallerStep<T: Send + Sync + 'static> {
     /// Its guard is counted.
     Have(Use<T>),
-    /// It must run the load of this number.
-    Load(u64),
-    /// The load of this number has no room for this cost; call [`Cell::find_room`].
-    Short(u64, Cost),
+    /// It must find room of this cost for the load of this number, and run it ([`Cell::begin`]).
+    Load(u64, Cost),
     Wait,
 }
 
@@ -174,21 +172,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
         begun.map_err(|(number, _, rejected)| cell.refuse_load(number, rejected))
     }
 
-    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for it
-    /// if needed. Returns its number and cost with the rejection if there is no room.
+    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for it.
+    /// Returns its number and cost with the rejection if there is no room.
     pub(super) fn begin(
         cell: &Arc<Self>,
         step: CallerStep<T>,
         here: bool,
     ) -> Result<(), (u64, Cost, Rejected)> {
-        let (number, eviction) = match step {
-            CallerStep::Load(number) => (number, None),
-            CallerStep::Short(number, cost) => {
-                let found = cell.find_room(number, cost, true);
-                (number, found.map_err(|rejected| (number, cost, rejected))?)
-            }
-            CallerStep::Have(_) | CallerStep::Wait => return Ok(()),
-        };
+        let CallerStep::Load(number, cost) = step else { return Ok(()) };
+        let found = cell.find_room(number, cost, true);
+        let eviction = found.map_err(|rejected| (number, cost, rejected))?;
         if here {
             cell.load(number, eviction);
         } else {
@@ -237,24 +230,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
             ResourcePhase::Ready { .. } | ResourcePhase::Empty => {}
         }
         let cost = cell.cost(state);
-        let reserved = cell.admission.as_ref().map(|it| it.try_reserve_resource(cost));
-        let (permit, is_short) = match reserved.transpose() {
-            Ok(permit) => (permit, false),
-            // An eviction may make room in spite of exhaustion, and a load may wait until the level
-            // falls.
-            Err(Rejected::Full { .. } | Rejected::Exhausted { .. } | Rejected::Pressure { .. }) => {
-                (None, true)
-            }
-            Err(rejected) => {
-                state.stats.loads_refused_total += 1;
-                return Err(ResourceError::Rejected { name: name(), rejected });
-            }
-        };
         state.loads_begun += 1;
         let number = state.loads_begun;
         // The loader and its timeout start when there is room.
-        let deadline = if is_short { Moment::NEVER } else { cell.load_deadline() };
-        let (thread, waits_for_room) = (None, false);
+        let (thread, deadline, permit, waits_for_room) = (None, Moment::NEVER, None, false);
         let loading = ResourcePhase::Loading(LoadInProgress {
             number,
             thread,
@@ -265,7 +244,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let before = mem::replace(&mut state.phase, loading);
         // The error of a loader may panic when it is dropped. The caller has a load to begin.
         let _ = caught(|| drop(before));
-        Ok(if is_short { CallerStep::Short(number, cost) } else { CallerStep::Load(number) })
+        Ok(CallerStep::Load(number, cost))
     }
 
     /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
@@ -286,11 +265,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let failure = LoadFailure::NoThread(error.kind());
             cell.end_load(number, Err(failure), Duration::ZERO);
         }
-    }
-
-    /// Returns the deadline of a load that starts now.
-    fn load_deadline(&self) -> Moment {
-        self.parts.load_timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout)
     }
 
     /// Runs the load of this number on this thread, outside the lock, after the eviction made room.

@@ -9,11 +9,11 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
 use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError};
 use crate::permit::{Permit, Waiting};
 use crate::reclaim::PAUSE_MIN;
-use crate::state::ResourceReservation;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{MutexGuard, lock};
@@ -35,15 +35,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
         asks: bool,
     ) -> Result<Option<Eviction>, Rejected> {
-        let Some(admission) = &self.admission else { return Ok(None) };
         let asks = asks && self.clock.now() >= lock(&self.state).asks_from;
-        match admission.state().reserve_or_evict(cost, asks, &self.parts.name)? {
-            ResourceReservation::Booked(permit) => {
-                self.has_room(number, permit);
-                Ok(None)
-            }
-            ResourceReservation::Evicting(eviction) => Ok(Some(eviction)),
-        }
+        let find = |of: &Admission| of.state().reserve_or_evict(cost, asks, &self.parts.name);
+        let permit = match self.admission.as_ref().map(find).transpose()? {
+            Some(Eviction::Booked(permit)) => Some(permit),
+            None => None,
+            eviction => return Ok(eviction),
+        };
+        self.has_room(number, permit);
+        Ok(None)
     }
 
     /// Ends the load of this number, for which there is no room. If it waited for room, all that
@@ -90,7 +90,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         match made {
             Ok(permit) => {
-                self.has_room(number, permit);
+                self.has_room(number, Some(permit));
                 return true;
             }
             Err(EvictionError::NoThread(kind)) => {
@@ -112,11 +112,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.clock.wait_until(bell, Moment::NEVER);
     }
 
-    fn has_room(&self, number: u64, permit: Permit) {
-        let deadline = self.load_deadline();
+    /// Starts the timeout of the load of this number, which has room now.
+    fn has_room(&self, number: u64, permit: Option<Permit>) {
+        let timeout = self.parts.load_timeout;
+        let deadline = timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout);
         // Without a deadline it cannot have been given up.
         if let Some(loading) = lock(&self.state).loading(number) {
-            (loading.permit, loading.deadline) = (Some(permit), deadline);
+            (loading.permit, loading.deadline) = (permit, deadline);
         }
     }
 
