@@ -37,6 +37,7 @@
 //! and does not limit requests from `STEPS` steps on until none runs.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -76,10 +77,9 @@ pub struct Kind {
 }
 
 /// The needs of the routes behind a layer.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Needs(Mutex<Known>);
 
-#[derive(Debug)]
 struct Known {
     routes: BTreeMap<u64, KnownRoute>,
     /// The record of all further routes.
@@ -90,7 +90,6 @@ struct Known {
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
-#[derive(Debug)]
 struct KnownRoute {
     need: Arc<RouteNeed>,
     /// The number of its last request.
@@ -132,6 +131,12 @@ impl Known {
         let need = Arc::new(need);
         self.routes.insert(key, KnownRoute { need: Arc::clone(&need), used: now });
         need
+    }
+}
+
+impl fmt::Debug for Needs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Needs").field("known", &lock(&self.0).routes.len()).finish_non_exhaustive()
     }
 }
 

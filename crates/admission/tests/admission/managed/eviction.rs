@@ -573,7 +573,7 @@ fn resources_of_other_admissions_are_left_alone() {
     let elsewhere = builder("elsewhere", 60).build(rig.clock.clone(), Some(other));
     let unbooked = builder("unbooked", 60).build(rig.clock.clone(), None);
     for model in [&elsewhere, &unbooked] {
-        assert_eq!(rig.resources.add(&model), Ok(()));
+        assert_eq!(rig.resources.add(model), Ok(()));
         drop(model.acquire_blocking().expect("fits"));
     }
     let first = rig.model("first", 60);
