@@ -6,14 +6,14 @@
 //!
 //! Invariant: `backed + being committed <= limit` at every commit.
 
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::release::{ReleasedGranules, release_granules};
 use super::remap::remap_idle;
 use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::{PlacedRun, Region};
+use crate::state::region::Region;
 use crate::state::segment::Runs;
 
 /// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
@@ -141,9 +141,8 @@ async fn commit(cx: &OpContext<'_>, region: Region, runs: Runs) -> Result<(), Dr
     let mut outcome = Ok(());
     for run in runs {
         if outcome.is_ok() {
-            let PlacedRun { at, size, handle, .. } =
-                cx.with(|state| state.region(region).placed_run(region, run));
-            outcome = cx.does(Call::Commit { at, size, handle }).await;
+            let run = cx.with(|state| state.region(region).placed_run(region, run));
+            outcome = cx.commit(run).await;
         }
         cx.with(|state| state.end_commit(region, run, outcome.is_ok()));
     }

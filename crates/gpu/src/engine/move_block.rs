@@ -17,11 +17,12 @@
 //! old ones when their blocks are freed, are reused only after later proofs.
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
+#![expect(unsafe_code, reason = "queues copies of memory")]
 
 use super::commit::ensure_committed;
 use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
@@ -323,7 +324,7 @@ async fn copy_all(cx: &OpContext<'_>, batch: &Batch) -> Copies {
     // Two attempts: if the second wait succeeds, the copies are complete.
     let mut waited = Ok(());
     for _ in 0..2 {
-        waited = cx.does(Call::SynchronizeStream { stream }).await;
+        waited = cx.synchronize(stream).await;
         if waited.is_ok() {
             return copies;
         }
@@ -388,11 +389,10 @@ async fn copy_piece(
         at.checked_add(ByteSize::new(offset.saturating_sub(start))).unwrap_or(at)
     };
     let (from, to, size) = (address(piece.from), address(piece.to), ByteSize::new(piece.size));
-    cx.does(match stream {
-        Some(stream) => Call::QueueCopy { from, to, size, stream },
-        None => Call::Copy { from, to, size },
-    })
-    .await
+    let Some(stream) = stream else { return cx.copy(from, to, size).await };
+    // SAFETY: two committed ranges that the operation holds until the copy is complete, and that do
+    // not overlap. Only earlier copies on the same stream, the arena's own, use them.
+    cx.outside(|| unsafe { cx.driver.copy_async(from, to, size, stream) }).await
 }
 
 /// Records the end of a batch: the blocks that were copied are at their new places.

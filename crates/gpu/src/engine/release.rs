@@ -7,7 +7,7 @@
 //!
 //! Invariant: only granules that no block touches leave.
 
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::stores::end_copies;
 use crate::driver::DriverError;
 use crate::state::aging::Ages;
@@ -96,23 +96,9 @@ pub(crate) async fn release_down_to(
 /// Releases the memory of a marked run, or the whole segment on drivers that allocate segments, and
 /// records the result.
 async fn take_away(cx: &OpContext<'_>, leaving: PlacedRun) -> Result<(), DriverError> {
-    let outcome = call_to_release(cx, leaving).await;
+    let outcome = cx.decommit(leaving).await;
     cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
     outcome
-}
-
-/// Makes the call that releases the memory of a marked run. The caller records the result.
-pub(super) async fn call_to_release(
-    cx: &OpContext<'_>,
-    leaving: PlacedRun,
-) -> Result<(), DriverError> {
-    let PlacedRun { at, size, handle, .. } = leaving;
-    let kind = if cx.with(|state| state.is_whole()) {
-        Call::DestroySegment { at, size }
-    } else {
-        Call::Decommit { at, size, handle }
-    };
-    cx.does(kind).await
 }
 
 /// Trims the driver, so that it keeps no memory of released segments.
@@ -122,7 +108,7 @@ async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut ReleasedGranul
         return;
     }
     released.unlocked = true;
-    if let Err(error) = cx.does(Call::Trim).await {
+    if let Err(error) = cx.outside(|| cx.driver.trim()).await {
         cx.with(|state| state.untrimmed = true);
         released.is_of_trim = released.error.is_none();
         released.error.get_or_insert(error);

@@ -5,7 +5,7 @@
 use super::access::{check_whole, wait_until_still};
 use super::commit::ensure_committed;
 use super::completion::complete_all;
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::resume::awake;
 use super::shortage::run_ladder;
 use crate::driver::DriverError;
@@ -82,7 +82,7 @@ pub(crate) async fn copy_to(
     // lease, so neither block moves or loses its memory. Only this operation knows the new block.
     let mut copied = complete_all(cx).await;
     if copied.is_ok() {
-        copied = cx.does(Call::Copy { from: old.at, to: new.at, size }).await;
+        copied = cx.copy(old.at, new.at, size).await;
     }
     cx.with(|state| {
         if copied.is_ok() {

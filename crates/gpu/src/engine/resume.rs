@@ -16,11 +16,12 @@ use std::task::Waker;
 use std::time::Duration;
 
 use super::completion::check_capturing;
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::release::release_granules;
 use super::shortage::call_for_room;
 use super::stores::{self, copy_error};
 use crate::driver::DriverError;
+use crate::exec::callbacks::{is_within, is_within_budget};
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};
@@ -84,14 +85,14 @@ async fn wait_awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
         match cx.with(|state| state.sleep.phase) {
             SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(()),
             // This may be the callback that the waking thread waits for.
-            SleepPhase::Waking if cx.is_within_callback() => {
+            SleepPhase::Waking if is_within() => {
                 return Err(cx.with(|state| state.not_awake()));
             }
             SleepPhase::Waking => {
                 cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await
             }
             // This may be the thread that puts the arena to sleep.
-            SleepPhase::Suspending if cx.is_within_budget() => {
+            SleepPhase::Suspending if is_within_budget() => {
                 return Err(cx.with(|state| state.not_awake()));
             }
             SleepPhase::Suspending => {
@@ -121,12 +122,12 @@ fn is_suspending(state: &ArenaState) -> bool {
 pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
     let before = cx.with(|state| state.sleep.attempts);
     // A sleep in progress ends first.
-    if !cx.is_within_budget() {
+    if !is_within_budget() {
         cx.wait_while(is_suspending).await;
     }
     match cx.with(|state| state.sleep.phase) {
         SleepPhase::Asleep => resume(cx, cx.with(begin_wake)).await,
-        SleepPhase::Waking if !cx.is_within_callback() => {
+        SleepPhase::Waking if !is_within() => {
             cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await;
             let failed = cx.with(|state| state.sleep.failed_since(before));
             failed.map_or_else(|| Ok(WakeReport::default()), Err)
@@ -262,12 +263,11 @@ async fn commit_next(cx: &OpContext<'_>, incoming: &RefCell<Incoming>) -> Result
     // Each turn but the last skips a granule to restore, or releases one that is idle.
     loop {
         let Some(next) = incoming.borrow().next() else { return Ok(()) };
-        let PlacedRun { at, size, handle, .. } = next;
         let over = cx.with(|state| state.over_limit(0));
         let cause = if over > 0 {
             Cause::Limit { over }
         } else {
-            match cx.does(Call::Commit { at, size, handle }).await {
+            match cx.commit(next).await {
                 Ok(()) => {
                     incoming.borrow_mut().committed += 1;
                     return Ok(());
@@ -282,9 +282,9 @@ async fn commit_next(cx: &OpContext<'_>, incoming: &RefCell<Incoming>) -> Result
                 }
             }
         };
-        let bytes = if over > 0 { over } else { size.get() };
+        let bytes = if over > 0 { over } else { next.size.get() };
         if !make_room(cx, incoming, bytes).await {
-            let failure = AllocFailure::of(cause, size.get());
+            let failure = AllocFailure::of(cause, next.size.get());
             return Err(cx.with(|state| failure.with_figures(state)));
         }
     }
@@ -342,9 +342,8 @@ async fn abort(
     // Copies in progress keep their memory here: the next wake fills it again.
     let is_done = stores::complete_own_copies(cx).await.is_ok();
     let mut stays = Vec::with_capacity(runs.len());
-    for (nth, &PlacedRun { at, size, handle, .. }) in runs.iter().enumerate() {
-        let has_left = nth >= committed
-            || (is_done && cx.does(Call::Decommit { at, size, handle }).await.is_ok());
+    for (nth, &run) in runs.iter().enumerate() {
+        let has_left = nth >= committed || (is_done && cx.decommit(run).await.is_ok());
         stays.push(!has_left);
     }
     let wakers = cx.with(|state| {

@@ -11,8 +11,9 @@
 use super::commit::ATTEMPTS_BESIDE;
 use super::compact::first_parts;
 use super::completion::complete_all;
-use super::context::{CallbackTurn, Called, OpContext, ShutCaches};
+use super::context::{OpContext, ShutCaches};
 use super::split::release_stuck;
+use crate::exec::callbacks::Called;
 use crate::index::End;
 use crate::state::compact::plan::{self, CompactTarget};
 use crate::state::failure::{AllocFailure, Cause};
@@ -31,7 +32,7 @@ pub(super) async fn run_ladder<T>(
 ) -> Result<T, AllocFailure> {
     // Before the callbacks: after a fork in one of them the state is out of reach.
     let granule = ByteSize::new(cx.with(|state| state.bytes_of(1)));
-    let (_shut, held) = ShutCaches::shut(cx).await;
+    let (_shut, held) = cx.outside(|| ShutCaches::shut(cx.surroundings)).await;
     let mut outcome = Err(AllocFailure::of(Cause::Device, 0));
     if held {
         // The blocks of the caches may be usable in stream order, before any thread waits for them.
@@ -89,7 +90,9 @@ pub(crate) async fn call_for_room<T>(
     mut failure: AllocFailure,
     attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
-    let Some((turn, has_waited)) = CallbackTurn::take(cx).await else { return Err(failure) };
+    let Some((turn, has_waited)) = cx.outside(|| cx.callbacks.take_turn()).await else {
+        return Err(failure);
+    };
     if has_waited {
         // Memory that was released for another thread may be enough for this operation as well.
         match after_pending(cx, attempt).await {
@@ -100,7 +103,7 @@ pub(crate) async fn call_for_room<T>(
     let arena = cx.with(|state| state.name.clone());
     let (requested, bound, over) = figures(&failure);
     let shortage = Shortage { arena: &arena, region, requested, bound, over };
-    let called = cx.outside(|| cx.surroundings.call_callbacks(&shortage)).await;
+    let called = cx.outside(|| turn.call(&shortage)).await;
     let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
     cx.with(|state| {
         state.totals.shortage_callbacks_total += called.calls;

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use super::compact::hold;
 use super::completion::{Proof, complete_live};
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::move_block::is_busy;
 use super::release::release_granules;
 use super::remap::{Pair, remap};
@@ -191,9 +191,8 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
         Some((scratch, runs.pop()?))
     })?;
-    let PlacedRun { at, size, handle, .. } =
-        cx.with(|state| state.region(region).placed_run(region, run));
-    let committed = cx.does(Call::Commit { at, size, handle }).await;
+    let placed = cx.with(|state| state.region(region).placed_run(region, run));
+    let committed = cx.commit(placed).await;
     cx.with(|state| state.end_commit(region, run, committed.is_ok()));
     if committed.is_ok() {
         return Some(scratch);
@@ -235,12 +234,11 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
 /// Copies the contents to the new memory, releases the handle, and moves the new memory to where
 /// the contents were.
 async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), DivideFailure> {
-    let PlacedRun { at, size, handle, .. } = split.handle;
     if let Err(error) = copy(cx, split, Direction::Out).await {
         cx.with(|state| state.end_leave(split.handle, false));
         return Err(DivideFailure { error, is_lost: false });
     }
-    if let Err(error) = cx.does(Call::Decommit { at, size, handle }).await {
+    if let Err(error) = cx.decommit(split.handle).await {
         // The handle is still there, without its contents.
         let is_lost = copy(cx, split, Direction::Back).await.is_err();
         cx.with(|state| state.end_leave(split.handle, false));
@@ -288,7 +286,7 @@ async fn copy(cx: &OpContext<'_>, split: &Split, direction: Direction) -> Result
             Direction::Out => (at, scratch),
             Direction::Back => (scratch, at),
         };
-        cx.does(Call::Copy { from, to, size }).await?;
+        cx.copy(from, to, size).await?;
         scratch = scratch.checked_add(size).unwrap_or(scratch);
     }
     Ok(())

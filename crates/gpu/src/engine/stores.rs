@@ -13,12 +13,14 @@
 //! released only after the host has seen every copy from and to the store complete, and is
 //! overwritten only by later copies on the same stream; no store is created or released during a
 //! wake.
+#![expect(unsafe_code, reason = "copies memory to stores and back")]
 
 use std::cell::{Cell, RefCell};
 
 use super::completion::{is_any_capturing, own_stream};
-use super::context::{Call, OpContext};
-use crate::driver::{DriverError, HostStore, StreamHandle};
+use super::context::OpContext;
+use crate::driver::{DriverError, StreamHandle};
+use crate::exec::callbacks::call_budget;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};
@@ -28,14 +30,6 @@ use crate::types::sleep::{Contents, HostBudget, SleepOptions};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
-
-/// Calls or drops the foreign code of a budget. The error is the message of a panic in that code.
-async fn call_budget<T>(cx: &OpContext<'_>, act: impl FnOnce() -> T) -> Result<T, String> {
-    let (mut act, mut result) = (Some(act), None);
-    let mut call = || result = act.take().map(|act| act());
-    cx.outside(|| cx.surroundings.call_budget(&mut call)).await?;
-    Ok(result.expect("the closure has run"))
-}
 
 /// Copies the contents to keep into idle stores, creates the stores that are missing, and waits for
 /// the copies. Returns `None` if no contents are kept.
@@ -153,7 +147,7 @@ async fn create(
     let mut reserved = Vec::new();
     let outcome = create_reserved(cx, budget.as_deref(), (sizes, &mut reserved), add).await;
     // The budget may have been replaced meanwhile, so this may drop it.
-    let _ = call_budget(cx, || drop((reserved, budget))).await;
+    let _ = cx.outside(|| call_budget(|| drop((reserved, budget)))).await;
     outcome
 }
 
@@ -167,10 +161,10 @@ async fn create_reserved(
         reserve(cx, budget, sizes, reserved).await?;
     }
     for &size in sizes {
-        let handle = HostStore::new(cx.perform(Call::CreateStore { size }).await?);
+        let handle = cx.outside(|| cx.driver.host_store_create(size)).await?;
         let mut reservation = reserved.pop();
         if let (Some(budget), Some(reservation)) = (budget, &mut reservation) {
-            let _ = call_budget(cx, || budget.settle(&mut **reservation)).await;
+            let _ = cx.outside(|| call_budget(|| budget.settle(&mut **reservation))).await;
         }
         if !add(SleepStore { handle, size, reservation }) {
             break;
@@ -189,7 +183,7 @@ async fn reserve(
     for &size in sizes.iter().rev() {
         let arena = cx.with(|state| state.name.clone());
         let bytes = sizes.iter().copied().sum();
-        match call_budget(cx, || budget.reserve(size)).await {
+        match cx.outside(|| call_budget(|| budget.reserve(size))).await {
             Ok(Ok(reservation)) => reserved.push(reservation),
             Ok(Err(reason)) => return Err(DeviceError::HostBudget { arena, bytes, reason }),
             Err(message) => return Err(DeviceError::Callback { message }),
@@ -206,7 +200,9 @@ async fn copy_out(cx: &OpContext<'_>, saved: &Saved) -> Result<(), DriverError> 
         saved.copies(|region| &state.region(region).segment)
     });
     for (at, to) in copies {
-        cx.does(Call::Offload { at, to, stream }).await?;
+        // SAFETY: committed granules that stay marked as leaving until the copies are complete, a
+        // store that the operation holds, and the arena's own stream.
+        cx.outside(|| unsafe { cx.driver.offload(at, to, stream) }).await?;
     }
     complete_own_copies(cx).await
 }
@@ -229,7 +225,10 @@ pub(super) async fn queue_copies(
     });
     for &(at, from) in &copies {
         let stream = stream.expect("contents are saved on the arena's stream");
-        cx.does(Call::Restore { from, at, stream }).await?;
+        // SAFETY: committed granules of an arena that is not awake, a filled store that is in the
+        // state or held by the operation, and the arena's own stream. No lease is granted before
+        // the copies are complete.
+        cx.outside(|| unsafe { cx.driver.restore(from, at, stream) }).await?;
     }
     Ok(copies.iter().map(|(_, span)| span.size).sum())
 }
@@ -250,7 +249,7 @@ async fn wait_for_copies(cx: &OpContext<'_>, stream: StreamHandle) -> Result<(),
     if is_any_capturing(cx).await? {
         return Err(captures("cuStreamSynchronize"));
     }
-    cx.does(Call::SynchronizeStream { stream }).await?;
+    cx.synchronize(stream).await?;
     cx.with(|state| state.sleep.end_copies(queued));
     Ok(())
 }
@@ -345,7 +344,7 @@ async fn destroy_while(
             Ok(()) => {
                 released = released.saturating_add(store.size);
                 if store.reservation.is_some() {
-                    let _ = call_budget(cx, || drop(store)).await;
+                    let _ = cx.outside(|| call_budget(|| drop(store))).await;
                 }
             }
             Err(_) => left.push(store),
@@ -357,7 +356,8 @@ async fn destroy_while(
 /// Destroys a store that is no longer in the state, once no copy is in progress.
 async fn destroy(cx: &OpContext<'_>, store: &SleepStore) -> Result<(), DriverError> {
     complete_copies(cx).await?;
-    cx.does(Call::DestroyStore { store: store.handle }).await
+    // SAFETY: the store is no longer in the state, and no copy of it is in progress.
+    cx.outside(|| unsafe { cx.driver.host_store_destroy(store.handle) }).await
 }
 
 /// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may
@@ -379,5 +379,5 @@ pub(crate) async fn end(cx: &OpContext<'_>) {
             .await;
     }
     let budget = cx.with(|state| state.sleep.budget.take());
-    let _ = call_budget(cx, || drop((budget, left))).await; // nothing unwinds out of a drop
+    let _ = cx.outside(|| call_budget(|| drop((budget, left)))).await; // nothing unwinds out of a drop
 }

@@ -16,14 +16,13 @@
 //! `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
 
 use super::completion::complete_used;
-use super::context::{Call, OpContext, ShutCaches};
-use super::release::call_to_release;
+use super::context::{OpContext, ShutCaches};
 use super::resume::call_wakers;
 use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
-use crate::state::region::{PlacedRun, RegionState};
+use crate::state::region::RegionState;
 use crate::state::sleep::{Saved, SleepPhase};
 use crate::types::Region;
 use crate::types::error::DeviceError;
@@ -59,7 +58,7 @@ pub(crate) async fn suspend(
         return Err(cx.with(|state| recorded(state, error)));
     };
     // Cached blocks have memory, and caches hand them out without the arena's lock.
-    let _shut = ShutCaches::shut(cx).await;
+    let _shut = cx.outside(|| ShutCaches::shut(cx.surroundings)).await;
     match drain_leases(cx, (drain, deadline)).await {
         Ok(()) => release_memory(cx, options).await,
         Err(error) => Err(error),
@@ -197,9 +196,9 @@ async fn release_runs(
     runs: &[OutgoingRun],
 ) -> Result<(), (usize, DriverError)> {
     for (nth, run) in runs.iter().enumerate() {
-        call_to_release(cx, run.place).await.map_err(|error| (nth, error))?;
+        cx.decommit(run.place).await.map_err(|error| (nth, error))?;
     }
-    if cx.with(|state| state.is_whole()) && cx.does(Call::Trim).await.is_err() {
+    if cx.with(|state| state.is_whole()) && cx.outside(|| cx.driver.trim()).await.is_err() {
         cx.with(|state| state.untrimmed = true); // for the next decay
     }
     Ok(())
@@ -259,7 +258,7 @@ async fn rollback(
     let mut gone = Vec::with_capacity(suspension.runs.len());
     for (at, run) in suspension.runs.iter().enumerate() {
         let is_gone = at < nth && at >= committed;
-        gone.push(is_gone || (is_done && call_to_release(cx, run.place).await.is_ok()));
+        gone.push(is_gone || (is_done && cx.decommit(run.place).await.is_ok()));
     }
     finish(cx, suspension, &gone, Some(&error)).await;
     error
@@ -273,8 +272,7 @@ async fn restore(
     committed: &mut usize,
 ) -> Result<(), DriverError> {
     for run in &suspension.runs[..nth] {
-        let PlacedRun { at, size, handle, .. } = run.place;
-        cx.does(Call::Commit { at, size, handle }).await?;
+        cx.commit(run.place).await?;
         *committed += 1;
     }
     let copies = |state: &ArenaState| {

@@ -8,24 +8,26 @@
 //! state; the arena's memory lives as long as a handle, a buffer or a lease of the arena.
 #![expect(unsafe_code, reason = "the end of the arena gives its memory up")]
 
-use std::mem::ManuallyDrop;
 use std::ops::ControlFlow;
+use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::{fmt, ptr};
 
 use crate::driver::{Capabilities, Driver};
 use crate::engine::alloc::{self, Begun};
 use crate::engine::completion::query_events;
-use crate::engine::context::{Called, OpContext, Surroundings};
+use crate::engine::context::{OpContext, ShutCaches, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::shortage::record_failure;
 use crate::engine::{raw_block, resize, stores};
 use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
-use crate::exec::executor::{Executor, LockedState, World};
+use crate::exec::executor::Executor;
+#[cfg(test)]
+use crate::exec::executor::StateSlot;
 use crate::exec::lane::Lanes;
+use crate::exec::reserve;
 use crate::exec::thread_cache::CacheShard;
-use crate::exec::{callbacks, reserve};
 use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
 use crate::state::event::RequestOrigin;
@@ -33,7 +35,7 @@ use crate::state::failure::AllocFailure;
 use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
 use crate::state::streams::StreamKey;
-use crate::types::error::{DeviceError, Shortage};
+use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
@@ -118,15 +120,6 @@ struct Rules {
     shut: u32,
 }
 
-/// Keeps all caches from accepting blocks until dropped.
-pub(crate) struct Shut<'a>(&'a ArenaCaches);
-
-impl Drop for Shut<'_> {
-    fn drop(&mut self) {
-        self.0.reopen();
-    }
-}
-
 impl ArenaCaches {
     /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
     pub(crate) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
@@ -197,17 +190,6 @@ impl ArenaCaches {
         self.set(|rules| rules.asleep = is_asleep);
     }
 
-    /// Keeps caches from accepting blocks until the guard is dropped.
-    pub(crate) fn shut(&self) -> Shut<'_> {
-        self.set(|rules| rules.shut += 1);
-        Shut(self)
-    }
-
-    /// Ends one [`ArenaCaches::shut`].
-    fn reopen(&self) {
-        self.set(|rules| rules.shut -= 1);
-    }
-
     /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
     #[inline]
     pub(crate) fn room(&self, is_of_lane: bool) -> u64 {
@@ -256,16 +238,16 @@ impl ArenaInner {
         }
     }
 
-    /// Locks the state.
-    #[inline]
-    pub(crate) fn lock_state(&self) -> LockedState<'_> {
-        self.executor.lock_state(&*self.clock)
+    /// Locks the state, for reading.
+    #[cfg(test)]
+    pub(crate) fn lock_state(&self) -> MutexGuard<'_, StateSlot> {
+        self.executor.lock(&*self.clock)
     }
 
     /// Locks the state if no other thread holds the lock.
     #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) fn try_lock_state(&self) -> Option<LockedState<'_>> {
-        self.executor.try_lock_state()
+    pub(crate) fn try_lock_state(&self) -> Option<MutexGuard<'_, StateSlot>> {
+        self.executor.try_lock()
     }
 
     /// Reads or changes the state, without a wait or a driver call. Called without holding a lock:
@@ -279,7 +261,7 @@ impl ArenaInner {
 
     /// Like [`ArenaInner::run_now`], for callers that hold a lock. Does not call the sink.
     #[inline]
-    fn run_under_lock<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+    pub(crate) fn run_under_lock<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         self.executor.run_now(&*self.clock, act)
     }
 
@@ -322,25 +304,39 @@ impl ArenaInner {
 
     /// Runs an operation to its end on this thread.
     pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&OpContext<'_>) -> T) -> T {
-        let outcome = self.executor.run(self.world(), operation);
+        let cx = self.context();
+        let locked = self.executor.lock(&*self.clock);
+        let outcome = self.executor.drive(locked, &cx, pin!(operation(&cx)));
         self.flush_events();
         outcome
     }
 
-    /// Makes a first step, and continues it with an operation if that is not enough.
+    /// Makes a first step, and if that is not enough, runs the operation that continues it to its
+    /// end. The lock is not released in between.
     #[inline]
     pub(crate) fn run_after<B, T>(
         &self,
         first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
         operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
     ) -> T {
-        let outcome = self.executor.run_after(self.world(), first, operation);
+        let mut locked = self.executor.lock(&*self.clock);
+        let outcome = match first(&mut locked) {
+            ControlFlow::Break(outcome) => {
+                self.executor.publish(&locked);
+                drop(locked);
+                outcome
+            }
+            ControlFlow::Continue(begun) => {
+                let cx = self.context();
+                self.executor.drive(locked, &cx, pin!(operation(&cx, begun)))
+            }
+        };
         self.flush_events();
         outcome
     }
 
-    fn world(&self) -> World<'_> {
-        World { driver: &*self.driver, clock: &*self.clock, surroundings: self }
+    fn context(&self) -> OpContext<'_> {
+        OpContext::new(&*self.driver, &*self.clock, self, &self.callbacks)
     }
 
     /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
@@ -439,9 +435,7 @@ impl ArenaInner {
     /// handle left. Does nothing in a forked child.
     pub(crate) fn retire_caches(&self) {
         if self.check_here().is_ok() {
-            let _for_good = ManuallyDrop::new(self.caches.shut());
-            let mut blocks = BlockList::default();
-            self.empty_all(&lock(&self.caches.sweep), &mut blocks);
+            self.shut_caches();
         }
     }
 
@@ -505,7 +499,7 @@ impl ArenaInner {
     /// Closes the arena if no block is live and no imported value is held. Returns `true` if the
     /// arena was open. Another thread that closes the arena waits for the result.
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
-        let _shut = self.caches.shut();
+        let _shut = ShutCaches::shut(self);
         let mut blocks = BlockList::default();
         let sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
@@ -575,38 +569,20 @@ impl Surroundings for ArenaInner {
 
     fn shut_caches(&self) -> bool {
         // A block that was put into a cache earlier is found, and a later block finds no room.
-        let shut = self.caches.shut();
+        self.caches.set(|rules| rules.shut += 1);
         let mut blocks = BlockList::default();
-        let held = self.empty_all(&lock(&self.caches.sweep), &mut blocks);
-        let _until_reopened = ManuallyDrop::new(shut);
-        held
+        self.empty_all(&lock(&self.caches.sweep), &mut blocks)
     }
 
     fn reopen_caches(&self) {
         if self.check_here().is_err() {
             return; // a thread of the parent may hold its lock
         }
-        self.caches.reopen();
+        self.caches.set(|rules| rules.shut -= 1);
     }
 
     fn set_asleep(&self, is_asleep: bool) {
         self.caches.set_asleep(is_asleep);
-    }
-
-    fn take_callback_turn(&self) -> Option<bool> {
-        self.callbacks.take_turn()
-    }
-
-    fn end_callback_turn(&self) {
-        self.callbacks.end_turn();
-    }
-
-    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called> {
-        self.callbacks.call(shortage)
-    }
-
-    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
-        callbacks::call_budget(act)
     }
 }
 
