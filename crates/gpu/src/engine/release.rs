@@ -8,7 +8,7 @@
 //! Invariant: only granules that no block touches leave.
 
 use super::context::OpContext;
-use super::stores::end_copies;
+use super::stores::complete_copies;
 use crate::driver::DriverError;
 use crate::state::aging::Ages;
 use crate::state::region::{PlacedRun, Region};
@@ -41,13 +41,14 @@ pub(crate) async fn release_granules(
 ) -> ReleasedGranules {
     let mut released = ReleasedGranules::default();
     if cx.with(|state| state.sleep.may_be_copied()) {
+        // An operation that still queues copies waits for them itself before it ends. An operation
+        // whose block lacks memory never meets such an operation.
         released.unlocked = cx.with(|state| !state.sleep.is_queueing);
-        match end_copies(cx).await {
-            Ok(true) => {}
-            outcome => {
-                released.error = outcome.err();
-                return released;
-            }
+        if released.unlocked {
+            released.error = complete_copies(cx).await.err();
+        }
+        if cx.with(|state| state.sleep.may_be_copied()) {
+            return released;
         }
     }
     let untrimmed = cx.with(|state| std::mem::take(&mut state.untrimmed));

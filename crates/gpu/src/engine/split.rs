@@ -60,12 +60,6 @@ struct Split {
     scratch: Placement,
 }
 
-/// An error after which the handle was not divided; `true` if contents were lost.
-struct DivideFailure {
-    error: DriverError,
-    is_lost: bool,
-}
-
 /// Divides handles. With ages, only if too much memory is stuck, and only handles whose idle
 /// memory has expired. Returns the number of granules released; 0 if no handle can be divided now.
 /// A failure is logged.
@@ -151,10 +145,11 @@ async fn split(cx: &OpContext<'_>, handle: PlacedRun) -> Option<u64> {
     let mut released = None;
     if let Some(split) = cx.with(|state| begin(state, handle, scratch)) {
         let divided = divide(cx, &split).await;
-        cx.with(|state| end(state, region, divided.as_ref().err()));
+        let is_lost = divided.as_ref().is_err_and(|&(_, is_lost)| is_lost);
+        cx.with(|state| end(state, region, is_lost));
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
-            Err(DivideFailure { error, is_lost }) => {
+            Err((error, is_lost)) => {
                 cx.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
                     .await;
             }
@@ -233,20 +228,22 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
 
 /// Copies the contents to the new memory, releases the handle, and moves the new memory to where
 /// the contents were.
-async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), DivideFailure> {
-    if let Err(error) = copy(cx, split, Direction::Out).await {
+///
+/// # Errors
+/// The driver's, and `true` if contents were lost; the handle was not divided.
+async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), (DriverError, bool)> {
+    if let Err(error) = copy(cx, split, false).await {
         cx.with(|state| state.end_leave(split.handle, false));
-        return Err(DivideFailure { error, is_lost: false });
+        return Err((error, false));
     }
     if let Err(error) = cx.decommit(split.handle).await {
         // The handle is still there, without its contents.
-        let is_lost = copy(cx, split, Direction::Back).await.is_err();
+        let is_lost = copy(cx, split, true).await.is_err();
         cx.with(|state| state.end_leave(split.handle, false));
-        return Err(DivideFailure { error, is_lost });
+        return Err((error, is_lost));
     }
     let pairs = cx.with(|state| begin_remaps(state, split));
-    let error = remap(cx, pairs).await.error;
-    error.map_or(Ok(()), |error| Err(DivideFailure { error, is_lost: true }))
+    remap(cx, pairs).await.error.map_or(Ok(()), |error| Err((error, true)))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
@@ -270,22 +267,12 @@ fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
     pairs
 }
 
-/// The direction of a copy: from the handle to the new memory, or back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
-    Out,
-    Back,
-}
-
-/// Copies the contents of the touched granules, and waits for each copy.
-async fn copy(cx: &OpContext<'_>, split: &Split, direction: Direction) -> Result<(), DriverError> {
+/// Copies the contents of the touched granules to the new memory, or back, and waits for each copy.
+async fn copy(cx: &OpContext<'_>, split: &Split, is_back: bool) -> Result<(), DriverError> {
     let mut scratch = split.scratch.at;
     for &run in &split.touched {
         let (at, size) = cx.with(|state| state.region(split.handle.region).segment.place_of(run));
-        let (from, to) = match direction {
-            Direction::Out => (at, scratch),
-            Direction::Back => (scratch, at),
-        };
+        let (from, to) = if is_back { (scratch, at) } else { (at, scratch) };
         cx.copy(from, to, size).await?;
         scratch = scratch.checked_add(size).unwrap_or(scratch);
     }
@@ -293,10 +280,10 @@ async fn copy(cx: &OpContext<'_>, split: &Split, direction: Direction) -> Result
 }
 
 /// Ends the move of the blocks, and frees those whose owners freed them meanwhile.
-fn end(state: &mut ArenaState, region: Region, failure: Option<&DivideFailure>) {
+fn end(state: &mut ArenaState, region: Region, is_lost: bool) {
     let Some(batch) = state.moves.moving.take() else { return };
-    for (id, freed) in batch.into_blocks() {
-        if failure.is_some_and(|failure| failure.is_lost) {
+    for (id, freed) in batch.blocks {
+        if is_lost {
             state.region_mut(region).lose(id);
         }
         if let Some(freed) = freed {

@@ -15,11 +15,9 @@
 //! wake.
 #![expect(unsafe_code, reason = "copies memory to stores and back")]
 
-use std::cell::{Cell, RefCell};
-
 use super::completion::{is_any_capturing, own_stream};
 use super::context::OpContext;
-use crate::driver::{DriverError, StreamHandle};
+use crate::driver::DriverError;
 use crate::exec::callbacks::call_budget;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
@@ -57,7 +55,7 @@ pub(super) async fn save(
         Ok(()) => Ok((!is_empty).then_some(saved)),
         Err(error) => {
             restore(cx, saved);
-            Err(error)
+            Err(copy_error(cx, error))
         }
     }
 }
@@ -73,13 +71,12 @@ async fn fill(
     saved: &mut Saved,
     missing: &[ByteSize],
 ) -> Result<(), DeviceError> {
-    let stores = RefCell::new(&mut saved.stores);
     let add = |store| {
-        stores.borrow_mut().push(store);
+        saved.stores.push(store);
         true
     };
     create(cx, missing, add).await?;
-    copy_out(cx, saved).await.map_err(|error| copy_error(cx, error))
+    Ok(copy_out(cx, saved).await?)
 }
 
 /// Creates the stores that a sleep with these options would need, while `goes_on` holds and the
@@ -101,9 +98,9 @@ pub(crate) async fn prepare(
     }) else {
         return Ok(ByteSize::ZERO);
     };
-    let created = Cell::new(ByteSize::ZERO);
+    let mut bytes = ByteSize::ZERO;
     let add = |store: SleepStore| {
-        created.set(created.get().saturating_add(store.size));
+        bytes = bytes.saturating_add(store.size);
         cx.with(|state| {
             state.sleep.idle.put(vec![store], cx.clock.now());
             state.sleep.is_open() && goes_on(state)
@@ -111,7 +108,6 @@ pub(crate) async fn prepare(
     };
     let outcome = create(cx, &missing, add).await;
     cx.with(|state| state.sleep.idle.end_prepare());
-    let bytes = created.get();
     if !bytes.is_zero() {
         cx.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
     }
@@ -125,52 +121,50 @@ fn kept_granules(state: &ArenaState, options: SleepOptions) -> u64 {
     [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)].map(of).iter().sum()
 }
 
-/// Returns the error for copies that could not be queued or waited for.
-pub(super) fn copy_error(cx: &OpContext<'_>, error: DriverError) -> DeviceError {
-    if is_captures(&error) {
-        return DeviceError::Capturing { arena: cx.with(|state| state.name.clone()) };
+/// Returns the error of a sleep or a wake, whose copies cannot be made during a capture.
+pub(super) fn copy_error(cx: &OpContext<'_>, error: DeviceError) -> DeviceError {
+    match error {
+        DeviceError::Driver(error) if is_captures(&error) => {
+            DeviceError::Capturing { arena: cx.with(|state| state.name.clone()) }
+        }
+        error => error,
     }
-    error.into()
 }
 
-/// Creates stores, until `add` returns `false`. All of them are reserved before the first is
-/// created.
+/// Creates stores, until `add` returns `false`. Host memory for all of them is reserved before the
+/// first is created, that for the last one first.
 async fn create(
     cx: &OpContext<'_>,
     sizes: &[ByteSize],
-    add: impl Fn(SleepStore) -> bool,
+    mut add: impl FnMut(SleepStore) -> bool,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
     }
     let budget = cx.with(|state| state.sleep.budget.clone());
-    let mut reserved = Vec::new();
-    let outcome = create_reserved(cx, budget.as_deref(), (sizes, &mut reserved), add).await;
-    // The budget may have been replaced meanwhile, so this may drop it.
-    let _ = cx.outside(|| call_budget(|| drop((reserved, budget)))).await;
-    outcome
-}
-
-async fn create_reserved(
-    cx: &OpContext<'_>,
-    budget: Option<&dyn HostBudget>,
-    (sizes, reserved): (&[ByteSize], &mut Vec<HostReservation>),
-    add: impl Fn(SleepStore) -> bool,
-) -> Result<(), DeviceError> {
-    if let Some(budget) = budget {
-        reserve(cx, budget, sizes, reserved).await?;
+    let (mut reserved, mut outcome) = (Vec::new(), Ok(()));
+    if let Some(budget) = budget.as_deref() {
+        outcome = reserve(cx, budget, sizes, &mut reserved).await;
     }
-    for &size in sizes {
-        let handle = cx.outside(|| cx.driver.host_store_create(size)).await?;
+    for &size in sizes.iter().filter(|_| outcome.is_ok()) {
+        let handle = match cx.outside(|| cx.driver.host_store_create(size)).await {
+            Ok(handle) => handle,
+            Err(error) => {
+                outcome = Err(error.into());
+                break;
+            }
+        };
         let mut reservation = reserved.pop();
-        if let (Some(budget), Some(reservation)) = (budget, &mut reservation) {
+        if let (Some(budget), Some(reservation)) = (&budget, &mut reservation) {
             let _ = cx.outside(|| call_budget(|| budget.settle(&mut **reservation))).await;
         }
         if !add(SleepStore { handle, size, reservation }) {
             break;
         }
     }
-    Ok(())
+    // The budget may have been replaced meanwhile, so this may drop it.
+    let _ = cx.outside(|| call_budget(|| drop((reserved, budget)))).await;
+    outcome
 }
 
 /// Reserves host memory for each store, the last one first.
@@ -181,11 +175,13 @@ async fn reserve(
     reserved: &mut Vec<HostReservation>,
 ) -> Result<(), DeviceError> {
     for &size in sizes.iter().rev() {
-        let arena = cx.with(|state| state.name.clone());
-        let bytes = sizes.iter().copied().sum();
         match cx.outside(|| call_budget(|| budget.reserve(size))).await {
             Ok(Ok(reservation)) => reserved.push(reservation),
-            Ok(Err(reason)) => return Err(DeviceError::HostBudget { arena, bytes, reason }),
+            Ok(Err(reason)) => {
+                let (arena, bytes) =
+                    (cx.with(|state| state.name.clone()), sizes.iter().copied().sum());
+                return Err(DeviceError::HostBudget { arena, bytes, reason });
+            }
             Err(message) => return Err(DeviceError::Callback { message }),
         }
     }
@@ -236,15 +232,23 @@ pub(super) async fn queue_copies(
 /// Waits for the copies that this operation has queued.
 ///
 /// # Errors
-/// The driver's; copies may still be in progress.
-pub(super) async fn complete_own_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
+/// As [`complete_copies`].
+pub(super) fn complete_own_copies(
+    cx: &OpContext<'_>,
+) -> impl Future<Output = Result<(), DriverError>> {
     cx.with(|state| state.sleep.is_queueing = false);
-    complete_copies(cx).await
+    complete_copies(cx)
 }
 
-/// Waits for the copies that are queued now. While another operation queues more, only that
-/// operation knows when they are complete. Fails if a stream captures a graph.
-async fn wait_for_copies(cx: &OpContext<'_>, stream: StreamHandle) -> Result<(), DriverError> {
+/// Waits for the copies that are queued now, if any may be in progress. While another operation
+/// queues more, only that operation knows when they are complete.
+///
+/// # Errors
+/// The driver's, or [`CAPTURES`](crate::types::error::CAPTURES) if a stream captures a graph; the
+/// copies may still be in progress.
+pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
+    let stream = cx.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied()));
+    let Some(stream) = stream else { return Ok(()) };
     let queued = cx.with(|state| state.sleep.queued());
     if is_any_capturing(cx).await? {
         return Err(captures("cuStreamSynchronize"));
@@ -252,31 +256,6 @@ async fn wait_for_copies(cx: &OpContext<'_>, stream: StreamHandle) -> Result<(),
     cx.synchronize(stream).await?;
     cx.with(|state| state.sleep.end_copies(queued));
     Ok(())
-}
-
-/// Waits for the copies of an earlier sleep or wake, if any may be in progress.
-///
-/// # Errors
-/// The driver's: the copies may still be in progress.
-pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
-    match cx.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied())) {
-        Some(stream) => wait_for_copies(cx, stream).await,
-        None => Ok(()),
-    }
-}
-
-/// Waits for copies that could not be waited for when they were made. Returns `true` if no copy is
-/// in progress. Does not wait for the copies of an operation that still queues more: that operation
-/// waits for them itself before it ends. An operation whose block lacks memory never meets such an
-/// operation.
-///
-/// # Errors
-/// The driver's: the copies may still be in progress.
-pub(crate) async fn end_copies(cx: &OpContext<'_>) -> Result<bool, DriverError> {
-    let stream = cx.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing));
-    let Some(stream) = stream else { return Ok(false) };
-    wait_for_copies(cx, stream).await?;
-    Ok(cx.with(|state| !state.sleep.may_be_copied()))
 }
 
 /// Sets the limit of idle stores, and releases what exceeds it.

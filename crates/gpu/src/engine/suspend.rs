@@ -35,8 +35,8 @@ use lowtide_core::clock::Moment;
 const ROUNDS_MAX: usize = 16;
 
 /// A sleep in progress.
+#[derive(Default)]
 struct Suspension {
-    options: SleepOptions,
     /// The memory to release, marked as leaving.
     runs: Vec<OutgoingRun>,
     saved: Option<Saved>,
@@ -125,9 +125,9 @@ async fn release_memory(
     cx: &OpContext<'_>,
     options: SleepOptions,
 ) -> Result<SleepReport, DeviceError> {
-    let mut suspension = Suspension { options, runs: Vec::new(), saved: None };
-    if let Err(error) = prepare(cx, &mut suspension).await {
-        return Err(abort(cx, suspension, error).await);
+    let mut suspension = Suspension::default();
+    if let Err(error) = prepare(cx, options, &mut suspension).await {
+        return Err(abort(cx, suspension, 0, error).await);
     }
     match release_runs(cx, &suspension.runs).await {
         Ok(()) => {
@@ -139,8 +139,12 @@ async fn release_memory(
 }
 
 /// Marks the memory to release, and saves its contents. If this fails, no memory has left.
-async fn prepare(cx: &OpContext<'_>, suspension: &mut Suspension) -> Result<(), DeviceError> {
-    suspension.runs = mark_outgoing(cx, suspension.options).await?;
+async fn prepare(
+    cx: &OpContext<'_>,
+    options: SleepOptions,
+    suspension: &mut Suspension,
+) -> Result<(), DeviceError> {
+    suspension.runs = mark_outgoing(cx, options).await?;
     suspension.saved = stores::save(cx, &suspension.runs).await?;
     cx.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
 }
@@ -204,11 +208,19 @@ async fn release_runs(
     Ok(())
 }
 
-/// Undoes a sleep of which no memory has left: the arena is awake again.
-async fn abort(cx: &OpContext<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
-    let Suspension { runs, saved, .. } = suspension;
+/// Undoes a sleep of which no memory of live blocks has left: the arena is awake again. The first
+/// `gone` runs have left.
+async fn abort(
+    cx: &OpContext<'_>,
+    Suspension { runs, saved }: Suspension,
+    gone: usize,
+    error: DeviceError,
+) -> DeviceError {
     let wakers = cx.with(|state| {
-        runs.iter().for_each(|run| state.end_leave(run.place, false));
+        for (at, run) in runs.iter().enumerate() {
+            state.end_leave(run.place, at < gone);
+        }
+        state.untrimmed |= gone > 0;
         state.note_sleepless(&error, SleepState::Awake);
         state.sleep.finish(SleepPhase::Awake)
     });
@@ -235,23 +247,13 @@ async fn rollback(
 ) -> DeviceError {
     let error = DeviceError::from(error);
     if cx.with(|state| state.is_whole()) {
-        // No block is live, so no block is lost.
-        let wakers = cx.with(|state| {
-            for (at, run) in suspension.runs.iter().enumerate() {
-                state.end_leave(run.place, at < nth);
-            }
-            state.untrimmed |= nth > 0;
-            state.note_sleepless(&error, SleepState::Awake);
-            state.sleep.finish(SleepPhase::Awake)
-        });
-        call_wakers(cx, wakers).await;
-        return error;
+        return abort(cx, suspension, nth, error).await; // no block is live
     }
     let mut committed = 0;
     if restore(cx, &suspension, nth, &mut committed).await.is_ok() {
         // The contents of the run that did not leave are lost as well.
         cx.with(|state| note_discarded(state, &suspension.runs[..=nth]));
-        return abort(cx, suspension, error).await;
+        return abort(cx, suspension, 0, error).await;
     }
     // Copies in progress keep their memory here.
     let is_done = stores::complete_own_copies(cx).await.is_ok();
@@ -290,7 +292,7 @@ async fn finish(
     gone: &[bool],
     error: Option<&DeviceError>,
 ) -> SleepReport {
-    let Suspension { runs, saved, .. } = suspension;
+    let Suspension { runs, saved } = suspension;
     let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
     let offloaded = kept.map(|run| run.place.size).sum();
     let mut report = SleepReport { offloaded, ..SleepReport::default() };
