@@ -131,5 +131,5 @@ pub(super) fn raw_at(state: &ArenaState, region: Region, offset: u64) -> Option<
     if state.raw.is_empty() {
         return None;
     }
-    state.raw.get(state.region(region).segment.address_of(offset))
+    state.raw.get(&state.region(region).segment.address_of(offset))
 }

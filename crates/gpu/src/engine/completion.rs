@@ -121,7 +121,7 @@ pub(crate) async fn mark_end(cx: &OpContext<'_>, stream: StreamKey) -> Result<()
 pub(crate) async fn leave_stream(cx: &OpContext<'_>, stream: StreamKey) {
     let is_last = cx.with(|state| {
         let is_last = state.streams.leave(stream);
-        if is_last && state.sleep.forget_used(stream) {
+        if is_last && state.sleep.used.remove(&stream) {
             // Work of the stream under leases is waited for by an event, or with all other work.
             state.streams.use_now(stream);
         }
@@ -327,7 +327,7 @@ pub(crate) async fn complete_used(cx: &OpContext<'_>) -> Result<(), DeviceError>
     if !(is_known && complete_by_events(cx).await?) {
         complete_all(cx).await?;
     }
-    cx.with(|state| state.sleep.complete());
+    cx.with(|state| state.sleep.used.clear());
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use super::context::OpContext;
 use super::stores::complete_copies;
 use crate::driver::DriverError;
 use crate::state::aging::Ages;
-use crate::state::region::{PlacedRun, Region};
+use crate::state::region::Region;
 use crate::state::segment::Cursor;
 use lowtide_core::bytes::ByteSize;
 
@@ -58,7 +58,9 @@ pub(crate) async fn release_granules(
         let next = cx.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));
         let Some(leaving) = next else { break };
         released.unlocked = true;
-        if let Err(error) = take_away(cx, leaving).await {
+        let outcome = cx.decommit(leaving).await;
+        cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
+        if let Err(error) = outcome {
             released.error = Some(error);
             break;
         }
@@ -92,14 +94,6 @@ pub(crate) async fn release_down_to(
         }
     }
     (released, None)
-}
-
-/// Releases the memory of a marked run, or the whole segment on drivers that allocate segments, and
-/// records the result.
-async fn take_away(cx: &OpContext<'_>, leaving: PlacedRun) -> Result<(), DriverError> {
-    let outcome = cx.decommit(leaving).await;
-    cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
-    outcome
 }
 
 /// Trims the driver, so that it keeps no memory of released segments.

@@ -243,7 +243,8 @@ async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), (DriverError, b
         return Err((error, is_lost));
     }
     let pairs = cx.with(|state| begin_remaps(state, split));
-    remap(cx, pairs).await.error.map_or(Ok(()), |error| Err((error, true)))
+    let (_, error) = remap(cx, pairs).await;
+    error.map_or(Ok(()), |error| Err((error, true)))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
@@ -260,9 +261,8 @@ fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
         first += count;
         of.begin_part(from);
         of.segment.begin_arrive_of(*run);
-        let (at, _) = of.segment.place_of(*run);
         let from = of.placed_run(handle.region, from);
-        pairs.push(Pair { from, region: handle.region, to: *run, at });
+        pairs.push(Pair { from, region: handle.region, to: *run });
     }
     pairs
 }

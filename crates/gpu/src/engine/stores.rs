@@ -42,7 +42,7 @@ pub(super) async fn save(
     let kept = outgoing.iter().filter(|run| run.contents == Contents::Keep);
     let kept = kept.map(|run| (run.place.region, run.place.run));
     let (mut saved, missing) = cx.with(|state| {
-        let stores = state.sleep.idle.take();
+        let stores = std::mem::take(&mut state.sleep.idle.stores);
         let sizes: Vec<_> = stores.iter().map(|store| store.size).collect();
         let (runs, missing) = lay_out(kept, ByteSize::new(state.bytes_of(1)), &sizes);
         (Saved { runs, stores }, missing)
@@ -107,7 +107,7 @@ pub(crate) async fn prepare(
         })
     };
     let outcome = create(cx, &missing, add).await;
-    cx.with(|state| state.sleep.idle.end_prepare());
+    cx.with(|state| state.sleep.idle.is_preparing = false);
     if !bytes.is_zero() {
         cx.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
     }
@@ -262,7 +262,7 @@ pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverErro
 pub(crate) async fn set_stores_max(cx: &OpContext<'_>, stores_max: ByteSize) {
     cx.with(|state| {
         state.sleep.config.stores_max = stores_max;
-        state.sleep.idle.unprepare();
+        state.sleep.idle.prepared = ByteSize::ZERO;
     });
     release_over_limit(cx).await;
 }
@@ -274,7 +274,7 @@ pub(crate) async fn release_idle(cx: &OpContext<'_>) -> ByteSize {
 
 /// Releases the idle stores beyond the limit.
 pub(crate) async fn release_over_limit(cx: &OpContext<'_>) {
-    release_while(cx, |state| state.sleep.is_over_limit()).await;
+    release_while(cx, |state| state.sleep.idle.is_over(state.sleep.config.stores_max)).await;
 }
 
 /// Releases the idle stores that are due at `now`.
@@ -282,10 +282,14 @@ pub(crate) async fn decay(cx: &OpContext<'_>, now: Moment) {
     release_while(cx, |state| store_due(state) <= now).await;
 }
 
-/// Returns the time at which the next idle store is to be released.
+/// Returns the time at which the next idle store is to be released; never during a wake.
 pub(crate) fn store_due(state: &ArenaState) -> Moment {
-    let need = if state.sleep.is_open() { state.active() } else { 0 };
-    state.sleep.store_due(ByteSize::new(need), state.aging.time())
+    let sleep = &state.sleep;
+    if sleep.phase == SleepPhase::Waking {
+        return Moment::NEVER;
+    }
+    let need = if sleep.is_open() { state.active() } else { 0 };
+    sleep.idle.due(sleep.config.stores_max, ByteSize::new(need), state.aging.time)
 }
 
 /// Releases idle stores, the last one first, while they are in excess, and returns their bytes.
@@ -316,7 +320,7 @@ async fn destroy_while(
     loop {
         let last = cx.with(|state| {
             let may = state.sleep.phase != SleepPhase::Waking;
-            if may && is_excess(state) { state.sleep.idle.pop() } else { None }
+            if may && is_excess(state) { state.sleep.idle.stores.pop() } else { None }
         });
         let Some(store) = last else { break };
         match destroy(cx, &store).await {
@@ -351,7 +355,7 @@ pub(crate) async fn end(cx: &OpContext<'_>) {
     if !is_copying {
         (_, left) = destroy_while(cx, |_| true).await;
     }
-    left.extend(cx.with(|state| state.sleep.idle.take()));
+    left.extend(cx.with(|state| std::mem::take(&mut state.sleep.idle.stores)));
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
         cx.log(|arena| log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked"))

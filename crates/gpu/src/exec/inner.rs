@@ -41,8 +41,10 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 use lowtide_core::log;
+#[cfg(test)]
+use lowtide_core::sync::MutexGuard;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use lowtide_core::sync::{Mutex, MutexGuard, lock};
+use lowtide_core::sync::{Mutex, lock};
 
 /// The shared parts of an arena.
 pub(crate) struct ArenaInner {
@@ -396,14 +398,6 @@ impl ArenaInner {
         }
     }
 
-    /// Frees cached blocks in the arena. Their handles are to be dropped without a lock.
-    pub(crate) fn release_all(&self, blocks: &BlockList) {
-        if blocks.is_empty() {
-            return;
-        }
-        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
-    }
-
     /// Records that a cache holds a block.
     #[inline]
     pub(crate) fn note_cached(&self) {
@@ -426,9 +420,9 @@ impl ArenaInner {
     /// Frees all cached blocks in the arena. Returns `true` if there were any.
     pub(crate) fn empty_caches(&self) -> bool {
         let mut blocks = BlockList::default();
-        let sweep = lock(&self.caches.sweep);
+        let _sweep = lock(&self.caches.sweep);
         // Blocks that are cached from here on set the flag again.
-        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&sweep, &mut blocks)
+        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&mut blocks)
     }
 
     /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
@@ -439,17 +433,17 @@ impl ArenaInner {
         }
     }
 
-    /// Frees all cached blocks in the arena, regardless of the flag. Their handles are put into
-    /// `blocks`, to be dropped without a lock.
-    fn empty_all(&self, sweep: &MutexGuard<'_, ()>, blocks: &mut BlockList) -> bool {
+    /// Frees all cached blocks in the arena, regardless of the flag, during a sweep. Their handles
+    /// are put into `blocks`, to be dropped without a lock. Returns `true` if there were any.
+    fn empty_all(&self, blocks: &mut BlockList) -> bool {
         self.shards().for_each(|shard| shard.empty(blocks));
-        self.release_swept(blocks, sweep)
+        self.release_all(blocks)
     }
 
     /// Frees cached blocks whose sizes are no longer hot.
     pub(crate) fn cool_caches(&self) {
         let mut blocks = BlockList::default();
-        let sweep = lock(&self.caches.sweep);
+        let _sweep = lock(&self.caches.sweep);
         if !self.caches.hold.swap(false, Ordering::Relaxed) {
             return;
         }
@@ -458,13 +452,17 @@ impl ArenaInner {
                 self.note_cached();
             }
         }
-        self.release_swept(&blocks, &sweep);
+        self.release_all(&blocks);
     }
 
-    /// Frees blocks that were taken out of the caches. Returns `true` if there were any.
-    fn release_swept(&self, blocks: &BlockList, _: &MutexGuard<'_, ()>) -> bool {
-        self.release_all(blocks);
-        !blocks.is_empty()
+    /// Frees blocks that were taken out of the caches. Returns `true` if there were any. Their
+    /// handles are to be dropped without a lock.
+    pub(crate) fn release_all(&self, blocks: &BlockList) -> bool {
+        if blocks.is_empty() {
+            return false;
+        }
+        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
+        true
     }
 
     /// Returns the shards of threads, then those of lanes.
@@ -476,18 +474,18 @@ impl ArenaInner {
 
     /// Returns all figures at one instant: locks the caches, and then the state.
     pub(crate) fn snapshot(&self) -> ArenaSnapshot {
-        let sweep = lock(&self.caches.sweep);
-        self.snapshot_under(&sweep)
+        let _sweep = lock(&self.caches.sweep);
+        self.snapshot_swept()
     }
 
-    fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
+    /// Returns all figures during a sweep.
+    fn snapshot_swept(&self) -> ArenaSnapshot {
         // Dropped last: dropping the last reference to a shard locks the state.
         let shards: Vec<_> = self.shards().collect();
         let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
         let mut caches = CacheCounts::default();
         still.iter().for_each(|cache| caches.add(cache.tally));
-        let mut snapshot =
-            self.run_under_lock(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
+        let mut snapshot = self.run_under_lock(|state| state.snapshot(&caches));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
@@ -501,17 +499,20 @@ impl ArenaInner {
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
         let _shut = ShutCaches::shut(self);
         let mut blocks = BlockList::default();
-        let sweep = lock(&self.caches.sweep);
+        let _sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
         self.run_under_lock(|state| state.is_closed = true);
         // From here on the caches are empty and hand out no block, and the arena checks `closed`
         // under its lock before handing one out.
-        self.empty_all(&sweep, &mut blocks);
-        let snapshot = self.snapshot_under(&sweep);
+        self.empty_all(&mut blocks);
+        let snapshot = self.snapshot_swept();
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.run_under_lock(|state| state.outstanding.imported.held());
+        let held = self.run_under_lock(|state| {
+            let imported = &state.outstanding.imported;
+            imported.count() - imported.waiting()
+        });
         if count == 0 && held == 0 {
             return Ok(true);
         }
@@ -571,7 +572,8 @@ impl Surroundings for ArenaInner {
         // A block that was put into a cache earlier is found, and a later block finds no room.
         self.caches.set(|rules| rules.shut += 1);
         let mut blocks = BlockList::default();
-        self.empty_all(&lock(&self.caches.sweep), &mut blocks)
+        let _sweep = lock(&self.caches.sweep);
+        self.empty_all(&mut blocks)
     }
 
     fn reopen_caches(&self) {
@@ -666,10 +668,7 @@ impl ArenaInner {
         wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Result<Placement, DeviceError> {
-        self.alloc_target(AllocTarget { region, wanted, taker })
-    }
-
-    fn alloc_target(&self, target: AllocTarget) -> Result<Placement, DeviceError> {
+        let target = AllocTarget { region, wanted, taker };
         let first = |state: &mut ArenaState| {
             let begun = alloc::begin(state, target);
             self.caches.note_live(state.live(), state.limit.get());
@@ -679,7 +678,7 @@ impl ArenaInner {
             }
         };
         let outcome = self.run_after(first, alloc::alloc);
-        outcome.map_err(|failure| self.record_failure(target.region, failure, target.wanted))
+        outcome.map_err(|failure| self.record_failure(region, failure, wanted))
     }
 
     /// Allocates a raw block, like [`ArenaInner::alloc_block`], for the next work of a user, or of
@@ -744,13 +743,7 @@ impl ArenaInner {
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, DeviceError> {
-        let outcome =
-            self.run(async |cx| resize::resize_in_place(cx, region, placed, requested).await);
-        let outcome = match outcome {
-            Err(failure) if failure.is_shortage() => self
-                .run(async |cx| resize::resize_after_shortage(cx, region, placed, requested).await),
-            outcome => outcome,
-        };
+        let outcome = self.run(async |cx| resize::resize(cx, region, placed, requested).await);
         let what =
             AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
         outcome.map_err(|failure| self.record_failure(region, failure, what))
@@ -767,12 +760,8 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let target = AllocTarget {
-            region,
-            wanted: AllocRequest { origin: RequestOrigin::RESIZE, ..wanted },
-            taker: None,
-        };
-        let new = self.alloc_target(target)?;
+        let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
+        let new = self.alloc_block(region, wanted, None)?;
         let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
         copied.map_err(Into::into)
     }

@@ -322,7 +322,7 @@ impl<'a> World<'a> {
 
     fn note_used(&mut self, lane: usize) {
         let key = self.lanes[lane].key;
-        self.state().sleep.note_used(key);
+        self.state().sleep.used.insert(key);
     }
 
     fn use_block(&mut self) {

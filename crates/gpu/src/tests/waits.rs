@@ -10,7 +10,6 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 
 use super::steps::StepSurroundings;
 use super::*;
-use crate::driver::Driver as _;
 use crate::engine::context::{OpContext, OpRequest, step};
 use crate::exec::callbacks::Callbacks;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Search};
@@ -59,10 +58,9 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let wanted = AllocRequest::new(ByteSize::kib(64), ByteSize::new(256)).expect("not empty");
     let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
     let (placed, claim) = state.place(target, Search::Usual).expect("room");
-    let backend = sim.backend();
     for phase in [SleepPhase::Awake, SleepPhase::Draining(1), SleepPhase::Suspending] {
         state.sleep.phase = phase;
-        let snapshot = state.snapshot("falling", backend, &CacheCounts::default());
+        let snapshot = state.snapshot(&CacheCounts::default());
         snapshot.validate();
         assert_eq!((snapshot.live, snapshot.asleep), (ByteSize::ZERO, ByteSize::ZERO));
     }
