@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
 };
 use lowtide_core::bytes::ByteSize;
 
@@ -103,9 +103,8 @@ unsafe impl Driver for Guarded {
         segment_create(size: ByteSize) -> DeviceAddress;
         trim() -> ();
         device_memory() -> Option<DeviceMemory>;
-        total_memory() -> Option<ByteSize>;
         headroom() -> Option<ByteSize>;
-        owner_of(at: DeviceAddress, size: ByteSize) -> Owner;
+        foreign_memory(at: DeviceAddress, size: ByteSize) -> Option<&'static str>;
         stream_create() -> StreamHandle;
         event_create() -> EventHandle;
         synchronize() -> ();

@@ -27,7 +27,7 @@ pub use guarded::Guarded;
 pub use host::TouchedMemory;
 pub use values::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, EventHandle, HostMemory,
-    HostStore, Owner, StoreSpan, StreamHandle,
+    HostStore, StoreSpan, StreamHandle,
 };
 
 /// The unit of sizes for [`Driver::host_alloc`]. 64 KiB is the largest page size in use, so it is a
@@ -260,28 +260,23 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
     ) -> Result<(), DriverError>;
 
-    /// Returns the total and free memory of the device; `None` if it counts in the host's budget
-    /// ([`Capabilities::counts_as_host`]). On an integrated GPU the free memory of `cuMemGetInfo`
-    /// does not include page cache, which the kernel would release.
+    /// Returns the total and free memory of the device; `None` if the driver does not know it
+    /// (`cuMemGetInfo`). On an integrated GPU the free memory does not include page cache, which
+    /// the kernel would release.
     ///
     /// # Errors
     /// Any [`DriverError`].
     fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError>;
 
-    /// Returns the total memory of the device, also if it counts in the host's budget; `None` if
-    /// the driver does not know it (`cuMemGetInfo`).
-    ///
-    /// # Errors
-    /// Any [`DriverError`].
-    fn total_memory(&self) -> Result<Option<ByteSize>, DriverError> {
-        Ok(self.device_memory()?.map(|memory| memory.total))
-    }
-
-    /// Returns the free memory of the device; `None` if the host's budget applies.
+    /// Returns the free memory of the device; `None`, without a driver call, if it counts in the
+    /// host's budget ([`Capabilities::counts_as_host`]).
     ///
     /// # Errors
     /// As for [`Driver::device_memory`].
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+        if self.capabilities().counts_as_host() {
+            return Ok(None);
+        }
         Ok(self.device_memory()?.map(|memory| memory.free))
     }
 
@@ -300,14 +295,19 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         0
     }
 
-    /// Returns the owner of memory that may not be this driver's, checked at its first and last
-    /// byte; [`Owner::Unknown`] if the driver cannot tell (`cuPointerGetAttribute`).
+    /// Returns what memory is that does not belong to this driver's device and context, such as
+    /// "host memory", checked at its first and last byte; `None` if it belongs to them, or if the
+    /// driver cannot tell (`cuPointerGetAttribute`).
     ///
     /// # Errors
     /// Any [`DriverError`].
-    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Result<Owner, DriverError> {
+    fn foreign_memory(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> Result<Option<&'static str>, DriverError> {
         let _ = (at, size);
-        Ok(Owner::Unknown)
+        Ok(None)
     }
 
     /// Allocates host memory that the device can copy from and to. The memory is page-locked if

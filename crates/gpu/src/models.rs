@@ -37,7 +37,6 @@ const BASE: u64 = 1 << 20;
 #[derive(Default)]
 struct Model {
     remap: bool,
-    same_address_wake: bool,
     reserved: Mutex<u64>,
     committed: Mutex<[bool; 2 * GRANULES]>,
     work: Mutex<Work>,
@@ -99,7 +98,6 @@ unsafe impl Driver for Model {
             host_backed: false,
             unified: false,
             page_locked: false,
-            same_address_wake: self.same_address_wake,
             remap: self.remap,
             asynchronous: self.asynchronous,
             handles: false,

@@ -303,6 +303,9 @@ impl Shared {
 
     fn sample_device(&self, device: &Device, now: Moment) {
         // Memory that is committed or released during the query counts as ours, not as unmanaged.
+        if device.driver.capabilities().counts_as_host() {
+            return;
+        }
         let before = self.committed_on(device);
         let memory = match device.driver.device_memory() {
             Ok(Some(memory)) => memory,

@@ -187,8 +187,8 @@ impl Drop for DeviceContext {
 // later calls and waits for those in progress. The threads themselves go on and are not joined:
 // one that waits for the exiting thread would block the exit.
 //
-// Invariant: when the handler returns, no call of a [`DeviceContext`](super::context::DeviceContext) is in
-// progress or begins, unless one took longer than the longest wait.
+// Invariant: when the handler returns, no call of a `DeviceContext` is in progress or begins,
+// unless one took longer than the longest wait.
 
 /// `CUDA_ERROR_DEINITIALIZED`
 const DEINITIALIZED: u32 = 4;

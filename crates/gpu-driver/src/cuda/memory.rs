@@ -60,6 +60,10 @@ impl BackendMemory {
         matches!(self.source, BackendSource::Virtual(_))
     }
 
+    pub(super) const fn can_remap(&self) -> bool {
+        matches!(&self.source, BackendSource::Virtual(mapping) if mapping.can_remap)
+    }
+
     pub(super) fn stuck(&self) -> u64 {
         self.stuck.load(Ordering::Relaxed)
     }
@@ -273,8 +277,8 @@ impl BackendMemory {
 // that an arena sees is the smallest handle. A handle is released as soon as it is mapped, so that
 // an unmap frees its memory; a remap retains it again by its address. The arena, not this module,
 // tracks the mappings. Addresses and handles are numbers that the driver looks up: a wrong one is
-// an error, and touches no memory of this process. Each handle is unmapped by a call of its own: the manual does not say that
-// one call may unmap several.
+// an error, and touches no memory of this process. Each handle is unmapped by a call of its own:
+// the manual does not say that one call may unmap several.
 //
 // Invariant: a failed call leaves the ranges unchanged, except for failed rollbacks, which are
 // counted.
@@ -285,7 +289,7 @@ pub(super) struct Mapping {
     /// The device, then its peers.
     access: Vec<Access>,
     /// `true` if the handle of an address can be queried.
-    pub(super) can_remap: bool,
+    can_remap: bool,
 }
 
 impl Mapping {

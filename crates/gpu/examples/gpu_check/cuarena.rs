@@ -14,7 +14,7 @@ use std::time::Instant;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock;
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, MemoryKind};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
 };
@@ -97,7 +97,7 @@ fn micros(act: impl FnOnce() -> Result<(), DeviceError>) -> Result<f64, DeviceEr
 /// Both kinds of memory, one after the other.
 pub(crate) fn cuarena(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     all(rig, rig.driver.clone(), "gpu.cuarena", report)?;
-    let managed = CudaOptions { memory: MemoryKind::Managed, backend: None, ..options(rig.args) };
+    let managed = CudaOptions { managed: true, backend: None, ..options(rig.args) };
     match CudaDriver::open(managed) {
         Ok(driver) => all(rig, Arc::new(driver), "gpu.cuarena_managed", report),
         Err(error) => {

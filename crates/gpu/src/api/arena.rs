@@ -70,7 +70,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if the driver has host access and asynchronous work, or claims
-    /// to remap or wake without virtual memory; [`DeviceError::Driver`] if not even one granule can
+    /// to remap without virtual memory; [`DeviceError::Driver`] if not even one granule can
     /// be reserved; [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] if the configured
     /// granule is not a multiple of the driver's.
     pub fn open(
@@ -82,7 +82,7 @@ impl DeviceArena {
         let granule = config.granule.unwrap_or(capabilities.granularity);
         check_driver(&*driver, granule)?;
         // Without an answer it is unknown; the calls that reserve report the cause.
-        let device = driver.total_memory().ok().flatten();
+        let device = driver.device_memory().ok().flatten().map(|memory| memory.total);
         config.reserve = reserve::wanted(config.reserve, config.limit, device);
         let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
         let recording = match config.recording(&*driver, &*clock, granule) {
@@ -443,8 +443,8 @@ fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceErro
             "synchronous calls, which host access requires",
         ),
         (
-            capabilities.virtual_memory || !(capabilities.same_address_wake || capabilities.remap),
-            "virtual memory, which remap and wake require",
+            capabilities.virtual_memory || !capabilities.remap,
+            "virtual memory, which remap requires",
         ),
         (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
         (granularity.get().is_power_of_two(), "granules of a power of two"),

@@ -16,7 +16,7 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, Lease};
-use crate::driver::{DeviceAddress, Owner};
+use crate::driver::DeviceAddress;
 use crate::engine::{completion, import};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
@@ -430,7 +430,7 @@ impl ArenaInner {
         let size = bytes.map_or(ByteSize::MAX, ByteSize::of);
         let refused = |reason| DeviceError::Import { at, size, arena: self.name.clone(), reason };
         look::<T>(at, bytes).map_err(refused)?;
-        if let Owner::Elsewhere(what) = self.driver.owner_of(at, size)? {
+        if let Some(what) = self.driver.foreign_memory(at, size)? {
             return Err(refused(format!("it is {what}")));
         }
         self.run_now(|state| match self.is_closed() {

@@ -65,8 +65,7 @@ impl DeviceArena {
     /// none per block. Host memory: whole granules of kept contents, rounded up to 64 KiB, reserved
     /// with the budget of [`DeviceArena::set_host_budget`] before the first copy.
     ///
-    /// A driver without [`same_address_wake`](crate::driver::Capabilities::same_address_wake)
-    /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
+    /// A driver without [`virtual_memory`](crate::driver::Capabilities::virtual_memory) cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
     ///
     /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
     /// have no memory at their addresses until the arena is awake again.
@@ -276,8 +275,8 @@ impl DeviceArena {
     /// On the worker of a `Memory` it does not wait for the whole device: an arena with leases
     /// without a lane stays awake there, with [`DriverError::Background`].
     ///
-    /// On a driver without [`same_address_wake`](crate::driver::Capabilities) it releases
-    /// idle memory instead, stays awake and returns `None`.
+    /// On a driver without [`virtual_memory`](crate::driver::Capabilities) it releases idle memory
+    /// instead, stays awake and returns `None`.
     ///
     /// Allocates host memory for contents first, while others can still enter.
     ///
@@ -297,7 +296,7 @@ impl DeviceArena {
             return Ok(None);
         }
         let inner = self.inner();
-        if !inner.capabilities.same_address_wake {
+        if !inner.capabilities.virtual_memory {
             return self.release_idle_instead().map(|()| None);
         }
         let config = inner.run_now(|state| state.sleep.config);

@@ -68,7 +68,7 @@ pub(crate) async fn suspend(
 
 /// Fails if a block is live and the driver cannot restore its address.
 fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
-    if state.capabilities.same_address_wake || state.live() == 0 {
+    if state.capabilities.virtual_memory || state.live() == 0 {
         return Ok(());
     }
     let what = "waking at the same addresses";
@@ -336,7 +336,7 @@ fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
 pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
     let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported.count > 0;
     // If the driver cannot restore the same addresses, only idle memory is released.
-    let is_empty = if state.capabilities.same_address_wake {
+    let is_empty = if state.capabilities.virtual_memory {
         state.backed() == 0
     } else {
         state.backed() == 0 || state.idle() == 0

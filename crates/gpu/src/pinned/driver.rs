@@ -138,7 +138,6 @@ unsafe impl Driver for PinnedDriver {
             host_access: true,
             host_backed: true,
             unified: false,
-            same_address_wake: false,
             remap: false,
             asynchronous: false,
             page_locked: self.host.capabilities().page_locked,

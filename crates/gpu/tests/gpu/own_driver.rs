@@ -64,7 +64,6 @@ unsafe impl Driver for Slab {
             host_access: true,
             host_backed: true,
             unified: false,
-            same_address_wake: true,
             remap: false,
             asynchronous: false,
             page_locked: false,
