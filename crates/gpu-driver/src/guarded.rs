@@ -192,22 +192,6 @@ mod tests {
             Err(DriverError::IllegalAddress { call: "cuMemAddressReserve" })
         }
 
-        unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
-        unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
-        unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
-        unsafe fn copy(&self, _: DeviceAddress, _: DeviceAddress, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
         fn device_memory(&self) -> DriverResult<Option<DeviceMemory>> {
             self.calls.fetch_add(1, Ordering::Relaxed);
             Ok(None)

@@ -24,8 +24,8 @@ use lowtide_core::bytes::ByteSize;
 pub use lowtide_core::kernel::physical_memory;
 
 use super::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY,
-    HostMemory, StreamHandle,
+    Backend, Capabilities, DeviceAddress, Driver, DriverError, HOST_GRANULARITY, HostMemory,
+    StreamHandle,
 };
 
 /// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
@@ -158,10 +158,6 @@ unsafe impl Driver for HostDriver {
         // SAFETY: `to` is valid for writes and not used otherwise, `from` is committed and not
         // written to (contract of `copy_to_host`).
         unsafe { self.copy(from, address_of(to), size) }
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {

@@ -124,8 +124,13 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Reserves address space, without memory, at a multiple of the granularity.
     ///
     /// # Errors
-    /// [`DriverError::OutOfMemory`] if no such range is free; a smaller one may be.
-    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError>;
+    /// [`DriverError::Unsupported`] without [`Capabilities::virtual_memory`], as for the calls up to
+    /// [`Driver::remap`]; [`DriverError::OutOfMemory`] if no such range is free; a smaller one may
+    /// be.
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        let _ = size;
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Releases a whole reservation, in which nothing is committed.
     ///
@@ -136,7 +141,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Any [`DriverError`]; the range then stays reserved.
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        let _ = (at, size);
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Commits memory to a bare part of a reservation. Its contents are unspecified (host: zero).
     ///
@@ -158,7 +166,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         at: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(), DriverError>;
+    ) -> Result<(), DriverError> {
+        let _ = (at, size, handle);
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Releases the memory of a committed part: whole handles of `handle` bytes each, of which the
     /// last may be smaller. On drivers without handles ([`Capabilities::handles`]) the part may
@@ -178,7 +189,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         at: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(), DriverError>;
+    ) -> Result<(), DriverError> {
+        let _ = (at, size, handle);
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Moves the memory of a committed part, whole handles as for [`Driver::decommit`], to a bare
     /// part of the same or another reservation of this driver. `from` is bare afterwards.
@@ -258,7 +272,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-    ) -> Result<(), DriverError>;
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, size);
+        Err(DriverError::Unsupported { what: "copies on the device" })
+    }
 
     /// Returns the total and free memory of the device; `None` if the driver does not know it
     /// (`cuMemGetInfo`). On an integrated GPU the free memory does not include page cache, which
@@ -266,7 +283,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Any [`DriverError`].
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError>;
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+        Ok(None)
+    }
 
     /// Returns the free memory of the device; `None`, without a driver call, if it counts in the
     /// host's budget ([`Capabilities::counts_as_host`]).
@@ -636,6 +655,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
 
 /// The feature that a driver without streams lacks.
 const STREAMS: &str = "streams and events";
+/// The feature that a driver with segments lacks.
+const VIRTUAL_MEMORY: &str = "virtual memory";
 /// The feature that a driver with virtual memory lacks.
 const SEGMENTS: &str = "memory in segments";
 /// The feature that a driver without stores lacks.

@@ -20,8 +20,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::*;
 use crate::driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
-    StreamHandle,
+    Backend, Capabilities, DeviceAddress, Driver, DriverError, EventHandle, StreamHandle,
 };
 use crate::exec::inner::ArenaInner;
 use lowtide_core::bytes::ByteSize;
@@ -165,10 +164,6 @@ unsafe impl Driver for Model {
             assert_eq!(arena.lock_state().leases, 0, "a block moves under a lease");
         }
         Ok(())
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
     }
 
     fn stream_create(&self) -> Result<StreamHandle, DriverError> {

@@ -255,7 +255,8 @@ impl PoolGovernor {
         if calls.device_attribute(ATTRIBUTE_POOLS, number).map_err(refused)? == 0 {
             return Err(refused(DriverError::Unsupported { what: "memory pools" }));
         }
-        let context = DeviceContext::retain(calls, number)?;
+        let mut context = DeviceContext::new(calls, number);
+        context.retain()?;
         let pool = try_pool(&context, number, options.limit).map_err(refused)?;
         let installed = context.call(|calls| {
             let before = calls.current_pool(number)?;

@@ -473,7 +473,7 @@ impl BackendMemory {
     fn mapping(&self) -> DriverResult<&Mapping> {
         match &self.source {
             BackendSource::Virtual(mapping) => Ok(mapping),
-            _ => Err(DriverError::Unsupported { what: "virtual memory" }),
+            _ => Err(DriverError::Unsupported { what: crate::VIRTUAL_MEMORY }),
         }
     }
 

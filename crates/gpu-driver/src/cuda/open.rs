@@ -258,13 +258,6 @@ const CUDA_BACKEND: &str = "a CUDA backend: cuda_virtual_memory, cuda_pool or cu
 /// The first driver that limits a pool: CUDA 12.2.
 pub(super) const POOL_LIMITS: u32 = 12_020;
 
-/// A backend that the driver's functions and the device's attributes allow.
-enum Way {
-    Memory(BackendMemory),
-    /// A pool with this limit, and the unit of segment sizes.
-    Pool(Option<ByteSize>, ByteSize),
-}
-
 /// A device for which a backend is being selected.
 struct Ground {
     device: CudaDevice,
@@ -290,15 +283,14 @@ pub(super) fn climb(
     // With a choice of backends virtual memory needs as many addresses as the device has memory.
     let addresses = Some(ground.device.memory).filter(|_| wanted.len() > 1);
     let mut queue: VecDeque<_> = wanted.into_iter().map(|it| (it, addresses)).collect();
-    let (mut place, mut skipped) = (CallPlace::Bare(calls), Vec::new());
+    let (mut context, mut skipped) = (DeviceContext::new(calls, ground.number), Vec::new());
     while let Some((backend, addresses)) = queue.pop_front() {
-        let cause = match offered(place.calls(), backend, &ground) {
+        let cause = match offered(context.calls(), backend, &ground) {
             Ok(way) => {
-                let context = place.context(ground.number)?;
+                context.retain()?;
                 match take(&context, way, &ground, addresses) {
                     Ok(memory) => {
-                        let Ground { device, .. } = ground;
-                        let stores = Stores::default();
+                        let (device, stores) = (ground.device, Stores::default());
                         return Ok(CudaDriver {
                             context,
                             device,
@@ -308,10 +300,7 @@ pub(super) fn climb(
                             driver_version,
                         });
                     }
-                    Err(cause) => {
-                        place = CallPlace::Entered(context);
-                        cause
-                    }
+                    Err(cause) => cause,
                 }
             }
             Err(error) if is_invalid(&error) => return Err(error),
@@ -341,28 +330,6 @@ const fn is_invalid(error: &DriverError) -> bool {
     )
 }
 
-/// The object that calls are made through: the library alone, or a context.
-enum CallPlace {
-    Bare(Calls),
-    Entered(DeviceContext),
-}
-
-impl CallPlace {
-    const fn calls(&self) -> &Calls {
-        match self {
-            Self::Bare(calls) => calls,
-            Self::Entered(context) => context.calls(),
-        }
-    }
-
-    fn context(self, device: i32) -> DriverResult<DeviceContext> {
-        match self {
-            Self::Bare(calls) => DeviceContext::retain(calls, device),
-            Self::Entered(context) => Ok(context),
-        }
-    }
-}
-
 /// Returns the backends to try, in order.
 fn wanted(options: CudaOptions) -> DriverResult<Vec<Backend>> {
     let wrong = |expected| Err(DriverError::WrongBackend { expected });
@@ -380,9 +347,12 @@ fn wanted(options: CudaOptions) -> DriverResult<Vec<Backend>> {
     }
 }
 
+/// The source of memory, `None` for a pool, which needs a context, and the unit of its sizes.
+type OfferedBackend = (Option<BackendSource>, ByteSize);
+
 /// Checks the functions and attributes that a backend needs. Allocates nothing and needs no
 /// context.
-fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way> {
+fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<OfferedBackend> {
     let options = ground.options;
     let has = |attribute| calls.device_attribute(attribute, ground.number).map(|it| it != 0);
     let needs = |attribute, what| match has(attribute)? {
@@ -392,14 +362,14 @@ fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way
     match backend {
         Backend::CudaVirtualMemory => {
             calls.table.virtual_memory()?;
-            needs(ATTRIBUTE_VIRTUAL_MEMORY, "virtual memory")?;
+            needs(ATTRIBUTE_VIRTUAL_MEMORY, crate::VIRTUAL_MEMORY)?;
             if options.rdma && !has(ATTRIBUTE_RDMA)? {
                 return Err(DriverError::NoRdma { device: ground.device.ordinal });
             }
             let mapping = Mapping::new(calls, &accessing(calls, ground)?, options.rdma);
             let granularity = mapping.granularity(calls)?;
             let unit = unit_of(options.handle, granularity, granularity)?;
-            Ok(Way::Memory(BackendMemory::new(BackendSource::Virtual(mapping), unit)))
+            Ok((Some(BackendSource::Virtual(mapping)), unit))
         }
         Backend::CudaPool => {
             calls.table.pools()?;
@@ -408,8 +378,7 @@ fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way
             if let Some(requested) = options.pool_limit.filter(|&limit| limit < unit) {
                 return Err(DriverError::PoolLimit { requested, unit });
             }
-            let limit = options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
-            Ok(Way::Pool(limit, unit))
+            Ok((None, unit))
         }
         Backend::CudaPlain => {
             calls.table.plain()?;
@@ -419,7 +388,7 @@ fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way
                 needs(ATTRIBUTE_MANAGED, "managed memory")?;
             }
             let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
-            Ok(Way::Memory(BackendMemory::new(BackendSource::Plain { is_managed }, unit)))
+            Ok((Some(BackendSource::Plain { is_managed }), unit))
         }
         Backend::Host | Backend::PinnedHost | Backend::Custom => {
             Err(DriverError::WrongBackend { expected: CUDA_BACKEND })
@@ -462,19 +431,18 @@ fn unit_of(
 /// many addresses.
 fn take(
     context: &DeviceContext,
-    way: Way,
+    (source, unit): OfferedBackend,
     ground: &Ground,
     addresses: Option<ByteSize>,
 ) -> DriverResult<BackendMemory> {
-    let (limit, unit) = match way {
-        Way::Memory(memory) => {
-            if let Some(of_region) = addresses.filter(|_| memory.is_virtual()) {
-                check_addresses(context, &memory, of_region)?;
-            }
-            return tried(context, memory);
+    if let Some(source) = source {
+        let memory = BackendMemory::new(source, unit);
+        if let Some(of_region) = addresses.filter(|_| memory.is_virtual()) {
+            check_addresses(context, &memory, of_region)?;
         }
-        Way::Pool(limit, unit) => (limit, unit),
-    };
+        return tried(context, memory);
+    }
+    let limit = ground.options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
     let tried = |pool: DriverResult<MemoryPool>| {
         tried(context, BackendMemory::new(BackendSource::Pool(pool?), unit))
     };

@@ -20,8 +20,7 @@ use std::sync::Arc;
 
 use super::config::PinnedKind;
 use crate::driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_ALIGNMENT,
-    HostMemory,
+    Backend, Capabilities, DeviceAddress, Driver, DriverError, HOST_ALIGNMENT, HostMemory,
 };
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::{Mutex, lock};
@@ -146,27 +145,6 @@ unsafe impl Driver for PinnedDriver {
         }
     }
 
-    fn reserve(&self, _: ByteSize) -> Result<DeviceAddress, DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
-    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
-    unsafe fn decommit(
-        &self,
-        _: DeviceAddress,
-        _: ByteSize,
-        _: ByteSize,
-    ) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
     fn segment_create(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
         let allocated = self.allocate(size);
         let mut segments = lock(&self.segments);
@@ -200,26 +178,10 @@ unsafe impl Driver for PinnedDriver {
         freed
     }
 
-    unsafe fn copy(
-        &self,
-        _: DeviceAddress,
-        _: DeviceAddress,
-        _: ByteSize,
-    ) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: "copies between pinned blocks" })
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
-    }
-
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
         self.find(at).map(|(pointer, _)| pointer)
     }
 }
-
-/// A capability that a driver with segments lacks.
-const ADDRESSES: &str = "addresses without memory";
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
