@@ -44,8 +44,6 @@ use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
 pub use self::copy::PinnedCopy;
-#[cfg(feature = "cuda")]
-pub use self::cuda::PinnedView;
 pub use self::pool::{PinnedPool, PinnedSnapshot};
 
 /// Elements in memory of a pinned pool. Freed when dropped.
@@ -143,18 +141,12 @@ const _: fn() = || {
 
 impl<T: Pod> PinnedBuffer<T> {
     fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self, DeviceError> {
-        Ok(Self::new(Arc::clone(pool), pool.alloc_block::<T>(len)?, len))
-    }
-
-    /// Creates the owner of a live block; of no block if the elements have no bytes.
-    ///
-    /// # Panics
-    /// If the block is too small, or not aligned.
-    fn new(pool: Arc<PoolShared>, block: Option<PinnedBlock>, len: usize) -> Self {
+        let block = pool.alloc_block::<T>(len)?;
         let start = block.map_or(NonNull::dangling(), |block| block.start.cast::<T>());
         assert!(start.is_aligned(), "the block is not aligned");
         assert_holds::<T>(block.as_ref(), len);
-        Self { pool, block, start, len, device_use: DeviceUse::None }
+        let pool = Arc::clone(pool);
+        Ok(Self { pool, block, start, len, device_use: DeviceUse::None })
     }
 
     /// Returns the number of elements.
@@ -306,9 +298,9 @@ impl<T: Pod> PinnedBuffer<T> {
 
     /// Returns the elements. They never leave this module as a slice that safe code could keep.
     fn elements(&self) -> &[T] {
-        // SAFETY: `start` is aligned for T (asserted in `new`; else dangling and aligned, if
+        // SAFETY: `start` is aligned for T (asserted in `alloc`; else dangling and aligned, if
         // there are no bytes). If there are, it has the provenance of the block's segment
-        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `new` and
+        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `alloc` and
         // `resize`) and the block in that segment (invariant of the arena), which is below
         // `isize::MAX` bytes (`reserve::offsets` limits a block to 2^62). The block is live while
         // `self` is: only the owner of a raw block frees it (contract of `PinnedPool::arena`), raw

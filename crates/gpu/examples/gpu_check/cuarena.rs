@@ -15,9 +15,7 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide_gpu::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
-};
+use lowtide_gpu::{ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Region};
 
 use super::cases::Outcome;
 use super::report::Report;
@@ -67,8 +65,8 @@ impl Loops<'_> {
     fn after_compaction(&self, size: usize) -> Result<f64, DeviceError> {
         let all = self.blocks(&[size; 8])?.into_iter().enumerate();
         let kept: Vec<_> = all.filter(|(nth, _)| nth % 2 == 1).collect();
-        let goal = Goal::Contiguous(ByteSize::of(2 * size / self.part));
-        let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
+        let contiguous = Some(ByteSize::of(2 * size / self.part));
+        let options = CompactOptions { contiguous, ..CompactOptions::new(Region::Dynamic) };
         self.arena.compact(options, |_| {})?;
         let mut block = None;
         let took = micros(|| {

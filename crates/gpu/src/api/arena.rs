@@ -190,18 +190,20 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, _) = self.inner.layout::<T>(len, region, RequestOrigin::RESERVE)?;
-        let shard = self.shards.here();
+        let origin = RequestOrigin::RESERVE;
+        let (bytes, _) = self.inner.layout::<T>(len, region, origin)?;
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
-        let Some(wanted) = AllocRequest::new(whole, granule) else {
-            return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
-        };
-        let wanted =
-            AllocRequest { requested: bytes.get(), origin: RequestOrigin::RESERVE, ..wanted };
-        let placed = self.inner.alloc_block(region, wanted, None)?;
-        self.inner.run_now(|state| state.totals.reserves_total += 1);
-        Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))
+        let wanted = AllocRequest::new(whole, granule).map(|of| AllocRequest {
+            requested: bytes.get(),
+            origin,
+            ..of
+        });
+        let buffer = self.alloc_as(wanted, None, len, region)?;
+        if wanted.is_some() {
+            self.inner.run_now(|state| state.totals.reserves_total += 1);
+        }
+        Ok(buffer)
     }
 
     /// Allocates a buffer and copies `data` to it.

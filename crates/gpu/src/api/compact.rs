@@ -23,7 +23,7 @@ use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::first_batch;
 use crate::state::region_index::BlockName;
 use crate::types::Region;
-use crate::types::compact::{CompactOptions, CompactReport, Moved, StopReason};
+use crate::types::compact::{CompactOptions, CompactReport, Moved};
 use crate::types::error::{DeviceError, DeviceErrorWith};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
@@ -72,8 +72,8 @@ impl DeviceArena {
     /// Buffers follow automatically and need no entry in `moved`: it serves tables of raw blocks,
     /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.
     ///
-    /// No block moves while a lease is held: the compaction ends after the current batch, as
-    /// `Busy`, and entering waits only for that batch. Other threads allocate and free meanwhile.
+    /// No block moves while a lease is held: the compaction ends after the current batch
+    /// ([`CompactReport::is_busy`]), and entering waits only for that batch. Other threads allocate and free meanwhile.
     /// Holds the lock to copy the metadata, O(blocks), and to record each batch.
     ///
     /// A driver without streams moves one block at a time. On a driver with streams, a batch has as
@@ -138,7 +138,7 @@ impl DeviceArena {
             return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
         let Some(_turn) = CompactionTurn::take(inner) else {
-            done.stopped = StopReason::Busy;
+            done.is_busy = true;
             return Ok(done);
         };
         // Cached blocks are free.
@@ -147,7 +147,11 @@ impl DeviceArena {
         if let Err(error) = inner.check_here() {
             return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
-        done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
+        let stopped = match &outcome {
+            Ok(()) if done.is_busy => "busy",
+            Ok(()) => "finished",
+            Err(_) => "failed",
+        };
         inner.run_now(|state| {
             done.largest_span = ByteSize::new(state.region(options.region).largest_span());
             state.events.push("compact", |line| {
@@ -155,7 +159,7 @@ impl DeviceArena {
                     .number("moves", done.moves)
                     .bytes("moved", done.moved)
                     .number("skipped", done.skipped)
-                    .text("stopped", done.stopped.name())
+                    .text("stopped", stopped)
             });
         });
         log!(
@@ -165,12 +169,12 @@ impl DeviceArena {
             moves = done.moves,
             moved = %done.moved,
             recovered = %done.recovered,
-            stopped = done.stopped.name(),
+            stopped,
             "arena compacted"
         );
         inner.debug_validate();
         match outcome {
-            Ok(_) => Ok(done),
+            Ok(()) => Ok(done),
             Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
         }
     }
@@ -182,7 +186,7 @@ fn make_moves(
     options: CompactOptions,
     done: &mut CompactReport,
     moved: &mut impl FnMut(Moved),
-) -> Result<StopReason, DeviceError> {
+) -> Result<(), DeviceError> {
     let (mut layout, limit) =
         inner.run_now(|state| (Layout::of(state, options), batch_limit(state)));
     let plan = layout.plan(options);
@@ -207,7 +211,10 @@ fn make_moves(
         report(inner, options.region, &outcome, moved)?;
         match (outcome.error, outcome.refusal) {
             (Some(error), _) => return Err(error),
-            (None, Some(BatchRefusal::Busy)) => return Ok(StopReason::Busy),
+            (None, Some(BatchRefusal::Busy)) => {
+                done.is_busy = true;
+                break;
+            }
             // It may be known after a call of the program, and not during this one.
             (None, Some(BatchRefusal::Unprovable)) => {
                 done.skipped += rest.len() as u64;
@@ -216,7 +223,7 @@ fn make_moves(
             (None, None) => {}
         }
     }
-    Ok(StopReason::Finished)
+    Ok(())
 }
 
 /// Calls the callback for each block of a batch that has an owner. After a panic it is still called

@@ -30,7 +30,7 @@ use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::inner::ArenaInner;
 use crate::state::sleep::SleepPhase;
 use crate::types::error::DeviceError;
-use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
+use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
@@ -39,11 +39,8 @@ use lowtide_core::sync::caught;
 /// The delay before an arena that could not fall asleep, or was interrupted, tries again. A guess.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// The future of [`DeviceArena::enter_async`]. Dropping it cancels the wait, but not a wake of the
-/// arena in progress.
-#[derive(Debug)]
-#[must_use = "a future does nothing unless it is awaited"]
-pub struct EnterFuture {
+/// The future of [`DeviceArena::enter_async`].
+struct EnterFuture {
     arena: Arc<ArenaInner>,
     /// The number of wakes that had ended when the wait began.
     before: Option<u64>,
@@ -113,7 +110,7 @@ impl DeviceArena {
         inner.empty_caches();
         let outcome = inner.run(async |cx| suspend(cx, options).await);
         inner.debug_validate();
-        if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
+        if let Ok(SleepReport { memory: released, copied: offloaded, stayed }) = &outcome {
             let arena = self.name();
             log!(info, arena, %released, %offloaded, %stayed, "arena asleep");
         }
@@ -135,7 +132,7 @@ impl DeviceArena {
     /// [`DeviceError::OutOfMemory`], [`DeviceError::Driver`], and [`DeviceError::Capturing`] if a
     /// stream captures a graph, which the wait for the copies would invalidate.
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn wake(&self) -> Result<WakeReport, DeviceError> {
+    pub fn wake(&self) -> Result<SleepReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
         let report = inner.run(wake)?;
@@ -148,7 +145,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::wake`].
-    pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
+    pub fn wake_at_once(&self) -> Result<SleepReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
         let report = inner.run(wake_at_once)?;
@@ -348,13 +345,15 @@ impl DeviceArena {
 
     /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
     /// a separate thread wakes it. Needs no runtime. While blocks are being moved it may block for
-    /// the duration of one copy.
-    /// The output is `Result<Lease, DeviceError>`.
+    /// the duration of one copy. Dropping the future cancels the wait, but not a wake of the arena
+    /// in progress.
     ///
     /// # Errors
     /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
     /// thread could be started.
-    pub fn enter_async(&self) -> EnterFuture {
+    pub fn enter_async(
+        &self,
+    ) -> impl Future<Output = Result<Lease, DeviceError>> + Send + Unpin + use<> {
         EnterFuture { arena: Arc::clone(self.inner()), before: None, waits: None }
     }
 }

@@ -14,7 +14,7 @@ use crate::state::compact::plan::{self, BatchLimit, CompactPlan, CompactTarget, 
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::Region;
-use crate::types::compact::{CompactOptions, Goal};
+use crate::types::compact::CompactOptions;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);
@@ -45,11 +45,10 @@ impl Layout {
 
     /// Plans a compaction.
     pub(crate) fn plan(&self, options: CompactOptions) -> CompactPlan {
-        let target = match options.goal {
-            Goal::Granules => {
-                self.segments.as_deref().map_or(CompactTarget::Granules, CompactTarget::Segments)
-            }
-            Goal::Contiguous(size) => CompactTarget::Contiguous(size.get()),
+        let target = match (options.contiguous, self.segments.as_deref()) {
+            (Some(size), _) => CompactTarget::Contiguous(size.get()),
+            (None, Some(segments)) => CompactTarget::Segments(segments),
+            (None, None) => CompactTarget::Granules,
         };
         plan::plan(&self.parts, self.granule, target, options.budget.get())
     }
@@ -71,7 +70,7 @@ pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
 fn parts(state: &ArenaState, options: CompactOptions) -> Vec<LayoutPart> {
     let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
     // A requested free span is for a large block.
-    if options.goal == Goal::Granules {
+    if options.contiguous.is_none() {
         let wall = state.region(options.region).index.wall();
         parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
         parts.extend(parts_of(state, options, End::High));

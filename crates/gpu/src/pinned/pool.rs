@@ -303,7 +303,7 @@ impl PoolShared {
     pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
         self.check_here()?;
         self.free_completed();
-        let decayed = self.arena.decay(self.arena.inner().clock.now())?.released;
+        let decayed = self.arena.decay(self.arena.inner().clock.now())?;
         let ArenaGlance { committed, idle, .. } = self.arena.glance();
         if idle <= self.config.high_watermark {
             return Ok(decayed);
