@@ -12,6 +12,9 @@ use thiserror::Error;
 use super::{Backend, DeviceAddress, DeviceUuid};
 use lowtide_core::bytes::ByteSize;
 
+/// The result of a driver call.
+pub(crate) type DriverResult<T = ()> = Result<T, DriverError>;
+
 /// An error of a driver: of a call, of opening a device, or of a value that names one.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]

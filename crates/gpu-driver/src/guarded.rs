@@ -11,13 +11,12 @@
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
+use crate::error::DriverResult;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
     EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
 };
 use lowtide_core::bytes::ByteSize;
-
-type DriverResult<T = ()> = Result<T, DriverError>;
 
 /// A driver that passes calls on to another until the other reports that its context is lost, and
 /// answers every later call with that error. Costs one atomic read per call.

@@ -338,8 +338,8 @@ impl<T: Pod> Drop for PinnedBuffer<T> {
         let Some(block) = self.block.take() else { return };
         match std::mem::replace(&mut self.device_use, DeviceUse::None) {
             DeviceUse::None => self.pool.free(block.at),
-            DeviceUse::Until(event) => self.pool.free_after(block.at, event),
-            DeviceUse::Unproven => self.pool.quarantine(block.at),
+            DeviceUse::Until(event) => self.pool.free_after(block, event),
+            DeviceUse::Unproven => self.pool.quarantine(block.size),
         }
     }
 }

@@ -26,9 +26,8 @@ use super::table::{
     CAPTURE_IMPLICIT, CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE,
     MEMORY_HOST, NOT_READY, SUCCESS, Table,
 };
+use crate::error::DriverResult;
 use crate::{DriverError, TouchedMemory};
-
-pub(super) type DriverResult<T = ()> = Result<T, DriverError>;
 
 /// The maximum number of errors of rollback calls that are kept for the log.
 const NOT_UNDONE_MAX: usize = 16;

@@ -23,9 +23,10 @@ use std::sync::{Once, OnceLock};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::table::{CAPTURE_RELAXED, STREAM_NON_BLOCKING};
 use crate::DriverError;
+use crate::error::DriverResult;
 
 /// A primary context and a private stream in it, for copies that are waited for and for
 /// stream-ordered work.

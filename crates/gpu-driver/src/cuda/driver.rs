@@ -18,11 +18,12 @@ use lowtide_core::log;
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::memory::{BackendMemory, BackendSource};
 use super::open::CudaDevice;
 use super::table::{ATTRIBUTE_HOST_NODE, INVALID_VALUE, STREAM_LEGACY, STREAM_NON_BLOCKING};
+use crate::error::DriverResult;
 use crate::host::{HostDriver, host_length};
 use crate::staging::Staging;
 use crate::{
@@ -338,7 +339,11 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_to_host(from, part.start, into.size, stream) };
         }
-        let put = &mut |offset, bytes: &[u8]| part.write(offset, bytes);
+        // SAFETY: nothing else accesses the part until the copy is complete (contract of this call).
+        let store = unsafe { part.bytes() };
+        let put = &mut |offset, bytes: &[u8]| {
+            store[index(offset)..][..bytes.len()].copy_from_slice(bytes);
+        };
         // SAFETY: the contract of this call.
         unsafe { self.stores.staging.offload(self, (from, into.size), stream, put) }
     }
@@ -354,7 +359,11 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_from_host(part.start, to, from.size, stream) };
         }
-        let get = &mut |offset, bytes: &mut [u8]| part.read(offset, bytes);
+        // SAFETY: nothing else accesses the part until the copy is complete (contract of this call).
+        let store = unsafe { part.bytes() };
+        let get = &mut |offset, bytes: &mut [u8]| {
+            bytes.copy_from_slice(&store[index(offset)..][..bytes.len()]);
+        };
         // SAFETY: the contract of this call.
         unsafe { self.stores.staging.restore(self, (to, from.size), stream, get) }
     }
@@ -451,7 +460,7 @@ struct HostStoreMemory {
 /// The part of a store that a span names, which stays until the copy with it is complete.
 pub(super) struct StorePart {
     start: NonNull<u8>,
-    size: u64,
+    length: usize,
     is_locked: bool,
 }
 
@@ -527,37 +536,29 @@ impl Stores {
     pub(super) fn find(&self, span: StoreSpan) -> DriverResult<StorePart> {
         let table = lock(&self.table);
         let store = table.stores.get(&span.store.get()).ok_or_else(unknown)?;
-        let end = span.offset.checked_add(span.size).and_then(ByteSize::as_usize);
-        let fits = end.is_some_and(|end| end <= store.memory.bytes());
-        let offset = span.offset.as_usize().filter(|_| fits).ok_or_else(unknown)?;
-        let start = NonNull::new(store.memory.start().wrapping_add(offset)).ok_or_else(unknown)?;
-        Ok(StorePart { start, size: span.size.get(), is_locked: store.is_locked })
+        let (offset, length) = (index(span.offset.get()), index(span.size.get()));
+        let fits = offset.checked_add(length).is_some_and(|end| end <= store.memory.bytes());
+        let start = NonNull::new(store.memory.start().wrapping_add(offset)).filter(|_| fits);
+        let start = start.ok_or_else(unknown)?;
+        Ok(StorePart { start, length, is_locked: store.is_locked })
     }
 }
 
 impl StorePart {
-    /// Returns the address of `length` bytes from `offset` on.
+    /// Returns the bytes of a pageable store.
     ///
-    /// # Panics
-    /// If they are not inside the part.
-    fn at(&self, offset: u64, length: usize) -> *mut u8 {
-        let end = offset.checked_add(length as u64);
-        assert!(end.is_some_and(|end| end <= self.size), "{offset}+{length} of {}", self.size);
-        self.start.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX))
+    /// # Safety
+    /// Nothing else accesses the part while the slice exists.
+    unsafe fn bytes(&self) -> &mut [u8] {
+        // SAFETY: the part lies in a store (checked by `find`) that stays mapped until the copy is
+        // complete, and every byte is initialised, by the kernel at least.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
+}
 
-    pub(super) fn write(&self, offset: u64, bytes: &[u8]) {
-        let to = self.at(offset, bytes.len());
-        // SAFETY: the bytes lie inside the part (checked above) of a store that stays mapped, and
-        // nothing else accesses it (contracts of `Driver::offload` and `Driver::restore`).
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-    }
-
-    pub(super) fn read(&self, offset: u64, into: &mut [u8]) {
-        let from = self.at(offset, into.len()).cast_const();
-        // SAFETY: as in `write`; every byte is initialised, by the kernel at least.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
-    }
+/// Returns an offset in a store as an index.
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
 /// Returns the number of the node that is closest to the device.

@@ -24,7 +24,7 @@ use lowtide_core::decay::DecayTime;
 use lowtide_core::log;
 use lowtide_core::sync::{Mutex, is_background, lock};
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::memory::{KEEP_ALL, UNIT_MIN};
 use super::open::{CudaDevice, DeviceChoice, POOL_LIMITS, choose, log_undone, start, try_pool};
@@ -33,6 +33,7 @@ use super::table::{
     POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
 };
 use crate::DriverError;
+use crate::error::DriverResult;
 
 /// The devices that have a governor, a bit for each number; the last bit stands for all higher
 /// numbers.

@@ -11,12 +11,13 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::table::{
     ATTACH_GLOBAL, Access, AllocationProperties, GRANULARITY_MINIMUM, POOL_THRESHOLD,
     PoolProperties,
 };
+use crate::error::DriverResult;
 use crate::{Backend, DeviceAddress, DriverError};
 
 /// Memory of one device, in whole units.

@@ -9,7 +9,7 @@ use std::fmt;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::driver::{CudaDriver, Stores};
 use super::library::{LIBRARIES, Look, search};
@@ -18,7 +18,7 @@ use super::table::{
     ATTRIBUTE_INTEGRATED, ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_RDMA,
     ATTRIBUTE_VIRTUAL_MEMORY, Find, Table,
 };
-use crate::error::STUB_LIBRARY;
+use crate::error::{DriverResult, STUB_LIBRARY};
 use crate::{Backend, DeviceUuid, DriverError};
 
 /// A choice of device.

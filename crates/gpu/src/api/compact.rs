@@ -22,6 +22,7 @@ use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_bat
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::first_batch;
 use crate::state::region_index::BlockName;
+use crate::state::streams::StreamKey;
 use crate::types::Region;
 use crate::types::compact::{CompactOptions, CompactReport, Moved};
 use crate::types::error::{DeviceError, DeviceErrorWith};
@@ -39,6 +40,8 @@ pub struct BlockPin {
     region: Region,
     /// The pinned block; `None` if the buffer has no block.
     id: Option<BlockName>,
+    /// Bytes of the export that ends with this pin; `None` for a pin alone.
+    exported: Option<u64>,
 }
 
 impl BlockPin {
@@ -47,15 +50,33 @@ impl BlockPin {
         if let Some(id) = id {
             inner.run(async |cx| access::pin(cx, region, id).await);
         }
-        Self { inner: Arc::clone(inner), region, id }
+        Self { inner: Arc::clone(inner), region, id, exported: None }
+    }
+
+    /// Counts an export of the block, which keeps the arena from sleeping until the pin is dropped.
+    pub(crate) fn count_export(&mut self, bytes: u64) {
+        self.exported = Some(bytes);
+        self.inner.run_now(|state| {
+            state.outstanding.exported.count += 1;
+            state.outstanding.exported.bytes += bytes;
+        });
     }
 }
 
 impl Drop for BlockPin {
-    /// Unpins the block, under the arena's lock. Does nothing in a forked child.
+    /// Ends the export and unpins the block: only updates bookkeeping under the arena's lock. Does
+    /// nothing in a forked child.
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         let _ = self.inner.run_here(|state| {
+            if let Some(bytes) = self.exported {
+                state.outstanding.exported.count -= 1;
+                state.outstanding.exported.bytes -= bytes;
+                state.sleep.note_unused(self.inner.clock.now());
+                if state.capabilities.asynchronous {
+                    state.sleep.note_used(StreamKey::CONTEXT);
+                }
+            }
             state.region_mut(self.region).pins.unpin(id);
             state.events.push("unpin", |line| {
                 line.number("address", state.region(self.region).address_of(id))

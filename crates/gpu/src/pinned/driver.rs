@@ -64,15 +64,6 @@ impl HostSegment {
 // of buffers, each of which owns its part alone.
 unsafe impl Send for HostSegment {}
 
-/// The figures of the segments.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SegmentFigures {
-    pub(super) page_locked: ByteSize,
-    pub(super) pageable: ByteSize,
-    /// The number of segments that are pageable because locking failed.
-    pub(super) fallbacks_total: u64,
-}
-
 impl PinnedDriver {
     pub(super) fn new(host: Arc<dyn Driver>, kind: PinnedKind) -> Self {
         Self { host, kind, segments: Mutex::default() }
@@ -93,17 +84,16 @@ impl PinnedDriver {
         lock(&self.segments).lock_limit.clone()
     }
 
-    pub(super) fn figures(&self) -> SegmentFigures {
+    /// Returns the bytes of the segments of a kind of memory.
+    pub(super) fn bytes(&self, memory: HostMemory) -> ByteSize {
         let segments = lock(&self.segments);
-        let of = |memory| {
-            let segments = segments.by_start.values().filter(|it| it.memory == memory);
-            segments.map(|it| it.size).sum()
-        };
-        SegmentFigures {
-            page_locked: of(HostMemory::PageLocked),
-            pageable: of(HostMemory::Pageable),
-            fallbacks_total: segments.fallbacks_total,
-        }
+        let of_kind = segments.by_start.values().filter(|segment| segment.memory == memory);
+        of_kind.map(|segment| segment.size).sum()
+    }
+
+    /// Returns the number of segments that are pageable because locking failed.
+    pub(super) fn fallbacks_total(&self) -> u64 {
+        lock(&self.segments).fallbacks_total
     }
 
     /// Allocates memory of the pool's kind.
@@ -213,6 +203,6 @@ mod tests {
             unsafe { driver.segment_destroy(at, HOST_GRANULARITY) }.expect("freed");
             assert!(driver.host_pointer(at).is_none(), "it is freed");
         }
-        assert!(driver.figures().pageable.is_zero());
+        assert!(driver.bytes(HostMemory::Pageable).is_zero());
     }
 }
