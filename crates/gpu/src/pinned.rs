@@ -141,12 +141,18 @@ const _: fn() = || {
 
 impl<T: Pod> PinnedBuffer<T> {
     fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self, DeviceError> {
-        let block = pool.alloc_block::<T>(len)?;
+        Ok(Self::new(Arc::clone(pool), pool.alloc_block::<T>(len)?, len))
+    }
+
+    /// Creates the owner of a live block; of no block if the elements have no bytes.
+    ///
+    /// # Panics
+    /// If the block is too small, or not aligned.
+    fn new(pool: Arc<PoolShared>, block: Option<PinnedBlock>, len: usize) -> Self {
         let start = block.map_or(NonNull::dangling(), |block| block.start.cast::<T>());
         assert!(start.is_aligned(), "the block is not aligned");
         assert_holds::<T>(block.as_ref(), len);
-        let pool = Arc::clone(pool);
-        Ok(Self { pool, block, start, len, device_use: DeviceUse::None })
+        Self { pool, block, start, len, device_use: DeviceUse::None }
     }
 
     /// Returns the number of elements.
@@ -298,9 +304,9 @@ impl<T: Pod> PinnedBuffer<T> {
 
     /// Returns the elements. They never leave this module as a slice that safe code could keep.
     fn elements(&self) -> &[T] {
-        // SAFETY: `start` is aligned for T (asserted in `alloc`; else dangling and aligned, if
+        // SAFETY: `start` is aligned for T (asserted in `new`; else dangling and aligned, if
         // there are no bytes). If there are, it has the provenance of the block's segment
-        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `alloc` and
+        // (`PinnedDriver::find`), and `len` elements lie in the block (asserted in `new` and
         // `resize`) and the block in that segment (invariant of the arena), which is below
         // `isize::MAX` bytes (`reserve::offsets` limits a block to 2^62). The block is live while
         // `self` is: only the owner of a raw block frees it (contract of `PinnedPool::arena`), raw

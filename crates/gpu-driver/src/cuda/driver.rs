@@ -339,7 +339,8 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_to_host(from, part.start, into.size, stream) };
         }
-        // SAFETY: nothing else accesses the part until the copy is complete (contract of this call).
+        // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
+        // (contract of this call).
         let store = unsafe { part.bytes() };
         let put = &mut |offset, bytes: &[u8]| {
             store[index(offset)..][..bytes.len()].copy_from_slice(bytes);
@@ -359,7 +360,8 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_from_host(part.start, to, from.size, stream) };
         }
-        // SAFETY: nothing else accesses the part until the copy is complete (contract of this call).
+        // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
+        // (contract of this call).
         let store = unsafe { part.bytes() };
         let get = &mut |offset, bytes: &mut [u8]| {
             bytes.copy_from_slice(&store[index(offset)..][..bytes.len()]);
@@ -548,10 +550,10 @@ impl StorePart {
     /// Returns the bytes of a pageable store.
     ///
     /// # Safety
-    /// Nothing else accesses the part while the slice exists.
-    unsafe fn bytes(&self) -> &mut [u8] {
-        // SAFETY: the part lies in a store (checked by `find`) that stays mapped until the copy is
-        // complete, and every byte is initialised, by the kernel at least.
+    /// Nothing else accesses the part while the slice exists, and the store stays as long.
+    unsafe fn bytes<'a>(self) -> &'a mut [u8] {
+        // SAFETY: the part lies in a store (checked by `find`), and every byte is initialised, by
+        // the kernel at least; the rest is the contract of this function.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 }

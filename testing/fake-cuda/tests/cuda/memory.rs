@@ -143,7 +143,10 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
                     memory pools";
     assert_eq!(cause, expected);
     for (device, expected) in [
-        (DeviceChoice::Auto, "device arenas use host memory: backend cuda_pool does not work"),
+        (
+            DeviceChoice::Auto,
+            "device arenas use host memory: cannot allocate on CUDA device 0: cuda_pool",
+        ),
         (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) has no effect"),
     ] {
         let memory = pool().device(device).start().expect("starts");
