@@ -288,7 +288,7 @@ impl Reclaim for ArenaStep {
 impl Shared {
     /// Samples the memory of each device, and releases idle memory if little is free.
     pub(in crate::memory) fn sample_devices(&self, now: Moment) {
-        for device in &self.devices.list {
+        for device in self.devices.list.iter().filter(|it| it.counted == CountedIn::OnDevice) {
             if device.is_lost() {
                 device.watch.forget();
                 continue;
@@ -303,9 +303,6 @@ impl Shared {
 
     fn sample_device(&self, device: &Device, now: Moment) {
         // Memory that is committed or released during the query counts as ours, not as unmanaged.
-        if device.driver.capabilities().counts_as_host() {
-            return;
-        }
         let before = self.committed_on(device);
         let memory = match device.driver.device_memory() {
             Ok(Some(memory)) => memory,
