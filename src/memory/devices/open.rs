@@ -11,8 +11,8 @@ use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution};
 use crate::device::driver::Backend;
 use crate::device::{
-    ArenaConfig, ArenaOccupancy, DeviceArena, DeviceError, HostBudget, PinnedConfig, PinnedKind,
-    PinnedPool,
+    ArenaConfig, DeviceArena, DeviceError, HostBudget, PinnedConfig, PinnedKind, PinnedPool,
+    RegionOccupancy,
 };
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
@@ -153,7 +153,7 @@ impl MemoryDevices<'_> {
     /// layouts have at most `cells_max` cells in total, but at least 4 for each arena. Costs
     /// [`DeviceArena::occupancy`] for each.
     #[must_use]
-    pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
+    pub fn occupancy(&self, cells_max: usize) -> Vec<(String, Vec<RegionOccupancy>)> {
         let arenas = self.shared().arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
         let of = |it: &Arc<ManagedArena>| (it.arena.name().to_owned(), it.arena.occupancy(each));

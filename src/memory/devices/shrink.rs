@@ -24,7 +24,6 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::sync::lock;
 use lowtide_admission::Job;
-use lowtide_heap::{PurgeOutcome, Unreleased};
 
 use super::values::known_targets;
 
@@ -177,14 +176,11 @@ impl Shared {
             Ok(report) => report,
             Err(error) => return (ByteSize::ZERO, Some(MemoryError::Heap(error))),
         };
-        let error = match (report.jemalloc.outcome, report.libc.outcome) {
-            (PurgeOutcome::Unsupported(jemalloc), PurgeOutcome::Unsupported(libc)) => {
-                Some(MemoryError::CannotPurge { jemalloc, libc })
-            }
+        let error = match (report.jemalloc, report.libc) {
+            (Err(jemalloc), Err(libc)) => Some(MemoryError::CannotPurge { jemalloc, libc }),
             _ => {
-                let unreleased = report.unreleased;
-                unreleased
-                    .map(|Unreleased { bytes, cause, .. }| MemoryError::Unreleased { bytes, cause })
+                let bytes = report.unreleased;
+                report.failure.map(|cause| MemoryError::Unreleased { bytes, cause })
             }
         };
         (report.released(), error)
