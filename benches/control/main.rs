@@ -44,9 +44,6 @@ enum Part {
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What admission, sampling and managed resources cost")]
 struct Cli {
-    /// The number of measurements of each.
-    #[arg(long, default_value_t = 9)]
-    rounds: usize,
     /// These parts alone.
     #[arg(long, value_delimiter = ',')]
     parts: Vec<Part>,
@@ -76,7 +73,7 @@ const READINGS: usize = 2000;
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::new(cli.counted);
-        let rounds = if cli.quick { 1 } else { cli.rounds.max(1) };
+        let rounds = if cli.quick { 1 } else { 9 };
         let wanted = |part| cli.parts.is_empty() || cli.parts.contains(&part);
         if wanted(Part::Admission) {
             admission(rounds, &mut figures)?;
