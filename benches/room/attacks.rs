@@ -1,23 +1,12 @@
 //! Clients that hold memory or connections and make no progress. Each connects again at once when
-//! it is ended.
+//! it is ended. They speak HTTP/2 in prepared frames (RFC 9113).
 
-use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use futures_util::future::join_all;
-use futures_util::{StreamExt as _, stream};
-use http::Request;
-use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt as _, Empty, StreamBody};
-use hyper::body::Frame;
-use hyper::client::conn::http1;
-use hyper::client::conn::http2::{Builder, SendRequest};
-use hyper_util::rt::{TokioExecutor, TokioIo};
 use lowtide::BoxError;
-use tokio::io::{AsyncWriteExt as _, Interest};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -36,8 +25,6 @@ const APART: Duration = Duration::from_millis(400);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The pause after an attempt that failed before a connection was open.
 const PAUSE: Duration = Duration::from_millis(1);
-/// The window of a stream, unless an attacker sets another one: HTTP/2's default.
-const WINDOW: u32 = 65_535;
 
 /// The behaviour of one attacker.
 #[derive(Clone, Copy, Debug)]
@@ -70,41 +57,46 @@ pub(crate) async fn attack(nth: usize, to: SocketAddr, attack: Attack) {
 
 /// Holds one connection until the service ends it.
 async fn hold(to: SocketAddr, attack: Attack, length: usize) -> Result<(), BoxError> {
+    let text = if matches!(attack, Attack::SlowBody) { longest_text(to).await? } else { 0 };
+    let mut stream = TcpStream::connect(to).await?;
     match attack {
         Attack::SlowBody => {
-            let pieces = stream::unfold((), async |()| {
-                sleep(Duration::from_millis(50)).await;
-                Some((Ok(Frame::data(Bytes::from_static(&[b' '; 900]))), ()))
-            });
-            let text = longest_text(to).await?;
-            let stream = TokioIo::new(TcpStream::connect(to).await?);
-            let (mut sender, connection) = http1::handshake(stream).await?;
-            let _connection = driven(connection);
-            let request = Request::post("/words").header("host", "h");
-            let request = request.header("content-length", text).body(body(pieces))?;
-            // Ends with the answer or the connection.
-            sender.send_request(request).await?;
+            let head = format!("POST /words HTTP/1.1\r\nhost: h\r\ncontent-length: {text}\r\n\r\n");
+            stream.write_all(head.as_bytes()).await?;
+            let (mut reader, mut writer) = stream.split();
+            let pour = async {
+                let mut ticks = interval(Duration::from_millis(50));
+                loop {
+                    ticks.tick().await;
+                    if writer.write_all(&[b' '; 900]).await.is_err() {
+                        return;
+                    }
+                }
+            };
+            let mut answer = [0; 512];
+            tokio::select! {
+                () = pour => {}
+                _ = reader.read(&mut answer) => {}
+            }
         }
         Attack::SilentBody => {
-            let (mut sender, _connection) = connect(to, WINDOW).await?;
-            let request = Request::post(format!("http://{to}/work"));
-            let request = request.header("content-length", length).body(body(stream::pending()))?;
-            // Ends with the answer or the connection.
-            sender.send_request(request).await?;
+            let length = length.to_string();
+            stream.write_all(&preface(&[])).await?;
+            stream.write_all(&request(1, "POST", "/work", ("content-length", &length))).await?;
+            // Ends with the answer or the connection: headers, or a reset of either.
+            while !matches!(frame(&mut stream).await?, 1 | 3 | 7) {}
         }
         Attack::ZeroWindow => {
-            let (sender, mut connection) = connect(to, 0).await?;
-            let asked = (0..10).map(|_| {
-                let request = Request::get(format!("http://{to}/large"));
-                let request = request.body(Empty::new().boxed_unsync());
-                let mut sender = sender.clone();
-                async move { Ok::<_, BoxError>(sender.send_request(request?).await?) }
-            });
-            let _unread = join_all(asked).await;
-            connection.join_next().await;
+            // SETTINGS_INITIAL_WINDOW_SIZE
+            stream.write_all(&preface(b"\0\x04\0\0\0\0")).await?;
+            for id in (1..20).step_by(2) {
+                stream.write_all(&request(id, "GET", "/large", ("x", ""))).await?;
+            }
+            loop {
+                frame(&mut stream).await?;
+            }
         }
         Attack::Unread(path) => {
-            let mut stream = TcpStream::connect(to).await?;
             let head = format!("GET {path} HTTP/1.1\r\nhost: h\r\n\r\n");
             stream.write_all(head.as_bytes()).await?;
             // An error, or both directions closed: a service that drops a connection with unread
@@ -143,32 +135,6 @@ async fn longest_text(to: SocketAddr) -> Result<u64, BoxError> {
     }
 }
 
-type Body = UnsyncBoxBody<Bytes, Infallible>;
-type Piece = Result<Frame<Bytes>, Infallible>;
-
-fn body(pieces: impl stream::Stream<Item = Piece> + Send + 'static) -> Body {
-    StreamBody::new(pieces.boxed()).boxed_unsync()
-}
-
-/// Opens a connection of HTTP/2 whose streams may receive so many bytes. It ends with the second
-/// value, and that with it.
-async fn connect(
-    to: SocketAddr,
-    window: u32,
-) -> Result<(SendRequest<Body>, JoinSet<()>), BoxError> {
-    let stream = TokioIo::new(TcpStream::connect(to).await?);
-    let mut builder = Builder::new(TokioExecutor::new());
-    let (sender, connection) = builder.initial_stream_window_size(window).handshake(stream).await?;
-    Ok((sender, driven(connection)))
-}
-
-/// Drives a connection until the value ends.
-fn driven(connection: impl Future<Output = hyper::Result<()>> + Send + 'static) -> JoinSet<()> {
-    let mut driver = JoinSet::new();
-    driver.spawn(async move { drop(connection.await) });
-    driver
-}
-
 /// The bytes of the long header.
 const LONG: usize = 8 << 10;
 /// Connections that are opened at a time.
@@ -177,18 +143,74 @@ const AT_ONCE: usize = 256;
 /// Opens connections of HTTP/2, each once, and keeps them. Each sends the head of one request with a
 /// long header, and no body.
 pub(crate) fn send_heads(count: usize, to: SocketAddr) -> JoinSet<Result<(), BoxError>> {
-    let (slots, long) = (Arc::new(Semaphore::new(AT_ONCE)), "x".repeat(LONG));
+    let slots = Arc::new(Semaphore::new(AT_ONCE));
+    let long = "x".repeat(LONG);
+    let head = [preface(&[]), request(1, "POST", "/work", ("x", &long))].concat();
+    let head: Arc<[u8]> = head.into();
     let all = (0..count).map(|_| {
-        let (slots, long) = (Arc::clone(&slots), long.clone());
+        let (slots, head) = (Arc::clone(&slots), Arc::clone(&head));
         async move {
             let slot = slots.acquire().await?;
-            let (mut sender, mut connection) = connect(to, WINDOW).await?;
+            let mut stream = TcpStream::connect(to).await?;
+            let _ = stream.write_all(&head).await;
             drop(slot);
-            let request = Request::post(format!("http://{to}/work")).header("x", long);
-            let _ = sender.send_request(request.body(body(stream::pending()))?).await;
-            connection.join_next().await;
-            Ok(())
+            loop {
+                frame(&mut stream).await?;
+            }
         }
     });
     all.collect()
+}
+
+/// Reads a frame, and returns its type.
+async fn frame(stream: &mut TcpStream) -> Result<u8, BoxError> {
+    let mut head = [0; 9];
+    stream.read_exact(&mut head).await?;
+    let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+    tokio::io::copy(&mut stream.take(length.into()), &mut tokio::io::sink()).await?;
+    Ok(head[3])
+}
+
+/// Returns the preface of HTTP/2 with these settings.
+fn preface(settings: &[u8]) -> Vec<u8> {
+    let length = u8::try_from(settings.len()).unwrap_or_default();
+    [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0", &[length][..], b"\x04\0\0\0\0\0", settings].concat()
+}
+
+/// Returns the head of a request on a stream, which a body may follow if it is a `POST`.
+fn request(id: u8, method: &str, path: &str, header: (&str, &str)) -> Vec<u8> {
+    // RFC 7541: methods and http by their indexes, `:path` and `:authority` by the indexes of their
+    // names, and the header by its name.
+    let mut block = if method == "POST" { b"\x83\x86".to_vec() } else { b"\x82\x86".to_vec() };
+    for (name, value) in [(Ok(4), path), (Ok(1), "h"), (Err(header.0), header.1)] {
+        match name {
+            Ok(index) => block.push(index),
+            Err(name) => {
+                block.push(0);
+                text(&mut block, name);
+            }
+        }
+        text(&mut block, value);
+    }
+    let length = u32::try_from(block.len()).unwrap_or_default().to_be_bytes();
+    // The end of the head; of the stream too, if there is no body.
+    let flags = if method == "POST" { 4 } else { 5 };
+    [&length[1..], &[1, flags, 0, 0, 0, id], &block].concat()
+}
+
+/// Adds a text with its length, which has a prefix of seven bits.
+fn text(block: &mut Vec<u8>, text: &str) {
+    let mut rest = text.len();
+    if rest < 127 {
+        block.extend(u8::try_from(rest));
+    } else {
+        block.push(127);
+        rest -= 127;
+        while rest >= 128 {
+            block.extend(u8::try_from((rest % 128) | 128));
+            rest /= 128;
+        }
+        block.extend(u8::try_from(rest));
+    }
+    block.extend(text.bytes());
 }
