@@ -32,6 +32,7 @@ use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::EventLog;
 use super::fit::FitInForce;
 use super::flight::Flight;
+use super::own_arena::Loads;
 use super::profiles::Profiles;
 use super::running::ProcessClaim;
 use super::slow_value::SlowValue;
@@ -93,42 +94,6 @@ impl Purges {
     pub(super) fn bytes(&self) -> [(&'static str, u64); 3] {
         [("jemalloc", &self.dirty_bytes), ("muzzy", &self.muzzy_bytes), ("libc", &self.libc_bytes)]
             .map(|(heap, bytes)| (heap, bytes.load(Ordering::Relaxed)))
-    }
-}
-
-/// The loads of resources with an `OwnArena` that started and that ended.
-#[derive(Debug, Default)]
-pub(super) struct Loads {
-    begun: AtomicU64,
-    ended: AtomicU64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct LoadCounts {
-    pub(super) begun: u64,
-    pub(super) ended: u64,
-}
-
-impl Loads {
-    pub(super) fn counts(&self) -> LoadCounts {
-        let count = |total: &AtomicU64| total.load(Ordering::SeqCst);
-        LoadCounts { ended: count(&self.ended), begun: count(&self.begun) }
-    }
-}
-
-/// Counts the end of a load, also if it panics.
-pub(super) struct LoadGuard<'a>(&'a Loads);
-
-impl<'a> LoadGuard<'a> {
-    pub(super) fn begin(loads: &'a Loads) -> Self {
-        loads.begun.fetch_add(1, Ordering::SeqCst);
-        Self(loads)
-    }
-}
-
-impl Drop for LoadGuard<'_> {
-    fn drop(&mut self) {
-        self.0.ended.fetch_add(1, Ordering::SeqCst);
     }
 }
 

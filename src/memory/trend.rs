@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, lock};
-use lowtide_heap::Profiler;
+use lowtide_heap::{Profiler, profiler};
 
 /// The maximum number of quiet times kept.
 const POINTS_MAX: usize = 32;
@@ -35,21 +35,6 @@ pub struct QuietPoint {
     pub at: Duration,
     /// The live bytes of the heap.
     pub live: ByteSize,
-}
-
-/// The quiet times of this process, and the growth between them.
-#[derive(Clone, Debug, Default, PartialEq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct LiveTrend {
-    /// The quiet times, oldest first: at most 32.
-    pub points: Vec<QuietPoint>,
-    /// The length of a window, of which each quiet time is the minimum.
-    pub window: Duration,
-    /// The growth of live memory in bytes per hour: the median of the slopes between any two quiet
-    /// times, so that a few outliers or one step do not change it. `None` with fewer than 6 quiet
-    /// times, about a minute after the start.
-    pub growth_per_hour: Option<f64>,
 }
 
 /// The quiet times kept.
@@ -95,14 +80,15 @@ impl QuietTimes {
         lock(&self.0).add(TimedPoint { now, point })
     }
 
-    pub(super) fn trend(&self) -> LiveTrend {
+    /// Returns the trend, with these call sites that grew.
+    pub(super) fn report(&self, suspects: Option<LeakSuspects>) -> LeakReport {
         let windows = lock(&self.0);
         let points: Vec<_> = windows.points.iter().copied().collect();
         let window = windows.length;
         drop(windows);
         let growth_per_hour = growth_per_hour(&points);
         let points = points.into_iter().map(|seen| seen.point).collect();
-        LiveTrend { points, window, growth_per_hour }
+        LeakReport { points, window, growth_per_hour, profiler: profiler(), suspects }
     }
 }
 
@@ -161,8 +147,14 @@ fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LeakReport {
-    /// Live memory at quiet times, and its growth.
-    pub trend: LiveTrend,
+    /// The quiet times of this process, oldest first: at most 32.
+    pub points: Vec<QuietPoint>,
+    /// The length of a window, of which each quiet time is the minimum.
+    pub window: Duration,
+    /// The growth of live memory in bytes per hour: the median of the slopes between any two quiet
+    /// times, so that a few outliers or one step do not change it. `None` with fewer than 6 quiet
+    /// times, about a minute after the start.
+    pub growth_per_hour: Option<f64>,
     /// The state of the heap profiler.
     pub profiler: Profiler,
     /// The call sites whose live memory grew between two quiet times. `None` if the profiler is not
@@ -292,7 +284,7 @@ mod tests {
     const MIB: f64 = 1024.0 * 1024.0;
 
     /// Adds a figure for each second, and returns the seconds that were reported.
-    fn run(seconds: u64, live: impl Fn(u64) -> u64) -> (LiveTrend, Vec<u64>) {
+    fn run(seconds: u64, live: impl Fn(u64) -> u64) -> (LeakReport, Vec<u64>) {
         let quiet = QuietTimes::default();
         let add = |second: &u64| {
             let at = Duration::from_secs(*second);
@@ -300,7 +292,7 @@ mod tests {
             quiet.add(Moment::after_origin(at), QuietPoint { at, live })
         };
         let reported = (0..seconds).filter(add).collect();
-        (quiet.trend(), reported)
+        (quiet.report(None), reported)
     }
 
     #[test]

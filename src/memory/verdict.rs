@@ -12,12 +12,13 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::short;
-use lowtide_admission::{Level, LimitSource, RejectReason, RequestMemory, RequestPhase};
+use lowtide_admission::{Budget, Level, LimitSource, RejectReason, RequestPhase};
 
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
 use super::events::{Event, is_shortage};
+use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::LiveTrend;
+use super::trend::LeakReport;
 
 /// Rejections in this time are a problem of now.
 const RECENT: Duration = Duration::from_secs(60);
@@ -71,32 +72,16 @@ pub struct Finding {
     pub text: String,
 }
 
-/// The running requests as a whole.
-pub(super) struct RequestTotals {
-    /// The bytes that they have reserved.
-    pub(super) reserved: ByteSize,
-    /// The bytes that all of them may reserve; [`ByteSize::MAX`] without a limit.
-    pub(super) room: ByteSize,
-    /// The most bytes that a resource may have.
-    pub(super) loadable: ByteSize,
-    /// Those that were admitted first.
-    pub(super) oldest: Vec<RequestMemory>,
-}
-
 impl Verdict {
-    pub(super) fn new(
-        snapshot: &MemorySnapshot,
-        breakdown: &Breakdown,
-        requests: &RequestTotals,
-        events: &[Event],
-        trend: &LiveTrend,
-    ) -> Self {
+    pub(super) fn new(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Self {
+        let events = &shared.here(|shared| shared.events.all());
+        let trend = shared.here(|shared| Some(shared.quiet_times.report(None)));
         let rules = [
             exhausted(snapshot, breakdown),
-            rejections(snapshot, breakdown, requests, events),
+            rejections(shared, snapshot, breakdown, events),
             level(snapshot, breakdown),
-            misfit(snapshot, requests.loadable),
-            leak(breakdown, trend),
+            misfit(snapshot, shared.admission.state().loadable(Budget::Host)),
+            trend.and_then(|trend| leak(breakdown, &trend)),
             retained(snapshot, breakdown),
             untracked(snapshot, breakdown),
             #[cfg(feature = "device")]
@@ -115,8 +100,8 @@ impl Verdict {
 
 /// Returns the physical memory against the limit, with its largest parts.
 fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
-    let (physical, limit) = (snapshot.physical, snapshot.signal.limit.bytes);
-    let mut of_limit = match percent(physical, limit) {
+    let (physical, limit) = (snapshot.physical, snapshot.limit());
+    let mut of_limit = match percent(snapshot) {
         Some(percent) => format!("{physical} of {limit} ({percent} %)"),
         None => format!("{physical}"),
     };
@@ -127,9 +112,11 @@ fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
     if largest.is_empty() { of_limit } else { format!("{of_limit}, mostly {largest}") }
 }
 
-fn percent(part: ByteSize, whole: ByteSize) -> Option<u64> {
-    let known = whole != ByteSize::MAX && !whole.is_zero();
-    known.then(|| part.get().saturating_mul(100) / whole.get())
+/// Returns the physical memory as a percentage of the limit, if there is one.
+fn percent(snapshot: &MemorySnapshot) -> Option<u64> {
+    let (physical, limit) = (snapshot.physical, snapshot.limit());
+    let known = limit != ByteSize::MAX && !limit.is_zero();
+    known.then(|| physical.get().saturating_mul(100) / limit.get())
 }
 
 fn problem(about: &'static str, text: String) -> Option<Finding> {
@@ -152,9 +139,9 @@ fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
 }
 
 fn rejections(
+    shared: &Shared,
     snapshot: &MemorySnapshot,
     breakdown: &Breakdown,
-    requests: &RequestTotals,
     events: &[Event],
 ) -> Option<Finding> {
     let since = snapshot.since_epoch.saturating_sub(RECENT);
@@ -168,7 +155,7 @@ fn rejections(
     let recent = recent.filter_map(|event| Some((event, reason(event)?)));
     let (most, why) = recent.max_by_key(|(event, _)| event.sum)?;
     let cause = match why {
-        RejectReason::Full => full(snapshot, breakdown, requests),
+        RejectReason::Full => full(shared, snapshot, breakdown),
         RejectReason::Pressure => format!(
             "the pressure level was {} or higher; now {}",
             Level::High.name(),
@@ -206,15 +193,17 @@ fn rejections(
 }
 
 /// Explains why requests did not fit, from the running ones.
-fn full(snapshot: &MemorySnapshot, breakdown: &Breakdown, requests: &RequestTotals) -> String {
-    let RequestTotals { reserved, room, oldest, .. } = requests;
+fn full(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
+    let ledger = shared.admission.ledger(Budget::Host);
+    let (reserved, room) = (ledger.requests(), ledger.request_room());
+    let oldest = shared.oldest_requests();
     let (ceiling, physical) = (snapshot.host.ceiling, snapshot.physical);
     let live = breakdown.total(PartKind::Requests);
     let held = snapshot.admission.held();
     let factor = snapshot.host.correction_factor;
     let waits = |phase| matches!(phase, RequestPhase::Receiving | RequestPhase::Suspended);
     let slow = oldest.iter().filter(|request| waits(request.phase)).count();
-    let at = match percent(physical, snapshot.signal.limit.bytes) {
+    let at = match percent(snapshot) {
         Some(percent) => format!("physical memory is at {percent} % of the limit"),
         None => format!("physical memory is {physical}"),
     };
@@ -250,7 +239,7 @@ fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
         return None;
     }
     let (used, level) = (used(snapshot, breakdown), snapshot.host.level.name());
-    if percent(snapshot.physical, snapshot.signal.limit.bytes) < Some(FALLEN_PERCENT) {
+    if percent(snapshot) < Some(FALLEN_PERCENT) {
         // A level is left one step at a time.
         let text = format!("Pressure is still {level}, but physical memory has fallen to {used}.");
         return Some(Finding { about: "level", is_problem: false, text });
@@ -271,7 +260,7 @@ fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Finding> {
 }
 
 /// Extrapolates the growth of live memory between quiet times to the limit.
-fn leak(breakdown: &Breakdown, trend: &LiveTrend) -> Option<Finding> {
+fn leak(breakdown: &Breakdown, trend: &LeakReport) -> Option<Finding> {
     let growth = trend.growth_per_hour.filter(|growth| *growth > 0.0)?;
     let (first, last) = (trend.points.first()?, trend.points.last()?);
     if last.at.saturating_sub(first.at) < OBSERVED_MIN {
@@ -313,7 +302,7 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
         "physical memory is {}, live heap {}: the heap retains {total}, mostly {parts}, {release}.",
         snapshot.physical, heap.live
     );
-    let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);
+    let is_problem = percent(snapshot) >= Some(50);
     Some(Finding { about: "retained", is_problem, text })
 }
 
@@ -327,7 +316,7 @@ fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
          processes of the container; `/memory?with=mappings` lists the memory of this process.",
         snapshot.physical
     );
-    let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);
+    let is_problem = percent(snapshot) >= Some(50);
     Some(Finding { about: "untracked", is_problem, text })
 }
 
@@ -350,17 +339,17 @@ fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Finding> {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::memory::trend::QuietPoint;
+    use crate::memory::trend::{QuietPoint, QuietTimes};
 
     /// Live memory that grows by this many MiB an hour, observed for this time.
-    fn trend(mib: f64, minutes: u64) -> LiveTrend {
+    fn trend(mib: f64, minutes: u64) -> LeakReport {
         let point = |minute| {
             let at = Duration::from_secs(minute * 60);
             QuietPoint { at, live: ByteSize::mib(10) }
         };
+        let growth_per_hour = Some(mib * ByteSize::mib(1).as_f64());
         let points = vec![point(0), point(minutes)];
-        let growth = mib * ByteSize::mib(1).as_f64();
-        LiveTrend { points, window: Duration::from_secs(10), growth_per_hour: Some(growth) }
+        LeakReport { points, growth_per_hour, ..QuietTimes::default().report(None) }
     }
 
     #[test]

@@ -109,15 +109,6 @@ impl DevicesSnapshot {
         self.all().map(|arena| arena.offloaded).sum()
     }
 
-    /// Returns the sleeps, wakes and failed wakes of each arena that serves.
-    pub(in crate::memory) fn sleeps(&self) -> BTreeMap<String, [u64; 3]> {
-        let of = |arena: &ArenaSnapshot| {
-            let counts = [arena.sleeps_total, arena.wakes_total, arena.wake_failures_total];
-            (arena.name.clone(), counts)
-        };
-        self.arenas.iter().map(of).collect()
-    }
-
     /// Returns the live bytes in device memory.
     pub(in crate::memory) fn live(&self) -> ByteSize {
         self.on_device().map(|arena| arena.live.saturating_sub(arena.asleep)).sum()
