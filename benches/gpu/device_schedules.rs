@@ -125,6 +125,7 @@ impl World {
         let places = sims.iter().enumerate().map(places).collect();
         let held = (0..devices).map(|_| Vec::new()).collect();
         let (answers, faults) = (vec![String::new(); devices], Vec::new());
+        let steps = Box::new(steps);
         Self { clock, sims, memory, steps, places, held, answers, faults }
     }
 

@@ -20,11 +20,11 @@ use super::breakdown::Breakdown;
 use super::builder::is_usual;
 #[cfg(feature = "device")]
 use super::devices::Series;
-use super::error::{Diagnostic, Severity};
+use super::error::Diagnostic;
 use super::events::{Publication, Watch};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::{QuietPoint, RecentPeak};
+use super::trend::RecentPeak;
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a
@@ -217,8 +217,7 @@ impl MaintenanceExecutor {
         for reclaimer in &snapshot.reclaimers {
             record::reclaimer(reclaimer, &mut to.to(&[label("reclaimer", &reclaimer.name)]));
         }
-        let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
-        let warnings = snapshot.diagnostics.iter().filter(is_warning).count();
+        let warnings = snapshot.diagnostics.iter().filter(|it| it.is_problem).count();
         to.put(name::DIAGNOSTICS, &[], warnings as u64);
         to.put(name::SAMPLER_TICKS, &[], self.shared.state.ticks_total());
         to.put(name::SAMPLER_LATENESS, &[], self.shared.state.take_lateness());
@@ -297,8 +296,7 @@ impl MaintenanceExecutor {
     /// memory is short.
     fn add_quiet_time(&self, now: Moment, snapshot: &MemorySnapshot) {
         let Some(heap) = &snapshot.heap else { return };
-        let point = QuietPoint { at: snapshot.since_epoch, live: heap.live };
-        if self.shared.quiet_times.add(now, point)
+        if self.shared.quiet_times.add(now, snapshot.since_epoch, heap.live)
             && snapshot.host.level == Level::None
             && let Some(profiles) = &self.shared.profiles
         {

@@ -263,7 +263,7 @@ impl Builder {
     /// # Errors
     /// The same as for [`Builder::start`].
     #[doc(hidden)]
-    pub fn start_stepped(self) -> Result<(Memory, Box<dyn FnMut() -> bool>), StartError> {
+    pub fn start_stepped(self) -> Result<(Memory, impl FnMut() -> bool), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
         let parts = builder.assemble(config, ProcessClaim::of_none())?;
@@ -276,7 +276,12 @@ impl Builder {
             jobs.by_ref().for_each(|job| worker.run(job, &*clock));
             queue.pending().is_empty() && worker.panics_total() == 0
         };
-        Ok((memory, Box::new(step)))
+        Ok((memory, step))
+    }
+
+    fn unused_variables(&self) -> Option<Diagnostic> {
+        let is_unused = !cfg!(feature = "device") && !self.ignores_environment;
+        is_unused.then(|| variables_of_devices(&env::of_devices())).flatten()
     }
 
     /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
@@ -305,19 +310,13 @@ impl Builder {
         config: Config,
         claim: Arc<ProcessClaim>,
     ) -> Result<AssembledParts, StartError> {
-        let mut diagnostics = Vec::new();
-        if !cfg!(feature = "device") && !self.ignores_environment {
-            diagnostics.extend(variables_of_devices(&env::of_devices()));
-        }
+        let mut diagnostics = Vec::from_iter(self.unused_variables());
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
         let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
         let (signals, heap) = self.settle_host(&config, &*clock, &mut diagnostics)?;
         let (flight, recording) = Flight::open(&config, &signals, &mut diagnostics);
-        let profiles = match self.is_detached {
-            true => None,
-            false => profiles::prepare(&config, &mut diagnostics),
-        };
+        let profiles = profiles::prepare(&config, self.is_detached, &mut diagnostics);
         let (admission, resources) = (Admission::new(), Resources::new());
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),

@@ -44,7 +44,7 @@ mod snapshot;
 mod trend;
 mod verdict;
 
-pub use admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use admin::{AdminCommand, AdminTask, AdminTaskState};
 pub use admin_worker::MemoryAdmin;
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
@@ -56,7 +56,7 @@ pub use devices::{
     DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
     SlotKind, SlotSnapshot,
 };
-pub use error::{Diagnostic, MemoryError, Severity, Shutdown, StartError};
+pub use error::{Diagnostic, MemoryError, Shutdown, StartError};
 pub use events::Event;
 pub use flight::{ExitCause, FlightResource, FlightSample, LastExit};
 pub use heap::on_thread_start;
@@ -69,5 +69,5 @@ pub use shared::Purged;
 #[cfg(all(test, target_os = "linux", not(lowtide_loom)))]
 pub(crate) use shared::holds_in_child;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
-pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects, QuietPoint};
-pub use verdict::{Finding, Verdict};
+pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects};
+pub use verdict::Verdict;

@@ -28,7 +28,7 @@ use super::admin::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
 #[cfg(feature = "device")]
 use super::devices::Devices;
-use super::error::{Diagnostic, MemoryError, Severity};
+use super::error::{Diagnostic, MemoryError};
 use super::events::EventLog;
 use super::fit::FitInForce;
 use super::flight::Flight;
@@ -146,10 +146,11 @@ impl Shared {
                 diagnostic.about,
                 diagnostic.text.clone(),
             );
-            let Diagnostic { severity, about, text } = diagnostic;
-            match severity {
-                Severity::Info => log!(info, target: "lowtide", about, "{text}"),
-                Severity::Warning => log!(warn, target: "lowtide", about, "{text}"),
+            let Diagnostic { about, is_problem, text } = diagnostic;
+            if is_problem {
+                log!(warn, target: "lowtide", about, "{text}");
+            } else {
+                log!(info, target: "lowtide", about, "{text}");
             }
         }
     }

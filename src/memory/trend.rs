@@ -26,17 +26,6 @@ const WINDOW_MAX: Duration = Duration::from_secs(10 << 9);
 const TREND_MIN: usize = 6;
 const HOUR: f64 = 3600.0;
 
-/// The live memory of the heap at a quiet time: the least of a window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct QuietPoint {
-    /// The time, since the Unix epoch.
-    pub at: Duration,
-    /// The live bytes of the heap.
-    pub live: ByteSize,
-}
-
 /// The quiet times kept.
 #[derive(Debug)]
 pub(super) struct QuietTimes(Mutex<Windows>);
@@ -48,16 +37,19 @@ struct Windows {
     /// The start of the current window; `None` before the first figure.
     start: Option<Moment>,
     /// The least figure of the current window so far.
-    lowest: Option<TimedPoint>,
+    lowest: Option<QuietPoint>,
     /// `true` once a quiet time of the current window was reported.
     is_reported: bool,
-    points: VecDeque<TimedPoint>,
+    points: VecDeque<QuietPoint>,
 }
 
+/// The live bytes of the heap at a quiet time: the least of a window.
 #[derive(Clone, Copy, Debug)]
-struct TimedPoint {
+struct QuietPoint {
     now: Moment,
-    point: QuietPoint,
+    /// The time since the Unix epoch.
+    at: Duration,
+    live: ByteSize,
 }
 
 impl Default for QuietTimes {
@@ -76,8 +68,8 @@ impl QuietTimes {
     /// Adds a figure. Returns `true` once in each window, at a time that is likely its quietest:
     /// the first figure of the second half that is no larger than those of the first half, or else
     /// the last figure.
-    pub(super) fn add(&self, now: Moment, point: QuietPoint) -> bool {
-        lock(&self.0).add(TimedPoint { now, point })
+    pub(super) fn add(&self, now: Moment, at: Duration, live: ByteSize) -> bool {
+        lock(&self.0).add(QuietPoint { now, at, live })
     }
 
     /// Returns the trend, with these call sites that grew.
@@ -87,16 +79,16 @@ impl QuietTimes {
         let window = windows.length;
         drop(windows);
         let growth_per_hour = growth_per_hour(&points);
-        let points = points.into_iter().map(|seen| seen.point).collect();
+        let points = points.into_iter().map(|seen| (seen.at, seen.live)).collect();
         LeakReport { points, window, growth_per_hour, profiler: profiler(), suspects }
     }
 }
 
 impl Windows {
-    fn add(&mut self, seen: TimedPoint) -> bool {
+    fn add(&mut self, seen: QuietPoint) -> bool {
         let start = *self.start.get_or_insert(seen.now);
         let elapsed = seen.now - start;
-        let is_lowest = self.lowest.is_none_or(|lowest| seen.point.live <= lowest.point.live);
+        let is_lowest = self.lowest.is_none_or(|lowest| seen.live <= lowest.live);
         if is_lowest {
             self.lowest = Some(seen);
         }
@@ -122,19 +114,19 @@ impl Windows {
         }
         self.length *= 2;
         let all = self.points.make_contiguous();
-        let lower = |pair: &[TimedPoint]| pair.iter().min_by_key(|seen| seen.point.live).copied();
+        let lower = |pair: &[QuietPoint]| pair.iter().min_by_key(|seen| seen.live).copied();
         self.points = all.chunks(2).filter_map(lower).collect();
     }
 }
 
 /// The median of the slopes between each two points (Theil 1950, Sen 1968): at most 496.
-fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
+fn growth_per_hour(points: &[QuietPoint]) -> Option<f64> {
     if points.len() < TREND_MIN {
         return None;
     }
-    let slope = |one: &TimedPoint, other: &TimedPoint| {
+    let slope = |one: &QuietPoint, other: &QuietPoint| {
         let seconds = (other.now - one.now).as_secs_f64();
-        let growth = other.point.live.as_f64() - one.point.live.as_f64();
+        let growth = other.live.as_f64() - one.live.as_f64();
         (seconds > 0.0).then_some(growth / seconds * HOUR)
     };
     let later = |(at, one)| points[at + 1..].iter().filter_map(move |other| slope(one, other));
@@ -147,8 +139,9 @@ fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LeakReport {
-    /// The quiet times of this process, oldest first: at most 32.
-    pub points: Vec<QuietPoint>,
+    /// The quiet times of this process, since the Unix epoch, with the live bytes of the heap,
+    /// oldest first: at most 32.
+    pub points: Vec<(Duration, ByteSize)>,
     /// The length of a window, of which each quiet time is the minimum.
     pub window: Duration,
     /// The growth of live memory in bytes per hour: the median of the slopes between any two quiet
@@ -289,7 +282,7 @@ mod tests {
         let add = |second: &u64| {
             let at = Duration::from_secs(*second);
             let live = ByteSize::new(live(*second));
-            quiet.add(Moment::after_origin(at), QuietPoint { at, live })
+            quiet.add(Moment::after_origin(at), at, live)
         };
         let reported = (0..seconds).filter(add).collect();
         (quiet.report(None), reported)
@@ -320,7 +313,7 @@ mod tests {
         let (trend, _) = run(400 * 3600, |second| second);
         assert_eq!(trend.window, WINDOW_MAX);
         assert!(trend.points.len() < POINTS_MAX);
-        let oldest = trend.points[0].at;
+        let (oldest, _) = trend.points[0];
         assert!(oldest > Duration::from_secs(300 * 3600), "{oldest:?}");
     }
 

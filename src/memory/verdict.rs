@@ -15,6 +15,7 @@ use crate::clock::short;
 use lowtide_admission::{Budget, Level, LimitSource, RejectReason, RequestPhase};
 
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
+use super::error::Diagnostic;
 use super::events::{Event, is_shortage};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
@@ -46,7 +47,7 @@ pub struct Verdict {
     pub summary: String,
     /// All findings, in the fixed order of their subjects. The first that is a problem is the
     /// summary.
-    pub findings: Vec<Finding>,
+    pub findings: Vec<Diagnostic>,
 }
 
 /// Writes the summary, and each other finding in a line of its own.
@@ -56,20 +57,6 @@ impl fmt::Display for Verdict {
         let mut others = self.findings.iter().filter(|finding| finding.text != self.summary);
         others.try_for_each(|finding| write!(f, "\n{}", finding.text))
     }
-}
-
-/// A finding of a [`Verdict`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct Finding {
-    /// The subject: `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`,
-    /// `untracked`, `device` or `eviction`.
-    pub about: &'static str,
-    /// `true` if it needs attention.
-    pub is_problem: bool,
-    /// A sentence with the figures.
-    pub text: String,
 }
 
 impl Verdict {
@@ -119,11 +106,11 @@ fn percent(snapshot: &MemorySnapshot) -> Option<u64> {
     known.then(|| physical.get().saturating_mul(100) / limit.get())
 }
 
-fn problem(about: &'static str, text: String) -> Option<Finding> {
-    Some(Finding { about, is_problem: true, text })
+fn problem(about: &'static str, text: String) -> Option<Diagnostic> {
+    Some(Diagnostic::warning(about, text))
 }
 
-fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     if !snapshot.exhausted {
         return None;
     }
@@ -143,7 +130,7 @@ fn rejections(
     snapshot: &MemorySnapshot,
     breakdown: &Breakdown,
     events: &[Event],
-) -> Option<Finding> {
+) -> Option<Diagnostic> {
     let since = snapshot.since_epoch.saturating_sub(RECENT);
     let now = snapshot.since_epoch;
     let is_recent = |event: &&Event| (since..=now).contains(&event.at);
@@ -234,7 +221,7 @@ fn full(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> St
     format!("{at}; {reserves}: the service is at its capacity for requests of this size")
 }
 
-fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     if snapshot.host.level < Level::High {
         return None;
     }
@@ -242,13 +229,13 @@ fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
     if percent(snapshot) < Some(FALLEN_PERCENT) {
         // A level is left one step at a time.
         let text = format!("Pressure is still {level}, but physical memory has fallen to {used}.");
-        return Some(Finding { about: "level", is_problem: false, text });
+        return Some(Diagnostic::info("level", text));
     }
     problem("level", format!("Pressure is {level}: {used}."))
 }
 
 /// Names a resource that was to be loaded and can never fit.
-fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Finding> {
+fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Diagnostic> {
     let mut refused = snapshot.resources.iter().filter(|of| of.loads_refused_total > 0);
     let resource = refused.find(|of| !of.loaded && of.cost.host > loadable)?;
     let text = format!(
@@ -260,10 +247,10 @@ fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Finding> {
 }
 
 /// Extrapolates the growth of live memory between quiet times to the limit.
-fn leak(breakdown: &Breakdown, trend: &LeakReport) -> Option<Finding> {
+fn leak(breakdown: &Breakdown, trend: &LeakReport) -> Option<Diagnostic> {
     let growth = trend.growth_per_hour.filter(|growth| *growth > 0.0)?;
-    let (first, last) = (trend.points.first()?, trend.points.last()?);
-    if last.at.saturating_sub(first.at) < OBSERVED_MIN {
+    let (first, last) = (trend.points.first()?.0, trend.points.last()?.0);
+    if last.saturating_sub(first) < OBSERVED_MIN {
         return None; // a service that warms up
     }
     let hours = breakdown.headroom?.as_f64() / growth;
@@ -277,11 +264,16 @@ fn leak(breakdown: &Breakdown, trend: &LeakReport) -> Option<Finding> {
         ByteSize::new(1).scaled(growth),
         short(left)
     );
-    Some(Finding { about: "leak", is_problem: left <= SOON_FULL, text })
+    Some(Diagnostic { about: "leak", is_problem: left <= SOON_FULL, text })
+}
+
+/// Returns `true` if bytes that are not live are to be mentioned.
+fn is_large(bytes: ByteSize, snapshot: &MemorySnapshot) -> bool {
+    bytes >= RETAINED_MIN && bytes.get() >= snapshot.physical.get() / 2
 }
 
 /// Explains physical memory of the heap that is not live.
-fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     let heap = snapshot.heap?;
     let free = match snapshot.unreleased.is_zero() {
         true => "which decay or a purge releases",
@@ -293,7 +285,7 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
         (PartKind::ThreadCaches, "which threads release when they park"),
     ];
     let total: ByteSize = kinds.iter().map(|(kind, _)| breakdown.total(*kind)).sum();
-    if total < RETAINED_MIN || total.get() < snapshot.physical.get() / 2 {
+    if !is_large(total, snapshot) {
         return None;
     }
     let (kind, release) = kinds.into_iter().max_by_key(|(kind, _)| breakdown.total(*kind))?;
@@ -303,12 +295,12 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
         snapshot.physical, heap.live
     );
     let is_problem = percent(snapshot) >= Some(50);
-    Some(Finding { about: "retained", is_problem, text })
+    Some(Diagnostic { about: "retained", is_problem, text })
 }
 
-fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     let bytes = breakdown.total(PartKind::Untracked);
-    if bytes < RETAINED_MIN || bytes.get() < snapshot.physical.get() / 2 {
+    if !is_large(bytes, snapshot) {
         return None;
     }
     let text = format!(
@@ -317,36 +309,33 @@ fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
         snapshot.physical
     );
     let is_problem = percent(snapshot) >= Some(50);
-    Some(Finding { about: "untracked", is_problem, text })
+    Some(Diagnostic { about: "untracked", is_problem, text })
 }
 
 #[cfg(feature = "device")]
-fn lost_device(snapshot: &MemorySnapshot) -> Option<Finding> {
+fn lost_device(snapshot: &MemorySnapshot) -> Option<Diagnostic> {
     let (name, error) = snapshot.devices.first_lost()?;
     problem("device", format!("Device {name} is lost until the process restarts: {error}."))
 }
 
 /// Names the last eviction.
-fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Finding> {
+fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Diagnostic> {
     let since = snapshot.since_epoch.saturating_sub(EVICTED);
     let recent = since..=snapshot.since_epoch;
     let last = events.iter().rfind(|event| event.kind == "evict" && recent.contains(&event.at))?;
     let ago = short(snapshot.since_epoch.saturating_sub(last.at));
     let text = format!("{:?} was {}, {ago} ago.", last.about, last.text);
-    Some(Finding { about: "eviction", is_problem: false, text })
+    Some(Diagnostic::info("eviction", text))
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::memory::trend::{QuietPoint, QuietTimes};
+    use crate::memory::trend::QuietTimes;
 
     /// Live memory that grows by this many MiB an hour, observed for this time.
     fn trend(mib: f64, minutes: u64) -> LeakReport {
-        let point = |minute| {
-            let at = Duration::from_secs(minute * 60);
-            QuietPoint { at, live: ByteSize::mib(10) }
-        };
+        let point = |minute| (Duration::from_secs(minute * 60), ByteSize::mib(10));
         let growth_per_hour = Some(mib * ByteSize::mib(1).as_f64());
         let points = vec![point(0), point(minutes)];
         LeakReport { points, growth_per_hour, ..QuietTimes::default().report(None) }
@@ -355,7 +344,7 @@ mod tests {
     #[test]
     fn a_verdict_is_written_as_its_summary_and_the_other_findings_once_each() {
         let finding =
-            |is_problem, text: &str| Finding { about: "level", is_problem, text: text.into() };
+            |is_problem, text: &str| Diagnostic { about: "level", is_problem, text: text.into() };
         let findings = vec![finding(false, "One."), finding(true, "Two."), finding(true, "Three.")];
         let verdict = Verdict { summary: "Two.".to_owned(), findings };
         assert_eq!(verdict.to_string(), "Two.\nOne.\nThree.");

@@ -281,7 +281,7 @@ fn leaks(report: &LeakReport) -> Value {
     let quiet = report
         .points
         .iter()
-        .map(|point| json!({ "at_seconds": seconds(point.at), "live_bytes": point.live.get() }));
+        .map(|(at, live)| json!({ "at_seconds": seconds(*at), "live_bytes": live.get() }));
     json!({
         "quiet_live": quiet.collect::<Vec<_>>(),
         "window_seconds": report.window.as_secs(),

@@ -18,7 +18,7 @@ use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
 use lowtide::admission::{Cost, Signals};
 use lowtide::config::DeviceChoice;
-use lowtide::memory::{AdminCommand, Builder, Event, ExitCause, FlightSample, LastExit, Severity};
+use lowtide::memory::{AdminCommand, Builder, Event, ExitCause, FlightSample, LastExit};
 use lowtide::service::{Endpoints, RequestBody};
 use lowtide::{ByteSize, Memory};
 use tempfile::TempDir;
@@ -46,7 +46,7 @@ fn recorded(path: &Path) -> Builder {
 fn off(memory: &Memory) -> Vec<String> {
     let all = memory.report().diagnostics().into_iter();
     let about = all.filter(|found| found.about == "flight_recorder");
-    about.inspect(|found| assert_eq!(found.severity, Severity::Warning)).map(|it| it.text).collect()
+    about.inspect(|found| assert!(found.is_problem, "{found}")).map(|it| it.text).collect()
 }
 
 /// Reads a copy of a recording that is in use.

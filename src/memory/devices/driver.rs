@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
-use crate::memory::error::{Diagnostic, Severity, StartError};
+use crate::memory::error::{Diagnostic, StartError};
 
 use super::selector::DEVICES_MAX;
 use super::state::GivenDrivers;
@@ -52,9 +52,9 @@ pub(super) fn open_drivers(
         }
         DeviceChoice::Auto => {
             let opened = open_cuda(choice, backend).map(|driver| vec![driver]);
-            Ok(opened.unwrap_or_else(|NoCuda { severity, cause }| {
+            Ok(opened.unwrap_or_else(|NoCuda { is_problem, cause }| {
                 let text = format!("device arenas use host memory: {cause}");
-                diagnostics.push(Diagnostic { severity, about: "device", text });
+                diagnostics.push(Diagnostic { about: "device", is_problem, text });
                 host()
             }))
         }
@@ -83,10 +83,9 @@ const fn check_count(count: usize) -> Result<(), StartError> {
     Ok(())
 }
 
-/// The reason that there is no CUDA device, and its severity: only informational on a machine
-/// without a GPU.
+/// The reason that there is no CUDA device, which is no problem on a machine without a GPU.
 struct NoCuda {
-    severity: Severity,
+    is_problem: bool,
     cause: String,
 }
 
@@ -124,11 +123,8 @@ fn count_cuda() -> Result<usize, NoCuda> {
 #[cfg(feature = "cuda")]
 fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
     use crate::device::driver::DriverError::{NoDevice, NoLibrary};
-    let severity = match error {
-        NoLibrary { .. } | NoDevice => Severity::Info,
-        _ => Severity::Warning,
-    };
-    NoCuda { severity, cause: error.to_string() }
+    let is_problem = !matches!(error, NoLibrary { .. } | NoDevice);
+    NoCuda { is_problem, cause: error.to_string() }
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -144,5 +140,5 @@ fn count_cuda() -> Result<usize, NoCuda> {
 #[cfg(not(feature = "cuda"))]
 fn not_built() -> NoCuda {
     let cause = "feature `cuda` is not enabled in this build".to_owned();
-    NoCuda { severity: Severity::Info, cause }
+    NoCuda { is_problem: false, cause }
 }

@@ -161,7 +161,8 @@ impl Stored for String {
 
 impl Stored for Event {
     fn put(&self, to: &mut HalfWriter) {
-        (self.at.put(to), self.since.put(to), self.times.put(to), self.sum.put(to));
+        [self.at, self.since].iter().for_each(|time| time.put(to));
+        [self.times, self.sum].iter().for_each(|count| count.put(to));
         to.put_text(&self.kind, NAME_MAX);
         to.put_text(&self.about, NAME_MAX);
         to.put_text(&self.text, TEXT_MAX);

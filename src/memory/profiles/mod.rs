@@ -49,9 +49,16 @@ pub(super) struct Captures {
     profiles: Arc<Profiles>,
 }
 
-/// Returns the requests if the profiler is active. Adds a diagnostic if a folder is set and the
-/// profiler is not active.
-pub(super) fn prepare(config: &Config, diagnostics: &mut Vec<Diagnostic>) -> Option<Arc<Profiles>> {
+/// Returns the requests if the profiler is active, unless the `Memory` is detached. Adds a
+/// diagnostic if a folder is set and the profiler is not active.
+pub(super) fn prepare(
+    config: &Config,
+    is_detached: bool,
+    diagnostics: &mut Vec<Diagnostic>,
+) -> Option<Arc<Profiles>> {
+    if is_detached {
+        return None;
+    }
     if let Profiler::Active { .. } = heap::profiler() {
         #[cfg(feature = "profiling")]
         if let Err(error) = heap::cache_unwind_rules() {

@@ -22,7 +22,7 @@ use serde_json::json;
 use crate::bytes::ParseByteSizeError;
 use crate::clock::{Clock, Moment};
 use crate::config::ConfigError;
-use crate::memory::{AdminCommand, AdminError, Memory};
+use crate::memory::{AdminCommand, Memory, MemoryError};
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
@@ -301,15 +301,15 @@ fn refusal(Denial { reason, detail }: &Denial) -> Response<String> {
 }
 
 /// Returns the reason for which a command was not accepted, as a word and as an answer.
-fn not_asked(error: &AdminError) -> (&'static str, Response<String>) {
+fn not_asked(error: &MemoryError) -> (&'static str, Response<String>) {
     let (status, title, reason, retry_after) = match error {
-        AdminError::UnknownArena { .. } | AdminError::UnknownResource { .. } => {
+        MemoryError::UnknownArena { .. } | MemoryError::UnknownResource { .. } => {
             (StatusCode::NOT_FOUND, "unknown name", "unknown", None)
         }
-        AdminError::FitLimit { .. } | AdminError::FitTime { .. } => {
+        MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => {
             (StatusCode::BAD_REQUEST, "invalid query", "query", None)
         }
-        AdminError::Full { .. } => {
+        MemoryError::TooManyTasks { .. } => {
             let wait = Some(Duration::from_secs(1));
             (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks", "full", wait)
         }
