@@ -260,8 +260,8 @@ impl MaintenanceExecutor {
             record::route(&of.memory, &mut to.to(&labels));
         }
         if to.has_detail() {
-            for of in admission.state().usage_by_tenant() {
-                record::tenant(&of.memory, &mut to.to(&[label("tenant", &of.tenant)]));
+            for (name, memory) in admission.state().usage_by_tenant() {
+                record::tenant(&memory, &mut to.to(&[label("tenant", &name)]));
             }
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();

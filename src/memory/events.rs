@@ -389,7 +389,7 @@ fn resource_since(
         tell("load", &now.name, "load failed".to_owned());
     }
     for why in UnloadReason::ALL {
-        if now.unloads.total(why) > was.map_or(0, |of| of.unloads.total(why)) {
+        if now.unloads_total(why) > was.map_or(0, |of| of.unloads_total(why)) {
             let kind = if why == UnloadReason::Eviction { "evict" } else { "unload" };
             let last = now.last_unload.as_ref().filter(|last| last.reason == why);
             let unknown = || format!("unloaded: {}", why.name());
@@ -403,7 +403,7 @@ fn resource_since(
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use lowtide_admission::{ReclaimerStats, Resource as _};
+    use lowtide_admission::ReclaimerStats;
 
     use super::*;
 
