@@ -3,18 +3,31 @@
 //! Tests compare dashboards, rules, docs and a live scrape with this table. Every name contains its
 //! unit, so that an exporter's own naming rules change nothing.
 
+use std::fmt;
+use std::str::FromStr;
+
 use metrics::Unit;
 
-lowtide_core::named_enum! {
-    /// The type of a metric, in Prometheus' terms.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum MetricKind {
-        /// A value that rises and falls.
-        Gauge = "gauge",
-        /// A total that only rises while the process runs.
-        Counter = "counter",
-        /// Observations in buckets.
-        Histogram = "histogram",
+/// The type of a metric, in Prometheus' terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricKind {
+    /// A value that rises and falls.
+    Gauge,
+    /// A total that only rises while the process runs.
+    Counter,
+    /// Observations in buckets.
+    Histogram,
+}
+
+impl MetricKind {
+    /// Returns the word in a `# TYPE` line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gauge => "gauge",
+            Self::Counter => "counter",
+            Self::Histogram => "histogram",
+        }
     }
 }
 
@@ -512,24 +525,49 @@ fn line(metric: &Metric) -> String {
     format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
 }
 
-lowtide_core::named_enum! {
-    /// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each. Each tier
-    /// contains the metrics of those before it.
-    ///
-    /// A metric that is not published costs nothing: its series are not written, and it is not
-    /// described to the recorder.
-    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-    #[non_exhaustive]
-    pub enum MetricsTier {
-        /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
-        #[default]
-        Basic = "basic",
-        /// All, with the internals of heap, arenas and admission: some 135 names.
-        Detail = "detail",
+/// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
+///
+/// A metric that is not published costs nothing: its series are not written, and it is not
+/// described to the recorder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum MetricsTier {
+    /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
+    #[default]
+    Basic,
+    /// All, with the internals of heap, arenas and admission: some 135 names.
+    Detail,
+}
+
+impl MetricsTier {
+    /// All tiers. Each contains the metrics of those before it.
+    pub const ALL: [Self; 2] = [Self::Basic, Self::Detail];
+
+    /// Returns the name used in configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Basic => "basic",
+            Self::Detail => "detail",
+        }
     }
 }
 
-lowtide_core::by_name!(MetricsTier, "basic or detail");
+impl fmt::Display for MetricsTier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Parses the name of a tier. The error describes the accepted names.
+impl FromStr for MetricsTier {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let tier = Self::ALL.into_iter().find(|tier| tier.name() == text);
+        tier.ok_or("basic or detail")
+    }
+}
 
 #[cfg(test)]
 mod tests {
