@@ -190,13 +190,13 @@ impl Shared {
                 let drain = Duration::ZERO;
                 let options = SleepOptions { drain, ..self.config.device_sleep().options };
                 let slept = arena.sleep(options).map_err(said)?;
-                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
+                Ok(format!("{} released, {} offloaded", slept.memory, slept.copied))
             }
             // The only other one: a wake.
             _ => {
                 // No waiting for memory: only this worker would release it.
                 let woken = arena.wake_at_once().map_err(said)?;
-                Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
+                Ok(format!("{} committed, {} restored", woken.memory, woken.copied))
             }
         }
     }

@@ -26,7 +26,7 @@ use lowtide_admission::{
     Resources, Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control,
     run_worker,
 };
-use lowtide_heap::{self as heap, ArenaBinding};
+use lowtide_heap as heap;
 
 use super::actions::{Hook, MaintenanceExecutor};
 use super::admin::AdminTasks;
@@ -36,7 +36,7 @@ use super::error::{Diagnostic, StartError};
 use super::events::shown;
 use super::fit::FitInForce;
 use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
-use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
+use super::heap::{SettledHeap, bound_arenas, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
 use super::own_arena::Loads;
 use super::profiles::{self, Captures};
@@ -356,7 +356,7 @@ impl Builder {
             devices,
             heap: heap.probe,
             signals,
-            bound_arenas: arena_binding().map(ArenaBinding::arenas),
+            bound_arenas: bound_arenas(),
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
@@ -735,9 +735,8 @@ fn check_limit(
     // Memory freed during start-up may be released first; an error changes no figure.
     let purged = heap::purge(clock);
     let mut signal = signals.sample();
-    if let Some(kept) = purged.ok().and_then(|purged| purged.unreleased) {
-        signal.physical = signal.physical.saturating_sub(kept.bytes); // requests use it
-    }
+    let kept = purged.map_or(ByteSize::ZERO, |purged| purged.unreleased); // requests use it
+    signal.physical = signal.physical.saturating_sub(kept);
     if !is_full(&signal) {
         return Ok(());
     }
@@ -809,8 +808,8 @@ fn report(memory: &Memory, background_threads: u32) {
     let signals = &memory.0.shared.signals;
     let (cpus, bounds) = (signals.cpus(), signals.bounds());
     let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-    let at_start = heap::effective();
-    let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
+    let heap = heap::effective();
+    let heap = heap.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     #[cfg(feature = "device")]
     let device = Some(devices::choice(&memory.0.shared.devices, config));
     #[cfg(not(feature = "device"))]
@@ -827,7 +826,7 @@ fn report(memory: &Memory, background_threads: u32) {
         cpus = cpus.whole(),
         cpu_quota_milli = cpus.quota_milli,
         bound_arenas = memory.0.shared.bound_arenas,
-        heap_at_start = at_start,
+        heap,
         "memory manager started"
     );
     if let Some(last) = memory.report().last_exit() {

@@ -20,9 +20,7 @@ use lowtide_admission::{
     Admission, Budget, JobQueue, Mappings, PressureState, ResourceStats, Resources, Signal,
     Signals, Trigger,
 };
-use lowtide_heap::{
-    self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport, Unreleased,
-};
+use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
@@ -215,12 +213,12 @@ impl Shared {
         match &heap {
             Ok(report) => {
                 self.purges.add(report);
-                if let Some(Unreleased { cause, .. }) = report.unreleased {
+                if let Some(cause) = report.failure {
                     self.add_diagnostic(Diagnostic::unreleased(cause));
                 }
                 let to = self.metrics();
-                to.purge_duration("jemalloc", report.jemalloc.took);
-                to.purge_duration("libc", report.libc.took);
+                to.purge_duration("jemalloc", report.jemalloc_took);
+                to.purge_duration("libc", report.libc_took);
             }
             Err(error) => self.add_diagnostic(Diagnostic::warning("heap", error.to_string())),
         }
@@ -413,7 +411,7 @@ impl Purges {
         for (total, bytes) in [
             (&self.dirty_bytes, report.dirty()),
             (&self.muzzy_bytes, report.muzzy),
-            (&self.libc_bytes, report.libc.released()),
+            (&self.libc_bytes, report.libc.unwrap_or_default()),
         ] {
             total.fetch_add(bytes.get(), Ordering::Relaxed);
         }

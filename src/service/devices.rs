@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
+use crate::device::{ArenaSnapshot, OccupancyCell, RegionOccupancy};
 use crate::memory::{DeviceSnapshot, DeviceStatus, Memory, MemorySnapshot};
 use crate::metrics::record as read;
 use crate::sync::{Mutex, lock};
@@ -160,16 +160,16 @@ impl Maps {
     }
 }
 
-fn blocks(occupancy: &ArenaOccupancy) -> u64 {
-    occupancy.regions.iter().map(|region| region.blocks).sum()
+fn blocks(occupancy: &[RegionOccupancy]) -> u64 {
+    occupancy.iter().map(|region| region.blocks).sum()
 }
 
-fn map((name, occupancy): &(String, ArenaOccupancy)) -> Value {
+fn map((name, occupancy): &(String, Vec<RegionOccupancy>)) -> Value {
     json!({
         "arena": name,
         "again_in_seconds": again(blocks(occupancy)),
-        "granule_bytes": occupancy.granularity.get(),
-        "regions": occupancy.regions.iter().map(region).collect::<Vec<_>>(),
+        "granule_bytes": occupancy.first().map_or(0, |region| region.granularity.get()),
+        "regions": occupancy.iter().map(region).collect::<Vec<_>>(),
     })
 }
 

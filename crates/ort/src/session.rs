@@ -58,11 +58,9 @@ impl fmt::Debug for LoadedSession {
     }
 }
 
-/// The changed builder of a session, or why it cannot be changed.
-pub type Configured = Result<SessionBuilder, BoxError>;
-
 /// A change to the builder of a session.
-pub(crate) type Configure = dyn Fn(SessionBuilder) -> Configured + Send + Sync;
+pub(crate) type Configure =
+    dyn Fn(SessionBuilder) -> Result<SessionBuilder, BoxError> + Send + Sync;
 
 /// All that a load needs.
 pub(crate) struct Loader {

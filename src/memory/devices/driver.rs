@@ -93,20 +93,20 @@ struct NoCuda {
 #[cfg(feature = "cuda")]
 fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
     use crate::device::driver::Backend;
-    use crate::device::driver::cuda::{self, CudaDriver, CudaOptions, MemoryKind};
+    use crate::device::driver::cuda::{self, CudaDriver, CudaOptions};
     let device = match choice {
         DeviceChoice::CudaOrdinal(ordinal) => cuda::DeviceChoice::Ordinal(ordinal),
         DeviceChoice::CudaUuid(uuid) => cuda::DeviceChoice::Uuid(uuid),
         _ => cuda::DeviceChoice::Ordinal(0),
     };
-    let (backend, memory) = match backend {
-        DeviceBackend::Auto => (None, MemoryKind::Device),
-        DeviceBackend::VirtualMemory => (Some(Backend::CudaVirtualMemory), MemoryKind::Device),
-        DeviceBackend::Pool => (Some(Backend::CudaPool), MemoryKind::Device),
-        DeviceBackend::Plain => (Some(Backend::CudaPlain), MemoryKind::Device),
-        DeviceBackend::Managed => (Some(Backend::CudaPlain), MemoryKind::Managed),
+    let managed = backend == DeviceBackend::Managed;
+    let backend = match backend {
+        DeviceBackend::Auto => None,
+        DeviceBackend::VirtualMemory => Some(Backend::CudaVirtualMemory),
+        DeviceBackend::Pool => Some(Backend::CudaPool),
+        DeviceBackend::Plain | DeviceBackend::Managed => Some(Backend::CudaPlain),
     };
-    let options = CudaOptions { device, backend, memory, ..CudaOptions::default() };
+    let options = CudaOptions { device, backend, managed, ..CudaOptions::default() };
     let driver = CudaDriver::open(options).map_err(|error| no_cuda(&error))?;
     let (device, backend) = (driver.device(), driver.backend());
     log!(info, %device, %backend, "device arenas use CUDA memory");

@@ -9,7 +9,7 @@ use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution};
 use crate::device::driver::Backend;
 use crate::device::{
-    ArenaConfig, ArenaOccupancy, DeviceArena, PinnedConfig, PinnedKind, PinnedPool,
+    ArenaConfig, DeviceArena, PinnedConfig, PinnedKind, PinnedPool, RegionOccupancy,
 };
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
@@ -150,7 +150,7 @@ impl MemoryDevices<'_> {
     /// layouts have at most `cells_max` cells in total, but at least 4 for each arena. Costs
     /// [`DeviceArena::occupancy`] for each.
     #[must_use]
-    pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
+    pub fn occupancy(&self, cells_max: usize) -> Vec<(String, Vec<RegionOccupancy>)> {
         let arenas = self.shared().arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
         let one = |Listed { arena, .. }: &Listed| (arena.name().to_owned(), arena.occupancy(each));

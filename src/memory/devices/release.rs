@@ -288,7 +288,7 @@ impl Reclaim for ArenaStep {
 impl Shared {
     /// Samples the memory of each device, and releases idle memory if little is free.
     pub(in crate::memory) fn sample_devices(&self, now: Moment) {
-        for device in &self.devices.list {
+        for device in self.devices.list.iter().filter(|it| it.counted == CountedIn::OnDevice) {
             if device.is_lost() {
                 device.watch.forget();
                 continue;

@@ -24,7 +24,6 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::sync::lock;
 use lowtide_admission::Job;
-use lowtide_heap::{PurgeOutcome, Unreleased};
 
 use super::selector::known_targets;
 
@@ -234,14 +233,14 @@ impl Shared {
 
     fn shrink_heap(&self) -> ShrinkOutcome {
         match self.purge_heap() {
-            Ok(report) => match (report.jemalloc.outcome, report.libc.outcome) {
-                (PurgeOutcome::Unsupported(jemalloc), PurgeOutcome::Unsupported(libc)) => {
+            Ok(report) => match (report.jemalloc, report.libc) {
+                (Err(jemalloc), Err(libc)) => {
                     ShrinkOutcome::Unsupported { reason: format!("{jemalloc}; {libc}") }
                 }
-                _ => match report.unreleased {
-                    Some(Unreleased { bytes, cause, .. }) => ShrinkOutcome::Failed {
+                _ => match report.failure {
+                    Some(cause) => ShrinkOutcome::Failed {
                         released: report.released(),
-                        cause: MemoryError::Unreleased { bytes, cause },
+                        cause: MemoryError::Unreleased { bytes: report.unreleased, cause },
                     },
                     None => ShrinkOutcome::Released(report.released()),
                 },

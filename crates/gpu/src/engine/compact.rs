@@ -14,7 +14,7 @@ use crate::state::compact::plan::{self, BatchLimit, CompactPlan, CompactTarget, 
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::Region;
-use crate::types::compact::{CompactOptions, Goal};
+use crate::types::compact::CompactOptions;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);
@@ -33,7 +33,7 @@ impl Layout {
     pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
         let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
         // A requested free span is for a large block.
-        if options.goal == Goal::Granules {
+        if options.contiguous.is_none() {
             // The wall between the ranges is a block that does not move.
             let wall = state.region(options.region).index.wall();
             parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
@@ -75,11 +75,10 @@ impl Layout {
     }
 
     fn target(&self, options: CompactOptions) -> CompactTarget<'_> {
-        match options.goal {
-            Goal::Granules => {
-                self.segments.as_deref().map_or(CompactTarget::Granules, CompactTarget::Segments)
-            }
-            Goal::Contiguous(size) => CompactTarget::Contiguous(size.get()),
+        match (options.contiguous, self.segments.as_deref()) {
+            (Some(size), _) => CompactTarget::Contiguous(size.get()),
+            (None, Some(segments)) => CompactTarget::Segments(segments),
+            (None, None) => CompactTarget::Granules,
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::exec::callbacks::Called;
 use crate::index::End;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{AllocRequest, Region, Search};
-use crate::types::compact::{CompactOptions, Goal};
+use crate::types::compact::CompactOptions;
 use crate::types::error::{Bound, DeviceError, Shortage};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
@@ -231,8 +231,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
 
 /// Returns the longest free span of addresses that a compaction for a block would make.
 async fn planned_span(cx: &OpContext<'_>, region: Region, wanted: ByteSize) -> ByteSize {
-    let goal = Goal::Contiguous(wanted);
-    let options = CompactOptions { goal, ..CompactOptions::new(region) };
+    let options = CompactOptions { contiguous: Some(wanted), ..CompactOptions::new(region) };
     let layout = cx.with(|state| Layout::first(state, options, End::Low, PARTS_MAX));
     let planned = cx.outside(|| layout.outlook(options)).await;
     ByteSize::new(planned.largest[1])
