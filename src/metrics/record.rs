@@ -23,8 +23,7 @@ use crate::device::ArenaSnapshot;
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
-    PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, RouteUsage, Signal,
-    UnloadReason,
+    PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, Signal, UnloadReason,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -132,7 +131,7 @@ pub struct MetricsWriter {
 }
 
 /// Creates a label. The value is copied once, and then shared between many series.
-fn label(name: &'static str, value: &str) -> Label {
+pub(crate) fn label(name: &'static str, value: &str) -> Label {
     Label::new(name, SharedString::from_shared(std::sync::Arc::from(value)))
 }
 
@@ -159,7 +158,7 @@ impl MetricsWriter {
 
     /// Publishes a gauge, or a total of this `Memory`.
     #[expect(clippy::cast_precision_loss, reason = "gauges are floating-point numbers")]
-    fn put(self, metric: Metric, labels: &[Label], figure: impl Into<Figure>) {
+    pub(crate) fn put(self, metric: Metric, labels: &[Label], figure: impl Into<Figure>) {
         if !self.has(&metric) {
             return;
         }
@@ -183,7 +182,7 @@ impl MetricsWriter {
     }
 
     /// Returns a function that publishes the figures of a snapshot with these labels.
-    fn to(self, labels: &[Label]) -> impl FnMut(Metric, Figure) {
+    pub(crate) fn to(self, labels: &[Label]) -> impl FnMut(Metric, Figure) {
         move |metric, figure| self.put(metric, labels, figure)
     }
 
@@ -203,13 +202,13 @@ impl MetricsWriter {
     }
 
     /// Publishes a total that no `Memory` starts over: of the process, or of the kernel.
-    fn process_total(self, metric: Metric, labels: &[Label], total: u64) {
+    pub(crate) fn process_total(self, metric: Metric, labels: &[Label], total: u64) {
         if self.has(&metric) {
             counter!(metric.name, labels.iter()).absolute(total);
         }
     }
 
-    fn seconds(self, metric: Metric, labels: &[Label], took: Duration) {
+    pub(crate) fn seconds(self, metric: Metric, labels: &[Label], took: Duration) {
         if self.has(&metric) {
             histogram!(metric.name, labels.iter()).record(took.as_secs_f64());
         }
@@ -248,23 +247,6 @@ impl MetricsWriter {
         process(stats, &mut self.to(&[]));
     }
 
-    /// Publishes the time at which figures were taken, since the Unix epoch, and the duration.
-    pub fn sampler(self, since_epoch: Duration, took: Duration) {
-        self.put(name::SAMPLER_LAST_RUN, &[], since_epoch);
-        self.seconds(name::SAMPLER_SECONDS, &[], took);
-    }
-
-    /// Publishes the number of diagnostics.
-    pub fn diagnostics(self, diagnostics: usize) {
-        self.put(name::DIAGNOSTICS, &[], diagnostics as u64);
-    }
-
-    /// Publishes the control loop's own figures.
-    pub fn ticks(self, total: u64, lateness: Duration) {
-        self.put(name::SAMPLER_TICKS, &[], total);
-        self.put(name::SAMPLER_LATENESS, &[], lateness);
-    }
-
     /// Publishes the process heap.
     pub fn heap(self, heap: &HeapSnapshot) {
         self::heap(heap, &mut self.to(&[]));
@@ -273,22 +255,6 @@ impl MetricsWriter {
     /// Publishes a dedicated heap arena; zeros after it is dropped.
     pub fn heap_arena(self, name: &str, arena: &HostArenaStats) {
         heap_arena(arena, &mut self.to(&[label("heap_arena", name)]));
-    }
-
-    /// Publishes the parts of the host's limit.
-    pub fn parts(self, parts: impl Iterator<Item = (&'static str, ByteSize)>) {
-        let parts = parts.map(|(part, bytes)| (part, bytes.into())).collect();
-        self.put(name::PRESSURE_PART, &[], Figure::Each(parts));
-    }
-
-    /// Publishes the number of purges that a trigger has started.
-    pub fn purges(self, trigger: &'static str, total: u64) {
-        self.put(name::HEAP_PURGES, &[], [(trigger, total)]);
-    }
-
-    /// Publishes the bytes that purges have released from a heap.
-    pub fn purged(self, heap: &'static str, bytes: u64) {
-        self.put(name::HEAP_PURGED, &[], [(heap, bytes)]);
     }
 
     /// Publishes the duration of one purge of a heap.
@@ -303,22 +269,6 @@ impl MetricsWriter {
         if state.limit() != ByteSize::MAX {
             self.put(name::ADMISSION_CEILING_PART, &[], state.ceiling_parts().by_name());
         }
-    }
-
-    /// Publishes the processes of the cgroup killed by the kernel.
-    pub fn oom_kills(self, total: u64) {
-        self.process_total(name::PRESSURE_OOM_KILLS, &[], total);
-    }
-
-    /// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`),
-    /// since the start.
-    pub fn events(self, group: &'static str, counts: EventCounts) {
-        events(&counts, &mut self.to(&[label("group", group)]));
-    }
-
-    /// Publishes the time that the own cgroup stalls for memory.
-    pub fn psi(self, psi: Psi) {
-        self::psi(&psi, &mut self.to(&[]));
     }
 
     /// Publishes one budget's ledger.
@@ -354,22 +304,6 @@ impl MetricsWriter {
     /// Publishes the admitted and rejected requests.
     pub fn admission(self, stats: &AdmissionStats) {
         admission(stats, &mut self.to(&[]));
-    }
-
-    /// Publishes the memory of the requests of a route.
-    pub fn route(self, usage: &RouteUsage) {
-        let labels = [label("method", usage.method), label("route", &usage.route)];
-        route(&usage.memory, &mut self.to(&labels));
-    }
-
-    /// Publishes the memory of the requests of a tenant.
-    pub fn tenant(self, name: &str, memory: &MemoryUsage) {
-        tenant(memory, &mut self.to(&[label("tenant", name)]));
-    }
-
-    /// Publishes a reclaimer of the application.
-    pub fn reclaimer(self, stats: &ReclaimerStats) {
-        reclaimer(stats, &mut self.to(&[label("reclaimer", &stats.name)]));
     }
 
     /// Publishes a resource; `last_used` since the Unix epoch.

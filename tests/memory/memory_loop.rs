@@ -372,7 +372,7 @@ fn dirty_pages_go_before_a_load_that_does_not_fit_beside_them() {
             .report()
             .events()
             .iter()
-            .any(|event| (event.kind, &*event.about) == ("purge", "pressure"))
+            .any(|event| (&*event.kind, &*event.about) == ("purge", "pressure"))
     };
     assert!(!purged_for_load_of("small", 1), "without need");
     assert!(purged_for_load_of("large", 89));

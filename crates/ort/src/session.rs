@@ -387,7 +387,6 @@ mod tests {
 #[cfg(test)]
 mod settings_tests {
     use super::*;
-    use lowtide::config::OrtPlace;
 
     #[test]
     fn every_setting_of_every_profile_can_be_applied() {
@@ -398,7 +397,7 @@ mod settings_tests {
             };
             assert!(settings.0.iter().all(|(key, _)| known(key)), "{settings:?}");
             let entries = profile.onnxruntime(4);
-            let entries = entries.iter().filter(|one| one.place == OrtPlace::SessionEntry);
+            let entries = entries.iter().filter(|one| one.is_entry);
             let entries = entries.filter(|one| !REPLACED.contains(&one.key));
             entries.for_each(|entry| assert_eq!(settings.get(entry.key), Some(&*entry.value)));
         }

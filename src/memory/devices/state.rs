@@ -14,7 +14,7 @@ use crate::config::arena::ShrinkTarget;
 use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
-use crate::memory::error::{Diagnostic, Severity, StartError};
+use crate::memory::error::{Diagnostic, StartError};
 use crate::sync::Mutex;
 use lowtide_admission::{Admission, Maintenance};
 
@@ -149,9 +149,9 @@ fn open_drivers(
         }
         DeviceChoice::Auto => {
             let opened = open_cuda(choice, backend).map(|driver| vec![driver]);
-            Ok(opened.unwrap_or_else(|NoCuda { severity, cause }| {
+            Ok(opened.unwrap_or_else(|NoCuda { is_problem, cause }| {
                 let text = format!("device arenas use host memory: {cause}");
-                diagnostics.push(Diagnostic { severity, about: "device", text });
+                diagnostics.push(Diagnostic { about: "device", is_problem, text });
                 host()
             }))
         }
@@ -180,10 +180,9 @@ const fn check_count(count: usize) -> Result<(), StartError> {
     Ok(())
 }
 
-/// The reason that there is no CUDA device, and its severity: only informational on a machine
-/// without a GPU.
+/// The reason that there is no CUDA device, which is no problem on a machine without a GPU.
 struct NoCuda {
-    severity: Severity,
+    is_problem: bool,
     cause: String,
 }
 
@@ -222,17 +221,14 @@ fn count_cuda() -> Result<u32, NoCuda> {
 #[cfg(feature = "cuda")]
 fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
     use crate::device::driver::DriverError::{NoDevice, NoLibrary};
-    let severity = match error {
-        NoLibrary { .. } | NoDevice => Severity::Info,
-        _ => Severity::Warning,
-    };
-    NoCuda { severity, cause: error.to_string() }
+    let is_problem = !matches!(error, NoLibrary { .. } | NoDevice);
+    NoCuda { is_problem, cause: error.to_string() }
 }
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_: DeviceChoice, _: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
     let cause = "feature `cuda` is not enabled in this build".to_owned();
-    Err(NoCuda { severity: Severity::Info, cause })
+    Err(NoCuda { is_problem: false, cause })
 }
 
 #[cfg(not(feature = "cuda"))]

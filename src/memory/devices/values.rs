@@ -1,6 +1,5 @@
 //! The values by which users name and see devices: selectors, slots and figures.
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::bytes::ByteSize;
@@ -164,15 +163,6 @@ impl DevicesSnapshot {
     /// Returns the host memory that holds contents of sleeping arenas, or is kept for that.
     pub(in crate::memory) fn offloaded(&self) -> ByteSize {
         self.all().map(|arena| arena.offloaded).sum()
-    }
-
-    /// Returns the sleeps, wakes and failed wakes of each arena that serves.
-    pub(in crate::memory) fn sleeps(&self) -> BTreeMap<String, [u64; 3]> {
-        let of = |arena: &ArenaSnapshot| {
-            let counts = [arena.sleeps_total, arena.wakes_total, arena.wake_failures_total];
-            (arena.name.clone(), counts)
-        };
-        self.arenas.iter().map(of).collect()
     }
 
     /// Returns the live bytes in device memory.

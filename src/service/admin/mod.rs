@@ -28,7 +28,7 @@ use crate::bytes::ParseByteSizeError;
 use crate::clock::Clock;
 use crate::config::ConfigError;
 use crate::heap::{Profiler, profiler};
-use crate::memory::{AdminCommand, AdminError, Memory};
+use crate::memory::{AdminCommand, Memory, MemoryError};
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
@@ -266,16 +266,16 @@ pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<S
 }
 
 /// Returns why a command was not accepted.
-fn not_asked(error: &AdminError) -> Denial {
+fn not_asked(error: &MemoryError) -> Denial {
     let text = error.to_string();
     match error {
-        AdminError::UnknownArena { .. } | AdminError::UnknownResource { .. } => {
+        MemoryError::UnknownArena { .. } | MemoryError::UnknownResource { .. } => {
             Denial::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
         }
-        AdminError::FitLimit { .. } | AdminError::FitTime { .. } => {
+        MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => {
             Denial::new(StatusCode::BAD_REQUEST, "invalid query", "query", text)
         }
-        AdminError::Full { .. } => {
+        MemoryError::TooManyTasks { .. } => {
             let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
             Denial::new(status, title, "full", text).retry_after(Duration::from_secs(1))
         }
