@@ -144,7 +144,7 @@ fn cycle(blocks: usize, config: &ArenaConfig) -> Result<(f64, f64), BoxError> {
     let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
     let (slept, woken) = (bed.arena.sleep(options)?, bed.arena.wake()?);
     let calls = bed.sim.calls_total() - before;
-    if slept.offloaded != woken.restored || bed.arena.snapshot().asleep != ByteSize::ZERO {
+    if slept.copied != woken.copied || bed.arena.snapshot().asleep != ByteSize::ZERO {
         return Err(format!("{slept:?}, but {woken:?}").into());
     }
     bed.sim.assert_no_faults();
