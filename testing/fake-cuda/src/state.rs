@@ -377,7 +377,7 @@ impl Seat {
 /// Notes what a context that was destroyed had on record, and what was left in it; then drops it.
 pub(crate) fn bury(device: usize, context: &SimDriver) {
     let faults = context.faults();
-    let left = crate::control::left(&context.raw().numbers());
+    let left = crate::control::left(&context.raw().numbers(), 0);
     let mut state = state();
     for fault in faults {
         state.on_record(format!("device {device}: {fault:?}"));
