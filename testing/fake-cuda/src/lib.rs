@@ -30,7 +30,6 @@ mod handle;
 mod host;
 mod library;
 mod memory;
-mod missing;
 mod module;
 mod names;
 mod nvml;

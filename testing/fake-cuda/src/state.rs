@@ -35,7 +35,6 @@ pub(crate) struct Device {
     pub(crate) life: u64,
     pub(crate) retains: u64,
     pub(crate) event_flags: BTreeMap<u64, u32>,
-    pub(crate) stream_flags: BTreeMap<u64, (u32, i32)>,
     /// Handles of destroyed streams, which name the next streams with `REUSED_STREAMS`.
     pub(crate) spare_streams: Vec<u64>,
     /// The numbers of streams that have a reused handle.
@@ -160,7 +159,6 @@ impl State {
             life: 1,
             retains: 0,
             event_flags: BTreeMap::new(),
-            stream_flags: BTreeMap::new(),
             spare_streams: Vec::new(),
             reused_streams: BTreeMap::new(),
             modules: BTreeMap::new(),
@@ -325,7 +323,6 @@ impl State {
         }
         it.life = (it.life + 1) % LIVES;
         it.event_flags.clear();
-        it.stream_flags.clear();
         it.spare_streams.clear();
         it.reused_streams.clear();
         it.modules.clear();
