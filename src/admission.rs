@@ -10,6 +10,6 @@ pub use lowtide_admission::{
     LimitAdvice, LimitBound, LimitForecast, LimitHour, LimitSource, LoadFailure, LoadScope,
     Managed, ManagedBuilder, Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi,
     Reclaimable, Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase,
-    Requester, Resource, ResourceError, ResourceStats, RouteUsage, SettingsError, Signal, Signals,
-    SizeClass, Stall, TenantUsage, UnloadReason, Unloads, Use,
+    Requester, ResourceError, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass,
+    Stall, UnloadReason, Use,
 };

@@ -8,7 +8,7 @@ use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::memory::Memory;
 use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize};
-use lowtide_admission::{Admission, Cost, Level, Managed, Resource as _, UnloadReason};
+use lowtide_admission::{Admission, Cost, Level, Managed, UnloadReason};
 use tokio::net::TcpListener;
 use tonic::Code;
 use tonic::transport::server::TcpIncoming;
@@ -108,7 +108,7 @@ pub(crate) fn swap(figures: &mut Figures) -> Result<(), BoxError> {
     }
     let [first, second] = models.each_ref().map(|model| model.stats());
     let evictions =
-        [&first, &second].map(|stats| stats.unloads.total(UnloadReason::Eviction)).iter().sum();
+        [&first, &second].map(|stats| stats.unloads_total(UnloadReason::Eviction)).iter().sum();
     let is_loaded = u64::from(second.loaded && !first.loaded);
     figures.at_least("faults.swap.loaded", count(is_loaded), "models", 1.0);
     figures.at_most("faults.swap.evictions", count(evictions), "unloads", 1.0);

@@ -408,7 +408,7 @@ impl World<'_> {
                 .unload(unload)
                 .cost(Cost::host(size))
                 .build(clock.clone(), Some(admission.clone()));
-            assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
+            assert_eq!(resources.add(&managed), Ok(()));
             managed
         });
         let models = models.collect();

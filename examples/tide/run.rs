@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use lowtide::admission::{RejectReason, Resource as _, Signals};
+use lowtide::admission::{RejectReason, Signals};
 use lowtide::heap::HeapProbe;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};

@@ -38,7 +38,7 @@ pub(super) const fn any<T>(_: &T) -> Bounds {
 }
 
 pub(super) fn size(text: &str) -> Result<ByteSize, &'static str> {
-    text.parse::<ByteSize>().map_err(|error| error.expected())
+    text.parse::<ByteSize>().map_err(|error| error.expected)
 }
 
 pub(super) fn above_zero(size: &ByteSize) -> Bounds {

@@ -257,7 +257,11 @@ impl MaintenanceExecutor {
         let routes = admission.state().usage_by_route();
         routes.iter().for_each(|route| to.route(route));
         if to.has_detail() {
-            admission.state().usage_by_tenant().iter().for_each(|tenant| to.tenant(tenant));
+            admission
+                .state()
+                .usage_by_tenant()
+                .iter()
+                .for_each(|(name, memory)| to.tenant(name, memory));
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();
         to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());

@@ -4,7 +4,6 @@
 //!
 //! Invariant: a task that was started ends, also by a panic.
 
-use std::sync::Arc;
 #[cfg(feature = "device")]
 use std::time::Duration;
 
@@ -12,8 +11,8 @@ use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
 use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::sync::caught;
-use lowtide_admission::fit::FitTerms;
-use lowtide_admission::{Job, Resource, ResourceStats, Trigger, UnloadReason};
+use lowtide_admission::fit::Fit;
+use lowtide_admission::{Job, ResourceStats, Trigger, UnloadReason};
 
 use super::admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 use super::manager::Memory;
@@ -82,10 +81,10 @@ impl MemoryAdmin<'_> {
 }
 
 impl Shared {
-    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
-        let all = self.resources.all();
-        all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
-            let known = all.iter().map(|resource| resource.name().to_owned()).collect();
+    fn resource_named(&self, name: &str) -> Result<ResourceStats, AdminError> {
+        let all = self.resources.stats();
+        all.iter().find(|stats| &*stats.name == name).cloned().ok_or_else(|| {
+            let known = all.iter().map(|stats| stats.name.to_string()).collect();
             AdminError::UnknownResource { name: name.to_owned(), known }
         })
     }
@@ -139,8 +138,9 @@ impl Shared {
             AdminCommand::Purge => Ok(Some(format!("{} released", purge()))),
             AdminCommand::Unload { resource } => self.unload_named(resource).map(Some),
             &AdminCommand::Fit { limit, within, counts_page_cache } => {
-                let terms = limit.map(|limit| FitTerms { limit, within, counts_page_cache });
-                self.begin_fit(id, command, terms)
+                let now = self.clock.now();
+                let fit = limit.map(|limit| Fit::new(limit, within, counts_page_cache, now));
+                self.begin_fit(id, command, fit)
             }
             #[cfg(feature = "device")]
             on_arena => self.run_on_arena(on_arena).map(Some),
@@ -150,12 +150,11 @@ impl Shared {
     }
 
     fn unload_named(&self, name: &str) -> Result<String, String> {
-        let resource = self.resource_named(name).map_err(|error| error.to_string())?;
-        if resource.unload(UnloadReason::Manual) {
+        if self.resources.unload(name, UnloadReason::Manual) {
             self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
             return Ok("unloaded".to_owned());
         }
-        Err(match resource.stats() {
+        Err(match self.resource_named(name).map_err(|error| error.to_string())? {
             ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
             ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
         })

@@ -295,7 +295,7 @@ impl EventBasis {
             let counts = ResourceCounts {
                 loads: stats.loads_ok_total,
                 failures: stats.loads_failed_total,
-                unloads: UnloadReason::ALL.map(|why| stats.unloads.total(why)),
+                unloads: UnloadReason::ALL.map(|why| stats.unloads_total(why)),
                 last: stats.last_unload.clone(),
             };
             (stats.name.to_string(), counts)

@@ -22,7 +22,7 @@
 use crate::bytes::ByteSize;
 use crate::clock::{Moment, short};
 use crate::sync::{Mutex, caught, lock};
-use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms, HOLD};
+use lowtide_admission::fit::{Fit, FitSample, FitStep, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
 use super::admin::{AdminCommand, AdminError, AdminTaskState};
@@ -62,42 +62,40 @@ impl Shared {
         &self,
         id: u64,
         command: &AdminCommand,
-        terms: Option<FitTerms>,
+        fit: Option<Fit>,
     ) -> Result<Option<String>, String> {
-        let ended = match &terms {
+        let ended = match &fit {
             Some(_) => self.fail_fit("replaced", format!("replaced by admin task {id}")),
             None => self.fail_fit("lifted", "lifted".to_owned()),
         };
         let limit = self.signals.sample().limit_without_fit;
-        let Some(terms) = terms else {
+        let Some(fit) = fit else {
             let before = match ended {
                 Some(before) => format!("the fit in {before} is lifted"),
                 None => "no fit is in force".to_owned(),
             };
             return Ok(Some(format!("{before}: the limit is {}", describe_limit(limit))));
         };
-        if terms.limit >= limit.bytes {
+        if fit.limit >= limit.bytes {
             return Ok(Some(format!("the limit is already {}", describe_limit(limit))));
         }
-        let now = self.clock.now();
         {
             let mut in_force = lock(&self.fit.0);
             // With the lock held: a shutdown that comes later ends it.
             if self.admission.is_closed() {
                 return Err(AdminError::Ended.to_string());
             }
-            let (fit, command) = (Fit::new(terms, now), command.clone());
-            *in_force = Some(FitTask { fit, id, command });
-            self.signals.set_fit(Some(terms.limit));
+            *in_force = Some(FitTask { fit, id, command: command.clone() });
+            self.signals.set_fit(Some(fit.limit));
         }
         self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
         log!(
             info,
             target: "lowtide",
             admin_task = id,
-            limit = %terms.limit,
+            limit = %fit.limit,
             was = describe_limit(limit),
-            within = %short(terms.within),
+            within = %short(fit.within),
             "fit started"
         );
         Ok(None)
@@ -124,16 +122,16 @@ impl Shared {
             let mut in_force = lock(&self.fit.0);
             let Some(running) = in_force.as_mut() else { return };
             let step = running.fit.step(now, &sample);
-            self.signals.set_fit(Some(running.fit.limit()));
+            self.signals.set_fit(Some(running.fit.limit_now()));
             let shrinks = step == FitStep::Shrinking;
             let release = shrinks.then(|| running.fit.release(now, &sample)).flatten();
             (step, release, running.clone())
         };
-        let (id, terms) = (running.id, running.fit.terms());
+        let (id, fit) = (running.id, running.fit);
         match step {
             FitStep::Holding => {}
             FitStep::Shrinking => {
-                let (_, holders) = self.holders(&sample, terms);
+                let (_, holders) = self.holders(&sample, &fit);
                 self.admin_tasks.set_progress(id, holders);
                 if release.is_some() && !sample.purgeable.is_zero() {
                     self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
@@ -144,18 +142,18 @@ impl Shared {
                 }
             }
             FitStep::Reached => {
-                let (counted, age) = (terms.counted(&sample), running.fit.age(now));
+                let (counted, age) = (fit.counted(&sample), fit.age(now));
                 let text = format!(
                     "fits in {} after {}: {counted} in use{}; the limit can be lowered within {}",
-                    terms.limit,
+                    fit.limit,
                     short(age),
-                    cached(terms.page_cache(&sample)),
+                    cached(fit.page_cache(&sample)),
                     short(HOLD)
                 );
                 self.finish_task(id, &running.command, AdminTaskState::Done(text));
             }
             FitStep::Failed => {
-                let text = self.failure_text(&running.fit, &sample, now);
+                let text = self.failure_text(&fit, &sample, now);
                 self.fail_fit("failed", text);
             }
             FitStep::Lowered => {
@@ -170,10 +168,7 @@ impl Shared {
         let signal = self.signals.sample();
         let ledger = self.admission.ledger(Budget::Host);
         let purgeable = self.state.purgeable();
-        let uses = self.resources.all().iter().any(|resource| {
-            let stats = resource.stats();
-            stats.loaded || stats.loading
-        });
+        let uses = self.resources.stats().iter().any(|stats| stats.loaded || stats.loading);
         // What it may release is known once it has been asked.
         let has_releasable = |of: &ReclaimerStats| {
             of.registered && (of.calls_total == 0 || !of.releasable.is_zero())
@@ -212,7 +207,7 @@ impl Shared {
             self.signals.set_fit(None);
             running
         };
-        let limit = running.fit.terms().limit;
+        let limit = running.fit.limit;
         let now = describe_limit(self.signals.sample().limit_without_fit);
         if running.fit.is_reached() {
             let text = format!("; {reason}: the limit is {now}");
@@ -236,29 +231,28 @@ impl Shared {
 
     /// Says why the process does not fit.
     fn failure_text(&self, fit: &Fit, sample: &FitSample, now: Moment) -> String {
-        let terms = fit.terms();
-        let (cache, holders) = self.holders(sample, terms);
-        let when = if fit.age(now) < terms.within {
+        let (cache, holders) = self.holders(sample, fit);
+        let when = if fit.age(now) < fit.within {
             ": nothing is left to release".to_owned()
         } else {
-            format!(" within {}", short(terms.within))
+            format!(" within {}", short(fit.within))
         };
-        let counts = terms.counted(sample).saturating_sub(terms.target());
+        let counts = fit.counted(sample).saturating_sub(fit.target());
         let hint = if !counts.is_zero() && cache >= counts {
             "; page cache is the kernel's, which drops it when the limit falls, but Kubernetes \
              refuses to lower the limit: expected less page cache, or page_cache=ignore"
         } else {
             ""
         };
-        format!("cannot fit in {}{when}: {holders}{hint}", terms.limit)
+        format!("cannot fit in {}{when}: {holders}{hint}", fit.limit)
     }
 
     /// Returns the page cache that counts, and a text about all holders of memory.
-    fn holders(&self, sample: &FitSample, terms: FitTerms) -> (ByteSize, String) {
+    fn holders(&self, sample: &FitSample, fit: &Fit) -> (ByteSize, String) {
         let snapshot = self.snapshot();
         let breakdown = self.breakdown(&snapshot);
-        let counted = terms.counted(sample);
-        let cache = terms.page_cache(sample);
+        let counted = fit.counted(sample);
+        let cache = fit.page_cache(sample);
         let named = breakdown.largest(HOLDERS_MAX);
         let others = breakdown.parts.iter().map(|part| part.bytes).sum::<ByteSize>();
         let others = others.saturating_sub(named.iter().map(|part| part.bytes).sum());
@@ -270,7 +264,7 @@ impl Shared {
         ];
         let more = more.into_iter().filter(|(bytes, _)| !bytes.is_zero());
         parts.extend(more.map(|(bytes, what)| format!("{what} {bytes}")));
-        let text = format!("{counted} in use, target {}: {}", terms.target(), parts.join(", "));
+        let text = format!("{counted} in use, target {}: {}", fit.target(), parts.join(", "));
         (cache, text)
     }
 }

@@ -209,11 +209,8 @@ impl Memory {
         shared.devices.close();
         let end = shared.clock.now() + deadline;
         let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };
-        for resource in shared.resources.all() {
-            if let Err(error) = resource.close(end - shared.clock.now()) {
-                report.resources.push(error.to_string());
-            }
-        }
+        let open = shared.resources.close(&*shared.clock, end);
+        report.resources.extend(open.iter().map(ToString::to_string));
         shared.flight.end(if report.exhausted { RunEnd::Exhausted } else { RunEnd::ShutDown });
         self.0.running.threads.end();
         self.0.running.threads.join(&*shared.clock, end, &mut report);

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use lowtide_admission::{
-    Budget, Job, LimitAdvice, Mappings, RequestMemory, RouteUsage, TenantUsage, Trigger,
+    Budget, Job, LimitAdvice, Mappings, MemoryUsage, RequestMemory, RouteUsage, Trigger,
 };
 use lowtide_heap::HeapSizeClass;
 
@@ -180,7 +180,7 @@ impl<'a> MemoryReport<'a> {
     /// Returns the memory of measured requests by tenant (`service::Tenant`), the largest first: at
     /// most 32 tenants, and one named `other` for the rest. Empty in a forked child.
     #[must_use]
-    pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
+    pub fn usage_by_tenant(&self) -> Vec<(String, MemoryUsage)> {
         self.0.here(|shared| shared.admission.state().usage_by_tenant())
     }
 

@@ -14,9 +14,7 @@ use std::time::Duration;
 use crate::BoxError;
 #[cfg(feature = "device")]
 use crate::device::DeviceArena;
-use lowtide_admission::{
-    Cost, LoadScope, Managed, ManagedBuilder, Reclaimable, Reclaimer, Resource as _,
-};
+use lowtide_admission::{Cost, LoadScope, Managed, ManagedBuilder, Reclaimable, Reclaimer};
 
 use super::error::MemoryError;
 use super::manager::Memory;
@@ -207,7 +205,7 @@ impl<T: Send + Sync + 'static> ResourceBuilder<T> {
         let managed = self.builder.build(clock, Some(shared.admission.clone()));
         let stats = managed.stats();
         shared.check_fits(&stats)?;
-        shared.resources.add(Arc::new(managed.clone()))?;
+        shared.resources.add(&managed)?;
         shared.note_misfit(&stats);
         Ok(managed)
     }
@@ -228,8 +226,7 @@ impl Memory {
     /// the arena may stay until the arena decays.
     ///
     /// ```
-    /// use lowtide::admission::Resource as _;
-    /// use lowtide::device::Region;
+    ///     /// use lowtide::device::Region;
     /// use lowtide::{ByteSize, Cost, Memory};
     ///
     /// let memory = Memory::builder().start()?;

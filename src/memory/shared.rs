@@ -417,9 +417,7 @@ impl Shared {
             host: self.budget(Budget::Host),
             device: self.budget(Budget::Device),
             admission: self.admission.stats(),
-            resources: self.here(|shared| {
-                shared.resources.all().iter().map(|resource| resource.stats()).collect()
-            }),
+            resources: self.here(|shared| shared.resources.stats()),
             reclaimers: self.resources.reclaimer_stats(),
             diagnostics: self.diagnostics(),
             now: self.clock.now(),

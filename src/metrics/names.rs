@@ -386,7 +386,7 @@ macro_rules! rows {
            ("refused", resource.loads_refused_total)],
         "Loads of the resource, by outcome (ok, failed, and refused: for lack of memory).";
     Basic Counter "lowtide_resource_unloads_total" ["resource", "reason"]
-        = UnloadReason::ALL.map(|reason| (reason.name(), resource.unloads.total(reason))),
+        = UnloadReason::ALL.map(|reason| (reason.name(), resource.unloads_total(reason))),
         "Unloads of the resource, by reason (idle, pressure, eviction, manual, shutdown).";
     Basic Gauge "lowtide_resource_measured_bytes" ["resource", "budget"] = resource.measured,
         "Bytes that the resource held right after its last load, by budget (host, device); absent \

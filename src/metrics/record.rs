@@ -24,7 +24,7 @@ use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
     PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, RouteUsage, Signal,
-    TenantUsage, UnloadReason,
+    UnloadReason,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -352,8 +352,8 @@ impl MetricsWriter {
     }
 
     /// Publishes the memory of the requests of a tenant.
-    pub fn tenant(self, usage: &TenantUsage) {
-        tenant(&usage.memory, &mut self.to(&[label("tenant", &usage.tenant)]));
+    pub fn tenant(self, name: &str, memory: &MemoryUsage) {
+        tenant(memory, &mut self.to(&[label("tenant", name)]));
     }
 
     /// Publishes a reclaimer of the application.

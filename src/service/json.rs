@@ -9,7 +9,7 @@
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::bytes::{ByteSize, ParseByteSizeError};
+use crate::bytes::ByteSize;
 use crate::heap::Profiler;
 use crate::memory::{
     AdminTask, Event, FlightEvent, FlightResource, FlightSample, HistorySample, LastExit,
@@ -17,7 +17,6 @@ use crate::memory::{
 };
 use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
-    TenantUsage,
 };
 use lowtide_heap::HeapSizeClass;
 
@@ -102,7 +101,7 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Qu
         match text.parse() {
             Ok(ByteSize::ZERO) => "an amount of memory above zero",
             Ok(limit) => return Ok(limit),
-            Err(error) => ParseByteSizeError::expected(&error),
+            Err(error) => error.expected,
         }
     };
     Err(QueryError::value("limit", text, expected))
@@ -214,8 +213,8 @@ fn route(of: &RouteUsage) -> Value {
     named(json!({ "method": of.method, "route": of.route }), &of.memory)
 }
 
-fn tenant(of: &TenantUsage) -> Value {
-    named(json!({ "tenant": of.tenant }), &of.memory)
+fn tenant((name, memory): &(String, MemoryUsage)) -> Value {
+    named(json!({ "tenant": name }), memory)
 }
 
 /// Adds the memory to a name.

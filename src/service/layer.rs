@@ -45,7 +45,7 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::layer::{GRACE, Waiting};
-use lowtide_admission::learning::{Compared, Kind, LASTS, Needs, SlowStartPermit, TooManyRunning};
+use lowtide_admission::learning::{Compared, Kind, LASTS, Needs, SlowStartPermit};
 use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
 use lowtide_heap::is_measured;
 
@@ -678,7 +678,7 @@ impl LayerSettings {
         if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
             return Ok(None);
         }
-        need.enter(room.all, &self.clock).map_err(|TooManyRunning(running)| {
+        need.enter(room.all, &self.clock).map_err(|running| {
             waiting.into_iter().for_each(Waiting::lacks_other);
             Rejected::SlowStart { running, retry_after: LASTS }
         })

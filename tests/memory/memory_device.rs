@@ -15,7 +15,7 @@ use lowtide::device::{DeviceArena, Lane, PinnedConfig, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{Budget, Cost, Level, Resource as _};
+use lowtide_admission::{Budget, Cost, Level};
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use test_fork::test;
 

@@ -13,8 +13,7 @@ use lowtide::memory::{AdminCommand, AdminError, AdminTask, AdminTaskState, Build
 use lowtide::service::{Admin, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
-    Budget, Cost, Limit, LimitSource, Managed, Reclaimable, RejectReason, Resource as _,
-    UnloadReason,
+    Budget, Cost, Limit, LimitSource, Managed, Reclaimable, RejectReason, UnloadReason,
 };
 use serde_json::Value;
 use test_fork::test;
@@ -234,8 +233,8 @@ fn a_model_that_is_not_in_use_makes_room_without_a_request_for_it() {
     drop(model.acquire_blocking().expect("loads"));
     service.tree.hold(700);
     let id = service.fit(500);
-    advance_until(&service.clock, TICK, "it is unloaded", || !model.stats().loaded);
-    assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);
+    let unloads = || model.stats().unloads_total(UnloadReason::Manual);
+    advance_until(&service.clock, TICK, "it is unloaded", || unloads() == 1);
     service.tree.hold(400);
     service.is_done(id, "fits in 500.0 MiB");
     assert!(service.memory.shutdown_blocking(SOON).is_clean());

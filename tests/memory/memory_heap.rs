@@ -11,7 +11,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
 use lowtide::memory::{Builder, Diagnostic, MemorySnapshot};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{Resource as _, Signals};
+use lowtide_admission::Signals;
 use lowtide_heap::{self as heap, HeapProbe};
 use test_fork::test;
 

@@ -10,7 +10,7 @@ use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
 use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{Budget, Cost, RejectReason, Rejected, Resource, ResourceError, Signals};
+use lowtide_admission::{Budget, Cost, RejectReason, Rejected, ResourceError, Signals};
 use test_fork::test;
 use tracing_subscriber::layer::SubscriberExt as _;
 

@@ -17,8 +17,7 @@ use lowtide::device::{Buffer, DeviceArena, Region};
 use lowtide::memory::Builder;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
-    Budget, Cost, Level, Managed, Priority, Reclaimable, RejectReason, Rejected, Resource,
-    UnloadReason,
+    Budget, Cost, Level, Managed, Priority, Reclaimable, RejectReason, Rejected, UnloadReason,
 };
 use lowtide_core::sync::lock;
 use lowtide_heap::PurgeOutcome;
@@ -88,13 +87,13 @@ fn an_idle_resource_is_unloaded_after_its_time_and_its_memory_and_booking_go() {
     assert_eq!(arena.glance().live, ByteSize::mib(24));
 
     clock.advance(20 * SECOND);
-    until("the one whose time is up goes", || short.stats().unloads.sum() == 1);
+    until("the one whose time is up goes", || short.stats().unloads.iter().sum::<u64>() == 1);
     // One job looks at all of them, in the order in which they were registered.
     assert!(long.stats().loaded, "the default of 60 s is not over");
     clock.advance(40 * SECOND);
-    until("the default applies", || long.stats().unloads.sum() == 1);
+    until("the default applies", || long.stats().unloads.iter().sum::<u64>() == 1);
     for stats in [long.stats(), short.stats()] {
-        assert_eq!(stats.unloads.total(UnloadReason::Idle), 1);
+        assert_eq!(stats.unloads_total(UnloadReason::Idle), 1);
         assert!(!stats.loaded);
     }
     assert!(held.stats().loaded, "a guard keeps it");
@@ -212,7 +211,7 @@ fn pressure_gives_back_what_is_idle_and_sheds_and_ends_when_memory_falls() {
 
     tree.hold(88);
     advance_until(&clock, TICK, "what nobody holds goes", || {
-        idle.stats().unloads.total(UnloadReason::Pressure) == 1
+        idle.stats().unloads_total(UnloadReason::Pressure) == 1
     });
     assert!(!idle.stats().loaded);
     assert!(held.stats().loaded && memory.level() >= Level::High);

@@ -18,7 +18,7 @@ use lowtide::metrics::names::{Metric, MetricKind, TABLE};
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
-    Admission, Budget, Cost, Priority, Reclaimable, Resource, UnloadReason, layer::NameSource,
+    Admission, Budget, Cost, Priority, Reclaimable, UnloadReason, layer::NameSource,
 };
 use lowtide_admission::{Correction, Measured};
 use lowtide_heap::HostArena;
@@ -140,7 +140,7 @@ fn live(memory: &Memory) {
     let broken = memory.managed("broken", || Err::<(), _>(lowtide::BoxError::from("planted")));
     let broken = broken.register().expect("registered");
     assert!(broken.acquire_blocking().is_err());
-    assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);
+    assert_eq!(model.stats().unloads_total(UnloadReason::Manual), 1);
 
     let admit = |cost| memory.admission().try_admit(Cost::host(cost)).map(drop);
     assert!(admit(ByteSize::mib(1)).is_ok());

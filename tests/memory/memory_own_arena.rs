@@ -13,7 +13,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::{DeviceArena, Region};
 use lowtide::memory::Memory;
 use lowtide::metrics::MetricsTier;
-use lowtide_admission::{Budget, Cost, Resource as _};
+use lowtide_admission::{Budget, Cost};
 use lowtide_cuda_sim::{SimDriver, SimOptions};
 use lowtide_heap::{HostArena, HostArenaStats};
 use test_fork::test;

@@ -14,7 +14,6 @@ use lowtide::device::{Region, SleepState};
 use lowtide::memory::{AdminTask, AdminTaskState};
 use lowtide::service::{Admin, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::Resource as _;
 use serde_json::Value;
 use test_fork::test;
 use tower::ServiceExt as _;

@@ -58,8 +58,8 @@ impl Bed {
 
     fn tenant(&self, name: &str) -> MemoryUsage {
         let tenants = self.memory.report().usage_by_tenant();
-        let of = tenants.iter().find(|of| of.tenant == name);
-        of.unwrap_or_else(|| panic!("{name} is not among {tenants:?}")).memory
+        let of = tenants.iter().find(|(of, _)| of == name);
+        of.unwrap_or_else(|| panic!("{name} is not among {tenants:?}")).1
     }
 
     fn json(&self, part: &str) -> Value {
@@ -227,7 +227,7 @@ fn many_routes_and_tenants_stay_bounded_and_each_request_counts() {
         memory.map(|memory| memory.requests_total).sum()
     };
     assert_eq!(sum(&mut routes.iter().map(|of: &RouteUsage| of.memory)), 503);
-    assert_eq!(sum(&mut tenants.iter().map(|of| of.memory)), 500);
+    assert_eq!(sum(&mut tenants.iter().map(|(_, memory)| *memory)), 500);
     assert_eq!(bed.json("routes").as_array().map(Vec::len), Some(routes.len()));
     assert_eq!(bed.json("tenants").as_array().map(Vec::len), Some(tenants.len()));
 }

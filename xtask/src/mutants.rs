@@ -41,7 +41,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "no-event-wait",
         about: "a stream that reuses another stream's memory does not wait for it",
-        text: "        cx.does(Call::StreamWaits { stream, event }).await?;\n",
+        text: "        cx.outside(|| unsafe { cx.driver.stream_wait_event(stream, event.handle) })\
+               .await?;\n",
         replacement: "",
         test: SCHEDULES,
         is_sample: false,
@@ -89,7 +90,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "move-before-done",
         about: "a compaction copies before the work on the blocks is complete",
-        text: "cx.does(Call::WaitForEvent { event: event.handle }).await.map(|()| true)\n",
+        text: "cx.wait_for_event(event).await.map(|()| true)\n",
         replacement: "Ok::<_, DriverError>(true)\n",
         test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
         is_sample: false,
@@ -105,8 +106,8 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "unwaited-copies",
         about: "a compaction lets leases in before its copies are complete",
-        text: "        waited = cx.does(Call::SynchronizeStream { stream }).await;\n",
-        replacement: "        let _ = stream;\n",
+        text: "    let mut waited = cx.synchronize(stream).await;\n",
+        replacement: "    let mut waited = Ok::<_, DriverError>(drop(stream));\n",
         test: "streams::batches::a_batch_waits_once_for_each_stream_and_once_for_its_copies",
         is_sample: false,
     },
@@ -139,24 +140,20 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lock-across-call",
         about: "a driver call is made with the arena's lock held",
-        text: "            drop(locked);\n            match step {\n                \
-               OpStep::Done(outcome) => return outcome,\n                \
-               OpStep::Call(call) => cx.complete(call.perform(driver)),\n",
-        replacement: "            if let OpStep::Call(call) = step {\n                \
-                      cx.complete(call.perform(driver));\n                continue;\n            \
-                      }\n            drop(locked);\n            match step {\n                \
-                      OpStep::Done(outcome) => return outcome,\n                \
-                      OpStep::Call(_) => {}\n",
+        text: "                    drop(slot);\n                    \
+               run_outside(cx, operation.as_mut());\n",
+        replacement: "                    run_outside(cx, operation.as_mut());\n                    \
+                      drop(slot);\n",
         test: "schedules::calls::no_call_is_made_with_the_lock_held",
         is_sample: true,
     },
     Mutant {
         name: "lost-result",
         about: "granules of a call whose result is not recorded yet count as released",
-        text: "    let outcome = call_to_release(cx, leaving).await;\n",
-        replacement: "    cx.with(|state| state.end_leave(leaving, true));\n    \
-                      let outcome = call_to_release(cx, leaving).await;\n    \
-                      if outcome.is_ok() {\n        return outcome;\n    }\n",
+        text: "        let outcome = cx.decommit(leaving).await;\n        \
+               cx.with(|state| state.end_leave(leaving, outcome.is_ok()));\n",
+        replacement: "        cx.with(|state| state.end_leave(leaving, true));\n        \
+                      let outcome = cx.decommit(leaving).await;\n",
         test: SCHEDULES,
         is_sample: false,
     },
@@ -189,13 +186,16 @@ const MUTANTS: &[Mutant] = &[
     },
 ];
 
-const RECORD: &str = "    cx.does(Call::RecordEvent { event: event.handle, stream }).await?;\n";
+const RECORD: &str =
+    "    cx.outside(|| unsafe { cx.driver.event_record(event.handle, stream) }).await?;\n";
 
-const CHECKED_RECORD: &str = r#"    if cx.asks(Call::IsCapturing { stream }).await? {
+const CHECKED_RECORD: &str = r#"    if cx.is_capturing(stream).await? {
         return Err(captures("cuEventRecord"));
     }
-    cx.does(Call::RecordEvent { event: event.handle, stream }).await?;
-    if cx.asks(Call::IsCapturing { stream }).await? {
+    // SAFETY: an event of the state that no other operation uses, and a stream that exists until
+    // the answer is recorded.
+    cx.outside(|| unsafe { cx.driver.event_record(event.handle, stream) }).await?;
+    if cx.is_capturing(stream).await? {
         return Err(captures("cuEventRecord"));
     }
 "#;

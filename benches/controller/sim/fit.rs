@@ -8,8 +8,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide_admission::fit::{Fit, FitSample, FitStep, FitTerms};
-use lowtide_admission::{Budget, Cost, Job, Permit, Resource as _, Settings, Trigger, Use};
+use lowtide_admission::fit::{Fit, FitSample, FitStep};
+use lowtide_admission::{Budget, Cost, Job, Permit, Settings, Trigger, Use};
 use lowtide_core::sync::lock;
 
 use super::plant::{MIB, bytes};
@@ -59,9 +59,9 @@ pub(crate) fn run(seed: u64) -> Result<Fitted, String> {
     stage.begin();
     stage.play(BEFORE)?;
     let FitPlan { limit, within, .. } = stage.plan;
-    let terms = FitTerms { limit: bytes(limit), within, counts_page_cache: true };
-    let target = terms.target().as_f64() / MIB;
     let start = lock(&stage.world.state).now;
+    let fit = Fit::new(bytes(limit), within, true, start);
+    let target = fit.target().as_f64() / MIB;
     let end = start.since_origin() + within;
     let mut seen = Fitted {
         possible: stage.floor(end - MARGIN) <= FILLED * limit,
@@ -70,7 +70,7 @@ pub(crate) fn run(seed: u64) -> Result<Fitted, String> {
     };
     {
         let state = &mut *lock(&stage.world.state);
-        (state.fit, state.fitted) = (Some(Fit::new(terms, start)), Some(terms.limit));
+        (state.fit, state.fitted) = (Some(fit), Some(fit.limit));
     }
     lock(&stage.world.maintenance).queue().push_one(Job::Purge { trigger: Trigger::Manual });
     // Ends: a fit fails a second after its time at the latest.
@@ -164,7 +164,7 @@ impl World {
     /// What `lowtide::memory` does, over the plant.
     pub(super) fn tend_fit(&self, now: lowtide_admission::clock::Moment) {
         let ledger = self.admission.ledger(Budget::Host);
-        let uses = self.resources.all().iter().any(|resource| resource.stats().loaded);
+        let uses = self.resources.stats().iter().any(|stats| stats.loaded);
         let promised = ledger.unheld().saturating_add(ledger.loading());
         let holds = uses || !promised.is_zero() || self.admission.stats().held() > 0;
         let release = {
@@ -181,7 +181,7 @@ impl World {
             };
             let step = fit.step(now, &sample);
             let is_over = matches!(step, FitStep::Lowered | FitStep::Failed | FitStep::Expired);
-            (state.step, state.fitted) = (Some(step), Some(fit.limit()).filter(|_| !is_over));
+            (state.step, state.fitted) = (Some(step), Some(fit.limit_now()).filter(|_| !is_over));
             let beyond = (step == FitStep::Shrinking).then(|| fit.release(now, &sample)).flatten();
             beyond.map(|beyond| (beyond, !sample.purgeable.is_zero()))
         };

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
-use lowtide_admission::learning::{Compared, Kind, LASTS, SlowStartPermit, TooManyRunning};
+use lowtide_admission::learning::{Compared, Kind, LASTS, SlowStartPermit};
 use lowtide_admission::{Budget, Cost, Permit, Rejected, Use};
 use lowtide_core::sync::lock;
 
@@ -181,7 +181,6 @@ impl World {
         let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
-                let TooManyRunning(running) = running;
                 self.admission.state().reject(Rejected::SlowStart { running, retry_after: LASTS })
             })?,
             false => None,
@@ -228,7 +227,7 @@ impl World {
         let Some(managed) = models.get(usize::try_from(serial).unwrap_or(0) % models.len()) else {
             return;
         };
-        let stats = lowtide_admission::Resource::stats(managed);
+        let stats = managed.stats();
         {
             let state = &mut *lock(&self.state);
             // The worker may be taking it apart, on this very thread.

@@ -143,7 +143,7 @@ impl World {
         let has_fit = self.scenario.fit.is_some();
         let builder = if has_fit { builder } else { builder.idle(Duration::from_secs(5)) };
         let managed = builder.build(Arc::clone(&self.clock) as _, Some(self.admission.clone()));
-        assert_eq!(self.resources.add(Arc::new(managed.clone())), Ok(()));
+        assert_eq!(self.resources.add(&managed), Ok(()));
         managed
     }
 

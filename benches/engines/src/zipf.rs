@@ -19,7 +19,7 @@ use std::time::Duration;
 use candle_core::Device;
 use engines::process::Proc;
 use engines::{BoxError, answer};
-use lowtide::admission::{Budget, Managed, Resource as _, ResourceError, ResourceStats};
+use lowtide::admission::{Budget, Managed, ResourceError, ResourceStats};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Cost, Memory};
 use lowtide_candle::embedder::Embedder;

@@ -11,62 +11,17 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
 use super::correction::{K_MIN, K_START};
-use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
+use super::cost::{Budget, Cost, Priority, Rejected};
 use super::eviction::RetryHint;
 use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::state::AdmissionState;
-use super::tally::{ClassStats, SizeClass};
-
-/// Counts of admitted and rejected requests.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct AdmissionStats {
-    /// Requests admitted since start.
-    pub admitted_total: u64,
-    /// Admitted requests whose permit has been dropped.
-    pub finished_total: u64,
-    /// Requests rejected since start, in the order of [`RejectReason::ALL`].
-    pub rejected: [u64; RejectReason::ALL.len()],
-    /// Requests that wait for room now. Of them, only those whose reservations were suspended are
-    /// among the admitted ones.
-    pub waiting: u64,
-    /// Requests admitted after they had waited, since start.
-    pub waited_total: u64,
-    /// The time that requests have waited, since start, to one tick of the control loop; without
-    /// those that still wait.
-    pub waited_time_total: Duration,
-    /// How often a reservation was suspended, since start: that of a request whose body is slow to
-    /// arrive while others wait for room.
-    pub suspended_total: u64,
-    /// The time since the oldest running request was admitted, to 250 ms: of those that have
-    /// reserved at least 64 KiB, are measured, and have waited for something. Zero without one.
-    pub oldest_permit: Duration,
-    /// Bytes that measured requests held when they ended, since start: in caches, in tasks that go
-    /// on, or leaked. Includes headers of responses, which the server frees soon after.
-    pub outlived_bytes_total: u64,
-}
-
-impl AdmissionStats {
-    /// Returns the requests rejected for this reason.
-    #[must_use]
-    pub fn rejected_total(&self, reason: RejectReason) -> u64 {
-        self.rejected.get(reason as usize).copied().unwrap_or(0)
-    }
-
-    /// Returns the number of requests that hold a permit now.
-    #[must_use]
-    pub const fn held(&self) -> u64 {
-        self.admitted_total.saturating_sub(self.finished_total)
-    }
-}
+use super::tally::{AdmissionStats, ClassStats, SizeClass};
 
 /// A handle to admission. Cheap to clone; all clones share one account. Admits everything until a
 /// limit is known.
@@ -235,7 +190,6 @@ impl Admission {
     /// yet in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
-        let counts = self.state.counts();
         let (waited_total, waited_time_total) = self.state.queue.waited();
         AdmissionStats {
             waiting: self.state.queue.len() as u64,
@@ -243,10 +197,7 @@ impl Admission {
             waited_time_total,
             suspended_total: self.state.suspensions.load(Ordering::Relaxed),
             oldest_permit: self.state.large.oldest_age(),
-            admitted_total: counts.admitted,
-            finished_total: counts.finished,
-            rejected: counts.rejected,
-            outlived_bytes_total: counts.outlived,
+            ..self.state.counts()
         }
     }
 
@@ -260,8 +211,11 @@ impl Admission {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::correction::{Correction, Measured};
+    use crate::cost::RejectReason;
     use crate::ledger::RoomSharing;
 
     /// An admission with these ceilings. The allowances are half of them at K = 2, except for a

@@ -1,6 +1,8 @@
-//! What is asked of an admission: a cost in each budget, and a priority.
+//! What is asked of an admission, a cost in each budget and a priority, and why it is rejected.
 //!
 //! Values only: ledgers, the queue and permits use them.
+//!
+//! Invariant: only a request that may fit later has a retry time.
 
 use std::time::Duration;
 
@@ -58,6 +60,14 @@ impl Cost {
         Self { device: self.device.saturating_add(bytes), ..self }
     }
 
+    /// Returns the bytes in this budget.
+    pub(super) const fn of(self, budget: Budget) -> ByteSize {
+        match budget {
+            Budget::Host => self.host,
+            Budget::Device => self.device,
+        }
+    }
+
     /// Returns the sum of both.
     pub(super) const fn and(self, other: Self) -> Self {
         self.and_host(other.host).and_device(other.device)
@@ -90,10 +100,7 @@ impl From<Cost> for (Cost, Priority) {
     }
 }
 
-// The reasons for a rejection, and the time after which to retry.
-//
-// Invariant: only a request that may fit later has a retry time.
-/// The reason why a request was not admitted.
+/// The reason why a request was not admitted, and the time after which to retry.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejected {

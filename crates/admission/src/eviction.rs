@@ -26,8 +26,8 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ use super::cost::{Budget, Cost};
 use super::ledger::Reservation;
 use super::permit::Permit;
 use super::reclaim::{PAUSE_MIN, elsewhere};
-use super::state::{AdmissionState, ResourceReservation};
+use super::state::AdmissionState;
 
 /// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.
@@ -116,10 +116,7 @@ impl EvictionCause {
         };
         let budget =
             if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
-        let (ledger, needed) = match budget {
-            Budget::Host => (&admission.host, cost.host),
-            Budget::Device => (&admission.device, cost.device),
-        };
+        let (ledger, needed) = (admission.ledger(budget), cost.of(budget));
         let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
         Self { requester, budget, needed, reserved, allowance }
     }
@@ -167,12 +164,6 @@ pub(crate) struct Idle {
     /// `true` for a reclaimer, which has no reservation and can release a part of its bytes.
     pub(super) is_divisible: bool,
     pub(super) resource: Arc<dyn Claimable>,
-}
-
-impl fmt::Debug for Idle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Idle").field("cost", &self.cost).finish_non_exhaustive()
-    }
 }
 
 /// A source of idle resources.
@@ -225,16 +216,6 @@ struct Rounds {
     has_thread: bool,
 }
 
-/// Whether a round may begin.
-enum RoundTurn {
-    /// It has begun.
-    Begun,
-    /// Another one runs or has just ended.
-    Await(Duration),
-    /// No reclaimer may be asked, or the last round released nothing.
-    Useless,
-}
-
 /// Bytes that are being unloaded for a rejected request.
 struct PendingFree {
     cost: Cost,
@@ -268,31 +249,16 @@ impl Evictor {
         if admission.fits(cost, coming) {
             return RetryHint::Unloading(takes);
         }
-        if let Some(rest) = self.ask_for_request(admission, cost, label) {
+        let requester = Requester::request(label);
+        if let Some(rest) = self.ask_for_request(admission, cost, &requester) {
             return RetryHint::Unloading(rest);
         }
-        // Read again for each choice: another thread may have started unloads.
-        let fits = |freed: Cost| admission.fits(cost, self.coming().0.and(freed));
-        let choice = |idle| choose(idle, fits);
-        let cause = || EvictionCause::new(Requester::request(label), admission, cost);
-        let announce = |claims: &Claims| Some(self.announce(claims));
-        match self.claim(admission, Vec::new, choice, announce, cause) {
+        match self.claim(admission, cost, &requester, false) {
             // Room became free. Nothing runs on this thread, which may belong to an async runtime.
-            Ok((claims, _)) if claims.list.is_empty() => RetryHint::Unloading(self.coming().1),
-            Ok((claims, coming)) => {
-                let takes = claims.takes;
-                let owed = PendingRelease {
-                    admission,
-                    evictor: Arc::clone(self),
-                    of: Made::Announced(coming),
-                };
-                match (UnloadStep { claims, owed }).start() {
-                    Ok(_) => RetryHint::Unloading(takes),
-                    Err(_) => RetryHint::Unknown,
-                }
-            }
+            Ok(step) if step.cause.is_none() => RetryHint::Unloading(self.coming().1),
+            Ok(step) if step.start().is_ok() => RetryHint::Unloading(step.takes),
             Err(Some(stays)) => RetryHint::Resident(stays),
-            Err(None) => RetryHint::Unknown,
+            Ok(_) | Err(None) => RetryHint::Unknown,
         }
     }
 
@@ -311,18 +277,13 @@ impl Evictor {
         if !self.birth.is_here() {
             return Err(None);
         }
-        if asks && self.may_ask() {
+        let may_ask = || self.turn(&lock(&self.rounds)).is_some();
+        if asks && may_ask() {
             let (evictor, resource) = (Arc::clone(self), Arc::clone(resource));
             return Ok(Eviction::Asks { admission, evictor, cost, resource });
         }
-        let book = |claims: &Claims| admission.reserve(cost, claims.cost());
-        let fits = |freed| admission.fits_resource(cost, freed);
-        let cause = || EvictionCause::new(Requester::Load(Arc::clone(resource)), admission, cost);
-        let choice = |idle| choose(idle, fits);
-        let (claims, reserved) = self.claim(admission, Vec::new, choice, book, cause)?;
-        let of = Made::Reserved { cost, reserved: Some(reserved) };
-        let owed = PendingRelease { admission, evictor: Arc::clone(self), of };
-        Ok(Eviction::Unloads(UnloadStep { claims, owed }))
+        let requester = Requester::Load(Arc::clone(resource));
+        self.claim(admission, cost, &requester, false).map(Eviction::Unloads)
     }
 
     /// Returns `true` if reclaimers of the application are registered.
@@ -336,7 +297,7 @@ impl Evictor {
         self: &Arc<Self>,
         admission: &'static AdmissionState,
         cost: Cost,
-        label: Option<&dyn fmt::Display>,
+        requester: &Requester,
     ) -> Option<Duration> {
         self.pool.next_ask()?;
         let mut rounds = lock(&self.rounds);
@@ -346,11 +307,10 @@ impl Evictor {
         let turn = self.begin_round(&mut rounds);
         let starts = !std::mem::replace(&mut rounds.has_thread, true);
         drop(rounds);
-        let begun = matches!(turn, RoundTurn::Begun);
+        let begun = turn == Some(Duration::ZERO);
         if starts {
             // Also while reclaimers pause: the request may wait until they can be asked.
-            let evictor = Arc::clone(self);
-            let requester = Requester::request(label);
+            let (evictor, requester) = (Arc::clone(self), requester.clone());
             let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
             if thread.spawn(move || evictor.run_rounds(admission, cost, begun, requester)).is_err()
             {
@@ -358,34 +318,26 @@ impl Evictor {
                 return None;
             }
         }
-        match turn {
-            RoundTurn::Begun => Some(PAUSE_MIN),
-            RoundTurn::Await(rest) => Some(rest),
-            RoundTurn::Useless => None,
-        }
+        if begun { Some(PAUSE_MIN) } else { turn }
     }
 
-    fn may_ask(&self) -> bool {
-        let (now, next) = (self.clock.now(), self.pool.next_ask());
-        let rounds = lock(&self.rounds);
-        if now < rounds.until { rounds.helps } else { next.is_some_and(|next| next <= now) }
-    }
-
-    /// Begins a round if none runs or has just ended, and if a reclaimer may be asked.
-    fn begin_round(&self, rounds: &mut Rounds) -> RoundTurn {
+    /// Returns zero if a round may begin now, and the remaining time if another one runs or has
+    /// just ended. `None` if no reclaimer may be asked, or the last round released nothing.
+    fn turn(&self, rounds: &Rounds) -> Option<Duration> {
         let now = self.clock.now();
         if now < rounds.until {
-            return if rounds.helps {
-                RoundTurn::Await(rounds.until - now)
-            } else {
-                RoundTurn::Useless
-            };
+            return rounds.helps.then(|| rounds.until - now);
         }
-        if self.pool.next_ask().is_none_or(|next| next > now) {
-            return RoundTurn::Useless;
+        self.pool.next_ask().filter(|next| *next <= now).map(|_| Duration::ZERO)
+    }
+
+    /// Like [`Evictor::turn`], and begins a round that may begin.
+    fn begin_round(&self, rounds: &mut Rounds) -> Option<Duration> {
+        let turn = self.turn(rounds);
+        if turn == Some(Duration::ZERO) {
+            (rounds.until, rounds.helps) = (self.clock.now() + ROUND_MAX, true);
         }
-        (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
-        RoundTurn::Begun
+        turn
     }
 
     /// Ends a round: no other one begins before this pause is over.
@@ -410,8 +362,7 @@ impl Evictor {
         // Each iteration waits for the pause.
         loop {
             if begun {
-                let round = || self.round_for_requests(admission, cost, &requester);
-                let helps = caught(round).unwrap_or(false);
+                let helps = caught(|| self.round(admission, cost, &requester)).unwrap_or(false);
                 requester = Requester::WaitingRequests;
                 // Longer than the pause of this thread, so that the next round is not begun by a
                 // request, but by this thread.
@@ -446,68 +397,21 @@ impl Evictor {
         }
     }
 
-    /// Chooses among reclaimers and idle resources for a request, and for all that wait. Returns
-    /// `true` if any were chosen.
-    fn round_for_requests(
+    /// Asks and unloads what is chosen, and waits for that for at most [`ROUND_MAX`]. Returns
+    /// `true` if anything was chosen.
+    fn round(
         self: &Arc<Self>,
         admission: &'static AdmissionState,
         cost: Cost,
         requester: &Requester,
     ) -> bool {
-        let all = admission.queue.lacking(|_| true).map_or(Cost::ZERO, |(_, all)| all);
-        let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
-        let fits = |cost, freed| admission.fits(cost, self.coming().0.and(freed));
-        let choice = |idle| {
-            let mut chosen = choose(idle, |freed| fits(cost, freed))?;
-            divide(&mut chosen, |freed| fits(all, freed));
-            Ok(chosen)
-        };
-        self.round(admission, choice, || EvictionCause::new(requester.clone(), admission, cost))
-    }
-
-    /// Chooses reclaimers for a load.
-    fn round_for_load(
-        self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        cost: Cost,
-        resource: &Arc<str>,
-    ) -> bool {
-        let fits = |freed| admission.fits_resource(cost, freed);
-        let choice = |idle| {
-            let mut chosen = choose(idle, fits)?;
-            divide(&mut chosen, fits);
-            // Resources are exchanged in one step, by what is still needed then.
-            chosen.retain(|idle| idle.is_divisible);
-            Ok(chosen)
-        };
-        let requester = || Requester::Load(Arc::clone(resource));
-        self.round(admission, choice, || EvictionCause::new(requester(), admission, cost))
-    }
-
-    /// Asks and unloads what was chosen, and waits for that for at most [`ROUND_MAX`]. Returns
-    /// `true` if anything was chosen.
-    fn round(
-        self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
-        cause: impl Fn() -> EvictionCause,
-    ) -> bool {
         let deadline = self.clock.now() + ROUND_MAX;
-        let announce = |claims: &Claims| Some(self.announce(claims));
-        let reclaimers = || self.pool.reclaimers();
-        let claimed = self.claim(admission, reclaimers, choice, announce, cause);
-        let Ok((claims, coming)) = claimed else { return false };
-        if claims.list.is_empty() {
-            return false;
+        let Ok(step) = self.claim(admission, cost, requester, true) else { return false };
+        let has_begun = step.cause.is_some() && step.start().is_ok();
+        if has_begun {
+            step.wait(deadline);
         }
-        let owed =
-            PendingRelease { admission, evictor: Arc::clone(self), of: Made::Announced(coming) };
-        let Ok(unloads) = (UnloadStep { claims, owed }).start() else { return false };
-        // Ends at the deadline at the latest: each iteration waits until then, or for the end.
-        while lock(&unloads.state).owed.is_some() && self.clock.now() < deadline {
-            self.clock.wait_until(&unloads.bell, deadline);
-        }
-        true
+        has_begun
     }
 
     /// Returns the permit of a load, for which reclaimers are asked and then resources evicted.
@@ -522,19 +426,16 @@ impl Evictor {
         // Ends at the deadline at the latest: each iteration waits for the end of another round.
         let begun = loop {
             let turn = self.begin_round(&mut lock(&self.rounds));
-            match turn {
-                RoundTurn::Begun => break true,
-                RoundTurn::Await(rest) if self.clock.now() < deadline => {
-                    let until = (self.clock.now() + rest).min(deadline);
-                    self.clock.wait_until(&Bell::new(), until);
-                }
-                RoundTurn::Await(_) | RoundTurn::Useless => break false,
-            }
+            let rest = turn.filter(|rest| !rest.is_zero() && self.clock.now() < deadline);
+            let Some(rest) = rest else { break turn == Some(Duration::ZERO) };
+            let until = (self.clock.now() + rest).min(deadline);
+            self.clock.wait_until(&Bell::new(), until);
         };
         if begun {
             // Not on this thread, which may be the caller's, and hold locks of the application.
-            let (evictor, of) = (Arc::clone(self), Arc::clone(resource));
-            let round = move || evictor.round_for_load(admission, cost, &of);
+            let evictor = Arc::clone(self);
+            let requester = Requester::Load(Arc::clone(resource));
+            let round = move || evictor.round(admission, cost, &requester);
             let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
             admission.hurry();
             let reserved = if helps { self.observe(admission, cost) } else { None };
@@ -543,11 +444,8 @@ impl Evictor {
                 return Ok(permit);
             }
         }
-        match admission.reserve_or_evict(cost, false, resource) {
-            Ok(ResourceReservation::Booked(permit)) => Ok(permit),
-            Ok(ResourceReservation::Evicting(eviction)) => eviction.run(),
-            Err(_) => Err(EvictionError::NoRoom),
-        }
+        let room = admission.reserve_or_evict(cost, false, resource);
+        room.map_or(Err(EvictionError::NoRoom), Eviction::run)
     }
 
     /// Waits for a sample that finds room for a load, at most for [`OBSERVED_MAX`].
@@ -565,40 +463,70 @@ impl Evictor {
         }
     }
 
-    /// Chooses and claims, and reserves while no other thread chooses.
-    fn claim<B>(
-        &self,
+    /// Chooses and claims, and reserves while no other thread chooses: idle resources for a load or
+    /// for a request. If it `asks`, reclaimers too, for all requests that wait; for a load only
+    /// those, since it exchanges resources in one step, by what it still needs then.
+    ///
+    /// # Errors
+    /// The time after which the minimum residency of enough resources ends, if any suffice.
+    fn claim(
+        self: &Arc<Self>,
         admission: &'static AdmissionState,
-        reclaimers: impl Fn() -> Vec<Idle>,
-        choice: impl Fn(Vec<Idle>) -> Result<Vec<Idle>, Option<Duration>>,
-        book: impl Fn(&Claims) -> Option<B>,
-        cause: impl Fn() -> EvictionCause,
-    ) -> Result<(Claims, B), Option<Duration>> {
+        cost: Cost,
+        requester: &Requester,
+        asks: bool,
+    ) -> Result<Arc<UnloadStep>, Option<Duration>> {
+        let is_load = matches!(requester, Requester::Load(_));
+        let waiting = if is_load || !asks { None } else { admission.queue.lacking(|_| true) };
+        let all = waiting.map_or(Cost::ZERO, |(_, all)| all);
+        let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
+        let fits = |cost, freed: Cost| match is_load {
+            true => admission.fits_resource(cost, freed),
+            // Read again for each choice: another thread may have started unloads.
+            false => admission.fits(cost, self.coming().0.and(freed)),
+        };
         for _ in 0..CHOICES_MAX {
             // Dropped after the lock: the last handle of a resource runs its unload.
             let mut handles = Vec::new();
             // Before the lock: it calls functions of the application.
-            let mut idle = reclaimers();
+            let mut idle = if asks { self.pool.reclaimers() } else { Vec::new() };
             let choosing = lock(&self.choosing);
             idle.extend(self.pool.idle());
             handles.extend(idle.iter().map(|idle| Arc::clone(&idle.resource)));
             idle.retain(|idle| std::ptr::eq(idle.admission, admission));
-            let chosen = choice(idle)?;
+            let mut chosen = choose(idle, |freed| fits(cost, freed))?;
+            if asks {
+                divide(&mut chosen, |freed| fits(all, freed));
+                chosen.retain(|idle| !is_load || idle.is_divisible);
+            }
             let takes = chosen.iter().map(|idle| idle.unload_time).max().unwrap_or_default();
             let count = chosen.len();
             let claimed = |idle: Idle| idle.resource.claim(idle.cost.host);
-            let list: Vec<_> = chosen.into_iter().map_while(claimed).collect();
-            let cause = (!list.is_empty()).then(|| Arc::new(cause()));
-            let claims = Claims { list, takes, cause };
-            if claims.list.len() == count
-                && let Some(reserved) = book(&claims)
-            {
-                return Ok((claims, reserved));
+            let claims: Vec<_> = chosen.into_iter().map_while(claimed).collect();
+            let freed = claims.iter().fold(Cost::ZERO, |sum, claimed| sum.and(claimed.cost()));
+            let cause = (!claims.is_empty())
+                .then(|| EvictionCause::new(requester.clone(), admission, cost));
+            let is_whole = claims.len() == count;
+            let owed = if !is_whole {
+                None
+            } else if is_load && !asks {
+                let reserved = admission.reserve(cost, freed);
+                reserved.map(|reserved| Owed::Load { cost, reserved })
+            } else {
+                Some(Owed::Announced(self.announce(freed, takes)))
+            };
+            let has_room = owed.is_some();
+            let freed = Vec::with_capacity(count);
+            let state = UnloadsState { claims, unloading: count, freed, owed, made: None };
+            let (evictor, state, bell) = (Arc::clone(self), Mutex::new(state), Bell::new());
+            let step = Arc::new(UnloadStep { admission, evictor, takes, cause, state, bell });
+            if has_room {
+                return Ok(step);
             }
             // One of them came into use, or another request took the room. The others are put back,
             // which wakes their waiters.
             drop(choosing);
-            drop(claims);
+            drop(step);
         }
         Err(None)
     }
@@ -614,21 +542,17 @@ impl Evictor {
         })
     }
 
-    /// Counts the claimed bytes as coming, unless the claim is empty.
-    fn announce(&self, claims: &Claims) -> Arc<PendingFree> {
+    /// Counts claimed bytes as coming.
+    fn announce(&self, cost: Cost, takes: Duration) -> Arc<PendingFree> {
         let now = self.clock.now();
-        let (ready, until) = (now + claims.takes, now + UNLOAD_MAX);
-        let coming = Arc::new(PendingFree { cost: claims.cost(), ready, until });
-        if !claims.list.is_empty() {
-            lock(&self.coming).push(Arc::clone(&coming));
-        }
+        let coming = Arc::new(PendingFree { cost, ready: now + takes, until: now + UNLOAD_MAX });
+        lock(&self.coming).push(Arc::clone(&coming));
         coming
     }
-}
 
-impl fmt::Debug for Evictor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Evictor").finish_non_exhaustive()
+    /// Counts bytes as coming no longer.
+    fn arrived(&self, coming: &Arc<PendingFree>) {
+        lock(&self.coming).retain(|other| !Arc::ptr_eq(other, coming));
     }
 }
 
@@ -689,63 +613,12 @@ fn divide(chosen: &mut [Idle], fits: impl Fn(Cost) -> bool) {
     last.cost.host = ByteSize::new(enough.saturating_add(ROUNDING)).min(last.cost.host);
 }
 
-/// Resources that are out of use.
-struct Claims {
-    list: Vec<Box<dyn EvictionClaim>>,
-    /// The expected duration of their unloads.
-    takes: Duration,
-    /// `None` only without resources.
-    cause: Option<Arc<EvictionCause>>,
-}
-
-impl Claims {
-    fn cost(&self) -> Cost {
-        self.list.iter().fold(Cost::ZERO, |sum, claimed| sum.and(claimed.cost()))
-    }
-}
-
-/// The purpose of an eviction.
-enum Made {
-    /// A request that retries and finds the room free.
-    Announced(Arc<PendingFree>),
-    /// A load and its additional reservation; `None` once that is part of its permit.
-    Reserved { cost: Cost, reserved: Option<[Reservation; 2]> },
-}
-
-/// Releases a reservation, or hands it over, when the unloads have ended.
-struct PendingRelease {
-    admission: &'static AdmissionState,
-    evictor: Arc<Evictor>,
-    of: Made,
-}
-
-impl PendingRelease {
-    /// Returns the permit of the load, now that these bytes are free; `None` for a request.
-    fn hand_over(&mut self, freed: Vec<Permit>) -> Option<Permit> {
-        let Made::Reserved { cost, reserved } = &mut self.of else { return None };
-        Some(self.admission.exchange(freed, reserved.take()?, *cost))
-    }
-}
-
-impl Drop for PendingRelease {
-    fn drop(&mut self) {
-        match &mut self.of {
-            Made::Announced(coming) => {
-                lock(&self.evictor.coming).retain(|other| !Arc::ptr_eq(other, coming));
-            }
-            Made::Reserved { reserved, .. } => {
-                if let Some(reserved) = reserved.take() {
-                    self.admission.unreserve(reserved);
-                }
-            }
-        }
-    }
-}
-
 /// How room is made for a load. Dropping it before the run puts claimed resources back.
 pub(super) enum Eviction {
+    /// There is room: nothing is evicted.
+    Booked(Permit),
     /// Claimed resources are unloaded.
-    Unloads(UnloadStep),
+    Unloads(Arc<UnloadStep>),
     /// Reclaimers are asked first.
     Asks {
         admission: &'static AdmissionState,
@@ -753,12 +626,6 @@ pub(super) enum Eviction {
         cost: Cost,
         resource: Arc<str>,
     },
-}
-
-/// Resources claimed to make room.
-pub(super) struct UnloadStep {
-    claims: Claims,
-    owed: PendingRelease,
 }
 
 /// The reason why a load has no room although resources were claimed for it.
@@ -777,7 +644,13 @@ impl Eviction {
     /// unloads end: for some seconds, and at most for [`UNLOAD_MAX`] more.
     pub(super) fn run(self) -> Result<Permit, EvictionError> {
         match self {
-            Self::Unloads(unloads) => unloads.run(),
+            Self::Booked(permit) => Ok(permit),
+            Self::Unloads(step) => {
+                let deadline = step.evictor.clock.now() + UNLOAD_MAX;
+                step.start().map_err(|error| EvictionError::NoThread(error.kind()))?;
+                step.wait(deadline);
+                lock(&step.state).made.take().ok_or(EvictionError::Stuck)
+            }
             Self::Asks { admission, evictor, cost, resource } => {
                 evictor.room_for_load(admission, cost, &resource)
             }
@@ -785,64 +658,15 @@ impl Eviction {
     }
 }
 
-impl UnloadStep {
-    /// Unloads the claimed resources and returns the permit of the load. Blocks this thread until
-    /// the unloads end, at most for [`UNLOAD_MAX`].
-    fn run(self) -> Result<Permit, EvictionError> {
-        let clock = Arc::clone(&self.owed.evictor.clock);
-        let deadline = clock.now() + UNLOAD_MAX;
-        let unloads = self.start().map_err(|error| EvictionError::NoThread(error.kind()))?;
-        // Ends at the deadline at the latest: each iteration waits until then, or for the end.
-        loop {
-            if let Some(permit) = lock(&unloads.state).made.take() {
-                return Ok(permit);
-            }
-            if clock.now() >= deadline {
-                return Err(EvictionError::Stuck);
-            }
-            clock.wait_until(&unloads.bell, deadline);
-        }
-    }
-
-    /// Unloads the claimed resources on separate threads.
-    fn start(self) -> io::Result<Arc<UnloadsInProgress>> {
-        let Self { claims: Claims { list, cause, .. }, owed } = self;
-        let (count, after) = (list.len(), Arc::clone(&owed.evictor));
-        let freed = Vec::with_capacity(count);
-        let state =
-            UnloadsState { claims: list, unloading: count, freed, owed: Some(owed), made: None };
-        let unloads = Arc::new(UnloadsInProgress {
-            after,
-            cause,
-            state: Mutex::new(state),
-            bell: Bell::new(),
-        });
-        if count == 0 {
-            unloads.finish();
-        }
-        for nth in 0..count.min(THREADS_MAX) {
-            let of_thread = Arc::clone(&unloads);
-            let thread = thread::Builder::new().name("lowtide-unload".to_owned());
-            match thread.spawn(move || of_thread.work()) {
-                Ok(_) => {}
-                // The running threads unload the rest.
-                Err(_) if nth > 0 => break,
-                Err(error) => {
-                    let claims = std::mem::take(&mut lock(&unloads.state).claims);
-                    drop(claims);
-                    return Err(error);
-                }
-            }
-        }
-        Ok(unloads)
-    }
-}
-
-/// Unloads in progress.
-struct UnloadsInProgress {
-    after: Arc<Evictor>,
+/// Resources that are claimed to make room, and unloaded from its start on. Dropping it puts those
+/// back that no thread has taken.
+pub(super) struct UnloadStep {
+    admission: &'static AdmissionState,
+    evictor: Arc<Evictor>,
+    /// The expected duration.
+    takes: Duration,
     /// `None` only without resources.
-    cause: Option<Arc<EvictionCause>>,
+    cause: Option<EvictionCause>,
     state: Mutex<UnloadsState>,
     bell: Arc<Bell>,
 }
@@ -854,12 +678,53 @@ struct UnloadsState {
     unloading: usize,
     /// The permits of those that have ended.
     freed: Vec<Permit>,
-    owed: Option<PendingRelease>,
+    /// `None` once the unloads have ended.
+    owed: Option<Owed>,
     /// The permit of the load, once it has room.
     made: Option<Permit>,
 }
 
-impl UnloadsInProgress {
+/// What the end of the unloads releases or hands over.
+enum Owed {
+    /// The bytes of a request that retries and finds the room free.
+    Announced(Arc<PendingFree>),
+    /// The additional reservation of a load.
+    Load { cost: Cost, reserved: [Reservation; 2] },
+}
+
+impl UnloadStep {
+    /// Unloads the claimed resources on separate threads. Without a thread they are put back.
+    fn start(self: &Arc<Self>) -> io::Result<()> {
+        let count = lock(&self.state).claims.len();
+        if count == 0 {
+            self.finish();
+        }
+        for nth in 0..count.min(THREADS_MAX) {
+            let of_thread = Arc::clone(self);
+            let thread = thread::Builder::new().name("lowtide-unload".to_owned());
+            match thread.spawn(move || of_thread.work()) {
+                Ok(_) => {}
+                // The running threads unload the rest.
+                Err(_) if nth > 0 => break,
+                Err(error) => {
+                    let claims = std::mem::take(&mut lock(&self.state).claims);
+                    drop(claims);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the unloads have ended, at most until the deadline.
+    fn wait(&self, deadline: Moment) {
+        let clock = &*self.evictor.clock;
+        // Ends at the deadline at the latest: each iteration waits until then, or for the end.
+        while lock(&self.state).owed.is_some() && clock.now() < deadline {
+            clock.wait_until(&self.bell, deadline);
+        }
+    }
+
     /// Unloads the resources that no other thread has taken.
     fn work(&self) {
         let Some(cause) = &self.cause else { return };
@@ -880,15 +745,33 @@ impl UnloadsInProgress {
 
     /// Hands the room over.
     fn finish(&self) {
-        let _ = caught(|| (self.after.after)());
+        let _ = caught(|| (self.evictor.after)());
         let mut state = lock(&self.state);
         let freed = std::mem::take(&mut state.freed);
-        let owed = state.owed.take();
-        if let Some(mut owed) = owed {
+        match state.owed.take() {
+            Some(Owed::Load { cost, reserved }) => {
+                state.made = Some(self.admission.exchange(freed, reserved, cost));
+            }
             // A request's room is free before it is no longer counted as coming.
-            state.made = owed.hand_over(freed);
+            Some(Owed::Announced(coming)) => {
+                drop(freed);
+                self.evictor.arrived(&coming);
+            }
+            None => {}
         }
         drop(state);
         self.bell.ring();
+    }
+}
+
+impl Drop for UnloadStep {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        state.claims.clear();
+        match state.owed.take() {
+            Some(Owed::Load { reserved, .. }) => self.admission.unreserve(reserved),
+            Some(Owed::Announced(coming)) => self.evictor.arrived(&coming),
+            None => {}
+        }
     }
 }

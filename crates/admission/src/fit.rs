@@ -17,7 +17,7 @@
 //! which drops it when the limit falls; this crate writes to no cgroup and cannot. Until then the
 //! limit of all other memory is reduced by the page cache, but not below an eighth of the fit. If
 //! page cache is all that does not fit, a caller whose limit is lowered without a check may leave
-//! it out ([`FitTerms::counts_page_cache`]). Without a cgroup that limits the process, its resident
+//! it out ([`Fit::counts_page_cache`]). Without a cgroup that limits the process, its resident
 //! set counts.
 //!
 //! What requests have reserved and do not hold yet, and resources that are being loaded, may be
@@ -55,38 +55,6 @@ const CHANGE_PART: u64 = 256;
 /// The time between two requests to release memory, and to the first: by then pressure has released
 /// what it can. A guess.
 const RELEASE_EVERY: Duration = Duration::from_secs(1);
-
-/// The terms of a fit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FitTerms {
-    /// The limit to fit in.
-    pub limit: ByteSize,
-    /// The longest time until the process fits.
-    pub within: Duration,
-    /// `true` if page cache must fit too.
-    pub counts_page_cache: bool,
-}
-
-impl FitTerms {
-    /// Returns the bytes that the process may hold.
-    #[must_use]
-    pub const fn target(&self) -> ByteSize {
-        self.limit.saturating_sub(ByteSize::new(self.limit.get() / MARGIN_PART))
-    }
-
-    /// Returns what counts of this usage.
-    #[must_use]
-    pub fn counted(&self, sample: &FitSample) -> ByteSize {
-        let usage = sample.usage.filter(|_| self.counts_page_cache);
-        usage.map_or(sample.physical, |usage| usage.max(sample.physical))
-    }
-
-    /// Returns the page cache that counts.
-    #[must_use]
-    pub fn page_cache(&self, sample: &FitSample) -> ByteSize {
-        self.counted(sample).saturating_sub(sample.physical)
-    }
-}
 
 /// A sample of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,7 +95,12 @@ pub enum FitStep {
 /// A fit in force.
 #[derive(Clone, Copy, Debug)]
 pub struct Fit {
-    terms: FitTerms,
+    /// The limit to fit in.
+    pub limit: ByteSize,
+    /// The longest time until the process fits.
+    pub within: Duration,
+    /// `true` if page cache must fit too.
+    pub counts_page_cache: bool,
     started: Moment,
     /// The first of the samples that fit.
     fits_since: Option<Moment>,
@@ -142,11 +115,18 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// Begins a fit.
+    /// Begins a fit on these terms, which are those of its public fields.
     #[must_use]
-    pub const fn new(terms: FitTerms, now: Moment) -> Self {
+    pub const fn new(
+        limit: ByteSize,
+        within: Duration,
+        counts_page_cache: bool,
+        now: Moment,
+    ) -> Self {
         Self {
-            terms,
+            limit,
+            within,
+            counts_page_cache,
             started: now,
             fits_since: None,
             least: ByteSize::MAX,
@@ -157,10 +137,23 @@ impl Fit {
         }
     }
 
-    /// Returns the terms.
+    /// Returns the bytes that the process may hold.
     #[must_use]
-    pub const fn terms(&self) -> FitTerms {
-        self.terms
+    pub const fn target(&self) -> ByteSize {
+        self.limit.saturating_sub(ByteSize::new(self.limit.get() / MARGIN_PART))
+    }
+
+    /// Returns what counts of this usage.
+    #[must_use]
+    pub fn counted(&self, sample: &FitSample) -> ByteSize {
+        let usage = sample.usage.filter(|_| self.counts_page_cache);
+        usage.map_or(sample.physical, |usage| usage.max(sample.physical))
+    }
+
+    /// Returns the page cache that counts.
+    #[must_use]
+    pub fn page_cache(&self, sample: &FitSample) -> ByteSize {
+        self.counted(sample).saturating_sub(sample.physical)
     }
 
     /// Returns the time since the beginning.
@@ -172,15 +165,15 @@ impl Fit {
     /// Returns the limit of memory other than page cache. It falls when page cache grows, in steps
     /// of a thirty-second of the fit, and does not rise.
     #[must_use]
-    pub const fn limit(&self) -> ByteSize {
-        self.terms.limit.saturating_sub(self.cache)
+    pub const fn limit_now(&self) -> ByteSize {
+        self.limit.saturating_sub(self.cache)
     }
 
     /// Makes room for page cache, of which half a step fits in the margin. No request is rejected
     /// for so much of it that the process cannot fit.
     fn make_room_for_cache(&mut self, sample: &FitSample) {
-        let step = (self.terms.limit.get() / MARGIN_PART).max(1);
-        let cache = self.terms.page_cache(sample).get();
+        let step = (self.limit.get() / MARGIN_PART).max(1);
+        let cache = self.page_cache(sample).get();
         let steps = if cache < step / 2 { 0 } else { cache.div_ceil(step) };
         if steps <= CACHE_STEPS_MAX {
             self.cache = self.cache.max(ByteSize::new(steps * step));
@@ -197,8 +190,8 @@ impl Fit {
     #[must_use]
     pub fn excess(&self, sample: &FitSample) -> ByteSize {
         let required = sample.physical.saturating_sub(sample.purgeable);
-        let most = self.terms.counted(sample).max(required.saturating_add(sample.promised));
-        most.saturating_sub(self.terms.target())
+        let most = self.counted(sample).max(required.saturating_add(sample.promised));
+        most.saturating_sub(self.target())
     }
 
     /// Returns the bytes that reclaimers and resources that are not in use are to release now,
@@ -216,7 +209,7 @@ impl Fit {
     /// Decides on a sample. After [`FitStep::Failed`], [`FitStep::Lowered`] and
     /// [`FitStep::Expired`] the fit is over.
     pub fn step(&mut self, now: Moment, sample: &FitSample) -> FitStep {
-        if sample.limit <= self.terms.limit {
+        if sample.limit <= self.limit {
             return FitStep::Lowered;
         }
         self.make_room_for_cache(sample);
@@ -231,13 +224,13 @@ impl Fit {
             return FitStep::Reached;
         }
         self.fits_since = None;
-        let counted = self.terms.counted(sample);
-        let change = ByteSize::new(self.terms.limit.get() / CHANGE_PART);
+        let counted = self.counted(sample);
+        let change = ByteSize::new(self.limit.get() / CHANGE_PART);
         if sample.may_release || counted.saturating_add(change) <= self.least {
             (self.least, self.fell_at) = (counted, now);
         }
         let is_still = now - self.fell_at >= STILL;
-        if is_still || self.age(now) >= self.terms.within {
+        if is_still || self.age(now) >= self.within {
             return FitStep::Failed;
         }
         FitStep::Shrinking
@@ -249,11 +242,7 @@ mod tests {
     use super::*;
 
     const SECOND: u64 = 1000;
-    const TERMS: FitTerms = FitTerms {
-        limit: ByteSize::mib(512),
-        within: Duration::from_secs(30),
-        counts_page_cache: true,
-    };
+    const LIMIT: ByteSize = ByteSize::mib(512);
 
     fn at(millis: u64) -> Moment {
         Moment::after_origin(Duration::from_millis(millis))
@@ -273,7 +262,7 @@ mod tests {
     }
 
     fn fit() -> Fit {
-        Fit::new(TERMS, at(0))
+        Fit::new(LIMIT, Duration::from_secs(30), true, at(0))
     }
 
     #[test]
@@ -310,8 +299,8 @@ mod tests {
     fn page_cache_counts_unless_the_terms_leave_it_out() {
         let cached = FitSample { physical: ByteSize::mib(300), ..sample(600) };
         assert_eq!(fit().excess(&cached), ByteSize::mib(104));
-        let terms = FitTerms { counts_page_cache: false, ..TERMS };
-        assert_eq!(Fit::new(terms, at(0)).excess(&cached), ByteSize::ZERO);
+        let without = Fit { counts_page_cache: false, ..fit() };
+        assert_eq!(without.excess(&cached), ByteSize::ZERO);
         let unlimited = FitSample { usage: None, ..cached };
         assert_eq!(fit().excess(&unlimited), ByteSize::ZERO, "no cgroup limits the process");
     }
@@ -326,12 +315,11 @@ mod tests {
             [(7, 512), (8, 496), (16, 496), (17, 480), (0, 480), (449, 480), (448, 64), (9, 64)]
         {
             assert_eq!(fit.step(at(0), &cached(cache)), FitStep::Shrinking);
-            assert_eq!(fit.limit(), ByteSize::mib(limit), "{cache} MiB of page cache");
+            assert_eq!(fit.limit_now(), ByteSize::mib(limit), "{cache} MiB of page cache");
         }
-        let terms = FitTerms { counts_page_cache: false, ..TERMS };
-        let mut fit = Fit::new(terms, at(0));
+        let mut fit = Fit { counts_page_cache: false, ..self::fit() };
         let _ = fit.step(at(0), &cached(300));
-        assert_eq!(fit.limit(), TERMS.limit);
+        assert_eq!(fit.limit_now(), LIMIT);
     }
 
     #[test]

@@ -24,8 +24,7 @@
 //! A tick allocates nothing, and cancels at most one request. No lock of the registry is held while
 //! a request is cancelled, suspended or woken.
 
-use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -170,43 +169,46 @@ lowtide_core::named_enum! {
 /// The registry of one admission.
 #[derive(Default)]
 pub(super) struct LargeRequests {
-    requests: Mutex<Vec<Arc<dyn LargeRequest>>>,
-    /// The number of requests at which those that have ended are looked for next.
-    sweep_at: AtomicUsize,
-    /// The reservation of the smallest request when the full registry was searched last.
-    smallest: AtomicU64,
-    /// The number of requests that were not added since then.
-    omitted: AtomicUsize,
-    /// How often requests that have ended were removed.
-    removals: AtomicU64,
+    registry: Mutex<Registry>,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
     /// `true` if a registered request may have been cancelled and may still run.
     has_cancelled: AtomicBool,
     /// `true` once a request with a time limit was added.
     has_timed: AtomicBool,
-    /// The time of the last check of time limits, in nanoseconds. Only the control loop uses it.
-    time_checked: AtomicU64,
-    /// The time since which a cancelled request delays the next cancellation, in nanoseconds, or
-    /// [`FREE`]. Only the control loop uses it.
-    since: AtomicU64,
 }
 
-/// No cancelled request delays the next cancellation.
-const FREE: u64 = u64::MAX;
+#[derive(Default)]
+struct Registry {
+    requests: Vec<Arc<dyn LargeRequest>>,
+    /// The number of requests at which those that have ended are looked for next.
+    sweep_at: usize,
+    /// The reservation of the smallest request when the full registry was searched last.
+    smallest: ByteSize,
+    /// The number of requests that were not added since then.
+    omitted: usize,
+    /// How often requests that have ended were removed.
+    removals: u64,
+    /// The time of the last check of time limits.
+    time_checked: Moment,
+    /// The time since which a cancelled request delays the next cancellation.
+    held_up_since: Option<Moment>,
+}
+
+impl Registry {
+    fn remove_ended(&mut self) {
+        self.requests.retain(|request| request.reserved().is_some());
+        self.removals += 1;
+    }
+}
 
 impl LargeRequests {
     /// Starts over.
     pub(super) fn begin(&self) {
-        self.requests().clear();
-        self.sweep_at.store(SWEPT_MIN, Ordering::Relaxed);
-        self.smallest.store(0, Ordering::Relaxed);
-        self.omitted.store(0, Ordering::Relaxed);
+        *self.registry() = Registry::default();
         self.now.store(0, Ordering::Relaxed);
         self.has_cancelled.store(false, Ordering::Relaxed);
-        self.since.store(FREE, Ordering::Relaxed);
         self.has_timed.store(false, Ordering::Relaxed);
-        self.time_checked.store(0, Ordering::Relaxed);
     }
 
     /// Adds a request that has reserved so many bytes. If the registry is full, the request
@@ -217,27 +219,27 @@ impl LargeRequests {
         if request.has_time_limit() {
             self.has_timed.store(true, Ordering::Relaxed);
         }
-        let mut requests = self.requests();
-        if requests.len() >= LARGE_MAX && reserved.get() <= self.smallest.load(Ordering::Relaxed) {
-            let omitted = self.omitted.fetch_add(1, Ordering::Relaxed) + 1;
-            if omitted < SEARCHED_PART {
+        let mut registry = self.registry();
+        let count = registry.requests.len();
+        if count >= LARGE_MAX && reserved <= registry.smallest {
+            registry.omitted += 1;
+            if registry.omitted < SEARCHED_PART {
                 return;
             }
         }
-        if requests.len() >= self.sweep_at.load(Ordering::Relaxed).min(LARGE_MAX) {
-            self.remove_ended(&mut requests);
-            self.sweep_at.store((2 * requests.len()).max(SWEPT_MIN), Ordering::Relaxed);
+        if count >= registry.sweep_at.clamp(SWEPT_MIN, LARGE_MAX) {
+            registry.remove_ended();
+            registry.sweep_at = 2 * registry.requests.len();
         }
-        if requests.len() < LARGE_MAX {
-            return requests.push(request);
+        if registry.requests.len() < LARGE_MAX {
+            return registry.requests.push(request);
         }
         let of = |other: &Arc<dyn LargeRequest>| other.reserved().unwrap_or_default();
-        let smallest = requests.iter_mut().min_by_key(|other| of(other));
-        let least = smallest.as_ref().map_or(0, |smallest| of(smallest).get());
-        self.smallest.store(least, Ordering::Relaxed);
-        self.omitted.store(0, Ordering::Relaxed);
-        if let Some(smallest) = smallest.filter(|smallest| of(smallest) < reserved) {
-            *smallest = request;
+        let Registry { requests, smallest, omitted, .. } = &mut *registry;
+        let Some(least) = requests.iter_mut().min_by_key(|other| of(other)) else { return };
+        (*smallest, *omitted) = (of(least), 0);
+        if *smallest < reserved {
+            *least = request;
         }
     }
 
@@ -261,20 +263,16 @@ impl LargeRequests {
 
     /// Returns the time since the oldest one was admitted, at the last tick.
     pub(super) fn oldest_age(&self) -> Duration {
-        let admitted = self.requests().iter().filter_map(|request| request.admitted_at()).min();
+        let registry = self.registry();
+        let admitted = registry.requests.iter().filter_map(|request| request.admitted_at()).min();
         admitted.map_or(Duration::ZERO, |at| self.now() - at)
-    }
-
-    fn remove_ended(&self, requests: &mut Vec<Arc<dyn LargeRequest>>) {
-        requests.retain(|request| request.reserved().is_some());
-        self.removals.fetch_add(1, Ordering::Relaxed);
     }
 
     fn running(&self, now: Moment) -> Vec<RequestMemory> {
         let requests = {
-            let mut requests = self.requests();
-            self.remove_ended(&mut requests);
-            requests.clone()
+            let mut registry = self.registry();
+            registry.remove_ended();
+            registry.requests.clone()
         };
         let describe = |request: &Arc<dyn LargeRequest>| {
             let mut described = RequestMemory::default();
@@ -317,11 +315,11 @@ impl LargeRequests {
     /// Returns each request in turn, without the lock. If another thread removes one meanwhile,
     /// another one may be missed.
     fn each(&self) -> impl Iterator<Item = Arc<dyn LargeRequest>> + '_ {
-        (0..LARGE_MAX).map_while(|at| self.requests().get(at).map(Arc::clone))
+        (0..LARGE_MAX).map_while(|at| self.registry().requests.get(at).map(Arc::clone))
     }
 
-    fn requests(&self) -> MutexGuard<'_, Vec<Arc<dyn LargeRequest>>> {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the time of the last tick of the control loop.
@@ -345,12 +343,12 @@ impl LargeRequests {
     pub(super) fn tend(&self, level: Level, now: Moment) {
         let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
         self.now.store(nanos, Ordering::Relaxed);
-        self.check_time(nanos, now);
+        self.check_time(now);
         let had_cancelled = self.has_cancelled.swap(false, Ordering::Acquire);
         if !had_cancelled && level < Level::Critical {
             return;
         }
-        let removals = self.removals.load(Ordering::Relaxed);
+        let removals = self.registry().removals;
         let (mut has_cancelled, mut is_held_up) = (false, false);
         let mut worst: Option<(ByteSize, Arc<dyn LargeRequest>)> = None;
         for request in self.each() {
@@ -363,44 +361,41 @@ impl LargeRequests {
                 worst = Some((excess, request));
             }
         }
+        let mut registry = self.registry();
         // One may have been missed.
-        let may_have_missed = had_cancelled && self.removals.load(Ordering::Relaxed) != removals;
-        if has_cancelled || may_have_missed {
+        if has_cancelled || had_cancelled && registry.removals != removals {
             self.note_cancelled();
         }
-        if !is_held_up {
-            self.since.store(FREE, Ordering::Relaxed);
-        } else if self.since.load(Ordering::Relaxed) == FREE {
-            self.since.store(nanos, Ordering::Relaxed);
+        let since = registry.held_up_since.unwrap_or(now);
+        registry.held_up_since = is_held_up.then_some(since);
+        let is_free = !is_held_up || now - since >= GRACE;
+        let worst = worst.filter(|_| level == Level::Critical && is_free);
+        if worst.is_some() {
+            registry.held_up_since = Some(now);
         }
-        let since = self.since.load(Ordering::Relaxed);
-        let is_free = since == FREE || Duration::from_nanos(nanos.saturating_sub(since)) >= GRACE;
-        if let Some((_, request)) = worst.filter(|_| level == Level::Critical && is_free) {
-            self.since.store(nanos, Ordering::Relaxed);
+        drop(registry);
+        if let Some((_, request)) = worst {
             request.cancel();
         }
     }
-}
 
-impl LargeRequests {
-    fn check_time(&self, nanos: u64, now: Moment) {
-        let checked = self.time_checked.load(Ordering::Relaxed);
-        let since = Duration::from_nanos(nanos.saturating_sub(checked));
-        if self.has_timed.load(Ordering::Relaxed) && since >= TIME_CHECKED_EVERY {
-            self.time_checked.store(nanos, Ordering::Relaxed);
+    fn check_time(&self, now: Moment) {
+        if !self.has_timed.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut registry = self.registry();
+        if now - registry.time_checked >= TIME_CHECKED_EVERY {
+            registry.time_checked = now;
+            drop(registry);
             self.each().for_each(|request| request.check_time(now));
         }
     }
 }
 
-impl fmt::Debug for LargeRequests {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LargeRequests").field("now", &self.now()).finish_non_exhaustive()
-    }
-}
-
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
 
     /// A request that holds so much, claimed nothing, and ends only if a test lets it.
@@ -525,7 +520,7 @@ mod tests {
         assert_eq!(top(&mut described[..3]), largest(3));
         requests.iter().skip(600).for_each(|request| request.0.store(0, Ordering::Relaxed));
         assert_eq!(live(usize::MAX).len(), 100, "ended requests leave");
-        assert_eq!(large.requests().len(), 100, "and are no longer kept");
+        assert_eq!(large.registry().requests.len(), 100, "and are no longer kept");
     }
 
     /// The bug: ended requests stayed in the registry, and each kept its account allocated.
@@ -537,7 +532,7 @@ mod tests {
             large.add(Arc::clone(&ended) as Arc<dyn LargeRequest>, ByteSize::mib(1));
             ended.0.store(0, Ordering::Relaxed);
         }
-        let kept = large.requests().len();
+        let kept = large.registry().requests.len();
         assert!(kept <= SWEPT_MIN, "{kept}");
     }
 
@@ -559,7 +554,7 @@ mod tests {
         assert!(searched < 30, "{searched} times for {} requests", more.len());
         requests.iter().for_each(|request| request.0.store(0, Ordering::Relaxed));
         more.iter().take(SEARCHED_PART).for_each(add);
-        assert!(large.requests().len() <= SEARCHED_PART, "ended ones still leave");
+        assert!(large.registry().requests.len() <= SEARCHED_PART, "ended ones still leave");
     }
 
     #[test]

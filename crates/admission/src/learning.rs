@@ -1,8 +1,8 @@
 //! Learns the need of requests from the memory that earlier requests of their route held.
 //!
 //! The caller identifies a route by a number and measures the requests. [`Needs`] turns measured
-//! bytes into reservations, [`SlowStart`] limits the requests of a route until its need is known,
-//! and [`Routes`] bounds the number of records. The tower layer of `lowtide` and the simulated
+//! bytes into reservations and bounds the number of records, and [`Compared::enter`] limits the
+//! requests of a route until its need is known. The tower layer of `lowtide` and the simulated
 //! controller use it.
 //!
 //! Lengths vary within a route, but the memory for each byte varies little. So the need is a ratio,
@@ -20,8 +20,21 @@
 //! few requests need a hundred times more, each reserves little while many fit, and much if few
 //! fit.
 //!
+//! Slow start limits the concurrent requests of a route while their need is unknown. At first as
+//! many run as fit if each needs `EXPANSION` times its estimate, but at least one. Each success
+//! raises the limit by as many again, so the limit at least doubles in each generation.
+//!
+//! Time raises the limit too, so that a route with long requests does not wait for their end: it
+//! doubles with each `STEP` in which requests ran without a break. Time counts from when a body has
+//! arrived, since a request holds less than it will while its body arrives. It starts again when a
+//! request grows beyond its claim. It does not count while a request is polled, since the memory of
+//! a poll is measured when the poll ends. If no body arrives, a step takes `ARRIVING` times as long;
+//! so a client that sends nothing cannot block a route forever.
+//!
 //! Invariants: a claim from measurements is at most [`Room::limit`]; a mean is that of about the
-//! last `WINDOW` requests.
+//! last `WINDOW` requests; at most `ROUTES_MAX` records, and one for all other routes; while slow
+//! start is active, `running <= limit` after each entry; it ends after a given number of successes,
+//! and does not limit requests from `STEPS` steps on until none runs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -68,44 +81,81 @@ pub struct Kind {
 pub struct Needs(Mutex<Known>);
 
 struct Known {
-    routes: Routes<u64, RouteNeed>,
+    routes: BTreeMap<u64, KnownRoute>,
+    /// The record of all further routes.
+    rest: Arc<RouteNeed>,
+    /// The number of requests so far.
+    requests: u64,
     /// The last known ratio of each route, for requests of any size.
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
+struct KnownRoute {
+    need: Arc<RouteNeed>,
+    /// The number of its last request.
+    used: u64,
+}
+
 impl Default for Known {
     fn default() -> Self {
-        let rest = RouteNeed::new(Arc::default(), LESSONS_UNDECLARED, false);
-        Self { routes: Routes::new(rest, RouteNeed::has_learned), families: BTreeMap::new() }
+        let rest = Arc::new(RouteNeed::new(Arc::default(), LESSONS_UNDECLARED, false));
+        Self { routes: BTreeMap::new(), rest, requests: 0, families: BTreeMap::new() }
     }
 }
 
 impl Known {
-    fn family(families: &mut BTreeMap<u64, Arc<AtomicU64>>, key: u64) -> Arc<AtomicU64> {
-        if families.len() >= ROUTES_MAX {
-            families.retain(|_, family| Arc::strong_count(family) > 1);
+    fn family(&mut self, key: u64) -> Arc<AtomicU64> {
+        if self.families.len() >= ROUTES_MAX {
+            self.families.retain(|_, family| Arc::strong_count(family) > 1);
         }
-        Arc::clone(families.entry(key).or_default())
+        Arc::clone(self.families.entry(key).or_default())
+    }
+
+    /// Adds a record if there is room for it.
+    #[cold]
+    fn add(&mut self, key: u64, family: u64, kind: Kind) -> Arc<RouteNeed> {
+        let now = self.requests;
+        if self.routes.len() >= ROUTES_MAX {
+            // Clients choose paths: routes without a running request are removed if they have no
+            // measurement or are not used any more.
+            self.routes.retain(|_, KnownRoute { need, used }| {
+                let is_of_use = || now - *used < UNUSED && need.has_learned();
+                Arc::strong_count(need) > 1 || is_of_use()
+            });
+        }
+        if self.routes.len() >= ROUTES_MAX {
+            return Arc::clone(&self.rest);
+        }
+        let lessons = if kind.is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
+        let need = RouteNeed::new(self.family(family), lessons, !kind.has_many_routes);
+        let need = Arc::new(need);
+        self.routes.insert(key, KnownRoute { need: Arc::clone(&need), used: now });
+        need
     }
 }
 
 impl fmt::Debug for Needs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Needs").field("routes", &lock(&self.0).routes).finish()
+        f.debug_struct("Needs").field("known", &lock(&self.0).routes.len()).finish_non_exhaustive()
     }
 }
 
 impl Needs {
     /// Returns the need of requests of this kind with this estimate.
     pub fn of(&self, kind: Kind, estimate: ByteSize, is_minimum: bool) -> Compared {
-        let Kind { route, is_declared, has_many_routes } = kind;
-        let family = if is_declared { route } else { !route };
+        let family = if kind.is_declared { kind.route } else { !kind.route };
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
-        let Known { routes, families } = &mut *lock(&self.0);
-        let need = routes.of(key, || {
-            let lessons = if is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-            RouteNeed::new(Known::family(families, family), lessons, !has_many_routes)
-        });
+        let mut known = lock(&self.0);
+        known.requests += 1;
+        let now = known.requests;
+        let need = match known.routes.get_mut(&key) {
+            Some(route) => {
+                route.used = now;
+                Arc::clone(&route.need)
+            }
+            None => known.add(key, family, kind),
+        };
+        drop(known);
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
 }
@@ -138,6 +188,7 @@ impl Room {
 }
 
 /// The record of the requests of one kind.
+#[derive(Debug)]
 struct RouteNeed {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
@@ -150,13 +201,13 @@ struct RouteNeed {
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
     average: Mutex<Average>,
-    trials: SlowStart,
+    slow_start: Arc<Mutex<SlowStart>>,
     lessons_min: u32,
     usage: KeptUsage,
 }
 
 /// The average of the last requests.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Average {
     lessons: u32,
     mean: f64,
@@ -221,7 +272,7 @@ impl RouteNeed {
             family,
             is_known: AtomicBool::new(false),
             average: Mutex::default(),
-            trials: SlowStart::new(lessons_min),
+            slow_start: Arc::new(Mutex::new(SlowStart::new(lessons_min))),
             lessons_min,
             usage: KeptUsage::new(is_of_one_route),
         }
@@ -245,7 +296,7 @@ impl RouteNeed {
 }
 
 /// The need of a request with an estimate, and the recipient of its measured memory.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Compared {
     need: Arc<RouteNeed>,
     /// The caller's estimate, and the value by which the held memory is divided.
@@ -253,12 +304,6 @@ pub struct Compared {
     compared: ByteSize,
     /// `true` if no reservation may be below the estimate.
     is_minimum: bool,
-}
-
-impl fmt::Debug for Compared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Compared").field("estimate", &self.estimate).finish_non_exhaustive()
-    }
 }
 
 impl Compared {
@@ -323,23 +368,37 @@ impl Compared {
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
     }
 
-    /// Admits the request if the need of its route is known or few requests run.
+    /// Admits the request if the need of its route is known or few requests run. Reads the time only
+    /// if needed.
     ///
     /// # Errors
-    /// [`TooManyRunning`] otherwise.
+    /// The number of requests of the route that run, otherwise.
     #[inline]
     pub fn enter(
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
-        self.need.trials.enter(self.estimate, room, clock)
+    ) -> Result<Option<Box<SlowStartPermit>>, u32> {
+        let first = SlowStart::first(self.estimate, room);
+        first.map_or(Ok(None), |first| self.enter_limited(first, clock))
+    }
+
+    fn enter_limited(
+        &self,
+        first: u32,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Option<Box<SlowStartPermit>>, u32> {
+        let mut slow_start = lock(&self.need.slow_start);
+        if slow_start.is_over() {
+            return Ok(None);
+        }
+        let entered = clock.now();
+        slow_start.enter(first, entered)?;
+        let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
+        Ok(Some(Box::new(SlowStartPermit { slow_start, clock, entered, succeeded: false })))
     }
 }
 
-// The records of a bounded number of routes.
-//
-// Invariant: at most [`ROUTES_MAX`] records and one for all other routes.
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
 
@@ -347,80 +406,6 @@ pub const ROUTES_MAX: usize = 256;
 /// each route.
 const UNUSED: u64 = 64 * ROUTES_MAX as u64;
 
-/// At most [`ROUTES_MAX`] routes, and one for all others.
-pub struct Routes<K, R> {
-    known: BTreeMap<K, KnownRoute<R>>,
-    rest: Arc<R>,
-    has_learned: fn(&R) -> bool,
-    /// The number of requests so far.
-    requests: u64,
-}
-
-struct KnownRoute<R> {
-    record: Arc<R>,
-    /// The number of its last request.
-    used: u64,
-}
-
-impl<K: Ord, R> Routes<K, R> {
-    /// Creates an empty set. `rest` is the record of all routes beyond its bound; `has_learned`
-    /// returns `true` if a record contains a measurement.
-    pub fn new(rest: R, has_learned: fn(&R) -> bool) -> Self {
-        Self { known: BTreeMap::new(), rest: Arc::new(rest), has_learned, requests: 0 }
-    }
-
-    /// Returns the record of a key, for a request.
-    pub fn of(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
-        self.requests += 1;
-        let now = self.requests;
-        if let Some(route) = self.known.get_mut(&key) {
-            route.used = now;
-            return Arc::clone(&route.record);
-        }
-        self.add(key, create)
-    }
-
-    /// Adds a route if there is room for it.
-    #[cold]
-    fn add(&mut self, key: K, create: impl FnOnce() -> R) -> Arc<R> {
-        let now = self.requests;
-        if self.known.len() >= ROUTES_MAX {
-            // Clients choose paths: routes without a running request are removed if they have no
-            // measurement or are not used any more.
-            self.known.retain(|_, KnownRoute { record, used }| {
-                let is_of_use = || now - *used < UNUSED && (self.has_learned)(record);
-                Arc::strong_count(record) > 1 || is_of_use()
-            });
-        }
-        if self.known.len() >= ROUTES_MAX {
-            return Arc::clone(&self.rest);
-        }
-        let route = Arc::new(create());
-        self.known.insert(key, KnownRoute { record: Arc::clone(&route), used: now });
-        route
-    }
-}
-
-impl<K, R> fmt::Debug for Routes<K, R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Routes").field("known", &self.known.len()).finish_non_exhaustive()
-    }
-}
-
-// Limits the concurrent requests of a route while their need is unknown.
-//
-// At first as many run as fit if each needs [`EXPANSION`] times its estimate, but at least one.
-// Each success raises the limit by as many again, so the limit at least doubles in each generation.
-//
-// Time raises the limit too, so that a route with long requests does not wait for their end: it
-// doubles with each [`STEP`] in which requests ran without a break. Time counts from when a body
-// has arrived, since a request holds less than it will while its body arrives. It starts again
-// when a request grows beyond its claim. It does not count while a request is polled, since the
-// memory of a poll is measured when the poll ends. If no body arrives, a step takes [`ARRIVING`]
-// times as long; so a client that sends nothing cannot block a route forever.
-//
-// Invariants: while it is active, `running <= limit` after each entry; it ends after a given number
-// of successes, and does not limit requests from [`STEPS`] steps on until none runs.
 /// The multiple of its estimate that a request of an unknown route may need, in addition to the
 /// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
 /// default estimate is twice the length.
@@ -440,7 +425,7 @@ const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "bo
 
 /// The requests of one route.
 #[derive(Debug)]
-pub(super) struct SlowStartState {
+struct SlowStart {
     running: u32,
     /// The number of polls, and of other pieces of work, that run now.
     working: u32,
@@ -455,13 +440,9 @@ pub(super) struct SlowStartState {
     failed: Option<Moment>,
 }
 
-/// Too many requests run already.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TooManyRunning(pub u32);
-
-impl SlowStartState {
+impl SlowStart {
     /// Creates one that ends after so many successes.
-    pub(super) const fn new(successes: u32) -> Self {
+    const fn new(successes: u32) -> Self {
         let (since, arrived, failed) = (None, None, None);
         Self { running: 0, working: 0, succeeded: 0, successes, since, arrived, failed }
     }
@@ -469,7 +450,7 @@ impl SlowStartState {
     /// Returns the number of requests with this estimate that may run at first in this room; `None`
     /// if that is [`MANY`] or more.
     #[inline]
-    pub(super) fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
+    fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
         let each = estimate.get().saturating_mul(EXPANSION);
         let fit = room.get().checked_div(each)?;
         let first = u32::try_from(fit).unwrap_or(MANY).max(1);
@@ -477,13 +458,13 @@ impl SlowStartState {
     }
 
     /// Returns `true` if the need is known.
-    pub(super) const fn is_over(&self) -> bool {
+    const fn is_over(&self) -> bool {
         self.succeeded >= self.successes
     }
 
-    /// Lets one more request run if the limit allows it. `first` is the limit at the start.
-    /// [`SlowStartState::leave`] ends the request.
-    pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), TooManyRunning> {
+    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the limit at the start.
+    /// [`SlowStart::leave`] ends the request.
+    fn enter(&mut self, first: u32, now: Moment) -> Result<(), u32> {
         // A client that reconnects at once after each failure makes no break.
         let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
         if is_break && self.running == 0 {
@@ -495,24 +476,24 @@ impl SlowStartState {
         let steps = if self.working > 0 { 0 } else { steps };
         let limit = first.saturating_mul((1 + self.succeeded).max(1 << steps));
         if !self.is_over() && steps < STEPS && self.running >= limit {
-            return Err(TooManyRunning(self.running));
+            return Err(self.running);
         }
         self.running += 1;
         Ok(())
     }
 
     /// Records that the body of a request has arrived.
-    pub(super) fn arrive(&mut self, now: Moment) {
+    fn arrive(&mut self, now: Moment) {
         self.arrived.get_or_insert(now);
     }
 
     /// Begins work of a request.
-    pub(super) fn begin_work(&mut self) {
+    fn begin_work(&mut self) {
         self.working += 1;
     }
 
     /// Ends work of a request. `grew` is `true` if the request grew beyond its claim by it.
-    pub(super) fn end_work(&mut self, grew: bool, now: Moment) {
+    fn end_work(&mut self, grew: bool, now: Moment) {
         self.working = self.working.saturating_sub(1);
         if grew && let Some(arrived) = &mut self.arrived {
             *arrived = now;
@@ -520,7 +501,7 @@ impl SlowStartState {
     }
 
     /// Ends a request that entered at that time.
-    pub(super) fn leave(&mut self, succeeded: bool, entered: Moment, now: Moment) {
+    fn leave(&mut self, succeeded: bool, entered: Moment, now: Moment) {
         self.running = self.running.saturating_sub(1);
         self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
         if self.running == 0 {
@@ -537,86 +518,37 @@ fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
     u32::try_from(steps).unwrap_or(STEPS).min(STEPS)
 }
 
-/// The slow start of a route.
-#[derive(Clone, Debug)]
-pub struct SlowStart(Arc<Mutex<SlowStartState>>);
-
 /// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
 /// have one.
+#[derive(Debug)]
 pub struct SlowStartPermit {
-    trials: SlowStart,
+    slow_start: Arc<Mutex<SlowStart>>,
     clock: Arc<dyn Clock>,
     entered: Moment,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
 }
 
-impl SlowStart {
-    /// Creates one that ends after so many successes.
-    pub fn new(successes: u32) -> Self {
-        Self(Arc::new(Mutex::new(SlowStartState::new(successes))))
-    }
-
-    /// Admits a request with this estimate if the need of the route is known or few requests run.
-    /// Reads the time only if needed.
-    ///
-    /// # Errors
-    /// [`TooManyRunning`] otherwise.
-    #[inline]
-    pub fn enter(
-        &self,
-        estimate: ByteSize,
-        room: ByteSize,
-        clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
-        SlowStartState::first(estimate, room)
-            .map_or(Ok(None), |first| self.enter_limited(first, clock))
-    }
-
-    fn enter_limited(
-        &self,
-        first: u32,
-        clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<SlowStartPermit>>, TooManyRunning> {
-        let mut slow_start = lock(&self.0);
-        if slow_start.is_over() {
-            return Ok(None);
-        }
-        let entered = clock.now();
-        slow_start.enter(first, entered)?;
-        let (trials, clock) = (self.clone(), Arc::clone(clock));
-        Ok(Some(Box::new(SlowStartPermit { trials, clock, entered, succeeded: false })))
-    }
-}
-
 impl SlowStartPermit {
     /// Records that its body has arrived.
     pub fn arrived(&self) {
-        lock(&self.trials.0).arrive(self.clock.now());
+        lock(&self.slow_start).arrive(self.clock.now());
     }
 
     /// Records that it begins a piece of work.
     pub fn begins_work(&self) {
-        lock(&self.trials.0).begin_work();
+        lock(&self.slow_start).begin_work();
     }
 
     /// Records that it ends a piece of work, and if it grew beyond its claim by it.
     pub fn ends_work(&self, grew: bool) {
-        lock(&self.trials.0).end_work(grew, self.clock.now());
+        lock(&self.slow_start).end_work(grew, self.clock.now());
     }
 }
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        lock(&self.trials.0).leave(self.succeeded, self.entered, self.clock.now());
-    }
-}
-
-impl fmt::Debug for SlowStartPermit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlowStartPermit")
-            .field("succeeded", &self.succeeded)
-            .finish_non_exhaustive()
+        lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
     }
 }
 
@@ -786,18 +718,18 @@ mod slow_start_tests {
     use super::*;
 
     /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
-    fn fill(route: &mut SlowStartState, now: Moment) -> u32 {
+    fn fill(route: &mut SlowStart, now: Moment) -> u32 {
         let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
         u32::try_from(entered).expect("at most 1000")
     }
 
     #[test]
     fn twice_as_many_run_in_each_generation_until_the_need_is_known() {
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         let now = Moment::ORIGIN;
         for generation in [1, 2, 4] {
             assert_eq!(fill(&mut route, now), generation);
-            assert_eq!(route.enter(1, now), Err(TooManyRunning(generation)));
+            assert_eq!(route.enter(1, now), Err(generation));
             assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
             leave(&mut route, false);
             (0..generation).for_each(|_| leave(&mut route, true));
@@ -810,7 +742,7 @@ mod slow_start_tests {
     }
 
     /// Ends one that has just begun.
-    fn leave(route: &mut SlowStartState, succeeded: bool) {
+    fn leave(route: &mut SlowStart, succeeded: bool) {
         route.leave(succeeded, Moment::ORIGIN, Moment::ORIGIN);
     }
 
@@ -818,7 +750,7 @@ mod slow_start_tests {
     /// at once blocked all others forever.
     #[test]
     fn one_client_that_sends_nothing_again_and_again_holds_up_a_route_for_a_minute() {
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         let mut now = Moment::ORIGIN;
         let mut waited = 0;
         while route.enter(1, now) == Ok(()) && route.enter(1, now).is_err() {
@@ -830,30 +762,29 @@ mod slow_start_tests {
             assert!(waited < 100, "{waited} s");
         }
         assert_eq!(waited, 14, "two may run after eight seconds");
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         for second in 0..20 {
             let now = Moment::ORIGIN + second * LASTS;
             assert_eq!(route.enter(1, now), Ok(()));
-            assert_eq!(route.enter(1, now), Err(TooManyRunning(1)), "a break, or a quick failure");
+            assert_eq!(route.enter(1, now), Err(1), "a break, or a quick failure");
             route.leave(false, now, now + LASTS / 2);
         }
     }
 
     #[test]
     fn as_many_run_at_first_as_fit_if_each_needs_64_times_its_estimate() {
-        let first = |mib: u64, room: u64| {
-            SlowStartState::first(ByteSize::mib(mib), ByteSize::mib(64 * room))
-        };
+        let first =
+            |mib: u64, room: u64| SlowStart::first(ByteSize::mib(mib), ByteSize::mib(64 * room));
         assert_eq!([first(10, 9), first(10, 19), first(10, 20)], [Some(1), Some(1), Some(2)]);
         assert_eq!([first(10, 0), first(1, 63), first(1, 64)], [Some(1), Some(63), None]);
-        let first = SlowStartState::first(ByteSize::ZERO, ByteSize::ZERO);
+        let first = SlowStart::first(ByteSize::ZERO, ByteSize::ZERO);
         assert_eq!(first, None, "no bytes always fit");
-        assert_eq!(SlowStartState::first(ByteSize::MAX, ByteSize::MAX), Some(1));
+        assert_eq!(SlowStart::first(ByteSize::MAX, ByteSize::MAX), Some(1));
     }
 
     #[test]
     fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         let mut running = 0;
         route.arrive(Moment::ORIGIN);
         for step in 0..STEPS {
@@ -867,7 +798,7 @@ mod slow_start_tests {
     /// both together needed more than the limit.
     #[test]
     fn time_does_not_count_while_one_works_or_grows() {
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         assert_eq!(fill(&mut route, Moment::ORIGIN), 1);
         route.arrive(Moment::ORIGIN);
         route.begin_work();
@@ -884,7 +815,7 @@ mod slow_start_tests {
     /// held little, and the kernel killed the service.
     #[test]
     fn bodies_that_still_arrive_lift_no_limit_for_a_minute() {
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         for second in 0..8 {
             let now = Moment::ORIGIN + LASTS * second;
             assert_eq!(fill(&mut route, now), u32::from(second == 0), "{second}");
@@ -895,7 +826,7 @@ mod slow_start_tests {
 
     #[test]
     fn requests_that_ended_without_an_answer_teach_nothing_and_latch_nothing() {
-        let mut route = SlowStartState::new(8);
+        let mut route = SlowStart::new(8);
         for round in 0..100 {
             let now = Moment::ORIGIN + LASTS * round;
             assert_eq!(fill(&mut route, now), 1, "{round}");

@@ -127,11 +127,11 @@ pub struct Ledger {
     /// The part of `resource_reservations` that is loaded, and so part of what is measured.
     settled: AtomicU64,
     /// The part of the requests' reservations that they do not hold, as far as they are measured.
-    unheld: AtomicU64,
+    pub(crate) unheld: AtomicU64,
     /// The part of the requests' reservations whose need was not known when they were admitted.
-    unlearned: AtomicU64,
+    pub(crate) unlearned: AtomicU64,
     /// The part of the requests' reservations that belongs to suspended ones.
-    suspended: AtomicU64,
+    pub(crate) suspended: AtomicU64,
 }
 
 impl Ledger {
@@ -332,7 +332,7 @@ impl Ledger {
         &self,
         bytes: ByteSize,
     ) -> Result<ResourceHold, InsufficientBudget> {
-        let units = units_of(bytes, self.correction_factor());
+        let units = self.units_of(bytes);
         self.book_where(ByteSize::new(units), 0, |_| false).map_err(|short| {
             let free = short.allowance.saturating_sub(short.reserved);
             let more = free.scaled(self.correction_factor()).saturating_sub(free);
@@ -352,7 +352,7 @@ impl Ledger {
     /// Raises the reservation of a resource to these bytes in total, even beyond the allowance.
     pub(crate) fn raise(&self, hold: &mut ResourceHold, bytes: ByteSize) {
         let more = bytes.saturating_sub(hold.bytes);
-        let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
+        let units = self.book_exempt(ByteSize::new(self.units_of(more))).get();
         // As for a new reservation.
         self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Release);
@@ -408,18 +408,15 @@ impl Ledger {
     /// Returns `true` if a resource of these bytes would fit if other resource reservations of
     /// `freed` bytes were released.
     pub(crate) fn fits_resource(&self, bytes: ByteSize, freed: ByteSize) -> bool {
-        let sum = self
-            .reserved
-            .load(Ordering::Relaxed)
-            .checked_add(units_of(bytes, self.correction_factor()));
+        let sum = self.reserved.load(Ordering::Relaxed).checked_add(self.units_of(bytes));
         bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
     }
 
     /// Reserves what a resource of these bytes needs beyond other resources of `freed` bytes that
     /// are being unloaded. [`Ledger::exchange`] merges both. Returns `None` if it does not fit.
     pub(crate) fn reserve(&self, bytes: ByteSize, freed: ByteSize) -> Option<Reservation> {
-        let units = units_of(bytes, self.correction_factor());
-        let more = units.saturating_sub(self.units_without(freed));
+        let units = self.units_of(bytes);
+        let more = units.saturating_sub(self.units_of(freed));
         let allowance = self.allowance_without(freed);
         let fits = |reserved: u64| reserved.checked_add(units).is_some_and(|sum| sum <= allowance);
         let book = |reserved| (units == 0 || fits(reserved)).then(|| reserved.saturating_add(more));
@@ -460,21 +457,21 @@ impl Ledger {
         ResourceHold { bytes, units: reserved.units, settled: false }
     }
 
-    /// Returns the bytes that a resource of these bytes takes of the requests' room.
-    pub(crate) fn in_units(&self, bytes: ByteSize) -> ByteSize {
-        ByteSize::new(units_of(bytes, self.correction_factor()))
-    }
-
-    /// Returns the units that resource reservations of `freed` bytes release at the current `K`,
-    /// rounded as when they were made, so that a resource of the same size fits in their place.
-    fn units_without(&self, freed: ByteSize) -> u64 {
-        units_of(freed, self.correction_factor())
+    /// Returns the allowance that `bytes` of a resource take at the current `K`, rounded up: zero for
+    /// zero bytes, which always fit, and all of it for [`ByteSize::MAX`]. So a resource of the same
+    /// size fits in the place of another.
+    pub(crate) fn units_of(&self, bytes: ByteSize) -> u64 {
+        match bytes {
+            ByteSize::ZERO => 0,
+            ByteSize::MAX => u64::MAX,
+            _ => bytes.scaled(1.0 / self.correction_factor()).get().saturating_add(1),
+        }
     }
 
     /// Returns the allowance if resource reservations of `freed` bytes were released while their
     /// units still count as reserved.
     fn allowance_without(&self, freed: ByteSize) -> u64 {
-        self.allowance.load(Ordering::Relaxed).saturating_add(self.units_without(freed))
+        self.allowance.load(Ordering::Relaxed).saturating_add(self.units_of(freed))
     }
 
     /// Returns `true` if a request that did not fit would fit once all requests have ended.
@@ -499,26 +496,9 @@ impl Ledger {
         ByteSize::new(self.unheld.load(Ordering::Relaxed))
     }
 
-    /// Replaces the bytes that a request has reserved and does not hold.
-    pub(crate) fn change_unheld(&self, before: ByteSize, after: ByteSize) {
-        // A difference, which may be negative: additions wrap.
-        let more = after.get().wrapping_sub(before.get());
-        if more != 0 {
-            self.unheld.fetch_add(more, Ordering::Relaxed);
-        }
-    }
-
     /// Returns the bytes reserved by requests whose need was not known.
     pub(crate) fn unlearned(&self) -> ByteSize {
         ByteSize::new(self.unlearned.load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn add_unlearned(&self, bytes: ByteSize) {
-        self.unlearned.fetch_add(bytes.get(), Ordering::Relaxed);
-    }
-
-    pub(crate) fn remove_unlearned(&self, bytes: ByteSize) {
-        self.unlearned.fetch_sub(bytes.get(), Ordering::Relaxed);
     }
 
     /// Returns `true` if suspended requests may reserve more, and further ones be suspended: they
@@ -526,15 +506,6 @@ impl Ledger {
     pub(crate) fn has_room_for_suspended(&self) -> bool {
         let suspended = self.suspended.load(Ordering::Relaxed);
         suspended < self.allowance.load(Ordering::Relaxed) / SUSPENDED_PART
-    }
-
-    /// Replaces the bytes that a suspended request has reserved.
-    pub(crate) fn change_suspended(&self, before: ByteSize, after: ByteSize) {
-        // A difference, which may be negative: additions wrap.
-        let more = after.get().wrapping_sub(before.get());
-        if more != 0 {
-            self.suspended.fetch_add(more, Ordering::Relaxed);
-        }
     }
 
     /// Returns all reserved bytes, with resources counted by their units.
@@ -653,7 +624,7 @@ impl Ledger {
         }
         let freed = freed.min(self.resource_reservations());
         let room = allowance.saturating_sub(self.units.load(Ordering::Relaxed));
-        let room = ByteSize::new(room.saturating_add(self.units_without(freed)));
+        let room = ByteSize::new(room.saturating_add(self.units_of(freed)));
         let requests = self.requests().saturating_add(more);
         if requests >= room { 1.0 } else { requests.as_f64() / room.as_f64() }
     }
@@ -713,6 +684,15 @@ impl Ledger {
     }
 }
 
+/// Replaces the part of one request in a sum over all.
+pub(crate) fn replace_part(sum: &AtomicU64, before: ByteSize, after: ByteSize) {
+    // A difference, which may be negative: additions wrap.
+    let more = after.get().wrapping_sub(before.get());
+    if more != 0 {
+        sum.fetch_add(more, Ordering::Relaxed);
+    }
+}
+
 /// A counter on its own cache lines, so that writes of all threads do not slow down readers of
 /// other fields.
 #[derive(Debug, Default)]
@@ -725,16 +705,6 @@ impl Deref for CachePadded {
     #[inline]
     fn deref(&self) -> &AtomicU64 {
         &self.0
-    }
-}
-
-/// Returns the allowance that `bytes` of a resource take at this factor, rounded up: zero for zero
-/// bytes, which always fit, and all of it for [`ByteSize::MAX`].
-fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
-    match bytes {
-        ByteSize::ZERO => 0,
-        ByteSize::MAX => u64::MAX,
-        _ => bytes.scaled(1.0 / correction_factor).get().saturating_add(1),
     }
 }
 

@@ -7,7 +7,6 @@
 //! Invariant: a watch whose last level is not the current one is woken, or finds that when it is
 //! polled. No waker is called, cloned or dropped with the lock held.
 
-use std::fmt;
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,6 +36,7 @@ static NEXT: AtomicU64 = AtomicU64::new(0);
 /// assert_eq!(watch.wait_for_change(Duration::from_secs(1)), Some(Level::High));
 /// assert_eq!(watch.wait_for_change(Duration::ZERO), None);
 /// ```
+#[derive(Debug)]
 pub struct LevelWatch {
     /// Keeps the account, and not the `Memory`.
     admission: Admission,
@@ -101,12 +101,6 @@ impl Drop for LevelWatch {
         if self.birth.is_here() {
             drop(self.admission.state().level_watches.remove(self.number));
         }
-    }
-}
-
-impl fmt::Debug for LevelWatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LevelWatch").field("seen", &self.seen).finish_non_exhaustive()
     }
 }
 

@@ -63,7 +63,7 @@ mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
-pub use admission::{Admission, AdmissionStats};
+pub use admission::Admission;
 pub use ceiling::CeilingParts;
 pub use correction::{Correction, K_MAX, K_MIN, K_START, Measured, RequestRate};
 pub use cost::{Budget, Cost, Priority, RejectReason, Rejected};
@@ -79,8 +79,8 @@ pub use maintenance::{
     run_worker,
 };
 pub use managed::{
-    LastUnload, LoadFailure, LoadScope, Managed, ManagedBuilder, Resource, ResourceError,
-    ResourceStats, Resources, UnloadReason, Unloads, Use,
+    LastUnload, LoadFailure, LoadScope, Managed, ManagedBuilder, ResourceError, ResourceStats,
+    Resources, UnloadReason, Use,
 };
 pub use permit::Permit;
 pub use pressure::{Level, Thresholds};
@@ -90,8 +90,8 @@ pub use signal::{
     BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
     MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals, Stall,
 };
-pub use tally::{ClassStats, SizeClass};
-pub use usage::{MemoryUsage, RouteUsage, TenantUsage};
+pub use tally::{AdmissionStats, ClassStats, SizeClass};
+pub use usage::{MemoryUsage, RouteUsage};
 pub use watermark::{DeviceSample, Watermark};
 
 /// What a service's layer uses that measures its requests, suspends and cancels them, and reports

@@ -285,37 +285,26 @@ fn fitting(room: f64, bytes: f64, stays: f64) -> u64 {
 /// One hour of the record.
 #[derive(Clone, Debug)]
 struct RecordedHour {
-    start: Moment,
+    /// Without what follows from the histogram.
+    figures: LimitHour,
     /// Microseconds by required memory.
     required: Histogram,
-    required_max: ByteSize,
-    /// The most that no request owned for [`LASTS`].
-    unowned: ByteSize,
-    /// The requests, and those that were rejected.
-    requests: u64,
-    rejected: u64,
-    /// Those of the others that each ceiling would have rejected: the smallest amount of a bucket.
+    /// The requests that were not rejected and that each ceiling would have rejected: the smallest
+    /// amount of a bucket.
     shadowed: Histogram,
 }
 
 impl RecordedHour {
-    const fn starting_at(start: Moment) -> Self {
-        Self {
-            start,
-            required: [0; BUCKETS],
-            required_max: ByteSize::ZERO,
-            unowned: ByteSize::ZERO,
-            requests: 0,
-            rejected: 0,
-            shadowed: [0; BUCKETS],
-        }
+    fn starting_at(start: Moment) -> Self {
+        let figures = LimitHour { start, ..LimitHour::default() };
+        Self { figures, required: [0; BUCKETS], shadowed: [0; BUCKETS] }
     }
 
     fn add_time(&mut self, step: Duration, required: ByteSize, unowned: ByteSize) {
         let micros = u64::try_from(step.as_micros()).unwrap_or(u64::MAX);
         add(&mut self.required, required, micros);
-        self.required_max = self.required_max.max(required);
-        self.unowned = self.unowned.max(unowned);
+        self.figures.required_max = self.figures.required_max.max(required);
+        self.figures.unowned = self.figures.unowned.max(unowned);
     }
 
     /// Adds the requests between two samples, by the values in force meanwhile: those of the first.
@@ -326,8 +315,8 @@ impl RecordedHour {
             let count = to.admitted_total.saturating_sub(from.admitted_total);
             let bytes = to.admitted_bytes_total.saturating_sub(from.admitted_bytes_total);
             let rejected = to.rejected_total.saturating_sub(from.rejected_total);
-            self.rejected += rejected;
-            self.requests += count + rejected;
+            self.figures.rejected += rejected;
+            self.figures.requests += count + rejected;
             if let Some(place) = arrivals.get_mut(used).filter(|_| count > 0) {
                 let bytes = ByteSize::new(bytes).as_f64() / ByteSize::new(count).as_f64();
                 *place = Arrivals { count, bytes };
@@ -335,8 +324,8 @@ impl RecordedHour {
             }
         }
         let by_level = to.rejected_by_level.saturating_sub(from.rejected_by_level);
-        self.rejected += by_level;
-        self.requests += by_level;
+        self.figures.rejected += by_level;
+        self.figures.requests += by_level;
         let arrivals = arrivals.get(..used).unwrap_or_default();
         shadow.admit(from, to, arrivals, &mut self.shadowed);
     }
@@ -491,7 +480,7 @@ pub struct LimitAdvice {
 }
 
 /// The memory that one hour of the recorded traffic has needed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct LimitHour {
@@ -535,26 +524,18 @@ impl LimitAdvice {
     pub const REQUESTS_MIN: u64 = 3_000;
 
     fn add(&mut self, hour: &RecordedHour) {
-        let RecordedHour { start, required_max, unowned, requests, rejected, .. } = *hour;
+        let figures = hour.figures;
         let mut required = Sums::default();
         required.add(&hour.required);
         let observed = Duration::from_micros(required.total());
         self.required.add(&hour.required);
         self.shadowed.add(&hour.shadowed);
         self.observed += observed;
-        self.requests += requests;
-        self.rejected += rejected;
-        self.unowned = self.unowned.max(unowned);
-        let required_p999 = required.all_but(EXCEEDED_PART).min(required_max);
-        self.hours.push(LimitHour {
-            start,
-            observed,
-            required_p999,
-            required_max,
-            unowned,
-            requests,
-            rejected,
-        });
+        self.requests += figures.requests;
+        self.rejected += figures.rejected;
+        self.unowned = self.unowned.max(figures.unowned);
+        let required_p999 = required.all_but(EXCEEDED_PART).min(figures.required_max);
+        self.hours.push(LimitHour { observed, required_p999, ..figures });
     }
 
     /// Returns the requests that a ceiling would have rejected, or any larger one.
@@ -657,7 +638,7 @@ impl fmt::Display for LimitForecast {
                 ""
             });
         }
-        let recorded = Recorded(self.requests, self.observed);
+        let recorded = recorded(self.requests, self.observed);
         write!(f, "with a limit of {limit} ")?;
         match (self.requests, self.rejected) {
             (0, _) => {
@@ -665,7 +646,7 @@ impl fmt::Display for LimitForecast {
             }
             (_, 0) => write!(f, "none of {recorded} would have been rejected")?,
             _ => {
-                let share = Percent(self.rejected_share());
+                let share = percent(self.rejected_share());
                 write!(f, "about {share} of {recorded} would have been rejected")?;
             }
         }
@@ -675,7 +656,7 @@ impl fmt::Display for LimitForecast {
 
 impl fmt::Display for LimitAdvice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let recorded = Recorded(self.requests, self.observed);
+        let recorded = recorded(self.requests, self.observed);
         match self.smallest_limit() {
             Some(limit) => {
                 write!(
@@ -685,11 +666,11 @@ impl fmt::Display for LimitAdvice {
             }
             None if self.limit == ByteSize::MAX => f.write_str("no advice: no limit is known"),
             None if self.requests < Self::REQUESTS_MIN => {
-                let least = Grouped(Self::REQUESTS_MIN);
+                let least = grouped(Self::REQUESTS_MIN);
                 write!(f, "no advice yet: {recorded} are recorded, expected at least {least}")
             }
             None => {
-                let share = Percent(self.at(self.limit).rejected_share());
+                let share = percent(self.at(self.limit).rejected_share());
                 write!(f, "no smaller limit: the limit of {} has rejected ", self.limit)?;
                 write!(f, "{share} of {recorded}")
             }
@@ -697,37 +678,25 @@ impl fmt::Display for LimitAdvice {
     }
 }
 
-/// Formats a number of requests and their time.
-struct Recorded(u64, Duration);
+/// Describes a number of requests and their time.
+fn recorded(requests: u64, time: Duration) -> String {
+    format!("{} requests of the last {}", grouped(requests), short(time))
+}
 
-impl fmt::Display for Recorded {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} requests of the last {}", Grouped(self.0), short(self.1))
+/// Describes a number, with commas between groups of three digits.
+fn grouped(number: u64) -> String {
+    match number / 1000 {
+        0 => number.to_string(),
+        thousands => format!("{},{:03}", grouped(thousands), number % 1000),
     }
 }
 
-/// Formats a number with commas between groups of three digits.
-struct Grouped(u64);
-
-impl fmt::Display for Grouped {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 / 1000 {
-            0 => write!(f, "{}", self.0),
-            thousands => write!(f, "{},{:03}", Self(thousands), self.0 % 1000),
-        }
-    }
-}
-
-/// Formats a share in percent, with two significant digits below 1 %.
-struct Percent(f64);
-
-impl fmt::Display for Percent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 * 100.0 {
-            percent if percent < 0.01 => f.write_str("0.01 %"),
-            percent if percent < 1.0 => write!(f, "{percent:.2} %"),
-            percent => write!(f, "{percent:.1} %"),
-        }
+/// Describes a share in percent, with two significant digits below 1 %.
+fn percent(share: f64) -> String {
+    match share * 100.0 {
+        percent if percent < 0.01 => "0.01 %".to_owned(),
+        percent if percent < 1.0 => format!("{percent:.2} %"),
+        percent => format!("{percent:.1} %"),
     }
 }
 
@@ -976,7 +945,7 @@ mod tests {
             "no smaller limit: the limit of 1000.0 MiB has rejected 0.99 % of 4,040 requests of \
              the last 40.0 s"
         );
-        let shares = [0.00002, 0.0031, 0.031, 1.0].map(|share| Percent(share).to_string());
+        let shares = [0.00002, 0.0031, 0.031, 1.0].map(percent);
         assert_eq!(shares, ["0.01 %", "0.31 %", "3.1 %", "100.0 %"]);
     }
 }

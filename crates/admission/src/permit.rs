@@ -20,7 +20,7 @@ use lowtide_core::bytes::ByteSize;
 
 use super::admission::Admission;
 use super::cost::{Budget, Cost, Priority, Rejected};
-use super::ledger::ResourceHold;
+use super::ledger::{ResourceHold, replace_part};
 use super::state::AdmissionState;
 use super::waiting::{WaitId, WaitReason, WaitTerms};
 
@@ -134,11 +134,11 @@ impl Permit {
     /// [`Rejected`], which is counted; the permit keeps what it holds. A resource's permit does not
     /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let held = self.growing(bytes).map_err(|rejected| self.state.reject(rejected))?;
-        let is_exempt = matches!(&self.held, PermitHold::Request(request) if request.is_exempt);
-        let reserved = self.state.grow(held, bytes, is_exempt)?;
-        self.change(|cost| cost.host = cost.host.saturating_add(reserved));
-        Ok(())
+        let is_exempt = self.request().is_some_and(|request| request.is_exempt);
+        let priority = if is_exempt { Priority::Exempt } else { Priority::High };
+        let state = self.state;
+        self.grow_with(bytes, priority)
+            .inspect_err(|rejected| state.count_rejected_growth(rejected))
     }
 
     /// Reserves more host memory with a priority, for memory that its holder can do without, such
@@ -162,34 +162,29 @@ impl Permit {
     /// # Errors
     /// As for [`Permit::grow`], but the rejection is not counted.
     pub fn grow_with(&mut self, bytes: ByteSize, priority: Priority) -> Result<(), Rejected> {
-        let held = self.growing(bytes)?;
+        let held = self.cost().host;
+        if !self.is_request() {
+            let asked = held.saturating_add(bytes);
+            return Err(Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held });
+        }
         let reserved = self.state.grow_with(held, bytes, priority)?;
-        self.change(|cost| cost.host = cost.host.saturating_add(reserved));
+        self.add(reserved);
         Ok(())
     }
 
-    /// Returns the host memory that the permit holds before it grows by `bytes`.
-    fn growing(&self, bytes: ByteSize) -> Result<ByteSize, Rejected> {
-        let held = self.cost().host;
-        if self.is_request() {
-            return Ok(held);
-        }
-        let asked = held.saturating_add(bytes);
-        Err(Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held })
+    /// Changes a request, and the sums that depend on it. Does nothing on a resource's permit.
+    fn change(&mut self, change: impl FnOnce(&mut RequestReservation)) {
+        let host = &self.state.host;
+        let Some(request) = self.request_mut() else { return };
+        let (unheld, suspended) = (request.unheld(), request.suspended());
+        change(request);
+        replace_part(&host.unheld, unheld, request.unheld());
+        replace_part(&host.suspended, suspended, request.suspended());
     }
 
-    /// Changes what a request has reserved, and the sums that depend on it.
-    fn change(&mut self, change: impl FnOnce(&mut Cost)) {
-        let before = (self.unheld(), self.suspended());
-        if let Some(request) = self.request_mut() {
-            change(&mut request.cost);
-        }
-        self.changed(before);
-    }
-
-    fn changed(&self, (unheld, suspended): (ByteSize, ByteSize)) {
-        self.state.host.change_unheld(unheld, self.unheld());
-        self.state.host.change_suspended(suspended, self.suspended());
+    /// Adds to the host memory that a request has reserved.
+    fn add(&mut self, more: ByteSize) {
+        self.change(|request| request.cost.host = request.cost.host.saturating_add(more));
     }
 
     /// Reserves host memory up to `held` bytes in total, even beyond the allowance, because the
@@ -200,7 +195,7 @@ impl Permit {
         }
         let more = held.saturating_sub(self.cost().host);
         let more = if more.is_zero() { more } else { self.state.raise(more) };
-        self.change(|cost| cost.host = cost.host.saturating_add(more));
+        self.add(more);
         more
     }
 
@@ -208,11 +203,7 @@ impl Permit {
     /// the correction factor is learned from what the request holds, and not from what it has
     /// reserved. Does nothing on a resource's permit.
     pub fn report(&mut self, held: ByteSize) {
-        let before = self.unheld();
-        if let Some(request) = self.request_mut() {
-            request.measured = Some(held);
-        }
-        self.state.host.change_unheld(before, self.unheld());
+        self.change(|request| request.measured = Some(held));
     }
 
     /// Declares that the need of the request is not known: its reservation says little. The ceiling
@@ -221,7 +212,7 @@ impl Permit {
         if let Some(request) = self.request_mut() {
             let unlearned = request.cost.host;
             request.unlearned = unlearned;
-            self.state.host.add_unlearned(unlearned);
+            replace_part(&self.state.host.unlearned, ByteSize::ZERO, unlearned);
         }
     }
 
@@ -237,7 +228,7 @@ impl Permit {
     pub fn shrink_quietly(&mut self, bytes: ByteSize) {
         if self.is_request() {
             let part = bytes.min(self.cost().host);
-            self.change(|cost| cost.host = cost.host.saturating_sub(part));
+            self.change(|request| request.cost.host = request.cost.host.saturating_sub(part));
             self.state.host.release(part);
         }
     }
@@ -245,7 +236,7 @@ impl Permit {
     /// Suspends the reservation of a request that still receives its body: it reserves no more than
     /// `keep` from now on. Wakes no request that waits for the rest: the control loop does.
     pub fn suspend(&mut self, keep: ByteSize) {
-        self.set_suspended(true);
+        self.change(|request| request.is_suspended = true);
         let more = self.cost().host.saturating_sub(keep);
         self.shrink_quietly(more);
         self.state.suspensions.fetch_add(1, Ordering::Relaxed);
@@ -258,7 +249,7 @@ impl Permit {
         let more = bytes.saturating_sub(self.cost().host);
         let has_room = self.state.book_arriving(more);
         if has_room {
-            self.change(|cost| cost.host = cost.host.saturating_add(more));
+            self.add(more);
         }
         has_room
     }
@@ -275,8 +266,8 @@ impl Permit {
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
         let more = self.state.book_again(waiting.map(Waiting::id), more, priority)?;
-        self.change(|cost| cost.host = cost.host.saturating_add(more));
-        self.set_suspended(false);
+        self.add(more);
+        self.set_resumed();
         Ok(())
     }
 
@@ -298,15 +289,7 @@ impl Permit {
 
     /// Ends the suspension without reserving more.
     pub fn set_resumed(&mut self) {
-        self.set_suspended(false);
-    }
-
-    fn set_suspended(&mut self, is_suspended: bool) {
-        let before = (self.unheld(), self.suspended());
-        if let Some(request) = self.request_mut() {
-            request.is_suspended = is_suspended;
-        }
-        self.changed(before);
+        self.change(|request| request.is_suspended = false);
     }
 
     const fn request(&self) -> Option<&RequestReservation> {
@@ -314,16 +297,6 @@ impl Permit {
             PermitHold::Request(request) => Some(request),
             PermitHold::Host(_) | PermitHold::Resource(_) => None,
         }
-    }
-
-    /// Returns the host memory that it has reserved while it is suspended.
-    fn suspended(&self) -> ByteSize {
-        self.request().map_or(ByteSize::ZERO, RequestReservation::suspended)
-    }
-
-    /// Returns the reserved host memory that the request does not hold; zero if it is not measured.
-    fn unheld(&self) -> ByteSize {
-        self.request().map_or(ByteSize::ZERO, RequestReservation::unheld)
     }
 
     /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.
@@ -367,11 +340,10 @@ impl PermitHold {
         match self {
             Self::Host(_) => {}
             Self::Request(request) => {
-                state.host.change_unheld(request.unheld(), ByteSize::ZERO);
-                state.host.change_suspended(request.suspended(), ByteSize::ZERO);
-                if !request.unlearned.is_zero() {
-                    state.host.remove_unlearned(request.unlearned);
-                }
+                let (host, none) = (&state.host, ByteSize::ZERO);
+                replace_part(&host.unheld, request.unheld(), none);
+                replace_part(&host.suspended, request.suspended(), none);
+                replace_part(&host.unlearned, request.unlearned, none);
                 state.finish(request.cost, request.is_exempt);
             }
             Self::Resource(held) => {
@@ -394,12 +366,11 @@ impl Drop for Permit {
     }
 }
 
-// Requests that wait for room: a handle to one in the queue, and the future of a reservation.
-//
-// The tower layer uses [`Waiting`], since it estimates the need of a request again at each attempt.
-// Programs use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended requests
-// that resume ([`Permit::resume`]).
 /// A request in the queue. Dropping it leaves the queue.
+///
+/// The tower layer uses it, since it estimates the need of a request again at each attempt. Programs
+/// use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended requests that
+/// resume ([`Permit::resume`]).
 #[derive(Debug)]
 pub struct Waiting {
     state: &'static AdmissionState,
@@ -539,6 +510,7 @@ mod tests {
     use crate::cost::RejectReason;
     use crate::cost::{Budget, Cost, Priority};
     use crate::ledger::RoomSharing;
+    use crate::permit::Permit;
     use crate::pressure::Level;
     use lowtide_core::bytes::ByteSize;
 
@@ -578,7 +550,8 @@ mod tests {
                     }
                 }
             }
-            let sum: u64 = permits.iter().map(|permit| permit.unheld().get()).sum();
+            let sum: u64 =
+                permits.iter().filter_map(Permit::request).map(|it| it.unheld().get()).sum();
             assert_eq!(ledger.unheld(), ByteSize::new(sum));
         }
         drop(permits);

@@ -1,6 +1,6 @@
 //! The reclaim steps: who releases memory under pressure, in which order, and how often.
 //!
-//! Deciding ([`ReclaimPolicy::due`]) and doing ([`ReclaimPolicy::run`]) are separate. The control loop decides
+//! Deciding ([`ReclaimPolicy::due`]) and doing ([`ReclaimStep::run`]) are separate. The control loop decides
 //! and never waits; the worker runs the steps. A reclaimer is known only by its trait: the budget
 //! that it relieves, its cost, and the level from which it runs.
 //!
@@ -115,14 +115,24 @@ impl ReclaimBackoff {
     }
 }
 
-struct ReclaimStep {
-    reclaimer: Arc<dyn Reclaim>,
-    pace: ReclaimBackoff,
+/// A reclaimer and its rate limit.
+pub(crate) struct ReclaimStep {
+    pub(crate) reclaimer: Arc<dyn Reclaim>,
+    pub(crate) pace: ReclaimBackoff,
+}
+
+impl ReclaimStep {
+    /// Runs a started step on the calling thread, to release these bytes. A reclaimer that panics
+    /// counts as having released nothing. `finished` reads the time afterwards.
+    pub(crate) fn run(&self, bytes: ByteSize, finished: impl FnOnce() -> Moment) {
+        let released = caught(|| self.reclaimer.reclaim(bytes)).unwrap_or_default();
+        self.pace.finish(bytes, released, finished());
+    }
 }
 
 impl fmt::Debug for ReclaimStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Step")
+        f.debug_struct("ReclaimStep")
             .field("name", &self.reclaimer.name())
             .field("pace", &self.pace)
             .finish_non_exhaustive()
@@ -152,9 +162,9 @@ impl ReclaimPolicy {
         Self { steps: reclaimers.into_iter().map(step).collect() }
     }
 
-    /// Returns the reclaimer of a step.
-    pub(crate) fn reclaimer(&self, step: usize) -> Option<&dyn Reclaim> {
-        self.steps.get(step).map(|step| &*step.reclaimer)
+    /// Returns a step that [`ReclaimPolicy::due`] returned.
+    pub(crate) fn step(&self, at: usize) -> Option<&ReclaimStep> {
+        self.steps.get(at)
     }
 
     /// Returns the cheapest step that relieves the budget at this level and is not pausing, or
@@ -174,28 +184,6 @@ impl ReclaimPolicy {
             }
         }
         None
-    }
-
-    /// Begins a step that [`ReclaimPolicy::due`] returned. Returns `false` if it may not start.
-    #[must_use]
-    pub(crate) fn start(&self, step: usize, now: Moment) -> bool {
-        self.steps.get(step).is_some_and(|step| step.pace.start(now))
-    }
-
-    /// Ends a started step that has nothing to do. Its pause stays as it was.
-    pub(crate) fn cancel(&self, step: usize) {
-        if let Some(step) = self.steps.get(step) {
-            step.pace.cancel();
-        }
-    }
-
-    /// Runs a started step on the calling thread, to release these bytes. A reclaimer that panics
-    /// counts as having released nothing. `finished` reads the time afterwards.
-    pub(crate) fn run(&self, step: usize, bytes: ByteSize, finished: impl FnOnce() -> Moment) {
-        if let Some(step) = self.steps.get(step) {
-            let released = caught(|| step.reclaimer.reclaim(bytes)).unwrap_or_default();
-            step.pace.finish(bytes, released, finished());
-        }
     }
 }
 
@@ -282,16 +270,16 @@ mod tests {
         ]);
         let name = |budget, level| {
             let step = policy.due(budget, level, at(0))?;
-            policy.reclaimer(step).map(|reclaimer| reclaimer.name().to_owned())
+            policy.step(step).map(|step| step.reclaimer.name().to_owned())
         };
         assert_eq!(name(Budget::Host, Level::None), None);
         assert_eq!(name(Budget::Host, Level::Critical).as_deref(), Some("purge"));
         assert_eq!(name(Budget::Device, Level::Elevated), None);
         assert_eq!(name(Budget::Device, Level::High).as_deref(), Some("sleep"));
         // While the cheap one runs none is due; while it pauses the next one is.
-        assert!(policy.start(0, at(0)));
+        assert!(policy.steps[0].pace.start(at(0)));
         assert_eq!(name(Budget::Host, Level::High), None);
-        policy.run(0, ASKED, || at(0));
+        policy.steps[0].run(ASKED, || at(0));
         assert_eq!(name(Budget::Host, Level::High).as_deref(), Some("unload"));
         assert_eq!(name(Budget::Host, Level::Elevated), None);
     }
@@ -305,9 +293,9 @@ mod tests {
         for tick in 0..6000 {
             let now = at(tick * 10);
             if policy.due(Budget::Host, Level::Elevated, now) == Some(0) {
-                assert!(policy.start(0, now));
-                assert!(!policy.start(0, now), "started twice");
-                policy.run(0, ASKED, || now);
+                assert!(policy.steps[0].pace.start(now));
+                assert!(!policy.steps[0].pace.start(now), "started twice");
+                policy.steps[0].run(ASKED, || now);
                 starts.push(tick * 10);
             }
         }
@@ -316,8 +304,8 @@ mod tests {
         assert!(pauses.iter().skip(6).all(|&pause| pause == 10_000));
         fake.gives.store(5, Ordering::Relaxed);
         let now = at(100_000);
-        assert!(policy.start(0, now));
-        policy.run(0, ASKED, || now);
+        assert!(policy.steps[0].pace.start(now));
+        policy.steps[0].run(ASKED, || now);
         assert_eq!(policy.due(Budget::Host, Level::Elevated, now + PAUSE_MIN), Some(0));
     }
 
@@ -326,8 +314,8 @@ mod tests {
         let fake = Fake::new("bad", 0, Budget::Host, Level::Elevated);
         fake.gives.store(u64::MAX, Ordering::Relaxed);
         let policy = ReclaimPolicy::new(vec![fake as Arc<dyn Reclaim>]);
-        assert!(policy.start(0, at(0)));
-        policy.run(0, ASKED, || at(5));
+        assert!(policy.steps[0].pace.start(at(0)));
+        policy.steps[0].run(ASKED, || at(5));
         assert_eq!(policy.due(Budget::Host, Level::Elevated, at(204)), None);
         assert_eq!(policy.due(Budget::Host, Level::Elevated, at(205)), Some(0));
     }

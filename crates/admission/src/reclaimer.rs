@@ -105,7 +105,7 @@ pub struct ReclaimerStats {
 }
 
 /// The reclaimers of a registry, by name. A name stays when its reclaimer is removed.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Reclaimers {
     slots: Mutex<Vec<ReclaimerRecord>>,
     /// `true` if no memory is measured, so that a release makes no room.
@@ -115,12 +115,6 @@ pub(super) struct Reclaimers {
 struct ReclaimerRecord {
     stats: Arc<Mutex<ReclaimerStats>>,
     current: Option<Arc<Registered>>,
-}
-
-impl fmt::Debug for ReclaimerRecord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Slot").field(&lock(&self.stats).name).finish()
-    }
 }
 
 impl Reclaimers {

@@ -9,6 +9,7 @@
 //! Invariant: at most one admission owns a state. A permit that outlives the handles finds the
 //! state as they left it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -26,9 +27,9 @@ use super::large::{LargeRequest, LargeRequests, RequestMemory};
 use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
-use super::tally::{BudgetCounts, RequestCounts, STRIPES, Shard, ShardId, used};
+use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, used};
 use super::unused::PurgeablePages;
-use super::usage::{NameSource, RouteUsage, TenantUsage, Usage, Usages};
+use super::usage::{MemoryUsage, NameSource, RouteUsage, Usage, Usages};
 use super::waiting::{PassError, WaitId, WaitQueue, WaitReason, WaitTerms};
 
 /// The retry time if an operator has to act. A guess.
@@ -73,6 +74,8 @@ pub struct AdmissionState {
     /// The least host memory that a request asked for which did not fit, since the last tick, or
     /// [`u64::MAX`].
     lacked: AtomicU64,
+    /// Permits of resources that have not been dropped.
+    resource_permits: AtomicU64,
     /// How often a reservation was suspended, since the start.
     pub(super) suspensions: AtomicU64,
     tallies: [Shard; STRIPES],
@@ -94,14 +97,6 @@ impl fmt::Debug for AdmissionState {
             .field("device", &self.device.reserved_bytes())
             .finish_non_exhaustive()
     }
-}
-
-/// The result of a load's reservation that was not rejected.
-pub(super) enum ResourceReservation {
-    /// Its bytes are reserved.
-    Booked(Permit),
-    /// Its bytes will be reserved when the claimed resources are unloaded.
-    Evicting(Eviction),
 }
 
 impl AdmissionState {
@@ -136,7 +131,11 @@ impl AdmissionState {
     fn left() -> Option<&'static Self> {
         // Tried, not waited for: a process forked in the meantime would wait forever.
         let mut left = LEFT.try_lock().ok()?;
-        let at = left.iter().position(|state| state.counts().held() == 0)?;
+        // Acquire: what was released before a drop is seen.
+        let is_free = |state: &&Self| {
+            state.resource_permits.load(Ordering::Acquire) == 0 && state.counts().held() == 0
+        };
+        let at = left.iter().position(is_free)?;
         Some(left.swap_remove(at))
     }
 
@@ -235,7 +234,10 @@ impl AdmissionState {
             return Ok(Permit::of_request(self, Cost { host, device }, exempt));
         }
         if self.sheds(priority) {
-            return Err(self.shed(waits, place));
+            if let Some(waits) = waits {
+                self.queue.lacks(waits, WaitReason::Other);
+            }
+            return Err(self.away(place));
         }
         let booked = if waits.is_none() && self.queue.is_empty() {
             let how =
@@ -283,7 +285,7 @@ impl AdmissionState {
         place: ShardId,
         label: Option<&dyn fmt::Display>,
     ) -> Result<Cost, Rejected> {
-        let ceilings = [self.host.ceiling(), self.device.ceiling()];
+        let ceilings = Cost { host: self.host.ceiling(), device: self.device.ceiling() };
         let book = || self.book(cost, Ledger::try_book_more);
         let passed = self.queue.pass(waits, cost, priority, ceilings, book);
         // One that was woken together with this one may have been blocked by it.
@@ -291,18 +293,13 @@ impl AdmissionState {
             self.wake_waiting();
         }
         passed.map_err(|error| match error {
-            PassError::Behind { .. } => self.comes_later(cost, place),
+            // There is room that others wait for.
+            PassError::Behind { .. } => {
+                let short = self.host.shortfall(cost.host);
+                self.full(Budget::Host, short, place, || RetryHint::Unknown)
+            }
             PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, place, label),
         })
-    }
-
-    /// Returns the rejection of a request by its priority.
-    #[cold]
-    fn shed(&self, waits: Option<&WaitId>, place: ShardId) -> Rejected {
-        if let Some(waits) = waits {
-            self.queue.lacks(waits, WaitReason::Other);
-        }
-        self.away(place)
     }
 
     /// Returns the rejection of a request that does not fit.
@@ -316,12 +313,6 @@ impl AdmissionState {
         label: Option<&dyn fmt::Display>,
     ) -> Rejected {
         self.full(budget, short, place, || self.make_room(cost, label))
-    }
-
-    /// Returns the rejection of a request for which there is room that others wait for.
-    #[cold]
-    fn comes_later(&self, cost: Cost, place: ShardId) -> Rejected {
-        self.full(Budget::Host, self.host.shortfall(cost.host), place, || RetryHint::Unknown)
     }
 
     /// Wakes the requests that may fit now, after a release of bytes. Runs code of their executors.
@@ -393,7 +384,7 @@ impl AdmissionState {
         cost: Cost,
         asks: bool,
         resource: &Arc<str>,
-    ) -> Result<ResourceReservation, Rejected> {
+    ) -> Result<Eviction, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
         let load = |evictor: Arc<Evictor>| evictor.for_load(self, cost, asks, resource);
@@ -407,8 +398,8 @@ impl AdmissionState {
         };
         let reserved = self.reserve_resource(cost, evict);
         match (reserved, eviction) {
-            (Ok(permit), _) => Ok(ResourceReservation::Booked(permit)),
-            (Err(_), Some(eviction)) => Ok(ResourceReservation::Evicting(eviction)),
+            (Ok(permit), _) => Ok(Eviction::Booked(permit)),
+            (Err(_), Some(eviction)) => Ok(eviction),
             (Err(Rejected::Full { budget, asked, .. }), None) if asked > self.loadable(budget) => {
                 Err(Rejected::TooLarge { budget, asked, ceiling: self.loadable(budget) })
             }
@@ -448,7 +439,7 @@ impl AdmissionState {
                 return Err(self.full(Budget::Device, short, place, make_room));
             }
         };
-        self.tally(place).reserve_resource(place);
+        self.resource_permits.fetch_add(1, Ordering::Relaxed);
         Ok(Permit::resource(self, host, device))
     }
 
@@ -456,24 +447,18 @@ impl AdmissionState {
     pub(super) fn unload(&self, host: ResourceHold, device: ResourceHold) {
         self.host.release_resource(host);
         self.device.release_resource(device);
-        let place = ShardId::here();
-        self.tally(place).unload(place);
+        self.resource_permits.fetch_sub(1, Ordering::Release);
         self.wake_waiting();
     }
 
     /// Sets what makes room for requests and loads that do not fit.
     pub(super) fn set_evictor(&self, evictor: Option<Arc<Evictor>>) {
-        // Tried, as above. The previous one is dropped after the lock is released.
-        let before =
-            self.evictor.try_write().map(|mut slot| std::mem::replace(&mut *slot, evictor));
-        drop(before);
+        replace(&self.evictor, evictor);
     }
 
     /// Sets the bell of the control loop, if one runs.
     pub(super) fn set_bell(&self, bell: Option<Arc<Bell>>) {
-        // Tried, as above.
-        let before = self.bell.try_write().map(|mut slot| std::mem::replace(&mut *slot, bell));
-        drop(before);
+        replace(&self.bell, bell);
     }
 
     /// Lets the control loop tick now if its next tick comes late.
@@ -536,32 +521,10 @@ impl AdmissionState {
             freed.into_iter().filter_map(Permit::into_resource).unzip();
         let host = self.host.exchange(&hosts, host, cost.host);
         let device = self.device.exchange(&devices, device, cost.device);
-        let place = ShardId::here();
-        self.tally(place).reserve_resource(place);
-        for _ in hosts {
-            self.tally(place).unload(place);
-        }
+        self.resource_permits.fetch_add(1, Ordering::Relaxed);
+        self.resource_permits.fetch_sub(hosts.len() as u64, Ordering::Release);
         self.wake_waiting();
         Permit::resource(self, host, device)
-    }
-
-    /// Reserves more host memory for a request that holds `held`. Returns the bytes reserved.
-    pub(super) fn grow(
-        &'static self,
-        held: ByteSize,
-        bytes: ByteSize,
-        exempt: bool,
-    ) -> Result<ByteSize, Rejected> {
-        let place = ShardId::here();
-        let reserved = if exempt {
-            self.host.book_exempt(bytes)
-        } else {
-            self.book_more(held, bytes, place).inspect_err(|rejected| {
-                self.count_rejection(place, rejected.reason(), None);
-            })?
-        };
-        self.tally(place).grow(place, reserved);
-        Ok(reserved)
     }
 
     /// Reserves more host memory on the terms of a new request of this priority. Returns the bytes
@@ -574,12 +537,23 @@ impl AdmissionState {
     ) -> Result<ByteSize, Rejected> {
         let place = ShardId::here();
         let reserved = match priority {
-            Priority::Exempt => self.host.book_exempt(bytes),
-            Priority::High => self.book_more(held, bytes, place)?,
-            Priority::Low | Priority::Normal => self.book_spare(bytes, priority, place)?,
+            Priority::Exempt => return Ok(self.raise(bytes)),
+            Priority::High => self.book_more(held, bytes, place),
+            Priority::Low | Priority::Normal => self.book_spare(bytes, priority, place),
         };
-        self.tally(place).grow(place, reserved);
-        Ok(reserved)
+        reserved.map(|reserved| self.count_growth(reserved))
+    }
+
+    /// Counts the growth of a request by these bytes, and returns them.
+    fn count_growth(&self, bytes: ByteSize) -> ByteSize {
+        let place = ShardId::here();
+        self.tally(place).grow(place, bytes);
+        bytes
+    }
+
+    /// Counts a request whose growth was rejected, in no class.
+    pub(super) fn count_rejected_growth(&self, rejected: &Rejected) {
+        self.count_rejection(ShardId::here(), rejected.reason(), None);
     }
 
     /// Reserves host memory for which no request waits. Makes no room: the holder can do without.
@@ -609,8 +583,7 @@ impl AdmissionState {
         let has_room = self.host.has_room_for_suspended()
             && book(&self.host, bytes, Ledger::try_book_more).is_ok();
         if has_room {
-            let place = ShardId::here();
-            self.tally(place).grow(place, bytes);
+            self.count_growth(bytes);
         }
         has_room
     }
@@ -626,17 +599,13 @@ impl AdmissionState {
         let place = ShardId::here();
         let cost = Cost::host(bytes);
         let booked = self.book_in_order(waits, cost, priority, place, None)?;
-        self.tally(place).grow(place, booked.host);
-        Ok(booked.host)
+        Ok(self.count_growth(booked.host))
     }
 
     /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes
     /// reserved.
     pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
-        let place = ShardId::here();
-        let reserved = self.host.book_exempt(bytes);
-        self.tally(place).grow(place, reserved);
-        reserved
+        self.count_growth(self.host.book_exempt(bytes))
     }
 
     /// Returns `true` if the host's ledger has no room for other requests. A level would count
@@ -690,8 +659,8 @@ impl AdmissionState {
     }
 
     /// Returns the sums of all stripes.
-    pub(super) fn counts(&self) -> RequestCounts {
-        let mut counts = RequestCounts::default();
+    pub(super) fn counts(&self) -> AdmissionStats {
+        let mut counts = AdmissionStats::default();
         // Ends first: an ended request began before and is counted below.
         for tally in used(&self.tallies) {
             counts.add_ended(tally);
@@ -863,7 +832,8 @@ impl AdmissionState {
     pub(super) fn wait_for_load(&'static self, cost: Cost, within: Duration) -> Option<Waiting> {
         let cost = self.by_budget(cost);
         // Resources are not multiplied by the correction factor.
-        let (host, device) = (self.host.in_units(cost.host), self.device.in_units(cost.device));
+        let units = |ledger: &Ledger, bytes| ByteSize::new(ledger.units_of(bytes));
+        let (host, device) = (units(&self.host, cost.host), units(&self.device, cost.device));
         let (priority, tenant, within) = (Priority::Normal, 0, Some(within));
         let cost = Cost { host, device };
         Waiting::enter(self, WaitTerms { cost, priority, tenant, within, is_admitted: true })
@@ -948,11 +918,20 @@ impl AdmissionState {
         self.usages.by_route()
     }
 
-    /// Like [`AdmissionState::usage_by_route`], by tenant: at most 33 tenants.
+    /// Like [`AdmissionState::usage_by_route`], by tenant, whose name is shortened to 64 bytes: at
+    /// most 33. `other` is the name of all without a record of their own.
     #[must_use]
-    pub fn usage_by_tenant(&self) -> Vec<TenantUsage> {
+    pub fn usage_by_tenant(&self) -> Vec<(String, MemoryUsage)> {
         self.usages.by_tenant()
     }
+}
+
+/// Replaces a value, unless it is being read or replaced by another thread: it is tried, not waited
+/// for, since a process forked in the meantime would wait forever.
+fn replace<T>(slot: &RwLock<Option<T>>, new: Option<T>) {
+    // The previous one is dropped after the lock is released.
+    let before = slot.try_write().map(|mut slot| std::mem::replace(&mut *slot, new));
+    drop(before);
 }
 
 /// Returns a known time, at most [`KNOWN_MAX`], in whole seconds, plus up to a tenth and one
@@ -993,12 +972,12 @@ fn reserve_resource(ledger: &Ledger, bytes: ByteSize) -> Result<ResourceHold, In
     reserved
 }
 
-/// The watches that wait for a change, each with its number.
-#[derive(Debug, Default)]
-pub(super) struct LevelWatches(Mutex<Vec<(u64, Waker)>>);
+/// The watches that wait for a change, by number.
+#[derive(Default)]
+pub(super) struct LevelWatches(Mutex<BTreeMap<u64, Waker>>);
 
 impl LevelWatches {
-    fn wakers(&self) -> MutexGuard<'_, Vec<(u64, Waker)>> {
+    fn wakers(&self) -> MutexGuard<'_, BTreeMap<u64, Waker>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -1006,23 +985,16 @@ impl LevelWatches {
     #[cold]
     pub(super) fn wake(&self) {
         let wakers = std::mem::take(&mut *self.wakers());
-        wakers.into_iter().for_each(|(_, waker)| waker.wake());
+        wakers.into_values().for_each(Waker::wake);
     }
 
     /// Adds a waker, and returns the one that this watch had.
     pub(super) fn add(&self, number: u64, waker: Waker) -> Option<Waker> {
-        let mut wakers = self.wakers();
-        if let Some((_, place)) = wakers.iter_mut().find(|(other, _)| *other == number) {
-            return Some(std::mem::replace(place, waker));
-        }
-        wakers.push((number, waker));
-        None
+        self.wakers().insert(number, waker)
     }
 
     pub(super) fn remove(&self, number: u64) -> Option<Waker> {
-        let mut wakers = self.wakers();
-        let at = wakers.iter().position(|(other, _)| *other == number)?;
-        Some(wakers.swap_remove(at).1)
+        self.wakers().remove(&number)
     }
 }
 
@@ -1046,7 +1018,7 @@ mod tests {
             let before = door.clone();
             drop(door);
             let new = Admission::new();
-            assert_eq!(new.stats(), crate::AdmissionStats::default());
+            assert_eq!(new.stats(), AdmissionStats::default());
             assert_eq!((new.level(), new.is_closed()), (Level::None, false));
             assert_eq!(new.ledger(Budget::Host).ceiling(), ByteSize::MAX);
             for budget in [Budget::Host, Budget::Device] {

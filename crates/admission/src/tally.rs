@@ -11,6 +11,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
@@ -158,8 +159,6 @@ pub(super) struct Shard {
     beside: [AtomicU64; 2],
     /// Bytes that outlived their requests.
     outlived: AtomicU64,
-    resources: AtomicU64,
-    unloaded: AtomicU64,
 }
 
 impl Shard {
@@ -171,8 +170,7 @@ impl Shard {
                 counter.store(0, Ordering::Relaxed);
             }
         }
-        let single =
-            [&self.exempt, &self.finished, &self.outlived, &self.resources, &self.unloaded];
+        let single = [&self.exempt, &self.finished, &self.outlived];
         for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
             counter.store(0, Ordering::Relaxed);
         }
@@ -205,16 +203,6 @@ impl Shard {
     #[inline]
     pub(super) fn finish(&self, place: ShardId) {
         place.add(&self.finished, 1);
-    }
-
-    /// Counts a resource that was reserved.
-    pub(super) fn reserve_resource(&self, place: ShardId) {
-        place.add(&self.resources, 1);
-    }
-
-    /// Counts a resource that was released.
-    pub(super) fn unload(&self, place: ShardId) {
-        place.add(&self.unloaded, 1);
     }
 
     /// Counts a rejected request, by class if it did not fit this budget.
@@ -265,6 +253,50 @@ impl Shard {
     }
 }
 
+/// Counts of admitted and rejected requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct AdmissionStats {
+    /// Requests admitted since start.
+    pub admitted_total: u64,
+    /// Admitted requests whose permit has been dropped.
+    pub finished_total: u64,
+    /// Requests rejected since start, in the order of [`RejectReason::ALL`].
+    pub rejected: [u64; RejectReason::ALL.len()],
+    /// Requests that wait for room now. Of them, only those whose reservations were suspended are
+    /// among the admitted ones.
+    pub waiting: u64,
+    /// Requests admitted after they had waited, since start.
+    pub waited_total: u64,
+    /// The time that requests have waited, since start, to one tick of the control loop; without
+    /// those that still wait.
+    pub waited_time_total: Duration,
+    /// How often a reservation was suspended, since start: that of a request whose body is slow to
+    /// arrive while others wait for room.
+    pub suspended_total: u64,
+    /// The time since the oldest running request was admitted, to 250 ms: of those that have
+    /// reserved at least 64 KiB, are measured, and have waited for something. Zero without one.
+    pub oldest_permit: Duration,
+    /// Bytes that measured requests held when they ended, since start: in caches, in tasks that go
+    /// on, or leaked. Includes headers of responses, which the server frees soon after.
+    pub outlived_bytes_total: u64,
+}
+
+impl AdmissionStats {
+    /// Returns the requests rejected for this reason.
+    #[must_use]
+    pub fn rejected_total(&self, reason: RejectReason) -> u64 {
+        self.rejected.get(reason as usize).copied().unwrap_or(0)
+    }
+
+    /// Returns the number of requests that hold a permit now.
+    #[must_use]
+    pub const fn held(&self) -> u64 {
+        self.admitted_total.saturating_sub(self.finished_total)
+    }
+}
+
 /// Counts of one size class since start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
@@ -283,45 +315,24 @@ pub struct ClassStats {
     pub rejected_bytes_total: u64,
 }
 
-/// The sum of all stripes.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct RequestCounts {
-    /// Requests admitted, including exempt ones.
-    pub(super) admitted: u64,
-    pub(super) finished: u64,
-    pub(super) rejected: [u64; RejectReason::ALL.len()],
-    pub(super) outlived: u64,
-    resources: u64,
-    unloaded: u64,
-}
-
-impl RequestCounts {
+impl AdmissionStats {
     /// Adds the ended requests of a stripe. The ends of all stripes are added before the starts.
     pub(super) fn add_ended(&mut self, tally: &Shard) {
         // Acquire: a reader that sees an end sees the start, and everything released before the
         // end.
-        self.finished += tally.finished.load(Ordering::Acquire);
-        self.unloaded += tally.unloaded.load(Ordering::Acquire);
+        self.finished_total += tally.finished.load(Ordering::Acquire);
     }
 
     /// Adds the started requests of a stripe.
     pub(super) fn add(&mut self, tally: &Shard) {
-        if let Some(host) = tally.classes.first() {
-            let each = host.iter().map(|class| class.admitted.load(Ordering::Relaxed));
-            self.admitted += each.sum::<u64>();
-        }
-        self.admitted += tally.exempt.load(Ordering::Relaxed);
-        self.outlived = self.outlived.wrapping_add(tally.outlived.load(Ordering::Relaxed));
-        self.resources += tally.resources.load(Ordering::Relaxed);
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let host = tally.classes.first().into_iter().flatten();
+        self.admitted_total += host.map(|class| read(&class.admitted)).sum::<u64>();
+        self.admitted_total += read(&tally.exempt);
+        self.outlived_bytes_total = self.outlived_bytes_total.wrapping_add(read(&tally.outlived));
         for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
-            *sum += counter.load(Ordering::Relaxed);
+            *sum += read(counter);
         }
-    }
-
-    /// Returns the number of permits that have not been dropped, of requests and resources.
-    pub(super) const fn held(&self) -> u64 {
-        let requests = self.admitted.saturating_sub(self.finished);
-        requests.saturating_add(self.resources.saturating_sub(self.unloaded))
     }
 }
 
@@ -347,6 +358,11 @@ impl BudgetCounts {
         self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
     }
 
+    /// Returns the requests admitted since start, without exempt ones.
+    pub(super) fn admitted_total(&self) -> u64 {
+        self.classes.iter().map(|class| class.admitted_total).sum()
+    }
+
     /// Adds a stripe.
     pub(super) fn add(&mut self, tally: &Shard, budget: Budget) {
         let Some(classes) = tally.classes.get(budget as usize) else { return };
@@ -365,13 +381,6 @@ impl BudgetCounts {
     }
 }
 
-// Size classes of requests, used for counting and for fairness.
-//
-// Bounds are powers of two, so that no request of a class is more than twice another. Two
-// exceptions: one class holds everything up to the smallest bound, and one everything above the
-// largest.
-//
-// Invariant: `of(bytes)` is the first class whose bound is at least `bytes`.
 /// The power of two of the least bound, 16 KiB.
 const FIRST: u32 = 14;
 
@@ -382,7 +391,9 @@ const NAMES: [&str; SizeClass::COUNT] = [
     "16GiB", "32GiB", "64GiB", "larger",
 ];
 
-/// A class of requests of similar size: more than half of the bound and at most the bound.
+/// A class of requests of similar size, for counting and for fairness: more than half of the bound
+/// and at most the bound, the first that is at least the size. Bounds are powers of two. One class
+/// holds everything up to the smallest bound, and one everything above the largest.
 ///
 /// ```
 /// use lowtide_admission::ByteSize;
@@ -551,7 +562,7 @@ mod tests {
                 });
             }
         });
-        let (mut counts, mut host) = (RequestCounts::default(), BudgetCounts::default());
+        let (mut counts, mut host) = (AdmissionStats::default(), BudgetCounts::default());
         let mut device = BudgetCounts::default();
         for tally in &tallies {
             counts.add_ended(tally);
@@ -560,7 +571,7 @@ mod tests {
             device.add(tally, Budget::Device);
         }
         let all = EACH * threads;
-        assert_eq!((counts.admitted, counts.finished, counts.held()), (all, all, 0));
+        assert_eq!((counts.admitted_total, counts.finished_total, counts.held()), (all, all, 0));
         assert_eq!(counts.rejected, [all, all, 0, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(host.beside, 3 * all);
         let class = |bytes| host.classes[SizeClass::of(bytes).place()];

@@ -104,18 +104,8 @@ pub struct RouteUsage {
     pub memory: MemoryUsage,
 }
 
-/// The memory of the requests of a tenant.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-pub struct TenantUsage {
-    /// The tenant, shortened to 64 bytes; `other` for all without a record of their own.
-    pub tenant: String,
-    /// The memory.
-    pub memory: MemoryUsage,
-}
-
 /// The record of a route or a tenant.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Usage {
     /// Empty for a tenant.
     method: &'static str,
@@ -129,10 +119,7 @@ pub struct Usage {
 
 impl Usage {
     fn new(method: &'static str, name: &str) -> Self {
-        let zero = AtomicU64::default;
-        let (live, live_peak, requests) = (zero(), zero(), zero());
-        let (peaks, claims) = (zero(), zero());
-        Self { method, name: name.into(), live, live_peak, requests, peaks, claims }
+        Self { method, name: name.into(), ..Self::default() }
     }
 
     /// Returns `true` if this is the record of this route.
@@ -240,8 +227,8 @@ impl Usages {
     }
 
     /// Returns the memory of each tenant, the largest first.
-    pub(super) fn by_tenant(&self) -> Vec<TenantUsage> {
-        self.tenants.read(|of, memory| TenantUsage { tenant: of.name.to_string(), memory })
+    pub(super) fn by_tenant(&self) -> Vec<(String, MemoryUsage)> {
+        self.tenants.read(|of, memory| (of.name.to_string(), memory))
     }
 }
 
@@ -354,14 +341,14 @@ mod tests {
         of.change_live(ByteSize::ZERO, ByteSize::mib(3));
         of.change_live(ByteSize::ZERO, ByteSize::mib(4));
         of.change_live(ByteSize::mib(3), ByteSize::mib(1));
-        let memory = usages.by_tenant()[0].memory;
+        let memory = usages.by_tenant()[0].1;
         assert_eq!((memory.live, memory.live_peak), (ByteSize::mib(5), ByteSize::mib(7)));
         assert_eq!((memory.mean_peak(), memory.mean_claim()), (None, None));
         of.change_live(ByteSize::mib(4), ByteSize::ZERO);
         of.change_live(MIB, ByteSize::ZERO);
         of.add(ByteSize::mib(3), MIB);
         of.add(ByteSize::mib(4), ByteSize::ZERO);
-        let memory = usages.by_tenant()[0].memory;
+        let memory = usages.by_tenant()[0].1;
         assert_eq!((memory.live, memory.live_peak), (ByteSize::ZERO, ByteSize::mib(7)));
         assert_eq!(memory.mean_peak(), Some(ByteSize::kib(3_584)));
         assert_eq!(memory.mean_claim(), Some(ByteSize::kib(512)));

@@ -26,7 +26,6 @@
 //! It does not reserve, and reads no clock: the control loop's ticks are its time.
 
 use std::cmp::Reverse;
-use std::fmt;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -53,7 +52,7 @@ const BATCH: usize = 16;
 const MISSED_MAX: u32 = 10;
 
 /// The waiting requests of one admission.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct WaitQueue {
     /// The number of waiting requests: read without the lock.
     len: AtomicUsize,
@@ -103,7 +102,7 @@ pub(super) struct WaitTerms {
     pub(super) is_admitted: bool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct WaitList {
     /// Sorted by [`WaitingRequest::order`].
     list: Vec<WaitingRequest>,
@@ -134,15 +133,6 @@ struct WaitingRequest {
     waker: Option<Waker>,
 }
 
-impl fmt::Debug for WaitingRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WaitingRequest")
-            .field("id", &self.id)
-            .field("terms", &self.terms)
-            .finish_non_exhaustive()
-    }
-}
-
 impl WaitingRequest {
     fn order(&self) -> impl Ord + use<> {
         // Aged ones in the order of their arrival.
@@ -166,17 +156,9 @@ impl WaitingRequest {
     }
 
     /// Returns the bytes that later requests may still take past it.
-    fn leaves(&self, budget: Budget, ceiling: ByteSize) -> u64 {
-        let most = of(self.terms.cost, budget).min(ceiling.get());
-        most.saturating_sub(self.passed)
-    }
-}
-
-/// Returns the bytes of a cost in this budget.
-const fn of(cost: Cost, budget: Budget) -> u64 {
-    match budget {
-        Budget::Host => cost.host.get(),
-        Budget::Device => cost.device.get(),
+    fn leaves(&self, budget: Budget, ceilings: Cost) -> u64 {
+        let most = self.terms.cost.of(budget).min(ceilings.of(budget));
+        most.get().saturating_sub(self.passed)
     }
 }
 
@@ -198,15 +180,11 @@ impl WaitQueue {
     /// ends, and a suspended request waits on.
     pub(super) fn close(&self) {
         self.end_where(|entry| !entry.terms.is_admitted);
-        let wakers: Vec<_> = {
-            let mut entries = self.entries();
-            let woken = entries.list.iter_mut().map(|entry| {
-                entry.is_woken = true;
-                entry.waker.take()
-            });
-            woken.collect()
-        };
-        wakers.into_iter().flatten().for_each(Waker::wake);
+        // One without a waker has been woken, or has not waited yet.
+        self.in_batches(|entries, batch| {
+            let mut waiting = entries.list.iter_mut().filter(|entry| entry.waker.is_some());
+            waiting.all(|entry| batch.add(entry));
+        });
     }
 
     fn end_where(&self, is_ended: impl Fn(&WaitingRequest) -> bool) {
@@ -285,6 +263,7 @@ impl WaitQueue {
         let id = entries.next;
         entries.next += 1;
         let ahead = entries.list.iter().filter(|other| other.terms.tenant == terms.tenant);
+        let bytes = |of: Cost| of.host.saturating_add(of.device).get();
         let ahead = ahead.map(|other| other.tag.saturating_add(bytes(other.terms.cost))).max();
         let tag = ahead.map_or(entries.admitted, |ahead| ahead.max(entries.admitted));
         let entry = WaitingRequest {
@@ -345,7 +324,7 @@ impl WaitQueue {
         id: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
-        ceilings: [ByteSize; 2],
+        ceilings: Cost,
         book: impl FnOnce() -> Result<T, (Budget, E)>,
     ) -> Result<T, PassError<E>> {
         let mut entries = self.entries();
@@ -356,8 +335,8 @@ impl WaitQueue {
         let (at, has_aged) = entries.before(id, cost, priority, ceilings);
         let ahead = entries.list.get(..at).unwrap_or_default();
         let is_blocked = ahead.iter().any(|entry| {
-            let leaves = |budget| entry.leaves(budget, ceiling(ceilings, budget));
-            entry.lacks().is_some_and(|budget| of(cost, budget) > leaves(budget))
+            let leaves = |budget| entry.leaves(budget, ceilings);
+            entry.lacks().is_some_and(|budget| cost.of(budget).get() > leaves(budget))
         });
         let lacked = ahead.iter().find_map(WaitingRequest::lacks);
         let booked = if is_blocked { Err(None) } else { book().map_err(Some) };
@@ -419,7 +398,7 @@ impl WaitQueue {
     /// that wait for something else than bytes.
     #[cold]
     pub(super) fn wake(&self, [host, device]: [&Ledger; 2], mut others: usize) {
-        let ceilings = [host.ceiling(), device.ceiling()];
+        let ceilings = Cost { host: host.ceiling(), device: device.ceiling() };
         self.in_batches(|entries, batch| {
             let mut room = [host.room().get(), device.room().get()];
             // What those in front leave to those behind.
@@ -428,7 +407,7 @@ impl WaitQueue {
                 let Some(budget) = entry.lacks() else { continue };
                 let cost = [entry.terms.cost.host.get(), entry.terms.cost.device.get()];
                 // It entered below a higher ceiling, and is answered at its next attempt.
-                let is_too_large = of(entry.terms.cost, budget) > ceiling(ceilings, budget).get();
+                let is_too_large = entry.terms.cost.of(budget) > ceilings.of(budget);
                 let fits = |budget: usize| {
                     let [cost, room, leaves] = [&cost, &room, &leaves].map(|of| of.get(budget));
                     cost <= room.min(leaves)
@@ -442,7 +421,7 @@ impl WaitQueue {
                         batch.add(entry);
                     }
                 } else if let Some(leaves) = leaves.get_mut(budget as usize) {
-                    *leaves = entry.leaves(budget, ceiling(ceilings, budget)).min(*leaves);
+                    *leaves = entry.leaves(budget, ceilings).min(*leaves);
                 }
                 if batch.is_full() {
                     return;
@@ -466,11 +445,8 @@ impl WaitQueue {
     pub(super) fn wake_loads(&self) {
         self.in_batches(|entries, batch| {
             let is_load = |it: &WaitingRequest| matches!(it.lack, Some(WaitReason::Load(_)));
-            for entry in entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken) {
-                if !batch.add(entry) {
-                    return;
-                }
-            }
+            let mut loads = entries.list.iter_mut().filter(|it| is_load(it) && !it.is_woken);
+            loads.all(|entry| batch.add(entry));
         });
     }
 
@@ -516,17 +492,6 @@ impl WakeBatch {
     }
 }
 
-fn bytes(cost: Cost) -> u64 {
-    cost.host.saturating_add(cost.device).get()
-}
-
-const fn ceiling([host, device]: [ByteSize; 2], budget: Budget) -> ByteSize {
-    match budget {
-        Budget::Host => host,
-        Budget::Device => device,
-    }
-}
-
 impl WaitList {
     fn at(&self, id: &WaitId) -> Option<usize> {
         self.list.iter().position(|entry| entry.id == id.0)
@@ -545,7 +510,7 @@ impl WaitList {
         id: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
-        ceilings: [ByteSize; 2],
+        ceilings: Cost,
     ) -> (usize, bool) {
         let before = |entries: &Self| match id.and_then(|id| entries.at(id)) {
             Some(at) => at,
@@ -558,9 +523,9 @@ impl WaitList {
         let mut has_aged = false;
         for entry in self.list.get_mut(at..).unwrap_or_default() {
             let Some(budget) = entry.passed_by(id).filter(|_| !entry.has_aged) else { continue };
-            let passing = of(cost, budget);
+            let passing = cost.of(budget).get();
             let passed = entry.passed.saturating_add(passing);
-            if passing > 0 && passed > ceiling(ceilings, budget).get() {
+            if passing > 0 && passed > ceilings.of(budget).get() {
                 (entry.has_aged, has_aged) = (true, true);
             }
         }
@@ -580,7 +545,7 @@ impl WaitList {
         }
         for entry in &mut self.list {
             if let Some(budget) = entry.passed_by(id) {
-                entry.passed = entry.passed.saturating_add(of(cost, budget));
+                entry.passed = entry.passed.saturating_add(cost.of(budget).get());
             }
         }
         if self.list.is_empty() {
@@ -639,7 +604,13 @@ mod models {
             let cx = &Context::from_waker(Waker::noop());
             assert_eq!(self.queue.poll(&id, cx), Poll::Ready(true), "its first turn");
             let book = || self.host.try_book_more(ALL).map_err(|short| (Budget::Host, short));
-            let passed = self.queue.pass(Some(&id), cost, priority, [ALL, ByteSize::MAX], book);
+            let passed = self.queue.pass(
+                Some(&id),
+                cost,
+                priority,
+                Cost { host: ALL, device: ByteSize::MAX },
+                book,
+            );
             others.into_iter().for_each(|other| other.join().expect("no panic"));
             assert!(passed.is_ok() || self.queue.poll(&id, cx) == Poll::Ready(true), "lost");
             assert_eq!(self.host.reserved(), if passed.is_ok() { ALL } else { ByteSize::ZERO });

@@ -209,47 +209,27 @@ impl Sum for ByteSize {
 /// A text that cannot be parsed as an amount of memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum ParseByteSizeError {
-    /// The text has no digits at the start.
-    NoNumber {
-        /// The text.
-        text: String,
-    },
-    /// The unit is unknown, or decimal and therefore ambiguous.
-    Unit {
-        /// The text.
-        text: String,
-        /// The unit.
-        unit: String,
-    },
-    /// The amount does not fit 64 bits, or has a fraction of a byte.
-    Range {
-        /// The text.
-        text: String,
-    },
+pub struct ParseByteSizeError {
+    /// The text.
+    pub text: String,
+    /// The accepted syntax, as a phrase to follow the word "expected".
+    pub expected: &'static str,
 }
 
 impl ParseByteSizeError {
-    /// Returns the accepted syntax, as a phrase to follow the word "expected".
-    #[must_use]
-    pub const fn expected(&self) -> &'static str {
-        match self {
-            Self::NoNumber { .. } => {
-                "digits, then B, k, m, g, t, Ki, Mi, Gi, Ti, KiB, MiB, GiB or TiB"
-            }
-            Self::Unit { .. } => {
-                "digits, then B, k, m, g, t, Ki, Mi, Gi, Ti, KiB, MiB, GiB or TiB \
-                 (MB and other decimal units are ambiguous and not accepted)"
-            }
-            Self::Range { .. } => "a whole number of bytes below 2^64",
-        }
-    }
+    /// There are no digits at the start.
+    const NO_NUMBER: &str = "digits, then B, k, m, g, t, Ki, Mi, Gi, Ti, KiB, MiB, GiB or TiB";
+    /// The unit is unknown, or decimal and therefore ambiguous.
+    const UNIT: &str = "digits, then B, k, m, g, t, Ki, Mi, Gi, Ti, KiB, MiB, GiB or TiB \
+        (MB and other decimal units are ambiguous and not accepted)";
+    /// The amount does not fit 64 bits, or has a fraction of a byte.
+    const RANGE: &str = "a whole number of bytes below 2^64";
 }
 
 impl fmt::Display for ParseByteSizeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::NoNumber { text } | Self::Unit { text, .. } | Self::Range { text }) = self;
-        write!(f, "{text:?} is not an amount of memory: expected {}", self.expected())
+        let Self { text, expected } = self;
+        write!(f, "{text:?} is not an amount of memory: expected {expected}")
     }
 }
 
@@ -262,6 +242,7 @@ impl FromStr for ByteSize {
     /// reads them), `Ki Mi Gi Ti` or `KiB MiB GiB TiB`, in any case. A space before the unit is
     /// allowed.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let error = |expected| ParseByteSizeError { text: text.to_owned(), expected };
         let trimmed = text.trim();
         let split =
             trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
@@ -273,23 +254,15 @@ impl FromStr for ByteSize {
             "m" | "mi" | "mib" => MIB,
             "g" | "gi" | "gib" => GIB,
             "t" | "ti" | "tib" => TIB,
-            _ if number.is_empty() => {
-                return Err(ParseByteSizeError::NoNumber { text: text.to_owned() });
-            }
-            _ => {
-                return Err(ParseByteSizeError::Unit {
-                    text: text.to_owned(),
-                    unit: unit.to_owned(),
-                });
-            }
+            _ if number.is_empty() => return Err(error(ParseByteSizeError::NO_NUMBER)),
+            _ => return Err(error(ParseByteSizeError::UNIT)),
         };
         let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
         if whole.is_empty() || fraction.is_empty() {
-            return Err(ParseByteSizeError::NoNumber { text: text.to_owned() });
+            return Err(error(ParseByteSizeError::NO_NUMBER));
         }
-        bytes_of(whole, fraction, scale)
-            .map(Self)
-            .ok_or_else(|| ParseByteSizeError::Range { text: text.to_owned() })
+        let bytes = bytes_of(whole, fraction, scale);
+        bytes.map(Self).ok_or_else(|| error(ParseByteSizeError::RANGE))
     }
 }
 
@@ -370,8 +343,8 @@ mod tests {
     #[test]
     fn every_unit_that_an_error_names_is_one_and_both_errors_name_the_same() {
         let (none, unit) = ("m".parse::<ByteSize>(), "5x".parse::<ByteSize>());
-        let none = none.expect_err("no number").expected();
-        assert!(unit.expect_err("no unit").expected().starts_with(none));
+        let none = none.expect_err("no number").expected;
+        assert!(unit.expect_err("no unit").expected.starts_with(none));
         let units = none.strip_prefix("digits, then ").expect("units after the digits");
         for unit in units.split(", ").flat_map(|part| part.split(" or ")) {
             assert!(format!("1{unit}").parse::<ByteSize>().is_ok(), "{unit}");

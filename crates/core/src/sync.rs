@@ -68,8 +68,7 @@ loom::thread_local! {
 }
 
 /// Marks its thread as background or foreground until it is dropped.
-#[derive(Debug)]
-pub struct Background {
+struct Background {
     before: bool,
     /// The mark belongs to the thread, so the guard must be dropped there.
     _here: PhantomData<*const ()>,
@@ -79,14 +78,14 @@ pub struct Background {
 /// On such a thread nothing waits for all work of a device, because that would invalidate every
 /// graph capture in the context.
 #[must_use = "the mark ends when this is dropped"]
-pub fn background() -> Background {
+pub fn background() -> impl Drop {
     Background { before: BACKGROUND.with(|of| of.replace(true)), _here: PhantomData }
 }
 
 /// Marks the following work on this thread as the program's own. A callback that runs in background
 /// work may wait for the device work that it requests.
 #[must_use = "the mark ends when this is dropped"]
-pub fn foreground() -> Background {
+pub fn foreground() -> impl Drop {
     Background { before: BACKGROUND.with(|of| of.replace(false)), _here: PhantomData }
 }
 

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::thread::park_timeout;
 use std::time::Duration;
 
-use lowtide::admission::Resource as _;
 use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION, Targets};
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::device::DeviceArena;

@@ -15,7 +15,6 @@ use hyper::body::Bytes;
 use hyper::header::CONTENT_TYPE;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use lowtide::admission::Resource as _;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::{BoxError, ByteSize, Memory};

@@ -232,7 +232,7 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
             let query = Query::read(query, &["arena", "keep"], "arena or keep")?;
             let text = query.get("keep").unwrap_or("0");
             let keep = text.parse().map_err(|error: ParseByteSizeError| {
-                QueryError::value("keep", text, error.expected())
+                QueryError::value("keep", text, error.expected)
             })?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
@@ -257,7 +257,7 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
     let limit = match query.need("limit")? {
         "none" => None,
         text => Some(text.parse().map_err(|error: ParseByteSizeError| {
-            QueryError::value("limit", text, format!("{}, or none", error.expected()))
+            QueryError::value("limit", text, format!("{}, or none", error.expected))
         })?),
     };
     let within = match query.get("within") {

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::Resource as _;
 
 use super::support::{Managed, ask, embed, post, stage};
 use super::wire::{Message, until};

@@ -2,57 +2,62 @@
 //!
 //! It takes no sample and sets no level: the loop does.
 //!
-//! Invariant: each tick first corrects the ledger and then shares the room, so that no headroom is
-//! computed from an old allowance.
+//! Invariants: each tick first corrects the ledger and then shares the room, so that no headroom is
+//! computed from an old allowance; the figures of one device change the allowance of no other.
 
 use std::sync::atomic::Ordering;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::Settings;
-use crate::admission::{Admission, AdmissionStats};
+use crate::admission::Admission;
 use crate::correction::{Correction, Measured, RequestRate};
 use crate::cost::Budget;
 use crate::fairness::{Fairness, LedgerFigures};
 use crate::ledger::{Ledger, RoomSharing};
 use crate::pressure::{Level, PressureTracker, Thresholds};
 use crate::state::AdmissionState;
-use crate::tally::{BudgetCounts, ClassStats, SizeClass};
+use crate::tally::{AdmissionStats, BudgetCounts};
 
 /// The level and the learned figures of one budget.
 #[derive(Debug)]
 pub(super) struct BudgetAccount {
+    admission: Admission,
     pub(super) budget: Budget,
     pub(super) pressure: PressureTracker,
     pub(super) correction: Correction,
-    /// The smallest request seen.
-    pub(super) smallest: ByteSize,
-    /// Requests admitted since start, without exempt ones.
-    pub(super) admitted: u64,
     /// Requests by class since start.
-    pub(super) classes: [ClassStats; SizeClass::COUNT],
+    pub(super) counts: BudgetCounts,
     fairness: Fairness,
+    pub(super) turns: RateMeter,
 }
 
 impl BudgetAccount {
-    pub(super) fn new(budget: Budget, thresholds: Thresholds, correction_factor: f64) -> Self {
+    pub(super) fn new(
+        admission: Admission,
+        budget: Budget,
+        thresholds: Thresholds,
+        correction_factor: f64,
+    ) -> Self {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
-        let (pressure, smallest) = (PressureTracker::new(thresholds), ByteSize::new(1));
-        let classes = BudgetCounts::default().classes;
-        Self { budget, pressure, correction, smallest, admitted: 0, classes, fairness }
+        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::default());
+        let turns = RateMeter::default();
+        Self { admission, budget, pressure, correction, counts, fairness, turns }
+    }
+
+    pub(super) fn state(&self) -> &'static AdmissionState {
+        self.admission.state()
+    }
+
+    pub(super) fn ledger(&self) -> &'static Ledger {
+        self.state().ledger(self.budget)
     }
 
     /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
     /// force, and nothing is held or reserved. The device's budget without a device is so always.
-    pub(super) fn is_unused(
-        &self,
-        admission: &Admission,
-        physical: ByteSize,
-        limit: ByteSize,
-    ) -> bool {
-        let ledger = admission.ledger(self.budget);
+    pub(super) fn is_unused(&self, physical: ByteSize, limit: ByteSize) -> bool {
+        let ledger = self.ledger();
         limit == ByteSize::MAX
             && physical.is_zero()
             && ledger.ceiling() == ByteSize::MAX
@@ -61,35 +66,40 @@ impl BudgetAccount {
     }
 
     /// Updates the allowance and the headroom reserved within it.
-    pub(super) fn correct(&mut self, admission: &Admission, measured: Measured) {
+    pub(super) fn correct(&mut self, measured: Measured) {
         let since = measured.turnover.time;
-        let ledger = admission.ledger(self.budget);
+        let ledger = self.ledger();
         ledger.correct(&mut self.correction, measured);
-        let counts = admission.state().budget_counts(self.budget);
-        self.smallest = counts.smallest();
-        self.admitted = counts.classes.iter().map(|class| class.admitted_total).sum();
-        self.classes = counts.classes;
-        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &counts);
+        self.counts = self.state().budget_counts(self.budget);
+        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &self.counts);
         ledger.balance(balance);
     }
 
     /// Publishes a last allowance, as if nothing were held but the reservations, and no reserved
     /// headroom: no further update will follow.
-    pub(super) fn leave(&mut self, admission: &Admission) {
-        let ledger = admission.ledger(self.budget);
+    pub(super) fn leave(&mut self) {
+        let ledger = self.ledger();
         let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
         ledger.correct(&mut self.correction, measured);
         ledger.balance(RoomSharing::default());
     }
+
+    /// Updates the allowance of a further device, whose admission is its own: only the device's
+    /// bytes are reserved in it. It has neither a level nor reclaim steps: its owner releases idle
+    /// memory by its own figures.
+    pub(super) fn update_device(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
+        let DeviceFigures { committed, idle, limit } = figures;
+        self.state().is_device_lost.store(is_lost(limit), Ordering::Relaxed);
+        let limit = limit.unwrap_or(ByteSize::MAX);
+        if self.is_unused(committed, limit) {
+            return;
+        }
+        let turnover = self.turns.next(&self.admission.stats(), now);
+        let ceiling = ceiling(limit, share);
+        self.correct(Measured { physical: committed, purgeable: idle, ceiling, turnover });
+    }
 }
 
-// The budgets of further devices: each has an admission of its own, in which only the device's
-// bytes are reserved.
-//
-// The first device's budget is in the service's admission, with its level and its reclaim steps. A
-// further device has neither: its owner releases idle memory by its own figures.
-//
-// Invariant: the figures of one device change the allowance of no other.
 /// The memory of one device in a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceFigures {
@@ -114,61 +124,11 @@ pub(super) const fn ceiling(limit: ByteSize, share: f64) -> ByteSize {
     }
 }
 
-/// The budget of one further device.
-#[derive(Debug)]
-pub(super) struct DeviceAccount {
-    admission: Admission,
-    account: BudgetAccount,
-    turns: RateMeter,
-}
-
-impl DeviceAccount {
-    pub(super) fn new(admission: Admission, settings: &Settings) -> Self {
-        let (thresholds, factor) = (Thresholds::default(), settings.correction_factor);
-        let account = BudgetAccount::new(Budget::Device, thresholds, factor);
-        Self { admission, account, turns: RateMeter::default() }
-    }
-
-    /// Updates the allowance.
-    pub(super) fn update(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
-        let DeviceFigures { committed, idle, limit } = figures;
-        self.admission.state().is_device_lost.store(is_lost(limit), Ordering::Relaxed);
-        let limit = limit.unwrap_or(ByteSize::MAX);
-        if self.account.is_unused(&self.admission, committed, limit) {
-            return;
-        }
-        let turnover = self.turns.next(&self.admission.stats(), now);
-        let ceiling = ceiling(limit, share);
-        let measured = Measured { physical: committed, purgeable: idle, ceiling, turnover };
-        self.account.correct(&self.admission, measured);
-    }
-
-    pub(super) fn state(&self) -> &'static AdmissionState {
-        self.admission.state()
-    }
-
-    /// Returns the account of the device's bytes.
-    pub(super) fn ledger(&self) -> &'static Ledger {
-        &self.state().device
-    }
-
-    /// Publishes a last allowance, as if nothing were held but the reservations.
-    pub(super) fn leave(&mut self) {
-        self.account.leave(&self.admission);
-    }
-}
-
 /// The time of the last tick, and the requests that had ended by then.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct RateMeter {
     at: Moment,
     finished: u64,
-}
-
-impl Default for RateMeter {
-    fn default() -> Self {
-        Self { at: Moment::ORIGIN, finished: 0 }
-    }
 }
 
 impl RateMeter {
@@ -188,20 +148,21 @@ mod tests {
     #[test]
     fn a_budget_is_corrected_while_it_is_limited_held_or_reserved() {
         let (admission, none) = (Admission::new(), ByteSize::ZERO);
-        let mut account = BudgetAccount::new(Budget::Device, Thresholds::default(), 2.0);
+        let mut account =
+            BudgetAccount::new(admission.clone(), Budget::Device, Thresholds::default(), 2.0);
         let limit = ByteSize::mib(100);
-        assert!(account.is_unused(&admission, none, ByteSize::MAX));
-        assert!(!account.is_unused(&admission, ByteSize::new(1), ByteSize::MAX));
-        assert!(!account.is_unused(&admission, none, limit));
+        assert!(account.is_unused(none, ByteSize::MAX));
+        assert!(!account.is_unused(ByteSize::new(1), ByteSize::MAX));
+        assert!(!account.is_unused(none, limit));
         let permit = admission.try_admit(Cost::device(ByteSize::new(1))).expect("no limit");
-        assert!(!account.is_unused(&admission, none, ByteSize::MAX));
+        assert!(!account.is_unused(none, ByteSize::MAX));
         drop(permit);
-        assert!(account.is_unused(&admission, none, ByteSize::MAX));
-        account.correct(&admission, Measured { ceiling: limit, ..Measured::default() });
-        assert!(!account.is_unused(&admission, none, ByteSize::MAX), "a limit is in force");
+        assert!(account.is_unused(none, ByteSize::MAX));
+        account.correct(Measured { ceiling: limit, ..Measured::default() });
+        assert!(!account.is_unused(none, ByteSize::MAX), "a limit is in force");
         let unlimited = Measured { ceiling: ByteSize::MAX, ..Measured::default() };
-        account.correct(&admission, unlimited);
-        assert!(account.is_unused(&admission, none, ByteSize::MAX));
+        account.correct(unlimited);
+        assert!(account.is_unused(none, ByteSize::MAX));
     }
 }
 
@@ -213,27 +174,27 @@ mod device_tests {
 
     #[test]
     fn a_device_admits_by_its_own_figures_and_nothing_once_it_is_lost() {
-        let (settings, admission) = (Settings::default(), Admission::new());
-        let mut account = DeviceAccount::new(admission.clone(), &settings);
+        let (admission, marks) = (Admission::new(), Thresholds::default());
+        let mut account = BudgetAccount::new(admission.clone(), Budget::Device, marks, 2.0);
         let figures = DeviceFigures {
             committed: ByteSize::mib(40),
             idle: ByteSize::mib(40),
             limit: Some(ByteSize::mib(100)),
         };
-        account.update(figures, 0.8, Moment::ORIGIN);
+        account.update_device(figures, 0.8, Moment::ORIGIN);
         let ask = |mib| admission.try_admit(Cost::device(ByteSize::mib(mib)));
         let held = ask(30).expect("idle memory is room");
         assert!(!account.ledger().requests().is_zero());
         assert!(matches!(ask(81), Err(Rejected::TooLarge { .. })));
         let lost = DeviceFigures { limit: Some(ByteSize::ZERO), ..DeviceFigures::default() };
-        account.update(lost, 0.8, Moment::ORIGIN);
+        account.update_device(lost, 0.8, Moment::ORIGIN);
         let rejected = Rejected::DeviceLost { asked: ByteSize::mib(1) };
         assert_eq!(ask(1).map(drop), Err(rejected));
         let host = admission.try_admit(Cost::host(ByteSize::mib(1)));
         assert!(host.is_ok(), "what needs no device is admitted");
         drop((held, host));
         assert!(account.ledger().requests().is_zero());
-        account.update(figures, 0.8, Moment::ORIGIN);
+        account.update_device(figures, 0.8, Moment::ORIGIN);
         assert!(ask(30).is_ok());
     }
 }

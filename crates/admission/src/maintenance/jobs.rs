@@ -160,7 +160,7 @@ impl Iterator for Jobs {
 }
 
 /// The pending jobs. One worker waits on it; any thread may push.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct JobQueue {
     pending: AtomicU64,
     closed: AtomicBool,
@@ -168,12 +168,6 @@ pub struct JobQueue {
 }
 
 impl JobQueue {
-    /// Creates an open queue without jobs.
-    #[must_use]
-    pub fn new() -> Self {
-        Self { pending: AtomicU64::new(0), closed: AtomicBool::new(false), bell: Bell::new() }
-    }
-
     /// Adds jobs and wakes the worker. A job that is already pending stays single. Does nothing
     /// after [`JobQueue::close`].
     pub fn push(&self, jobs: Jobs) {
@@ -237,12 +231,6 @@ impl JobQueue {
     }
 }
 
-impl Default for JobQueue {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
@@ -261,7 +249,7 @@ mod tests {
 
     #[test]
     fn the_most_urgent_comes_first_and_doubles_are_one() {
-        let queue = JobQueue::new();
+        let queue = JobQueue::default();
         let purge = |trigger| Job::Purge { trigger };
         for job in [
             Job::Publish,
@@ -289,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_closed_queue_ends_the_worker_after_what_waits() {
-        let queue = JobQueue::new();
+        let queue = JobQueue::default();
         queue.push_one(Job::Publish);
         queue.close();
         queue.push_one(Job::UnloadIdle);
@@ -300,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_push_wakes_the_worker() {
-        let queue = JobQueue::new();
+        let queue = JobQueue::default();
         let clock = ManualClock::new();
         std::thread::scope(|scope| {
             let worker = scope.spawn(|| queue.wait(&clock));

@@ -27,18 +27,18 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::admission::{Admission, AdmissionStats};
+use super::admission::Admission;
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
 use super::correction::{Measured, RequestRate};
 use super::cost::{Budget, Cost, RejectReason};
 use super::exhaustion::{Exhaustion, ExhaustionSample};
-use super::ledger::Ledger;
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
-use super::pressure::Level;
+use super::pressure::{Level, Thresholds};
 use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
-use account::{BudgetAccount, DeviceAccount, RateMeter};
+use super::tally::AdmissionStats;
+use account::BudgetAccount;
 use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, taken};
 
@@ -176,16 +176,15 @@ pub struct Maintenance {
     purge: Arc<ReclaimBackoff>,
     host: BudgetAccount,
     device: BudgetAccount,
-    further: Vec<DeviceAccount>,
+    further: Vec<BudgetAccount>,
     ceiling: Ceiling,
     last: Option<Sample>,
-    turns: RateMeter,
     /// The time for which the next tick is planned.
     planned: Moment,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
-    /// held and the heap has not moved.
+    /// held and the heap has not moved, with the sample of then.
     admitted: u64,
-    quiet_since: Option<QuietSince>,
+    quiet_since: Option<(Moment, Sample)>,
     purged_at: Moment,
     /// The answer of the function of that name at this tick.
     may_fill_up: bool,
@@ -222,23 +221,23 @@ impl Maintenance {
         policy: ReclaimPolicy,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
-        let account =
-            |budget| BudgetAccount::new(budget, settings.thresholds, settings.correction_factor);
+        let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
+        let account = |budget| BudgetAccount::new(admission.clone(), budget, thresholds, factor);
+        let (host, device) = (account(Budget::Host), account(Budget::Device));
         Ok(Self {
             settings,
             sensor,
             admission,
             resources,
             policy,
-            queue: Arc::new(JobQueue::new()),
+            queue: Arc::default(),
             state: Arc::default(),
             purge: Arc::default(),
-            host: account(Budget::Host),
-            device: account(Budget::Device),
+            host,
+            device,
             further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
             last: None,
-            turns: RateMeter::default(),
             planned: Moment::NEVER,
             admitted: 0,
             quiet_since: None,
@@ -262,7 +261,9 @@ impl Maintenance {
     /// Adds the budget of a further device: the device's bytes in `admission`, which has no other
     /// user for them. Called before the first tick.
     pub fn add_device(&mut self, admission: Admission) {
-        self.further.push(DeviceAccount::new(admission, &self.settings));
+        let (thresholds, factor) = (Thresholds::default(), self.settings.correction_factor);
+        let account = BudgetAccount::new(admission, Budget::Device, thresholds, factor);
+        self.further.push(account);
     }
 
     /// Returns the queue that receives the jobs.
@@ -399,10 +400,8 @@ impl Maintenance {
     /// critical level at that moment would reject requests forever. A closed admission stays
     /// closed.
     pub fn leave(&mut self) {
-        for account in [&mut self.host, &mut self.device] {
-            account.leave(&self.admission);
-        }
-        self.further.iter_mut().for_each(DeviceAccount::leave);
+        let own = [&mut self.host, &mut self.device];
+        own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
         self.admission.set_level(Level::None);
         self.admission.state().unowned.store(0, Ordering::Relaxed);
         self.admission.state().host.set_single(ByteSize::ZERO);
@@ -428,8 +427,8 @@ impl Maintenance {
             now,
             ExhaustionSample {
                 most,
-                smallest: self.host.smallest,
-                admitted_total: self.host.admitted,
+                smallest: self.host.counts.smallest(),
+                admitted_total: self.host.counts.admitted_total(),
                 refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
                 purged: purge_ended.then_some(self.purged_at),
             },
@@ -462,7 +461,7 @@ impl Maintenance {
 
     /// Updates levels, allowances and reserved headroom.
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
-        let turnover = self.turns.next(stats, now);
+        let turnover = self.host.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let is_lost = account::is_lost(sample.device_limit);
         self.admission.state().is_device_lost.store(is_lost, Ordering::Relaxed);
@@ -480,11 +479,11 @@ impl Maintenance {
         ];
         let mark = self.settings.thresholds.down[0];
         let wanted = budgets.map(|(account, physical, purgeable, limit, ceiling)| {
-            if account.is_unused(&self.admission, physical, limit) {
+            if account.is_unused(physical, limit) {
                 return ByteSize::ZERO;
             }
             let measured = Measured { physical, purgeable, ceiling, turnover };
-            account.correct(&self.admission, measured);
+            account.correct(measured);
             if limit == ByteSize::MAX {
                 ByteSize::ZERO
             } else {
@@ -492,13 +491,12 @@ impl Maintenance {
             }
         });
         for (nth, device) in self.further.iter_mut().enumerate() {
-            device.update(self.sensor.further_device(nth), self.settings.ceiling, now);
+            device.update_device(self.sensor.further_device(nth), self.settings.ceiling, now);
         }
-        let further = self.further.iter().map(|device| device.ledger().utilization());
-        let budgets = [Budget::Host, Budget::Device].map(|of| self.admission.ledger(of));
-        let utilizations = budgets.into_iter().map(Ledger::utilization).chain(further);
+        let accounts = [&self.host, &self.device].into_iter().chain(&self.further);
+        let utilizations = accounts.map(|account| account.ledger().utilization());
         self.state.utilizations.add(turnover.time, utilizations);
-        self.state.set_sample(sample, limit, now);
+        self.state.set_sample(sample, limit);
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
         // device is rejected by its ledger, and no process is killed.
@@ -532,7 +530,7 @@ impl Maintenance {
             reserved,
             held: reserved.saturating_sub(unheld),
             is_measured: !unheld.is_zero() || correction.is_measured(),
-            classes: self.host.classes,
+            classes: self.host.counts.classes,
             rejected_by_level: by_level.map(|reason| stats.rejected_total(reason)).iter().sum(),
         };
         self.state.record_limits(limits, self.settings.ceiling);
@@ -555,7 +553,7 @@ impl Maintenance {
             required: sample.required(),
             uncovered: self.host.correction.uncovered,
             is_measured: self.host.correction.is_measured(),
-            unlearned: self.admission.ledger(Budget::Host).unlearned(),
+            unlearned: self.admission.state().host.unlearned(),
             level: self.host.pressure.level(),
             turnover,
             tick: self.settings.active_tick,
@@ -574,11 +572,14 @@ impl Maintenance {
             self.quiet_since = None;
             return false;
         }
-        let begins =
-            QuietSince { at: now, active: sample.heap_active, purgeable: sample.purgeable };
         let worth = self.purge_worth(sample);
-        let since = self.quiet_since.filter(|since| !since.has_moved(&begins, worth));
-        now - self.quiet_since.insert(since.unwrap_or(begins)).at >= self.settings.quiet
+        let rests = |(_, then): &(Moment, Sample)| {
+            let moved = then.heap_active.get().abs_diff(sample.heap_active.get());
+            let freed = sample.purgeable.saturating_sub(then.purgeable);
+            moved <= worth.get() && freed <= worth
+        };
+        let since = self.quiet_since.filter(rests).unwrap_or((now, *sample));
+        now - self.quiet_since.insert(since).0 >= self.settings.quiet
     }
 
     /// Publishes the saturation.
@@ -598,8 +599,7 @@ impl Maintenance {
     /// Returns the largest part that is taken of a budget.
     fn taken(&self) -> f64 {
         let Cost { host, device } = self.admission.state().by_budget(self.resources.evictable());
-        let own = taken(self.admission.ledger(Budget::Host), host)
-            .max(taken(self.admission.ledger(Budget::Device), device));
+        let own = taken(self.host.ledger(), host).max(taken(self.device.ledger(), device));
         let further = self.further.iter().map(|device| taken(device.ledger(), ByteSize::ZERO));
         further.fold(own, f64::max)
     }
@@ -609,7 +609,9 @@ impl Maintenance {
         for account in [&self.host, &self.device] {
             let level = account.pressure.level();
             let due = self.policy.due(account.budget, level, now);
-            if let Some(step) = due.filter(|&step| self.policy.start(step, now)) {
+            let starts =
+                |&at: &usize| self.policy.step(at).is_some_and(|step| step.pace.start(now));
+            if let Some(step) = due.filter(starts) {
                 jobs.insert(Job::Reclaim { step });
             }
         }
@@ -633,30 +635,11 @@ impl Maintenance {
         let before = self.last.map_or(ByteSize::MAX, |last| last.physical);
         let grown = sample.physical.saturating_sub(before);
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
-        let held = |budget| !self.admission.ledger(budget).requests().is_zero();
         let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
         let waits = !self.admission.state().queue.is_empty();
-        let is_held = held(Budget::Host)
-            || held(Budget::Device)
-            || self.further.iter().any(|device| !device.ledger().requests().is_zero());
+        let mut accounts = [&self.host, &self.device].into_iter().chain(&self.further);
+        let is_held = accounts.any(|account| !account.ledger().requests().is_zero());
         filled || grows || pressed || waits || is_held
-    }
-}
-
-/// The begin of a quiet time, and the heap then.
-#[derive(Clone, Copy, Debug)]
-struct QuietSince {
-    at: Moment,
-    active: ByteSize,
-    purgeable: ByteSize,
-}
-
-impl QuietSince {
-    /// Returns `true` if the heap has allocated or freed more than this.
-    fn has_moved(&self, now: &Self, worth: ByteSize) -> bool {
-        let moved = self.active.get().abs_diff(now.active.get());
-        let freed = now.purgeable.saturating_sub(self.purgeable);
-        moved > worth.get() || freed > worth
     }
 }
 

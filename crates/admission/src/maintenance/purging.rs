@@ -29,8 +29,8 @@
 
 use std::time::Duration;
 
-use crate::admission::AdmissionStats;
 use crate::pressure::Level;
+use crate::tally::AdmissionStats;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
@@ -424,7 +424,7 @@ mod tests {
         let (seen, resources) = (Seen::of(sample_of(20)), Resources::new());
         let (mut loops, admission) = loops(&seen, Settings::default(), resources.clone());
         let loaded = Managed::builder("model", || Ok(())).build(Arc::new(ManualClock::new()), None);
-        resources.add(Arc::new(loaded.clone())).expect("the first");
+        resources.add(&loaded).expect("the first");
         let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
         drop(loaded.acquire_blocking().expect("loads"));

@@ -15,7 +15,6 @@ use crate::cost::Budget;
 use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
 use crate::pressure::{Level, PressureTracker};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
 
 use super::saturation::Utilizations;
 use super::{Sample, Trigger};
@@ -37,7 +36,6 @@ pub struct PressureState {
     ceiling_parts: [AtomicU64; CeilingParts::COUNT],
     /// Bits of an `f64`.
     saturation: AtomicU64,
-    sampled_at: AtomicU64,
     ticks: AtomicU64,
     late: AtomicU64,
     exhausted: AtomicBool,
@@ -156,13 +154,6 @@ impl PressureState {
         self.saturation.store(saturation.to_bits(), Ordering::Relaxed);
     }
 
-    /// Returns the time of the last sample.
-    #[must_use]
-    pub fn sampled_at(&self) -> Moment {
-        let nanos = self.sampled_at.load(Ordering::Relaxed);
-        Moment::after_origin(Duration::from_nanos(nanos))
-    }
-
     /// Returns `true` if memory that no request owns leaves no room for requests: even the smallest
     /// have been rejected for 5 s, with a completed purge. Ends with the first sample that has
     /// room.
@@ -237,15 +228,13 @@ impl PressureState {
         self.late.fetch_max(nanos, Ordering::Relaxed);
     }
 
-    pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {
+    pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize) {
         self.physical.store(sample.physical.get(), Ordering::Relaxed);
         self.physical_peak.fetch_max(sample.physical.get(), Ordering::Relaxed);
         self.unreleased.store(sample.unreleased.get(), Ordering::Relaxed);
         self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
         self.decaying.store(sample.decaying.get(), Ordering::Relaxed);
         self.limit.store(limit.get(), Ordering::Relaxed);
-        let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
-        self.sampled_at.store(nanos, Ordering::Relaxed);
     }
 
     pub(super) fn set_level(&self, budget: Budget, level: Level, wanted: ByteSize) {

@@ -5,7 +5,12 @@
 //! [`super::super::managed::Resource`]; a panic in any of them ends that job and not the thread.
 //! During a job its thread is marked as background: nothing on it waits for all work of a device.
 //!
-//! Invariant: `jobs done + jobs panicked = jobs taken`.
+//! The ticks of the control loop take at most a set share of a core. The cost of a tick is the
+//! smallest of the last few: on a busy machine the clock also counts the time that other processes
+//! took, and a loop that slowed down for that would be blind when it matters.
+//!
+//! Invariants: `jobs done + jobs panicked = jobs taken`; `rest >= cost / share - cost`, with `cost`
+//! the smallest of the last [`KEPT`], and `next <= max(requested, now + rest_max)`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -115,15 +120,15 @@ impl Worker {
             }
             Job::Reclaim { step } => {
                 let before = self.resources.releases_total();
-                let reclaimer = self.policy.reclaimer(step);
-                let budget = reclaimer.map_or(Budget::Host, |reclaimer| reclaimer.relieves());
-                let is_dear = reclaimer.is_some_and(|it| it.starts_at() >= Level::High);
+                let Some(step) = self.policy.step(step) else { return };
+                let budget = step.reclaimer.relieves();
+                let is_dear = step.reclaimer.starts_at() >= Level::High;
                 let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
                 let bytes = self.state.wanted(budget).saturating_sub(spared);
                 if is_dear && bytes.is_zero() {
-                    return self.policy.cancel(step);
+                    return step.pace.cancel();
                 }
-                self.policy.run(step, bytes, || clock.now());
+                step.run(bytes, || clock.now());
                 self.purge_after_unload(self.resources.releases_total() > before);
             }
             Job::UnloadIdle => {
@@ -208,8 +213,6 @@ pub fn run_control(
 /// The iterations of the loop.
 struct ControlLoop<'a> {
     maintenance: &'a mut Maintenance,
-    queue: Arc<JobQueue>,
-    state: Arc<PressureState>,
     pacer: Pacer,
     /// The time of the next iteration.
     due: Moment,
@@ -218,19 +221,18 @@ struct ControlLoop<'a> {
 impl<'a> ControlLoop<'a> {
     fn new(maintenance: &'a mut Maintenance, now: Moment) -> Self {
         let Settings { share, idle_tick, .. } = maintenance.settings;
-        let (queue, state) = (maintenance.queue(), maintenance.state());
-        Self { maintenance, queue, state, pacer: Pacer::new(share, idle_tick), due: now }
+        Self { maintenance, pacer: Pacer::new(share, idle_tick), due: now }
     }
 
     /// Runs a tick. Returns the time of the next one.
     fn turn(&mut self, clock: &dyn Clock) -> Moment {
         let now = clock.now();
-        self.state.note_tick(now - self.due);
+        self.maintenance.state.note_tick(now - self.due);
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
         let ticked = caught(|| self.maintenance.tick(now));
         let (next, is_urgent) = match ticked {
             Ok(tick) => {
-                self.queue.push(tick.jobs);
+                self.maintenance.queue.push(tick.jobs);
                 (tick.next, tick.is_urgent)
             }
             Err(_) => (now + self.maintenance.settings.idle_tick, false),
@@ -241,14 +243,6 @@ impl<'a> ControlLoop<'a> {
     }
 }
 
-// Limits the rate of the control loop's ticks, so that they take at most a set share of a core.
-//
-// The cost of a tick is the smallest of the last few: on a busy machine the clock also counts the
-// time that other processes took, and a loop that slowed down for that would be blind when it
-// matters. It reads no clock.
-//
-// Invariant: `rest >= cost / share - cost`, with `cost` the smallest of the last [`KEPT`], and
-// `next <= max(requested, now + rest_max)`.
 /// The number of ticks whose cost is kept.
 const KEPT: usize = 8;
 
@@ -259,8 +253,8 @@ pub(super) struct Pacer {
     per_cost: u32,
     /// The longest rest.
     rest_max: Duration,
+    /// The newest first.
     costs: [Duration; KEPT],
-    next: usize,
 }
 
 impl Pacer {
@@ -269,16 +263,14 @@ impl Pacer {
         // From 1 to 10,000, since the share is checked to be at least that small.
         let per_cost = Duration::from_secs(1).div_f64(share.clamp(1e-4, 1.0)).as_secs();
         let per_cost = u32::try_from(per_cost).unwrap_or(u32::MAX);
-        Self { per_cost, rest_max, costs: [Duration::ZERO; KEPT], next: 0 }
+        Self { per_cost, rest_max, costs: [Duration::ZERO; KEPT] }
     }
 
     /// Adds a tick that began at `begun` and took `cost`. Returns the time of the next tick, not
     /// before `asked`.
     pub(super) fn next(&mut self, begun: Moment, cost: Duration, asked: Moment) -> Moment {
-        if let Some(place) = self.costs.get_mut(self.next) {
-            *place = cost;
-        }
-        self.next = (self.next + 1) % KEPT;
+        self.costs.rotate_right(1);
+        self.costs[0] = cost;
         let least = self.costs.iter().min().copied().unwrap_or_default();
         let rest = (least * self.per_cost).min(self.rest_max);
         asked.max(begun + rest)
@@ -415,12 +407,12 @@ mod tests {
             clock.advance(next - clock.now());
         }
         assert_eq!(rests, [10, 10, 10, 10, 10, 10, 10, 250, 250, 250], "300 ms, at most 250");
-        assert_eq!(turns.state.take_lateness(), Duration::ZERO, "each in its time");
+        assert_eq!(turns.maintenance.state.take_lateness(), Duration::ZERO, "each in its time");
         clock.advance(40 * MILLI);
         turns.turn(&*clock);
-        assert_eq!(turns.state.ticks_total(), 11);
-        assert_eq!(turns.state.take_lateness(), 40 * MILLI);
-        assert_eq!(turns.state.take_lateness(), Duration::ZERO, "told once");
+        assert_eq!(turns.maintenance.state.ticks_total(), 11);
+        assert_eq!(turns.maintenance.state.take_lateness(), 40 * MILLI);
+        assert_eq!(turns.maintenance.state.take_lateness(), Duration::ZERO, "told once");
     }
 
     /// The bug: a tick after admission was closed let a suspended request wait, and no other tick

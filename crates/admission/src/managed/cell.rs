@@ -15,6 +15,7 @@
 mod evict;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ops::Deref;
 use std::sync::{Arc, PoisonError};
@@ -29,13 +30,12 @@ use lowtide_core::log;
 use lowtide_core::rate::TokenBucket;
 use lowtide_core::sync::{Mutex, MutexGuard, caught, foreground, lock};
 
+use super::builder::{ManagedBuilder, is_unloading};
 use super::error::{LoadFailure, ResourceError};
-use super::parts::{ResourceConfig, is_unloading};
-use super::resource::{LastUnload, RecentUses, ResourceStats, UnloadReason};
-use super::ticket::Ticket;
+use super::resource::{AnyResource, LastUnload, RecentUses, ResourceStats, UnloadReason, score};
 use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
-use crate::eviction::{Eviction, EvictionCause};
+use crate::eviction::{Claimable, Eviction, EvictionCause, Idle};
 use crate::permit::Permit;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
@@ -76,10 +76,7 @@ struct LoadInProgress {
 }
 
 /// The value and its reservation; released in this order.
-struct Loaded<T> {
-    value: T,
-    permit: Option<Permit>,
-}
+type Loaded<T> = (T, Option<Permit>);
 
 pub(super) struct CellState<T> {
     phase: ResourcePhase<T>,
@@ -120,16 +117,14 @@ pub(super) struct EndedLoads {
 /// The next action of a caller.
 pub(super) enum CallerStep<T: Send + Sync + 'static> {
     /// Its guard is counted.
-    Have(Guard<T>),
-    /// It must run the load of this number.
-    Load(u64),
-    /// The load of this number has no room for this cost; call [`Cell::find_room`].
-    Short(u64, Cost),
+    Have(Use<T>),
+    /// It must find room of this cost for the load of this number, and run it ([`Cell::begin`]).
+    Load(u64, Cost),
     Wait,
 }
 
-pub(super) struct Cell<T> {
-    parts: ResourceConfig<T>,
+pub(super) struct Cell<T: Send + Sync + 'static> {
+    parts: ManagedBuilder<T>,
     clock: Arc<dyn Clock>,
     admission: Option<Admission>,
     pub(super) birth: Birth,
@@ -138,7 +133,7 @@ pub(super) struct Cell<T> {
 
 impl<T: Send + Sync + 'static> Cell<T> {
     pub(super) fn new(
-        parts: ResourceConfig<T>,
+        parts: ManagedBuilder<T>,
         clock: Arc<dyn Clock>,
         admission: Option<Admission>,
     ) -> Self {
@@ -164,15 +159,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Self { parts, clock, admission, birth: Birth::now(), state: Mutex::new(state) }
     }
 
-    pub(super) fn name(&self) -> &str {
-        &self.parts.name
-    }
-
-    /// Returns a guard. Loads on this thread if no other thread does.
-    pub(super) fn acquire_blocking(cell: &Arc<Self>) -> Result<Guard<T>, ResourceError> {
-        Ticket::new(Arc::clone(cell), true).wait()
-    }
-
     pub(super) fn warm(cell: &Arc<Self>) -> Result<(), ResourceError> {
         cell.check_may_wait()?;
         let mut state = lock(&cell.state);
@@ -186,21 +172,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
         begun.map_err(|(number, _, rejected)| cell.refuse_load(number, rejected))
     }
 
-    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for it
-    /// if needed. Returns its number and cost with the rejection if there is no room.
+    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for it.
+    /// Returns its number and cost with the rejection if there is no room.
     pub(super) fn begin(
         cell: &Arc<Self>,
         step: CallerStep<T>,
         here: bool,
     ) -> Result<(), (u64, Cost, Rejected)> {
-        let (number, eviction) = match step {
-            CallerStep::Load(number) => (number, None),
-            CallerStep::Short(number, cost) => {
-                let found = cell.find_room(number, cost, true);
-                (number, found.map_err(|rejected| (number, cost, rejected))?)
-            }
-            CallerStep::Have(_) | CallerStep::Wait => return Ok(()),
-        };
+        let CallerStep::Load(number, cost) = step else { return Ok(()) };
+        let found = cell.find_room(number, cost, true);
+        let eviction = found.map_err(|rejected| (number, cost, rejected))?;
         if here {
             cell.load(number, eviction);
         } else {
@@ -249,24 +230,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
             ResourcePhase::Ready { .. } | ResourcePhase::Empty => {}
         }
         let cost = cell.cost(state);
-        let reserved = cell.admission.as_ref().map(|it| it.try_reserve_resource(cost));
-        let (permit, is_short) = match reserved.transpose() {
-            Ok(permit) => (permit, false),
-            // An eviction may make room in spite of exhaustion, and a load may wait until the level
-            // falls.
-            Err(Rejected::Full { .. } | Rejected::Exhausted { .. } | Rejected::Pressure { .. }) => {
-                (None, true)
-            }
-            Err(rejected) => {
-                state.stats.loads_refused_total += 1;
-                return Err(ResourceError::Rejected { name: name(), rejected });
-            }
-        };
         state.loads_begun += 1;
         let number = state.loads_begun;
         // The loader and its timeout start when there is room.
-        let deadline = if is_short { Moment::NEVER } else { cell.load_deadline() };
-        let (thread, waits_for_room) = (None, false);
+        let (thread, deadline, permit, waits_for_room) = (None, Moment::NEVER, None, false);
         let loading = ResourcePhase::Loading(LoadInProgress {
             number,
             thread,
@@ -277,7 +244,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let before = mem::replace(&mut state.phase, loading);
         // The error of a loader may panic when it is dropped. The caller has a load to begin.
         let _ = caught(|| drop(before));
-        Ok(if is_short { CallerStep::Short(number, cost) } else { CallerStep::Load(number) })
+        Ok(CallerStep::Load(number, cost))
     }
 
     /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
@@ -298,11 +265,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let failure = LoadFailure::NoThread(error.kind());
             cell.end_load(number, Err(failure), Duration::ZERO);
         }
-    }
-
-    /// Returns the deadline of a load that starts now.
-    fn load_deadline(&self) -> Moment {
-        self.parts.load_timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout)
     }
 
     /// Runs the load of this number on this thread, outside the lock, after the eviction made room.
@@ -447,18 +409,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// Returns the time when the resource may be unloaded for idleness, or its load is given up.
-    pub(super) fn next_due(&self) -> Moment {
-        if !self.birth.is_here() {
-            return Moment::NEVER;
-        }
-        let state = lock(&self.state);
-        match &state.phase {
-            ResourcePhase::Loading(loading) => loading.deadline,
-            _ => self.due(&state),
-        }
-    }
-
     fn due(&self, state: &CellState<T>) -> Moment {
         if !matches!(state.phase, ResourcePhase::Ready { .. }) || state.guards > 0 {
             return Moment::NEVER;
@@ -474,36 +424,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             _ => Moment::NEVER,
         }
-    }
-
-    /// Unloads the resource on this thread if it has no guards and the reason allows it now.
-    /// Returns `true` if it did.
-    pub(super) fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
-        if !self.birth.is_here() {
-            return false;
-        }
-        if let Some(now) = due {
-            self.give_up_hung_load(now);
-        }
-        let mut state = lock(&self.state);
-        if let Some(now) = due {
-            let due = self.due(&state);
-            if due == Moment::NEVER || now < due {
-                return false;
-            }
-        }
-        // A waiter is about to use it. Idleness checks this in `due`; other reasons ignore it.
-        if reason == UnloadReason::Pressure {
-            let stays_until = state.loaded_at + self.parts.min_residency;
-            if state.waiting > 0 || self.clock.now() < stays_until {
-                return false;
-            }
-        }
-        let reason = if state.closed { UnloadReason::Shutdown } else { reason };
-        let Some(loaded) = state.take() else { return false };
-        drop(state);
-        self.take_apart(loaded, reason);
-        true
     }
 
     /// Unloads the resource once it has no guards: on this thread, or for a shutdown on a thread of
@@ -557,9 +477,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let (unloading, taken) = (Arc::clone(cell), Arc::clone(&loaded));
         let take_apart = |cell: &Self, loaded: &Mutex<Option<Loaded<T>>>| {
             let loaded = lock(loaded).take();
-            if let Some(loaded) = loaded {
-                cell.take_apart(loaded, UnloadReason::Shutdown);
-            }
+            let apart = |loaded| cell.take_apart(loaded, UnloadReason::Shutdown, None);
+            drop(loaded.and_then(apart));
         };
         let thread = thread::Builder::new().name("lowtide-unload".to_owned());
         if thread.spawn(move || take_apart(&unloading, &taken)).is_err() {
@@ -568,31 +487,26 @@ impl<T: Send + Sync + 'static> Cell<T> {
         true
     }
 
-    /// Cleans up outside the lock, releases the reservation, then allows new loads.
-    fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
-        let Loaded { value, permit } = loaded;
-        // Only after the cleanup: its bytes stay reserved until they are released.
-        self.take_apart_with(value, reason, None, || drop(permit));
-    }
-
-    fn take_apart_with(
+    /// Cleans up outside the lock, releases the reservation unless it is an eviction, which
+    /// returns it, then allows new loads.
+    fn take_apart(
         &self,
-        value: T,
+        (value, mut permit): Loaded<T>,
         reason: UnloadReason,
         cause: Option<&EvictionCause>,
-        cleaned_up: impl FnOnce(),
-    ) {
+    ) -> Option<Permit> {
         let start = self.clock.now();
         let recovered = self.clean_up(value);
         if !self.birth.is_here() {
-            return; // the clean-up forked, and this is the child
+            return None; // the clean-up forked, and this is the child
         }
-        cleaned_up();
+        // Only after the cleanup: its bytes stay reserved until they are released.
+        permit = permit.filter(|_| cause.is_some());
         let took = self.clock.now() - start;
         let mut state = lock(&self.state);
         debug_assert!(matches!(state.phase, ResourcePhase::Unloading) && state.guards == 0);
         state.phase = ResourcePhase::Empty;
-        state.stats.unloads.count(reason);
+        state.stats.count_unload(reason);
         state.stats.unload_panics_total += u64::from(recovered.is_err());
         let recovered = recovered.ok().flatten().unwrap_or_default();
         state.stats.recovered_total =
@@ -619,6 +533,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 "resource unloaded"
             );
         }
+        permit
     }
 
     /// Runs the cleanup. Returns the bytes released, or the panic's message.
@@ -626,37 +541,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
         // The program's own code: it may close an arena, for example, which waits for the device.
         let _own = foreground();
         caught(|| self.parts.take_apart(value))
-    }
-
-    pub(super) fn close(&self) {
-        if self.birth.is_here() {
-            let mut state = lock(&self.state);
-            state.closed = true;
-            if matches!(&state.phase, ResourcePhase::Loading(loading) if loading.waits_for_room) {
-                state.phase = ResourcePhase::Empty;
-            }
-            self.wake_all(state);
-        }
-    }
-
-    /// In a forked child, in which another thread may have held the lock: only the name and cost.
-    pub(super) fn stats(&self) -> ResourceStats {
-        if !self.birth.is_here() {
-            let (name, cost) = (Arc::clone(&self.parts.name), self.parts.cost);
-            return ResourceStats { name, cost, ..ResourceStats::default() };
-        }
-        let now = self.clock.now();
-        let state = lock(&self.state);
-        ResourceStats {
-            loaded: matches!(state.phase, ResourcePhase::Ready { .. }),
-            loading: matches!(state.phase, ResourcePhase::Loading(_)),
-            guards: state.guards,
-            waiting: state.waiting,
-            cost: self.cost(&state),
-            use_interval: state.uses.interval(state.loaded_at, now),
-            due: Some(self.due(&state)).filter(|due| *due != Moment::NEVER),
-            ..state.stats.clone()
-        }
     }
 
     pub(super) fn check_here(&self) -> Result<(), ResourceError> {
@@ -676,7 +560,121 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 }
 
-impl<T> Drop for Cell<T> {
+impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
+    fn name(&self) -> &str {
+        &self.parts.name
+    }
+
+    fn next_due(&self) -> Moment {
+        if !self.birth.is_here() {
+            return Moment::NEVER;
+        }
+        let state = lock(&self.state);
+        match &state.phase {
+            ResourcePhase::Loading(loading) => loading.deadline,
+            _ => self.due(&state),
+        }
+    }
+
+    fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
+        if !self.birth.is_here() {
+            return false;
+        }
+        if let Some(now) = due {
+            self.give_up_hung_load(now);
+        }
+        let mut state = lock(&self.state);
+        if let Some(now) = due {
+            let due = self.due(&state);
+            if due == Moment::NEVER || now < due {
+                return false;
+            }
+        }
+        // A waiter is about to use it. Idleness checks this in `due`; other reasons ignore it.
+        if reason == UnloadReason::Pressure {
+            let stays_until = state.loaded_at + self.parts.min_residency;
+            if state.waiting > 0 || self.clock.now() < stays_until {
+                return false;
+            }
+        }
+        let reason = if state.closed { UnloadReason::Shutdown } else { reason };
+        let Some(loaded) = state.take() else { return false };
+        drop(state);
+        drop(self.take_apart(loaded, reason, None));
+        true
+    }
+
+    fn close(self: Arc<Self>, wait: Duration) -> Result<(), ResourceError> {
+        if self.birth.is_here() {
+            let mut state = lock(&self.state);
+            state.closed = true;
+            if matches!(&state.phase, ResourcePhase::Loading(loading) if loading.waits_for_room) {
+                state.phase = ResourcePhase::Empty;
+            }
+            self.wake_all(state);
+        }
+        Self::unload_within(&self, UnloadReason::Shutdown, wait).map(|_| ())
+    }
+
+    fn stats(&self) -> ResourceStats {
+        // In a forked child another thread may have held the lock.
+        if !self.birth.is_here() {
+            let (name, cost) = (Arc::clone(&self.parts.name), self.parts.cost);
+            return ResourceStats { name, cost, ..ResourceStats::default() };
+        }
+        let now = self.clock.now();
+        let state = lock(&self.state);
+        ResourceStats {
+            loaded: matches!(state.phase, ResourcePhase::Ready { .. }),
+            loading: matches!(state.phase, ResourcePhase::Loading(_)),
+            guards: state.guards,
+            waiting: state.waiting,
+            cost: self.cost(&state),
+            use_interval: state.uses.interval(state.loaded_at, now),
+            due: Some(self.due(&state)).filter(|due| *due != Moment::NEVER),
+            ..state.stats.clone()
+        }
+    }
+
+    fn idle(self: Arc<Self>) -> Option<Idle> {
+        if !self.birth.is_here() {
+            return None;
+        }
+        let now = self.clock.now();
+        let state = lock(&self.state);
+        let stays = self.evictable_from(&state)?;
+        let ResourcePhase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
+        let cost = permit.cost();
+        let bytes = cost.host.saturating_add(cost.device);
+        let interval = state.uses.interval(state.loaded_at, now);
+        Some(Idle {
+            admission: permit.state(),
+            cost,
+            stays_for: stays - now,
+            unload_time: state.stats.unload_time,
+            score: score(bytes, interval, state.stats.load_time),
+            is_divisible: false,
+            resource: Arc::clone(&self) as Arc<dyn Claimable>,
+        })
+    }
+
+    fn evictable(&self) -> Cost {
+        if !self.birth.is_here() {
+            return Cost::ZERO;
+        }
+        let state = lock(&self.state);
+        match &state.phase {
+            ResourcePhase::Ready { permit: Some(permit), .. }
+                if self.evictable_from(&state).is_some() =>
+            {
+                permit.cost()
+            }
+            _ => Cost::ZERO,
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for Cell<T> {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let phase = mem::replace(&mut state.phase, ResourcePhase::Empty);
@@ -721,10 +719,7 @@ impl<T> CellState<T> {
             return None;
         }
         match mem::replace(&mut self.phase, ResourcePhase::Unloading) {
-            ResourcePhase::Ready { value, permit } => {
-                let value = Arc::into_inner(value)?;
-                Some(Loaded { value, permit })
-            }
+            ResourcePhase::Ready { value, permit } => Some((Arc::into_inner(value)?, permit)),
             other => {
                 self.phase = other;
                 None
@@ -733,9 +728,11 @@ impl<T> CellState<T> {
     }
 }
 
-/// Keeps the resource loaded. The fields are dropped in this order: the value is no longer shared
-/// when the count falls.
-pub(super) struct Guard<T: Send + Sync + 'static> {
+/// A guard. The resource stays loaded while a guard lives.
+///
+/// The fields are dropped in this order: the value is no longer shared when the count falls.
+#[must_use = "the resource may be unloaded when the guard is dropped"]
+pub struct Use<T: Send + Sync + 'static> {
     value: Arc<T>,
     _counted: CountedGuard<T>,
 }
@@ -747,12 +744,18 @@ struct CountedGuard<T: Send + Sync + 'static> {
     counts: bool,
 }
 
-impl<T: Send + Sync + 'static> Deref for Guard<T> {
+impl<T: Send + Sync + 'static> Deref for Use<T> {
     type Target = T;
 
     #[inline]
     fn deref(&self) -> &T {
         &self.value
+    }
+}
+
+impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&**self, f)
     }
 }
 
@@ -777,12 +780,12 @@ impl<T: Send + Sync + 'static> Drop for CountedGuard<T> {
 
 impl<T: Send + Sync + 'static> Cell<T> {
     /// Takes a guard if the resource is loaded and this thread may wait for it.
-    pub(super) fn guard_at_once(cell: &Arc<Self>) -> Option<Guard<T>> {
+    pub(super) fn guard_at_once(cell: &Arc<Self>) -> Option<Use<T>> {
         if is_unloading() { None } else { Self::try_acquire(cell, true) }
     }
 
     /// Takes a guard if the resource is loaded. It is a use if `counts` is set.
-    pub(super) fn try_acquire(cell: &Arc<Self>, counts: bool) -> Option<Guard<T>> {
+    pub(super) fn try_acquire(cell: &Arc<Self>, counts: bool) -> Option<Use<T>> {
         if !cell.birth.is_here() {
             return None;
         }
@@ -790,14 +793,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// Takes a guard if the resource is loaded and not closed.
-    fn guard(cell: &Arc<Self>, state: &mut CellState<T>, counts: bool) -> Option<Guard<T>> {
+    fn guard(cell: &Arc<Self>, state: &mut CellState<T>, counts: bool) -> Option<Use<T>> {
         let ResourcePhase::Ready { value, .. } = &state.phase else { return None };
         if state.closed {
             return None;
         }
         let value = Arc::clone(value);
         state.guards += 1;
-        Some(Guard { value, _counted: CountedGuard { cell: Arc::clone(cell), counts } })
+        Some(Use { value, _counted: CountedGuard { cell: Arc::clone(cell), counts } })
     }
 }
 
@@ -808,7 +811,7 @@ mod guard_tests {
 
     use lowtide_core::clock::{Clock, ManualClock, Moment};
 
-    use crate::managed::{Managed, Resource, ResourceError};
+    use crate::managed::{Managed, ResourceError};
 
     const IDLE: Duration = Duration::from_secs(10);
 

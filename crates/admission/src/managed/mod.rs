@@ -8,7 +8,7 @@
 //! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
 //! load.
 //!
-//! It does not decide when to unload: the caller of [`Resource::unload_if_due`] supplies the time.
+//! It does not decide when to unload: the caller of [`Managed::unload_if_due`] supplies the time.
 //!
 //! States: `Empty -> Loading -> Ready -> Unloading -> Empty`, and `Loading -> Failed -> Loading`
 //! after a pause that doubles. A load that exceeds its timeout fails, although its loader still
@@ -18,15 +18,14 @@
 //! their timeout, which are cleaned up at once;
 //! `reserved cost > 0 <=> Loading, Ready or Unloading`, or handed to the load that evicted it.
 
+mod builder;
 mod cell;
 mod error;
-mod parts;
 mod resource;
 mod ticket;
 
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,113 +33,23 @@ use lowtide_core::BoxError;
 use lowtide_core::clock::{Clock, Moment};
 
 use super::admission::Admission;
-use super::cost::Cost;
-use super::eviction::Idle;
 
-use cell::{Cell, Guard};
-use parts::ResourceConfig;
-use resource::Evictable;
+use cell::Cell;
+use resource::AnyResource;
 use ticket::Ticket;
 
+pub use builder::{LoadScope, ManagedBuilder};
+pub use cell::Use;
 pub use error::{LoadFailure, ResourceError};
-pub use parts::LoadScope;
-pub use resource::{LastUnload, Resource, ResourceStats, Resources, UnloadReason, Unloads};
-
-/// A builder for a [`Managed`].
-pub struct ManagedBuilder<T: Send + Sync + 'static> {
-    parts: ResourceConfig<T>,
-}
+pub use resource::{LastUnload, ResourceStats, Resources, UnloadReason};
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
-    /// Sets the idle time after which the resource is unloaded. It begins when the last guard is
-    /// released. Default: none, so that the resource stays until it is unloaded explicitly or under
-    /// pressure; for `lowtide::Memory::managed` the configured time.
-    #[must_use]
-    pub fn idle(mut self, idle: Duration) -> Self {
-        self.parts.idle = Some(idle);
-        self
-    }
-
-    /// Sets the minimum time that the resource stays after a load, so that it is not loaded and
-    /// unloaded in turns. Default: zero. Applies to idleness, pressure and eviction, not to an
-    /// explicit unload.
-    #[must_use]
-    pub fn min_residency(mut self, time: Duration) -> Self {
-        self.parts.min_residency = time;
-        self
-    }
-
-    /// Sets the bytes that the resource holds while it is loaded. They are reserved before the
-    /// load, which is rejected if they do not fit. If the resource was measured to hold more host
-    /// memory the last time, that amount is reserved.
-    ///
-    /// Default: zero. Then no load is rejected for its size, and the measured bytes are reserved
-    /// after the load.
-    #[must_use]
-    pub fn cost(mut self, cost: Cost) -> Self {
-        self.parts.cost = cost;
-        self
-    }
-
-    /// Sets the pause after a failed load, and the longest one. It doubles with each failure in a
-    /// row. Default: 250 ms to 30 s.
-    #[must_use]
-    pub fn backoff(mut self, first: Duration, max: Duration) -> Self {
-        self.parts.backoff = [first, max];
-        self
-    }
-
-    /// Sets the time that a load may take. Default: 10 minutes; [`Duration::ZERO`] disables the
-    /// timeout.
-    ///
-    /// After the timeout, waiting callers get [`LoadFailure::TimedOut`], the reservation of the load
-    /// is released, and the next load may start after the [backoff](Self::backoff). A thread cannot
-    /// be stopped: the loader runs until it returns. The value that it then returns goes through
-    /// [`unload`](Self::unload) on the same thread and never becomes the value of another load. At
-    /// most 2 threads of a resource can hang in its loader. Until one of them returns, no further
-    /// load starts and acquiring fails at once.
-    ///
-    /// The timeout is detected by a call of [`Resource::unload_if_due`]. The worker of a
-    /// `lowtide::Memory` makes this call for registered resources.
-    #[must_use]
-    pub fn load_timeout(mut self, timeout: Duration) -> Self {
-        self.parts.load_timeout = (!timeout.is_zero()).then_some(timeout);
-        self
-    }
-
-    /// Sets the cleanup function. By default the value is dropped. It runs exactly once for each
-    /// loaded value, however the value is unloaded.
-    ///
-    /// For idleness and pressure it runs on the one worker: until it returns, nothing else is
-    /// purged, unloaded or published, and callers that acquire the resource wait. For an eviction
-    /// it runs on a thread of its own, and the load waits for at most 30 s. Keep it short, and
-    /// bound its waits. It cannot acquire resources: that returns [`ResourceError::Unloading`].
-    #[must_use]
-    pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
-        self.parts.unload = Box::new(unload);
-        self
-    }
-
-    /// Sets the scope within which loads and cleanups run, such as a separate heap arena. Default:
-    /// `None`.
-    #[must_use]
-    pub fn load_scope(mut self, load_scope: Option<Arc<dyn LoadScope>>) -> Self {
-        self.parts.load_scope = load_scope;
-        self
-    }
-
     /// Builds the resource, which is not loaded yet. It does not keep the `Memory` of `admission`
     /// running.
     #[must_use]
     pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
         let admission = admission.map(|admission| admission.unkept());
-        Managed { cell: Arc::new(Cell::new(self.parts, clock, admission)) }
-    }
-}
-
-impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ManagedBuilder").field("name", &self.parts.name).finish_non_exhaustive()
+        Managed { cell: Arc::new(Cell::new(self, clock, admission)) }
     }
 }
 
@@ -149,7 +58,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
 /// ```
 /// use std::{sync::Arc, time::Duration};
 /// use lowtide_admission::clock::{Clock, ManualClock};
-/// use lowtide_admission::{Managed, Resource};
+/// use lowtide_admission::Managed;
 ///
 /// let clock = Arc::new(ManualClock::new());
 /// let words = Managed::builder("words", || Ok(vec!["ebb", "flow"]))
@@ -177,7 +86,7 @@ impl<T: Send + Sync + 'static> Managed<T> {
         name: impl Into<Arc<str>>,
         loader: impl Fn() -> Result<T, BoxError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
-        ManagedBuilder { parts: ResourceConfig::new(name.into(), Box::new(loader)) }
+        ManagedBuilder::new(name.into(), Box::new(loader))
     }
 
     /// Returns the name.
@@ -207,11 +116,10 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// # Errors
     /// [`ResourceError`]. All callers that waited for a failed load get its error.
     pub fn acquire_blocking(&self) -> Result<Use<T>, ResourceError> {
-        let guard = match Cell::guard_at_once(&self.cell) {
-            Some(guard) => guard,
-            None => Cell::acquire_blocking(&self.cell)?,
-        };
-        Ok(Use { guard })
+        match Cell::guard_at_once(&self.cell) {
+            Some(guard) => Ok(guard),
+            None => Ticket::new(Arc::clone(&self.cell), true).wait(),
+        }
     }
 
     /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one
@@ -225,19 +133,19 @@ impl<T: Send + Sync + 'static> Managed<T> {
         &self,
     ) -> impl Future<Output = Result<Use<T>, ResourceError>> + Send + Unpin + use<T> {
         let mut ticket = Ticket::new(Arc::clone(&self.cell), false);
-        poll_fn(move |cx| ticket.poll(cx).map_ok(|guard| Use { guard }))
+        poll_fn(move |cx| ticket.poll(cx))
     }
 
     /// Returns a guard if the resource is loaded now.
     #[must_use]
     pub fn try_acquire(&self) -> Option<Use<T>> {
-        Cell::try_acquire(&self.cell, true).map(|guard| Use { guard })
+        Cell::try_acquire(&self.cell, true)
     }
 
     /// Like [`Managed::try_acquire`], but does not count as use: the idle time continues.
     #[must_use]
     pub fn peek(&self) -> Option<Use<T>> {
-        Cell::try_acquire(&self.cell, false).map(|guard| Use { guard })
+        Cell::try_acquire(&self.cell, false)
     }
 
     /// Starts a load on a new thread if the resource is not loaded. Does not wait.
@@ -272,29 +180,39 @@ impl<T: Send + Sync + 'static> fmt::Debug for Managed<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> Resource for Managed<T> {
-    fn name(&self) -> &str {
-        self.cell.name()
-    }
-
-    fn next_due(&self) -> Moment {
+/// What a program does itself that has no `Memory`, whose worker does it for registered resources.
+impl<T: Send + Sync + 'static> Managed<T> {
+    /// Returns the time when the resource may be unloaded for idleness, or when its load times out;
+    /// [`Moment::NEVER`] if neither applies. Does not allocate.
+    #[must_use]
+    pub fn next_due(&self) -> Moment {
         self.cell.next_due()
     }
 
-    fn unload_if_due(&self, now: Moment) -> bool {
+    /// Unloads the resource on the calling thread if it is due, and returns `true` if it did. Also
+    /// gives up a load that has timed out.
+    pub fn unload_if_due(&self, now: Moment) -> bool {
         self.cell.unload_if(UnloadReason::Idle, Some(now))
     }
 
-    fn unload(&self, reason: UnloadReason) -> bool {
+    /// Unloads the resource on the calling thread if it has no guards, and returns `true` if it
+    /// did. For pressure only after its minimum residency.
+    pub fn unload(&self, reason: UnloadReason) -> bool {
         self.cell.unload_if(reason, None)
     }
 
-    fn close(&self, wait: Duration) -> Result<(), ResourceError> {
-        self.cell.close();
-        Cell::unload_within(&self.cell, UnloadReason::Shutdown, wait).map(|_| ())
+    /// Closes the resource permanently and waits until it is unloaded.
+    ///
+    /// # Errors
+    /// [`ResourceError::Busy`] if the resource is still in use when `wait` is over, and
+    /// [`ResourceError::CleaningUp`] if its clean-up is still running then, and took a second.
+    pub fn close(&self, wait: Duration) -> Result<(), ResourceError> {
+        Arc::clone(&self.cell).close(wait)
     }
 
-    fn stats(&self) -> ResourceStats {
+    /// Returns the state and counters; in a forked child only the name and cost.
+    #[must_use]
+    pub fn stats(&self) -> ResourceStats {
         self.cell.stats()
     }
 }
@@ -307,39 +225,8 @@ impl Resources {
     /// child. Nothing is added then.
     pub fn add<T: Send + Sync + 'static>(
         &self,
-        resource: Arc<Managed<T>>,
+        resource: &Managed<T>,
     ) -> Result<(), ResourceError> {
-        self.insert(resource)
-    }
-}
-
-impl<T: Send + Sync + 'static> Evictable for Managed<T> {
-    fn idle(&self) -> Option<Idle> {
-        Cell::idle(&self.cell)
-    }
-
-    fn evictable(&self) -> Cost {
-        self.cell.evictable()
-    }
-}
-
-/// A guard. The resource stays loaded while a guard lives.
-#[must_use = "the resource may be unloaded when the guard is dropped"]
-pub struct Use<T: Send + Sync + 'static> {
-    guard: Guard<T>,
-}
-
-impl<T: Send + Sync + 'static> Deref for Use<T> {
-    type Target = T;
-
-    #[inline]
-    fn deref(&self) -> &T {
-        &self.guard
-    }
-}
-
-impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&**self, f)
+        self.insert(Arc::clone(&resource.cell) as Arc<dyn AnyResource>)
     }
 }

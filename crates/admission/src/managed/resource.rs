@@ -6,6 +6,7 @@
 //! Invariant: `next_due` of a registry is the earliest of its members', and a member with guards
 //! has none.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -39,33 +40,6 @@ lowtide_core::named_enum! {
         Manual = "manual",
         /// The service shut down.
         Shutdown = "shutdown",
-    }
-}
-
-/// The number of unloads of a resource, by reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(transparent))]
-pub struct Unloads {
-    counts: [u64; UnloadReason::ALL.len()],
-}
-
-impl Unloads {
-    /// Returns the number of unloads for this reason.
-    #[must_use]
-    pub fn total(&self, reason: UnloadReason) -> u64 {
-        self.counts.get(reason as usize).copied().unwrap_or(0)
-    }
-
-    /// Returns the number of unloads for all reasons.
-    #[must_use]
-    pub fn sum(&self) -> u64 {
-        self.counts.iter().sum()
-    }
-
-    pub(super) fn count(&mut self, reason: UnloadReason) {
-        if let Some(count) = self.counts.get_mut(reason as usize) {
-            *count += 1;
-        }
     }
 }
 
@@ -114,8 +88,8 @@ pub struct ResourceStats {
     pub loads_failed_total: u64,
     /// Loads that were rejected because the cost did not fit, or by level.
     pub loads_refused_total: u64,
-    /// Unloads, by reason.
-    pub unloads: Unloads,
+    /// Unloads, in the order of [`UnloadReason::ALL`].
+    pub unloads: [u64; UnloadReason::ALL.len()],
     /// The last unload; `None` before.
     #[cfg_attr(feature = "serde", serde(skip))]
     pub last_unload: Option<LastUnload>,
@@ -142,38 +116,37 @@ pub struct ResourceStats {
     pub recovered_total: Cost,
 }
 
-/// A resource of any type.
-pub trait Resource: Send + Sync {
-    /// Returns the name.
-    fn name(&self) -> &str;
+impl ResourceStats {
+    /// Returns the number of unloads for this reason.
+    #[must_use]
+    pub fn unloads_total(&self, reason: UnloadReason) -> u64 {
+        self.unloads.get(reason as usize).copied().unwrap_or(0)
+    }
 
-    /// Returns the time when the resource may be unloaded for idleness, or when its load times out;
-    /// [`Moment::NEVER`] if neither applies. Does not allocate.
-    fn next_due(&self) -> Moment;
-
-    /// Unloads the resource on the calling thread if it is due, and returns `true` if it did. Also
-    /// gives up a load that has timed out.
-    fn unload_if_due(&self, now: Moment) -> bool;
-
-    /// Unloads the resource on the calling thread if it has no guards, and returns `true` if it
-    /// did. For pressure only after its minimum residency.
-    fn unload(&self, reason: UnloadReason) -> bool;
-
-    /// Closes the resource permanently and waits until it is unloaded.
-    ///
-    /// # Errors
-    /// [`ResourceError::Busy`] if the resource is still in use when `wait` is over, and
-    /// [`ResourceError::CleaningUp`] if its clean-up is still running then, and took a second.
-    fn close(&self, wait: Duration) -> Result<(), ResourceError>;
-
-    /// Returns the state and counters; in a forked child only the name and cost.
-    fn stats(&self) -> ResourceStats;
+    pub(super) fn count_unload(&mut self, reason: UnloadReason) {
+        if let Some(count) = self.unloads.get_mut(reason as usize) {
+            *count += 1;
+        }
+    }
 }
 
-/// A resource that may be evicted to make room for others.
-pub(crate) trait Evictable: Resource {
-    /// Returns how it may be evicted, now or after its minimum residency.
-    fn idle(&self) -> Option<Idle>;
+/// A resource of any type. See the methods of [`Managed`](super::Managed) of the same names.
+pub(crate) trait AnyResource: Send + Sync {
+    fn name(&self) -> &str;
+
+    fn next_due(&self) -> Moment;
+
+    /// Unloads the resource on the calling thread if it has no guards and the reason allows it, and
+    /// if it is due at that time. Returns `true` if it did.
+    fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool;
+
+    fn close(self: Arc<Self>, wait: Duration) -> Result<(), ResourceError>;
+
+    fn stats(&self) -> ResourceStats;
+
+    /// Returns how it may be evicted, now or after its minimum residency, if it is loaded,
+    /// reserved, not in use and not waited for.
+    fn idle(self: Arc<Self>) -> Option<Idle>;
 
     /// Returns its reservation if it may be evicted, now or after its minimum residency; else zero.
     /// Does not allocate.
@@ -184,7 +157,7 @@ pub(crate) trait Evictable: Resource {
 /// child it is empty, and none can be added.
 #[derive(Clone)]
 pub struct Resources {
-    list: Arc<Mutex<Vec<Arc<dyn Evictable>>>>,
+    list: Arc<Mutex<Vec<Arc<dyn AnyResource>>>>,
     reclaimers: Arc<Reclaimers>,
     birth: Birth,
 }
@@ -200,7 +173,7 @@ impl Resources {
     }
 
     /// Adds a resource of any type.
-    pub(super) fn insert(&self, resource: Arc<dyn Evictable>) -> Result<(), ResourceError> {
+    pub(super) fn insert(&self, resource: Arc<dyn AnyResource>) -> Result<(), ResourceError> {
         if !self.birth.is_here() {
             return Err(ResourceError::Forked { name: resource.name().into() });
         }
@@ -248,18 +221,33 @@ impl Resources {
 
     /// Returns the number of unloads and of calls of reclaimers.
     pub(crate) fn releases_total(&self) -> u64 {
-        let unloads = |resource: &Arc<dyn Resource>| resource.stats().unloads.sum();
         let calls: u64 = self.reclaimer_stats().iter().map(|stats| stats.calls_total).sum();
-        self.all().iter().map(unloads).sum::<u64>() + calls
+        self.stats().iter().flat_map(|stats| stats.unloads).sum::<u64>() + calls
     }
 
-    /// Returns all resources, in the order in which they were added.
+    fn all(&self) -> Vec<Arc<dyn AnyResource>> {
+        if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
+    }
+
+    /// Returns the state and counters of all resources, in the order in which they were added.
     #[must_use]
-    pub fn all(&self) -> Vec<Arc<dyn Resource>> {
-        if !self.birth.is_here() {
-            return Vec::new();
-        }
-        lock(&self.list).iter().map(|it| Arc::clone(it) as Arc<dyn Resource>).collect()
+    pub fn stats(&self) -> Vec<ResourceStats> {
+        self.all().iter().map(|resource| resource.stats()).collect()
+    }
+
+    /// Unloads the resource of this name on the calling thread if it has no guards, and returns
+    /// `true` if it did.
+    #[must_use]
+    pub fn unload(&self, name: &str, reason: UnloadReason) -> bool {
+        let named = self.all().into_iter().find(|resource| resource.name() == name);
+        named.is_some_and(|resource| resource.unload_if(reason, None))
+    }
+
+    /// Closes all resources permanently, one after the other, and waits until each is unloaded, at
+    /// most until the deadline. Returns the errors of those that are not.
+    pub fn close(&self, clock: &dyn Clock, deadline: Moment) -> Vec<ResourceError> {
+        let close = |resource: Arc<dyn AnyResource>| resource.close(deadline - clock.now()).err();
+        self.all().into_iter().filter_map(close).collect()
     }
 
     /// Returns the time when the next resource is due. Does not allocate; checks each resource.
@@ -292,7 +280,8 @@ impl Resources {
 
     /// Unloads the resources that are due, on the calling thread, and returns their number.
     pub fn unload_due(&self, now: Moment) -> usize {
-        self.all().iter().filter(|resource| resource.unload_if_due(now)).count()
+        let is_due = |it: &&Arc<dyn AnyResource>| it.unload_if(UnloadReason::Idle, Some(now));
+        self.all().iter().filter(is_due).count()
     }
 
     /// Lets `admission` evict idle resources of this registry if a load or a request does not fit.
@@ -362,7 +351,7 @@ impl fmt::Debug for Resources {
 
 /// A registry that is not kept alive.
 struct WeakResources {
-    list: Weak<Mutex<Vec<Arc<dyn Evictable>>>>,
+    list: Weak<Mutex<Vec<Arc<dyn AnyResource>>>>,
     reclaimers: Weak<Reclaimers>,
     birth: Birth,
 }
@@ -371,7 +360,7 @@ impl EvictionSource for WeakResources {
     fn idle(&self) -> Vec<Idle> {
         let Some(list) = self.list.upgrade() else { return Vec::new() };
         let all = if self.birth.is_here() { lock(&list).clone() } else { Vec::new() };
-        all.iter().filter_map(|resource| resource.idle()).collect()
+        all.into_iter().filter_map(|resource| resource.idle()).collect()
     }
 
     fn next_ask(&self) -> Option<Moment> {
@@ -383,11 +372,8 @@ impl EvictionSource for WeakResources {
     }
 }
 
-/// What releases memory at level high.
-enum ReleaseSource {
-    Reclaimer(Arc<Registered>),
-    Resource(Box<ResourceStats>, Arc<dyn Resource>),
-}
+/// Releases so many bytes at level high, and returns the bytes released.
+type ReleaseFn<'a> = Box<dyn FnOnce(ByteSize) -> ByteSize + 'a>;
 
 /// Asks reclaimers and unloads idle resources until enough is recovered.
 #[derive(Debug)]
@@ -399,19 +385,12 @@ struct IdleResources {
 impl IdleResources {
     /// Returns the bytes that it holds: the measured ones, or the declared cost if that is more.
     fn bytes(&self, stats: &ResourceStats) -> ByteSize {
-        self.part_of(stats.cost).max(self.part_of(stats.measured.unwrap_or_default()))
-    }
-
-    const fn part_of(&self, cost: Cost) -> ByteSize {
-        match self.budget {
-            Budget::Host => cost.host,
-            Budget::Device => cost.device,
-        }
+        stats.cost.of(self.budget).max(stats.measured.unwrap_or_default().of(self.budget))
     }
 
     /// Returns the bytes that an unload released: the measured ones, or else the reservation.
     fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
-        let total = |stats: &ResourceStats| self.part_of(stats.recovered_total);
+        let total = |stats: &ResourceStats| stats.recovered_total.of(self.budget);
         let measured = total(after).saturating_sub(total(before));
         if measured.is_zero() { self.bytes(before) } else { measured }
     }
@@ -420,11 +399,6 @@ impl IdleResources {
     fn reclaimers(&self) -> Vec<Arc<Registered>> {
         let has = self.budget == Budget::Host && self.resources.birth.is_here();
         if has { self.resources.reclaimers.all() } else { Vec::new() }
-    }
-
-    /// Returns the score: the larger, the sooner it is unloaded.
-    fn score(&self, stats: &ResourceStats) -> f64 {
-        score(self.bytes(stats), stats.use_interval, stats.load_time)
     }
 }
 
@@ -454,34 +428,33 @@ impl IdleResources {
     /// Asks reclaimers, and unloads idle resources for this reason, until these bytes are
     /// recovered. Returns the bytes recovered.
     fn release(&self, bytes: ByteSize, reason: UnloadReason) -> ByteSize {
-        let idle = self
-            .resources
-            .all()
-            .into_iter()
-            .map(|resource| (resource.stats(), resource))
-            .filter(|(stats, _)| stats.loaded && stats.guards == 0)
-            .filter(|(stats, _)| !self.bytes(stats).is_zero())
-            .map(|(stats, resource)| {
-                (self.score(&stats), ReleaseSource::Resource(Box::new(stats), resource))
-            });
-        let reclaimers = self.reclaimers().into_iter();
-        let reclaimers = reclaimers.map(|it| (it.score(), ReleaseSource::Reclaimer(it)));
+        let score_of =
+            |stats: &ResourceStats| score(self.bytes(stats), stats.use_interval, stats.load_time);
+        let idle = self.resources.all().into_iter().filter_map(|resource| {
+            let stats = resource.stats();
+            let is_idle = stats.loaded && stats.guards == 0 && !self.bytes(&stats).is_zero();
+            let unload = move |stats: ResourceStats| -> ReleaseFn<'_> {
+                Box::new(move |_| match resource.unload_if(reason, None) {
+                    true => self.given_back(&stats, &resource.stats()),
+                    false => ByteSize::ZERO,
+                })
+            };
+            is_idle.then(|| (score_of(&stats), unload(stats)))
+        });
+        let reclaimers = self.reclaimers().into_iter().map(|it| {
+            let score = it.score();
+            let ask: ReleaseFn<'_> = Box::new(move |wanted| it.ask_elsewhere(wanted));
+            (score, ask)
+        });
         let mut sources: Vec<_> = reclaimers.chain(idle).collect();
         sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         let mut recovered = ByteSize::ZERO;
-        for (_, source) in sources {
+        for (_, release) in sources {
             let wanted = bytes.saturating_sub(recovered);
             if wanted.is_zero() {
                 break;
             }
-            let released = match source {
-                ReleaseSource::Reclaimer(reclaimer) => reclaimer.ask_elsewhere(wanted),
-                ReleaseSource::Resource(stats, resource) if resource.unload(reason) => {
-                    self.given_back(&stats, &resource.stats())
-                }
-                ReleaseSource::Resource(..) => ByteSize::ZERO,
-            };
-            recovered = recovered.saturating_add(released);
+            recovered = recovered.saturating_add(release(wanted));
         }
         recovered
     }
@@ -512,41 +485,30 @@ const USES_MAX: usize = 32;
 /// An idle time of so many intervals ends a burst.
 const INTERVALS_IDLE: u32 = 4;
 
-/// The ends of the last uses of a resource.
-#[derive(Clone, Debug)]
-pub(super) struct RecentUses {
-    /// A ring; the oldest is at `next` once it is full, and at 0 before.
-    ends: [Moment; USES_MAX],
-    next: usize,
-    len: usize,
-}
+/// The ends of the last uses of a resource, oldest first.
+pub(super) struct RecentUses(VecDeque<Moment>);
 
 impl RecentUses {
-    pub(super) const fn new() -> Self {
-        Self { ends: [Moment::ORIGIN; USES_MAX], next: 0, len: 0 }
+    pub(super) fn new() -> Self {
+        Self(VecDeque::with_capacity(USES_MAX))
     }
 
-    /// Records the end of a use.
+    /// Records the end of a use. Allocates nothing.
     pub(super) fn record(&mut self, end: Moment) {
-        if let Some(slot) = self.ends.get_mut(self.next) {
-            *slot = end;
+        if self.0.len() == USES_MAX {
+            self.0.pop_front();
         }
-        self.next = (self.next + 1) % USES_MAX;
-        self.len = (self.len + 1).min(USES_MAX);
+        self.0.push_back(end);
     }
 
     /// Returns the mean time between two uses up to now. A resource that was never used counts as
     /// used once when it was loaded.
     pub(super) fn interval(&self, loaded_at: Moment, now: Moment) -> Duration {
-        let oldest = if self.len < USES_MAX { 0 } else { self.next };
-        let newest = (self.next + USES_MAX - 1) % USES_MAX;
-        let at = |index: usize| {
-            let end = self.ends.get(index).copied().filter(|_| self.len > 0);
-            end.unwrap_or(loaded_at)
-        };
-        let count = u32::try_from(self.len.max(1)).unwrap_or(u32::MAX);
-        let mean = (now - at(oldest)) / count;
-        mean.max((now - at(newest).max(loaded_at)) / INTERVALS_IDLE)
+        let [oldest, newest] =
+            [self.0.front(), self.0.back()].map(|end| end.copied().unwrap_or(loaded_at));
+        let count = u32::try_from(self.0.len().max(1)).unwrap_or(u32::MAX);
+        let mean = (now - oldest) / count;
+        mean.max((now - newest.max(loaded_at)) / INTERVALS_IDLE)
     }
 }
 

@@ -19,7 +19,7 @@ use lowtide_core::sync::{caught, lock};
 use crate::cost::{Cost, Rejected};
 use crate::permit::Waiting;
 
-use super::cell::{CallerStep, Cell, CellState, EndedLoads, Guard};
+use super::cell::{CallerStep, Cell, CellState, EndedLoads, Use};
 use super::error::ResourceError;
 
 /// The place of a caller among the waiters.
@@ -48,7 +48,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     }
 
     /// Blocks this thread until there is a value, or an error.
-    pub(super) fn wait(mut self) -> Result<Guard<T>, ResourceError> {
+    pub(super) fn wait(mut self) -> Result<Use<T>, ResourceError> {
         let bell = Bell::new();
         let waker = Waker::from(Arc::clone(&bell));
         // Ends: the end of what it waits for rings the bell: room, a load or a clean-up.
@@ -62,13 +62,13 @@ impl<T: Send + Sync + 'static> Ticket<T> {
 
     /// Returns a guard, once there is a value.
     #[inline]
-    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, ResourceError>> {
+    pub(super) fn poll(&mut self, cx: &Context<'_>) -> Poll<Result<Use<T>, ResourceError>> {
         let guard = if self.waits.is_none() { Cell::guard_at_once(&self.cell) } else { None };
         guard.map_or_else(|| self.poll_slowly(cx), |guard| Poll::Ready(Ok(guard)))
     }
 
     #[cold]
-    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Guard<T>, ResourceError>> {
+    fn poll_slowly(&mut self, cx: &Context<'_>) -> Poll<Result<Use<T>, ResourceError>> {
         let cell = Arc::clone(&self.cell);
         if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));

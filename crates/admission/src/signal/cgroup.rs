@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::number;
 
-use super::events::{EventFiles, EventNames, MemoryEvents};
+use super::events::{EventFiles, MemoryEvents};
 use super::file::{SignalError, SignalFile, keyed, read_whole};
 use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 
@@ -42,12 +42,14 @@ const SEARCHED_MAX: usize = 4096;
 
 /// The names of the files.
 #[derive(Debug)]
-struct Names {
+pub(super) struct Names {
     is_v1: bool,
     usage: &'static str,
     max: &'static str,
     high: Option<&'static str>,
-    events: EventNames,
+    pub(super) events: &'static str,
+    pub(super) local: Option<&'static str>,
+    pub(super) failcnt: Option<&'static str>,
     anon: &'static [u8],
     shmem: &'static [u8],
 }
@@ -57,11 +59,9 @@ const V1: Names = Names {
     usage: "memory.usage_in_bytes",
     max: "memory.limit_in_bytes",
     high: None,
-    events: EventNames {
-        events: "memory.oom_control",
-        local: None,
-        failcnt: Some("memory.failcnt"),
-    },
+    events: "memory.oom_control",
+    local: None,
+    failcnt: Some("memory.failcnt"),
     anon: b"total_rss",
     shmem: b"total_shmem",
 };
@@ -71,11 +71,9 @@ const V2: Names = Names {
     usage: "memory.current",
     max: "memory.max",
     high: Some("memory.high"),
-    events: EventNames {
-        events: "memory.events",
-        local: Some("memory.events.local"),
-        failcnt: None,
-    },
+    events: "memory.events",
+    local: Some("memory.events.local"),
+    failcnt: None,
     anon: b"anon",
     shmem: b"shmem",
 };
@@ -226,7 +224,7 @@ impl Cgroup {
                 stat: SignalFile::open_if_any(&folder.join("memory.stat"), diagnostics),
                 max: LimitFile::open(Some(names.max), LimitSource::Cgroup, &folder, diagnostics),
                 high: LimitFile::open(names.high, LimitSource::High, &folder, diagnostics),
-                events: EventFiles::open(&folder, &names.events, levels.is_empty()),
+                events: EventFiles::open(&folder, names, levels.is_empty()),
                 others_last: AtomicU64::new(0),
                 folder,
             });

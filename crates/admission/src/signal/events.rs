@@ -6,14 +6,21 @@
 //! `memory.failcnt` and the `oom_kill` of `memory.oom_control`. The counts serve metrics and
 //! warnings: no decision depends on them, and no sample reads them.
 //!
-//! Invariant: `count = current value of the file - value at the open`, never below zero.
+//! Pressure stall information (PSI) of the own cgroup, the time its processes lost waiting for
+//! memory, is advisory: it is published and rejects nothing. The machine's own PSI is never read,
+//! because it includes other processes; so the root of the hierarchy, whose file is the machine's,
+//! does not count as an own cgroup. The kernel provides PSI on version 2, and on hybrid hosts in the
+//! unified hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
+//!
+//! Invariants: `count = current value of the file - value at the open`, never below zero;
+//! `full.total <= some.total`, as the kernel counts them.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use lowtide_core::kernel::number;
 
-use super::cgroup::{path_v2, places};
+use super::cgroup::{Names, path_v2, places};
 use super::file::{SignalError, SignalFile, keyed, read_whole};
 
 /// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
@@ -72,14 +79,6 @@ pub struct MemoryEvents {
     pub above: EventCounts,
 }
 
-/// The names of the files.
-#[derive(Debug)]
-pub(super) struct EventNames {
-    pub(super) events: &'static str,
-    pub(super) local: Option<&'static str>,
-    pub(super) failcnt: Option<&'static str>,
-}
-
 /// The files of one level, and their values at the open.
 #[derive(Debug)]
 pub(super) struct EventFiles {
@@ -91,7 +90,7 @@ pub(super) struct EventFiles {
 
 impl EventFiles {
     /// Opens the files of this folder, either as the leaf or as an ancestor.
-    pub(super) fn open(folder: &Path, names: &EventNames, is_leaf: bool) -> Self {
+    pub(super) fn open(folder: &Path, names: &Names, is_leaf: bool) -> Self {
         let open = |name: &str| SignalFile::open(&folder.join(name)).ok();
         let local = names.local.filter(|_| !is_leaf).and_then(open);
         let failcnt = names.failcnt.and_then(open);
@@ -137,15 +136,6 @@ fn counts_of(text: &[u8]) -> EventCounts {
     }
 }
 
-// Pressure stall information (PSI) of the own cgroup: the time its processes lost waiting for
-// memory.
-//
-// Advisory: it is published and rejects nothing. The machine's own PSI is never read, because it
-// includes other processes; so the root of the hierarchy, whose file is the machine's, does not
-// count as an own cgroup. The kernel provides PSI on version 2, and on hybrid hosts in the unified
-// hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
-//
-// Invariant: `full.total <= some.total`, as the kernel counts them.
 /// Time lost waiting for memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]

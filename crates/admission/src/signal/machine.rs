@@ -1,18 +1,24 @@
 //! Bounds of the whole machine: its physical memory, and under strict overcommit what the kernel
-//! still promises.
+//! still promises; the limits of the process on its addresses and its data; and the number of CPUs
+//! that it can keep busy.
 //!
 //! [`Machine::look`] reads them again, some 10 us; the signals call it about once a second. Huge
 //! pages that are reserved are no memory for this process, and are subtracted. `sysinfo(2)` answers
 //! where `/proc/meminfo` is hidden.
 //!
-//! Invariant: `usable = MemTotal - Hugetlb`, and in mode 2 of `vm.overcommit_memory`
-//! `commit = CommitLimit`, compared with `Committed_AS + growth of this process since the look`.
+//! The CPUs are read once, at the open: the layout of threads and heap arenas depends on them at the
+//! start. Nothing here binds a thread or changes a quota.
+//!
+//! Invariants: `usable = MemTotal - Hugetlb`, and in mode 2 of `vm.overcommit_memory`
+//! `commit = CommitLimit`, compared with `Committed_AS + growth of this process since the look`;
+//! `whole = max(1, min(allowed, quota rounded up))`, over the values that could be read, and the
+//! quota is the smallest of the cgroup and its ancestors.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, number, physical_memory};
+use lowtide_core::sync::{Mutex, lock};
 
 use super::cgroup::{path_v1, path_v2, places};
 use super::file::{SignalError, SignalFile, read_whole};
@@ -20,17 +26,32 @@ use super::file::{SignalError, SignalFile, read_whole};
 /// The strict mode of `vm.overcommit_memory`.
 const STRICT: u64 = 2;
 
-/// The machine's memory. Written by each thread that looks.
-#[derive(Debug)]
+/// The machine's memory. Nothing of it is known by default.
+#[derive(Debug, Default)]
 pub(super) struct Machine {
     meminfo: Option<SignalFile>,
     overcommit: Option<SignalFile>,
     /// All physical memory, read once.
     total: Option<ByteSize>,
-    /// As of the last look; [`u64::MAX`] for none.
-    usable: AtomicU64,
-    /// `CommitLimit`, and `Committed_AS` without this process's anonymous memory.
-    commit: [AtomicU64; 2],
+    looked: Mutex<MachineBounds>,
+}
+
+/// The bounds as of the last look.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MachineBounds {
+    /// The physical memory less reserved huge pages.
+    pub(super) usable: Option<ByteSize>,
+    /// `CommitLimit`, and `Committed_AS` without this process's anonymous memory, unless the kernel
+    /// overcommits.
+    commit: Option<[ByteSize; 2]>,
+}
+
+impl MachineBounds {
+    /// Returns how much memory the kernel promises at most, and how much it has promised if this
+    /// process has so much anonymous memory now; `None` if it overcommits.
+    pub(super) fn commit(self, anonymous: ByteSize) -> Option<[ByteSize; 2]> {
+        self.commit.map(|[limit, others]| [limit, others.saturating_add(anonymous)])
+    }
 }
 
 /// The figures of `meminfo`.
@@ -55,29 +76,19 @@ impl Machine {
         let total = found.and_then(|found| found.total).or_else(of_system);
         let overcommit = root.join("proc/sys/vm/overcommit_memory");
         let overcommit = SignalFile::open_if_any(&overcommit, missing);
-        Self { meminfo, overcommit, total, ..Self::none() }
-    }
-
-    /// Returns a machine of which nothing is known.
-    pub(super) const fn none() -> Self {
-        const fn no() -> AtomicU64 {
-            AtomicU64::new(u64::MAX)
-        }
-        Self { meminfo: None, overcommit: None, total: None, usable: no(), commit: [no(), no()] }
+        Self { meminfo, overcommit, total, looked: Mutex::default() }
     }
 
     /// Reads the files again. A file that cannot be read now leaves its value. Allocates nothing.
     pub(super) fn look(&self, anonymous: ByteSize) {
         let found = self.meminfo.as_ref().and_then(|file| file.read(meminfo_of));
         let Meminfo { total, huge, commit } = found.unwrap_or_default();
-        if let Some(total) = total.or(self.total) {
-            self.usable.store(total.saturating_sub(huge).get(), Ordering::Relaxed);
-        }
         let mode = self.overcommit.as_ref().and_then(|file| file.read_line(number).flatten());
         let strict = commit.filter(|_| mode == Some(STRICT));
-        let strict = strict.map(|[limit, used]| [limit, used.saturating_sub(anonymous)]);
-        for (place, value) in self.commit.iter().zip(strict.unwrap_or([ByteSize::MAX; 2])) {
-            place.store(value.get(), Ordering::Relaxed);
+        let mut looked = lock(&self.looked);
+        looked.commit = strict.map(|[limit, used]| [limit, used.saturating_sub(anonymous)]);
+        if let Some(total) = total.or(self.total) {
+            looked.usable = Some(total.saturating_sub(huge));
         }
     }
 
@@ -86,22 +97,10 @@ impl Machine {
         self.total
     }
 
-    /// Returns the physical memory less reserved huge pages.
-    pub(super) fn usable(&self) -> Option<ByteSize> {
-        known(&self.usable)
+    /// Returns the bounds as of the last look.
+    pub(super) fn bounds(&self) -> MachineBounds {
+        *lock(&self.looked)
     }
-
-    /// Returns how much memory the kernel promises at most, and how much it has promised if this
-    /// process has so much anonymous memory now; `None` if it overcommits.
-    pub(super) fn commit(&self, anonymous: ByteSize) -> Option<[ByteSize; 2]> {
-        let [limit, others] = &self.commit;
-        let others = known(others)?.saturating_add(anonymous);
-        known(limit).map(|limit| [limit, others])
-    }
-}
-
-fn known(of: &AtomicU64) -> Option<ByteSize> {
-    Some(of.load(Ordering::Relaxed)).filter(|bytes| *bytes != u64::MAX).map(ByteSize::new)
 }
 
 fn meminfo_of(text: &[u8]) -> Meminfo {
@@ -118,7 +117,6 @@ fn meminfo_of(text: &[u8]) -> Meminfo {
     }
 }
 
-// The limits of the process on its addresses and its data, from `/proc/self/limits`.
 /// The limits on mappings of the process; `None` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SpaceLimits {
@@ -149,14 +147,6 @@ impl SpaceLimits {
     }
 }
 
-// The number of CPUs that this process can keep busy: its allowed CPUs and its cgroup's quota of
-// CPU time.
-//
-// Read once, at the open: the layout of threads and heap arenas depends on it at the start. It
-// binds nothing and changes no quota.
-//
-// Invariant: `whole = max(1, min(allowed, quota rounded up))`, over the values that could be read;
-// the quota is the smallest of the cgroup and its ancestors.
 /// The controller's name on version 1.
 const CPU: &[u8] = b"cpu";
 

@@ -1,11 +1,12 @@
 //! The signals of this process, and the samples that are taken of them.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, page_size, resident_error};
+use lowtide_core::sync::{Mutex, lock};
 
 use super::cgroup::{Cgroup, CgroupReading};
 use super::events::{self, MemoryEvents, Psi};
@@ -134,7 +135,7 @@ impl Signals {
             groups: None,
             page: PAGE_USUAL,
             error: ByteSize::ZERO,
-            machine: Machine::none(),
+            machine: Machine::default(),
             given: None,
             fit: AtomicU64::new(u64::MAX),
             cpus: Cpus::of_thread(),
@@ -271,7 +272,7 @@ impl Signals {
         let group = group.map(|group| group.sample(glance.usage, anonymous.unwrap_or_default()));
         let group = group.unwrap_or_default();
         // A machine's limit applies to this process, a cgroup's to all of the cgroup.
-        let usable = self.machine.usable().unwrap_or(ByteSize::MAX);
+        let usable = self.machine.bounds().usable.unwrap_or(ByteSize::MAX);
         let held = group.held.filter(|_| group.least.is_some_and(|least| least <= usable));
         let (physical, is_group) = match held {
             // Memory that is charged to a cgroup in which the process was before.
@@ -303,14 +304,14 @@ impl Signals {
             .map(|given| (LimitSource::Override, "memory_limit", [given, used.physical], scope));
         let anonymous = used.resident.map(|held| held.anon).unwrap_or_default();
         let own = if used.is_group { anonymous } else { used.physical };
-        let machine = self.machine.usable().map(|usable| {
+        let bounds = self.machine.bounds();
+        let machine = bounds.usable.map(|usable| {
             let name = "MemTotal less huge pages";
             (LimitSource::Machine, name, [usable, own], BoundScope::Process)
         });
         // The room is that of the last look; what was allocated since then counts against it.
-        let commit = self
-            .machine
-            .commit(anonymous)
+        let commit = bounds.commit(anonymous);
+        let commit = commit
             .map(|promised| (LimitSource::Commit, "CommitLimit", promised, BoundScope::Machine));
         let space = *lock(&self.space);
         let space = used.resident.into_iter().flat_map(move |held| space.each(held));
@@ -411,11 +412,6 @@ impl Signals {
     }
 }
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-// The values of a sample: what counts against the limit, and the figures that it is made of.
 /// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]

@@ -119,52 +119,29 @@ impl FullReading {
             return None;
         }
         let (before, resident) = (self.glance.resident?, glance.resident?);
-        let physical = match self.counted {
-            CountedBy::Process => {
-                // Growth of mapped files counts until the next full reading: it may be shared
-                // memory.
-                let tolerance = self.signal.tolerance();
-                let all = ByteChange::of(before.rss, resident.rss);
-                let anonymous = ByteChange::of(before.anon, resident.anon);
-                if all.exceeds(tolerance) || anonymous.exceeds(tolerance) {
-                    return None;
-                }
-                all.max(anonymous).apply(self.signal.physical)
+        let tolerance = self.signal.tolerance().get();
+        // Both are far below 2^63, so the difference is exact.
+        let change = |of: ByteSize, now: ByteSize| now.get().wrapping_sub(of.get()).cast_signed();
+        let all = match self.counted {
+            // Growth of mapped files counts until the next full reading: it may be shared memory.
+            CountedBy::Process => change(before.rss, resident.rss),
+            CountedBy::Cgroup(limit)
+                if glance.usage?.get().saturating_add(tolerance) >= limit.get() =>
+            {
+                return None;
             }
-            CountedBy::Cgroup(limit) => {
-                let tolerance = self.signal.tolerance();
-                let usage = ByteChange::of(self.glance.usage?, glance.usage?);
-                let anonymous = ByteChange::of(before.anon, resident.anon);
-                let is_near = glance.usage?.saturating_add(tolerance) >= limit;
-                if is_near || usage.exceeds(tolerance) || anonymous.exceeds(tolerance) {
-                    return None;
-                }
-                usage.max(anonymous).apply(self.signal.physical)
-            }
+            CountedBy::Cgroup(_) => change(self.glance.usage?, glance.usage?),
             CountedBy::Unknown => return None,
         };
+        let anonymous = change(before.anon, resident.anon);
+        if all.unsigned_abs().max(anonymous.unsigned_abs()) > tolerance {
+            return None;
+        }
+        let physical = self.signal.physical.get().saturating_add_signed(all.max(anonymous));
+        let physical = ByteSize::new(physical);
         let (rss, anonymous) = (Some(resident.rss), Some(resident.anon));
         let usage = self.signal.usage.and(glance.usage);
         Some(Signal { rss, anonymous, physical, usage, ..self.signal })
-    }
-}
-
-/// A change of bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct ByteChange(i64);
-
-impl ByteChange {
-    fn of(before: ByteSize, after: ByteSize) -> Self {
-        // Both are far below 2^63, so the difference is exact.
-        Self(after.get().wrapping_sub(before.get()).cast_signed())
-    }
-
-    const fn exceeds(self, bytes: ByteSize) -> bool {
-        self.0.unsigned_abs() > bytes.get()
-    }
-
-    const fn apply(self, bytes: ByteSize) -> ByteSize {
-        ByteSize::new(bytes.get().saturating_add_signed(self.0))
     }
 }
 

@@ -11,7 +11,7 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, Cost, ExhaustionPolicy, Job, Level, Limit, LimitSource, Maintenance,
-    MaintenanceActions, Managed, Permit, Priority, ReclaimPolicy, RejectReason, Rejected, Resource,
+    MaintenanceActions, Managed, Permit, Priority, ReclaimPolicy, RejectReason, Rejected,
     Resources, Sample, Sensor, Settings, Trigger,
 };
 use lowtide_core::sync::lock;
@@ -389,7 +389,7 @@ fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after
         .idle(Duration::from_secs(5))
         .cost(Cost::host(ByteSize::mib(300)))
         .build(rig.clock.clone(), Some(rig.admission.clone()));
-    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
+    assert_eq!(rig.resources.add(&managed), Ok(()));
     rig.run(Duration::from_millis(7));
     drop(managed.acquire_blocking().expect("fits"));
     rig.run(Duration::from_millis(4999));
@@ -408,12 +408,12 @@ fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
         .cost(Cost::host(ByteSize::mib(600)))
         .build(rig.clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
-    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
+    assert_eq!(rig.resources.add(&managed), Ok(()));
     rig.run(Duration::from_millis(300));
     rig.memory.with(|memory| memory.allocate(580 * MIB));
     rig.run(Duration::from_millis(300));
     assert!(!managed.stats().loaded, "level {}", rig.admission.level());
-    assert_eq!(managed.stats().unloads.total(lowtide_admission::UnloadReason::Pressure), 1);
+    assert_eq!(managed.stats().unloads_total(lowtide_admission::UnloadReason::Pressure), 1);
     assert_eq!(rig.triggers()[..2], [Trigger::Pressure, Trigger::Unload]);
 }
 
@@ -881,7 +881,7 @@ fn memory_that_would_go_is_no_load() {
     let managed = Managed::builder("model", || Ok(()))
         .cost(Cost::host(ByteSize::mib(150)))
         .build(rig.clock.clone(), Some(rig.admission.clone()));
-    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
+    assert_eq!(rig.resources.add(&managed), Ok(()));
     let guard = managed.acquire_blocking().expect("fits");
     rig.memory.with(|memory| memory.allocate(150 * MIB));
     let used = saturation(&mut rig);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_admission::{
-    Admission, Budget, Cost, Limit, Maintenance, Managed, ReclaimPolicy, Reclaimable, Resource,
+    Admission, Budget, Cost, Limit, Maintenance, Managed, ReclaimPolicy, Reclaimable,
     ResourceError, Resources, Sample, Sensor, Settings, SignalTracker, Signals, UnloadReason,
 };
 use test_fork::test;
@@ -45,7 +45,7 @@ fn a_sample_a_tick_and_an_admission_allocate_nothing() {
         .idle(Duration::from_millis(1))
         .build(clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
-    assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
+    assert_eq!(resources.add(&managed), Ok(()));
     let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
     let sensor =
         Box::new(Machine { signals: SignalTracker::new(Arc::new(Signals::open())), turn: 0 });
@@ -158,8 +158,7 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
             .cost(cost)
             .build(clock.clone(), Some(Admission::new()));
     let resources = Resources::new();
-    let resource = Arc::new(managed.clone());
-    assert_eq!(resources.add(Arc::clone(&resource)), Ok(()));
+    assert_eq!(resources.add(&managed), Ok(()));
     assert!(managed.acquire_blocking().is_err());
     std::thread::scope(|scope| {
         clock.holds.store(1, Ordering::SeqCst);
@@ -177,9 +176,9 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
                 managed.peek().is_none(),
                 !managed.unload(UnloadReason::Pressure),
                 matches!(managed.close(Duration::ZERO), Err(ResourceError::Forked { .. })),
-                resources.all().is_empty(),
+                resources.stats().is_empty(),
                 resources.next_due() == Moment::NEVER,
-                resources.add(resource).is_err(),
+                resources.add(&managed).is_err(),
             ]);
         }
         // The child's copy of the lock stays held.
@@ -187,7 +186,7 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
         assert_child_is_content(child);
     });
     assert_eq!(managed.stats().loads_failed_total, 1);
-    assert_eq!(resources.all().len(), 1);
+    assert_eq!(resources.stats().len(), 1);
 }
 
 /// A request that does not fit would otherwise wait for a lock that another thread holds.

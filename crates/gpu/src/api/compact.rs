@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::engine::access;
-use crate::engine::compact::{Layout, batch_limit};
+use crate::engine::compact::{Layout, batch_limit, names};
 use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_batch};
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::first_batch;
@@ -183,22 +183,23 @@ fn make_moves(
     done: &mut CompactReport,
     moved: &mut impl FnMut(Moved),
 ) -> Result<StopReason, DeviceError> {
-    let (mut layout, limit) =
-        inner.run_now(|state| (Layout::of(state, options), batch_limit(state)));
+    let (layout, mut names, limit) = inner.run_now(|state| {
+        (Layout::of(state, options), names(state, options.region), batch_limit(state))
+    });
     let plan = layout.plan(options);
     let (mut made_idle, mut made_active) = (0, 0);
     let mut rest = plan.moves.as_slice();
     while !rest.is_empty() {
         let (planned, later) = rest.split_at(first_batch(rest, limit));
         rest = later;
-        let named = planned.iter().filter_map(|made| Some((*layout.names.get(&made.from)?, *made)));
+        let named = planned.iter().filter_map(|made| Some((*names.get(&made.from)?, *made)));
         let named: Vec<_> = named.collect();
         done.skipped += (planned.len() - named.len()) as u64;
         let outcome = inner.run(async |cx| move_batch(cx, options, &named).await);
         (made_idle, made_active) = (made_idle + outcome.idle, made_active + outcome.active);
         for &MovedBlock { id, made, .. } in &outcome.moved {
-            layout.names.remove(&made.from);
-            layout.names.insert(made.to, id);
+            names.remove(&made.from);
+            names.insert(made.to, id);
             done.moves += 1;
             done.moved = done.moved.saturating_add(ByteSize::new(made.size));
         }

@@ -155,7 +155,7 @@ impl Drop for Loan {
             state.outstanding.exported.bytes -= self.bytes;
             state.sleep.note_unused(self.inner.clock.now());
             if state.capabilities.asynchronous {
-                state.sleep.note_used(StreamKey::CONTEXT);
+                state.sleep.used.insert(StreamKey::CONTEXT);
             }
         });
     }

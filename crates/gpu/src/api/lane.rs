@@ -341,10 +341,10 @@ impl Drop for Lease {
         let _ = self.arena.run_here(|state| {
             if state.capabilities.asynchronous {
                 if self.is_for_all() {
-                    state.sleep.note_used(StreamKey::CONTEXT);
+                    state.sleep.used.insert(StreamKey::CONTEXT);
                 }
                 for stream in self.lanes.iter().filter_map(|lane| lane.key) {
-                    state.sleep.note_used(stream);
+                    state.sleep.used.insert(stream);
                 }
             }
             state.leave();

@@ -224,7 +224,7 @@ impl ArenaInner {
         let due =
             if self.caches_hold() { state.due().min(state.aging.cache_due()) } else { state.due() };
         // Counted from the last check, not from now: otherwise the time would move with each call.
-        let again = state.aging.looked_at() + LOOK_AGAIN;
+        let again = state.aging.looked_at + LOOK_AGAIN;
         // A store that the driver does not free stays due.
         let due = due.min(stores::store_due(state).max(again));
         // A handle that cannot be divided now stays due.

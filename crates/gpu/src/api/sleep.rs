@@ -310,8 +310,8 @@ impl DeviceArena {
         // tried again at once, and contents would be copied for nothing.
         let again = inner.clock.now() + AGAIN;
         inner.run_now(|state| {
-            state.sleep.postpone(again);
-            state.sleep.idle.unprepare();
+            state.sleep.not_before = state.sleep.not_before.max(again);
+            state.sleep.idle.prepared = ByteSize::ZERO;
         });
         log!(debug, arena = self.name(), %error, "arena idle sleep failed");
         match error {
@@ -329,7 +329,7 @@ impl DeviceArena {
         let inner = self.inner();
         let again = inner.clock.now() + AGAIN;
         let is_first = inner.run_now(|state| {
-            state.sleep.postpone(again);
+            state.sleep.not_before = state.sleep.not_before.max(again);
             state.sleep.note_unsupported()
         });
         if is_first {

@@ -16,10 +16,10 @@ use super::commit::{
     ATTEMPTS_BESIDE, ExceededBound, ShortageOutcome, assess, ensure_committed, release_idle,
 };
 use super::completion::order_after;
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::resume::awake;
 use super::shortage::run_ladder;
-use crate::driver::{DeviceAddress, DriverError};
+use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
@@ -196,10 +196,9 @@ async fn create_segment(
     AllocTarget { region, wanted, .. }: AllocTarget,
     span: Span,
 ) -> Result<Option<Placement>, DriverError> {
-    let created = cx.perform(Call::CreateSegment { size: ByteSize::new(span.size) }).await;
+    let created = cx.outside(|| cx.driver.segment_create(ByteSize::new(span.size))).await;
     cx.with(|state| {
-        let at = created.as_ref().ok().map(|&at| DeviceAddress::new(at));
-        state.end_segment(region, span, at);
+        state.end_segment(region, span, created.as_ref().ok().copied());
         created.map(|_| state.region_mut(region).place_in(wanted, span))
     })
 }

@@ -6,14 +6,14 @@
 //!
 //! Invariant: `backed + being committed <= limit` at every commit.
 
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::release::{ReleasedGranules, release_granules};
 use super::remap::remap_idle;
 use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::{PlacedRun, Region};
+use crate::state::region::Region;
 use crate::state::segment::Runs;
 
 /// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
@@ -27,17 +27,6 @@ pub(super) enum ExceededBound {
     Limit(u64),
     /// The device's memory, for a commit of this many granules.
     Device(u64),
-}
-
-/// The next action of a commit.
-enum NextCommit {
-    /// Nothing is left to commit.
-    Nothing,
-    /// Wait for a driver call in progress.
-    Wait,
-    /// Commit these runs, which are marked as committing.
-    Runs(Runs),
-    Short(ExceededBound),
 }
 
 /// The outcome of making room after a shortage.
@@ -70,17 +59,17 @@ pub(crate) async fn ensure_committed(
     });
     loop {
         let shortage = match cx.with(|state| next_commit(state, region, span, options)) {
-            NextCommit::Nothing => return Ok(()),
             // This ends with the calls in progress: no granule of a placed span starts to leave,
             // and a neighbour's commit in progress ends as committed or as bare.
-            NextCommit::Wait => {
+            None => {
                 cx.wait_while(|state| state.region(region).segment.missing(span).is_moving).await;
                 continue;
             }
-            // The runs were all that was bare, and memory that blocks touch does not leave.
-            NextCommit::Runs(runs) => {
+            Some(Err(shortage)) => shortage,
+            Some(Ok(runs)) => {
                 let large_handles = runs.iter().any(|run| run.has_large_handles());
                 match commit(cx, region, runs).await {
+                    // The runs were all that was bare, and memory that blocks touch does not leave.
                     Ok(()) => return Ok(()),
                     // The commit may succeed without the growth, or with small handles.
                     Err(DriverError::OutOfMemory { .. }) if options.grow || large_handles => {
@@ -100,7 +89,6 @@ pub(crate) async fn ensure_committed(
                     Err(error) => return Err(AllocFailure::of_driver(error)),
                 }
             }
-            NextCommit::Short(shortage) => shortage,
         };
         match make_room(cx, (region, span), shortage, &mut remaps).await? {
             ShortageOutcome::Freed | ShortageOutcome::Retry => {}
@@ -115,25 +103,27 @@ fn attempts_max(state: &ArenaState) -> u64 {
     ATTEMPTS_BESIDE + state.granules_for(state.releasable())
 }
 
-/// Returns how to go on with the commit of a placed span, and marks the runs to commit.
+/// Marks the missing runs of a placed span, none if nothing is missing, as committing, if they fit
+/// under the limit; returns `None` while a driver call is in progress for one of its granules.
+#[inline]
 fn next_commit(
     state: &mut ArenaState,
     region: Region,
     span: Span,
     options: CommitOptions,
-) -> NextCommit {
+) -> Option<Result<Runs, ExceededBound>> {
     let missing = state.region(region).segment.missing(span);
-    if missing.is_moving {
-        return NextCommit::Wait;
-    }
     let bytes = state.bytes_of(missing.granules);
-    if bytes == 0 {
-        NextCommit::Nothing
-    } else if state.over_limit(bytes) > 0 {
-        NextCommit::Short(ExceededBound::Limit(bytes))
-    } else {
-        NextCommit::Runs(state.begin_commit(region, span, bytes, options))
+    if missing.is_moving {
+        return None;
     }
+    Some(if bytes == 0 {
+        Ok(Runs::new())
+    } else if state.over_limit(bytes) > 0 {
+        Err(ExceededBound::Limit(bytes))
+    } else {
+        Ok(state.begin_commit(region, span, bytes, options))
+    })
 }
 
 /// Commits marked runs in order until one fails, and records every result.
@@ -141,9 +131,8 @@ async fn commit(cx: &OpContext<'_>, region: Region, runs: Runs) -> Result<(), Dr
     let mut outcome = Ok(());
     for run in runs {
         if outcome.is_ok() {
-            let PlacedRun { at, size, handle, .. } =
-                cx.with(|state| state.region(region).placed_run(region, run));
-            outcome = cx.does(Call::Commit { at, size, handle }).await;
+            let run = cx.with(|state| state.region(region).placed_run(region, run));
+            outcome = cx.commit(run).await;
         }
         cx.with(|state| state.end_commit(region, run, outcome.is_ok()));
     }
@@ -164,9 +153,9 @@ async fn make_room(
     // More granules must leave than the span needs only if the limit was lowered.
     let missing = cx.with(|state| state.region(region).segment.missing(span)).granules;
     if *remaps && granules <= missing {
-        let moved = remap_idle(cx, region, span, granules).await;
-        *remaps = moved.error.is_none();
-        if moved.granules > 0 {
+        let (moved, error) = remap_idle(cx, region, span, granules).await;
+        *remaps = error.is_none();
+        if moved > 0 {
             return Ok(ShortageOutcome::Freed);
         }
         if !*remaps {

@@ -23,8 +23,6 @@ const BLOCKED_MAX: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub(crate) struct Layout {
     parts: Vec<LayoutPart>,
-    /// The blocks, by offset.
-    pub(crate) names: BTreeMap<u64, BlockName>,
     /// The segments, on drivers that allocate segments.
     segments: Option<Vec<Span>>,
     granule: u64,
@@ -33,26 +31,63 @@ pub(crate) struct Layout {
 impl Layout {
     /// Copies the layout of the region of a compaction: O(blocks).
     pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
-        let region = state.region(options.region);
-        let blocks = region.index.blocks();
-        Self {
-            names: blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect(),
-            parts: parts(state, options),
-            segments: region.segment.segments(),
-            granule: state.bytes_of(1),
+        let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
+        // A requested free span is for a large block.
+        if options.goal == Goal::Granules {
+            // The wall between the ranges is a block that does not move.
+            let wall = state.region(options.region).index.wall();
+            parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
+            parts.extend(parts_of(state, options, End::High));
         }
+        Self::new(state, options.region, parts)
+    }
+
+    /// Copies the first blocks and free spans of one range of a region, at most this many; the last
+    /// of them is fixed, since its successor is unknown.
+    pub(crate) fn first(
+        state: &ArenaState,
+        options: CompactOptions,
+        end: End,
+        parts_max: usize,
+    ) -> Self {
+        let mut parts: Vec<_> = parts_of(state, options, end).take(parts_max).collect();
+        if parts.len() == parts_max
+            && let Some(last) = parts.last_mut()
+        {
+            last.hold = Some(Hold::Stays);
+        }
+        Self::new(state, options.region, parts)
+    }
+
+    fn new(state: &ArenaState, region: Region, parts: Vec<LayoutPart>) -> Self {
+        let segments = state.region(region).segment.segments();
+        Self { parts, segments, granule: state.bytes_of(1) }
     }
 
     /// Plans a compaction.
     pub(crate) fn plan(&self, options: CompactOptions) -> CompactPlan {
-        let target = match options.goal {
+        plan::plan(&self.parts, self.granule, self.target(options), options.budget.get())
+    }
+
+    /// Returns a lower bound of the gain of a compaction without a budget.
+    pub(crate) fn outlook(&self, options: CompactOptions) -> CompactPlan {
+        plan::outlook(&self.parts, self.granule, self.target(options))
+    }
+
+    fn target(&self, options: CompactOptions) -> CompactTarget<'_> {
+        match options.goal {
             Goal::Granules => {
                 self.segments.as_deref().map_or(CompactTarget::Granules, CompactTarget::Segments)
             }
             Goal::Contiguous(size) => CompactTarget::Contiguous(size.get()),
-        };
-        plan::plan(&self.parts, self.granule, target, options.budget.get())
+        }
     }
+}
+
+/// Returns the names of the blocks of a region, by offset.
+pub(crate) fn names(state: &ArenaState, region: Region) -> BTreeMap<u64, BlockName> {
+    let blocks = state.region(region).index.blocks();
+    blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect()
 }
 
 /// Returns the bounds of a batch: one block on a driver that copies before its call returns, which
@@ -66,19 +101,6 @@ pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
     }
 }
 
-/// Returns blocks and free spans in address order. The wall between the ranges is included as a
-/// block that does not move.
-fn parts(state: &ArenaState, options: CompactOptions) -> Vec<LayoutPart> {
-    let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
-    // A requested free span is for a large block.
-    if options.goal == Goal::Granules {
-        let wall = state.region(options.region).index.wall();
-        parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
-        parts.extend(parts_of(state, options, End::High));
-    }
-    parts
-}
-
 /// Returns the blocks and free spans of one range of a region in address order.
 fn parts_of(
     state: &ArenaState,
@@ -90,23 +112,6 @@ fn parts_of(
         span,
         hold: id.map(|id| hold(state, options, id, span)),
     })
-}
-
-/// Returns the first blocks and free spans of one range of a region, at most this many; the last of
-/// them is fixed, since its successor is unknown.
-pub(crate) fn first_parts(
-    state: &ArenaState,
-    options: CompactOptions,
-    end: End,
-    parts_max: usize,
-) -> Vec<LayoutPart> {
-    let mut parts: Vec<_> = parts_of(state, options, end).take(parts_max).collect();
-    if parts.len() == parts_max
-        && let Some(last) = parts.last_mut()
-    {
-        last.hold = Some(Hold::Stays);
-    }
-    parts
 }
 
 /// Returns if and how a block may move.
@@ -126,5 +131,5 @@ pub(super) fn raw_at(state: &ArenaState, region: Region, offset: u64) -> Option<
     if state.raw.is_empty() {
         return None;
     }
-    state.raw.get(state.region(region).segment.address_of(offset))
+    state.raw.get(&state.region(region).segment.address_of(offset))
 }

@@ -18,13 +18,15 @@
 //!
 //! Invariants: a use counts as complete only after the host has seen it; neither a decay, a
 //! compaction nor background work waits for the context.
+#![expect(unsafe_code, reason = "the calls of drivers with streams and events are unsafe")]
 
-use super::context::{Call, OpContext};
-use crate::driver::{DriverError, EventHandle, StreamHandle};
+use super::context::OpContext;
+use crate::driver::{DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::pending::StreamUses;
 use crate::state::streams::{Pick, StreamEvent, StreamKey, StreamUse, Wait};
 use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
+use lowtide_core::sync::is_background;
 
 /// Orders the next work of a stream after these uses, or the next user if no stream is given. With
 /// a stream the device waits; without a stream this thread waits. While a stream captures a graph,
@@ -77,22 +79,22 @@ async fn wait_for(
     of: StreamUse,
     taker: Option<StreamKey>,
 ) -> Result<(), DriverError> {
-    let event = event.handle;
     // The caller allocates for a lane of this stream, and holds the lane until the operation ends.
     let stream =
         taker.and_then(|taker| Some((taker, cx.with(|state| state.streams.handle(taker))?)));
     if let Some((taker, stream)) = stream {
-        if cx.asks(Call::IsCapturing { stream }).await? {
+        if cx.is_capturing(stream).await? {
             return Err(captures("cuStreamWaitEvent"));
         }
-        cx.does(Call::StreamWaits { stream, event }).await?;
+        // SAFETY: the event is the state's, and the caller holds the lane of the stream.
+        cx.outside(|| unsafe { cx.driver.stream_wait_event(stream, event.handle) }).await?;
         cx.with(|state| state.streams.ordered(taker, of.stream, of.epoch));
         return Ok(());
     }
     if is_any_capturing(cx).await? {
         return Err(captures("cuEventSynchronize"));
     }
-    cx.does(Call::WaitForEvent { event }).await?;
+    cx.wait_for_event(event).await?;
     mark_complete(cx, of);
     Ok(())
 }
@@ -119,7 +121,7 @@ pub(crate) async fn mark_end(cx: &OpContext<'_>, stream: StreamKey) -> Result<()
 pub(crate) async fn leave_stream(cx: &OpContext<'_>, stream: StreamKey) {
     let is_last = cx.with(|state| {
         let is_last = state.streams.leave(stream);
-        if is_last && state.sleep.forget_used(stream) {
+        if is_last && state.sleep.used.remove(&stream) {
             // Work of the stream under leases is waited for by an event, or with all other work.
             state.streams.use_now(stream);
         }
@@ -162,7 +164,7 @@ pub(crate) async fn is_any_capturing(cx: &OpContext<'_>) -> Result<bool, DriverE
 /// Returns `true` if a stream captures a graph; `None` if the stream has ended.
 async fn is_capturing(cx: &OpContext<'_>, key: StreamKey) -> Option<Result<bool, DriverError>> {
     let stream = cx.with(|state| state.streams.export(key))?;
-    let answer = cx.asks(Call::IsCapturing { stream }).await;
+    let answer = cx.is_capturing(stream).await;
     let is_gone = cx.with(|state| note_call(state, key, answer.as_ref().err()));
     (!is_gone).then_some(answer)
 }
@@ -211,11 +213,13 @@ async fn record_uncaptured(
     event: StreamEvent,
     stream: StreamHandle,
 ) -> Result<(), DriverError> {
-    if cx.asks(Call::IsCapturing { stream }).await? {
+    if cx.is_capturing(stream).await? {
         return Err(captures("cuEventRecord"));
     }
-    cx.does(Call::RecordEvent { event: event.handle, stream }).await?;
-    if cx.asks(Call::IsCapturing { stream }).await? {
+    // SAFETY: an event of the state that no other operation uses, and a stream that exists until
+    // the answer is recorded.
+    cx.outside(|| unsafe { cx.driver.event_record(event.handle, stream) }).await?;
+    if cx.is_capturing(stream).await? {
         return Err(captures("cuEventRecord"));
     }
     Ok(())
@@ -242,7 +246,7 @@ pub(crate) async fn look_for_ends(cx: &OpContext<'_>, may_wait: bool) -> Result<
         is_provable &= marked == Some(Ok(())) && is_markable(cx, stream);
         failed = failed.or_else(|| marked.and_then(Result::err));
     }
-    let waits = may_wait && !cx.is_background();
+    let waits = may_wait && !is_background();
     if !is_provable && waits && !is_any_capturing(cx).await? {
         return complete_all(cx).await;
     }
@@ -264,7 +268,7 @@ pub(crate) async fn query_events(cx: &OpContext<'_>) -> Result<(), DriverError> 
         loop {
             let found = cx.with(|state| state.streams.event_between(stream, unknown.clone(), pick));
             let Some((epoch, event)) = found else { break };
-            let is_complete = cx.asks(Call::QueryEvent { event: event.handle }).await;
+            let is_complete = cx.query_event(event).await;
             cx.with(|state| state.streams.release_event(event));
             pick = match pick {
                 Pick::First if is_complete == Ok(true) => Pick::Last,
@@ -299,7 +303,7 @@ async fn event_to_record(cx: &OpContext<'_>) -> Result<StreamEvent, DriverError>
             return Ok(event);
         }
     }
-    let handle = EventHandle::new(cx.perform(Call::CreateEvent).await?);
+    let handle = cx.outside(|| cx.driver.event_create()).await?;
     Ok(cx.with(|state| state.streams.add_event(handle)))
 }
 
@@ -323,7 +327,7 @@ pub(crate) async fn complete_used(cx: &OpContext<'_>) -> Result<(), DeviceError>
     if !(is_known && complete_by_events(cx).await?) {
         complete_all(cx).await?;
     }
-    cx.with(|state| state.sleep.complete());
+    cx.with(|state| state.sleep.used.clear());
     Ok(())
 }
 
@@ -403,9 +407,9 @@ pub(super) async fn complete_live(cx: &OpContext<'_>, proof: Proof) -> Result<bo
             Wait::Record(_) | Wait::Context => return Ok(false),
         };
         let is_complete = if proof == Proof::Query {
-            cx.asks(Call::QueryEvent { event: event.handle }).await
+            cx.query_event(event).await
         } else {
-            cx.does(Call::WaitForEvent { event: event.handle }).await.map(|()| true)
+            cx.wait_for_event(event).await.map(|()| true)
         };
         cx.with(|state| state.streams.release_event(event));
         if !is_complete? {
@@ -443,7 +447,7 @@ async fn complete_by_events(cx: &OpContext<'_>) -> Result<bool, DriverError> {
         last = Some(stream);
     }
     while let Some((of, event)) = cx.with(|state| state.streams.waiting()) {
-        let waited = cx.does(Call::WaitForEvent { event: event.handle }).await;
+        let waited = cx.wait_for_event(event).await;
         cx.with(|state| state.streams.release_event(event));
         waited?;
         mark_complete(cx, of);
@@ -460,7 +464,7 @@ pub(super) async fn own_stream(cx: &OpContext<'_>) -> Result<StreamHandle, Drive
     if let Some(stream) = cx.with(|state| state.sleep.stream) {
         return Ok(stream);
     }
-    let stream = StreamHandle::new(cx.perform(Call::CreateStream).await?);
+    let stream = cx.outside(|| cx.driver.stream_create()).await?;
     cx.with(|state| state.sleep.stream = Some(stream));
     Ok(stream)
 }
@@ -481,7 +485,7 @@ pub(crate) async fn complete_all(cx: &OpContext<'_>) -> Result<(), DriverError> 
     if !cx.with(|state| state.capabilities.asynchronous) {
         return Ok(());
     }
-    if cx.is_background() {
+    if is_background() {
         return Err(DriverError::Background { call: "cuCtxSynchronize" });
     }
     if is_any_capturing(cx).await? {
@@ -491,7 +495,7 @@ pub(crate) async fn complete_all(cx: &OpContext<'_>) -> Result<(), DriverError> 
         let is_exported = state.outstanding.exported.count > 0;
         (state.streams.close_all(), state.unleased().filter(|_| !is_exported))
     });
-    cx.does(Call::SynchronizeContext).await?;
+    cx.outside(|| cx.driver.synchronize()).await?;
     closed.into_iter().for_each(|of| mark_complete(cx, of));
     cx.with(|state| state.note_complete(leases));
     Ok(())

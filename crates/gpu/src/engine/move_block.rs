@@ -17,11 +17,12 @@
 //! old ones when their blocks are freed, are reused only after later proofs.
 //!
 //! Invariant: a block is whole at its recorded place, or known to be lost.
+#![expect(unsafe_code, reason = "queues copies of memory")]
 
 use super::commit::ensure_committed;
 use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{Hold, Move};
@@ -76,15 +77,6 @@ pub(crate) struct BatchOutcome {
     pub(crate) error: Option<DeviceError>,
 }
 
-/// The reason that a block does not move now.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PlaceRefusal {
-    /// No block moves now.
-    Busy,
-    /// The block or its new place has changed, or its uses are unknown.
-    Skipped,
-}
-
 /// A block with the place that was taken for it, as arriving.
 #[derive(Clone, Copy, Debug)]
 struct TakenPlace {
@@ -95,6 +87,8 @@ struct TakenPlace {
     active: u64,
     /// `true` if work may use the block without a lease.
     is_raw: bool,
+    /// The contents after the copies; `None` for a block that was not reached before an error.
+    contents: Option<CopyOutcome>,
 }
 
 /// A batch in progress.
@@ -104,17 +98,9 @@ struct Batch {
     taken: Vec<TakenPlace>,
     /// The stream of the copies; `None` if the driver copies before its call returns.
     stream: Option<StreamHandle>,
+    /// `true` if the end of queued copies was not observed.
+    is_unfinished: bool,
     outcome: BatchOutcome,
-}
-
-/// The progress of a batch towards its copies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Start {
-    /// The blocks of the batch are marked as moving, if any are left.
-    Begun,
-    /// A lease was granted and dropped since the work was waited for.
-    Again,
-    Busy,
 }
 
 /// The contents of a block after the copies.
@@ -127,16 +113,6 @@ enum CopyOutcome {
     Lost,
 }
 
-/// The result of the copies of a batch.
-#[derive(Debug, Default)]
-struct Copies {
-    /// The contents of each block that was reached before an error.
-    contents: Vec<CopyOutcome>,
-    error: Option<DriverError>,
-    /// `true` if the end of queued copies was not observed.
-    is_unfinished: bool,
-}
-
 /// Moves blocks that may still move and are still at the place that the plan recorded. No place of
 /// one block overlaps a place of another.
 pub(crate) async fn move_batch(
@@ -144,12 +120,12 @@ pub(crate) async fn move_batch(
     options: CompactOptions,
     moves: &[(BlockName, Move)],
 ) -> BatchOutcome {
-    let taken = Vec::with_capacity(moves.len());
-    let mut batch = Batch { options, taken, stream: None, outcome: BatchOutcome::default() };
+    let (taken, outcome) = (Vec::with_capacity(moves.len()), BatchOutcome::default());
+    let mut batch = Batch { options, taken, stream: None, is_unfinished: false, outcome };
     match prepare(cx, moves, &mut batch).await {
         Ok(true) => {
-            let copies = copy_all(cx, &batch).await;
-            end(cx, &mut batch, copies).await;
+            copy_all(cx, &mut batch).await;
+            end(cx, &mut batch).await;
         }
         stopped => {
             batch.outcome.error = stopped.err();
@@ -167,14 +143,14 @@ async fn prepare(
     batch: &mut Batch,
 ) -> Result<bool, DeviceError> {
     for &(id, made) in moves {
-        match cx.with(|state| take_place(state, batch.options, id, made)) {
-            Ok(taken) => batch.taken.push(taken),
-            Err(PlaceRefusal::Skipped) => {
-                batch.outcome.skipped += 1;
-                continue;
-            }
-            Err(PlaceRefusal::Busy) => return Ok(batch.refuse(BatchRefusal::Busy)),
+        if cx.with(|state| is_busy(state)) {
+            return Ok(batch.refuse(BatchRefusal::Busy));
         }
+        let Some(taken) = cx.with(|state| take_place(state, batch.options, id, made)) else {
+            batch.outcome.skipped += 1;
+            continue;
+        };
+        batch.taken.push(taken);
         match ensure_committed(cx, batch.options.region, made.room()).await {
             Err(failure) if failure.error.is_out_of_memory() => {
                 let last = batch.taken.len() - 1;
@@ -196,35 +172,34 @@ async fn prepare(
             batch.outcome.skipped += batch.taken.len() as u64;
             return Ok(batch.refuse(BatchRefusal::Unprovable));
         }
-        match cx.with(|state| batch.begin(state)) {
-            Start::Begun => return Ok(!batch.taken.is_empty()),
-            Start::Again => {}
-            Start::Busy => break,
+        if cx.with(|state| is_busy(state)) {
+            break;
+        }
+        if cx.with(|state| batch.begin(state)) {
+            return Ok(!batch.taken.is_empty());
         }
     }
     Ok(batch.refuse(BatchRefusal::Busy))
 }
 
-/// Takes the planned place for a block, as arriving.
+/// Takes the planned place for a block, as arriving. Returns `None` if the block or its new place
+/// has changed, or its uses are unknown.
 fn take_place(
     state: &mut ArenaState,
     options: CompactOptions,
     id: BlockName,
     made: Move,
-) -> Result<TakenPlace, PlaceRefusal> {
-    if is_busy(state) {
-        return Err(PlaceRefusal::Busy);
-    }
+) -> Option<TakenPlace> {
     if !may_move(state, options, id, made) {
-        return Err(PlaceRefusal::Skipped);
+        return None;
     }
     let (region, span) = (options.region, made.room());
     let is_raw = raw_at(state, region, made.from).is_some();
     let active = state.active();
-    let placed = state.region_mut(region).take_room(span).ok_or(PlaceRefusal::Skipped)?;
+    let placed = state.region_mut(region).take_room(span)?;
     let missing = state.region(region).segment.missing(span).granules;
     let active = state.active() - active + state.bytes_of(missing);
-    Ok(TakenPlace { id, made, placed, active, is_raw })
+    Some(TakenPlace { id, made, placed, active, is_raw, contents: None })
 }
 
 /// Returns `true` if no block moves now.
@@ -282,14 +257,11 @@ impl Batch {
         }
     }
 
-    /// Marks the blocks that may still move as moving, if no lease was granted since the work was
-    /// waited for. Skips the others.
-    fn begin(&mut self, state: &mut ArenaState) -> Start {
-        if is_busy(state) {
-            return Start::Busy;
-        }
+    /// Marks the blocks that may still move as moving, and skips the others. Returns `false` if a
+    /// lease was granted and dropped since the work was waited for.
+    fn begin(&mut self, state: &mut ArenaState) -> bool {
         if !state.are_live_unused() {
-            return Start::Again;
+            return false;
         }
         for nth in (0..self.taken.len()).rev() {
             let TakenPlace { id, made, .. } = self.taken[nth];
@@ -301,71 +273,57 @@ impl Batch {
             let ids = self.taken.iter().map(|taken| taken.id);
             state.moves.moving = Some(MovingBatch::new(self.options.region, ids));
         }
-        Start::Begun
+        true
     }
 }
 
 /// Copies the blocks of a batch, in order, until a copy fails, and waits for the end of the copies.
-async fn copy_all(cx: &OpContext<'_>, batch: &Batch) -> Copies {
-    let mut copies = Copies::default();
-    for taken in &batch.taken {
-        let ends = cx.with(|state| ends_of(state, batch.options.region, taken.made));
-        match copy_block(cx, batch.stream, ends, taken.made).await {
-            Ok(()) => copies.contents.push(CopyOutcome::Whole),
-            Err((error, contents)) => {
-                copies.contents.push(contents);
-                copies.error = Some(error);
-                break;
-            }
+async fn copy_all(cx: &OpContext<'_>, batch: &mut Batch) {
+    for taken in &mut batch.taken {
+        let copied = copy_block(cx, batch.stream, batch.options.region, taken.made).await;
+        taken.contents = Some(copied.as_ref().err().map_or(CopyOutcome::Whole, |failed| failed.1));
+        if let Err((error, _)) = copied {
+            batch.outcome.error = Some(error.into());
+            break;
         }
     }
-    let Some(stream) = batch.stream else { return copies };
-    // Two attempts: if the second wait succeeds, the copies are complete.
-    let mut waited = Ok(());
-    for _ in 0..2 {
-        waited = cx.does(Call::SynchronizeStream { stream }).await;
-        if waited.is_ok() {
-            return copies;
-        }
+    let Some(stream) = batch.stream else { return };
+    let mut waited = cx.synchronize(stream).await;
+    if waited.is_err() {
+        waited = cx.synchronize(stream).await; // if this succeeds, the copies are complete
     }
-    copies.is_unfinished = true;
-    copies.error = copies.error.or_else(|| waited.err());
-    for (contents, taken) in copies.contents.iter_mut().zip(&batch.taken) {
-        *contents = if taken.made.overlaps() { CopyOutcome::Lost } else { CopyOutcome::Undone };
+    let Err(error) = waited else { return };
+    batch.is_unfinished = true;
+    batch.outcome.error.get_or_insert(error.into());
+    for taken in batch.taken.iter_mut().filter(|taken| taken.contents.is_some()) {
+        let is_lost = taken.made.overlaps();
+        taken.contents = Some(if is_lost { CopyOutcome::Lost } else { CopyOutcome::Undone });
     }
-    copies
 }
 
-/// Copies a block, or queues its copies.
+/// Copies a block, or queues its copies. If a copy fails, the pieces are copied back, in reverse
+/// order.
 ///
 /// # Errors
 /// The driver's, and where the contents are then.
 async fn copy_block(
     cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
-    ends: [DeviceAddress; 2],
+    region: Region,
     made: Move,
 ) -> Result<(), (DriverError, CopyOutcome)> {
     let mut done = Vec::new();
     for piece in made.pieces() {
-        if let Err(error) = copy_piece(cx, stream, (ends, made), piece).await {
-            let undone = undo(cx, stream, (ends, made), done).await;
-            return Err((error, undone.map_or(CopyOutcome::Lost, |()| CopyOutcome::Undone)));
+        if let Err(error) = copy_piece(cx, stream, region, piece).await {
+            for Move { from, to, size } in done.into_iter().rev() {
+                let back = Move { from: to, to: from, size };
+                if copy_piece(cx, stream, region, back).await.is_err() {
+                    return Err((error, CopyOutcome::Lost));
+                }
+            }
+            return Err((error, CopyOutcome::Undone));
         }
         done.push(piece);
-    }
-    Ok(())
-}
-
-/// Copies pieces back, in reverse order.
-async fn undo(
-    cx: &OpContext<'_>,
-    stream: Option<StreamHandle>,
-    block: ([DeviceAddress; 2], Move),
-    done: Vec<Move>,
-) -> Result<(), DriverError> {
-    for Move { from, to, size } in done.into_iter().rev() {
-        copy_piece(cx, stream, block, Move { from: to, to: from, size }).await?;
     }
     Ok(())
 }
@@ -377,40 +335,31 @@ async fn undo(
 async fn copy_piece(
     cx: &OpContext<'_>,
     stream: Option<StreamHandle>,
-    (ends, made): ([DeviceAddress; 2], Move),
+    region: Region,
     piece: Move,
 ) -> Result<(), DriverError> {
-    // Overlapping places are one range of addresses; others are separate.
-    let address = |offset: u64| {
-        let [old, new] = [(made.from, ends[0]), (made.to, ends[1])];
-        let is_old = (made.from..made.from + made.size).contains(&offset);
-        let (start, at) = if is_old { old } else { new };
-        at.checked_add(ByteSize::new(offset.saturating_sub(start))).unwrap_or(at)
-    };
-    let (from, to, size) = (address(piece.from), address(piece.to), ByteSize::new(piece.size));
-    cx.does(match stream {
-        Some(stream) => Call::QueueCopy { from, to, size, stream },
-        None => Call::Copy { from, to, size },
-    })
-    .await
+    let ([from, to], size) =
+        (cx.with(|state| ends_of(state, region, piece)), ByteSize::new(piece.size));
+    let Some(stream) = stream else { return cx.copy(from, to, size).await };
+    // SAFETY: two committed ranges that the operation holds until the copy is complete, and that do
+    // not overlap. Only earlier copies on the same stream, the arena's own, use them.
+    cx.outside(|| unsafe { cx.driver.copy_async(from, to, size, stream) }).await
 }
 
 /// Records the end of a batch: the blocks that were copied are at their new places.
-async fn end(cx: &OpContext<'_>, batch: &mut Batch, copies: Copies) {
-    let Copies { contents, error, is_unfinished } = copies;
-    batch.outcome.error = error.map(Into::into);
+async fn end(cx: &OpContext<'_>, batch: &mut Batch) {
     let unfinished = cx.with(|state| {
-        let stream = batch.stream.filter(|_| is_unfinished).map(|it| state.streams.enter(it));
+        let stream = batch.stream.filter(|_| batch.is_unfinished);
+        let stream = stream.map(|stream| state.streams.enter(stream));
         let uses = stream.map(|key| StreamUses::of([state.streams.use_now(key)]));
-        let moving = state.moves.moving.take();
-        for (nth, taken) in std::mem::take(&mut batch.taken).into_iter().enumerate() {
-            let freed = moving.as_ref().and_then(|moving| moving.freed(taken.id));
-            let of = contents.get(nth).copied();
-            if of == Some(CopyOutcome::Whole) {
+        let mut moving = state.moves.moving.take();
+        for taken in std::mem::take(&mut batch.taken) {
+            let freed = moving.as_mut().and_then(|moving| moving.blocks.remove(&taken.id)?);
+            if taken.contents == Some(CopyOutcome::Whole) {
                 batch.end_move(state, taken, freed.is_some());
             } else {
-                let uses = uses.clone().filter(|_| of.is_some());
-                batch.undo_move(state, taken, (of, uses), freed.is_some());
+                let uses = uses.clone().filter(|_| taken.contents.is_some());
+                batch.undo_move(state, taken, uses, freed.is_some());
             }
             if let Some(freed) = freed {
                 state.release_after(batch.options.region, freed.placed, &freed.streams);
@@ -452,10 +401,10 @@ impl Batch {
         &mut self,
         state: &mut ArenaState,
         taken: TakenPlace,
-        (contents, uses): (Option<CopyOutcome>, Option<StreamUses>),
+        uses: Option<StreamUses>,
         is_freed: bool,
     ) {
-        let TakenPlace { id, made, placed, .. } = taken;
+        let TakenPlace { id, made, placed, contents, .. } = taken;
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();

@@ -44,7 +44,9 @@ pub(crate) fn insert(
     (user, is_guest): (Option<StreamKey>, bool),
 ) {
     let is_captured = state.streams.captures(user.as_slice());
-    state.raw.insert(region, placed, (user, is_guest), is_captured);
+    let raw = RawUse { region, placed, users: Users::of(user), is_guest, is_captured };
+    let before = state.raw.insert(placed.at, raw);
+    debug_assert!(before.is_none(), "two live blocks begin at one address");
 }
 
 /// Returns the stream of the user of a raw block that is about to be allocated. Until it is freed,
@@ -69,7 +71,7 @@ pub(crate) fn free(
     at: DeviceAddress,
     user: Option<RawUser>,
 ) -> Result<((Region, Placement), Left), DeviceError> {
-    let Some(mut raw) = state.raw.remove(at) else { return Err(unknown(state, at)) };
+    let Some(mut raw) = state.raw.remove(&at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, &raw);
     if let Some(user) = user
         && add(&mut state.streams, &mut raw, user, &mut left)
@@ -89,7 +91,7 @@ pub(crate) fn record_use(
     at: DeviceAddress,
     user: RawUser,
 ) -> Result<Left, DeviceError> {
-    let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
+    let Some(raw) = state.raw.get_mut(&at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, raw);
     let (block, is_new) =
         ((raw.region, raw.placed.id), add(&mut state.streams, raw, user, &mut left));
@@ -110,7 +112,7 @@ pub(crate) fn record_unknown_use(
     state: &mut ArenaState,
     at: DeviceAddress,
 ) -> Result<Left, DeviceError> {
-    let Some(raw) = state.raw.get_mut(at) else { return Err(unknown(state, at)) };
+    let Some(raw) = state.raw.get_mut(&at) else { return Err(unknown(state, at)) };
     let left = leave(&mut state.streams, raw);
     raw.users = Users::default();
     Ok(left)
@@ -136,7 +138,7 @@ fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Le
 
 /// Records the new size of a raw block that was resized in place.
 pub(crate) fn note_resized(state: &mut ArenaState, at: DeviceAddress, resized: Placement) {
-    let raw = state.raw.get_mut(at);
+    let raw = state.raw.get_mut(&at);
     debug_assert!(raw.is_some(), "only its owner resizes and frees it");
     raw.into_iter().for_each(|raw| raw.placed = resized);
 }
@@ -149,7 +151,7 @@ pub(crate) fn find(
     state: &ArenaState,
     at: DeviceAddress,
 ) -> Result<(Region, Placement), DeviceError> {
-    let raw = state.raw.get(at).ok_or_else(|| unknown(state, at))?;
+    let raw = state.raw.get(&at).ok_or_else(|| unknown(state, at))?;
     Ok((raw.region, raw.placed))
 }
 
@@ -161,13 +163,15 @@ pub(crate) fn find_containing(
     state: &ArenaState,
     at: DeviceAddress,
 ) -> Result<(Region, Placement), DeviceError> {
-    let raw = state.raw.containing(at).ok_or_else(|| unknown(state, at))?;
+    let before = state.raw.range(..=at).next_back();
+    let around = before.filter(|(start, raw)| at.get() - start.get() < raw.placed.span.size);
+    let (_, raw) = around.ok_or_else(|| unknown(state, at))?;
     Ok((raw.region, raw.placed))
 }
 
 /// Frees every raw block. Returns their bytes.
 pub(crate) fn reset(state: &mut ArenaState) -> (ByteSize, Left) {
-    let all = state.raw.take_all();
+    let all: Vec<_> = std::mem::take(&mut state.raw).into_values().collect();
     all.iter().for_each(|raw| release(state, raw));
     let left = all.iter().flat_map(|raw| leave(&mut state.streams, raw)).collect();
     let blocks = all.len() as u64;

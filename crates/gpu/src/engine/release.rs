@@ -7,11 +7,11 @@
 //!
 //! Invariant: only granules that no block touches leave.
 
-use super::context::{Call, OpContext};
-use super::stores::end_copies;
+use super::context::OpContext;
+use super::stores::complete_copies;
 use crate::driver::DriverError;
 use crate::state::aging::Ages;
-use crate::state::region::{PlacedRun, Region};
+use crate::state::region::Region;
 use crate::state::segment::Cursor;
 use lowtide_core::bytes::ByteSize;
 
@@ -41,13 +41,14 @@ pub(crate) async fn release_granules(
 ) -> ReleasedGranules {
     let mut released = ReleasedGranules::default();
     if cx.with(|state| state.sleep.may_be_copied()) {
+        // An operation that still queues copies waits for them itself before it ends. An operation
+        // whose block lacks memory never meets such an operation.
         released.unlocked = cx.with(|state| !state.sleep.is_queueing);
-        match end_copies(cx).await {
-            Ok(true) => {}
-            outcome => {
-                released.error = outcome.err();
-                return released;
-            }
+        if released.unlocked {
+            released.error = complete_copies(cx).await.err();
+        }
+        if cx.with(|state| state.sleep.may_be_copied()) {
+            return released;
         }
     }
     let untrimmed = cx.with(|state| std::mem::take(&mut state.untrimmed));
@@ -57,7 +58,9 @@ pub(crate) async fn release_granules(
         let next = cx.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));
         let Some(leaving) = next else { break };
         released.unlocked = true;
-        if let Err(error) = take_away(cx, leaving).await {
+        let outcome = cx.decommit(leaving).await;
+        cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
+        if let Err(error) = outcome {
             released.error = Some(error);
             break;
         }
@@ -93,28 +96,6 @@ pub(crate) async fn release_down_to(
     (released, None)
 }
 
-/// Releases the memory of a marked run, or the whole segment on drivers that allocate segments, and
-/// records the result.
-async fn take_away(cx: &OpContext<'_>, leaving: PlacedRun) -> Result<(), DriverError> {
-    let outcome = call_to_release(cx, leaving).await;
-    cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
-    outcome
-}
-
-/// Makes the call that releases the memory of a marked run. The caller records the result.
-pub(super) async fn call_to_release(
-    cx: &OpContext<'_>,
-    leaving: PlacedRun,
-) -> Result<(), DriverError> {
-    let PlacedRun { at, size, handle, .. } = leaving;
-    let kind = if cx.with(|state| state.is_whole()) {
-        Call::DestroySegment { at, size }
-    } else {
-        Call::Decommit { at, size, handle }
-    };
-    cx.does(kind).await
-}
-
 /// Trims the driver, so that it keeps no memory of released segments.
 async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut ReleasedGranules) {
     let is_whole = cx.with(|state| state.is_whole());
@@ -122,7 +103,7 @@ async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut ReleasedGranul
         return;
     }
     released.unlocked = true;
-    if let Err(error) = cx.does(Call::Trim).await {
+    if let Err(error) = cx.outside(|| cx.driver.trim()).await {
         cx.with(|state| state.untrimmed = true);
         released.is_of_trim = released.error.is_none();
         released.error.get_or_insert(error);

@@ -14,8 +14,9 @@
 //! handle and committing again takes as many calls as a remap.
 //!
 //! Invariant: the sum of backed granules is the same before, during and after.
+#![expect(unsafe_code, reason = "a remap takes memory away")]
 
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::release::CALLS_MAX;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
@@ -23,6 +24,7 @@ use crate::state::aging::Ages;
 use crate::state::arena::ArenaState;
 use crate::state::region::{PlacedRun, Region};
 use crate::state::segment::{Cursor, Run};
+use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
 /// The granules of one driver call: the source and the target of the memory.
@@ -31,18 +33,10 @@ pub(super) struct Pair {
     pub(super) from: PlacedRun,
     pub(super) region: Region,
     pub(super) to: Run,
-    pub(super) at: DeviceAddress,
 }
 
-/// The result of a remap.
-#[derive(Debug, Default)]
-pub(crate) struct Remapped {
-    pub(crate) granules: u64,
-    /// The driver's error: the remaining granules must be committed in another way.
-    pub(crate) error: Option<DriverError>,
-}
-
-/// Moves the memory of idle granules to bare ones of a placed span, at most this many.
+/// Moves the memory of idle granules to bare ones of a placed span, at most this many. Returns the
+/// granules moved, and the driver's error: the others must be committed in another way.
 ///
 /// Holds the lock while it checks every idle granule. Makes at most [`CALLS_MAX`] driver calls,
 /// plus one for each gap in the bare granules.
@@ -51,29 +45,33 @@ pub(super) async fn remap_idle(
     region: Region,
     span: Span,
     granules: u64,
-) -> Remapped {
+) -> (u64, Option<DriverError>) {
     let pairs = cx.with(|state| begin_remap(state, region, span, granules));
-    let remapped = remap(cx, pairs).await;
-    if let Some(error) = &remapped.error {
+    let (moved, error) = remap(cx, pairs).await;
+    if let Some(error) = &error {
         cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
     }
-    remapped
+    (moved, error)
 }
 
-/// Moves the memory of marked pairs in order until a call fails, and records every result.
-pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> Remapped {
-    let mut remapped = Remapped::default();
+/// Moves the memory of marked pairs in order until a call fails, and records every result. Returns
+/// the granules moved, and the driver's error.
+pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> (u64, Option<DriverError>) {
+    let (mut moved, mut failed) = (0, None);
     for pair in pairs {
-        if remapped.error.is_none() {
+        let (to, _) = cx.with(|state| state.region(pair.region).segment.place_of(pair.to));
+        if failed.is_none() {
             let PlacedRun { at: from, size, handle, .. } = pair.from;
-            match cx.does(Call::Remap { from, to: pair.at, size, handle }).await {
-                Ok(()) => remapped.granules += pair.to.granules(),
-                Err(error) => remapped.error = Some(error),
+            // SAFETY: the source is marked as leaving and unused, the target as arriving.
+            let call = || unsafe { cx.driver.remap(from, to, size, handle) };
+            match cx.outside(call).await {
+                Ok(()) => moved += pair.to.granules(),
+                Err(error) => failed = Some(error),
             }
         }
-        cx.with(|state| end_remap(state, pair, remapped.error.is_none()));
+        cx.with(|state| end_remap(state, pair, to, failed.is_none()));
     }
-    remapped
+    (moved, failed)
 }
 
 /// Marks up to this many idle granules as leaving, the longest idle ones first, and as many bare
@@ -119,8 +117,7 @@ fn pairs(state: &ArenaState, region: Region, leaving: Vec<PlacedRun>, runs: Vec<
             next = more_to.or_else(|| runs.next());
             let (at, size) = state.region(from.region).segment.place_of(run);
             let from = PlacedRun { run, at, size, ..from };
-            let (at, _) = state.region(region).segment.place_of(to);
-            pairs.push(Pair { from, region, to, at });
+            pairs.push(Pair { from, region, to });
         }
     }
     pairs
@@ -137,8 +134,12 @@ fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
 }
 
 /// Records the result of a remap.
-fn end_remap(state: &mut ArenaState, pair: Pair, done: bool) {
-    let Pair { from, region, to, at } = pair;
+fn end_remap(
+    state: &mut ArenaState,
+    Pair { from, region, to }: Pair,
+    at: DeviceAddress,
+    done: bool,
+) {
     state.region_mut(from.region).end_leave(from.run, done);
     state.region_mut(region).segment.end_arrive(to, done);
     state.results += 1;
@@ -150,7 +151,7 @@ fn end_remap(state: &mut ArenaState, pair: Pair, done: bool) {
         });
     }
     if state.idle() == 0 {
-        state.aging.clear();
+        state.aging.due = Moment::NEVER;
     }
 }
 

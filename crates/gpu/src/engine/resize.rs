@@ -5,19 +5,19 @@
 use super::access::{check_whole, wait_until_still};
 use super::commit::ensure_committed;
 use super::completion::complete_all;
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::resume::awake;
 use super::shortage::run_ladder;
 use crate::driver::DriverError;
 use crate::state::failure::AllocFailure;
-use crate::state::region::Placement;
+use crate::state::region::{Placement, Search};
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Resizes a live block in place; returns `None` if the block cannot grow there.
 ///
 /// # Errors
-/// A shortage, after which [`resize_after_shortage`] may succeed; `ContentsLost`. The block is
+/// A shortage; `ContentsLost`. The block is
 /// unchanged.
 pub(crate) async fn resize_in_place(
     cx: &OpContext<'_>,
@@ -53,17 +53,22 @@ pub(crate) async fn resize_in_place(
     })
 }
 
-/// Resizes a live block in place after a shortage.
+/// Resizes a live block in place, also if memory is short at first; returns `None` if the block
+/// cannot grow there.
 ///
 /// # Errors
 /// Those of [`resize_in_place`].
-pub(crate) async fn resize_after_shortage(
+pub(crate) async fn resize(
     cx: &OpContext<'_>,
     region: Region,
     placed: Placement,
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
-    run_ladder(cx, region, async |_| resize_in_place(cx, region, placed, requested).await).await
+    let attempt = async |_: Search| resize_in_place(cx, region, placed, requested).await;
+    match attempt(Search::Usual).await {
+        Err(failure) if failure.is_shortage() => run_ladder(cx, region, attempt).await,
+        outcome => outcome,
+    }
 }
 
 /// Copies the contents of a live block to a new one, and frees the old one. The caller holds a
@@ -82,7 +87,7 @@ pub(crate) async fn copy_to(
     // lease, so neither block moves or loses its memory. Only this operation knows the new block.
     let mut copied = complete_all(cx).await;
     if copied.is_ok() {
-        copied = cx.does(Call::Copy { from: old.at, to: new.at, size }).await;
+        copied = cx.copy(old.at, new.at, size).await;
     }
     cx.with(|state| {
         if copied.is_ok() {

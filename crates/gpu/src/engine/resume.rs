@@ -11,16 +11,16 @@
 //! Invariants: while the arena is not awake, all kept contents are in the copies; nothing is copied
 //! to an address without a block.
 
-use std::cell::RefCell;
 use std::task::Waker;
 use std::time::Duration;
 
 use super::completion::check_capturing;
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::release::release_granules;
 use super::shortage::call_for_room;
-use super::stores::{self, copy_error};
+use super::stores;
 use crate::driver::DriverError;
+use crate::exec::callbacks::{is_within, is_within_budget};
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};
@@ -84,14 +84,14 @@ async fn wait_awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
         match cx.with(|state| state.sleep.phase) {
             SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(()),
             // This may be the callback that the waking thread waits for.
-            SleepPhase::Waking if cx.is_within_callback() => {
+            SleepPhase::Waking if is_within() => {
                 return Err(cx.with(|state| state.not_awake()));
             }
             SleepPhase::Waking => {
                 cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await
             }
             // This may be the thread that puts the arena to sleep.
-            SleepPhase::Suspending if cx.is_within_budget() => {
+            SleepPhase::Suspending if is_within_budget() => {
                 return Err(cx.with(|state| state.not_awake()));
             }
             SleepPhase::Suspending => {
@@ -121,12 +121,12 @@ fn is_suspending(state: &ArenaState) -> bool {
 pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
     let before = cx.with(|state| state.sleep.attempts);
     // A sleep in progress ends first.
-    if !cx.is_within_budget() {
+    if !is_within_budget() {
         cx.wait_while(is_suspending).await;
     }
     match cx.with(|state| state.sleep.phase) {
         SleepPhase::Asleep => resume(cx, cx.with(begin_wake)).await,
-        SleepPhase::Waking if !cx.is_within_callback() => {
+        SleepPhase::Waking if !is_within() => {
             cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await;
             let failed = cx.with(|state| state.sleep.failed_since(before));
             failed.map_or_else(|| Ok(WakeReport::default()), Err)
@@ -174,126 +174,102 @@ pub(crate) async fn resume(
     wake_timeout: Duration,
 ) -> Result<WakeReport, DeviceError> {
     let runs = cx.with(|state| mark_incoming(state, true));
-    let incoming = RefCell::new(Incoming { runs, committed: 0 });
-    let outcome = restore(cx, &incoming, wake_timeout).await;
-    let Incoming { runs, committed } = incoming.into_inner();
-    match outcome {
-        Ok(restored) => Ok(finish(cx, &runs, restored).await),
+    let mut incoming = Incoming { runs, committed: 0 };
+    match restore(cx, &mut incoming, wake_timeout).await {
+        Ok(restored) => Ok(finish(cx, &incoming.runs, restored).await),
         // In the child of a callback that forked, the state is out of reach.
         Err(DeviceError::Forked) => Err(DeviceError::Forked),
-        Err(error) => Err(abort(cx, &runs, committed, error).await),
+        Err(error) => Err(abort(cx, &incoming, stores::copy_error(cx, error)).await),
     }
 }
 
 /// Commits all memory and copies the contents back; returns the bytes copied.
 async fn restore(
     cx: &OpContext<'_>,
-    incoming: &RefCell<Incoming>,
+    incoming: &mut Incoming,
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
     // The wait for the copies would invalidate a capture.
-    if cx.with(|state| has_copies(state)) {
+    if cx.with(|state| state.sleep.saved.is_some() && state.live() > 0) {
         check_capturing(cx).await?;
     }
     let (mut restored, mut retries) = (ByteSize::ZERO, RETRIES);
-    let mut queued = 0;
-    while incoming.borrow().next().is_some() {
-        commit_step(cx, incoming, (&mut retries, wake_timeout / RETRIES)).await?;
-        let copied = copy_step(cx, incoming, &mut queued).await;
-        restored = restored.saturating_add(copied.map_err(|error| copy_error(cx, error))?);
+    let pause = wake_timeout / RETRIES;
+    while let Some(run) = commit_step(cx, incoming, &mut retries, pause).await? {
+        let copies = |state: &ArenaState| touched_copies(state, run.region, run.run);
+        restored = restored.saturating_add(stores::queue_copies(cx, copies).await?);
     }
-    let copied = stores::queue_copies(cx, stayed_copies).await;
-    restored = restored.saturating_add(copied.map_err(|error| copy_error(cx, error))?);
-    stores::complete_own_copies(cx).await.map_err(|error| copy_error(cx, error))?;
+    restored = restored.saturating_add(stores::queue_copies(cx, stayed_copies).await?);
+    stores::complete_own_copies(cx).await?;
     Ok(restored)
 }
 
-/// Queues the copies of the contents of all runs that are committed and have no copies yet.
-async fn copy_step(
-    cx: &OpContext<'_>,
-    incoming: &RefCell<Incoming>,
-    queued: &mut usize,
-) -> Result<ByteSize, DriverError> {
-    let mut copied = ByteSize::ZERO;
-    loop {
-        let next = {
-            let incoming = incoming.borrow();
-            incoming.runs[..incoming.committed].get(*queued).copied()
-        };
-        let Some(run) = next else { return Ok(copied) };
-        let bytes =
-            stores::queue_copies(cx, |state| touched_copies(state, run.region, run.run)).await?;
-        copied = copied.saturating_add(bytes);
-        *queued += 1;
-    }
-}
-
-/// Commits the next run to restore. If memory is short, calls the callbacks and waits between
-/// retries.
+/// Commits the next run to restore, and returns it; `None` if none is left. If memory is short,
+/// calls the callbacks and waits between retries.
 async fn commit_step(
     cx: &OpContext<'_>,
-    incoming: &RefCell<Incoming>,
-    (retries, pause): (&mut u32, Duration),
-) -> Result<(), DeviceError> {
-    let attempt = async |_: Search| commit_next(cx, incoming).await;
-    loop {
-        let Some(next) = incoming.borrow().next() else { return Ok(()) };
+    incoming: &mut Incoming,
+    retries: &mut u32,
+    pause: Duration,
+) -> Result<Option<PlacedRun>, DeviceError> {
+    while let Some(next) = incoming.next() {
         let outcome = match commit_next(cx, incoming).await {
             Err(failure) if failure.is_shortage() => {
-                call_for_room(cx, next.region, failure, &attempt).await
+                let mut attempt = async |_: Search| commit_next(cx, incoming).await;
+                call_for_room(cx, next.region, failure, &mut attempt).await
             }
             outcome => outcome,
         };
         match outcome {
-            Ok(()) => return Ok(()),
+            Ok(committed) => return Ok(committed),
             Err(failure) if failure.is_shortage() && *retries > 0 && !pause.is_zero() => {
                 *retries -= 1;
                 // The bell never rings: only time passes.
                 cx.wait_until(Bell::new(), cx.clock.now() + pause).await;
             }
-            Err(failure) => return Err(without(*failure.error, incoming.borrow().missing())),
+            Err(failure) => return Err(without(*failure.error, incoming.missing())),
         }
     }
+    Ok(None)
 }
 
-/// Commits the next run to restore. Memory being committed counts as committed, and so counts
-/// against a limit that was lowered meanwhile.
-async fn commit_next(cx: &OpContext<'_>, incoming: &RefCell<Incoming>) -> Result<(), AllocFailure> {
+/// Commits the next run to restore, and returns it. Memory being committed counts as committed, and
+/// so counts against a limit that was lowered meanwhile.
+async fn commit_next(
+    cx: &OpContext<'_>,
+    incoming: &mut Incoming,
+) -> Result<Option<PlacedRun>, AllocFailure> {
     // Each turn but the last skips a granule to restore, or releases one that is idle.
-    loop {
-        let Some(next) = incoming.borrow().next() else { return Ok(()) };
-        let PlacedRun { at, size, handle, .. } = next;
+    while let Some(next) = incoming.next() {
         let over = cx.with(|state| state.over_limit(0));
-        let cause = if over > 0 {
-            Cause::Limit { over }
+        let (cause, bytes) = if over > 0 {
+            (Cause::Limit { over }, over)
         } else {
-            match cx.does(Call::Commit { at, size, handle }).await {
+            match cx.commit(next).await {
                 Ok(()) => {
-                    incoming.borrow_mut().committed += 1;
-                    return Ok(());
+                    incoming.committed += 1;
+                    return Ok(Some(next));
                 }
                 Err(DriverError::OutOfMemory { .. }) if next.run.has_large_handles() => {
-                    cx.with(|state| in_small_handles(state, &mut incoming.borrow_mut()));
+                    cx.with(|state| in_small_handles(state, incoming));
                     continue;
                 }
-                Err(DriverError::OutOfMemory { .. }) => Cause::Device,
-                Err(error) => {
-                    return Err(AllocFailure::of_driver(error));
-                }
+                Err(DriverError::OutOfMemory { .. }) => (Cause::Device, next.size.get()),
+                Err(error) => return Err(AllocFailure::of_driver(error)),
             }
         };
-        let bytes = if over > 0 { over } else { size.get() };
         if !make_room(cx, incoming, bytes).await {
-            let failure = AllocFailure::of(cause, size.get());
+            let failure = AllocFailure::of(cause, next.size.get());
             return Err(cx.with(|state| failure.with_figures(state)));
         }
     }
+    Ok(None)
 }
 
 /// Skips memory of blocks that were freed meanwhile, or else releases idle memory, such as that of
 /// a freed block with [`Contents::Stay`](crate::Contents::Stay). Returns `true` if there was any.
-async fn make_room(cx: &OpContext<'_>, incoming: &RefCell<Incoming>, bytes: u64) -> bool {
-    if cx.with(|state| skip_freed(state, &mut incoming.borrow_mut())) {
+async fn make_room(cx: &OpContext<'_>, incoming: &mut Incoming, bytes: u64) -> bool {
+    if cx.with(|state| skip_freed(state, incoming)) {
         return true;
     }
     // Memory of a block that was freed may still be the target of a copy.
@@ -333,18 +309,13 @@ async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> W
 }
 
 /// Releases the memory of a failed wake. The arena is asleep again.
-async fn abort(
-    cx: &OpContext<'_>,
-    runs: &[PlacedRun],
-    committed: usize,
-    error: DeviceError,
-) -> DeviceError {
+async fn abort(cx: &OpContext<'_>, incoming: &Incoming, error: DeviceError) -> DeviceError {
+    let Incoming { runs, committed } = incoming;
     // Copies in progress keep their memory here: the next wake fills it again.
     let is_done = stores::complete_own_copies(cx).await.is_ok();
     let mut stays = Vec::with_capacity(runs.len());
-    for (nth, &PlacedRun { at, size, handle, .. }) in runs.iter().enumerate() {
-        let has_left = nth >= committed
-            || (is_done && cx.does(Call::Decommit { at, size, handle }).await.is_ok());
+    for (nth, &run) in runs.iter().enumerate() {
+        let has_left = nth >= *committed || (is_done && cx.decommit(run).await.is_ok());
         stays.push(!has_left);
     }
     let wakers = cx.with(|state| {
@@ -419,12 +390,6 @@ fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     }
     incoming.runs.extend(mark_incoming(state, true));
     incoming.bytes() < before
-}
-
-/// Returns `true` if a block still touches memory whose contents are saved.
-fn has_copies(state: &ArenaState) -> bool {
-    let saved = state.sleep.saved.as_ref();
-    saved.is_some_and(|saved| saved.is_touched(|of| &state.region(of).segment))
 }
 
 /// Returns the copies of the saved contents of a run that blocks still touch.

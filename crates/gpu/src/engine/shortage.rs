@@ -9,12 +9,12 @@
 //! Invariant: each step is made at most once, except for divisions and the last, which have bounds.
 
 use super::commit::ATTEMPTS_BESIDE;
-use super::compact::first_parts;
+use super::compact::Layout;
 use super::completion::complete_all;
-use super::context::{CallbackTurn, Called, OpContext, ShutCaches};
+use super::context::{OpContext, ShutCaches};
 use super::split::release_stuck;
+use crate::exec::callbacks::Called;
 use crate::index::End;
-use crate::state::compact::plan::{self, CompactTarget};
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{AllocRequest, Region, Search};
 use crate::types::compact::{CompactOptions, Goal};
@@ -27,18 +27,18 @@ use lowtide_core::log;
 pub(super) async fn run_ladder<T>(
     cx: &OpContext<'_>,
     region: Region,
-    attempt: impl AsyncFn(Search) -> Result<T, AllocFailure>,
+    mut attempt: impl AsyncFnMut(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
     // Before the callbacks: after a fork in one of them the state is out of reach.
     let granule = ByteSize::new(cx.with(|state| state.bytes_of(1)));
-    let (_shut, held) = ShutCaches::shut(cx).await;
+    let (_shut, held) = cx.outside(|| ShutCaches::shut(cx.surroundings)).await;
     let mut outcome = Err(AllocFailure::of(Cause::Device, 0));
     if held {
         // The blocks of the caches may be usable in stream order, before any thread waits for them.
         outcome = attempt(Search::Usual).await;
     }
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
-        outcome = after_pending(cx, &attempt).await;
+        outcome = after_pending(cx, &mut attempt).await;
     }
     // Each turn divides some handles for good: there are at most as many turns as handles.
     while outcome.as_ref().is_err_and(AllocFailure::is_shortage)
@@ -47,7 +47,9 @@ pub(super) async fn run_ladder<T>(
         outcome = attempt(Search::Cheapest).await;
     }
     outcome = match outcome {
-        Err(failure) if failure.is_shortage() => call_for_room(cx, region, failure, &attempt).await,
+        Err(failure) if failure.is_shortage() => {
+            call_for_room(cx, region, failure, &mut attempt).await
+        }
         outcome => outcome,
     };
     // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this block.
@@ -74,7 +76,7 @@ pub(super) async fn run_ladder<T>(
 /// Makes an attempt at every free span after pending memory has become idle.
 async fn after_pending<T>(
     cx: &OpContext<'_>,
-    attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
+    attempt: &mut impl AsyncFnMut(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
     if cx.with(|state| state.pending()) > 0 {
         let _ = complete_all(cx).await; // if this fails, memory stays pending
@@ -87,9 +89,11 @@ pub(crate) async fn call_for_room<T>(
     cx: &OpContext<'_>,
     region: Region,
     mut failure: AllocFailure,
-    attempt: &impl AsyncFn(Search) -> Result<T, AllocFailure>,
+    attempt: &mut impl AsyncFnMut(Search) -> Result<T, AllocFailure>,
 ) -> Result<T, AllocFailure> {
-    let Some((turn, has_waited)) = CallbackTurn::take(cx).await else { return Err(failure) };
+    let Some((turn, has_waited)) = cx.outside(|| cx.callbacks.take_turn()).await else {
+        return Err(failure);
+    };
     if has_waited {
         // Memory that was released for another thread may be enough for this operation as well.
         match after_pending(cx, attempt).await {
@@ -100,7 +104,7 @@ pub(crate) async fn call_for_room<T>(
     let arena = cx.with(|state| state.name.clone());
     let (requested, bound, over) = figures(&failure);
     let shortage = Shortage { arena: &arena, region, requested, bound, over };
-    let called = cx.outside(|| cx.surroundings.call_callbacks(&shortage)).await;
+    let called = cx.outside(|| turn.call(&shortage)).await;
     let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
     cx.with(|state| {
         state.totals.shortage_callbacks_total += called.calls;
@@ -207,6 +211,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
     let granule = cx.with(|state| state.bytes_of(1));
     let mut granules = 0;
     for region in Region::ALL {
+        let options = CompactOptions::new(region);
         for end in [End::Low, End::High] {
             let copied = cx.with(|state| {
                 let of = state.region(region);
@@ -214,16 +219,10 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
                 let holes = of.segment.active().saturating_sub(used);
                 // No block moves to memory that the device may still use.
                 let helps = holes >= granule && of.pending.bytes() == 0;
-                helps.then(|| {
-                    let parts = first_parts(state, CompactOptions::new(region), end, PARTS_MAX);
-                    (parts, of.segment.segments())
-                })
+                helps.then(|| Layout::first(state, options, end, PARTS_MAX))
             });
-            let Some((parts, segments)) = copied else { continue };
-            let target =
-                segments.as_deref().map_or(CompactTarget::Granules, CompactTarget::Segments);
-            let planned = cx.outside(|| plan::outlook(&parts, granule, target)).await;
-            let [before, after] = planned.active;
+            let Some(layout) = copied else { continue };
+            let [before, after] = cx.outside(|| layout.outlook(options)).await.active;
             granules += before.saturating_sub(after);
         }
     }
@@ -234,9 +233,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
 async fn planned_span(cx: &OpContext<'_>, region: Region, wanted: ByteSize) -> ByteSize {
     let goal = Goal::Contiguous(wanted);
     let options = CompactOptions { goal, ..CompactOptions::new(region) };
-    let (parts, granule) =
-        cx.with(|state| (first_parts(state, options, End::Low, PARTS_MAX), state.bytes_of(1)));
-    let target = CompactTarget::Contiguous(wanted.get());
-    let planned = cx.outside(|| plan::outlook(&parts, granule, target)).await;
+    let layout = cx.with(|state| Layout::first(state, options, End::Low, PARTS_MAX));
+    let planned = cx.outside(|| layout.outlook(options)).await;
     ByteSize::new(planned.largest[1])
 }

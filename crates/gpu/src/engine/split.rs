@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use super::compact::hold;
 use super::completion::{Proof, complete_live};
-use super::context::{Call, OpContext};
+use super::context::OpContext;
 use super::move_block::is_busy;
 use super::release::release_granules;
 use super::remap::{Pair, remap};
@@ -58,12 +58,6 @@ struct Split {
     touched: Runs,
     /// The new memory.
     scratch: Placement,
-}
-
-/// An error after which the handle was not divided; `true` if contents were lost.
-struct DivideFailure {
-    error: DriverError,
-    is_lost: bool,
 }
 
 /// Divides handles. With ages, only if too much memory is stuck, and only handles whose idle
@@ -151,10 +145,11 @@ async fn split(cx: &OpContext<'_>, handle: PlacedRun) -> Option<u64> {
     let mut released = None;
     if let Some(split) = cx.with(|state| begin(state, handle, scratch)) {
         let divided = divide(cx, &split).await;
-        cx.with(|state| end(state, region, divided.as_ref().err()));
+        let is_lost = divided.as_ref().is_err_and(|&(_, is_lost)| is_lost);
+        cx.with(|state| end(state, region, is_lost));
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
-            Err(DivideFailure { error, is_lost }) => {
+            Err((error, is_lost)) => {
                 cx.log(|arena| log!(warn, arena, %error, is_lost, "dividing a handle failed"))
                     .await;
             }
@@ -191,9 +186,8 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
         Some((scratch, runs.pop()?))
     })?;
-    let PlacedRun { at, size, handle, .. } =
-        cx.with(|state| state.region(region).placed_run(region, run));
-    let committed = cx.does(Call::Commit { at, size, handle }).await;
+    let placed = cx.with(|state| state.region(region).placed_run(region, run));
+    let committed = cx.commit(placed).await;
     cx.with(|state| state.end_commit(region, run, committed.is_ok()));
     if committed.is_ok() {
         return Some(scratch);
@@ -234,21 +228,23 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
 
 /// Copies the contents to the new memory, releases the handle, and moves the new memory to where
 /// the contents were.
-async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), DivideFailure> {
-    let PlacedRun { at, size, handle, .. } = split.handle;
-    if let Err(error) = copy(cx, split, Direction::Out).await {
+///
+/// # Errors
+/// The driver's, and `true` if contents were lost; the handle was not divided.
+async fn divide(cx: &OpContext<'_>, split: &Split) -> Result<(), (DriverError, bool)> {
+    if let Err(error) = copy(cx, split, false).await {
         cx.with(|state| state.end_leave(split.handle, false));
-        return Err(DivideFailure { error, is_lost: false });
+        return Err((error, false));
     }
-    if let Err(error) = cx.does(Call::Decommit { at, size, handle }).await {
+    if let Err(error) = cx.decommit(split.handle).await {
         // The handle is still there, without its contents.
-        let is_lost = copy(cx, split, Direction::Back).await.is_err();
+        let is_lost = copy(cx, split, true).await.is_err();
         cx.with(|state| state.end_leave(split.handle, false));
-        return Err(DivideFailure { error, is_lost });
+        return Err((error, is_lost));
     }
     let pairs = cx.with(|state| begin_remaps(state, split));
-    let error = remap(cx, pairs).await.error;
-    error.map_or(Ok(()), |error| Err(DivideFailure { error, is_lost: true }))
+    let (_, error) = remap(cx, pairs).await;
+    error.map_or(Ok(()), |error| Err((error, true)))
 }
 
 /// Records that the handle is released, and marks the new memory as leaving for the granules that
@@ -265,40 +261,29 @@ fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
         first += count;
         of.begin_part(from);
         of.segment.begin_arrive_of(*run);
-        let (at, _) = of.segment.place_of(*run);
         let from = of.placed_run(handle.region, from);
-        pairs.push(Pair { from, region: handle.region, to: *run, at });
+        pairs.push(Pair { from, region: handle.region, to: *run });
     }
     pairs
 }
 
-/// The direction of a copy: from the handle to the new memory, or back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
-    Out,
-    Back,
-}
-
-/// Copies the contents of the touched granules, and waits for each copy.
-async fn copy(cx: &OpContext<'_>, split: &Split, direction: Direction) -> Result<(), DriverError> {
+/// Copies the contents of the touched granules to the new memory, or back, and waits for each copy.
+async fn copy(cx: &OpContext<'_>, split: &Split, is_back: bool) -> Result<(), DriverError> {
     let mut scratch = split.scratch.at;
     for &run in &split.touched {
         let (at, size) = cx.with(|state| state.region(split.handle.region).segment.place_of(run));
-        let (from, to) = match direction {
-            Direction::Out => (at, scratch),
-            Direction::Back => (scratch, at),
-        };
-        cx.does(Call::Copy { from, to, size }).await?;
+        let (from, to) = if is_back { (scratch, at) } else { (at, scratch) };
+        cx.copy(from, to, size).await?;
         scratch = scratch.checked_add(size).unwrap_or(scratch);
     }
     Ok(())
 }
 
 /// Ends the move of the blocks, and frees those whose owners freed them meanwhile.
-fn end(state: &mut ArenaState, region: Region, failure: Option<&DivideFailure>) {
+fn end(state: &mut ArenaState, region: Region, is_lost: bool) {
     let Some(batch) = state.moves.moving.take() else { return };
-    for (id, freed) in batch.into_blocks() {
-        if failure.is_some_and(|failure| failure.is_lost) {
+    for (id, freed) in batch.blocks {
+        if is_lost {
             state.region_mut(region).lose(id);
         }
         if let Some(freed) = freed {

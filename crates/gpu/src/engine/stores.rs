@@ -13,12 +13,12 @@
 //! released only after the host has seen every copy from and to the store complete, and is
 //! overwritten only by later copies on the same stream; no store is created or released during a
 //! wake.
-
-use std::cell::{Cell, RefCell};
+#![expect(unsafe_code, reason = "copies memory to stores and back")]
 
 use super::completion::{is_any_capturing, own_stream};
-use super::context::{Call, OpContext};
-use crate::driver::{DriverError, HostStore, StreamHandle};
+use super::context::OpContext;
+use crate::driver::DriverError;
+use crate::exec::callbacks::call_budget;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};
@@ -28,14 +28,6 @@ use crate::types::sleep::{Contents, HostBudget, SleepOptions};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
-
-/// Calls or drops the foreign code of a budget. The error is the message of a panic in that code.
-async fn call_budget<T>(cx: &OpContext<'_>, act: impl FnOnce() -> T) -> Result<T, String> {
-    let (mut act, mut result) = (Some(act), None);
-    let mut call = || result = act.take().map(|act| act());
-    cx.outside(|| cx.surroundings.call_budget(&mut call)).await?;
-    Ok(result.expect("the closure has run"))
-}
 
 /// Copies the contents to keep into idle stores, creates the stores that are missing, and waits for
 /// the copies. Returns `None` if no contents are kept.
@@ -50,7 +42,7 @@ pub(super) async fn save(
     let kept = outgoing.iter().filter(|run| run.contents == Contents::Keep);
     let kept = kept.map(|run| (run.place.region, run.place.run));
     let (mut saved, missing) = cx.with(|state| {
-        let stores = state.sleep.idle.take();
+        let stores = std::mem::take(&mut state.sleep.idle.stores);
         let sizes: Vec<_> = stores.iter().map(|store| store.size).collect();
         let (runs, missing) = lay_out(kept, ByteSize::new(state.bytes_of(1)), &sizes);
         (Saved { runs, stores }, missing)
@@ -63,7 +55,7 @@ pub(super) async fn save(
         Ok(()) => Ok((!is_empty).then_some(saved)),
         Err(error) => {
             restore(cx, saved);
-            Err(error)
+            Err(copy_error(cx, error))
         }
     }
 }
@@ -79,13 +71,12 @@ async fn fill(
     saved: &mut Saved,
     missing: &[ByteSize],
 ) -> Result<(), DeviceError> {
-    let stores = RefCell::new(&mut saved.stores);
     let add = |store| {
-        stores.borrow_mut().push(store);
+        saved.stores.push(store);
         true
     };
     create(cx, missing, add).await?;
-    copy_out(cx, saved).await.map_err(|error| copy_error(cx, error))
+    Ok(copy_out(cx, saved).await?)
 }
 
 /// Creates the stores that a sleep with these options would need, while `goes_on` holds and the
@@ -107,17 +98,16 @@ pub(crate) async fn prepare(
     }) else {
         return Ok(ByteSize::ZERO);
     };
-    let created = Cell::new(ByteSize::ZERO);
+    let mut bytes = ByteSize::ZERO;
     let add = |store: SleepStore| {
-        created.set(created.get().saturating_add(store.size));
+        bytes = bytes.saturating_add(store.size);
         cx.with(|state| {
             state.sleep.idle.put(vec![store], cx.clock.now());
             state.sleep.is_open() && goes_on(state)
         })
     };
     let outcome = create(cx, &missing, add).await;
-    cx.with(|state| state.sleep.idle.end_prepare());
-    let bytes = created.get();
+    cx.with(|state| state.sleep.idle.is_preparing = false);
     if !bytes.is_zero() {
         cx.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
     }
@@ -131,52 +121,50 @@ fn kept_granules(state: &ArenaState, options: SleepOptions) -> u64 {
     [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)].map(of).iter().sum()
 }
 
-/// Returns the error for copies that could not be queued or waited for.
-pub(super) fn copy_error(cx: &OpContext<'_>, error: DriverError) -> DeviceError {
-    if is_captures(&error) {
-        return DeviceError::Capturing { arena: cx.with(|state| state.name.clone()) };
+/// Returns the error of a sleep or a wake, whose copies cannot be made during a capture.
+pub(super) fn copy_error(cx: &OpContext<'_>, error: DeviceError) -> DeviceError {
+    match error {
+        DeviceError::Driver(error) if is_captures(&error) => {
+            DeviceError::Capturing { arena: cx.with(|state| state.name.clone()) }
+        }
+        error => error,
     }
-    error.into()
 }
 
-/// Creates stores, until `add` returns `false`. All of them are reserved before the first is
-/// created.
+/// Creates stores, until `add` returns `false`. Host memory for all of them is reserved before the
+/// first is created, that for the last one first.
 async fn create(
     cx: &OpContext<'_>,
     sizes: &[ByteSize],
-    add: impl Fn(SleepStore) -> bool,
+    mut add: impl FnMut(SleepStore) -> bool,
 ) -> Result<(), DeviceError> {
     if sizes.is_empty() {
         return Ok(());
     }
     let budget = cx.with(|state| state.sleep.budget.clone());
-    let mut reserved = Vec::new();
-    let outcome = create_reserved(cx, budget.as_deref(), (sizes, &mut reserved), add).await;
-    // The budget may have been replaced meanwhile, so this may drop it.
-    let _ = call_budget(cx, || drop((reserved, budget))).await;
-    outcome
-}
-
-async fn create_reserved(
-    cx: &OpContext<'_>,
-    budget: Option<&dyn HostBudget>,
-    (sizes, reserved): (&[ByteSize], &mut Vec<HostReservation>),
-    add: impl Fn(SleepStore) -> bool,
-) -> Result<(), DeviceError> {
-    if let Some(budget) = budget {
-        reserve(cx, budget, sizes, reserved).await?;
+    let (mut reserved, mut outcome) = (Vec::new(), Ok(()));
+    if let Some(budget) = budget.as_deref() {
+        outcome = reserve(cx, budget, sizes, &mut reserved).await;
     }
-    for &size in sizes {
-        let handle = HostStore::new(cx.perform(Call::CreateStore { size }).await?);
+    for &size in sizes.iter().filter(|_| outcome.is_ok()) {
+        let handle = match cx.outside(|| cx.driver.host_store_create(size)).await {
+            Ok(handle) => handle,
+            Err(error) => {
+                outcome = Err(error.into());
+                break;
+            }
+        };
         let mut reservation = reserved.pop();
-        if let (Some(budget), Some(reservation)) = (budget, &mut reservation) {
-            let _ = call_budget(cx, || budget.settle(&mut **reservation)).await;
+        if let (Some(budget), Some(reservation)) = (&budget, &mut reservation) {
+            let _ = cx.outside(|| call_budget(|| budget.settle(&mut **reservation))).await;
         }
         if !add(SleepStore { handle, size, reservation }) {
             break;
         }
     }
-    Ok(())
+    // The budget may have been replaced meanwhile, so this may drop it.
+    let _ = cx.outside(|| call_budget(|| drop((reserved, budget)))).await;
+    outcome
 }
 
 /// Reserves host memory for each store, the last one first.
@@ -187,11 +175,13 @@ async fn reserve(
     reserved: &mut Vec<HostReservation>,
 ) -> Result<(), DeviceError> {
     for &size in sizes.iter().rev() {
-        let arena = cx.with(|state| state.name.clone());
-        let bytes = sizes.iter().copied().sum();
-        match call_budget(cx, || budget.reserve(size)).await {
+        match cx.outside(|| call_budget(|| budget.reserve(size))).await {
             Ok(Ok(reservation)) => reserved.push(reservation),
-            Ok(Err(reason)) => return Err(DeviceError::HostBudget { arena, bytes, reason }),
+            Ok(Err(reason)) => {
+                let (arena, bytes) =
+                    (cx.with(|state| state.name.clone()), sizes.iter().copied().sum());
+                return Err(DeviceError::HostBudget { arena, bytes, reason });
+            }
             Err(message) => return Err(DeviceError::Callback { message }),
         }
     }
@@ -206,7 +196,9 @@ async fn copy_out(cx: &OpContext<'_>, saved: &Saved) -> Result<(), DriverError> 
         saved.copies(|region| &state.region(region).segment)
     });
     for (at, to) in copies {
-        cx.does(Call::Offload { at, to, stream }).await?;
+        // SAFETY: committed granules that stay marked as leaving until the copies are complete, a
+        // store that the operation holds, and the arena's own stream.
+        cx.outside(|| unsafe { cx.driver.offload(at, to, stream) }).await?;
     }
     complete_own_copies(cx).await
 }
@@ -229,7 +221,10 @@ pub(super) async fn queue_copies(
     });
     for &(at, from) in &copies {
         let stream = stream.expect("contents are saved on the arena's stream");
-        cx.does(Call::Restore { from, at, stream }).await?;
+        // SAFETY: committed granules of an arena that is not awake, a filled store that is in the
+        // state or held by the operation, and the arena's own stream. No lease is granted before
+        // the copies are complete.
+        cx.outside(|| unsafe { cx.driver.restore(from, at, stream) }).await?;
     }
     Ok(copies.iter().map(|(_, span)| span.size).sum())
 }
@@ -237,54 +232,37 @@ pub(super) async fn queue_copies(
 /// Waits for the copies that this operation has queued.
 ///
 /// # Errors
-/// The driver's; copies may still be in progress.
-pub(super) async fn complete_own_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
+/// As [`complete_copies`].
+pub(super) fn complete_own_copies(
+    cx: &OpContext<'_>,
+) -> impl Future<Output = Result<(), DriverError>> {
     cx.with(|state| state.sleep.is_queueing = false);
-    complete_copies(cx).await
+    complete_copies(cx)
 }
 
-/// Waits for the copies that are queued now. While another operation queues more, only that
-/// operation knows when they are complete. Fails if a stream captures a graph.
-async fn wait_for_copies(cx: &OpContext<'_>, stream: StreamHandle) -> Result<(), DriverError> {
+/// Waits for the copies that are queued now, if any may be in progress. While another operation
+/// queues more, only that operation knows when they are complete.
+///
+/// # Errors
+/// The driver's, or [`CAPTURES`](crate::types::error::CAPTURES) if a stream captures a graph; the
+/// copies may still be in progress.
+pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
+    let stream = cx.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied()));
+    let Some(stream) = stream else { return Ok(()) };
     let queued = cx.with(|state| state.sleep.queued());
     if is_any_capturing(cx).await? {
         return Err(captures("cuStreamSynchronize"));
     }
-    cx.does(Call::SynchronizeStream { stream }).await?;
+    cx.synchronize(stream).await?;
     cx.with(|state| state.sleep.end_copies(queued));
     Ok(())
-}
-
-/// Waits for the copies of an earlier sleep or wake, if any may be in progress.
-///
-/// # Errors
-/// The driver's: the copies may still be in progress.
-pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverError> {
-    match cx.with(|state| state.sleep.stream.filter(|_| state.sleep.may_be_copied())) {
-        Some(stream) => wait_for_copies(cx, stream).await,
-        None => Ok(()),
-    }
-}
-
-/// Waits for copies that could not be waited for when they were made. Returns `true` if no copy is
-/// in progress. Does not wait for the copies of an operation that still queues more: that operation
-/// waits for them itself before it ends. An operation whose block lacks memory never meets such an
-/// operation.
-///
-/// # Errors
-/// The driver's: the copies may still be in progress.
-pub(crate) async fn end_copies(cx: &OpContext<'_>) -> Result<bool, DriverError> {
-    let stream = cx.with(|state| state.sleep.stream.filter(|_| !state.sleep.is_queueing));
-    let Some(stream) = stream else { return Ok(false) };
-    wait_for_copies(cx, stream).await?;
-    Ok(cx.with(|state| !state.sleep.may_be_copied()))
 }
 
 /// Sets the limit of idle stores, and releases what exceeds it.
 pub(crate) async fn set_stores_max(cx: &OpContext<'_>, stores_max: ByteSize) {
     cx.with(|state| {
         state.sleep.config.stores_max = stores_max;
-        state.sleep.idle.unprepare();
+        state.sleep.idle.prepared = ByteSize::ZERO;
     });
     release_over_limit(cx).await;
 }
@@ -296,7 +274,7 @@ pub(crate) async fn release_idle(cx: &OpContext<'_>) -> ByteSize {
 
 /// Releases the idle stores beyond the limit.
 pub(crate) async fn release_over_limit(cx: &OpContext<'_>) {
-    release_while(cx, |state| state.sleep.is_over_limit()).await;
+    release_while(cx, |state| state.sleep.idle.is_over(state.sleep.config.stores_max)).await;
 }
 
 /// Releases the idle stores that are due at `now`.
@@ -304,10 +282,14 @@ pub(crate) async fn decay(cx: &OpContext<'_>, now: Moment) {
     release_while(cx, |state| store_due(state) <= now).await;
 }
 
-/// Returns the time at which the next idle store is to be released.
+/// Returns the time at which the next idle store is to be released; never during a wake.
 pub(crate) fn store_due(state: &ArenaState) -> Moment {
-    let need = if state.sleep.is_open() { state.active() } else { 0 };
-    state.sleep.store_due(ByteSize::new(need), state.aging.time())
+    let sleep = &state.sleep;
+    if sleep.phase == SleepPhase::Waking {
+        return Moment::NEVER;
+    }
+    let need = if sleep.is_open() { state.active() } else { 0 };
+    sleep.idle.due(sleep.config.stores_max, ByteSize::new(need), state.aging.time)
 }
 
 /// Releases idle stores, the last one first, while they are in excess, and returns their bytes.
@@ -338,14 +320,14 @@ async fn destroy_while(
     loop {
         let last = cx.with(|state| {
             let may = state.sleep.phase != SleepPhase::Waking;
-            if may && is_excess(state) { state.sleep.idle.pop() } else { None }
+            if may && is_excess(state) { state.sleep.idle.stores.pop() } else { None }
         });
         let Some(store) = last else { break };
         match destroy(cx, &store).await {
             Ok(()) => {
                 released = released.saturating_add(store.size);
                 if store.reservation.is_some() {
-                    let _ = call_budget(cx, || drop(store)).await;
+                    let _ = cx.outside(|| call_budget(|| drop(store))).await;
                 }
             }
             Err(_) => left.push(store),
@@ -357,7 +339,8 @@ async fn destroy_while(
 /// Destroys a store that is no longer in the state, once no copy is in progress.
 async fn destroy(cx: &OpContext<'_>, store: &SleepStore) -> Result<(), DriverError> {
     complete_copies(cx).await?;
-    cx.does(Call::DestroyStore { store: store.handle }).await
+    // SAFETY: the store is no longer in the state, and no copy of it is in progress.
+    cx.outside(|| unsafe { cx.driver.host_store_destroy(store.handle) }).await
 }
 
 /// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may
@@ -372,12 +355,12 @@ pub(crate) async fn end(cx: &OpContext<'_>) {
     if !is_copying {
         (_, left) = destroy_while(cx, |_| true).await;
     }
-    left.extend(cx.with(|state| state.sleep.idle.take()));
+    left.extend(cx.with(|state| std::mem::take(&mut state.sleep.idle.stores)));
     if !left.is_empty() {
         let bytes: ByteSize = left.iter().map(|store| store.size).sum();
         cx.log(|arena| log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked"))
             .await;
     }
     let budget = cx.with(|state| state.sleep.budget.take());
-    let _ = call_budget(cx, || drop((budget, left))).await; // nothing unwinds out of a drop
+    let _ = cx.outside(|| call_budget(|| drop((budget, left)))).await; // nothing unwinds out of a drop
 }

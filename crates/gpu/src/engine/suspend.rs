@@ -16,14 +16,13 @@
 //! `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
 
 use super::completion::complete_used;
-use super::context::{Call, OpContext, ShutCaches};
-use super::release::call_to_release;
+use super::context::{OpContext, ShutCaches};
 use super::resume::call_wakers;
 use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
-use crate::state::region::{PlacedRun, RegionState};
+use crate::state::region::RegionState;
 use crate::state::sleep::{Saved, SleepPhase};
 use crate::types::Region;
 use crate::types::error::DeviceError;
@@ -36,8 +35,8 @@ use lowtide_core::clock::Moment;
 const ROUNDS_MAX: usize = 16;
 
 /// A sleep in progress.
+#[derive(Default)]
 struct Suspension {
-    options: SleepOptions,
     /// The memory to release, marked as leaving.
     runs: Vec<OutgoingRun>,
     saved: Option<Saved>,
@@ -59,7 +58,7 @@ pub(crate) async fn suspend(
         return Err(cx.with(|state| recorded(state, error)));
     };
     // Cached blocks have memory, and caches hand them out without the arena's lock.
-    let _shut = ShutCaches::shut(cx).await;
+    let _shut = cx.outside(|| ShutCaches::shut(cx.surroundings)).await;
     match drain_leases(cx, (drain, deadline)).await {
         Ok(()) => release_memory(cx, options).await,
         Err(error) => Err(error),
@@ -126,9 +125,9 @@ async fn release_memory(
     cx: &OpContext<'_>,
     options: SleepOptions,
 ) -> Result<SleepReport, DeviceError> {
-    let mut suspension = Suspension { options, runs: Vec::new(), saved: None };
-    if let Err(error) = prepare(cx, &mut suspension).await {
-        return Err(abort(cx, suspension, error).await);
+    let mut suspension = Suspension::default();
+    if let Err(error) = prepare(cx, options, &mut suspension).await {
+        return Err(abort(cx, suspension, 0, error).await);
     }
     match release_runs(cx, &suspension.runs).await {
         Ok(()) => {
@@ -140,8 +139,12 @@ async fn release_memory(
 }
 
 /// Marks the memory to release, and saves its contents. If this fails, no memory has left.
-async fn prepare(cx: &OpContext<'_>, suspension: &mut Suspension) -> Result<(), DeviceError> {
-    suspension.runs = mark_outgoing(cx, suspension.options).await?;
+async fn prepare(
+    cx: &OpContext<'_>,
+    options: SleepOptions,
+    suspension: &mut Suspension,
+) -> Result<(), DeviceError> {
+    suspension.runs = mark_outgoing(cx, options).await?;
     suspension.saved = stores::save(cx, &suspension.runs).await?;
     cx.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
 }
@@ -197,19 +200,27 @@ async fn release_runs(
     runs: &[OutgoingRun],
 ) -> Result<(), (usize, DriverError)> {
     for (nth, run) in runs.iter().enumerate() {
-        call_to_release(cx, run.place).await.map_err(|error| (nth, error))?;
+        cx.decommit(run.place).await.map_err(|error| (nth, error))?;
     }
-    if cx.with(|state| state.is_whole()) && cx.does(Call::Trim).await.is_err() {
+    if cx.with(|state| state.is_whole()) && cx.outside(|| cx.driver.trim()).await.is_err() {
         cx.with(|state| state.untrimmed = true); // for the next decay
     }
     Ok(())
 }
 
-/// Undoes a sleep of which no memory has left: the arena is awake again.
-async fn abort(cx: &OpContext<'_>, suspension: Suspension, error: DeviceError) -> DeviceError {
-    let Suspension { runs, saved, .. } = suspension;
+/// Undoes a sleep of which no memory of live blocks has left: the arena is awake again. The first
+/// `gone` runs have left.
+async fn abort(
+    cx: &OpContext<'_>,
+    Suspension { runs, saved }: Suspension,
+    gone: usize,
+    error: DeviceError,
+) -> DeviceError {
     let wakers = cx.with(|state| {
-        runs.iter().for_each(|run| state.end_leave(run.place, false));
+        for (at, run) in runs.iter().enumerate() {
+            state.end_leave(run.place, at < gone);
+        }
+        state.untrimmed |= gone > 0;
         state.note_sleepless(&error, SleepState::Awake);
         state.sleep.finish(SleepPhase::Awake)
     });
@@ -236,30 +247,20 @@ async fn rollback(
 ) -> DeviceError {
     let error = DeviceError::from(error);
     if cx.with(|state| state.is_whole()) {
-        // No block is live, so no block is lost.
-        let wakers = cx.with(|state| {
-            for (at, run) in suspension.runs.iter().enumerate() {
-                state.end_leave(run.place, at < nth);
-            }
-            state.untrimmed |= nth > 0;
-            state.note_sleepless(&error, SleepState::Awake);
-            state.sleep.finish(SleepPhase::Awake)
-        });
-        call_wakers(cx, wakers).await;
-        return error;
+        return abort(cx, suspension, nth, error).await; // no block is live
     }
     let mut committed = 0;
     if restore(cx, &suspension, nth, &mut committed).await.is_ok() {
         // The contents of the run that did not leave are lost as well.
         cx.with(|state| note_discarded(state, &suspension.runs[..=nth]));
-        return abort(cx, suspension, error).await;
+        return abort(cx, suspension, 0, error).await;
     }
     // Copies in progress keep their memory here.
     let is_done = stores::complete_own_copies(cx).await.is_ok();
     let mut gone = Vec::with_capacity(suspension.runs.len());
     for (at, run) in suspension.runs.iter().enumerate() {
         let is_gone = at < nth && at >= committed;
-        gone.push(is_gone || (is_done && call_to_release(cx, run.place).await.is_ok()));
+        gone.push(is_gone || (is_done && cx.decommit(run.place).await.is_ok()));
     }
     finish(cx, suspension, &gone, Some(&error)).await;
     error
@@ -273,8 +274,7 @@ async fn restore(
     committed: &mut usize,
 ) -> Result<(), DriverError> {
     for run in &suspension.runs[..nth] {
-        let PlacedRun { at, size, handle, .. } = run.place;
-        cx.does(Call::Commit { at, size, handle }).await?;
+        cx.commit(run.place).await?;
         *committed += 1;
     }
     let copies = |state: &ArenaState| {
@@ -292,7 +292,7 @@ async fn finish(
     gone: &[bool],
     error: Option<&DeviceError>,
 ) -> SleepReport {
-    let Suspension { runs, saved, .. } = suspension;
+    let Suspension { runs, saved } = suspension;
     let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
     let offloaded = kept.map(|run| run.place.size).sum();
     let mut report = SleepReport { offloaded, ..SleepReport::default() };

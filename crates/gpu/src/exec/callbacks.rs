@@ -18,13 +18,21 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use crate::engine::context::Called;
 use crate::types::error::Shortage;
 use lowtide_core::fork::Birth;
 use lowtide_core::log;
 use lowtide_core::sync::{Condvar, Mutex, caught, lock, wait};
 
 pub(crate) type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
+
+/// The result of a run of callbacks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Called {
+    pub(crate) calls: u64,
+    pub(crate) panics: u64,
+    /// `true` if a callback released memory, or may have.
+    pub(crate) released: bool,
+}
 
 /// A callback, while it is registered or runs.
 struct Registration {
@@ -54,16 +62,8 @@ struct CallbacksState {
     entries: Vec<Arc<Registration>>,
     /// The number of the last registration.
     numbered: u64,
-    /// The run in progress.
-    run: Option<CallbackRun>,
-}
-
-/// A run of the callbacks.
-struct CallbackRun {
-    /// The number of the last callback that was registered when the run began.
-    last: u64,
-    /// `true` if the thread was within a callback of another arena before.
-    within: bool,
+    /// `true` while a thread calls the callbacks.
+    is_running: bool,
 }
 
 #[cfg(not(lowtide_loom))]
@@ -114,17 +114,19 @@ impl Callbacks {
         drop(entry); // the captures may take any lock
     }
 
-    /// Takes the turn to call the callbacks, if there are any. Returns `true` after a wait for
-    /// another run; `None` if this thread is within a callback and another run is in progress.
-    pub(crate) fn take_turn(&self) -> Option<bool> {
+    /// Takes the turn to call the callbacks, if there are any; also returns `true` after a wait for
+    /// another run. Returns `None` if this thread is within a callback and another run is in
+    /// progress.
+    pub(crate) fn take_turn(&self) -> Option<(CallbackTurn<'_>, bool)> {
         let mut state = lock(&self.state);
         let within = is_within();
         let mut waited = false;
         while !state.entries.is_empty() {
-            if state.run.is_none() {
-                state.run = Some(CallbackRun { last: state.numbered, within });
+            if !state.is_running {
+                state.is_running = true;
                 WITHIN.with(|of| of.set(true));
-                return Some(waited);
+                let turn = CallbackTurn { callbacks: self, last: state.numbered, within };
+                return Some((turn, waited));
             }
             if within {
                 return None;
@@ -134,25 +136,34 @@ impl Callbacks {
         }
         None
     }
+}
 
-    /// Ends the turn of this thread.
-    pub(crate) fn end_turn(&self) {
-        if !self.birth.is_here() {
-            WITHIN.with(|of| of.set(false));
-            return;
+/// The turn of a thread to call the callbacks. Ends when dropped.
+pub(crate) struct CallbackTurn<'a> {
+    callbacks: &'a Callbacks,
+    /// The number of the last callback that was registered when the turn began.
+    last: u64,
+    /// `true` if the thread was within a callback of another arena before.
+    within: bool,
+}
+
+impl Drop for CallbackTurn<'_> {
+    fn drop(&mut self) {
+        let is_here = self.callbacks.birth.is_here();
+        WITHIN.with(|of| of.set(is_here && self.within));
+        if is_here {
+            lock(&self.callbacks.state).is_running = false;
+            self.callbacks.ended.notify_all();
         }
-        let within = lock(&self.state).run.take().is_some_and(|run| run.within);
-        WITHIN.with(|of| of.set(within));
-        self.ended.notify_all();
     }
+}
 
-    /// Calls all callbacks, in this thread's turn. Returns `None` if a callback forked, in the
-    /// child.
+impl CallbackTurn<'_> {
+    /// Calls all callbacks. Returns `None` if a callback forked, in the child.
     pub(crate) fn call(&self, shortage: &Shortage<'_>) -> Option<Called> {
-        let last = lock(&self.state).run.as_ref().map_or(0, |run| run.last);
         let mut called = Called::default();
         let mut after = 0;
-        while let Some(entry) = self.next(after, last) {
+        while let Some(entry) = self.next(after) {
             after = entry.number;
             let Some(callback) = &entry.callback else { continue };
             called.calls += 1;
@@ -165,18 +176,18 @@ impl Callbacks {
                     log!(warn, arena, message, "shortage callback panicked");
                 }
             }
-            if !self.birth.is_here() {
+            if !self.callbacks.birth.is_here() {
                 return None;
             }
         }
         Some(called)
     }
 
-    /// Returns the first callback whose number is greater than `after` and at most `last`.
-    fn next(&self, after: u64, last: u64) -> Option<Arc<Registration>> {
-        let state = lock(&self.state);
+    /// Returns the first callback of the turn whose number is greater than `after`.
+    fn next(&self, after: u64) -> Option<Arc<Registration>> {
+        let state = lock(&self.callbacks.state);
         let nth = state.entries.partition_point(|entry| entry.number <= after);
-        state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
+        state.entries.get(nth).filter(|entry| entry.number <= self.last).map(Arc::clone)
     }
 }
 
@@ -188,7 +199,7 @@ pub(crate) fn is_within_budget() -> bool {
 
 /// Calls or drops the foreign code of a budget, with no lock held. The error is the message of a
 /// panic in that code.
-pub(crate) fn call_budget(act: &mut dyn FnMut()) -> Result<(), String> {
+pub(crate) fn call_budget<T>(act: impl FnOnce() -> T) -> Result<T, String> {
     let before = WITHIN_BUDGET.with(|of| of.replace(true));
     let outcome = caught(act);
     WITHIN_BUDGET.with(|of| of.set(before));

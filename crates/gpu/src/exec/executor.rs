@@ -9,21 +9,18 @@
 //! moves are those of the state; every thread that waits for a change is notified when the lock is
 //! released after a change.
 
-use std::fmt;
 use std::ops::{ControlFlow, Deref, DerefMut};
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 
-use crate::driver::Driver;
-use crate::engine::context::{Caller, OpContext, OpStep, Surroundings, run_outside, step};
-use crate::exec::callbacks;
+use crate::engine::context::{OpContext, OpRequest, run_outside, step};
 use crate::state::arena::ArenaState;
 use crate::types::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
-use lowtide_core::sync::{Condvar, Mutex, MutexGuard, is_background, lock, try_lock, wait};
+use lowtide_core::sync::{Condvar, Mutex, MutexGuard, lock, try_lock, wait};
 
-/// The state of an arena, its lock, and everything that operations on it need.
+/// The state of an arena, and its lock.
 pub(crate) struct Executor {
     guarded: Mutex<StateSlot>,
     changed: Condvar,
@@ -33,26 +30,27 @@ pub(crate) struct Executor {
 }
 
 /// The slot of the state under the lock.
-struct StateSlot {
+pub(crate) struct StateSlot {
     /// The state; `None` while an operation makes a step.
     state: Option<Box<ArenaState>>,
     /// The number of threads that wait for a change.
     watchers: u32,
 }
 
-/// What operations need besides the state.
-#[derive(Clone, Copy)]
-pub(crate) struct World<'a> {
-    pub(crate) driver: &'a dyn Driver,
-    pub(crate) clock: &'a dyn Clock,
-    pub(crate) surroundings: &'a dyn Surroundings,
+impl Deref for StateSlot {
+    type Target = ArenaState;
+
+    #[inline]
+    fn deref(&self) -> &ArenaState {
+        self.state.as_deref().expect("no operation makes a step")
+    }
 }
 
-/// The locked state.
-pub(crate) struct LockedState<'a> {
-    executor: &'a Executor,
-    /// The slot; `None` only in [`LockedState::wait`].
-    slot: Option<MutexGuard<'a, StateSlot>>,
+impl DerefMut for StateSlot {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut ArenaState {
+        self.state.as_deref_mut().expect("no operation makes a step")
+    }
 }
 
 impl Executor {
@@ -69,25 +67,26 @@ impl Executor {
         self.birth.is_here()
     }
 
-    /// Locks the state. Measures the wait if another thread holds the lock.
+    /// Locks the state. Measures the wait if another thread holds the lock. Who changes the state
+    /// publishes that before the lock is released.
     #[inline]
-    pub(crate) fn lock_state(&self, clock: &dyn Clock) -> LockedState<'_> {
-        self.try_lock_state().unwrap_or_else(|| self.lock_state_contended(clock))
+    pub(crate) fn lock(&self, clock: &dyn Clock) -> MutexGuard<'_, StateSlot> {
+        self.try_lock().unwrap_or_else(|| self.lock_contended(clock))
     }
 
     #[cold]
-    fn lock_state_contended(&self, clock: &dyn Clock) -> LockedState<'_> {
+    fn lock_contended(&self, clock: &dyn Clock) -> MutexGuard<'_, StateSlot> {
         let from = clock.now();
-        let mut locked = LockedState { executor: self, slot: Some(lock(&self.guarded)) };
-        locked.totals.lock_contended_total += 1;
-        locked.totals.lock_wait_total += clock.now() - from;
-        locked
+        let mut slot = lock(&self.guarded);
+        slot.totals.lock_contended_total += 1;
+        slot.totals.lock_wait_total += clock.now() - from;
+        slot
     }
 
     /// Locks the state if no other thread holds the lock.
     #[inline]
-    pub(crate) fn try_lock_state(&self) -> Option<LockedState<'_>> {
-        Some(LockedState { executor: self, slot: Some(try_lock(&self.guarded)?) })
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, StateSlot>> {
+        try_lock(&self.guarded)
     }
 
     /// Returns the number of moved blocks of a region when the lock was last released.
@@ -103,28 +102,25 @@ impl Executor {
         clock: &dyn Clock,
         act: impl FnOnce(&mut ArenaState) -> T,
     ) -> T {
-        // Without `LockedState`, which would make a drop of a block 2 % slower.
-        let Some(mut guard) = try_lock(&self.guarded) else {
-            return act(&mut self.lock_state_contended(clock));
-        };
-        let state = guard.state.as_deref_mut().expect("no operation makes a step");
-        let outcome = act(state);
-        self.publish(state);
-        if guard.watchers > 0 {
-            self.notify();
-        }
+        let mut slot = self.lock(clock);
+        let outcome = act(&mut slot);
+        self.publish(&slot);
         outcome
     }
 
-    /// Publishes the counts of moves before the lock is released, so that the next lease sees them.
+    /// Publishes the counts of moves before the lock is released, so that the next lease sees them,
+    /// and notifies the threads that wait for a change.
     #[inline]
-    fn publish(&self, state: &ArenaState) {
+    pub(crate) fn publish(&self, slot: &StateSlot) {
         for region in Region::ALL {
-            let (published, moves) = (&self.moves[region.number()], state.region(region).moves);
+            let (published, moves) = (&self.moves[region.number()], slot.region(region).moves);
             // Read first: a cache line that all threads write would slow down its readers.
             if published.load(Ordering::Relaxed) != moves {
                 published.store(moves, Ordering::Relaxed);
             }
+        }
+        if slot.watchers > 0 {
+            self.notify();
         }
     }
 
@@ -140,65 +136,40 @@ impl Executor {
         slot.state.as_deref_mut()
     }
 
-    /// Runs an operation to its end.
-    pub(crate) fn run<T>(
-        &self,
-        world: World<'_>,
-        operation: impl AsyncFnOnce(&OpContext<'_>) -> T,
-    ) -> T {
-        let cx = OpContext::new(world.clock, caller(), world.surroundings);
-        self.drive(self.lock_state(world.clock), world, &cx, pin!(operation(&cx)))
-    }
-
-    /// Makes a first step, and if that is not enough, runs the operation that continues it to its
-    /// end. The lock is not released in between.
-    #[inline]
-    pub(crate) fn run_after<B, T>(
-        &self,
-        world: World<'_>,
-        first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
-        operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
-    ) -> T {
-        let mut locked = self.lock_state(world.clock);
-        match first(&mut locked) {
-            ControlFlow::Break(outcome) => outcome,
-            ControlFlow::Continue(begun) => {
-                let cx = OpContext::new(world.clock, caller(), world.surroundings);
-                self.drive(locked, world, &cx, pin!(operation(&cx, begun)))
-            }
-        }
-    }
-
-    /// Makes the steps of an operation, from a locked state.
-    fn drive<'a, F: Future>(
+    /// Makes the steps of an operation to its end, from a locked state.
+    pub(crate) fn drive<'a, F: Future>(
         &'a self,
-        mut locked: LockedState<'a>,
-        World { driver, clock, .. }: World<'_>,
+        mut slot: MutexGuard<'a, StateSlot>,
         cx: &OpContext<'_>,
         mut operation: Pin<&mut F>,
     ) -> F::Output {
         loop {
-            let step = locked.step(cx, operation.as_mut());
-            if let OpStep::Wait { is_repeated } = step {
-                locked = locked.wait(is_repeated);
-                continue;
+            let step = step(cx, &mut slot.state, operation.as_mut());
+            // A repeated wait has changed nothing.
+            if !matches!(step, ControlFlow::Continue(OpRequest::Wait { is_repeated: true })) {
+                self.publish(&slot);
             }
-            drop(locked);
             match step {
-                OpStep::Done(outcome) => return outcome,
-                OpStep::Call(call) => cx.complete(call.perform(driver)),
-                OpStep::Wait { .. } => {}
-                OpStep::WaitUntil(bell, deadline) => {
-                    clock.wait_until(&bell, deadline);
+                ControlFlow::Break(outcome) => return outcome,
+                ControlFlow::Continue(OpRequest::Wait { .. }) => {
+                    slot.watchers += 1;
+                    slot = wait(&self.changed, slot);
+                    slot.watchers -= 1;
+                    continue;
                 }
-                OpStep::Outside => {
+                ControlFlow::Continue(OpRequest::WaitUntil(bell, deadline)) => {
+                    drop(slot);
+                    cx.clock.wait_until(&bell, deadline);
+                }
+                ControlFlow::Continue(OpRequest::Outside) => {
+                    drop(slot);
                     run_outside(cx, operation.as_mut());
                     if !self.is_here() {
                         return end_in_child(cx, operation.as_mut());
                     }
                 }
             }
-            locked = self.lock_state(clock);
+            slot = self.lock(cx.clock);
         }
     }
 }
@@ -211,86 +182,7 @@ impl Executor {
 #[cold]
 fn end_in_child<F: Future>(cx: &OpContext<'_>, operation: Pin<&mut F>) -> F::Output {
     match step(cx, &mut None, operation) {
-        OpStep::Done(outcome) => outcome,
-        _ => panic!("in the child of a fork, an arena makes no calls"),
-    }
-}
-
-/// Describes this thread.
-fn caller() -> Caller {
-    Caller {
-        is_within_callback: callbacks::is_within(),
-        is_within_budget: callbacks::is_within_budget(),
-        is_background: is_background(),
-    }
-}
-
-impl LockedState<'_> {
-    /// Releases the lock until another thread has changed the state. May return earlier. A
-    /// repeated wait notifies no other thread: this thread has changed nothing since the last one.
-    pub(crate) fn wait(mut self, is_repeated: bool) -> Self {
-        let executor = self.executor;
-        // Taken out so that the drop of `self` does nothing.
-        let Some(mut slot) = self.slot.take() else { return self };
-        if let Some(state) = &slot.state {
-            executor.publish(state);
-        }
-        slot.watchers += 1;
-        if slot.watchers > 1 && !is_repeated {
-            executor.changed.notify_all(); // this thread may have changed the state
-        }
-        let mut slot = wait(&executor.changed, slot);
-        slot.watchers -= 1;
-        Self { executor, slot: Some(slot) }
-    }
-
-    /// Lets an operation make its next step on the state.
-    fn step<F: Future>(&mut self, cx: &OpContext<'_>, operation: Pin<&mut F>) -> OpStep<F::Output> {
-        match self.slot.as_deref_mut() {
-            Some(slot) => step(cx, &mut slot.state, operation),
-            None => unreachable!("only a wait has no slot"),
-        }
-    }
-}
-
-impl Deref for LockedState<'_> {
-    type Target = ArenaState;
-
-    #[inline]
-    fn deref(&self) -> &ArenaState {
-        match &self.slot {
-            Some(slot) => slot.state.as_deref().expect("no operation makes a step"),
-            None => unreachable!("only a wait has no slot"),
-        }
-    }
-}
-
-impl DerefMut for LockedState<'_> {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut ArenaState {
-        match &mut self.slot {
-            Some(slot) => slot.state.as_deref_mut().expect("no operation makes a step"),
-            None => unreachable!("only a wait has no slot"),
-        }
-    }
-}
-
-impl Drop for LockedState<'_> {
-    /// Publishes the changes, and notifies the threads that wait for a change.
-    #[inline]
-    fn drop(&mut self) {
-        let Some(slot) = &self.slot else { return };
-        if let Some(state) = &slot.state {
-            self.executor.publish(state);
-        }
-        if slot.watchers > 0 {
-            self.executor.notify();
-        }
-    }
-}
-
-impl fmt::Debug for Executor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Executor").finish_non_exhaustive()
+        ControlFlow::Break(outcome) => outcome,
+        ControlFlow::Continue(_) => panic!("in the child of a fork, an arena makes no calls"),
     }
 }

@@ -8,24 +8,26 @@
 //! state; the arena's memory lives as long as a handle, a buffer or a lease of the arena.
 #![expect(unsafe_code, reason = "the end of the arena gives its memory up")]
 
-use std::mem::ManuallyDrop;
 use std::ops::ControlFlow;
+use std::pin::pin;
 use std::sync::{Arc, OnceLock, Weak};
 use std::{fmt, ptr};
 
 use crate::driver::{Capabilities, Driver};
 use crate::engine::alloc::{self, Begun};
 use crate::engine::completion::query_events;
-use crate::engine::context::{Called, OpContext, Surroundings};
+use crate::engine::context::{OpContext, ShutCaches, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::shortage::record_failure;
 use crate::engine::{raw_block, resize, stores};
 use crate::exec::cache_bins::BlockList;
 use crate::exec::callbacks::Callbacks;
-use crate::exec::executor::{Executor, LockedState, World};
+use crate::exec::executor::Executor;
+#[cfg(test)]
+use crate::exec::executor::StateSlot;
 use crate::exec::lane::Lanes;
+use crate::exec::reserve;
 use crate::exec::thread_cache::CacheShard;
-use crate::exec::{callbacks, reserve};
 use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
 use crate::state::event::RequestOrigin;
@@ -33,14 +35,16 @@ use crate::state::failure::AllocFailure;
 use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
 use crate::state::streams::StreamKey;
-use crate::types::error::{DeviceError, Shortage};
+use crate::types::error::DeviceError;
 use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 use lowtide_core::log;
+#[cfg(test)]
+use lowtide_core::sync::MutexGuard;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use lowtide_core::sync::{Mutex, MutexGuard, lock};
+use lowtide_core::sync::{Mutex, lock};
 
 /// The shared parts of an arena.
 pub(crate) struct ArenaInner {
@@ -118,15 +122,6 @@ struct Rules {
     shut: u32,
 }
 
-/// Keeps all caches from accepting blocks until dropped.
-pub(crate) struct Shut<'a>(&'a ArenaCaches);
-
-impl Drop for Shut<'_> {
-    fn drop(&mut self) {
-        self.0.reopen();
-    }
-}
-
 impl ArenaCaches {
     /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
     pub(crate) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
@@ -197,17 +192,6 @@ impl ArenaCaches {
         self.set(|rules| rules.asleep = is_asleep);
     }
 
-    /// Keeps caches from accepting blocks until the guard is dropped.
-    pub(crate) fn shut(&self) -> Shut<'_> {
-        self.set(|rules| rules.shut += 1);
-        Shut(self)
-    }
-
-    /// Ends one [`ArenaCaches::shut`].
-    fn reopen(&self) {
-        self.set(|rules| rules.shut -= 1);
-    }
-
     /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
     #[inline]
     pub(crate) fn room(&self, is_of_lane: bool) -> u64 {
@@ -256,16 +240,16 @@ impl ArenaInner {
         }
     }
 
-    /// Locks the state.
-    #[inline]
-    pub(crate) fn lock_state(&self) -> LockedState<'_> {
-        self.executor.lock_state(&*self.clock)
+    /// Locks the state, for reading.
+    #[cfg(test)]
+    pub(crate) fn lock_state(&self) -> MutexGuard<'_, StateSlot> {
+        self.executor.lock(&*self.clock)
     }
 
     /// Locks the state if no other thread holds the lock.
     #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) fn try_lock_state(&self) -> Option<LockedState<'_>> {
-        self.executor.try_lock_state()
+    pub(crate) fn try_lock_state(&self) -> Option<MutexGuard<'_, StateSlot>> {
+        self.executor.try_lock()
     }
 
     /// Reads or changes the state, without a wait or a driver call. Called without holding a lock:
@@ -279,7 +263,7 @@ impl ArenaInner {
 
     /// Like [`ArenaInner::run_now`], for callers that hold a lock. Does not call the sink.
     #[inline]
-    fn run_under_lock<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+    pub(crate) fn run_under_lock<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
         self.executor.run_now(&*self.clock, act)
     }
 
@@ -322,25 +306,39 @@ impl ArenaInner {
 
     /// Runs an operation to its end on this thread.
     pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&OpContext<'_>) -> T) -> T {
-        let outcome = self.executor.run(self.world(), operation);
+        let cx = self.context();
+        let locked = self.executor.lock(&*self.clock);
+        let outcome = self.executor.drive(locked, &cx, pin!(operation(&cx)));
         self.flush_events();
         outcome
     }
 
-    /// Makes a first step, and continues it with an operation if that is not enough.
+    /// Makes a first step, and if that is not enough, runs the operation that continues it to its
+    /// end. The lock is not released in between.
     #[inline]
     pub(crate) fn run_after<B, T>(
         &self,
         first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
         operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
     ) -> T {
-        let outcome = self.executor.run_after(self.world(), first, operation);
+        let mut locked = self.executor.lock(&*self.clock);
+        let outcome = match first(&mut locked) {
+            ControlFlow::Break(outcome) => {
+                self.executor.publish(&locked);
+                drop(locked);
+                outcome
+            }
+            ControlFlow::Continue(begun) => {
+                let cx = self.context();
+                self.executor.drive(locked, &cx, pin!(operation(&cx, begun)))
+            }
+        };
         self.flush_events();
         outcome
     }
 
-    fn world(&self) -> World<'_> {
-        World { driver: &*self.driver, clock: &*self.clock, surroundings: self }
+    fn context(&self) -> OpContext<'_> {
+        OpContext::new(&*self.driver, &*self.clock, self, &self.callbacks)
     }
 
     /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
@@ -400,14 +398,6 @@ impl ArenaInner {
         }
     }
 
-    /// Frees cached blocks in the arena. Their handles are to be dropped without a lock.
-    pub(crate) fn release_all(&self, blocks: &BlockList) {
-        if blocks.is_empty() {
-            return;
-        }
-        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
-    }
-
     /// Records that a cache holds a block.
     #[inline]
     pub(crate) fn note_cached(&self) {
@@ -430,32 +420,30 @@ impl ArenaInner {
     /// Frees all cached blocks in the arena. Returns `true` if there were any.
     pub(crate) fn empty_caches(&self) -> bool {
         let mut blocks = BlockList::default();
-        let sweep = lock(&self.caches.sweep);
+        let _sweep = lock(&self.caches.sweep);
         // Blocks that are cached from here on set the flag again.
-        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&sweep, &mut blocks)
+        self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&mut blocks)
     }
 
     /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
     /// handle left. Does nothing in a forked child.
     pub(crate) fn retire_caches(&self) {
         if self.check_here().is_ok() {
-            let _for_good = ManuallyDrop::new(self.caches.shut());
-            let mut blocks = BlockList::default();
-            self.empty_all(&lock(&self.caches.sweep), &mut blocks);
+            self.shut_caches();
         }
     }
 
-    /// Frees all cached blocks in the arena, regardless of the flag. Their handles are put into
-    /// `blocks`, to be dropped without a lock.
-    fn empty_all(&self, sweep: &MutexGuard<'_, ()>, blocks: &mut BlockList) -> bool {
+    /// Frees all cached blocks in the arena, regardless of the flag, during a sweep. Their handles
+    /// are put into `blocks`, to be dropped without a lock. Returns `true` if there were any.
+    fn empty_all(&self, blocks: &mut BlockList) -> bool {
         self.shards().for_each(|shard| shard.empty(blocks));
-        self.release_swept(blocks, sweep)
+        self.release_all(blocks)
     }
 
     /// Frees cached blocks whose sizes are no longer hot.
     pub(crate) fn cool_caches(&self) {
         let mut blocks = BlockList::default();
-        let sweep = lock(&self.caches.sweep);
+        let _sweep = lock(&self.caches.sweep);
         if !self.caches.hold.swap(false, Ordering::Relaxed) {
             return;
         }
@@ -464,13 +452,17 @@ impl ArenaInner {
                 self.note_cached();
             }
         }
-        self.release_swept(&blocks, &sweep);
+        self.release_all(&blocks);
     }
 
-    /// Frees blocks that were taken out of the caches. Returns `true` if there were any.
-    fn release_swept(&self, blocks: &BlockList, _: &MutexGuard<'_, ()>) -> bool {
-        self.release_all(blocks);
-        !blocks.is_empty()
+    /// Frees blocks that were taken out of the caches. Returns `true` if there were any. Their
+    /// handles are to be dropped without a lock.
+    pub(crate) fn release_all(&self, blocks: &BlockList) -> bool {
+        if blocks.is_empty() {
+            return false;
+        }
+        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
+        true
     }
 
     /// Returns the shards of threads, then those of lanes.
@@ -482,18 +474,18 @@ impl ArenaInner {
 
     /// Returns all figures at one instant: locks the caches, and then the state.
     pub(crate) fn snapshot(&self) -> ArenaSnapshot {
-        let sweep = lock(&self.caches.sweep);
-        self.snapshot_under(&sweep)
+        let _sweep = lock(&self.caches.sweep);
+        self.snapshot_swept()
     }
 
-    fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
+    /// Returns all figures during a sweep.
+    fn snapshot_swept(&self) -> ArenaSnapshot {
         // Dropped last: dropping the last reference to a shard locks the state.
         let shards: Vec<_> = self.shards().collect();
         let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
         let mut caches = CacheCounts::default();
         still.iter().for_each(|cache| caches.add(cache.tally));
-        let mut snapshot =
-            self.run_under_lock(|state| state.snapshot(&self.name, self.driver.backend(), &caches));
+        let mut snapshot = self.run_under_lock(|state| state.snapshot(&caches));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
@@ -505,19 +497,22 @@ impl ArenaInner {
     /// Closes the arena if no block is live and no imported value is held. Returns `true` if the
     /// arena was open. Another thread that closes the arena waits for the result.
     pub(crate) fn close(&self) -> Result<bool, DeviceError> {
-        let _shut = self.caches.shut();
+        let _shut = ShutCaches::shut(self);
         let mut blocks = BlockList::default();
-        let sweep = lock(&self.caches.sweep);
+        let _sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
         self.run_under_lock(|state| state.is_closed = true);
         // From here on the caches are empty and hand out no block, and the arena checks `closed`
         // under its lock before handing one out.
-        self.empty_all(&sweep, &mut blocks);
-        let snapshot = self.snapshot_under(&sweep);
+        self.empty_all(&mut blocks);
+        let snapshot = self.snapshot_swept();
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.run_under_lock(|state| state.outstanding.imported.held());
+        let held = self.run_under_lock(|state| {
+            let imported = &state.outstanding.imported;
+            imported.count() - imported.waiting()
+        });
         if count == 0 && held == 0 {
             return Ok(true);
         }
@@ -575,38 +570,21 @@ impl Surroundings for ArenaInner {
 
     fn shut_caches(&self) -> bool {
         // A block that was put into a cache earlier is found, and a later block finds no room.
-        let shut = self.caches.shut();
+        self.caches.set(|rules| rules.shut += 1);
         let mut blocks = BlockList::default();
-        let held = self.empty_all(&lock(&self.caches.sweep), &mut blocks);
-        let _until_reopened = ManuallyDrop::new(shut);
-        held
+        let _sweep = lock(&self.caches.sweep);
+        self.empty_all(&mut blocks)
     }
 
     fn reopen_caches(&self) {
         if self.check_here().is_err() {
             return; // a thread of the parent may hold its lock
         }
-        self.caches.reopen();
+        self.caches.set(|rules| rules.shut -= 1);
     }
 
     fn set_asleep(&self, is_asleep: bool) {
         self.caches.set_asleep(is_asleep);
-    }
-
-    fn take_callback_turn(&self) -> Option<bool> {
-        self.callbacks.take_turn()
-    }
-
-    fn end_callback_turn(&self) {
-        self.callbacks.end_turn();
-    }
-
-    fn call_callbacks(&self, shortage: &Shortage<'_>) -> Option<Called> {
-        self.callbacks.call(shortage)
-    }
-
-    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
-        callbacks::call_budget(act)
     }
 }
 
@@ -690,10 +668,7 @@ impl ArenaInner {
         wanted: AllocRequest,
         taker: Option<StreamKey>,
     ) -> Result<Placement, DeviceError> {
-        self.alloc_target(AllocTarget { region, wanted, taker })
-    }
-
-    fn alloc_target(&self, target: AllocTarget) -> Result<Placement, DeviceError> {
+        let target = AllocTarget { region, wanted, taker };
         let first = |state: &mut ArenaState| {
             let begun = alloc::begin(state, target);
             self.caches.note_live(state.live(), state.limit.get());
@@ -703,7 +678,7 @@ impl ArenaInner {
             }
         };
         let outcome = self.run_after(first, alloc::alloc);
-        outcome.map_err(|failure| self.record_failure(target.region, failure, target.wanted))
+        outcome.map_err(|failure| self.record_failure(region, failure, wanted))
     }
 
     /// Allocates a raw block, like [`ArenaInner::alloc_block`], for the next work of a user, or of
@@ -768,13 +743,7 @@ impl ArenaInner {
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, DeviceError> {
-        let outcome =
-            self.run(async |cx| resize::resize_in_place(cx, region, placed, requested).await);
-        let outcome = match outcome {
-            Err(failure) if failure.is_shortage() => self
-                .run(async |cx| resize::resize_after_shortage(cx, region, placed, requested).await),
-            outcome => outcome,
-        };
+        let outcome = self.run(async |cx| resize::resize(cx, region, placed, requested).await);
         let what =
             AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
         outcome.map_err(|failure| self.record_failure(region, failure, what))
@@ -791,12 +760,8 @@ impl ArenaInner {
         old: Placement,
         wanted: AllocRequest,
     ) -> Result<Placement, DeviceError> {
-        let target = AllocTarget {
-            region,
-            wanted: AllocRequest { origin: RequestOrigin::RESIZE, ..wanted },
-            taker: None,
-        };
-        let new = self.alloc_target(target)?;
+        let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
+        let new = self.alloc_block(region, wanted, None)?;
         let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
         copied.map_err(Into::into)
     }

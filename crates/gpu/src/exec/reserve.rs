@@ -98,9 +98,9 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
                 bare & unsafe { driver.decommit(at, ByteSize::new(span.size), handle) }.is_ok()
             });
             if bare {
-                let size = ByteSize::new(segment.reserved());
+                let size = ByteSize::new(segment.reserved);
                 // SAFETY: the whole reservation, in which nothing is committed any more.
-                let _ = unsafe { driver.unreserve(segment.base(), size) };
+                let _ = unsafe { driver.unreserve(segment.base, size) };
             }
         }
         Backing::SegmentList(pieces) => {

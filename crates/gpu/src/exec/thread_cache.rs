@@ -297,10 +297,11 @@ impl CacheShard {
     pub(crate) fn retire(&self) {
         let mut blocks = BlockList::default();
         let mut cache = spin_lock(&self.cache);
-        let mut state = self.inner.lock_state();
-        self.empty_into(&mut cache, &mut state, &mut blocks);
-        state.add_cache(&std::mem::take(&mut cache.tally));
-        drop((state, cache));
+        self.inner.run_under_lock(|state| {
+            self.empty_into(&mut cache, state, &mut blocks);
+            state.add_cache(&std::mem::take(&mut cache.tally));
+        });
+        drop(cache);
         self.inner.caches.remove(self);
     }
 
@@ -314,7 +315,8 @@ impl CacheShard {
         let mut blocks = BlockList::default();
         if self.cached() > 0 {
             let mut cache = spin_lock(&self.cache);
-            self.empty_into(&mut cache, &mut self.inner.lock_state(), &mut blocks);
+            let inner = &self.inner;
+            inner.run_under_lock(|state| self.empty_into(&mut cache, state, &mut blocks));
             drop(cache);
         }
         !blocks.is_empty()

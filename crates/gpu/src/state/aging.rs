@@ -75,7 +75,7 @@ impl Ages {
 /// The decay time of an arena, and the time of the next check.
 #[derive(Debug)]
 pub(crate) struct Aging {
-    time: DecayTime,
+    pub(crate) time: DecayTime,
     /// The length of a part is this power of two, in nanoseconds.
     shift: u32,
     /// The number of parts after which idle memory expires; for [`DecayTime::Never`] more than any
@@ -85,8 +85,10 @@ pub(crate) struct Aging {
     /// check may be called with a time ahead of the clock, and memory that became idle afterwards
     /// would never expire.
     latest: Moment,
-    looked_at: Moment,
-    due: Moment,
+    /// The time of the last check.
+    pub(crate) looked_at: Moment,
+    /// The time of the next check; never if no memory is idle.
+    pub(crate) due: Moment,
 }
 
 impl Aging {
@@ -150,32 +152,12 @@ impl Aging {
         };
     }
 
-    /// Records that no memory is idle any more.
-    pub(crate) const fn clear(&mut self) {
-        self.due = Moment::NEVER;
-    }
-
     /// Sets the decay time. Returns the stamp for all memory that is idle now.
     pub(crate) fn set_time(&mut self, time: DecayTime, now: Moment) -> Stamp {
         *self = Self { latest: self.latest.max(now), looked_at: now, ..Self::new(time) };
         self.due =
             if time == DecayTime::Never { Moment::NEVER } else { self.over_at(self.latest, 0) };
         self.stamp()
-    }
-
-    /// Returns the time of the last check.
-    pub(crate) const fn looked_at(&self) -> Moment {
-        self.looked_at
-    }
-
-    /// Returns the time of the next check, if any memory is idle.
-    pub(crate) const fn due(&self) -> Moment {
-        self.due
-    }
-
-    /// Returns the decay time.
-    pub(crate) const fn time(&self) -> DecayTime {
-        self.time
     }
 
     /// Returns the time of the next check of the thread caches.
@@ -241,7 +223,7 @@ mod tests {
         each(|time, clock| {
             let mut aging = Aging::new(DecayTime::Within(time));
             let stamp = aging.note_idle(|| clock.now()).expect("it decays");
-            let (idle, due) = (clock.now(), aging.due());
+            let (idle, due) = (clock.now(), aging.due);
             assert!(due >= idle + time, "{time:?}: due after {:?}", due - idle);
             let late = (time / 128).max(Duration::from_nanos(2));
             assert!(due <= idle + time + late, "{time:?}: due after {:?}", due - idle);
@@ -271,7 +253,7 @@ mod tests {
             aging.set_looked(clock.now() + ahead, None, false);
             let late = aging.note_idle(|| clock.now()).expect("it decays");
             clock.advance(Duration::from_secs(2));
-            assert!(aging.due() <= clock.now(), "{ahead:?}: {:?}", aging.due());
+            assert!(aging.due <= clock.now(), "{ahead:?}: {:?}", aging.due);
             assert!(aging.ages(clock.now()).is_over(late), "{ahead:?}");
         }
     }
@@ -290,10 +272,10 @@ mod tests {
         clock.advance(Duration::from_secs(5));
         let mut at_once = Aging::new(DecayTime::AtOnce);
         let stamp = at_once.note_idle(|| clock.now()).expect("it decays");
-        assert_eq!(at_once.due(), clock.now());
+        assert_eq!(at_once.due, clock.now());
         assert!(at_once.ages(clock.now()).is_over(stamp));
         let mut never = Aging::new(DecayTime::Never);
-        assert_eq!((never.note_idle(|| clock.now()), never.due()), (None, Moment::NEVER));
+        assert_eq!((never.note_idle(|| clock.now()), never.due), (None, Moment::NEVER));
         assert!(!never.ages(clock.now()).is_over(Stamp::default()));
     }
 
@@ -309,7 +291,7 @@ mod tests {
             clock.advance(Duration::from_millis(10));
             let now = clock.now();
             stamps.push((now, aging.note_idle(|| clock.now()).expect("it decays")));
-            if aging.due() <= now {
+            if aging.due <= now {
                 looks += 1;
                 let ages = aging.ages(now);
                 stamps.retain(|&(_, stamp)| !ages.is_over(stamp));
@@ -321,6 +303,6 @@ mod tests {
         assert!(looks <= 9 * LOOKS + 1, "{looks} looks");
         let (last, _) = stamps.pop().expect("it just went idle");
         aging.set_looked(clock.now(), Some(0), false);
-        assert!(aging.due() >= last + time && aging.due() <= last + time + time / 128);
+        assert!(aging.due >= last + time && aging.due <= last + time + time / 128);
     }
 }

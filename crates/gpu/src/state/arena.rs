@@ -16,9 +16,9 @@ use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::granules::Leave;
 use crate::state::growth::GrowthSteps;
 use crate::state::moves::MoveState;
-use crate::state::outstanding::{Captured, Outstanding};
+use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
-use crate::state::raw::RawBlocks;
+use crate::state::raw::{RawBlocks, RawUse};
 use crate::state::region::{
     AllocRequest, AllocTarget, CacheCounts, PlacedRun, Placement, Region, RegionState, Search,
     end_of,
@@ -125,7 +125,7 @@ impl ArenaState {
             untrimmed: false,
             streams: StreamTable::new(),
             backend,
-            raw: RawBlocks::default(),
+            raw: RawBlocks::new(),
             outstanding: Outstanding::default(),
             moves: MoveState::default(),
             costs: DeviceCosts::default(),
@@ -181,7 +181,7 @@ impl ArenaState {
     /// Returns the time of the next check of memory that cannot leave.
     pub(crate) fn stuck_due(&self) -> Moment {
         let may_leave = self.is_stuck() && self.leases == 0;
-        if may_leave { self.aging.due().max(self.divide_from) } else { Moment::NEVER }
+        if may_leave { self.aging.due.max(self.divide_from) } else { Moment::NEVER }
     }
 
     pub(crate) fn committing(&self) -> u64 {
@@ -224,8 +224,13 @@ impl ArenaState {
 
     /// Records the new address of a moved block, if it is a raw block.
     pub(crate) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
-        let moved = (region, &self.regions[region.number()]);
-        self.raw.readdress(from, id, moved);
+        let is_it = |raw: &RawUse| raw.region == region && raw.placed.id == id;
+        if self.raw.get(&from).is_some_and(is_it)
+            && let Some(mut raw) = self.raw.remove(&from)
+        {
+            raw.placed = self.region(region).refreshed(raw.placed);
+            self.raw.insert(raw.placed.at, raw);
+        }
     }
 
     /// Finds addresses for a block. Returns the uses that must complete before the block is used.
@@ -391,7 +396,7 @@ impl ArenaState {
     pub(crate) fn note_complete(&mut self, leases: Option<u64>) {
         if leases == Some(self.moves.leases_total) {
             self.moves.prove_all();
-            self.sleep.complete();
+            self.sleep.used.clear();
         }
     }
 
@@ -462,20 +467,21 @@ impl ArenaState {
     /// its address.
     pub(crate) fn hold_block(&mut self, region: Region, placed: Placement) {
         self.region_mut(region).pins.pin(placed.id);
-        self.outstanding.captured.bytes += placed.span.size;
         self.outstanding.captured.blocks.push((region, placed));
     }
 
     /// Frees what graphs may have captured, after all work of the device. Returns the bytes of the
     /// blocks.
     pub(crate) fn release_captured(&mut self) -> ByteSize {
-        let Captured { blocks, imports, bytes } = std::mem::take(&mut self.outstanding.captured);
+        let captured = std::mem::take(&mut self.outstanding.captured);
+        let bytes = ByteSize::new(captured.bytes());
+        let Captured { blocks, imports } = captured;
         blocks.into_iter().for_each(|(region, placed)| self.release(region, placed));
         for at in imports {
             let after = self.uses(&[]);
             self.outstanding.imported.let_go(at.get(), after);
         }
-        ByteSize::new(bytes)
+        bytes
     }
 
     /// Marks the next run of idle granules as leaving, at most this many, but at least one handle;
@@ -509,13 +515,13 @@ impl ArenaState {
             self.events.push("decommit", |line| line.bytes("size", size).address(at));
         }
         if self.idle() == 0 {
-            self.aging.clear();
+            self.aging.due = Moment::NEVER;
         }
     }
 
     /// Returns the time of the next check.
     pub(crate) fn due(&self) -> Moment {
-        if self.releasable() == 0 { Moment::NEVER } else { self.aging.due() }
+        if self.releasable() == 0 { Moment::NEVER } else { self.aging.due }
     }
 
     /// Schedules the check after one at `now`. `failed` is `true` if the driver failed.
@@ -602,12 +608,7 @@ impl ArenaState {
     }
 
     /// Returns all figures at this instant, including the counts of the caches.
-    pub(crate) fn snapshot(
-        &self,
-        name: &str,
-        backend: Backend,
-        caches: &CacheCounts,
-    ) -> ArenaSnapshot {
+    pub(crate) fn snapshot(&self, caches: &CacheCounts) -> ArenaSnapshot {
         let size = ByteSize::new;
         let is_asleep = matches!(self.sleep.phase, SleepPhase::Asleep | SleepPhase::Waking);
         let of = |region| self.region(region).snapshot(region, caches, is_asleep);
@@ -628,27 +629,30 @@ impl ArenaState {
             limit: self.limit,
             exported: size(exported.bytes),
             exported_count: exported.count,
-            captured: size(captured.bytes),
-            imported: size(imported.bytes),
+            captured: size(captured.bytes()),
+            imported: size(imported.bytes()),
             imported_count: imported.count(),
             leases: self.leases,
             state: self.sleep.state(),
             asleep: regions.iter().map(|region| region.asleep).sum(),
             offloaded: self.sleep.offloaded(),
-            metadata: ByteSize::of(self.total_metadata()),
+            metadata: ByteSize::of(self.metadata()),
             allocs_total: totals.allocs_total + caches.allocs,
             frees_total: totals.frees_total + caches.frees,
             thread_cache_allocs_total: totals.thread_cache_allocs_total + caches.allocs,
-            name: name.to_owned(),
-            backend,
+            name: self.name.clone(),
+            backend: self.backend,
             regions,
             ..totals.clone()
         }
     }
 
-    fn total_metadata(&self) -> usize {
-        let regions: usize = self.regions.iter().map(RegionState::metadata).sum();
-        regions + self.raw.metadata() + self.outstanding.imported.metadata()
+    /// Returns the approximate bytes of the metadata of regions, raw blocks and imports.
+    fn metadata(&self) -> usize {
+        // The nodes of a tree are at least half full, and mostly two thirds.
+        let trees = self.raw.len() * size_of::<(DeviceAddress, RawUse)>()
+            + self.outstanding.imported.entries.len() * size_of::<(u64, ImportedRange)>();
+        self.regions.iter().map(RegionState::metadata).sum::<usize>() + trees * 3 / 2
     }
 
     /// Returns the uses to wait for when a block is freed that these streams, or unknown ones,

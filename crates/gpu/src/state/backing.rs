@@ -66,22 +66,22 @@ impl Backing {
     }
 
     pub(crate) const fn granularity(&self) -> u64 {
-        either!(self, it => it.granularity())
+        either!(self, it => it.granularity)
     }
 
     /// Returns the end of its offsets.
     pub(crate) const fn extent(&self) -> u64 {
         match self {
-            Self::Reserved(segment) => segment.reserved(),
-            Self::SegmentList(pieces) => pieces.extent(),
+            Self::Reserved(segment) => segment.reserved,
+            Self::SegmentList(pieces) => pieces.extent,
         }
     }
 
     /// Returns the bytes of addresses. For pieces: of those with memory, because there are no
     /// others.
-    pub(crate) const fn reserved(&self) -> u64 {
+    pub(crate) fn reserved(&self) -> u64 {
         match self {
-            Self::Reserved(segment) => segment.reserved(),
+            Self::Reserved(segment) => segment.reserved,
             Self::SegmentList(pieces) => pieces.backed(),
         }
     }
@@ -94,7 +94,7 @@ impl Backing {
     }
 
     /// Returns the bytes that the index counts as live, but that no block has.
-    pub(crate) const fn held(&self) -> u64 {
+    pub(crate) fn held(&self) -> u64 {
         match self {
             Self::Reserved(_) => 0,
             Self::SegmentList(pieces) => pieces.held(),
@@ -111,19 +111,19 @@ impl Backing {
 
     /// Returns the bytes of committed memory, including memory that is committing or leaving.
     #[inline]
-    pub(crate) const fn backed(&self) -> u64 {
+    pub(crate) fn backed(&self) -> u64 {
         either!(self, it => it.backed())
     }
 
     /// Returns the bytes of memory that a block touches, or that is being committed for a block.
     #[inline]
-    pub(crate) const fn active(&self) -> u64 {
+    pub(crate) fn active(&self) -> u64 {
         either!(self, it => it.active())
     }
 
     /// Returns the bytes of memory that no block touches.
     #[inline]
-    pub(crate) const fn idle(&self) -> u64 {
+    pub(crate) fn idle(&self) -> u64 {
         self.backed() - self.active()
     }
 
@@ -136,7 +136,7 @@ impl Backing {
     pub(crate) fn handle_size(&self, run: Run) -> ByteSize {
         match self {
             Self::Reserved(segment) => segment.handle_size(run),
-            Self::SegmentList(pieces) => ByteSize::new(pieces.granularity()),
+            Self::SegmentList(pieces) => ByteSize::new(pieces.granularity),
         }
     }
 
@@ -177,12 +177,14 @@ impl Backing {
     }
 
     /// Returns the bytes that are being committed, which the driver may refuse.
-    pub(crate) const fn committing(&self) -> u64 {
+    #[inline]
+    pub(crate) fn committing(&self) -> u64 {
         either!(self, it => it.committing())
     }
 
     /// Returns the bytes that are leaving.
-    pub(crate) const fn leaving(&self) -> u64 {
+    #[inline]
+    pub(crate) fn leaving(&self) -> u64 {
         either!(self, it => it.leaving())
     }
 
@@ -212,8 +214,8 @@ impl Backing {
     pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
         match self {
             Self::Reserved(segment) => {
-                let offset = at.offset_from(segment.base())?.get();
-                (offset < segment.reserved()).then_some(offset)
+                let offset = at.offset_from(segment.base)?.get();
+                (offset < segment.reserved).then_some(offset)
             }
             Self::SegmentList(pieces) => pieces.offset_of(at),
         }
@@ -227,7 +229,7 @@ impl Backing {
             at < from.saturating_add(bytes) && from < at.saturating_add(size.get())
         };
         match self {
-            Self::Reserved(segment) => meets(segment.base(), segment.reserved()),
+            Self::Reserved(segment) => meets(segment.base, segment.reserved),
             Self::SegmentList(pieces) => {
                 let mut stay = pieces.there().filter(|piece| !piece.is_leaving);
                 stay.any(|piece| meets(piece.at, piece.span.size))
@@ -351,10 +353,10 @@ impl Backing {
     pub(crate) fn stretches(&self) -> Vec<CommittedRange> {
         match self {
             Self::Reserved(segment) => {
-                let span = Span { offset: 0, size: segment.reserved() };
+                let span = Span { offset: 0, size: segment.reserved };
                 let backed = segment.backed_runs().into_iter();
                 let backed = backed.map(|run| (segment.span_of(run), None)).collect();
-                vec![CommittedRange { at: segment.base(), span, backed }]
+                vec![CommittedRange { at: segment.base, span, backed }]
             }
             Self::SegmentList(pieces) => {
                 let stretch = |piece: PieceView| {

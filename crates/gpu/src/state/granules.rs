@@ -92,38 +92,18 @@ pub(crate) struct Granules {
     /// The number of blocks that cover a part of the granule, but not all of it. If no block
     /// touches the granule: the [`Stamp`] of its last use.
     partly: Vec<u32>,
-    backed: u64,
-    active: u64,
-    committing: u64,
-    leaving: u64,
-    stuck: u64,
+    pub(crate) backed: u64,
+    pub(crate) active: u64,
+    pub(crate) committing: u64,
+    pub(crate) leaving: u64,
+    /// The idle granules that cannot leave, because a block touches their handle.
+    pub(crate) stuck: u64,
     /// The number of joined granules.
     joined: u64,
     idle_end: usize,
 }
 
 impl Granules {
-    pub(crate) const fn backed(&self) -> u64 {
-        self.backed
-    }
-
-    pub(crate) const fn active(&self) -> u64 {
-        self.active
-    }
-
-    pub(crate) const fn committing(&self) -> u64 {
-        self.committing
-    }
-
-    pub(crate) const fn leaving(&self) -> u64 {
-        self.leaving
-    }
-
-    /// Returns the idle granules that cannot leave, because a block touches their handle.
-    pub(crate) const fn stuck(&self) -> u64 {
-        self.stuck
-    }
-
     /// Returns the bytes of this metadata.
     pub(crate) const fn metadata(&self) -> usize {
         self.words.capacity() * size_of::<Word>() + self.partly.capacity() * size_of::<u32>()
@@ -532,6 +512,9 @@ impl Granules {
     /// Returns the granules of the handle of a granule; the granule alone if it is bare.
     pub(crate) fn handle_of(&self, granule: usize) -> Range<usize> {
         let mut range = granule..granule + 1;
+        if self.joined == 0 {
+            return range;
+        }
         while self.is_joined(range.start) {
             range.start -= 1;
         }

@@ -19,7 +19,7 @@ use crate::types::sleep::Contents;
 pub(crate) struct MovingBatch {
     region: Region,
     /// The blocks, and what the owner has freed meanwhile.
-    blocks: BTreeMap<BlockName, Option<DeferredRelease>>,
+    pub(crate) blocks: BTreeMap<BlockName, Option<DeferredRelease>>,
 }
 
 /// The release of a block that its owner has freed while it moved.
@@ -33,21 +33,6 @@ pub(crate) struct DeferredRelease {
 impl MovingBatch {
     pub(crate) fn new(region: Region, blocks: impl Iterator<Item = BlockName>) -> Self {
         Self { region, blocks: blocks.map(|id| (id, None)).collect() }
-    }
-
-    /// Returns `true` if a block of the region is in the batch.
-    pub(crate) fn contains(&self, region: Region, id: BlockName) -> bool {
-        self.region == region && self.blocks.contains_key(&id)
-    }
-
-    /// Returns the blocks, and the release of each that its owner has freed meanwhile.
-    pub(crate) fn into_blocks(self) -> impl Iterator<Item = (BlockName, Option<DeferredRelease>)> {
-        self.blocks.into_iter()
-    }
-
-    /// Returns the release of a block that its owner has freed meanwhile.
-    pub(crate) fn freed(&self, id: BlockName) -> Option<DeferredRelease> {
-        self.blocks.get(&id).cloned().flatten()
     }
 }
 
@@ -71,7 +56,8 @@ pub(crate) struct MoveState {
 impl MoveState {
     /// Returns `true` if this block moves now.
     pub(crate) fn is_moving(&self, region: Region, id: BlockName) -> bool {
-        self.moving.as_ref().is_some_and(|batch| batch.contains(region, id))
+        let moving = self.moving.as_ref();
+        moving.is_some_and(|batch| batch.region == region && batch.blocks.contains_key(&id))
     }
 
     /// Leaves the freeing of a moving block to the move. Returns `true` if the block is moving.

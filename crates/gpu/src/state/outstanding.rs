@@ -5,8 +5,7 @@
 //! uses. Then its release function is taken out, once, to be called without a lock. This module
 //! calls nothing and knows no driver.
 //!
-//! Invariants: imported ranges do not overlap; `bytes = sum of the ranges`;
-//! `waiting = ranges without a holder`.
+//! Invariant: imported ranges do not overlap.
 
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
@@ -35,8 +34,13 @@ pub(crate) struct Captured {
     pub(crate) blocks: Vec<(Region, Placement)>,
     /// Imported memory.
     pub(crate) imports: Vec<DeviceAddress>,
-    /// Bytes of the blocks.
-    pub(crate) bytes: u64,
+}
+
+impl Captured {
+    /// Returns the bytes of the blocks.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.blocks.iter().map(|(_, placed)| placed.span.size).sum()
+    }
 }
 
 /// The number and the bytes of exports.
@@ -48,7 +52,7 @@ pub(crate) struct Exports {
 }
 
 /// An imported range.
-struct ImportedRange {
+pub(crate) struct ImportedRange {
     size: u64,
     release: Release,
     /// The uses that must complete before the release, once the value is dropped.
@@ -65,9 +69,7 @@ pub(crate) struct Due {
 /// Imported memory that is not released yet.
 #[derive(Default)]
 pub(crate) struct Imports {
-    entries: BTreeMap<u64, ImportedRange>,
-    pub(crate) bytes: u64,
-    waiting: u64,
+    pub(crate) entries: BTreeMap<u64, ImportedRange>,
 }
 
 impl Imports {
@@ -76,15 +78,9 @@ impl Imports {
         self.entries.len() as u64
     }
 
-    /// Returns the number of ranges that are held.
-    pub(crate) fn held(&self) -> u64 {
-        self.count() - self.waiting
-    }
-
-    /// Returns the approximate bytes of this metadata.
-    pub(crate) fn metadata(&self) -> usize {
-        // The nodes of a tree are at least half full, and mostly two thirds.
-        self.entries.len() * size_of::<(u64, ImportedRange)>() * 3 / 2
+    /// Returns the bytes of all ranges.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.entries.values().map(|entry| entry.size).sum()
     }
 
     /// Returns `true` if a range, which does not wrap, overlaps an imported range.
@@ -96,23 +92,19 @@ impl Imports {
     /// Records a range that overlaps no other.
     pub(crate) fn import(&mut self, at: u64, size: u64, release: Release) {
         debug_assert!(!self.overlaps(at, size), "imported once");
-        self.bytes += size;
         self.entries.insert(at, ImportedRange { size, release, after: None });
     }
 
     /// Records that a range is no longer held.
     pub(crate) fn let_go(&mut self, at: u64, after: StreamUses) {
-        if let Some(entry) = self.entries.get_mut(&at)
-            && entry.after.is_none()
-        {
-            entry.after = Some(after);
-            self.waiting += 1;
+        if let Some(entry) = self.entries.get_mut(&at) {
+            entry.after.get_or_insert(after);
         }
     }
 
     /// Returns the number of ranges that wait for their release.
-    pub(crate) const fn waiting(&self) -> u64 {
-        self.waiting
+    pub(crate) fn waiting(&self) -> u64 {
+        self.entries.values().filter(|entry| entry.after.is_some()).count() as u64
     }
 
     /// Takes out a range whose uses are all complete, to release it.
@@ -135,9 +127,7 @@ impl Imports {
     }
 
     fn remove(&mut self, at: u64) -> Option<Due> {
-        let ImportedRange { size, release, after } = self.entries.remove(&at)?;
-        self.bytes -= size;
-        self.waiting -= u64::from(after.is_some());
+        let ImportedRange { size, release, .. } = self.entries.remove(&at)?;
         Some(Due { at: DeviceAddress::new(at), size: ByteSize::new(size), release })
     }
 
@@ -146,14 +136,11 @@ impl Imports {
     /// # Panics
     /// If an invariant is violated.
     pub(crate) fn validate(&self) {
-        let (mut end, mut bytes, mut waiting) = (0, 0, 0);
+        let mut end = 0;
         for (&at, entry) in &self.entries {
             assert!(entry.size > 0 && at >= end, "imported ranges overlap at {at:#x}");
             end = at + entry.size;
-            bytes += entry.size;
-            waiting += u64::from(entry.after.is_some());
         }
-        assert_eq!((bytes, waiting), (self.bytes, self.waiting));
     }
 }
 
@@ -182,7 +169,7 @@ mod tests {
         ] {
             assert_eq!(adoptions.overlaps(at, size), overlaps, "{size} at {at}");
         }
-        assert_eq!((adoptions.count(), adoptions.bytes, adoptions.held()), (2, 51, 2));
+        assert_eq!((adoptions.count(), adoptions.bytes(), adoptions.waiting()), (2, 51, 0));
         adoptions.validate();
     }
 
@@ -195,13 +182,13 @@ mod tests {
         let of = StreamUse { stream: StreamKey::CONTEXT, epoch: 3 };
         adoptions.let_go(200, StreamUses::of([of]));
         adoptions.let_go(200, StreamUses::default());
-        assert!(adoptions.waiting() > 0 && adoptions.held() == 1);
+        assert!(adoptions.waiting() == 1 && adoptions.count() == 2);
         assert!(adoptions.take(|of| of.epoch < 3).is_none());
         let due = adoptions.take(|of| of.epoch <= 3).expect("done");
         assert_eq!((due.at, due.size), (DeviceAddress::new(200), ByteSize::new(10)));
         assert!(adoptions.take(|_| true).is_none() && !adoptions.waiting() > 0);
         assert_eq!(adoptions.take_any().map(|due| due.size), Some(ByteSize::new(50)));
-        assert_eq!((adoptions.count(), adoptions.bytes), (0, 0));
+        assert_eq!((adoptions.count(), adoptions.bytes()), (0, 0));
         adoptions.validate();
     }
 }

@@ -13,8 +13,7 @@ use smallvec::SmallVec;
 
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::state::event::LaneNumber;
-use crate::state::region::{Placement, RegionState};
-use crate::state::region_index::BlockName;
+use crate::state::region::Placement;
 use crate::state::streams::{StreamKey, StreamTable};
 use crate::types::Region;
 
@@ -28,7 +27,7 @@ const USERS_MAX: usize = 64;
 pub(crate) struct Users(SmallVec<[StreamKey; 1]>);
 
 impl Users {
-    fn of(first: Option<StreamKey>) -> Self {
+    pub(crate) fn of(first: Option<StreamKey>) -> Self {
         Self(first.into_iter().collect())
     }
 
@@ -107,75 +106,7 @@ impl RawUse {
 }
 
 /// The live raw blocks of an arena.
-#[derive(Debug, Default)]
-pub(crate) struct RawBlocks {
-    blocks: BTreeMap<DeviceAddress, RawUse>,
-}
-
-impl RawBlocks {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.blocks.is_empty()
-    }
-
-    /// Returns the approximate bytes of this metadata.
-    pub(crate) fn metadata(&self) -> usize {
-        // The nodes of a tree are at least half full, and mostly two thirds.
-        self.blocks.len() * size_of::<(DeviceAddress, RawUse)>() * 3 / 2
-    }
-
-    pub(crate) fn get(&self, at: DeviceAddress) -> Option<&RawUse> {
-        self.blocks.get(&at)
-    }
-
-    pub(crate) fn get_mut(&mut self, at: DeviceAddress) -> Option<&mut RawUse> {
-        self.blocks.get_mut(&at)
-    }
-
-    /// Returns the block that contains an address.
-    pub(crate) fn containing(&self, at: DeviceAddress) -> Option<&RawUse> {
-        let (start, raw) = self.blocks.range(..=at).next_back()?;
-        (at.get() - start.get() < raw.placed.span.size).then_some(raw)
-    }
-
-    /// Records a block that a stream uses, or that any stream may use if none is given.
-    pub(crate) fn insert(
-        &mut self,
-        region: Region,
-        placed: Placement,
-        (user, is_guest): (Option<StreamKey>, bool),
-        is_captured: bool,
-    ) {
-        let raw = RawUse { region, placed, users: Users::of(user), is_guest, is_captured };
-        let before = self.blocks.insert(placed.at, raw);
-        debug_assert!(before.is_none(), "two live blocks begin at one address");
-    }
-
-    pub(crate) fn remove(&mut self, at: DeviceAddress) -> Option<RawUse> {
-        self.blocks.remove(&at)
-    }
-
-    /// Takes all blocks out.
-    pub(crate) fn take_all(&mut self) -> Vec<RawUse> {
-        std::mem::take(&mut self.blocks).into_values().collect()
-    }
-
-    /// Records the new address of a block that was moved, if it is a raw block.
-    pub(crate) fn readdress(
-        &mut self,
-        from: DeviceAddress,
-        id: BlockName,
-        moved: (Region, &RegionState),
-    ) {
-        let (region, state) = moved;
-        let is_it = |raw: &&mut RawUse| raw.region == region && raw.placed.id == id;
-        if self.blocks.get_mut(&from).as_ref().is_some_and(is_it)
-            && let Some(mut raw) = self.blocks.remove(&from)
-        {
-            raw.placed = state.refreshed(raw.placed);
-            self.blocks.insert(raw.placed.at, raw);
-        }
-    }
-}
+pub(crate) type RawBlocks = BTreeMap<DeviceAddress, RawUse>;
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {

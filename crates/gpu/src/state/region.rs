@@ -152,7 +152,7 @@ impl RegionState {
     pub(crate) const fn largest_ever(&self) -> ByteSize {
         ByteSize::new(match &self.segment {
             Backing::Reserved(_) => self.index.large(),
-            Backing::SegmentList(pieces) => pieces.largest(),
+            Backing::SegmentList(pieces) => pieces.largest,
         })
     }
 
@@ -542,10 +542,9 @@ impl RegionState {
         }
         let id = self.index.take_at(span)?;
         self.pins.begin_operation(id); // its handle is not divided meanwhile
-        self.segment.touch(span);
-        self.arriving += span.size;
-        let at = self.segment.address_of(span.offset);
-        Some(Placement { id, span, at, requested: 0, moves: self.moves })
+        let origin = RequestOrigin::BUFFER;
+        let wanted = AllocRequest { size: span.size, align: ALIGN, requested: 0, origin };
+        Some(self.put(wanted, id, span))
     }
 
     /// Moves a block to the place taken for it, ends the operation and frees the old place. Returns
@@ -600,7 +599,7 @@ impl RegionState {
         match &mut self.segment {
             Backing::Reserved(segment) => segment.begin_leave(cursor, leave),
             Backing::SegmentList(pieces) => {
-                let bytes = (leave.granules_max as u64).saturating_mul(pieces.granularity());
+                let bytes = (leave.granules_max as u64).saturating_mul(pieces.granularity);
                 let span = pieces.begin_leave(&mut self.index, bytes, leave.ages)?;
                 Some(pieces.run_of(span))
             }

@@ -196,11 +196,7 @@ impl RegionIndex {
     /// Like [`BlockIndex::blocks`]: the blocks of the low range, then those of the high range. The
     /// wall is not included.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockName>)> {
-        let named = |end: End| move |id: BlockId| BlockName::new(id, end);
-        let low = self.low.blocks().map(move |(span, id)| (span, id.map(named(End::Low))));
-        let high = self.high.blocks();
-        let high = high.map(move |(span, id)| (up(span, self.high_at), id.map(named(End::High))));
-        low.chain(high)
+        self.blocks_of(End::Low).chain(self.blocks_of(End::High))
     }
 
     /// Like [`BlockIndex::live_blocks_unordered`], for both ranges.

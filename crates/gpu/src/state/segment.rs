@@ -98,9 +98,9 @@ struct GranuleCover {
 /// A reserved range and its granules.
 #[derive(Debug)]
 pub(crate) struct Segment {
-    base: DeviceAddress,
-    reserved: u64,
-    granularity: u64,
+    pub(crate) base: DeviceAddress,
+    pub(crate) reserved: u64,
+    pub(crate) granularity: u64,
     /// The number of granules.
     count: usize,
     /// The first granule of the high half.
@@ -127,31 +127,19 @@ impl Segment {
         }
     }
 
-    pub(crate) const fn base(&self) -> DeviceAddress {
-        self.base
-    }
-
-    pub(crate) const fn reserved(&self) -> u64 {
-        self.reserved
-    }
-
-    pub(crate) const fn granularity(&self) -> u64 {
-        self.granularity
-    }
-
     /// Returns the bytes of committed granules, including those that are committing or leaving.
     pub(crate) const fn backed(&self) -> u64 {
-        (self.low.backed() + self.high.backed()) * self.granularity
+        (self.low.backed + self.high.backed) * self.granularity
     }
 
     /// Returns the bytes of backed granules that a block touches.
     pub(crate) const fn active(&self) -> u64 {
-        (self.low.active() + self.high.active()) * self.granularity
+        (self.low.active + self.high.active) * self.granularity
     }
 
     /// Returns the bytes of idle granules that cannot leave, because a block touches their handle.
     pub(crate) const fn stuck(&self) -> u64 {
-        (self.low.stuck() + self.high.stuck()) * self.granularity
+        (self.low.stuck + self.high.stuck) * self.granularity
     }
 
     /// Returns the size of the handles of a run.
@@ -161,12 +149,12 @@ impl Segment {
 
     /// Returns the bytes of granules that are being committed, which the driver may refuse.
     pub(crate) const fn committing(&self) -> u64 {
-        (self.low.committing() + self.high.committing()) * self.granularity
+        (self.low.committing + self.high.committing) * self.granularity
     }
 
     /// Returns the bytes of granules that are leaving.
     pub(crate) const fn leaving(&self) -> u64 {
-        (self.low.leaving() + self.high.leaving()) * self.granularity
+        (self.low.leaving + self.high.leaving) * self.granularity
     }
 
     /// Returns the bytes of this metadata.

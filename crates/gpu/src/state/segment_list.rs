@@ -7,9 +7,7 @@
 //! crosses their border. A piece is active as a whole while any byte in it is live or pending, and
 //! is allocated and released as a whole.
 //!
-//! Invariants: walls and pieces tile the ranges of the index; no two pieces adjoin, nor two walls;
-//! `backed = committing + committed + leaving`; `active = committing + touched`;
-//! `idle = backed - active`.
+//! Invariants: walls and pieces tile the ranges of the index; no two pieces adjoin, nor two walls.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -62,18 +60,12 @@ impl PieceMemory {
 /// The pieces of a region, and the walls between them.
 #[derive(Debug, Default)]
 pub(crate) struct SegmentList {
-    granularity: u64,
+    pub(crate) granularity: u64,
     /// The end of all offsets.
-    extent: u64,
+    pub(crate) extent: u64,
     /// The size of the largest block that the region can ever have.
-    largest: u64,
+    pub(crate) largest: u64,
     entries: BTreeMap<u64, PieceEntry>,
-    /// The bytes of offsets that the index counts as live, but that no block has.
-    held: u64,
-    backed: u64,
-    active: u64,
-    committing: u64,
-    leaving: u64,
 }
 
 /// A piece as maps show it.
@@ -100,36 +92,30 @@ impl SegmentList {
         }
     }
 
-    pub(crate) const fn granularity(&self) -> u64 {
-        self.granularity
+    /// Returns the bytes of offsets that the index counts as live, but that no block has.
+    pub(crate) fn held(&self) -> u64 {
+        self.entries.values().filter(|entry| entry.hold.is_some()).map(|entry| entry.size).sum()
     }
 
-    pub(crate) const fn extent(&self) -> u64 {
-        self.extent
+    pub(crate) fn backed(&self) -> u64 {
+        self.bytes_of(|_| true)
     }
 
-    pub(crate) const fn largest(&self) -> u64 {
-        self.largest
+    pub(crate) fn active(&self) -> u64 {
+        self.bytes_of(PieceMemory::is_active)
     }
 
-    pub(crate) const fn held(&self) -> u64 {
-        self.held
+    pub(crate) fn committing(&self) -> u64 {
+        self.bytes_of(|piece| piece.state == PieceState::Committing)
     }
 
-    pub(crate) const fn backed(&self) -> u64 {
-        self.backed
+    pub(crate) fn leaving(&self) -> u64 {
+        self.bytes_of(|piece| piece.state == PieceState::Leaving)
     }
 
-    pub(crate) const fn active(&self) -> u64 {
-        self.active
-    }
-
-    pub(crate) const fn committing(&self) -> u64 {
-        self.committing
-    }
-
-    pub(crate) const fn leaving(&self) -> u64 {
-        self.leaving
+    /// Returns the bytes of some pieces. Takes one step per piece.
+    fn bytes_of(&self, counts: impl Fn(&PieceMemory) -> bool) -> u64 {
+        self.pieces().filter(|(_, piece)| counts(piece)).map(|(span, _)| span.size).sum()
     }
 
     /// Returns the approximate bytes of this metadata. The nodes of a tree are mostly two thirds
@@ -170,20 +156,16 @@ impl SegmentList {
             stamp: Stamp::default(),
         };
         self.put(index, span, Some(piece));
-        (self.backed, self.active) = (self.backed + size, self.active + size);
-        self.committing += size;
         Some(span)
     }
 
     /// Records the result of an allocation: the address of the piece, if it was allocated. The span
     /// is then free, and no other thread has been notified.
     pub(crate) fn end(&mut self, index: &mut RegionIndex, offset: u64, at: Option<DeviceAddress>) {
-        let Some((size, piece)) = self.piece_mut(offset) else { return };
+        let Some(piece) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, PieceState::Committing, "it was asked for");
         piece.state = PieceState::Committed;
         piece.at = at.unwrap_or(piece.at);
-        self.committing -= size;
-        self.active -= size;
         match at {
             Some(_) => self.release(index, offset),
             None => self.drop_piece(index, offset),
@@ -222,17 +204,14 @@ impl SegmentList {
         debug_assert!(hold.is_some(), "nothing touches it, so all of it is free");
         piece.state = PieceState::Leaving;
         entry.hold = hold;
-        self.held += span.size;
-        self.leaving += span.size;
         true
     }
 
     /// Records the result of a release. If the piece stays, its span is free again.
     pub(crate) fn end_leave(&mut self, index: &mut RegionIndex, offset: u64, done: bool) {
-        let Some((size, piece)) = self.piece_mut(offset) else { return };
+        let Some(piece) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, PieceState::Leaving, "it was on its way");
         piece.state = PieceState::Committed;
-        self.leaving -= size;
         if done {
             self.drop_piece(index, offset);
         } else {
@@ -242,22 +221,14 @@ impl SegmentList {
 
     /// Records a block in a span, or that a freed block is still pending there.
     pub(crate) fn touch(&mut self, span: Span) {
-        let Some((size, piece)) = self.piece_mut(span.offset) else { return };
-        piece.touched += 1;
-        if piece.touched == 1 {
-            self.active += size;
-        }
+        self.piece_mut(span.offset).into_iter().for_each(|piece| piece.touched += 1);
     }
 
     /// Records that a block is gone. Returns `true` if the piece became idle.
     pub(crate) fn untouch(&mut self, span: Span) -> bool {
-        let Some((size, piece)) = self.piece_mut(span.offset) else { return false };
+        let Some(piece) = self.piece_mut(span.offset) else { return false };
         piece.touched -= 1;
-        let is_idle = piece.touched == 0;
-        if is_idle {
-            self.active -= size;
-        }
-        is_idle
+        piece.touched == 0
     }
 
     /// Returns the granules of a span's piece if the span would be the first to touch the piece.
@@ -356,11 +327,11 @@ impl SegmentList {
         entry.piece.as_ref().filter(|_| offset < span.end()).map(|piece| (span, piece))
     }
 
-    /// Returns the piece that an offset lies in, and its size.
-    fn piece_mut(&mut self, offset: u64) -> Option<(u64, &mut PieceMemory)> {
+    /// Returns the piece that an offset lies in.
+    fn piece_mut(&mut self, offset: u64) -> Option<&mut PieceMemory> {
         let found = self.entries.range_mut(..=offset).next_back();
         let found = found.filter(|(start, entry)| offset - **start < entry.size);
-        let found = found.and_then(|(_, entry)| Some((entry.size, entry.piece.as_mut()?)));
+        let found = found.and_then(|(_, entry)| entry.piece.as_mut());
         debug_assert!(found.is_some(), "{offset} is in no piece");
         found
     }
@@ -376,7 +347,6 @@ impl SegmentList {
     fn put(&mut self, index: &mut RegionIndex, span: Span, piece: Option<PieceMemory>) {
         let hold = index.take_at(span);
         debug_assert!(hold.is_some(), "{span:?} is free");
-        self.held += span.size;
         self.entries.insert(span.offset, PieceEntry { size: span.size, hold, piece });
     }
 
@@ -386,7 +356,6 @@ impl SegmentList {
         if let Some(hold) = entry.hold.take() {
             let gone = index.release(hold);
             debug_assert!(gone.is_ok(), "it was taken");
-            self.held -= entry.size;
         }
     }
 
@@ -400,7 +369,6 @@ impl SegmentList {
     /// neighbouring walls into one wall.
     fn drop_piece(&mut self, index: &mut RegionIndex, offset: u64) {
         let size = self.remove(index, offset);
-        self.backed -= size;
         let mut wall = Span { offset, size };
         let bounds = index.bounds(index.end_at(offset));
         let is_wall = |entry: &PieceEntry| entry.piece.is_none();
@@ -430,7 +398,7 @@ impl SegmentList {
             assert_eq!(piece.state, PieceState::Committed, "{span:?} has its memory");
             *touched.entry(whole.offset).or_default() += 1;
         }
-        let (mut held, mut sums, mut last) = (0, [0; 4], None::<(u64, bool)>);
+        let mut last = None::<(u64, bool)>;
         for (&offset, entry) in &self.entries {
             let span = Span { offset, size: entry.size };
             let is_piece = entry.piece.is_some();
@@ -443,7 +411,6 @@ impl SegmentList {
             last = Some((span.end(), is_piece));
             if let Some(hold) = entry.hold {
                 assert_eq!(index.span_of(hold), Ok(span));
-                held += entry.size;
             }
             let Some(piece) = &entry.piece else {
                 assert!(entry.hold.is_some(), "a wall is held");
@@ -451,17 +418,6 @@ impl SegmentList {
             };
             assert_eq!(piece.touched, touched.remove(&offset).unwrap_or(0), "{span:?}");
             assert_eq!(entry.hold.is_none(), piece.state == PieceState::Committed, "{span:?}");
-            let counts = [
-                true,
-                piece.is_active(),
-                piece.state == PieceState::Committing,
-                piece.state == PieceState::Leaving,
-            ];
-            for (sum, counts) in sums.iter_mut().zip(counts) {
-                *sum += entry.size * u64::from(counts);
-            }
         }
-        assert_eq!(held, self.held);
-        assert_eq!(sums, [self.backed, self.active, self.committing, self.leaving]);
     }
 }

@@ -74,7 +74,7 @@ pub(crate) struct Sleep {
     /// arena is awake: memory that is freed now has only completed uses.
     pub(crate) is_quiet: bool,
     /// Streams on which leases were used, and whose work was not waited for since.
-    used: BTreeSet<StreamKey>,
+    pub(crate) used: BTreeSet<StreamKey>,
     /// The number of wakes that have ended, and the error of the last one.
     pub(crate) attempts: u64,
     failure: Option<DeviceError>,
@@ -101,7 +101,7 @@ pub(crate) struct Sleep {
     /// The time at which the arena was opened or last woken.
     awake_since: Moment,
     /// The arena does not fall asleep by itself before this time, because the last attempt failed.
-    not_before: Moment,
+    pub(crate) not_before: Moment,
     /// `true` if it was logged that the arena cannot sleep on its driver.
     has_logged_unsupported: bool,
 }
@@ -225,19 +225,9 @@ impl Sleep {
         self.wakers.remove(&wait)
     }
 
-    /// Records that a stream was used under a lease.
-    pub(crate) fn note_used(&mut self, stream: StreamKey) {
-        self.used.insert(stream);
-    }
-
     /// Records the last use of memory, once no lease is held.
     pub(crate) fn note_unused(&mut self, now: Moment) {
         self.left_at = self.left_at.max(now);
-    }
-
-    /// Forgets a stream. Returns `true` if it was used under a lease, and was not waited for.
-    pub(crate) fn forget_used(&mut self, stream: StreamKey) -> bool {
-        self.used.remove(&stream)
     }
 
     /// Returns `true` if all streams used under leases until now are known.
@@ -245,21 +235,11 @@ impl Sleep {
         !self.used.contains(&StreamKey::CONTEXT)
     }
 
-    /// Records that the work of all dropped leases is complete.
-    pub(crate) fn complete(&mut self) {
-        self.used.clear();
-    }
-
     /// Returns the time at which the arena may fall asleep by itself, if it stays idle.
     pub(crate) fn due(&self) -> Option<Moment> {
         let idle_since = self.left_at + self.config.idle_after?;
         let due = idle_since.max(self.awake_since + self.config.min_awake);
         (self.phase == SleepPhase::Awake).then(|| due.max(self.not_before))
-    }
-
-    /// Keeps the arena from falling asleep by itself before this time.
-    pub(crate) fn postpone(&mut self, until: Moment) {
-        self.not_before = self.not_before.max(until);
     }
 
     /// Records that the arena cannot sleep. Returns `true` the first time, so that it is logged
@@ -291,20 +271,6 @@ impl Sleep {
         self.copied = self.copied.max(queued.unwrap_or(0));
     }
 
-    /// Returns `true` if there are more idle stores than the limit.
-    pub(crate) fn is_over_limit(&self) -> bool {
-        self.idle.is_over(self.config.stores_max)
-    }
-
-    /// Returns the time at which the last idle store is to be released, if blocks of this size are
-    /// live; never during a wake.
-    pub(crate) fn store_due(&self, need: ByteSize, decay: DecayTime) -> Moment {
-        if self.phase == SleepPhase::Waking {
-            return Moment::NEVER;
-        }
-        self.idle.due(self.config.stores_max, need, decay)
-    }
-
     /// Returns the host memory of all stores, with or without contents.
     pub(crate) fn offloaded(&self) -> ByteSize {
         let saved = self.saved.iter().flat_map(|saved| &saved.stores);
@@ -332,11 +298,6 @@ impl Saved {
     pub(crate) fn copies<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> Vec<StoredCopy> {
         let place = |saved: &SavedRun| self.place(saved, saved.run, of(saved.region));
         self.runs.iter().map(place).collect()
-    }
-
-    /// Returns `true` if a block still touches any of the granules.
-    pub(crate) fn is_touched<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> bool {
-        self.runs.iter().any(|saved| !of(saved.region).touched_runs(saved.run).is_empty())
     }
 
     /// Returns the copies of the memory of a run that blocks still touch.
@@ -442,12 +403,12 @@ pub(crate) struct SleepStore {
 /// The stores without contents.
 #[derive(Default)]
 pub(crate) struct SleepStores {
-    stores: Vec<SleepStore>,
+    pub(crate) stores: Vec<SleepStore>,
     /// The last time at which stores became idle, or the arena woke.
     since: Moment,
     /// The bytes prepared for the next sleep, which may be more than the limit.
-    prepared: ByteSize,
-    is_preparing: bool,
+    pub(crate) prepared: ByteSize,
+    pub(crate) is_preparing: bool,
 }
 
 impl SleepStores {
@@ -459,16 +420,6 @@ impl SleepStores {
             self.stores.extend(stores);
         }
         self.since = now;
-    }
-
-    /// Takes all stores.
-    pub(crate) fn take(&mut self) -> Vec<SleepStore> {
-        std::mem::take(&mut self.stores)
-    }
-
-    /// Takes the last store.
-    pub(crate) fn pop(&mut self) -> Option<SleepStore> {
-        self.stores.pop()
     }
 
     /// Returns the bytes of all stores.
@@ -502,16 +453,6 @@ impl SleepStores {
             sizes.push(store_size(ByteSize::new(size)));
         }
         Some(sizes)
-    }
-
-    /// Ends the preparation.
-    pub(crate) const fn end_prepare(&mut self) {
-        self.is_preparing = false;
-    }
-
-    /// Records that no sleep uses what was prepared: only the limit counts from here on.
-    pub(crate) const fn unprepare(&mut self) {
-        self.prepared = ByteSize::ZERO;
     }
 
     /// Returns `true` if there is more than this limit and what was prepared.
@@ -613,7 +554,7 @@ mod store_tests {
         let sizes = idle.begin_prepare(kept, ByteSize::mib(2));
         assert_eq!(sizes, Some(vec![ByteSize::gib(1), ByteSize::gib(1), ByteSize::mib(2)]));
         assert_eq!(idle.begin_prepare(kept, ByteSize::mib(2)), None, "one at a time");
-        idle.end_prepare();
+        idle.is_preparing = false;
         assert_eq!(idle.begin_prepare(ByteSize::mib(2), ByteSize::mib(2)), Some(Vec::new()));
     }
 

@@ -16,7 +16,7 @@ use std::ops::{Bound, Range};
 use crate::driver::{EventHandle, StreamHandle};
 
 /// The number of a stream in its arena. No number is used twice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct StreamKey(u64);
 
 impl StreamKey {
@@ -69,7 +69,7 @@ pub(crate) enum Wait {
     Context,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct StreamState {
     /// `None` for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
@@ -93,12 +93,9 @@ struct StreamState {
 
 impl StreamState {
     fn new(handle: Option<StreamHandle>) -> Self {
-        let (events, after) = (BTreeMap::new(), BTreeMap::new());
-        Self { handle, lanes: 0, guests: 0, exported: 0, open: 1, done: 0, used: 0, events, after }
+        Self { handle, open: 1, ..Self::default() }
     }
-}
 
-impl StreamState {
     const fn is_unused(&self) -> bool {
         self.lanes == 0 && self.guests == 0
     }
@@ -111,7 +108,7 @@ impl StreamState {
 }
 
 /// All streams of an arena.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct StreamTable {
     known: BTreeMap<StreamKey, StreamState>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
@@ -133,16 +130,7 @@ const CROWD_MIN: usize = 64;
 impl StreamTable {
     pub(crate) fn new() -> Self {
         let known = BTreeMap::from([(StreamKey::CONTEXT, StreamState::new(None))]);
-        let last = StreamKey::CONTEXT;
-        Self {
-            known,
-            by_handle: BTreeMap::new(),
-            last,
-            capturing: Vec::new(),
-            holders: Vec::new(),
-            spare: Vec::new(),
-            crowd: CROWD_MIN,
-        }
+        Self { known, crowd: CROWD_MIN, ..Self::default() }
     }
 
     /// Records one more lane of a stream.
@@ -228,11 +216,9 @@ impl StreamTable {
         Some(handle)
     }
 
-    /// Records that the call has ended. Returns `true` if a thread may be waiting for that.
-    pub(crate) fn returned(&mut self, key: StreamKey) -> bool {
-        let Some(stream) = self.known.get_mut(&key) else { return false };
-        stream.exported -= 1;
-        stream.exported == 0 && stream.handle.is_none()
+    /// Records that the call has ended.
+    pub(crate) fn returned(&mut self, key: StreamKey) {
+        self.known.get_mut(&key).into_iter().for_each(|stream| stream.exported -= 1);
     }
 
     /// Returns `true` if calls are in progress with the handle of a stream that has ended.
@@ -550,7 +536,8 @@ mod tests {
         streams.retire(key);
         streams.forget(key, false);
         assert!(streams.is_lent(key) && streams.export(key).is_none());
-        assert!(streams.returned(key) && !streams.is_lent(key));
+        streams.returned(key);
+        assert!(!streams.is_lent(key));
         streams.forget(key, false);
         assert_eq!(streams.count(), 0);
     }

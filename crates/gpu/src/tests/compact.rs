@@ -436,7 +436,7 @@ fn aligned_blocks_stay_aligned() {
     // The gap begins 512 bytes after a multiple of 4 KiB.
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
-    inner.lock_state().region_mut(Region::Dynamic).pins.pin(first.id);
+    inner.run_now(|state| state.region_mut(Region::Dynamic).pins.pin(first.id));
     inner.run_now(|state| state.release(Region::Dynamic, gone));
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {

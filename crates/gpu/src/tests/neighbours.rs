@@ -8,6 +8,7 @@
 
 use super::*;
 use crate::driver::Driver as _;
+use crate::state::arena::ArenaState;
 use crate::state::pending::Dependencies;
 use crate::state::region::{AllocRequest, AllocTarget, Placement, Search};
 use crate::state::segment::Cursor;
@@ -31,14 +32,14 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
     let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
-    let placed = arena.inner().lock_state().place(target, Search::Usual);
+    let placed = arena.inner().run_now(|state| state.place(target, Search::Usual));
     placed.expect("room").0
 }
 
 /// Removes a placed block, as after a failed call.
 fn cancel(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
-    inner.lock_state().cancel_placement(DYNAMIC, placed, Dependencies::default());
+    inner.run_now(|state| state.cancel_placement(DYNAMIC, placed, Dependencies::default()));
 }
 
 /// Places two blocks that wait for their memory, with this gap between them.
@@ -84,8 +85,8 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     // A call is in progress: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
     let mut cursors = [Cursor::START; 2];
-    let leaving =
-        arena.inner().lock_state().begin_leave(1, usize::MAX, &mut cursors, None).expect("idle");
+    let begin = |state: &mut ArenaState| state.begin_leave(1, usize::MAX, &mut cursors, None);
+    let leaving = arena.inner().run_now(begin).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();
     let callback = arena.on_shortage(move |_| asked.send(()).is_err());
     let waiting = {
@@ -102,7 +103,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     neighbours.into_iter().for_each(|placed| cancel(&arena, placed));
     // SAFETY: an idle granule, marked as leaving above.
     unsafe { driver.decommit(leaving.at, leaving.size, leaving.handle) }.expect("committed");
-    arena.inner().lock_state().end_leave(leaving, true);
+    arena.inner().run_now(|state| state.end_leave(leaving, true));
     let block = waiting.join().expect("no panic").expect("there is room");
     drop((block, callback, live));
     arena.validate();

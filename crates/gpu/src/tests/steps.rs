@@ -16,22 +16,21 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::ops::ControlFlow;
 use std::pin::Pin;
 
 use super::*;
 use crate::driver::{DeviceAddress, Driver, StreamHandle};
 use crate::engine::alloc::{self, Begun};
-use crate::engine::context::{
-    Call, Called, Caller, OpContext, OpStep, Surroundings, run_outside, step,
-};
+use crate::engine::context::{OpContext, OpRequest, Surroundings, run_outside, step};
 use crate::engine::{access, completion, move_block, release, resize, resume, stores, suspend};
+use crate::exec::callbacks::Callbacks;
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
 use crate::state::region::{AllocRequest, AllocTarget, Placement, RegionState, Search};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
-use crate::types::error::Shortage;
 use lowtide_cuda_sim::{Order, Pattern, SimDriver, SimOptions, sample};
 
 /// The number of acts of a schedule.
@@ -66,21 +65,6 @@ impl Surroundings for StepSurroundings {
     fn reopen_caches(&self) {}
 
     fn set_asleep(&self, _: bool) {}
-
-    fn take_callback_turn(&self) -> Option<bool> {
-        None
-    }
-
-    fn end_callback_turn(&self) {}
-
-    fn call_callbacks(&self, _: &Shortage<'_>) -> Option<Called> {
-        Some(Called::default())
-    }
-
-    fn call_budget(&self, act: &mut dyn FnMut()) -> Result<(), String> {
-        act();
-        Ok(())
-    }
 }
 
 /// A live block.
@@ -105,7 +89,8 @@ enum Ended {
 /// A request of an operation.
 enum StepRequest {
     Step,
-    Call(Call),
+    /// A driver call, or other code.
+    Outside,
     /// A change of the state after this many changes.
     Change(u64),
 }
@@ -192,16 +177,16 @@ impl<'a> World<'a> {
                 return;
             }
             StepRequest::Change(_) => {}
-            StepRequest::Call(call) => {
+            StepRequest::Outside => {
                 self.done.calls += 1;
-                let completion = call.perform(self.sim);
+                let Running { cx, operation, .. } = &mut self.running[nth];
+                run_outside(&self.ports[*cx], operation.as_mut());
                 if self.is_lossy && self.one_in(400) {
                     self.done.lost += 1;
                     self.free_ports.push(self.running.swap_remove(nth).cx);
                     self.changes += 1;
                     return;
                 }
-                self.ports[self.running[nth].cx].complete(completion);
             }
         }
         self.step(nth);
@@ -214,27 +199,22 @@ impl<'a> World<'a> {
         let cx = &self.ports[running.cx];
         loop {
             match step(cx, &mut self.slot, running.operation.as_mut()) {
-                OpStep::Done(ended) => {
+                ControlFlow::Break(ended) => {
                     self.free_ports.push(running.cx);
                     drop(self.running.swap_remove(nth));
                     self.end(ended);
                     break;
                 }
-                OpStep::Call(call) => {
-                    running.asked = StepRequest::Call(call);
-                    break;
-                }
-                OpStep::Wait { is_repeated } => {
+                ControlFlow::Continue(OpRequest::Wait { is_repeated }) => {
                     self.changes += u64::from(!is_repeated);
                     running.asked = StepRequest::Change(self.changes);
                     return;
                 }
                 // No time passes for the operation: the deadline of a drain is now.
-                OpStep::WaitUntil(..) => {}
+                ControlFlow::Continue(OpRequest::WaitUntil(..)) => {}
                 // Others continue before it takes the lock again.
-                OpStep::Outside => {
-                    run_outside(cx, running.operation.as_mut());
-                    running.asked = StepRequest::Step;
+                ControlFlow::Continue(OpRequest::Outside) => {
+                    running.asked = StepRequest::Outside;
                     break;
                 }
             }
@@ -342,7 +322,7 @@ impl<'a> World<'a> {
 
     fn note_used(&mut self, lane: usize) {
         let key = self.lanes[lane].key;
-        self.state().sleep.note_used(key);
+        self.state().sleep.used.insert(key);
     }
 
     fn use_block(&mut self) {
@@ -550,7 +530,8 @@ fn play(seed: u64) -> Totals {
     });
     let lanes: Vec<_> = lanes.collect();
     let surroundings = StepSurroundings::default();
-    let cx = |_| OpContext::new(&clock, Caller::default(), &surroundings);
+    let callbacks = Callbacks::new();
+    let cx = |_| OpContext::new(&sim, &clock, &surroundings, &callbacks);
     let ports: Vec<_> = (0..OPERATIONS_MAX).map(cx).collect();
     let mut world = World {
         slot: Some(Box::new(state)),

@@ -1,6 +1,7 @@
 //! Tests of waits: each one ends, and foreign code runs without the lock.
 #![expect(unsafe_code, reason = "a fork, and a waker with code in its drop")]
 
+use std::ops::ControlFlow;
 use std::panic::AssertUnwindSafe;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -9,8 +10,8 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 
 use super::steps::StepSurroundings;
 use super::*;
-use crate::driver::Driver as _;
-use crate::engine::context::{Caller, OpContext, OpStep, step};
+use crate::engine::context::{OpContext, OpRequest, step};
+use crate::exec::callbacks::Callbacks;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Search};
 use crate::state::sleep::SleepPhase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};
@@ -30,7 +31,8 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
     let sim = steps::device(1, &mut Chance(1), &clock);
     let mut slot = Some(Box::new(steps::state(&sim, &clock, &config(ByteSize::mib(4)))));
     let surroundings = StepSurroundings::default();
-    let cx = OpContext::new(&clock, Caller::default(), &surroundings);
+    let callbacks = Callbacks::new();
+    let cx = OpContext::new(&sim, &clock, &surroundings, &callbacks);
     let mut operation = std::pin::pin!(async {
         cx.wait_while(|state| state.leases < 2).await;
         cx.wait_while(|state| state.leases < 3).await;
@@ -39,8 +41,8 @@ fn only_a_wait_that_repeats_its_condition_notifies_nobody() {
     for leases in [0, 1, 2, 2, 3] {
         slot.as_deref_mut().expect("no step is made").leases = leases;
         match step(&cx, &mut slot, operation.as_mut()) {
-            OpStep::Wait { is_repeated } => seen.push(is_repeated),
-            step => assert!(matches!(step, OpStep::Done(())), "{step:?}"),
+            ControlFlow::Continue(OpRequest::Wait { is_repeated }) => seen.push(is_repeated),
+            step => assert!(matches!(step, ControlFlow::Break(())), "{step:?}"),
         }
     }
     assert_eq!(seen, [false, true, false, true]);
@@ -56,10 +58,9 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let wanted = AllocRequest::new(ByteSize::kib(64), ByteSize::new(256)).expect("not empty");
     let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
     let (placed, claim) = state.place(target, Search::Usual).expect("room");
-    let backend = sim.backend();
     for phase in [SleepPhase::Awake, SleepPhase::Draining(1), SleepPhase::Suspending] {
         state.sleep.phase = phase;
-        let snapshot = state.snapshot("falling", backend, &CacheCounts::default());
+        let snapshot = state.snapshot(&CacheCounts::default());
         snapshot.validate();
         assert_eq!((snapshot.live, snapshot.asleep), (ByteSize::ZERO, ByteSize::ZERO));
     }
@@ -115,7 +116,7 @@ impl tracing::Subscriber for Reads {
     fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
 
     fn event(&self, _: &tracing::Event<'_>) {
-        self.0.inner().try_lock_state().expect("a log line is written without the lock");
+        drop(self.0.inner().try_lock_state().expect("a log line is written without the lock"));
         *lock(&self.1) += 1;
     }
 

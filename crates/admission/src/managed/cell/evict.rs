@@ -9,17 +9,17 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
-use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError, Idle};
+use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError};
 use crate::permit::{Permit, Waiting};
 use crate::reclaim::PAUSE_MIN;
-use crate::state::ResourceReservation;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::error::{LoadFailure, ResourceError};
-use super::super::resource::{UnloadReason, score};
+use super::super::resource::UnloadReason;
 use super::{Cell, CellState, Loaded, ResourcePhase};
 
 /// The longest time that a caller waits for room for a load. An estimate, as for requests: shorter
@@ -35,15 +35,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cost: Cost,
         asks: bool,
     ) -> Result<Option<Eviction>, Rejected> {
-        let Some(admission) = &self.admission else { return Ok(None) };
         let asks = asks && self.clock.now() >= lock(&self.state).asks_from;
-        match admission.state().reserve_or_evict(cost, asks, &self.parts.name)? {
-            ResourceReservation::Booked(permit) => {
-                self.has_room(number, permit);
-                Ok(None)
-            }
-            ResourceReservation::Evicting(eviction) => Ok(Some(eviction)),
-        }
+        let find = |of: &Admission| of.state().reserve_or_evict(cost, asks, &self.parts.name);
+        let permit = match self.admission.as_ref().map(find).transpose()? {
+            Some(Eviction::Booked(permit)) => Some(permit),
+            None => None,
+            eviction => return Ok(eviction),
+        };
+        self.has_room(number, permit);
+        Ok(None)
     }
 
     /// Ends the load of this number, for which there is no room. If it waited for room, all that
@@ -90,7 +90,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         match made {
             Ok(permit) => {
-                self.has_room(number, permit);
+                self.has_room(number, Some(permit));
                 return true;
             }
             Err(EvictionError::NoThread(kind)) => {
@@ -112,11 +112,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.clock.wait_until(bell, Moment::NEVER);
     }
 
-    fn has_room(&self, number: u64, permit: Permit) {
-        let deadline = self.load_deadline();
+    /// Starts the timeout of the load of this number, which has room now.
+    fn has_room(&self, number: u64, permit: Option<Permit>) {
+        let timeout = self.parts.load_timeout;
+        let deadline = timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout);
         // Without a deadline it cannot have been given up.
         if let Some(loading) = lock(&self.state).loading(number) {
-            (loading.permit, loading.deadline) = (Some(permit), deadline);
+            (loading.permit, loading.deadline) = (permit, deadline);
         }
     }
 
@@ -138,67 +140,23 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// Returns how it may be evicted, if it is loaded, reserved, not in use and not waited for.
-    pub(in super::super) fn idle(cell: &Arc<Self>) -> Option<Idle> {
-        if !cell.birth.is_here() {
-            return None;
-        }
-        let now = cell.clock.now();
-        let state = lock(&cell.state);
-        let stays = cell.evictable_from(&state)?;
-        let ResourcePhase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
-        let cost = permit.cost();
-        let bytes = cost.host.saturating_add(cost.device);
-        let interval = state.uses.interval(state.loaded_at, now);
-        Some(Idle {
-            admission: permit.state(),
-            cost,
-            stays_for: stays - now,
-            unload_time: state.stats.unload_time,
-            score: score(bytes, interval, state.stats.load_time),
-            is_divisible: false,
-            resource: Arc::new(EvictionCandidate(Arc::clone(cell))),
-        })
-    }
-
-    /// Returns its reservation if it may be evicted, now or after its minimum residency; else zero.
-    /// Does not allocate.
-    pub(in super::super) fn evictable(&self) -> Cost {
-        if !self.birth.is_here() {
-            return Cost::ZERO;
-        }
-        let state = lock(&self.state);
-        match &state.phase {
-            ResourcePhase::Ready { permit: Some(permit), .. }
-                if self.evictable_from(&state).is_some() =>
-            {
-                permit.cost()
-            }
-            _ => Cost::ZERO,
-        }
-    }
-
     /// Returns the time from which it may be evicted if nothing changes.
-    fn evictable_from(&self, state: &CellState<T>) -> Option<Moment> {
+    pub(super) fn evictable_from(&self, state: &CellState<T>) -> Option<Moment> {
         let unused = state.guards == 0 && state.waiting == 0 && !state.closed;
         unused.then(|| state.loaded_at + self.parts.min_residency)
     }
 }
 
-/// A resource that may be evicted.
-struct EvictionCandidate<T: Send + Sync + 'static>(Arc<Cell<T>>);
-
-impl<T: Send + Sync + 'static> Claimable for EvictionCandidate<T> {
+impl<T: Send + Sync + 'static> Claimable for Cell<T> {
     fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn EvictionClaim>> {
-        let cell = Arc::clone(&self.0);
-        let now = cell.clock.now();
-        let mut state = lock(&cell.state);
+        let now = self.clock.now();
+        let mut state = lock(&self.state);
         let reserved = matches!(&state.phase, ResourcePhase::Ready { permit: Some(_), .. });
-        let may_go = cell.evictable_from(&state).is_some_and(|from| from <= now);
+        let may_go = self.evictable_from(&state).is_some_and(|from| from <= now);
         let loaded = if reserved && may_go { state.take() } else { None };
         drop(state);
         let loaded = Some(loaded?);
-        Some(Box::new(ResourceClaim { cell, loaded }))
+        Some(Box::new(ResourceClaim { cell: self, loaded }))
     }
 }
 
@@ -211,14 +169,12 @@ struct ResourceClaim<T: Send + Sync + 'static> {
 
 impl<T: Send + Sync + 'static> EvictionClaim for ResourceClaim<T> {
     fn cost(&self) -> Cost {
-        let permit = self.loaded.as_ref().and_then(|loaded| loaded.permit.as_ref());
+        let permit = self.loaded.as_ref().and_then(|(_, permit)| permit.as_ref());
         permit.map_or(Cost::ZERO, Permit::cost)
     }
 
     fn unload(mut self: Box<Self>, cause: &EvictionCause) -> Option<Permit> {
-        let Loaded { value, permit } = self.loaded.take()?;
-        self.cell.take_apart_with(value, UnloadReason::Eviction, Some(cause), || {});
-        permit
+        self.cell.take_apart(self.loaded.take()?, UnloadReason::Eviction, Some(cause))
     }
 }
 
@@ -230,7 +186,7 @@ impl<T: Send + Sync + 'static> Drop for ResourceClaim<T> {
             return;
         }
         let mut state = lock(&self.cell.state);
-        let Loaded { value, permit } = loaded;
+        let (value, permit) = loaded;
         state.phase = ResourcePhase::Ready { value: Arc::new(value), permit };
         self.cell.wake_all(state);
     }

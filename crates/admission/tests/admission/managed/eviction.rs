@@ -10,8 +10,8 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Clock as _, ManualClock};
 use lowtide_admission::{
-    Admission, Budget, Cost, Managed, ManagedBuilder, Priority, Rejected, Requester, Resource,
-    ResourceError, Resources, UnloadReason,
+    Admission, Budget, Cost, Managed, ManagedBuilder, Priority, Rejected, Requester, ResourceError,
+    Resources, UnloadReason,
 };
 use lowtide_admission::{Correction, Measured};
 use lowtide_core::sync::lock;
@@ -54,7 +54,7 @@ impl Rig {
 
     fn add<T: Send + Sync + 'static>(&self, builder: ManagedBuilder<T>) -> Managed<T> {
         let managed = builder.build(self.clock.clone(), Some(self.admission.clone()));
-        assert_eq!(self.resources.add(Arc::new(managed.clone())), Ok(()));
+        assert_eq!(self.resources.add(&managed), Ok(()));
         managed
     }
 
@@ -76,7 +76,7 @@ fn mib(mib: u64) -> Cost {
 }
 
 fn evictions<T: Send + Sync + 'static>(managed: &Managed<T>) -> u64 {
-    managed.stats().unloads.total(UnloadReason::Eviction)
+    managed.stats().unloads_total(UnloadReason::Eviction)
 }
 
 fn refused<T: std::fmt::Debug>(result: Result<T, ResourceError>) -> Rejected {
@@ -573,7 +573,7 @@ fn resources_of_other_admissions_are_left_alone() {
     let elsewhere = builder("elsewhere", 60).build(rig.clock.clone(), Some(other));
     let unbooked = builder("unbooked", 60).build(rig.clock.clone(), None);
     for model in [&elsewhere, &unbooked] {
-        assert_eq!(rig.resources.add(Arc::new(model.clone())), Ok(()));
+        assert_eq!(rig.resources.add(model), Ok(()));
         drop(model.acquire_blocking().expect("fits"));
     }
     let first = rig.model("first", 60);

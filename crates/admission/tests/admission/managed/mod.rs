@@ -10,8 +10,7 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
-    Admission, Budget, Cost, LoadFailure, Managed, Rejected, Resource, ResourceError, Resources,
-    UnloadReason,
+    Admission, Budget, Cost, LoadFailure, Managed, Rejected, ResourceError, Resources, UnloadReason,
 };
 use lowtide_admission::{Correction, Measured};
 
@@ -82,7 +81,7 @@ fn idleness_counts_from_the_last_release_and_peeking_is_no_use() {
     drop(peek);
     assert_eq!(managed.next_due(), due);
     assert!(managed.unload_if_due(clock.now()));
-    assert_eq!(managed.stats().unloads.total(UnloadReason::Idle), 1);
+    assert_eq!(managed.stats().unloads_total(UnloadReason::Idle), 1);
     assert!(managed.try_acquire().is_none() && managed.peek().is_none());
     assert!(!managed.unload_if_due(clock.now()));
 }
@@ -104,7 +103,7 @@ fn it_stays_for_its_minimum_residency_unless_somebody_asks() {
     drop(managed.acquire_blocking().expect("loads again"));
     clock.advance(30 * SECOND);
     assert!(managed.unload(UnloadReason::Pressure));
-    assert_eq!(managed.stats().unloads.sum(), 2);
+    assert_eq!(managed.stats().unloads.iter().sum::<u64>(), 2);
 }
 
 #[test]
@@ -257,7 +256,7 @@ fn a_resource_that_declares_no_cost_is_never_refused_for_what_it_was_found_to_ho
             assert_eq!(stood, found, "it is there, so it counts");
             assert_eq!(managed.stats().cost, next);
             let resources = Resources::new();
-            assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
+            assert_eq!(resources.add(&managed), Ok(()));
             let ask = ByteSize::new(1);
             let goes = |budget| resources.reclaimer(budget).reclaim(ask);
             assert_eq!(Cost::host(goes(Budget::Host)).and_device(goes(Budget::Device)), found);
@@ -316,7 +315,7 @@ fn unloading_waits_for_guards_up_to_the_deadline_and_no_longer() {
         drop(guard);
         assert!(unload.join().expect("no panic").expect("idle now"));
     });
-    assert_eq!(managed.stats().unloads.total(UnloadReason::Manual), 1);
+    assert_eq!(managed.stats().unloads_total(UnloadReason::Manual), 1);
 }
 
 #[test]
@@ -340,7 +339,7 @@ fn a_closed_resource_refuses_and_every_way_out_cleans_up_once() {
     // The deadline had passed, so the next look of the loop takes it.
     assert!(closed.unload_if_due(closed.next_due()));
     let stats = closed.stats();
-    assert_eq!(stats.unloads.total(UnloadReason::Shutdown), 1);
+    assert_eq!(stats.unloads_total(UnloadReason::Shutdown), 1);
     assert_eq!(stats.unload_panics_total, 1);
     assert!(closed.close(Duration::ZERO).is_ok());
     drop(closed);
@@ -447,7 +446,7 @@ fn nothing_is_unloaded_under_a_guard_and_no_second_copy_appears_under_stress() {
     println!("{stats:?}");
     assert_eq!((stats.guards, stats.waiting), (0, 0));
     let loaded = u64::from(stats.loaded);
-    assert_eq!(stats.loads_ok_total, stats.unloads.sum() + loaded);
+    assert_eq!(stats.loads_ok_total, stats.unloads.iter().sum::<u64>() + loaded);
     assert_eq!(copies.load(Ordering::SeqCst), loaded);
 }
 
@@ -466,7 +465,7 @@ fn the_registry_names_the_next_and_gives_up_the_cheapest_to_bring_back() {
         .cost(Cost::host(ByteSize::mib(mib)))
         .build(clock.clone(), None);
         drop(managed.acquire_blocking().expect("loads"));
-        assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
+        assert_eq!(resources.add(&managed), Ok(()));
         managed
     };
     let slow = load("slow", 100, 50, 10 * SECOND);
@@ -654,7 +653,7 @@ fn closing_does_not_wait_for_a_slow_clean_up_longer_than_it_may() {
         assert!(matches!(error, ResourceError::CleaningUp { .. }), "{error}");
     });
     gate.open();
-    until("it is unloaded", || managed.stats().unloads.total(UnloadReason::Shutdown) == 1);
+    until("it is unloaded", || managed.stats().unloads_total(UnloadReason::Shutdown) == 1);
 }
 
 /// The bug: it was not counted.

@@ -17,7 +17,7 @@ use lowtide_admission::{
     Admission, ByteSize, Maintenance, MaintenanceActions, Resources, Sample, Sensor, Settings,
     Trigger,
 };
-use lowtide_admission::{Job, LoadFailure, Managed, ReclaimPolicy, Resource as _, ResourceError};
+use lowtide_admission::{Job, LoadFailure, Managed, ReclaimPolicy, ResourceError};
 
 use super::support::{Gate, until};
 
@@ -59,7 +59,10 @@ fn a_clean_up_that_threw_what_panics_when_dropped_was_unloading_for_ever() {
         assert_eq!(*managed.acquire_blocking().expect("loads"), 1);
         assert!(managed.unload_now(Duration::ZERO).expect("idle"));
         let stats = managed.stats();
-        assert_eq!((stats.unloads.sum(), stats.unload_panics_total), (unloads, unloads));
+        assert_eq!(
+            (stats.unloads.iter().sum::<u64>(), stats.unload_panics_total),
+            (unloads, unloads)
+        );
     }
     drop(managed.acquire_blocking().expect("loads"));
     drop(managed); // Its last way out panics as well, and is caught.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_admission::{
     Admission, Budget, ByteSize, Cost, Managed, Reclaimable, Reclaimer, RejectReason, Rejected,
-    Resource as _, ResourceError, Resources, UnloadReason,
+    ResourceError, Resources, UnloadReason,
 };
 use lowtide_admission::{Correction, Measured};
 use lowtide_core::sync::lock;
@@ -122,7 +122,7 @@ impl Rig {
     fn model(&self, name: &'static str, mib: u64) -> Managed<()> {
         let model = Managed::builder(name, || Ok(())).cost(Cost::host(ByteSize::mib(mib)));
         let model = model.build(self.clock.clone(), Some(self.admission.clone()));
-        assert_eq!(self.resources.add(Arc::new(model.clone())), Ok(()));
+        assert_eq!(self.resources.add(&model), Ok(()));
         model
     }
 
@@ -341,7 +341,7 @@ fn level_high_asks_by_cost_for_what_is_left_to_release() {
         Ok(())
     });
     let model = model.cost(mib(20)).build(rig.clock.clone(), Some(rig.admission.clone()));
-    assert_eq!(rig.resources.add(Arc::new(model.clone())), Ok(()));
+    assert_eq!(rig.resources.add(&model), Ok(()));
     drop(model.acquire_blocking().expect("fits"));
     rig.advance(10 * SECOND);
     let _dear = rig.add(dear.reclaimable("dear").cost_per_gib(60 * SECOND));
@@ -436,7 +436,7 @@ fn a_load_is_rejected_if_a_reclaimer_lies_and_evicts_if_resources_suffice() {
     assert_eq!(rig.admission.ledger(Budget::Host).reserved_bytes(), ByteSize::mib(60));
     drop(guard);
     load(&second).expect("takes the place of the first");
-    assert_eq!(first.stats().unloads.total(UnloadReason::Eviction), 1);
+    assert_eq!(first.stats().unloads_total(UnloadReason::Eviction), 1);
     assert_eq!(rig.admission.ledger(Budget::Host).reserved_bytes(), ByteSize::mib(70));
 }
 
@@ -478,7 +478,7 @@ fn a_resource_stays_until_a_load_that_also_asks_a_reclaimer_takes_its_place() {
         });
         load.join().expect("no panic").expect("fits");
     });
-    assert_eq!(first.stats().unloads.total(UnloadReason::Eviction), 1);
+    assert_eq!(first.stats().unloads_total(UnloadReason::Eviction), 1);
     assert_eq!((cache.asked().len(), rig.purges.load(Ordering::SeqCst)), (1, 2));
 }
 
@@ -509,7 +509,7 @@ fn a_function_that_hangs_keeps_no_load_from_evicting() {
     });
     assert_eq!(entered.load(Ordering::SeqCst), 1, "not called twice at once");
     gate.open();
-    assert_eq!(first.stats().unloads.total(UnloadReason::Eviction), 1);
+    assert_eq!(first.stats().unloads_total(UnloadReason::Eviction), 1);
 }
 
 #[test]

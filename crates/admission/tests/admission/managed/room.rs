@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::{
-    Admission, Budget, ByteSize, Cost, Level, Managed, Rejected, Resource, ResourceError, Resources,
+    Admission, Budget, ByteSize, Cost, Level, Managed, Rejected, ResourceError, Resources,
 };
 
 use super::support::{block_on, until};
@@ -114,7 +114,7 @@ fn a_load_that_waits_evicts_a_model_in_the_tick_after_its_last_use() {
     resources.evict_for(&admission, clock.clone(), || {});
     let other = Managed::builder("other", || Ok(())).cost(mib(90));
     let other = other.build(clock, Some(admission.clone()));
-    assert_eq!(resources.add(Arc::new(other.clone())), Ok(()));
+    assert_eq!(resources.add(&other), Ok(()));
     let used = other.acquire_blocking().expect("fits");
     let model = model(&admission);
     let mut load = Box::pin(model.acquire());

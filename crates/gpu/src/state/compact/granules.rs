@@ -1,11 +1,12 @@
-//! Empties whole segments, on drivers that release segments and not granules: moves the blocks of a
-//! segment into holes of other segments that stay active.
+//! Clears granules, or whole segments on drivers that release segments: moves their blocks into
+//! holes of others that stay active.
 //!
-//! Segments with the fewest bytes to move per byte made idle come first. Each segment is emptied
-//! completely or not at all. No idle segment is used as a target. An emptied segment takes no
-//! block, so each pass empties at least one segment or is the last.
+//! Those with the fewest bytes to move per granule or byte freed come first. Each is cleared
+//! completely or not at all. A pass that clears one is followed by another, because moved blocks
+//! leave holes. A pass that clears none is the last. No idle segment is used as a target, so an
+//! emptied segment takes no block.
 //!
-//! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
+//! Invariant: after each cleared granule or segment, fewer of them are active than before it.
 
 use super::layout_model::{LayoutModel, ModelBlock};
 use super::plan::{Draft, Hold, places};
@@ -14,21 +15,44 @@ use crate::index::{ALIGN, Span};
 /// The number of free spans examined for one block, the smallest that fit first.
 const LOOKS: usize = 16;
 
-/// Makes the plan for segments in the order of offsets. Returns the bytes of active segments before
-/// and after.
-pub(super) fn plan_segments(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
-    let active = |draft: &Draft| {
-        let active = segments.iter().filter(|segment| is_active(&draft.model, **segment));
-        active.map(|segment| segment.size).sum()
-    };
-    let before = active(draft);
+/// The number of granules, or segments, in a row that could not be cleared before a pass ends.
+/// Later ones cost more.
+const MISSES_MAX: usize = 256;
+
+/// A granule or a segment that might be cleared.
+#[derive(Clone, Copy)]
+struct ClearCandidate {
+    area: Span,
+    /// The bytes of the blocks that touch it.
+    bytes: u64,
+    /// The granules that are free without these blocks, or the bytes of the segment.
+    freed: u64,
+}
+
+/// Makes the plan for granules, or for segments in the order of offsets.
+pub(super) fn plan(draft: &mut Draft, segments: Option<&[Span]>) {
     for _ in 0..draft.passes {
-        let candidates = segment_candidates(draft, segments);
-        if !try_each(candidates, |(bytes, segment)| empty(draft, segments, segment, bytes)) {
-            break;
+        let (mut gained, mut misses) = (false, 0);
+        for candidate in candidates(draft, segments) {
+            if clear(draft, segments, candidate) {
+                (gained, misses) = (true, 0);
+            } else {
+                misses += 1;
+            }
+            if misses == MISSES_MAX {
+                break;
+            }
+        }
+        if !gained {
+            return;
         }
     }
-    [before, active(draft)]
+}
+
+/// Returns the bytes of the segments that have blocks.
+pub(super) fn active_bytes(model: &LayoutModel, segments: &[Span]) -> u64 {
+    let active = segments.iter().filter(|segment| is_active(model, **segment));
+    active.map(|segment| segment.size).sum()
 }
 
 /// Returns `true` if there are blocks in a segment. Blocks do not cross its ends.
@@ -36,45 +60,77 @@ fn is_active(model: &LayoutModel, segment: Span) -> bool {
     model.before(segment.end()).is_some_and(|last| last.span.offset >= segment.offset)
 }
 
-/// Returns the segments that might be emptied, with the bytes of their blocks. Segments with the
-/// least cost per gain come first.
-fn segment_candidates(draft: &Draft, segments: &[Span]) -> Vec<(u64, Span)> {
-    let assess = |&segment: &Span| {
-        let blocks = draft.model.touching(segment);
-        let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
-        let movable = blocks.iter().all(|&block| draft.is_movable(block));
-        let worth = !blocks.is_empty() && movable && bytes <= draft.left();
-        worth.then_some((bytes, segment))
+/// Returns the granules at the ends of blocks, or the segments, those with the least cost per gain
+/// first.
+fn candidates(draft: &Draft, segments: Option<&[Span]>) -> Vec<ClearCandidate> {
+    let model = &draft.model;
+    let areas = segments.map_or_else(|| granules(model), <[Span]>::to_vec);
+    let assess = |area| {
+        let touching = model.touching(area);
+        let hull = hull(&touching)?;
+        let bytes = touching.iter().map(|block| block.span.size).sum();
+        let movable = touching.iter().all(|&block| draft.is_movable(block));
+        let freed = if segments.is_some() { area.size } else { model.alone(hull).max(1) };
+        let worth = movable && bytes <= draft.left();
+        worth.then_some(ClearCandidate { area, bytes, freed })
     };
-    let mut candidates: Vec<_> = segments.iter().filter_map(assess).collect();
-    // Compares the bytes moved per byte freed, without a division.
-    candidates.sort_by(|(a_bytes, a), (b_bytes, b)| {
-        let product = |bytes: u64, size: u64| u128::from(bytes) * u128::from(size);
-        product(*a_bytes, b.size).cmp(&product(*b_bytes, a.size))
+    let mut candidates: Vec<ClearCandidate> = areas.into_iter().filter_map(assess).collect();
+    // Compares the bytes moved per gain, without a division.
+    candidates.sort_by(|a, b| {
+        let product = |c: &ClearCandidate, other: &ClearCandidate| {
+            u128::from(c.bytes) * u128::from(other.freed)
+        };
+        product(a, b).cmp(&product(b, a)).then(a.area.offset.cmp(&b.area.offset))
     });
     candidates
 }
 
-/// Moves all blocks out of a segment, or none if other blocks have moved here since it was
-/// assessed. Returns `true` if the segment was emptied.
-fn empty(draft: &mut Draft, segments: &[Span], segment: Span, assessed: u64) -> bool {
-    let mut blocks = draft.model.touching(segment);
-    let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
-    if bytes != assessed || bytes > draft.left() {
+/// Returns the granules at the ends of blocks that may move.
+fn granules(model: &LayoutModel) -> Vec<Span> {
+    let mut granules: Vec<u64> = Vec::new();
+    for part in model.parts() {
+        if matches!(part.hold, Some(Hold::Moves { .. })) {
+            granules.push(part.span.offset / model.granule());
+            granules.push((part.span.end() - 1) / model.granule());
+        }
+    }
+    granules.dedup();
+    let size = model.granule();
+    granules.into_iter().map(|granule| Span { offset: granule * size, size }).collect()
+}
+
+/// Moves all blocks out of a granule or a segment, or none. Returns `true` if it was cleared.
+fn clear(draft: &mut Draft, segments: Option<&[Span]>, candidate: ClearCandidate) -> bool {
+    let mut touching = draft.model.touching(candidate.area);
+    let bytes = touching.iter().map(|block| block.span.size).sum::<u64>();
+    let movable = touching.iter().all(|&block| draft.is_movable(block));
+    let Some(hull) = hull(&touching) else { return false };
+    // Blocks that have moved to a segment since it was assessed do not move again.
+    let is_as_assessed = segments.is_none() || bytes == candidate.bytes;
+    if !movable || !is_as_assessed || bytes > draft.left() {
         return false;
     }
+    let (moves, active, freed) = (draft.moves.len(), draft.model.active(), draft.model.alone(hull));
     // The largest blocks first, because the fewest holes can take them.
-    blocks.sort_by_key(|block| std::cmp::Reverse(block.span.size));
-    let moves = draft.moves.len();
-    for block in blocks {
-        let to = if draft.is_movable(block) { place(draft, segments, block) } else { None };
-        let Some(to) = to else {
-            draft.undo(moves);
-            return false;
+    touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
+    let mut made_active = 0;
+    for block in touching {
+        let place = match segments {
+            Some(segments) => place(draft, segments, block).map(|to| (to, 0)),
+            None => draft.place(block, candidate.area, None),
         };
-        draft.relocate(block, to);
+        made_active += place.map_or(0, |(_, active)| active);
+        match place {
+            Some((to, _)) if segments.is_some() || made_active < freed => draft.relocate(block, to),
+            _ => break,
+        }
     }
-    true
+    let gained = segments.is_some() || draft.model.active() < active;
+    let is_cleared = gained && draft.model.touching(candidate.area).is_empty();
+    if !is_cleared {
+        draft.undo(moves);
+    }
+    is_cleared
 }
 
 /// Returns a place for a block in another active segment: in the smallest free span that fits.
@@ -93,117 +149,6 @@ fn place(draft: &Draft, segments: &[Span], block: ModelBlock) -> Option<u64> {
     let nowhere = Span { offset: 0, size: 0 };
     let mut all = spans.flat_map(|span| places(span, nowhere, size, align.max(ALIGN)));
     all.next()
-}
-
-// Clears granules: moves the blocks that touch one into holes of other active granules.
-//
-// Granules are tried in the order of bytes to move per granule freed, each completely or not at
-// all. A pass that frees a granule is followed by another, because moved blocks leave holes. A
-// pass that frees none is the last.
-//
-// Invariant: after each cleared granule, fewer granules are active than before it.
-
-/// The number of granules, or segments, in a row that could not be cleared before a pass ends.
-/// Later ones cost more.
-const MISSES_MAX: usize = 256;
-
-/// A granule that might be cleared.
-struct GranuleCandidate {
-    granule: u64,
-    /// The bytes of the blocks that touch the granule.
-    bytes: u64,
-    /// The number of granules that are free without these blocks.
-    freed: u64,
-}
-
-pub(super) fn plan(draft: &mut Draft) {
-    for _ in 0..draft.passes {
-        let candidates = candidates(draft);
-        if !try_each(candidates, |candidate| clear(draft, candidate.granule)) {
-            return;
-        }
-    }
-}
-
-/// Makes one pass: tries each candidate in turn, until too many in a row have failed. Returns
-/// `true` if any succeeded.
-pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -> bool {
-    let (mut gained, mut misses) = (false, 0);
-    for candidate in candidates {
-        if done(candidate) {
-            (gained, misses) = (true, 0);
-        } else {
-            misses += 1;
-        }
-        if misses == MISSES_MAX {
-            break;
-        }
-    }
-    gained
-}
-
-/// Returns the granules at the ends of blocks, those with the least cost per gain first.
-fn candidates(draft: &Draft) -> Vec<GranuleCandidate> {
-    let model = &draft.model;
-    let mut granules: Vec<u64> = Vec::new();
-    for part in model.parts() {
-        if matches!(part.hold, Some(Hold::Moves { .. })) {
-            granules.push(part.span.offset / model.granule());
-            granules.push((part.span.end() - 1) / model.granule());
-        }
-    }
-    granules.dedup();
-    let assess = |granule| {
-        let touching = model.touching(span_of(model, granule));
-        let hull = hull(&touching)?;
-        let bytes = touching.iter().map(|block| block.span.size).sum();
-        let movable = touching.iter().all(|&block| draft.is_movable(block));
-        let worth = movable && bytes <= draft.left();
-        worth.then(|| GranuleCandidate { granule, bytes, freed: model.alone(hull) })
-    };
-    let mut candidates: Vec<GranuleCandidate> = granules.into_iter().filter_map(assess).collect();
-    // Compares the bytes moved per granule freed, without a division.
-    candidates.sort_by(|a, b| {
-        let product = |c: &GranuleCandidate, other: &GranuleCandidate| {
-            u128::from(c.bytes) * u128::from(other.freed.max(1))
-        };
-        product(a, b).cmp(&product(b, a)).then(a.granule.cmp(&b.granule))
-    });
-    candidates
-}
-
-/// Moves all blocks out of a granule, or none. Returns `true` if the granule was cleared.
-fn clear(draft: &mut Draft, granule: u64) -> bool {
-    let cleared = span_of(&draft.model, granule);
-    let mut touching = draft.model.touching(cleared);
-    let bytes = touching.iter().map(|block| block.span.size).sum::<u64>();
-    let movable = touching.iter().all(|&block| draft.is_movable(block));
-    let Some(hull) = hull(&touching) else { return false };
-    if !movable || bytes > draft.left() {
-        return false;
-    }
-    let (moves, active, freed) = (draft.moves.len(), draft.model.active(), draft.model.alone(hull));
-    // The largest blocks first, because the fewest holes can take them.
-    touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
-    let mut made_active = 0;
-    for block in touching {
-        let place = draft.place(block, cleared, None);
-        made_active += place.map_or(freed, |(_, active)| active);
-        match place {
-            Some((to, _)) if made_active < freed => draft.relocate(block, to),
-            _ => break,
-        }
-    }
-    let gained = draft.model.active() < active;
-    let whole = draft.model.touching(cleared).is_empty();
-    if !(gained && whole) {
-        draft.undo(moves);
-    }
-    gained && whole
-}
-
-fn span_of(model: &LayoutModel, granule: u64) -> Span {
-    Span { offset: granule * model.granule(), size: model.granule() }
 }
 
 /// Returns the span from the first block to the end of the last.

@@ -176,23 +176,24 @@ fn plan_in(
     debug_assert!(granule.is_power_of_two());
     let model = LayoutModel::new(parts, granule);
     let mut draft = Draft { model, moves: Vec::new(), bytes: 0, budget, passes };
-    let before = (draft.model.active(), draft.largest());
-    let mut segment_bytes = None;
+    let active = |model: &LayoutModel| match target {
+        CompactTarget::Segments(segments) => granules::active_bytes(model, segments) / granule,
+        CompactTarget::Granules | CompactTarget::Contiguous(_) => model.active(),
+    };
+    let before = [active(&draft.model), draft.largest()];
     match target {
-        CompactTarget::Granules => granules::plan(&mut draft),
-        CompactTarget::Segments(segments) => {
-            segment_bytes = Some(granules::plan_segments(&mut draft, segments))
-        }
+        CompactTarget::Granules => granules::plan(&mut draft, None),
+        CompactTarget::Segments(segments) => granules::plan(&mut draft, Some(segments)),
         CompactTarget::Contiguous(size) => contiguous::plan(&mut draft, size),
     }
     if !matches!(target, CompactTarget::Contiguous(_)) {
         draft.moves = without_detours(&draft.moves);
         draft.bytes = draft.moves.iter().map(|made| made.size).sum();
     }
-    let after = (draft.model.active(), draft.largest());
-    let active = segment_bytes.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
-    CompactPlan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
+    let active = [before[0], active(&draft.model)];
+    let largest = [before[1], draft.largest()];
+    CompactPlan { bytes: draft.bytes, moves: draft.moves, active, largest }
 }
 
 /// A plan in the making.
