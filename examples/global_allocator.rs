@@ -33,7 +33,7 @@ fn main() -> Result<(), BoxError> {
     }
     // Settings that could not be applied, with their causes, such as a variable that overrides
     // them.
-    for difference in heap::apply(&heap::HeapProfile::Balanced.settings())?.differences {
+    for difference in heap::apply(&heap::HeapProfile::Balanced.settings())? {
         println!("setting not applied: {difference}");
     }
     let probe = HeapProbe::new()?;

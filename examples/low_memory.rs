@@ -67,7 +67,8 @@ fn main() -> Result<(), BoxError> {
     println!("\nONNX Runtime in this process, for each session:");
     let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
     for setting in memory.config().profile.value.onnxruntime(cpus) {
-        println!("  {:?} {} = {}", setting.place, setting.key, setting.value);
+        let kind = if setting.is_entry { "SessionEntry" } else { "SessionOption" };
+        println!("  {kind} {} = {}", setting.key, setting.value);
     }
     let ended = memory.shutdown_blocking(Duration::from_secs(5));
     for (holds, what) in [

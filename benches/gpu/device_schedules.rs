@@ -14,8 +14,8 @@ use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
-use lowtide::memory::{DeviceReservation, DeviceSelector, MemoryError, Steps};
-use lowtide::{ByteSize, Memory};
+use lowtide::memory::{DeviceSelector, MemoryError};
+use lowtide::{ByteSize, Memory, Permit};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 use self::chance::Chance;
@@ -72,10 +72,10 @@ struct World {
     clock: ManualClock,
     sims: Vec<Arc<SimDriver>>,
     memory: Memory,
-    steps: Steps,
+    steps: Box<dyn FnMut() -> bool>,
     /// By device.
     places: Vec<Vec<Place>>,
-    held: Vec<Vec<DeviceReservation>>,
+    held: Vec<Vec<Permit>>,
     /// The answers of each device.
     answers: Vec<String>,
     faults: Vec<String>,
@@ -125,6 +125,7 @@ impl World {
         let places = sims.iter().enumerate().map(places).collect();
         let held = (0..devices).map(|_| Vec::new()).collect();
         let (answers, faults) = (vec![String::new(); devices], Vec::new());
+        let steps = Box::new(steps);
         Self { clock, sims, memory, steps, places, held, answers, faults }
     }
 
@@ -202,7 +203,7 @@ impl World {
         let is_lost = self.sims[device].lost().is_some();
         let ordinal = DeviceSelector::Ordinal(u32::try_from(device).expect("few devices"));
         match self.memory.devices().on(ordinal).reserve(bytes) {
-            Ok(held) => self.held[device].push(held),
+            Ok((_, permit)) => self.held[device].push(permit),
             Err(MemoryError::DeviceLost { device: name, .. })
                 if is_lost && name == uuid(device).to_string() => {}
             Err(error) => self.faults.push(format!("reserve on device {device}: {error}")),
@@ -240,7 +241,7 @@ impl World {
     /// Lets time pass, and does the work of the `Memory`.
     fn work(&mut self, time: Duration) {
         self.clock.advance(time);
-        if !self.steps.step() || self.steps.panics_total() > 0 {
+        if !(self.steps)() {
             self.faults.push("the work of the memory did not end".to_owned());
         }
     }

@@ -44,7 +44,7 @@ impl Player {
     /// Releases what is due now. Each turn releases something, or is the last.
     pub(crate) fn decay(&self) -> Result<(), DeviceError> {
         let now = self.clock.now();
-        while self.arena.next_decay() <= now && !self.arena.decay(now)?.released.is_zero() {}
+        while self.arena.next_decay() <= now && !self.arena.decay(now)?.is_zero() {}
         Ok(())
     }
 }

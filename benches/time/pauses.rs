@@ -187,7 +187,7 @@ impl Run {
                 return Ok(());
             }
             self.advance(due - now);
-            let released = self.player.arena.decay(due)?.released;
+            let released = self.player.arena.decay(due)?;
             if !released.is_zero() {
                 let before = self.decommits;
                 self.decommits = self.player.arena.snapshot().decommits_total;

@@ -1,13 +1,12 @@
 //! Load: real HTTP requests with real text, from a fixed number of concurrent connections.
 //!
 //! Closed loop: each connection sends its next request after it has read the last response. Texts
-//! are cut from a corpus at seeded places and shared, not copied, so the client itself uses almost
+//! are cut from this project's own at seeded places and shared, not copied, so the client itself uses almost
 //! no memory. Every response is read to its end and counted by its status.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -31,70 +30,40 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) type Body = BoxBody<Bytes, Infallible>;
 
-/// Text to send.
-#[derive(Clone, Debug)]
-pub(crate) struct Corpus(Bytes);
+/// Text to send: this project's own.
+const TEXT: &str = concat!(
+    include_str!("../../README.md"),
+    include_str!("../../docs/GETTING_STARTED.md"),
+    include_str!("../../docs/OPERATING.md"),
+    include_str!("../../docs/TUNING.md"),
+    include_str!("../../src/lib.rs"),
+);
 
-impl Corpus {
-    /// The text of these files, and of the text files in these folders (not deeper).
-    pub(crate) fn read(inputs: &[PathBuf]) -> Result<Self, String> {
-        let mut text = String::new();
-        for input in inputs {
-            let fault = |error| format!("{}: {error}", input.display());
-            for file in files_of(input).map_err(fault)? {
-                let part = std::fs::read(&file).map_err(fault)?;
-                text.push_str(&String::from_utf8_lossy(&part));
-                text.push('\n');
-            }
-        }
-        if text.split_whitespace().nth(99).is_none() {
-            return Err(format!(
-                "{inputs:?} contain fewer than 100 words: name files with more text"
-            ));
-        }
-        Ok(Self(text.into()))
+/// About `size` bytes of text from random places, as shared pieces; each begins and ends at a
+/// space, so that it is whole words and whole letters.
+fn cut(size: usize, chance: &mut Chance) -> Vec<Bytes> {
+    let mut pieces = Vec::new();
+    let mut left = size;
+    while left > 0 {
+        let span = left.min(PIECE);
+        let last = (TEXT.len() - PIECE) as u64;
+        let from = space_from(usize::try_from(chance.bits() % last).unwrap_or(0));
+        let to = space_from(from + span);
+        pieces.push(Bytes::from_static(&TEXT.as_bytes()[from..to]));
+        left -= span;
     }
-
-    /// About `size` bytes of text from a random place, as shared pieces; it begins and ends at a
-    /// space, so that it is whole words and whole letters.
-    fn cut(&self, size: usize, chance: &mut Chance) -> Vec<Bytes> {
-        let mut pieces = Vec::new();
-        let mut left = size;
-        while left > 0 {
-            let span = left.min(PIECE).min(self.0.len());
-            let last = (self.0.len() - span) as u64;
-            let from = self.space_from(usize::try_from(chance.bits() % (last + 1)).unwrap_or(0));
-            let to = self.space_from((from + span).min(self.0.len()));
-            if to > from {
-                pieces.push(self.0.slice(from..to));
-            }
-            left -= span;
-        }
-        pieces
-    }
-
-    /// The first space at or after this place, or the end.
-    fn space_from(&self, at: usize) -> usize {
-        let rest = self.0[at..].iter().position(u8::is_ascii_whitespace);
-        rest.map_or(self.0.len(), |more| at + more)
-    }
+    pieces
 }
 
-const PIECE: usize = 64 << 10;
-
-fn files_of(input: &Path) -> std::io::Result<Vec<PathBuf>> {
-    if !input.is_dir() {
-        return Ok(vec![input.to_owned()]);
-    }
-    let text = |path: &PathBuf| {
-        path.extension().is_some_and(|end| ["md", "txt", "rs"].iter().any(|known| end == *known))
-    };
-    let entries = std::fs::read_dir(input)?.map(|entry| entry.map(|entry| entry.path()));
-    let mut files: Vec<PathBuf> = entries.collect::<Result<_, _>>()?;
-    files.retain(text);
-    files.sort();
-    Ok(files)
+/// The first space at or after this place, or the end.
+fn space_from(at: usize) -> usize {
+    let rest = TEXT.bytes().skip(at).position(|byte| byte.is_ascii_whitespace());
+    rest.map_or(TEXT.len(), |more| at + more)
 }
+
+/// The longest piece of text.
+const PIECE: usize = 16 << 10;
+const _: () = assert!(TEXT.len() > 2 * PIECE, "too little text");
 
 /// The responses.
 #[derive(Clone, Debug, Default)]
@@ -196,25 +165,16 @@ async fn one(client: &Client<HttpConnector, Body>, request: Request<Body>, tally
     tokio::time::sleep(RETRY).await;
 }
 
-pub(crate) fn words_request(
-    to: SocketAddr,
-    corpus: &Corpus,
-    size: usize,
-    chance: &mut Chance,
-) -> Request<Body> {
-    let pieces = corpus.cut(size, chance);
+pub(crate) fn words_request(to: SocketAddr, size: usize, chance: &mut Chance) -> Request<Body> {
+    let pieces = cut(size, chance);
     let length: usize = pieces.iter().map(Bytes::len).sum();
     let frames = pieces.into_iter().map(|piece| Ok::<_, Infallible>(Frame::data(piece)));
     request(to, "/words", "text/plain", length, StreamBody::new(stream::iter(frames)).boxed())
 }
 
-pub(crate) fn embed_request(to: SocketAddr, corpus: &Corpus, chance: &mut Chance) -> Request<Body> {
-    let texts: Vec<String> = (0..4)
-        .map(|_| {
-            let pieces = corpus.cut(2048, chance);
-            String::from_utf8_lossy(&pieces.concat()).into_owned()
-        })
-        .collect();
+pub(crate) fn embed_request(to: SocketAddr, chance: &mut Chance) -> Request<Body> {
+    let texts: [String; 4] =
+        std::array::from_fn(|_| String::from_utf8_lossy(&cut(2048, chance).concat()).into_owned());
     let body = serde_json::json!({ "texts": texts }).to_string();
     let length = body.len();
     request(to, "/embed", "application/json", length, Full::from(body).boxed())

@@ -10,11 +10,21 @@ use lowtide::heap::HeapProbe;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 
-use crate::Cli;
 use crate::app::{self, Running};
 use crate::chance::Chance;
-use crate::load::{self, Corpus};
+use crate::load;
 use crate::model::Settings;
+
+/// The memory limit of the service.
+pub(crate) const LIMIT: ByteSize = ByteSize::mib(1536);
+/// Connections at once.
+pub(crate) const CONNECTIONS: usize = 56;
+/// Size of the text in one request.
+pub(crate) const TEXT_SIZE: ByteSize = ByteSize::mib(1);
+/// Size of the model's weights.
+pub(crate) const WEIGHTS: ByteSize = ByteSize::mib(64);
+/// Seed of load and weights.
+const SEED: u64 = 7;
 
 const WARM_UP: Duration = Duration::from_secs(4);
 const QUIET: Duration = Duration::from_secs(4);
@@ -44,15 +54,6 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Returns the name as an argument.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Managed => "managed",
-            Self::Defaults => "defaults",
-            Self::Half => "half",
-        }
-    }
-
     /// Returns the title in what is shown.
     pub(crate) const fn title(self) -> &'static str {
         match self {
@@ -166,22 +167,20 @@ pub(crate) struct Sample {
 }
 
 /// Makes a run, and prints some samples of it.
-pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcome, BoxError> {
+pub(crate) async fn run(kind: Kind) -> Result<Outcome, BoxError> {
     let limit = match kind {
         Kind::Defaults => None,
-        Kind::Managed => Some(cli.limit),
-        Kind::Half => Some(ByteSize::new(cli.limit.get() / 2)),
+        Kind::Managed => Some(LIMIT),
+        Kind::Half => Some(LIMIT.scaled(0.5)),
     };
     let memory = limit.map(|limit| Memory::builder().memory_limit(limit).start()).transpose()?;
     let options = app::Options {
-        model: Settings { weights: cli.weights, seed: cli.seed },
+        model: Settings { weights: WEIGHTS, seed: SEED },
         idle_unload: Some(IDLE_UNLOAD),
         ..app::Options::default()
     };
     let running = app::start(options, memory.clone(), String::new).await?;
     let mut gauge = Gauge {
-        cli,
-        corpus,
         kind,
         heap: HeapProbe::new()?,
         signals: Signals::open(),
@@ -223,9 +222,7 @@ pub(crate) async fn run(cli: &Cli, kind: Kind, corpus: &Corpus) -> Result<Outcom
     Ok(outcome)
 }
 
-struct Gauge<'a> {
-    cli: &'a Cli,
-    corpus: &'a Corpus,
+struct Gauge {
     kind: Kind,
     heap: HeapProbe,
     signals: Signals,
@@ -235,7 +232,7 @@ struct Gauge<'a> {
     outcome: Outcome,
 }
 
-impl Gauge<'_> {
+impl Gauge {
     fn water(&self) -> Result<Water, BoxError> {
         let heap = self.heap.snapshot()?;
         let device = self.running.model.arena.snapshot();
@@ -305,17 +302,16 @@ impl Gauge<'_> {
         lasts: Duration,
         with_model: bool,
     ) -> Result<(), BoxError> {
-        let text_bytes = self.cli.text.as_usize().unwrap_or(usize::MAX).max(1);
-        let (corpus, to, end) = (self.corpus.clone(), self.running.address, Instant::now() + lasts);
+        let (to, end) = (self.running.address, Instant::now() + lasts);
         let request = move |turn: usize, chance: &mut Chance| {
             if with_model && turn.is_multiple_of(EMBED_EVERY) {
-                load::embed_request(to, &corpus, chance)
+                load::embed_request(to, chance)
             } else {
-                load::words_request(to, &corpus, text_bytes, chance)
+                load::words_request(to, TEXT_SIZE.as_usize().unwrap_or(0), chance)
             }
         };
         let goes_on = move || Instant::now() < end;
-        let load = load::send(self.cli.connections.max(1), self.cli.seed, goes_on, request);
+        let load = load::send(CONNECTIONS, SEED, goes_on, request);
         let load = tokio::spawn(load);
         let water = self.wait(stage, lasts * 4, || load.is_finished()).await?;
         // Requests under way are read to their end, unless that does not come.

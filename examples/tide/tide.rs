@@ -31,10 +31,9 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 
 use clap::Parser;
-use lowtide::{BoxError, ByteSize};
+use lowtide::BoxError;
 
-use crate::load::Corpus;
-use crate::run::{Kind, Outcome};
+use crate::run::{CONNECTIONS, Kind, LIMIT, Outcome, TEXT_SIZE, WEIGHTS};
 
 #[global_allocator]
 static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
@@ -42,24 +41,6 @@ static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Watch a service's memory rise under load and go back down")]
 struct Cli {
-    /// Text to send: files, or folders of .md, .txt and .rs files. Default: this project's own.
-    #[arg(long)]
-    input: Vec<PathBuf>,
-    /// The memory limit of the service.
-    #[arg(long, default_value = "1536m")]
-    limit: ByteSize,
-    /// Connections at once.
-    #[arg(long, default_value_t = 56)]
-    connections: usize,
-    /// Size of the text in one request.
-    #[arg(long, default_value = "1m")]
-    text: ByteSize,
-    /// Size of the model's weights.
-    #[arg(long, default_value = "64m")]
-    weights: ByteSize,
-    /// Seed of load and weights.
-    #[arg(long, default_value_t = 7)]
-    seed: u64,
     /// Also draw the memory of both runs over time into this SVG file.
     #[arg(long, value_name = "FILE")]
     chart: Option<PathBuf>,
@@ -71,7 +52,7 @@ struct Cli {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.only {
-        Some(kind) => child(&cli, kind).map(|()| true),
+        Some(kind) => child(kind).map(|()| true),
         None => parent(&cli),
     };
     match done {
@@ -87,8 +68,8 @@ fn main() -> ExitCode {
 /// Runs everything; whether all bounds hold.
 fn parent(cli: &Cli) -> Result<bool, BoxError> {
     println!(
-        "a proxy under load: {} connections, {} of text each, a model of {},\nlimit {}\n",
-        cli.connections, cli.text, cli.weights, cli.limit
+        "a proxy under load: {CONNECTIONS} connections, {TEXT_SIZE} of text each, a model of \
+         {WEIGHTS},\nlimit {LIMIT}\n"
     );
     let managed = spawn(Kind::Managed)?;
     let twin = spawn(Kind::Defaults)?;
@@ -108,21 +89,17 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
 }
 
 /// One run in this process, for a parent that reads its outcome.
-fn child(cli: &Cli, kind: Kind) -> Result<(), BoxError> {
-    let home = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let own = || ["README.md", "docs", "src", "examples"].map(|part| home.join(part)).to_vec();
-    let inputs = if cli.input.is_empty() { own() } else { cli.input.clone() };
-    let corpus = Corpus::read(&inputs)?;
+fn child(kind: Kind) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let outcome = runtime.block_on(run::run(cli, kind, &corpus))?;
+    let outcome = runtime.block_on(run::run(kind))?;
     println!("{}", serde_json::to_string(&outcome)?);
     Ok(())
 }
 
-/// One run in a process of its own, with the same arguments. Prints its lines, but for the outcome.
+/// One run in a process of its own. Prints its lines, but for the outcome.
 fn spawn(kind: Kind) -> Result<Outcome, BoxError> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.args(std::env::args_os().skip(1)).args(["--only", kind.name()]);
+    command.args(["--only", &format!("{kind:?}").to_lowercase()]);
     let mut child = command.stdout(Stdio::piped()).spawn()?;
     let mut outcome = None;
     for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {

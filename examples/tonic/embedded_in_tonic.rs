@@ -11,67 +11,38 @@ use std::future::{Ready, ready};
 use std::time::Duration;
 
 use axum::body::Body;
-use bytes::{Buf, BufMut, Bytes};
 use http::uri::PathAndQuery;
 use lowtide::admission::{Cost, Priority, Rejected};
 use lowtide::service::RequestPermit;
 use lowtide::{BoxError, ByteSize, Memory};
-use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::server::{Grpc as Server, UnaryService};
 use tonic::service::Routes;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{self, Channel, Endpoint};
 use tonic::{Code, Request, Response, Status, client};
+use tonic_prost::ProstCodec;
 
 const TAKE: &str = "/example.Allocate/Take";
 
-#[derive(Clone, Copy, Default)]
-struct Raw;
-
-impl Codec for Raw {
-    type Encode = Bytes;
-    type Decode = Bytes;
-    type Encoder = Self;
-    type Decoder = Self;
-    fn encoder(&mut self) -> Self {
-        Self
-    }
-    fn decoder(&mut self) -> Self {
-        Self
-    }
-}
-impl Encoder for Raw {
-    type Item = Bytes;
-    type Error = Status;
-    fn encode(&mut self, item: Bytes, to: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        to.put(item);
-        Ok(())
-    }
-}
-impl Decoder for Raw {
-    type Item = Bytes;
-    type Error = Status;
-    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
-        Ok(Some(from.copy_to_bytes(from.remaining())))
-    }
-}
+/// Messages with one string, as `google.protobuf.StringValue`.
+type Strings = ProstCodec<String, String>;
 
 /// Allocates as many MiB as the message requests. The layer has reserved an estimate by the head;
 /// the size in the message is reserved here, and a call that does not fit ends with a status.
 struct Allocate;
 
-impl UnaryService<Bytes> for Allocate {
-    type Response = Bytes;
-    type Future = Ready<Result<Response<Bytes>, Status>>;
-    fn call(&mut self, request: Request<Bytes>) -> Self::Future {
+impl UnaryService<String> for Allocate {
+    type Response = String;
+    type Future = Ready<Result<Response<String>, Status>>;
+    fn call(&mut self, request: Request<String>) -> Self::Future {
         let permit = request.extensions().get::<RequestPermit>().cloned();
-        let asked = std::str::from_utf8(request.get_ref()).ok().and_then(|text| text.parse().ok());
+        let asked = request.get_ref().parse().ok();
         let (Some(permit), Some(mib)) = (permit, asked) else {
             return ready(Err(Status::invalid_argument("expected a number of MiB")));
         };
         let grown = permit.grow(ByteSize::mib(mib));
         let full = |rejected: Rejected| Status::resource_exhausted(rejected.to_string());
-        ready(grown.map(|()| Response::new(format!("{mib} MiB served").into())).map_err(full))
+        ready(grown.map(|()| Response::new(format!("{mib} MiB served"))).map_err(full))
     }
 }
 
@@ -83,7 +54,7 @@ async fn main() -> Result<(), BoxError> {
     let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
     // With a generated service it is `.layer(layer).add_service(AllocateServer::new(Allocate))`.
     let take = tower::service_fn(async |request: http::Request<Body>| {
-        Ok::<_, Infallible>(Server::new(Raw).unary(Allocate, request).await)
+        Ok::<_, Infallible>(Server::new(Strings::default()).unary(Allocate, request).await)
     });
     let routes = Routes::from(axum::Router::new().route_service(TAKE, take));
     let server = transport::Server::builder().layer(layer).add_routes(routes);
@@ -108,11 +79,11 @@ type Client = client::Grpc<Channel>;
 async fn call(client: &mut Client, message: &'static str, expected: Code) -> Result<(), BoxError> {
     client.ready().await?;
     let path = PathAndQuery::from_static(TAKE);
-    let answer =
-        client.unary(Request::new(Bytes::from_static(message.as_bytes())), path, Raw).await;
+    let answer: Result<Response<String>, _> =
+        client.unary(Request::new(message.to_owned()), path, Strings::default()).await;
     let (code, text) = match &answer {
-        Ok(text) => (Code::Ok, String::from_utf8_lossy(text.get_ref()).into_owned()),
-        Err(status) => (status.code(), status.message().to_owned()),
+        Ok(text) => (Code::Ok, &**text.get_ref()),
+        Err(status) => (status.code(), status.message()),
     };
     println!("take {message} MiB: {code:?}: {text}");
     if code == expected { Ok(()) } else { Err(format!("expected {expected:?}").into()) }

@@ -134,14 +134,7 @@ lowtide_core::named_enum! {
     }
 }
 
-impl FromStr for DeviceBackend {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let backend = Self::ALL.into_iter().find(|backend| backend.name() == text);
-        backend.ok_or("auto, virtual-memory, pool, plain or managed")
-    }
-}
+lowtide_core::by_name!(DeviceBackend, "auto, virtual-memory, pool, plain or managed");
 
 #[cfg(test)]
 mod tests {

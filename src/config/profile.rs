@@ -12,11 +12,9 @@
 //! Invariant: a profile differs from ONNX Runtime's defaults only in the listed settings.
 
 use std::borrow::Cow;
-use std::str::FromStr;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::decay::DecayTime;
 use lowtide_admission::PurgeGrowth;
 use lowtide_heap as heap;
 
@@ -51,51 +49,11 @@ lowtide_core::named_enum! {
 }
 
 impl Profile {
-    /// The time for which a device arena keeps unused granules: a shorter pause costs no driver
-    /// call. An estimate, not measured on a GPU.
-    #[cfg(feature = "device")]
-    pub(super) const fn device_decay(self) -> DecayTime {
-        match self {
-            Self::LowMemory => DecayTime::from_millis(1_000),
-            Self::Balanced => DecayTime::from_millis(5_000),
-            Self::Throughput => DecayTime::from_millis(30_000),
-        }
-    }
-
-    /// The time for which jemalloc keeps dirty pages. One second costs nothing measurable against
-    /// ten and returns memory ten times as fast; zero would cost 5 to 8 times the CPU and is never
-    /// used.
-    pub(super) const fn heap_decay(self) -> DecayTime {
-        match self {
-            Self::LowMemory | Self::Balanced => DecayTime::from_millis(1_000),
-            Self::Throughput => DecayTime::from_millis(10_000),
-        }
-    }
-
-    /// The maximum number of jemalloc's background threads. An estimate: two suffice for the
-    /// default arenas.
-    pub(super) const fn background_threads(self) -> u32 {
-        match self {
-            Self::LowMemory => 1,
-            Self::Balanced => 2,
-            Self::Throughput => 4,
-        }
-    }
-
     /// The quiet time after which the heap is purged; `None` if quiet does not trigger a purge.
     pub(crate) const fn purge_when_idle_for(self) -> Option<Duration> {
         match self {
             Self::LowMemory => Some(Duration::from_secs(1)),
             Self::Balanced => Some(Duration::from_secs(2)),
-            Self::Throughput => None,
-        }
-    }
-
-    /// The time between purges of a busy service; `None` purges only under pressure.
-    pub(super) const fn purge_interval(self) -> Option<Duration> {
-        match self {
-            Self::LowMemory => Some(Duration::from_secs(10)),
-            Self::Balanced => Some(Duration::from_secs(30)),
             Self::Throughput => None,
         }
     }
@@ -110,46 +68,20 @@ impl Profile {
             Self::Throughput => None,
         }
     }
-
-    /// The idle time of resources without their own setting.
-    pub(super) const fn idle_unload(self) -> Duration {
-        match self {
-            Self::LowMemory => Duration::from_secs(60),
-            Self::Balanced => Duration::from_secs(300),
-            Self::Throughput => Duration::from_secs(900),
-        }
-    }
 }
 
-impl FromStr for Profile {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL
-            .into_iter()
-            .find(|profile| profile.name() == text)
-            .ok_or("low-memory, balanced or throughput")
-    }
-}
-
-/// The kind of interface that accepts a setting in ONNX Runtime.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum OrtPlace {
-    /// An attribute of `SessionOptions`, under its name in the Python interface and in the
-    /// `session_options` of a `genai_config.json`. In C it is a function: `DisableCpuMemArena`,
-    /// `DisableMemPattern`, `SetIntraOpNumThreads`, `SetInterOpNumThreads`.
-    SessionOption,
-    /// A configuration entry of a session: `AddSessionConfigEntry`, `add_session_config_entry`.
-    SessionEntry,
-}
+lowtide_core::by_name!(Profile, "low-memory, balanced or throughput");
 
 /// A setting of ONNX Runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OrtSetting {
-    /// The interface that accepts the setting.
-    pub place: OrtPlace,
+    /// `true` for a configuration entry of a session (`AddSessionConfigEntry`,
+    /// `add_session_config_entry`); `false` for an attribute of `SessionOptions`, under its name in
+    /// the Python interface and in the `session_options` of a `genai_config.json`. In C that is a
+    /// function: `DisableCpuMemArena`, `DisableMemPattern`, `SetIntraOpNumThreads`,
+    /// `SetInterOpNumThreads`.
+    pub is_entry: bool,
     /// The name of the setting.
     pub key: &'static str,
     /// The value, as text.
@@ -191,16 +123,14 @@ impl Profile {
     /// in it "`DisableCpuMemArena()` API must not be called", so no profile sets it.
     ///
     /// ```
-    /// use lowtide::config::{OrtPlace, Profile};
+    /// use lowtide::config::Profile;
     ///
     /// let settings = Profile::LowMemory.onnxruntime(4);
     /// let arena = settings.iter().find(|setting| setting.key == "enable_cpu_mem_arena");
     /// assert!(arena.is_some_and(|arena| arena.value == "false"));
     /// for setting in &settings {
-    ///     match setting.place {
-    ///         OrtPlace::SessionOption => println!("options.{} = {}", setting.key, setting.value),
-    ///         _ => println!("entry {}={}", setting.key, setting.value),
-    ///     }
+    ///     let kind = if setting.is_entry { "entry" } else { "option" };
+    ///     println!("{kind} {} = {}", setting.key, setting.value);
     /// }
     /// ```
     #[must_use]
@@ -210,7 +140,6 @@ impl Profile {
 
     /// The same, if jemalloc serves C++ code or if it does not.
     fn settings(self, cpus: u32, serves_cpp: bool) -> Vec<OrtSetting> {
-        use OrtPlace::{SessionEntry, SessionOption};
         let cpus = cpus.max(1);
         let frees_at_once = match self {
             Self::LowMemory => true,
@@ -220,15 +149,15 @@ impl Profile {
         let gives_back = matches!(self, Self::LowMemory | Self::Balanced);
         let threads = if self == Self::LowMemory { 1 } else { cpus };
         let rows = [
-            (frees_at_once, SessionOption, "enable_cpu_mem_arena", Cow::Borrowed("false")),
-            (frees_at_once, SessionOption, "enable_mem_pattern", "false".into()),
-            (true, SessionEntry, "session.use_device_allocator_for_initializers", "1".into()),
-            (true, SessionOption, "intra_op_num_threads", threads.to_string().into()),
-            (true, SessionOption, "inter_op_num_threads", "1".into()),
-            (gives_back, SessionEntry, "session.intra_op.allow_spinning", "0".into()),
+            (frees_at_once, false, "enable_cpu_mem_arena", Cow::Borrowed("false")),
+            (frees_at_once, false, "enable_mem_pattern", "false".into()),
+            (true, true, "session.use_device_allocator_for_initializers", "1".into()),
+            (true, false, "intra_op_num_threads", threads.to_string().into()),
+            (true, false, "inter_op_num_threads", "1".into()),
+            (gives_back, true, "session.intra_op.allow_spinning", "0".into()),
         ];
         let chosen = rows.into_iter().filter(|(holds, ..)| *holds);
-        chosen.map(|(_, place, key, value)| OrtSetting { place, key, value }).collect()
+        chosen.map(|(_, is_entry, key, value)| OrtSetting { is_entry, key, value }).collect()
     }
 }
 
@@ -236,6 +165,7 @@ impl Profile {
 mod tests {
     use super::*;
     use crate::config::{Config, Settings};
+    use crate::decay::DecayTime;
 
     #[test]
     fn the_documented_table_is_what_the_code_says() {
@@ -255,21 +185,27 @@ mod tests {
                 },
             )
         };
-        let of = |value: &dyn Fn(Profile) -> String| Profile::ALL.map(value).join(" | ");
+        let of = |value: &dyn Fn(&Config) -> String| {
+            let of_profile = |profile| {
+                let code = Settings { profile: Some(profile), ..Settings::default() };
+                value(&Config::resolve(&code, &Settings::default()).expect("valid"))
+            };
+            Profile::ALL.map(of_profile).join(" | ")
+        };
         for (name, values) in [
-            ("heap decay", of(&|profile| decay(profile.heap_decay()))),
-            ("device decay", of(&|profile| decay(profile.device_decay()))),
-            ("background threads", of(&|profile| profile.background_threads().to_string())),
+            ("heap decay", of(&|config| decay(config.heap_decay.value))),
+            ("device decay", of(&|config| decay(config.device_decay.value))),
+            ("background threads", of(&|config| config.background_threads.value.to_string())),
             (
                 "heap purge after a quiet time of",
-                of(&|profile| time(profile.purge_when_idle_for())),
+                of(&|config| time(config.profile.value.purge_when_idle_for())),
             ),
             (
                 "heap purge interval of a busy service",
-                of(&|profile| time(profile.purge_interval())),
+                of(&|config| time(config.purge_interval.value)),
             ),
-            ("heap purge after sustained growth of", of(&|profile| growth(profile.purge_growth()))),
-            ("resources unloaded after", of(&|profile| time(Some(profile.idle_unload())))),
+            ("heap purge after sustained growth of", of(&|config| growth(config.purge_growth()))),
+            ("resources unloaded after", of(&|config| time(Some(config.idle_unload.value)))),
         ] {
             let row = format!("{name} | {values} |\n");
             assert!(include_str!("profile.rs").contains(&row), "the table has no {row}");
@@ -294,9 +230,9 @@ mod tests {
                     settings.into_iter().find(|setting| setting.key == cells[0])
                 };
                 let (found, without) = (of(true), of(false));
-                let place = match found.as_ref().map(|setting| setting.place) {
-                    Some(OrtPlace::SessionEntry) => "session entry",
-                    Some(OrtPlace::SessionOption) => "session option",
+                let place = match found.as_ref().map(|setting| setting.is_entry) {
+                    Some(true) => "session entry",
+                    Some(false) => "session option",
                     None => cells[1],
                 };
                 let value = match found.as_ref().map(|setting| &*setting.value) {

@@ -73,9 +73,9 @@ const fn fixed<T>(value: T, _: Profile) -> Resolved<T> {
     Resolved { value, source: Source::Default }
 }
 
-/// A default of the profile.
-fn by_profile<T>(of: fn(Profile) -> T, profile: Profile) -> Resolved<T> {
-    Resolved { value: of(profile), source: Source::Profile }
+/// A default for each profile, in the order of [`Profile::ALL`].
+const fn by_profile<T: Copy>(values: [T; Profile::ALL.len()], profile: Profile) -> Resolved<T> {
+    Resolved { value: values[profile as usize], source: Source::Profile }
 }
 
 fn pick<T: Clone>(environment: &Option<T>, code: &Option<T>, default: Resolved<T>) -> Resolved<T> {
@@ -254,7 +254,9 @@ settings! {
     [cfg(feature = "device")]
     /// Sets the time after which idle device memory is released. Default: 1 s, 5 s or 30 s, by
     /// profile.
-    device_decay as device_decay: DecayTime = by_profile(Profile::device_decay),
+    // An estimate, not measured on a GPU: a shorter pause costs no driver call.
+    device_decay as device_decay: DecayTime =
+        by_profile([1_000, 5_000, 30_000].map(DecayTime::from_millis)),
         "LOWTIDE_DEVICE_DECAY": "time after which idle device memory is released: a time such as \
         5s, 0 or never",
         decay_time, any;
@@ -289,25 +291,30 @@ settings! {
         str::parse, any;
     /// Sets the time for which jemalloc keeps dirty pages. Default: 1 s, 1 s or 10 s, by
     /// profile.
-    heap_decay as heap_decay: DecayTime = by_profile(Profile::heap_decay),
+    // One second costs nothing measurable against ten and returns memory ten times as fast; zero
+    // would cost 5 to 8 times the CPU.
+    heap_decay as heap_decay: DecayTime =
+        by_profile([1_000, 1_000, 10_000].map(DecayTime::from_millis)),
         "LOWTIDE_HEAP_DECAY": "time for which jemalloc keeps dirty pages: a time such as 1s, 0 or \
         never",
         decay_time, any;
     /// Sets the maximum number of jemalloc's background threads, 0 for none. Default: 1, 2 or
     /// 4, by profile.
-    background_threads as background_threads: u32 = by_profile(Profile::background_threads),
+    // An estimate: two suffice for the default arenas.
+    background_threads as background_threads: u32 = by_profile([1, 2, 4]),
         "LOWTIDE_BACKGROUND_THREADS": "maximum number of jemalloc's background threads; 0 for none",
         whole, any;
     /// Sets the time between heap purges of a busy service. With `None` neither time nor growth
     /// starts a purge; pressure, idleness, loads and unloads still do. Default: 10 s, 30 s or
     /// `None`, by profile.
-    purge_interval as purge_interval: Option<Duration> = by_profile(Profile::purge_interval),
+    purge_interval as purge_interval: Option<Duration> =
+        by_profile([Some(10), Some(30), None].map(|time| time.map(Duration::from_secs))),
         "LOWTIDE_PURGE_INTERVAL": "time between purges of the heap of a busy service: a time such \
         as 30s, or never",
         time_or_never, in_time_or_never;
     /// Sets the idle time after which resources without their own setting are unloaded;
     /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
-    idle_unload as idle_unload: Duration = by_profile(Profile::idle_unload),
+    idle_unload as idle_unload: Duration = by_profile([60, 300, 900].map(Duration::from_secs)),
         "LOWTIDE_IDLE_UNLOAD": "idle time after which a resource without its own setting is \
         unloaded: a time such as 5m, or never",
         time_or_max, in_time_or_max;

@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
+use crate::metrics::names as name;
 use crate::metrics::process::ProcessReader;
-use crate::metrics::record::{self, MetricsWriter};
+use crate::metrics::record::{self, MetricsWriter, label};
 use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
@@ -19,11 +20,11 @@ use super::breakdown::Breakdown;
 use super::builder::is_usual;
 #[cfg(feature = "device")]
 use super::devices::Series;
-use super::error::{Diagnostic, Severity};
-use super::events::Watch;
+use super::error::Diagnostic;
+use super::events::{Publication, Watch};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::{QuietPoint, RecentPeak};
+use super::trend::RecentPeak;
 
 /// The minimum time between calls of the application's hook, and between descriptions of the
 /// metrics to the recorder, which may be installed late; a description costs a sixth of a
@@ -49,8 +50,6 @@ pub(super) struct MaintenanceExecutor {
     heap_arenas: Vec<String>,
     #[cfg(feature = "device")]
     devices: Series,
-    /// The OOM kills in the own cgroup that have been logged.
-    kills_logged: u64,
     /// The signals that were missing.
     missing: Vec<SignalError>,
     /// The largest number of physical bytes of late.
@@ -122,30 +121,31 @@ impl MaintenanceActions for MaintenanceExecutor {
         #[cfg(feature = "device")]
         self.shared.maintain_devices(now);
         let start = self.shared.clock.now();
-        let snapshot = self.shared.snapshot();
         let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
-        self.watch.see(&snapshot, entered, &self.shared.events);
+        let published = Publication { snapshot: self.shared.snapshot(), entered };
+        let snapshot = &published.snapshot;
+        self.watch.see(&published, &self.shared.events);
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
         self.shared.history.add(snapshot.history_sample());
-        self.shared.flight.publish(&snapshot);
-        self.add_quiet_time(now, &snapshot);
-        if !self.shared.claim.is_attached {
-            return; // its figures would mix with those of the process
+        self.shared.flight.publish(snapshot);
+        self.add_quiet_time(now, snapshot);
+        // The figures of a detached `Memory` would mix with those of the process.
+        if self.shared.claim.is_attached {
+            self.check_mappings(now);
+            let to = self.shared.metrics();
+            if upkeep {
+                to.describe();
+            }
+            self.publish_snapshot(to, snapshot, now);
+            to.put(name::SAMPLER_LAST_RUN, &[], snapshot.since_epoch);
+            to.seconds(name::SAMPLER_SECONDS, &[], self.shared.clock.now() - start);
+            if upkeep {
+                #[cfg(feature = "prometheus")]
+                crate::metrics::prometheus::run_upkeep();
+                self.hook.iter_mut().for_each(|hook| hook());
+            }
         }
-        self.check_mappings(now);
-        let to = self.shared.metrics();
-        if upkeep {
-            to.describe();
-        }
-        self.publish_snapshot(to, &snapshot, now);
-        to.sampler(snapshot.since_epoch, self.shared.clock.now() - start);
-        #[cfg(feature = "prometheus")]
-        if upkeep {
-            crate::metrics::prometheus::run_upkeep();
-        }
-        if upkeep && let Some(hook) = &mut self.hook {
-            hook();
-        }
+        self.watch.keep(published);
     }
 }
 
@@ -190,7 +190,6 @@ impl MaintenanceExecutor {
             heap_arenas: Vec::new(),
             #[cfg(feature = "device")]
             devices: Series::default(),
-            kills_logged: 0,
             missing: shared.signals.missing(),
             peak: RecentPeak::default(),
             process: ProcessReader::default(),
@@ -215,10 +214,13 @@ impl MaintenanceExecutor {
             }
             to.resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
-        snapshot.reclaimers.iter().for_each(|reclaimer| to.reclaimer(reclaimer));
-        let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
-        to.diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
-        to.ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
+        for reclaimer in &snapshot.reclaimers {
+            record::reclaimer(reclaimer, &mut to.to(&[label("reclaimer", &reclaimer.name)]));
+        }
+        let warnings = snapshot.diagnostics.iter().filter(|it| it.is_problem).count();
+        to.put(name::DIAGNOSTICS, &[], warnings as u64);
+        to.put(name::SAMPLER_TICKS, &[], self.shared.state.ticks_total());
+        to.put(name::SAMPLER_LATENESS, &[], self.shared.state.take_lateness());
     }
 
     /// Publishes the heap, the process, and the limit with its parts.
@@ -229,12 +231,10 @@ impl MaintenanceExecutor {
         if to.has_detail() {
             self.publish_heap_arenas(to, &snapshot.heap_arenas);
         }
-        for trigger in Trigger::ALL {
-            to.purges(trigger.name(), self.shared.purges.total(trigger));
-        }
-        for (heap, bytes) in self.shared.purges.bytes() {
-            to.purged(heap, bytes);
-        }
+        let purges = &self.shared.purges;
+        let by_trigger = Trigger::ALL.map(|trigger| (trigger.name(), purges.total(trigger)));
+        to.put(name::HEAP_PURGES, &[], by_trigger);
+        to.put(name::HEAP_PURGED, &[], purges.bytes());
         if self.shared.config.process_metrics.value {
             to.process(snapshot.signal.rss, &self.process.read(to.has_detail()));
         }
@@ -255,16 +255,17 @@ impl MaintenanceExecutor {
         #[cfg(feature = "service")]
         to.connections();
         let routes = admission.state().usage_by_route();
-        routes.iter().for_each(|route| to.route(route));
+        for of in &routes {
+            let labels = [label("method", of.method), label("route", &of.route)];
+            record::route(&of.memory, &mut to.to(&labels));
+        }
         if to.has_detail() {
-            admission
-                .state()
-                .usage_by_tenant()
-                .iter()
-                .for_each(|(name, memory)| to.tenant(name, memory));
+            for (name, memory) in admission.state().usage_by_tenant() {
+                record::tenant(&memory, &mut to.to(&[label("tenant", &name)]));
+            }
         }
         let requests = routes.iter().map(|route| route.memory.live).sum();
-        to.parts(Breakdown::new(snapshot, requests).by_label().into_iter());
+        to.put(name::PRESSURE_PART, &[], Breakdown::new(snapshot, requests).by_label());
     }
 
     /// Keeps the mappings of new arenas few, and adds a diagnostic, once, if the process has nearly
@@ -295,8 +296,7 @@ impl MaintenanceExecutor {
     /// memory is short.
     fn add_quiet_time(&self, now: Moment, snapshot: &MemorySnapshot) {
         let Some(heap) = &snapshot.heap else { return };
-        let point = QuietPoint { at: snapshot.since_epoch, live: heap.live };
-        if self.shared.quiet_times.add(now, point)
+        if self.shared.quiet_times.add(now, snapshot.since_epoch, heap.live)
             && snapshot.host.level == Level::None
             && let Some(profiles) = &self.shared.profiles
         {
@@ -330,31 +330,18 @@ impl MaintenanceExecutor {
         self.shared.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
     }
 
-    /// Publishes the kernel's counts for the cgroup. An OOM kill is logged once.
+    /// Publishes the kernel's counts for the cgroup.
     fn publish_kernel(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot) {
         if let Some(total) = snapshot.oom_kills {
-            to.oom_kills(total);
+            to.process_total(name::PRESSURE_OOM_KILLS, &[], total);
         }
         if let Some(events) = &snapshot.events {
-            to.events("own", events.own);
-            to.events("above", events.above);
-            let kills = events.own.oom_kill.unwrap_or(0);
-            self.kills_logged = self.kills_logged.min(kills); // another cgroup
-            if kills > self.kills_logged {
-                let killed = kills - self.kills_logged;
-                self.kills_logged = kills;
-                log!(
-                    warn,
-                    target: "lowtide",
-                    killed,
-                    limit = %snapshot.signal.limit.bytes,
-                    physical = %snapshot.physical,
-                    "processes OOM-killed"
-                );
+            for (group, counts) in [("own", &events.own), ("above", &events.above)] {
+                record::events(counts, &mut to.to(&[label("group", group)]));
             }
         }
         if let Some(psi) = snapshot.psi {
-            to.psi(psi);
+            record::psi(&psi, &mut to.to(&[]));
         }
         let missing = self.shared.signals.missing();
         for error in missing.iter().filter(|it| !is_usual(it) && !self.missing.contains(it)) {

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::sync::{Mutex, lock};
-use thiserror::Error;
 
 use super::error::MemoryError;
 
@@ -116,84 +115,15 @@ impl AdminCommand {
     }
 
     /// Checks the values of the command.
-    pub(super) fn check(&self) -> Result<(), AdminError> {
+    pub(super) fn check(&self) -> Result<(), MemoryError> {
         let Self::Fit { limit, within, .. } = self else { return Ok(()) };
         if let Some(limit) = limit.filter(|limit| *limit < FIT_MIN) {
-            return Err(AdminError::FitLimit { limit, least: FIT_MIN });
+            return Err(MemoryError::FitLimit { limit, least: FIT_MIN });
         }
         if !(FIT_TIME_MIN..=FIT_TIME_MAX).contains(within) {
-            return Err(AdminError::FitTime { within: *within });
+            return Err(MemoryError::FitTime { within: *within });
         }
         Ok(())
-    }
-}
-
-/// The reason that a command was not accepted. Its `Debug` output is its message.
-#[derive(Clone, Error, PartialEq)]
-#[non_exhaustive]
-pub enum AdminError {
-    /// No arena has this name.
-    #[error("no arena named {name:?}: expected {}", listed(known))]
-    UnknownArena {
-        /// The name in the command.
-        name: String,
-        /// The existing names.
-        known: Vec<String>,
-    },
-    /// No resource has this name.
-    #[error("no resource named {name:?}: expected {}", listed(known))]
-    UnknownResource {
-        /// The name in the command.
-        name: String,
-        /// The existing names.
-        known: Vec<String>,
-    },
-    /// No process fits in this limit.
-    #[error("cannot fit in {limit}: expected at least {least}")]
-    FitLimit {
-        /// The limit in the command.
-        limit: ByteSize,
-        /// The smallest limit.
-        least: ByteSize,
-    },
-    /// The time for a fit is too short or too long.
-    #[error("cannot fit within {within:?}: expected 1 s to 1 h")]
-    FitTime {
-        /// The time in the command.
-        within: Duration,
-    },
-    /// Too many tasks are waiting.
-    #[error("too many admin tasks: {waiting} waiting, at most {max}")]
-    Full {
-        /// The number of waiting tasks.
-        waiting: usize,
-        /// The maximum number of waiting tasks.
-        max: usize,
-    },
-    /// This `Memory` is shutting down or has shut down.
-    #[error("the service is shutting down")]
-    Ended,
-    /// This is a forked child.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-}
-
-#[cfg(not(feature = "device"))]
-impl AdminError {
-    /// The command is on an arena, of which this build has none.
-    pub(super) fn no_arena(command: &AdminCommand) -> Self {
-        Self::UnknownArena { name: command.subject().into_owned(), known: Vec::new() }
-    }
-}
-
-/// Lists some names, of which there may be a thousand.
-fn listed(names: &[String]) -> String {
-    const SHOWN: usize = 8;
-    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| format!("{name:?}")).collect();
-    match names.len() {
-        0 => "none (there are none)".to_owned(),
-        1..=SHOWN => shown.join(", "),
-        all => format!("{} or one of {} others", shown.join(", "), all - SHOWN),
     }
 }
 
@@ -211,6 +141,12 @@ pub struct AdminTask {
     pub state: AdminTaskState,
     /// What holds memory, as of the last look at a fit that runs or has run; otherwise empty.
     pub progress: String,
+}
+
+impl AdminTask {
+    fn waits(&self) -> bool {
+        self.state == AdminTaskState::Waiting
+    }
 }
 
 /// The state of an admin task.
@@ -263,19 +199,18 @@ impl TaskList {
     fn task(&mut self, id: u64) -> Option<&mut AdminTask> {
         self.kept.iter_mut().find(|admin_task| admin_task.id == id)
     }
-
-    fn any_waits(&self) -> bool {
-        self.kept.iter().any(|admin_task| admin_task.state == AdminTaskState::Waiting)
-    }
 }
 
 impl AdminTasks {
-    pub(super) fn add(&self, command: AdminCommand, asked_at: Duration) -> Result<u64, AdminError> {
+    pub(super) fn add(
+        &self,
+        command: AdminCommand,
+        asked_at: Duration,
+    ) -> Result<u64, MemoryError> {
         let mut list = lock(&self.0);
-        let is_open = |admin_task: &&AdminTask| admin_task.state == AdminTaskState::Waiting;
-        let waiting = list.kept.iter().filter(is_open).count();
+        let waiting = list.kept.iter().filter(|task| task.waits()).count();
         if waiting >= WAITING_MAX {
-            return Err(AdminError::Full { waiting, max: WAITING_MAX });
+            return Err(MemoryError::TooManyTasks { waiting, max: WAITING_MAX });
         }
         if list.kept.len() == KEPT_MAX {
             // The oldest that has ended. One has: fewer than half of the tasks kept wait, and two
@@ -293,55 +228,34 @@ impl AdminTasks {
         Ok(id)
     }
 
-    /// Replaces the progress of a task.
-    pub(super) fn set_progress(&self, id: u64, progress: String) {
-        if let Some(admin_task) = lock(&self.0).task(id) {
-            admin_task.progress = progress;
-        }
-    }
-
     /// Starts the oldest waiting task.
     pub(super) fn begin(&self) -> Option<(u64, AdminCommand)> {
         let mut list = lock(&self.0);
-        let mut open = list.kept.iter_mut();
-        let admin_task = open.find(|admin_task| admin_task.state == AdminTaskState::Waiting)?;
+        let admin_task = list.kept.iter_mut().find(|task| task.waits())?;
         admin_task.state = AdminTaskState::Running;
         Some((admin_task.id, admin_task.command.clone()))
     }
 
     /// Handles a task that the worker may never take, because the queue closed: keeps it if it was
     /// started, otherwise fails it.
-    pub(super) fn keep_if_begun(&self, id: u64) -> Result<u64, AdminError> {
+    pub(super) fn keep_if_begun(&self, id: u64) -> Result<u64, MemoryError> {
         let mut list = lock(&self.0);
         match list.task(id) {
-            Some(task) if task.state == AdminTaskState::Waiting => {
-                task.state = AdminTaskState::Failed(AdminError::Ended.to_string());
-                Err(AdminError::Ended)
+            Some(task) if task.waits() => {
+                task.state = AdminTaskState::Failed(MemoryError::Ended.to_string());
+                Err(MemoryError::Ended)
             }
             _ => Ok(id),
         }
     }
 
-    /// Ends a task. Returns `true` if others wait.
-    pub(super) fn end(&self, id: u64, state: AdminTaskState) -> bool {
+    /// Changes a task that was started, if it is kept. Returns `true` if others wait.
+    pub(super) fn edit(&self, id: u64, change: impl FnOnce(&mut AdminTask)) -> bool {
         let mut list = lock(&self.0);
-        if let Some(admin_task) = list.task(id) {
-            admin_task.state = state;
+        if let Some(task) = list.task(id) {
+            change(task);
         }
-        list.any_waits()
-    }
-
-    /// Adds to the outcome of a task that was successful: what it did has ended.
-    pub(super) fn add_to_outcome(&self, id: u64, more: &str) {
-        let mut list = lock(&self.0);
-        if let Some(AdminTaskState::Done(text)) = list.task(id).map(|task| &mut task.state) {
-            text.push_str(more);
-        }
-    }
-
-    /// Returns `true` if a task waits.
-    pub(super) fn any_waits(&self) -> bool {
-        lock(&self.0).any_waits()
+        list.kept.iter().any(AdminTask::waits)
     }
 
     /// Returns the tasks kept, oldest first.
@@ -362,11 +276,12 @@ mod tests {
             assert_eq!(admin_tasks.add(AdminCommand::Purge, Duration::ZERO), Ok(id));
         }
         let (done, _) = admin_tasks.begin().expect("one waits");
-        admin_tasks.end(done, AdminTaskState::Done("1 KiB given back".to_owned()));
+        admin_tasks
+            .edit(done, |task| task.state = AdminTaskState::Done("1 KiB released".to_owned()));
         let (running, _) = admin_tasks.begin().expect("another one waits");
         assert_eq!(admin_tasks.keep_if_begun(done), Ok(done));
         assert_eq!(admin_tasks.keep_if_begun(running), Ok(running));
-        assert_eq!(admin_tasks.keep_if_begun(3), Err(AdminError::Ended));
+        assert_eq!(admin_tasks.keep_if_begun(3), Err(MemoryError::Ended));
         let states: Vec<_> =
             lock(&admin_tasks.0).kept.iter().map(|admin_task| admin_task.state.name()).collect();
         assert_eq!(states, ["done", "running", "failed"]);
@@ -380,21 +295,15 @@ mod tests {
             assert_eq!(admin_tasks.add(AdminCommand::Purge, Duration::ZERO), Ok(id));
         }
         let full = admin_tasks.add(AdminCommand::Purge, Duration::ZERO);
-        assert_eq!(full, Err(AdminError::Full { waiting: 8, max: 8 }));
+        assert_eq!(full, Err(MemoryError::TooManyTasks { waiting: 8, max: 8 }));
         for nth in 1..=100 {
             let (id, _) = admin_tasks.begin().expect("one waits");
             assert_eq!(id, nth);
-            assert!(admin_tasks.end(id, AdminTaskState::Done(String::new())), "seven wait");
+            let others_wait =
+                admin_tasks.edit(id, |task| task.state = AdminTaskState::Done(String::new()));
+            assert!(others_wait, "seven wait");
             admin_tasks.add(AdminCommand::Purge, Duration::ZERO).expect("room for one more");
             assert!(lock(&admin_tasks.0).kept.len() <= KEPT_MAX);
         }
-    }
-
-    #[test]
-    fn of_many_names_some_are_listed() {
-        let names = |count: usize| (0..count).map(|nth| nth.to_string()).collect::<Vec<_>>();
-        assert_eq!(listed(&names(0)), "none (there are none)");
-        assert_eq!(listed(&names(2)), r#""0", "1""#);
-        assert!(listed(&names(1024)).ends_with(r#""7" or one of 1016 others"#));
     }
 }

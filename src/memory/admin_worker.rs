@@ -14,7 +14,8 @@ use crate::sync::caught;
 use lowtide_admission::fit::Fit;
 use lowtide_admission::{Job, ResourceStats, Trigger, UnloadReason};
 
-use super::admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+use super::admin::{AdminCommand, AdminTask, AdminTaskState};
+use super::error::MemoryError;
 use super::manager::Memory;
 use super::shared::Shared;
 
@@ -37,23 +38,23 @@ impl MemoryAdmin<'_> {
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::memory::{AdminError, AdminCommand};
+    /// use lowtide::memory::{AdminCommand, MemoryError};
     ///
     /// let memory = Memory::builder().start()?;
     /// let id = memory.admin().run(AdminCommand::Purge)?;
     /// assert_eq!(memory.admin().tasks()[0].id, id);
     /// let sleep = AdminCommand::Sleep { arena: "embedder".to_owned() };
-    /// assert!(matches!(memory.admin().run(sleep), Err(AdminError::UnknownArena { .. })));
+    /// assert!(matches!(memory.admin().run(sleep), Err(MemoryError::UnknownArena { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`AdminError`] if the command is not accepted; it is not queued then.
-    pub fn run(&self, command: AdminCommand) -> Result<u64, AdminError> {
+    /// [`MemoryError`] if the command is not accepted; it is not queued then.
+    pub fn run(&self, command: AdminCommand) -> Result<u64, MemoryError> {
         let shared = self.0;
         shared.check_here()?;
         if shared.admission.is_closed() || shared.queue.is_closed() {
-            return Err(AdminError::Ended);
+            return Err(MemoryError::Ended);
         }
         command.check()?;
         match &command {
@@ -62,7 +63,7 @@ impl MemoryAdmin<'_> {
             #[cfg(feature = "device")]
             on_arena => drop(shared.check_arena(&on_arena.subject())?),
             #[cfg(not(feature = "device"))]
-            on_arena => return Err(AdminError::no_arena(on_arena)),
+            on_arena => return Err(no_arena(on_arena)),
         }
         let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::AdminTask);
@@ -80,12 +81,18 @@ impl MemoryAdmin<'_> {
     }
 }
 
+/// The command is on an arena, of which this build has none.
+#[cfg(not(feature = "device"))]
+fn no_arena(command: &AdminCommand) -> MemoryError {
+    MemoryError::UnknownArena { name: command.subject().into_owned(), known: Vec::new() }
+}
+
 impl Shared {
-    fn resource_named(&self, name: &str) -> Result<ResourceStats, AdminError> {
+    fn resource_named(&self, name: &str) -> Result<ResourceStats, MemoryError> {
         let all = self.resources.stats();
         all.iter().find(|stats| &*stats.name == name).cloned().ok_or_else(|| {
             let known = all.iter().map(|stats| stats.name.to_string()).collect();
-            AdminError::UnknownResource { name: name.to_owned(), known }
+            MemoryError::UnknownResource { name: name.to_owned(), known }
         })
     }
 
@@ -96,7 +103,7 @@ impl Shared {
         let done = caught(|| self.carry_out(id, &command, purge));
         let state = match done {
             Ok(Ok(Some(text))) => AdminTaskState::Done(text),
-            Ok(Ok(None)) => return self.admin_tasks.any_waits(),
+            Ok(Ok(None)) => return self.admin_tasks.edit(id, |_| {}),
             Ok(Err(text)) => AdminTaskState::Failed(text),
             Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
         };
@@ -113,7 +120,7 @@ impl Shared {
         let subject = &*command.subject();
         let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
         self.events.add(self.clock.since_epoch(), "admin", subject, text);
-        let others_wait = self.admin_tasks.end(id, state.clone());
+        let others_wait = self.admin_tasks.edit(id, |task| task.state = state.clone());
         log!(
             info,
             target: "lowtide",
@@ -145,7 +152,7 @@ impl Shared {
             #[cfg(feature = "device")]
             on_arena => self.run_on_arena(on_arena).map(Some),
             #[cfg(not(feature = "device"))]
-            on_arena => Err(AdminError::no_arena(on_arena).to_string()),
+            on_arena => Err(no_arena(on_arena).to_string()),
         }
     }
 
@@ -164,8 +171,8 @@ impl Shared {
 #[cfg(feature = "device")]
 impl Shared {
     /// Returns the serving arena of this name.
-    fn check_arena(&self, name: &str) -> Result<DeviceArena, AdminError> {
-        let unknown = |known| AdminError::UnknownArena { name: name.to_owned(), known };
+    fn check_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
+        let unknown = |known| MemoryError::UnknownArena { name: name.to_owned(), known };
         self.arena_named(name).map_err(unknown)
     }
 
@@ -183,13 +190,13 @@ impl Shared {
                 let drain = Duration::ZERO;
                 let options = SleepOptions { drain, ..self.config.device_sleep().options };
                 let slept = arena.sleep(options).map_err(said)?;
-                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
+                Ok(format!("{} released, {} offloaded", slept.memory, slept.copied))
             }
             // The only other one: a wake.
             _ => {
                 // No waiting for memory: only this worker would release it.
                 let woken = arena.wake_at_once().map_err(said)?;
-                Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
+                Ok(format!("{} committed, {} restored", woken.memory, woken.copied))
             }
         }
     }

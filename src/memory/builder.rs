@@ -26,7 +26,7 @@ use lowtide_admission::{
     Resources, Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control,
     run_worker,
 };
-use lowtide_heap::{self as heap, ArenaBinding};
+use lowtide_heap as heap;
 
 use super::actions::{Hook, MaintenanceExecutor};
 use super::admin::AdminTasks;
@@ -36,14 +36,15 @@ use super::error::{Diagnostic, StartError};
 use super::events::shown;
 use super::fit::FitInForce;
 use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
-use super::heap::{SettledHeap, arena_binding, on_thread_start, settle_heap};
+use super::heap::{SettledHeap, bound_arenas, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
-use super::profiles::{self, Captures, Profiles};
+use super::own_arena::Loads;
+use super::profiles::{self, Captures};
 use super::running::{
     FLIGHT, ProcessClaim, RunningMemory, Started, THREADS, ThreadEndGuard, Threads,
 };
 use super::sensor::{MemorySensor, SensorState};
-use super::shared::{Loads, Purges, Shared};
+use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
 use super::trend::{MetricsHistory, QuietTimes};
 
@@ -254,33 +255,33 @@ impl Builder {
         Ok(memory)
     }
 
-    /// Starts a detached memory manager without threads, for tests: the caller runs its work step
-    /// by step, so the order repeats.
+    /// Starts a detached memory manager without threads, for tests. Each call of the returned
+    /// function takes a sample, decides, and runs the jobs, so the order repeats. It returns
+    /// `false` if jobs are left after [`JOBS_MAX`], which are more than one step can post, or if
+    /// one has panicked.
     ///
     /// # Errors
     /// The same as for [`Builder::start`].
     #[doc(hidden)]
-    pub fn start_stepped(self) -> Result<(Memory, Steps), StartError> {
+    pub fn start_stepped(self) -> Result<(Memory, impl FnMut() -> bool), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
         let parts = builder.assemble(config, ProcessClaim::of_none())?;
-        let running = Arc::new(running(&parts.shared));
-        let clock = Arc::clone(&parts.shared.clock);
-        let memory = Memory::of(parts.shared, running);
-        Ok((memory, Steps { maintenance: parts.maintenance, worker: parts.worker, clock }))
+        let AssembledParts { shared, mut maintenance, mut worker, .. } = parts;
+        let memory = Memory::of(Arc::clone(&shared), Arc::new(running(&shared)));
+        let (queue, clock) = (Arc::clone(&shared.queue), Arc::clone(&shared.clock));
+        let step = move || {
+            queue.push(maintenance.tick(clock.now()).jobs);
+            let mut jobs = std::iter::from_fn(|| queue.pop()).take(JOBS_MAX);
+            jobs.by_ref().for_each(|job| worker.run(job, &*clock));
+            queue.pending().is_empty() && worker.panics_total() == 0
+        };
+        Ok((memory, step))
     }
 
-    fn unused_variables(&self) -> Vec<Diagnostic> {
-        let names = if self.ignores_environment { Vec::new() } else { env::of_devices() };
-        Vec::from_iter(variables_of_devices(&names, HAS_DEVICES))
-    }
-
-    fn prepare_profiles(
-        &self,
-        config: &Config,
-        diagnostics: &mut Vec<Diagnostic>,
-    ) -> Option<Arc<Profiles>> {
-        if self.is_detached { None } else { profiles::prepare(config, diagnostics) }
+    fn unused_variables(&self) -> Option<Diagnostic> {
+        let is_unused = !cfg!(feature = "device") && !self.ignores_environment;
+        is_unused.then(|| variables_of_devices(&env::of_devices())).flatten()
     }
 
     /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
@@ -291,13 +292,14 @@ impl Builder {
         clock: &dyn Clock,
         diagnostics: &mut Vec<Diagnostic>,
     ) -> Result<(Arc<Signals>, SettledHeap), StartError> {
-        if self.is_detached {
+        let (signals, heap) = if self.is_detached {
             let signals = settle_limit(config, Signals::none(), diagnostics);
-            check_limit(config, &signals, clock, diagnostics)?;
-            return Ok((Arc::new(signals), SettledHeap::default()));
-        }
-        let signals = open_signals(config, self.signals.take(), diagnostics);
-        let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
+            (signals, SettledHeap::default())
+        } else {
+            let signals = open_signals(config, self.signals.take(), diagnostics);
+            let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
+            (signals, heap)
+        };
         check_limit(config, &signals, clock, diagnostics)?;
         Ok((Arc::new(signals), heap))
     }
@@ -308,13 +310,13 @@ impl Builder {
         config: Config,
         claim: Arc<ProcessClaim>,
     ) -> Result<AssembledParts, StartError> {
-        let mut diagnostics = self.unused_variables();
+        let mut diagnostics = Vec::from_iter(self.unused_variables());
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
         let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
         let (signals, heap) = self.settle_host(&config, &*clock, &mut diagnostics)?;
         let (flight, recording) = Flight::open(&config, &signals, &mut diagnostics);
-        let profiles = self.prepare_profiles(&config, &mut diagnostics);
+        let profiles = profiles::prepare(&config, self.is_detached, &mut diagnostics);
         let (admission, resources) = (Admission::new(), Resources::new());
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
@@ -354,7 +356,7 @@ impl Builder {
             devices,
             heap: heap.probe,
             signals,
-            bound_arenas: arena_binding().map(ArenaBinding::arenas),
+            bound_arenas: bound_arenas(),
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
@@ -431,10 +433,11 @@ impl Builder {
     ///
     /// let two = [HostDriver::new(), HostDriver::new()].map(|it| Arc::new(it) as Arc<dyn Driver>);
     /// let memory = Memory::builder().drivers(two).start()?;
-    /// let reserved = memory.devices().on(DeviceSelector::Number(1)).reserve(ByteSize::mib(8))?;
-    /// let arena = memory.devices().on(reserved.device()).open_arena("on the second")?;
+    /// let second = DeviceSelector::Number(1);
+    /// let (device, permit) = memory.devices().on(second).reserve(ByteSize::mib(8))?;
+    /// let arena = memory.devices().on(device).open_arena("on the second")?;
     /// assert_eq!(memory.devices().all().len(), 2);
-    /// # drop(arena);
+    /// # drop((arena, permit));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     #[must_use]
@@ -480,35 +483,6 @@ struct AssembledParts {
     recording: Option<FlightFile>,
 }
 
-/// The work of a `Memory` without threads.
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct Steps {
-    maintenance: Maintenance,
-    worker: Worker,
-    clock: Arc<dyn Clock>,
-}
-
-impl Steps {
-    /// Takes a sample, decides, and runs the jobs on this thread until none is left; at most
-    /// [`JOBS_MAX`], which are more than one step can post. Returns `false` if some are left.
-    pub fn step(&mut self) -> bool {
-        let queue = self.maintenance.queue();
-        queue.push(self.maintenance.tick(self.clock.now()).jobs);
-        for _ in 0..JOBS_MAX {
-            let Some(job) = queue.pop() else { return true };
-            self.worker.run(job, &*self.clock);
-        }
-        false
-    }
-
-    /// Returns the number of jobs that have panicked.
-    #[must_use]
-    pub const fn panics_total(&self) -> u64 {
-        self.worker.panics_total()
-    }
-}
-
 /// The maximum number of jobs of a step: each arena may be put to sleep by one of its own.
 const JOBS_MAX: usize = 1024;
 
@@ -548,19 +522,15 @@ impl Memory {
     }
 }
 
-/// `true` if this build has device arenas.
-const HAS_DEVICES: bool = cfg!(feature = "device");
-
 /// Returns a warning that names the variables of device arenas that are set, in a build that has
 /// none.
-fn variables_of_devices(names: &[&str], has_devices: bool) -> Option<Diagnostic> {
+fn variables_of_devices(names: &[&str]) -> Option<Diagnostic> {
     let text = format!(
         "{} set but without effect: this build of lowtide has no feature `device`; build with the \
          feature, or unset",
         names.join(", ")
     );
-    let is_fault = !has_devices && !names.is_empty();
-    is_fault.then(|| Diagnostic::warning("configuration", text))
+    (!names.is_empty()).then(|| Diagnostic::warning("configuration", text))
 }
 
 /// Opens the signals with the configured limit, and adds a diagnostic if some are missing.
@@ -766,9 +736,8 @@ fn check_limit(
     // Memory freed during start-up may be released first; an error changes no figure.
     let purged = heap::purge(clock);
     let mut signal = signals.sample();
-    if let Some(kept) = purged.ok().and_then(|purged| purged.unreleased) {
-        signal.physical = signal.physical.saturating_sub(kept.bytes); // requests use it
-    }
+    let kept = purged.map_or(ByteSize::ZERO, |purged| purged.unreleased); // requests use it
+    signal.physical = signal.physical.saturating_sub(kept);
     if !is_full(&signal) {
         return Ok(());
     }
@@ -840,8 +809,8 @@ fn report(memory: &Memory, background_threads: u32) {
     let signals = &memory.0.shared.signals;
     let (cpus, bounds) = (signals.cpus(), signals.bounds());
     let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-    let at_start = heap::effective();
-    let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
+    let heap = heap::effective();
+    let heap = heap.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     #[cfg(feature = "device")]
     let device = Some(devices::choice(&memory.0.shared.devices, config));
     #[cfg(not(feature = "device"))]
@@ -858,7 +827,7 @@ fn report(memory: &Memory, background_threads: u32) {
         cpus = cpus.whole(),
         cpu_quota_milli = cpus.quota_milli,
         bound_arenas = memory.0.shared.bound_arenas,
-        heap_at_start = at_start,
+        heap,
         "memory manager started"
     );
     if let Some(last) = memory.report().last_exit() {
@@ -893,12 +862,11 @@ mod tests {
     #[test]
     fn variables_of_device_arenas_are_named_in_a_build_without_them() {
         let names = ["LOWTIDE_DEVICE", "LOWTIDE_DEVICE_LIMIT"];
-        let text = variables_of_devices(&names, false).map(|diagnostic| diagnostic.to_string());
+        let text = variables_of_devices(&names).map(|diagnostic| diagnostic.to_string());
         let expected = "configuration: LOWTIDE_DEVICE, LOWTIDE_DEVICE_LIMIT set but without \
                         effect: this build of lowtide has no feature `device`; build with the \
                         feature, or unset";
         assert_eq!(text.as_deref(), Some(expected));
-        assert_eq!(variables_of_devices(&names, true), None, "they have an effect");
-        assert_eq!(variables_of_devices(&[], false), None);
+        assert_eq!(variables_of_devices(&[]), None);
     }
 }

@@ -1,6 +1,7 @@
 //! Errors of `Memory`, and diagnostics.
 
 use std::fmt;
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -11,7 +12,7 @@ use crate::config::{ConfigError, Source};
 #[cfg(feature = "device")]
 use crate::device::{DeviceError, driver::DriverError};
 use lowtide_admission::{Budget, Rejected, ResourceError, SettingsError};
-use lowtide_heap::{HostError, ReleaseFailure};
+use lowtide_heap::{HostError, ReleaseFailure, Unsupported};
 
 #[cfg(feature = "device")]
 use super::devices::{DeviceSelector, Slot, known_targets};
@@ -91,7 +92,7 @@ pub enum StartError {
     },
 }
 
-crate::config::debug_is_message!(StartError, MemoryError, Shutdown, super::admin::AdminError);
+crate::config::debug_is_message!(StartError, MemoryError, Shutdown);
 
 /// Formats a limit in the form of its source.
 fn named(from: Source, limit: ByteSize) -> String {
@@ -227,24 +228,6 @@ pub enum MemoryError {
         /// The maximum.
         max: usize,
     },
-    /// More concurrent users than can be counted.
-    #[cfg(feature = "device")]
-    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
-    TooManyUsers {
-        /// The slot.
-        slot: Slot,
-        /// The maximum.
-        max: u32,
-    },
-    /// Other threads changed the slot's arena at every attempt.
-    #[cfg(feature = "device")]
-    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
-    Contended {
-        /// The slot.
-        slot: Slot,
-        /// The number of attempts.
-        attempts: u32,
-    },
     /// There is no device for the target of a shrink.
     #[cfg(feature = "device")]
     #[error("unknown target {target}: expected {}", targets(*devices))]
@@ -254,9 +237,58 @@ pub enum MemoryError {
         /// The number of devices, at least 1.
         devices: usize,
     },
+    /// No arena has the name in an admin command.
+    #[error("no arena named {name:?}: expected {}", listed(known))]
+    UnknownArena {
+        /// The name in the command.
+        name: String,
+        /// The existing names.
+        known: Vec<String>,
+    },
+    /// No resource has the name in an admin command.
+    #[error("no resource named {name:?}: expected {}", listed(known))]
+    UnknownResource {
+        /// The name in the command.
+        name: String,
+        /// The existing names.
+        known: Vec<String>,
+    },
+    /// No process fits in this limit.
+    #[error("cannot fit in {limit}: expected at least {least}")]
+    FitLimit {
+        /// The limit in the command.
+        limit: ByteSize,
+        /// The smallest limit.
+        least: ByteSize,
+    },
+    /// The time for a fit is too short or too long.
+    #[error("cannot fit within {within:?}: expected 1 s to 1 h")]
+    FitTime {
+        /// The time in the command.
+        within: Duration,
+    },
+    /// Too many admin tasks are waiting.
+    #[error("too many admin tasks: {waiting} waiting, at most {max}")]
+    TooManyTasks {
+        /// The number of waiting tasks.
+        waiting: usize,
+        /// The maximum number of waiting tasks.
+        max: usize,
+    },
+    /// This `Memory` is shutting down or has shut down, so it runs no admin task.
+    #[error("the service is shutting down")]
+    Ended,
     /// The process heap could not be purged.
     #[error("cannot purge the heap: {0}")]
     Heap(HostError),
+    /// Neither heap of the process can be purged.
+    #[error("{jemalloc}; {libc}")]
+    CannotPurge {
+        /// Why jemalloc's heap cannot be purged.
+        jemalloc: Unsupported,
+        /// Why the C library's heap cannot be purged.
+        libc: Unsupported,
+    },
     /// The kernel did not take unused memory of the heap back.
     #[error("{bytes} of unused heap memory stay resident: {cause}")]
     Unreleased {
@@ -282,6 +314,17 @@ impl From<DeviceError> for MemoryError {
     }
 }
 
+/// Lists some names, of which there may be a thousand.
+fn listed(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| format!("{name:?}")).collect();
+    match names.len() {
+        0 => "none (there are none)".to_owned(),
+        1..=SHOWN => shown.join(", "),
+        all => format!("{} or one of {} others", shown.join(", "), all - SHOWN),
+    }
+}
+
 #[cfg(feature = "device")]
 fn one_of(known: &[impl ToString]) -> String {
     known.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
@@ -301,37 +344,30 @@ fn gpus(devices: usize) -> String {
     }
 }
 
-/// The severity of a [`Diagnostic`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum Severity {
-    /// A fact about this system that needs no action, such as that there is no GPU. Logged at info.
-    Info,
-    /// A problem, or reduced protection. Logged at warn and counted in `lowtide_diagnostics`.
-    Warning,
-}
-
-/// A setting that could not be applied, or a feature that this system lacks. Logged once.
+/// A fact about the settings and the system, such as a setting that could not be applied, which is
+/// logged once; or about the state of memory, in a [`Verdict`](super::Verdict).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Diagnostic {
-    /// The severity.
-    pub severity: Severity,
-    /// The subject: `configuration`, `heap`, `limit`, `signals`, `device`, `resources`.
+    /// The subject: `configuration`, `heap`, `limit`, `signals`, `device`, `resources`; in a verdict
+    /// `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`, `untracked`, `device` or
+    /// `eviction`.
     pub about: &'static str,
-    /// The fact, and the action to take.
+    /// `true` for a problem, or reduced protection. Logged at warn and counted in
+    /// `lowtide_diagnostics`. Otherwise it needs no action, such as that there is no GPU.
+    pub is_problem: bool,
+    /// The fact with its figures, and the action to take.
     pub text: String,
 }
 
 impl Diagnostic {
     pub(super) fn warning(about: &'static str, text: String) -> Self {
-        Self { severity: Severity::Warning, about, text }
+        Self { about, is_problem: true, text }
     }
 
     pub(super) fn info(about: &'static str, text: String) -> Self {
-        Self { severity: Severity::Info, about, text }
+        Self { about, is_problem: false, text }
     }
 
     /// Unused memory of the heap that the kernel does not take back.
@@ -421,15 +457,12 @@ impl fmt::Display for Shutdown {
 
 #[cfg(test)]
 mod tests {
-    use super::super::admin::AdminError;
     use super::*;
 
     #[test]
     fn an_error_that_main_returns_is_printed_as_its_message() {
         let error = MemoryError::Forked;
         assert_eq!(format!("{error:?}"), error.to_string());
-        let refused = AdminError::from(error);
-        assert_eq!(format!("{refused:?}"), refused.to_string());
         let report = Shutdown { requests: 2, ..Default::default() };
         let error = report.into_result().expect_err("two requests");
         assert!(format!("{error:?}").starts_with("2 requests"), "{error:?}");
@@ -452,5 +485,13 @@ mod tests {
             assert!(text.ends_with("expected at least 9.0 MiB"), "{text}");
         }
         assert!(text(8 << 20, Source::Code).starts_with("memory_limit(8MiB) is too small"));
+    }
+
+    #[test]
+    fn of_many_names_some_are_listed() {
+        let names = |count: usize| (0..count).map(|nth| nth.to_string()).collect::<Vec<_>>();
+        assert_eq!(listed(&names(0)), "none (there are none)");
+        assert_eq!(listed(&names(2)), r#""0", "1""#);
+        assert!(listed(&names(1024)).ends_with(r#""7" or one of 1016 others"#));
     }
 }

@@ -10,16 +10,18 @@
 //! about one subject within [`MERGED`] are one event with the sum of their amounts, except admin
 //! tasks.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::bytes::{ByteSize, prefix};
 use crate::clock::Moment;
+#[cfg(feature = "device")]
+use crate::device::ArenaSnapshot;
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    LastUnload, Level, ReclaimerStats, RejectReason, ResourceStats, UnloadReason,
+    AdmissionStats, LastUnload, Level, RejectReason, ResourceStats, UnloadReason,
 };
 
 use super::snapshot::MemorySnapshot;
@@ -46,7 +48,7 @@ pub struct Event {
     pub since: Duration,
     /// The kind: `purge`, `level`, `limit`, `sleep`, `wake`, `load`, `unload`, `evict`, `reclaim`,
     /// `reject`, `cancel`, `kill`, `diagnostic` or `admin`.
-    pub kind: &'static str,
+    pub kind: Cow<'static, str>,
     /// The subject: an arena, a resource, a reclaimer, a budget, a trigger, a route, a reason.
     pub about: String,
     /// The text of the last occurrence; amounts in it are sums over all occurrences.
@@ -94,7 +96,7 @@ impl EventLog {
         if ring.len() == KIND_MAX {
             ring.pop_front();
         }
-        let (about, text) = (about.to_owned(), bounded(text));
+        let (kind, about, text) = (kind.into(), about.to_owned(), bounded(text));
         ring.push_back(Event { at, since: at, kind, about, text, times: 1, sum: amount });
     }
 
@@ -121,10 +123,10 @@ fn bounded(mut text: String) -> String {
     text
 }
 
-/// The last snapshot of the worker, to find the changes since then.
+/// The last publication of the worker, to find the changes since then.
 #[derive(Debug)]
 pub(super) struct Watch {
-    seen: Option<EventBasis>,
+    seen: Option<Publication>,
     episode: Option<Episode>,
     lines: TokenBucket,
 }
@@ -144,32 +146,12 @@ struct Episode {
     counts: [u64; RejectReason::ALL.len()],
 }
 
-#[derive(Debug)]
-struct EventBasis {
-    levels: [Level; 2],
+/// The figures of a publication.
+#[derive(Clone, Debug)]
+pub(super) struct Publication {
+    pub(super) snapshot: MemorySnapshot,
     /// The number of times that the host has entered each level.
-    entered: [u64; Level::ALL.len()],
-    limit: ByteSize,
-    /// The directory of the memory cgroup.
-    cgroup: Option<PathBuf>,
-    /// Sleeps, wakes and failed wakes, by name.
-    #[cfg(feature = "device")]
-    arenas: BTreeMap<String, [u64; 3]>,
-    resources: BTreeMap<String, ResourceCounts>,
-    /// The calls of each reclaimer, and the bytes that they reported.
-    reclaimers: BTreeMap<String, (u64, ByteSize)>,
-    shed: [u64; RejectReason::ALL.len()],
-    /// `None` while the kernel's count cannot be read.
-    kills: Option<u64>,
-}
-
-/// The loads and unloads of a resource.
-#[derive(Debug, Default)]
-struct ResourceCounts {
-    loads: u64,
-    failures: u64,
-    unloads: [u64; UnloadReason::ALL.len()],
-    last: Option<LastUnload>,
+    pub(super) entered: [u64; Level::ALL.len()],
 }
 
 /// Returns the text about the sum of an event's amounts; of most kinds there is none.
@@ -184,36 +166,44 @@ fn text_of_sum(kind: &str, sum: u64) -> Option<String> {
 }
 
 impl Watch {
-    /// Adds an event for each change since the last snapshot, and logs changes that nothing else
-    /// logs. `entered` is how often the host has entered each level.
-    pub(super) fn see(
-        &mut self,
-        snapshot: &MemorySnapshot,
-        entered: [u64; Level::ALL.len()],
-        events: &EventLog,
-    ) {
-        let now = EventBasis::of(snapshot, entered);
-        let before = self.seen.take().unwrap_or_else(|| EventBasis::at_start(&now));
+    /// Adds an event for each change since the last publication, and logs changes that nothing else
+    /// logs.
+    pub(super) fn see(&mut self, now: &Publication, events: &EventLog) {
+        let before = self.seen.take().unwrap_or_else(|| now.at_start());
+        let (snapshot, was) = (&now.snapshot, &before.snapshot);
         now.since(&before, |kind, about, amount, text| {
             events.add_event(snapshot.since_epoch, kind, about, amount, text);
         });
-        self.log_level(&now, &before, snapshot);
-        if now.limit != before.limit {
-            let (limit, was) = (shown(now.limit), shown(before.limit));
+        self.log_level(now, &before);
+        if snapshot.limit() != was.limit() {
+            let (limit, was) = (shown(snapshot.limit()), shown(was.limit()));
             let source = snapshot.signal.limit.source.name();
             log!(info, target: "lowtide", limit, was, source, "memory limit changed");
         }
-        if now.cgroup != before.cgroup {
-            let (cgroup, was) = (now.cgroup.as_deref(), before.cgroup.as_deref());
+        if snapshot.cgroup != was.cgroup {
+            let (cgroup, was) = (snapshot.cgroup.as_deref(), was.cgroup.as_deref());
             log!(info, target: "lowtide", ?cgroup, ?was, "memory cgroup changed");
         }
+        let kills = |of: &MemorySnapshot| {
+            of.events.as_ref().map_or(0, |events| events.own.oom_kill.unwrap_or(0))
+        };
+        let killed = kills(snapshot).saturating_sub(kills(was));
+        if killed > 0 {
+            let (limit, physical) = (snapshot.limit(), snapshot.physical);
+            log!(warn, target: "lowtide", killed, %limit, %physical, "processes OOM-killed");
+        }
         self.log_rejections(now.new_rejections(&before), snapshot);
+    }
+
+    /// Keeps the publication for the next one.
+    pub(super) fn keep(&mut self, now: Publication) {
         self.seen = Some(now);
     }
 
-    fn log_level(&mut self, now: &EventBasis, before: &EventBasis, snapshot: &MemorySnapshot) {
+    fn log_level(&mut self, now: &Publication, before: &Publication) {
+        let snapshot = &now.snapshot;
         let highest = now.highest_since(before).map(Level::name);
-        let [level, was] = [now.levels[0], before.levels[0]].map(Level::name);
+        let [level, was] = [now, before].map(|of| of.snapshot.host.level.name());
         if (level == was && highest.is_none()) || self.lines.take(snapshot.now).is_err() {
             return;
         }
@@ -289,49 +279,19 @@ pub(super) fn shown(limit: ByteSize) -> String {
     if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() }
 }
 
-impl EventBasis {
-    fn of(snapshot: &MemorySnapshot, entered: [u64; Level::ALL.len()]) -> Self {
-        let resource = |stats: &ResourceStats| {
-            let counts = ResourceCounts {
-                loads: stats.loads_ok_total,
-                failures: stats.loads_failed_total,
-                unloads: UnloadReason::ALL.map(|why| stats.unloads_total(why)),
-                last: stats.last_unload.clone(),
-            };
-            (stats.name.to_string(), counts)
-        };
-        let reclaimer = |stats: &ReclaimerStats| {
-            (stats.name.to_string(), (stats.calls_total, stats.released_total))
-        };
-        Self {
-            levels: [snapshot.host.level, snapshot.device.level],
-            entered,
-            limit: snapshot.signal.limit.bytes,
-            cgroup: snapshot.cgroup.clone(),
-            #[cfg(feature = "device")]
-            arenas: snapshot.devices.sleeps(),
-            resources: snapshot.resources.iter().map(resource).collect(),
-            reclaimers: snapshot.reclaimers.iter().map(reclaimer).collect(),
-            shed: RejectReason::ALL.map(|why| snapshot.admission.rejected_total(why)),
-            kills: snapshot.oom_kills,
-        }
-    }
-
+impl Publication {
     /// Returns the state before anything happened. The limit, the cgroup and its kills are older
     /// than the process.
-    fn at_start(first: &Self) -> Self {
-        Self {
-            levels: [Level::None; 2],
-            entered: [0; Level::ALL.len()],
-            limit: first.limit,
-            cgroup: first.cgroup.clone(),
-            #[cfg(feature = "device")]
-            arenas: BTreeMap::new(),
-            resources: BTreeMap::new(),
-            reclaimers: BTreeMap::new(),
-            shed: [0; RejectReason::ALL.len()],
-            kills: first.kills,
-        }
+    fn at_start(&self) -> Self {
+        let mut snapshot = self.snapshot.clone();
+        (snapshot.host.level, snapshot.device.level) = (Level::None, Level::None);
+        #[cfg(feature = "device")]
+        snapshot.devices.arenas.clear();
+        snapshot.resources.clear();
+        snapshot.reclaimers.clear();
+        snapshot.events = None;
+        snapshot.admission = AdmissionStats::default();
+        Self { snapshot, entered: [0; Level::ALL.len()] }
     }
 
     /// Returns the highest level that the host has entered since then, if any.
@@ -340,94 +300,111 @@ impl EventBasis {
         entered.filter(|((now, was), _)| now > was).map(|(_, level)| level).next_back()
     }
 
-    /// Returns the rejections since then for lack of memory: not those during shutdown, and not of
-    /// slow clients.
+    /// Returns the rejections since then by reason.
+    fn rejections_since(&self, before: &Self) -> [u64; RejectReason::ALL.len()] {
+        let total = |of: &Self, why| of.snapshot.admission.rejected_total(why);
+        RejectReason::ALL.map(|why| total(self, why).saturating_sub(total(before, why)))
+    }
+
+    /// Returns those for lack of memory: not those during shutdown, and not of slow clients.
     fn new_rejections(&self, before: &Self) -> [u64; RejectReason::ALL.len()] {
-        let mut new = [0; RejectReason::ALL.len()];
-        let counts = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
-        for (place, ((now, was), why)) in new.iter_mut().zip(counts) {
-            if is_shortage(why) {
-                *place = now.saturating_sub(*was);
-            }
+        let mut new = self.rejections_since(before);
+        for (count, why) in new.iter_mut().zip(RejectReason::ALL) {
+            *count *= u64::from(is_shortage(why));
         }
         new
     }
 
     /// Passes each change since then to `tell`: kind, subject, amount and text.
     fn since(&self, before: &Self, mut tell: impl FnMut(&'static str, &str, u64, String)) {
+        let (now, was) = (&self.snapshot, &before.snapshot);
         let mut fixed = |kind, about: &str, text| tell(kind, about, 0, text);
         let highest = self.highest_since(before);
-        let levels = self.levels.into_iter().zip(before.levels).zip(["host", "device"]);
-        for ((level, was), budget) in levels {
+        for (budget, level, was) in [
+            ("host", now.host.level, was.host.level),
+            ("device", now.device.level, was.device.level),
+        ] {
             let passed = highest.filter(|high| budget == "host" && *high > level.max(was));
+            let text = format!("pressure {}, was {}", level.name(), was.name());
             match passed {
-                Some(high) => {
-                    let (high, level, was) = (high.name(), level.name(), was.name());
-                    fixed("level", budget, format!("pressure {level}, was {was}, reached {high}"));
-                }
-                None if level != was => {
-                    let text = format!("pressure {}, was {}", level.name(), was.name());
-                    fixed("level", budget, text);
-                }
+                Some(high) => fixed("level", budget, format!("{text}, reached {}", high.name())),
+                None if level != was => fixed("level", budget, text),
                 None => {}
             }
         }
-        if self.limit != before.limit {
-            let text = format!("limit {}, was {}", shown(self.limit), shown(before.limit));
+        if now.limit() != was.limit() {
+            let text = format!("limit {}, was {}", shown(now.limit()), shown(was.limit()));
             fixed("limit", "host", text);
         }
         #[cfg(feature = "device")]
-        for (name, counts) in &self.arenas {
-            let was = before.arenas.get(name).unwrap_or(&[0; 3]);
+        for arena in &now.devices.arenas {
+            let counts =
+                |of: &ArenaSnapshot| [of.sleeps_total, of.wakes_total, of.wake_failures_total];
+            let was = was.devices.arenas.iter().find(|of| of.name == arena.name);
+            let was = was.map_or([0; 3], counts);
             let said = [("sleep", "fell asleep"), ("wake", "woke"), ("wake", "wake failed")];
-            for ((count, was), (kind, text)) in counts.iter().zip(was).zip(said) {
+            for ((count, was), (kind, text)) in counts(arena).into_iter().zip(was).zip(said) {
                 if count > was {
-                    fixed(kind, name, text.to_owned());
+                    fixed(kind, &arena.name, text.to_owned());
                 }
             }
         }
-        for (name, counts) in &self.resources {
-            let none = ResourceCounts::default();
-            let was = before.resources.get(name).unwrap_or(&none);
-            if counts.failures > was.failures {
-                fixed("load", name, "load failed".to_owned());
-            }
-            let unloads = counts.unloads.iter().zip(&was.unloads).zip(UnloadReason::ALL);
-            for (_, why) in unloads.filter(|((count, was), _)| count > was) {
-                let kind = if why == UnloadReason::Eviction { "evict" } else { "unload" };
-                let last = counts.last.as_ref().filter(|last| last.reason == why);
-                let unknown = || format!("unloaded: {}", why.name());
-                fixed(kind, name, last.map_or_else(unknown, LastUnload::to_string));
-            }
-            if counts.loads > was.loads {
-                fixed("load", name, "loaded".to_owned());
-            }
+        for resource in &now.resources {
+            let was = was.resources.iter().find(|of| of.name == resource.name);
+            resource_since(resource, was, &mut fixed);
         }
         let mut counted = |kind, about: &str, amount| {
             tell(kind, about, amount, text_of_sum(kind, amount).unwrap_or_default());
         };
-        for (name, (calls, released)) in &self.reclaimers {
-            let (was_calls, was_released) =
-                before.reclaimers.get(name).copied().unwrap_or_default();
-            if *calls > was_calls {
-                let amount = released.saturating_sub(was_released).get();
-                counted("reclaim", name, amount);
+        for reclaimer in &now.reclaimers {
+            let was = was.reclaimers.iter().find(|of| of.name == reclaimer.name);
+            let (calls, released) =
+                was.map_or((0, ByteSize::ZERO), |of| (of.calls_total, of.released_total));
+            if reclaimer.calls_total > calls {
+                let amount = reclaimer.released_total.saturating_sub(released).get();
+                counted("reclaim", &reclaimer.name, amount);
             }
         }
-        let shed = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
-        for ((count, was), why) in shed.filter(|((count, was), _)| count > was) {
-            counted("reject", why.name(), count - was);
+        let rejected = self.rejections_since(before).into_iter().zip(RejectReason::ALL);
+        for (count, why) in rejected.filter(|(count, _)| *count > 0) {
+            counted("reject", why.name(), count);
         }
         // A count that could not be read is no kill when it is read again.
-        let kills = self.kills.zip(before.kills).map_or(0, |(now, was)| now.saturating_sub(was));
+        let kills = now.oom_kills.zip(was.oom_kills);
+        let kills = kills.map_or(0, |(now, was)| now.saturating_sub(was));
         if kills > 0 {
             counted("kill", "cgroup", kills);
         }
     }
 }
 
+/// Passes each load and unload of a resource since then to `tell`.
+fn resource_since(
+    now: &ResourceStats,
+    was: Option<&ResourceStats>,
+    tell: &mut impl FnMut(&'static str, &str, String),
+) {
+    let rose = |total: fn(&ResourceStats) -> u64| total(now) > was.map_or(0, total);
+    if rose(|of| of.loads_failed_total) {
+        tell("load", &now.name, "load failed".to_owned());
+    }
+    for why in UnloadReason::ALL {
+        if now.unloads_total(why) > was.map_or(0, |of| of.unloads_total(why)) {
+            let kind = if why == UnloadReason::Eviction { "evict" } else { "unload" };
+            let last = now.last_unload.as_ref().filter(|last| last.reason == why);
+            let unknown = || format!("unloaded: {}", why.name());
+            tell(kind, &now.name, last.map_or_else(unknown, LastUnload::to_string));
+        }
+    }
+    if rose(|of| of.loads_ok_total) {
+        tell("load", &now.name, "loaded".to_owned());
+    }
+}
+
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use lowtide_admission::ReclaimerStats;
+
     use super::*;
 
     #[test]
@@ -479,36 +456,38 @@ mod tests {
         assert_eq!(events.all().last().map(|event| event.sum), Some(1));
     }
 
-    fn seen() -> EventBasis {
-        EventBasis {
-            levels: [Level::None; 2],
-            entered: [0; 4],
-            limit: ByteSize::gib(1),
-            cgroup: None,
-            arenas: BTreeMap::new(),
-            resources: BTreeMap::new(),
-            reclaimers: BTreeMap::new(),
-            shed: [0, 7, 0, 0, 0, 0, 0, 0, 0, 0],
-            kills: Some(1),
-        }
+    /// A publication of a `Memory` with an arena, a resource and a reclaimer.
+    fn published(memory: &crate::Memory) -> Publication {
+        let mut snapshot = memory.snapshot();
+        (snapshot.host.level, snapshot.oom_kills) = (Level::None, Some(1));
+        snapshot.signal.limit.bytes = ByteSize::gib(1);
+        snapshot.admission.rejected = [0, 7, 0, 0, 0, 0, 0, 0, 0, 0];
+        Publication { snapshot, entered: [0; 4] }
     }
 
     #[test]
     fn a_difference_is_told_once_with_what_it_is_about() {
-        let before = seen();
-        let model = ResourceCounts { loads: 1, failures: 1, unloads: [0, 1, 0, 0, 0], last: None };
-        let now = EventBasis {
-            levels: [Level::High, Level::None],
-            entered: [0, 1, 1, 0],
-            limit: ByteSize::mib(512),
-            cgroup: None,
-            arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
-            resources: BTreeMap::from([("m".to_owned(), model)]),
-            reclaimers: BTreeMap::from([("c".to_owned(), (2, ByteSize::mib(3)))]),
-            shed: [1, 10, 0, 0, 0, 0, 0, 0, 0, 0],
-            kills: Some(3),
-        };
-        let told = |now: &EventBasis, before: &EventBasis| {
+        let memory = crate::Memory::builder().detached().start().expect("it needs nothing");
+        let arena = memory.devices().open_arena("a").expect("opens");
+        let model = memory.managed("m", || Ok(())).register().expect("registered");
+        let before = published(&memory);
+        arena.sleep(crate::device::SleepOptions::default()).expect("asleep");
+        drop(arena.enter().expect("awake"));
+        drop(model.acquire_blocking().expect("loaded"));
+        assert!(model.unload(UnloadReason::Pressure));
+        let mut now = published(&memory);
+        now.entered = [0, 1, 1, 0];
+        let snapshot = &mut now.snapshot;
+        (snapshot.host.level, snapshot.oom_kills) = (Level::High, Some(3));
+        snapshot.signal.limit.bytes = ByteSize::mib(512);
+        (snapshot.admission.rejected[0], snapshot.admission.rejected[1]) = (1, 10);
+        snapshot.resources[0].loads_failed_total = 1;
+        snapshot.resources[0].last_unload = None;
+        let mut reclaimer = ReclaimerStats::default();
+        (reclaimer.name, reclaimer.calls_total) = ("c".into(), 2);
+        reclaimer.released_total = ByteSize::mib(3);
+        snapshot.reclaimers = vec![reclaimer];
+        let told = |now: &Publication, before: &Publication| {
             let mut told = Vec::new();
             now.since(before, |kind, about, _, text| told.push(format!("{kind} {about}: {text}")));
             told
@@ -529,14 +508,14 @@ mod tests {
         assert_eq!(told(&now, &before), expected);
         assert!(told(&now, &now).is_empty(), "nothing new");
         // The bug: what happened before the first publication was never told.
-        let model = ResourceCounts { loads: 1, ..ResourceCounts::default() };
-        let first = EventBasis { resources: BTreeMap::from([("m".to_owned(), model)]), ..seen() };
+        let mut first = before.clone();
+        first.snapshot.resources[0].loads_ok_total = 1;
         assert_eq!(
-            told(&first, &EventBasis::at_start(&first)),
+            told(&first, &first.at_start()),
             ["load m: loaded", "reject full: 7 requests rejected"]
         );
         // A level that was reached and left in between.
-        let after = EventBasis { entered: [1, 1, 1, 1], levels: [Level::None; 2], ..seen() };
+        let after = Publication { entered: [1, 1, 1, 1], ..before.clone() };
         let expected = ["level host: pressure none, was none, reached critical"];
         assert_eq!(told(&after, &before), expected);
     }

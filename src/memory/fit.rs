@@ -25,8 +25,9 @@ use crate::sync::{Mutex, caught, lock};
 use lowtide_admission::fit::{Fit, FitSample, FitStep, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
-use super::admin::{AdminCommand, AdminError, AdminTaskState};
+use super::admin::{AdminCommand, AdminTaskState};
 use super::breakdown::{MemoryPart, PartKind};
+use super::error::MemoryError;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 
@@ -83,7 +84,7 @@ impl Shared {
             let mut in_force = lock(&self.fit.0);
             // With the lock held: a shutdown that comes later ends it.
             if self.admission.is_closed() {
-                return Err(AdminError::Ended.to_string());
+                return Err(MemoryError::Ended.to_string());
             }
             *in_force = Some(FitTask { fit, id, command: command.clone() });
             self.signals.set_fit(Some(fit.limit));
@@ -103,7 +104,7 @@ impl Shared {
 
     /// Ends the fit in force when the service shuts down.
     pub(super) fn end_fit_at_shutdown(&self) {
-        self.fail_fit("shutdown", AdminError::Ended.to_string());
+        self.fail_fit("shutdown", MemoryError::Ended.to_string());
     }
 
     /// Looks at the fit in force, on the worker.
@@ -132,7 +133,7 @@ impl Shared {
             FitStep::Holding => {}
             FitStep::Shrinking => {
                 let (_, holders) = self.holders(&sample, &fit);
-                self.admin_tasks.set_progress(id, holders);
+                self.admin_tasks.edit(id, |task| task.progress = holders);
                 if release.is_some() && !sample.purgeable.is_zero() {
                     self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
                 }
@@ -210,8 +211,12 @@ impl Shared {
         let limit = running.fit.limit;
         let now = describe_limit(self.signals.sample().limit_without_fit);
         if running.fit.is_reached() {
-            let text = format!("; {reason}: the limit is {now}");
-            self.admin_tasks.add_to_outcome(running.id, &text);
+            // What the task did has ended.
+            self.admin_tasks.edit(running.id, |task| {
+                if let AdminTaskState::Done(text) = &mut task.state {
+                    *text = format!("{text}; {reason}: the limit is {now}");
+                }
+            });
         } else {
             let _ = self.finish_task(running.id, &running.command, state(&now));
         }

@@ -15,10 +15,7 @@ use crate::bytes::ByteSize;
 use crate::config::{Config, Profile, Resolved, Source, env};
 use crate::decay::DecayTime;
 use lowtide_admission::{Cpus, LimitSource, Signals};
-use lowtide_heap::{
-    self as heap, Applied, ArenaBinding, Difference, EffectiveConf, HeapConf, HeapProbe,
-    HeapProfile, HeapSettings,
-};
+use lowtide_heap::{self as heap, Difference, EffectiveConf, HeapProbe, HeapProfile, HeapSettings};
 
 use super::error::Diagnostic;
 
@@ -84,11 +81,22 @@ pub(super) fn settle_heap(
         background_threads: threads > 0,
         max_background_threads: (threads > 0).then_some(threads),
     };
-    let applied = heap::apply(&settings).map_err(|error| diagnostic(error.to_string())).ok();
-    if let Some(found) = heap::effective().ok().filter(|found| found.is_global) {
-        let differences = differences(&found, applied.as_ref());
+    let applied = heap::apply(&settings);
+    let mut differences =
+        applied.map_err(|error| diagnostic(error.to_string())).unwrap_or_default();
+    let found = heap::effective().ok();
+    let get = |setting| found.as_ref().and_then(|found| found.get(setting));
+    let is_on = get("background_thread") == Some("true");
+    let background_threads = get("max_background_threads").filter(|_| is_on);
+    let background_threads = background_threads.and_then(|text| text.parse().ok()).unwrap_or(0);
+    if let Some(found) = found.filter(|_| heap::is_global()) {
+        for difference in found.differences() {
+            if !differences.contains(&difference) {
+                differences.push(difference);
+            }
+        }
         differences.iter().map(Difference::to_string).for_each(&mut diagnostic);
-        let (variable, unread) = (found.variable(), found.unread_variable());
+        let [variable, unread] = EffectiveConf::variables();
         if !ignores_environment && env::of_others(unread).is_some_and(|text| !text.is_empty()) {
             diagnostic(format!(
                 "{unread} is set, which this build of jemalloc does not read: it reads {variable}"
@@ -96,15 +104,11 @@ pub(super) fn settle_heap(
         }
         profile_in_part(config, &found).into_iter().for_each(&mut diagnostic);
         let limit = signals.sample().limit;
-        if limit.source == LimitSource::AddressSpace && found.retain {
-            diagnostic(keeps_addresses(limit.bytes, &found));
+        if limit.source == LimitSource::AddressSpace && found.get("retain") == Some("true") {
+            diagnostic(keeps_addresses(limit.bytes, variable));
         }
     }
-    let mapping_min = match &applied {
-        Some(applied) => applied.mapping_min,
-        None => heap::limit_mappings().ok().flatten(),
-    };
-    if let Some(least) = mapping_min {
+    if let Ok(Some(least)) = heap::limit_mappings() {
         diagnostic(format!(
             "the kernel does not overcommit (vm.overcommit_memory is 2 or cannot be read), so \
              unused ranges of the heap from {least} on take a mapping each, of at most {} for the \
@@ -118,37 +122,11 @@ pub(super) fn settle_heap(
     {
         diagnostic(Diagnostic::unreleased(cause).text);
     }
-    let background_threads = applied
-        .filter(|applied| applied.background_threads)
-        .map_or(0, |applied| applied.max_background_threads);
     SettledHeap {
         probe: HeapProbe::new().map_err(|error| diagnostic(error.to_string())).ok(),
         decay_interval: decay_interval(config.heap_decay.value).filter(|_| background_threads == 0),
         background_threads,
     }
-}
-
-/// Returns the settings that are not in effect: those that lowtide applied, and those that jemalloc
-/// read at start.
-fn differences(found: &EffectiveConf, applied: Option<&Applied>) -> Vec<Difference> {
-    let mut differences = applied.map_or_else(Vec::new, |applied| applied.differences.clone());
-    let mut now = found.clone();
-    if let Some(applied) = applied {
-        (now.dirty_decay, now.muzzy_decay) = (applied.dirty_decay, applied.muzzy_decay);
-        now.background_threads = applied.background_threads;
-        now.max_background_threads = applied.max_background_threads;
-    }
-    // lowtide may change what the binary requests, but not what is requested of the process.
-    let variables = [found.conf_of_symlink.clone(), found.conf_of_variable.clone()];
-    let at_start = found.not_in_effect(&found.requested()).into_iter();
-    let changed = variables.into_iter().flatten().map(HeapConf::new);
-    let changed = changed.flat_map(|conf| now.not_in_effect(&conf));
-    for difference in at_start.chain(changed).chain(found.of_platform()) {
-        if !differences.contains(&difference) {
-            differences.push(difference);
-        }
-    }
-    differences
 }
 
 /// Returns a text if settings of an explicit profile cannot be changed any more, or if no settings
@@ -159,11 +137,10 @@ fn profile_in_part(config: &Config, found: &EffectiveConf) -> Option<String> {
         Profile::Balanced => HeapProfile::Balanced,
         Profile::Throughput => HeapProfile::Throughput,
     };
-    let asked = found.requested_by(profile);
-    let (variable, conf) = (found.variable(), found.variable_for(&asked));
-    let mut fixed = found.differences_from(asked);
-    // No setting of the process changes what the kernel does not have.
-    fixed.retain(|it| it.is_fixed_at_start() && it.effective != "not supported");
+    let [variable, _] = EffectiveConf::variables();
+    let conf = found.requested_by(profile);
+    let mut fixed = found.differences_from(profile);
+    fixed.retain(Difference::is_fixed_at_start);
     if config.profile.source != Source::Default && !fixed.is_empty() {
         let list = fixed.iter().map(Difference::to_string).collect::<Vec<_>>().join(", ");
         return Some(format!(
@@ -171,7 +148,7 @@ fn profile_in_part(config: &Config, found: &EffectiveConf) -> Option<String> {
             config.profile.value
         ));
     }
-    found.requested().text().is_empty().then(|| {
+    found.is_default().then(|| {
         format!(
             "this binary exports no settings, so jemalloc uses its defaults for those that are \
              fixed before `main`; make `lowtide::global_allocator!({profile});` its allocator, or \
@@ -183,12 +160,11 @@ fn profile_in_part(config: &Config, found: &EffectiveConf) -> Option<String> {
 /// Returns a warning that jemalloc keeps addresses, of which the process may have few. They are not
 /// available for blocks of other sizes, and an allocation that finds no address aborts a Rust
 /// program.
-fn keeps_addresses(limit: ByteSize, found: &EffectiveConf) -> String {
+fn keeps_addresses(limit: ByteSize, variable: &str) -> String {
     format!(
         "the address space is limited (ulimit -v or -d), so the limit is {limit} now, and falls as \
-         jemalloc keeps addresses for reuse; add retain:false to {}, or limit the process's memory \
-         with a cgroup instead of ulimit",
-        found.variable()
+         jemalloc keeps addresses for reuse; add retain:false to {variable}, or limit the process's \
+         memory with a cgroup instead of ulimit"
     )
 }
 
@@ -209,18 +185,20 @@ fn keeps_addresses(limit: ByteSize, found: &EffectiveConf) -> String {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub fn on_thread_start() {
-    if let Some(binding) = arena_binding() {
-        // The thread keeps its arena, which is no reason not to run.
-        let _ = binding.bind_thread();
-    }
+    // A thread that is not bound keeps its arena, which is no reason not to run.
+    let _ = whole_cpus().map(heap::bind_thread);
 }
 
-/// Returns the spread of this process's threads; `None` if its CPUs or jemalloc's arenas are
-/// unknown.
-pub(super) fn arena_binding() -> Option<&'static ArenaBinding> {
-    static BINDING: OnceLock<Option<ArenaBinding>> = OnceLock::new();
-    let find = || ArenaBinding::new(Signals::open().cpus().whole()?).ok();
-    BINDING.get_or_init(find).as_ref()
+/// Returns the number of heap arenas that threads use after [`on_thread_start`]; `None` if the CPUs
+/// or jemalloc's arenas are unknown.
+pub(super) fn bound_arenas() -> Option<u32> {
+    whole_cpus().and_then(|cpus| heap::bound_arenas(cpus).ok())
+}
+
+/// Returns the CPUs that this process can keep busy, as first read.
+fn whole_cpus() -> Option<u32> {
+    static CPUS: OnceLock<Option<u32>> = OnceLock::new();
+    *CPUS.get_or_init(|| Signals::open().cpus().whole())
 }
 
 #[cfg(test)]

@@ -78,10 +78,16 @@ pub(super) struct MemoryInner {
     admission: Admission,
 }
 
+/// Returns the `Memory` to which the admission belongs.
+#[cfg(feature = "service")]
+fn running(admission: &Admission) -> Option<&RunningMemory> {
+    admission.kept()?.downcast_ref()
+}
+
 /// Adds an event about a running request, if the admission belongs to a `Memory`.
 #[cfg(feature = "service")]
 pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str, text: String) {
-    if let Some(running) = admission.kept().and_then(|kept| kept.downcast_ref::<RunningMemory>())
+    if let Some(running) = running(admission)
         && running.claim.birth.is_here()
     {
         running.events.add(at, "cancel", route, text);
@@ -91,15 +97,13 @@ pub(crate) fn add_request_event(admission: &Admission, at: Duration, route: &str
 /// Returns what the control loop publishes, if the admission belongs to a `Memory`.
 #[cfg(feature = "service")]
 pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState>> {
-    let running = admission.kept()?.downcast_ref::<RunningMemory>()?;
-    Some(Arc::clone(&running.state))
+    running(admission).map(|running| Arc::clone(&running.state))
 }
 
 /// Returns `true` if the admission belongs to a `Memory` that is about to end.
 #[cfg(feature = "service")]
 pub(crate) fn is_ending(admission: &Admission) -> bool {
-    let running = admission.kept().and_then(|kept| kept.downcast_ref::<RunningMemory>());
-    running.is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
+    running(admission).is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
 }
 
 impl Memory {

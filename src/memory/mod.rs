@@ -31,7 +31,6 @@ mod flight;
 mod heap;
 mod manager;
 mod own_arena;
-#[cfg_attr(not(feature = "profiling"), path = "no_profiles.rs")]
 mod profiles;
 mod report;
 mod resources;
@@ -45,23 +44,20 @@ mod snapshot;
 mod trend;
 mod verdict;
 
-pub use admin::{AdminCommand, AdminError, AdminTask, AdminTaskState};
+pub use admin::{AdminCommand, AdminTask, AdminTaskState};
 pub use admin_worker::MemoryAdmin;
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
-#[doc(hidden)]
-pub use builder::Steps;
 #[cfg(feature = "cuda")]
 pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
-    ArenaReport, ArenaUse, DeviceReservation, DeviceSelector, DeviceSnapshot, DeviceStatus,
-    DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
-    SlotKind, SlotSnapshot,
+    ArenaReport, ArenaUse, DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot,
+    MemoryDevices, Run, Shrunk, Slot, SlotSnapshot,
 };
-pub use error::{Diagnostic, MemoryError, Severity, Shutdown, StartError};
+pub use error::{Diagnostic, MemoryError, Shutdown, StartError};
 pub use events::Event;
-pub use flight::{ExitCause, FlightEvent, FlightResource, FlightSample, LastExit};
+pub use flight::{ExitCause, FlightResource, FlightSample, LastExit};
 pub use heap::on_thread_start;
 pub use manager::{Memory, WeakMemory};
 #[cfg(feature = "service")]
@@ -72,5 +68,5 @@ pub use shared::Purged;
 #[cfg(all(test, target_os = "linux", not(lowtide_loom)))]
 pub(crate) use shared::holds_in_child;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
-pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects, LiveTrend, QuietPoint};
-pub use verdict::{Finding, Verdict};
+pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects};
+pub use verdict::Verdict;

@@ -16,15 +16,17 @@
 
 #[cfg(not(feature = "device"))]
 pub(super) use std::convert::Infallible as OwnDevice;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use crate::bytes::{ByteSize, prefix};
+use crate::sync::{Mutex, lock};
 use lowtide_admission::{Budget, Cost, LimitSource, LoadScope, Trigger};
 use lowtide_core::sync::background;
 use lowtide_heap::{self as heap, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::error::Diagnostic;
-use super::shared::{LoadCounts, LoadGuard, Shared};
+use super::shared::Shared;
 #[cfg(feature = "device")]
 pub(super) use crate::device::DeviceArena as OwnDevice;
 
@@ -56,7 +58,7 @@ impl OwnArena {
     }
 
     fn take(&self) -> Option<HostArena> {
-        self.arena.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.arena).take()
     }
 
     /// Creates a heap arena of this name.
@@ -69,12 +71,7 @@ impl OwnArena {
 
     /// Returns the bytes of pages in the arena.
     fn arena_active(&self) -> Option<ByteSize> {
-        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
-        arena.as_ref().and_then(|arena| arena.stats().ok()).map(|stats| stats.active)
-    }
-
-    fn take_grown(&self) -> Option<ByteSize> {
-        self.grown.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.arena).as_ref().and_then(|arena| arena.stats().ok()).map(|stats| stats.active)
     }
 
     /// Measures a finished load by the growth of the process, and adds a diagnostic.
@@ -91,7 +88,7 @@ impl OwnArena {
                 return;
             }
             let grown = growth.saturating_add(self.arena_active().unwrap_or_default());
-            *self.grown.lock().unwrap_or_else(PoisonError::into_inner) = Some(grown);
+            *lock(&self.grown) = Some(grown);
             let text = format!(
                 "{start}uses memory of C or C++ code, which jemalloc does not manage in this \
                  build: measured as {grown} by the growth of the process; feature `interpose` \
@@ -118,6 +115,33 @@ impl OwnArena {
     }
 }
 
+/// The loads of resources with an `OwnArena` that started and that ended.
+#[derive(Debug, Default)]
+pub(super) struct Loads {
+    begun: AtomicU64,
+    ended: AtomicU64,
+}
+
+impl Loads {
+    fn begin(&self) -> LoadGuard<'_> {
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        LoadGuard(self)
+    }
+
+    fn counts(&self) -> [u64; 2] {
+        [&self.begun, &self.ended].map(|total| total.load(Ordering::SeqCst))
+    }
+}
+
+/// Counts the end of a load, also if it panics.
+struct LoadGuard<'a>(&'a Loads);
+
+impl Drop for LoadGuard<'_> {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
 /// The state of the process before a load.
 struct Before {
     /// The cgroup's charge or the resident memory, in bytes, without device arenas.
@@ -126,7 +150,8 @@ struct Before {
     heap: ByteSize,
     /// The requests admitted and finished.
     requests: [u64; 2],
-    loads: LoadCounts,
+    /// The loads that had begun, and those that had ended.
+    loads: [u64; 2],
 }
 
 impl Before {
@@ -147,7 +172,7 @@ impl Before {
     /// Returns `true` if only this load, and at most the request that waits for it, ran since.
     fn is_alone(&self, shared: &Shared) -> bool {
         let [admitted, finished] = self.requests;
-        let LoadCounts { begun, ended } = self.loads;
+        let [begun, ended] = self.loads;
         begun == ended + 1
             && shared.loads.counts() == self.loads
             && admitted <= finished + 1
@@ -203,7 +228,7 @@ impl LoadScope for OwnArena {
             self.load_within(load);
             return;
         };
-        let loading = LoadGuard::begin(&shared.loads);
+        let loading = shared.loads.begin();
         let before = Before::now(&shared);
         if self.load_within(load) {
             self.settle_growth(&shared, &before);
@@ -214,7 +239,7 @@ impl LoadScope for OwnArena {
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
         #[cfg(feature = "device")]
         let before = self.device.as_ref().map(|device| (device, device.snapshot().committed));
-        let host = self.unload_from_heap(unload).max(self.take_grown());
+        let host = self.unload_from_heap(unload).max(lock(&self.grown).take());
         unload(); // where it has not run
         #[cfg(feature = "device")]
         let device = before.map(|(device, before)| {
@@ -228,7 +253,7 @@ impl LoadScope for OwnArena {
     }
 
     fn held(&self) -> Option<Cost> {
-        let grown = *self.grown.lock().unwrap_or_else(PoisonError::into_inner);
+        let grown = *lock(&self.grown);
         let host = self.arena_active().max(grown);
         #[cfg(feature = "device")]
         let device = self.device.as_ref().map(|device| device.snapshot().active);
@@ -249,7 +274,7 @@ impl OwnArena {
         // Otherwise the arena is dropped, as after a panic of the loader, and kept for reuse. The
         // value of a later load may be in the arena that is here now.
         if is_kept {
-            *self.arena.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
+            *lock(&self.arena) = Some(arena);
         }
         is_kept
     }

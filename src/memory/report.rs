@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use lowtide_admission::{
-    Budget, Job, LimitAdvice, Mappings, MemoryUsage, RequestMemory, RouteUsage, Trigger,
+    Job, LimitAdvice, Mappings, MemoryUsage, RequestMemory, RouteUsage, Trigger,
 };
 use lowtide_heap::HeapSizeClass;
 
@@ -17,8 +17,8 @@ use super::flight::LastExit;
 use super::manager::Memory;
 use super::shared::{Purged, Shared};
 use super::snapshot::MemorySnapshot;
-use super::trend::{HistorySample, LeakReport};
-use super::verdict::{RequestTotals, Verdict};
+use super::trend::{HistorySample, LeakReport, QuietTimes};
+use super::verdict::Verdict;
 
 /// The time for which mappings are kept.
 const MAPPINGS_KEPT: Duration = Duration::from_secs(10);
@@ -78,11 +78,15 @@ impl MemoryHeap<'_> {
     /// 50 us. Without quiet times in a forked child, and for a detached `Memory`.
     #[must_use]
     pub fn leaks(&self) -> LeakReport {
-        let profiler = lowtide_heap::profiler();
         let suspects = |shared: &Shared| shared.profiles.as_ref()?.suspects();
-        let (trend, suspects) =
-            self.0.here(|shared| (shared.quiet_times.trend(), suspects(shared)));
-        LeakReport { trend, profiler, suspects }
+        let report = self.0.here(|shared| Some(shared.quiet_times.report(suspects(shared))));
+        report.unwrap_or_else(|| QuietTimes::default().report(None))
+    }
+}
+
+impl Shared {
+    pub(super) fn oldest_requests(&self) -> Vec<RequestMemory> {
+        self.here(|shared| shared.admission.state().oldest(LARGEST_MAX, shared.clock.now()))
     }
 }
 
@@ -113,17 +117,8 @@ impl<'a> MemoryReport<'a> {
 
     /// Returns the verdict on a snapshot, and the holders of its memory.
     pub(crate) fn explain(&self, snapshot: &MemorySnapshot) -> (Verdict, Breakdown) {
-        let shared = self.0;
-        let breakdown = shared.breakdown(snapshot);
-        let ledger = shared.admission.ledger(Budget::Host);
-        let requests = RequestTotals {
-            reserved: ledger.requests(),
-            room: ledger.request_room(),
-            loadable: shared.admission.state().loadable(Budget::Host),
-            oldest: self.oldest_requests(),
-        };
-        let trend = shared.here(|shared| shared.quiet_times.trend());
-        (Verdict::new(snapshot, &breakdown, &requests, &self.events(), &trend), breakdown)
+        let breakdown = self.0.breakdown(snapshot);
+        (Verdict::new(self.0, snapshot, &breakdown), breakdown)
     }
 
     /// Returns the resident memory of this process by mapping: what it holds outside the heap. The
@@ -166,7 +161,7 @@ impl<'a> MemoryReport<'a> {
     /// have waited for something are listed. Empty in a forked child.
     #[must_use]
     pub fn oldest_requests(&self) -> Vec<RequestMemory> {
-        self.0.here(|shared| shared.admission.state().oldest(LARGEST_MAX, shared.clock.now()))
+        self.0.oldest_requests()
     }
 
     /// Returns the memory of measured requests by route, the largest first: at most 64 routes, and

@@ -72,15 +72,6 @@ struct Refresh {
     physical: ByteSize,
 }
 
-/// The heap at a sample.
-struct HeapNow {
-    /// The live bytes at the last refresh.
-    live: ByteSize,
-    active: ByteSize,
-    purgeable: ByteSize,
-    cached: ByteSize,
-}
-
 impl Refresh {
     /// Returns `true` if another refresh is worth its cost.
     fn is_over(&self, now: Moment, active: ByteSize, signal: &Signal) -> bool {
@@ -108,8 +99,9 @@ impl Refresh {
 }
 
 impl MemorySensor {
-    /// Returns the heap at the last refresh, with its active and purgeable bytes now.
-    fn heap(&mut self, now: Moment, signal: &Signal) -> Option<HeapNow> {
+    /// Adds the heap to a sample: as of the last refresh, with its active and purgeable bytes now.
+    /// Adds nothing if its figures cannot be read.
+    fn add_heap(&mut self, now: Moment, signal: &Signal, sample: &mut Sample) -> Option<()> {
         let probe = self.heap.as_ref()?;
         let active = probe.active().ok()?;
         let physical = signal.physical;
@@ -122,9 +114,13 @@ impl MemorySensor {
                 heap.ok().map(|heap| Refresh { heap, at: now, next, active, physical });
         }
         let last = self.seen.refresh.as_ref()?;
-        let purgeable = last.purgeable_now(active, physical);
-        let HeapSnapshot { live, thread_caches: cached, .. } = last.heap;
-        Some(HeapNow { live, active, purgeable, cached })
+        sample.heap_live = last.heap.live;
+        sample.heap_active = active;
+        sample.purgeable = last.purgeable_now(active, physical);
+        sample.cached = last.heap.thread_caches;
+        // By the current active pages: stale ones would show a burst as growth.
+        sample.untracked_anonymous = sample.anonymous.saturating_sub(active);
+        Some(())
     }
 
     /// Counts the C library's heap. Unknown without glibc 2.33: then only growth triggers a purge
@@ -175,19 +171,11 @@ impl MemorySensor {
 impl Sensor for MemorySensor {
     fn sample(&mut self, now: Moment) -> Sample {
         let signal = self.signals.sample(now);
-        let heap = self.heap(now, &signal);
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
         sample.has_fit = self.signals.has_fit();
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
-        if let Some(heap) = heap {
-            sample.heap_live = heap.live;
-            sample.heap_active = heap.active;
-            sample.purgeable = heap.purgeable;
-            sample.cached = heap.cached;
-            // By the current active pages: stale ones would show a burst as growth.
-            sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
-        }
+        let _ = self.add_heap(now, &signal, &mut sample);
         #[cfg(feature = "device")]
         self.arenas.add_to(&mut sample);
         self.leave_out_unreleased(&mut sample, now);

@@ -20,18 +20,17 @@ use lowtide_admission::{
     Admission, Budget, JobQueue, Mappings, PressureState, ResourceStats, Resources, Signal,
     Signals, Trigger,
 };
-use lowtide_heap::{
-    self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport, Unreleased,
-};
+use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
 use super::admin::AdminTasks;
 use super::breakdown::{Breakdown, PartKind, list};
 #[cfg(feature = "device")]
 use super::devices::Devices;
-use super::error::{Diagnostic, MemoryError, Severity};
+use super::error::{Diagnostic, MemoryError};
 use super::events::EventLog;
 use super::fit::FitInForce;
 use super::flight::Flight;
+use super::own_arena::Loads;
 use super::profiles::Profiles;
 use super::running::ProcessClaim;
 use super::slow_value::SlowValue;
@@ -96,42 +95,6 @@ impl Purges {
     }
 }
 
-/// The loads of resources with an `OwnArena` that started and that ended.
-#[derive(Debug, Default)]
-pub(super) struct Loads {
-    begun: AtomicU64,
-    ended: AtomicU64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct LoadCounts {
-    pub(super) begun: u64,
-    pub(super) ended: u64,
-}
-
-impl Loads {
-    pub(super) fn counts(&self) -> LoadCounts {
-        let count = |total: &AtomicU64| total.load(Ordering::SeqCst);
-        LoadCounts { ended: count(&self.ended), begun: count(&self.begun) }
-    }
-}
-
-/// Counts the end of a load, also if it panics.
-pub(super) struct LoadGuard<'a>(&'a Loads);
-
-impl<'a> LoadGuard<'a> {
-    pub(super) fn begin(loads: &'a Loads) -> Self {
-        loads.begun.fetch_add(1, Ordering::SeqCst);
-        Self(loads)
-    }
-}
-
-impl Drop for LoadGuard<'_> {
-    fn drop(&mut self) {
-        self.0.ended.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
 /// The result of a purge.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -181,10 +144,11 @@ impl Shared {
                 diagnostic.about,
                 diagnostic.text.clone(),
             );
-            let Diagnostic { severity, about, text } = diagnostic;
-            match severity {
-                Severity::Info => log!(info, target: "lowtide", about, "{text}"),
-                Severity::Warning => log!(warn, target: "lowtide", about, "{text}"),
+            let Diagnostic { about, is_problem, text } = diagnostic;
+            if is_problem {
+                log!(warn, target: "lowtide", about, "{text}");
+            } else {
+                log!(info, target: "lowtide", about, "{text}");
             }
         }
     }
@@ -249,12 +213,12 @@ impl Shared {
         match &heap {
             Ok(report) => {
                 self.purges.add(report);
-                if let Some(Unreleased { cause, .. }) = report.unreleased {
+                if let Some(cause) = report.failure {
                     self.add_diagnostic(Diagnostic::unreleased(cause));
                 }
                 let to = self.metrics();
-                to.purge_duration("jemalloc", report.jemalloc.took);
-                to.purge_duration("libc", report.libc.took);
+                to.purge_duration("jemalloc", report.jemalloc_took);
+                to.purge_duration("libc", report.libc_took);
             }
             Err(error) => self.add_diagnostic(Diagnostic::warning("heap", error.to_string())),
         }
@@ -447,7 +411,7 @@ impl Purges {
         for (total, bytes) in [
             (&self.dirty_bytes, report.dirty()),
             (&self.muzzy_bytes, report.muzzy),
-            (&self.libc_bytes, report.libc.released()),
+            (&self.libc_bytes, report.libc.unwrap_or_default()),
         ] {
             total.fetch_add(bytes.get(), Ordering::Relaxed);
         }

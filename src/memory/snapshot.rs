@@ -104,6 +104,11 @@ impl MemorySnapshot {
         Some(self.signal.rss?.saturating_sub(self.heap.as_ref()?.resident))
     }
 
+    /// Returns the limit of host memory; [`ByteSize::MAX`] without one.
+    pub(super) const fn limit(&self) -> ByteSize {
+        self.signal.limit.bytes
+    }
+
     /// Returns the figures that the history keeps.
     pub(super) fn history_sample(&self) -> HistorySample {
         let heap = self.heap.as_ref();

@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, lock};
-use lowtide_heap::Profiler;
+use lowtide_heap::{Profiler, profiler};
 
 /// The maximum number of quiet times kept.
 const POINTS_MAX: usize = 32;
@@ -25,32 +25,6 @@ const WINDOW_MAX: Duration = Duration::from_secs(10 << 9);
 /// The number of quiet times from which there is a trend.
 const TREND_MIN: usize = 6;
 const HOUR: f64 = 3600.0;
-
-/// The live memory of the heap at a quiet time: the least of a window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct QuietPoint {
-    /// The time, since the Unix epoch.
-    pub at: Duration,
-    /// The live bytes of the heap.
-    pub live: ByteSize,
-}
-
-/// The quiet times of this process, and the growth between them.
-#[derive(Clone, Debug, Default, PartialEq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct LiveTrend {
-    /// The quiet times, oldest first: at most 32.
-    pub points: Vec<QuietPoint>,
-    /// The length of a window, of which each quiet time is the minimum.
-    pub window: Duration,
-    /// The growth of live memory in bytes per hour: the median of the slopes between any two quiet
-    /// times, so that a few outliers or one step do not change it. `None` with fewer than 6 quiet
-    /// times, about a minute after the start.
-    pub growth_per_hour: Option<f64>,
-}
 
 /// The quiet times kept.
 #[derive(Debug)]
@@ -63,16 +37,19 @@ struct Windows {
     /// The start of the current window; `None` before the first figure.
     start: Option<Moment>,
     /// The least figure of the current window so far.
-    lowest: Option<TimedPoint>,
+    lowest: Option<QuietPoint>,
     /// `true` once a quiet time of the current window was reported.
     is_reported: bool,
-    points: VecDeque<TimedPoint>,
+    points: VecDeque<QuietPoint>,
 }
 
+/// The live bytes of the heap at a quiet time: the least of a window.
 #[derive(Clone, Copy, Debug)]
-struct TimedPoint {
+struct QuietPoint {
     now: Moment,
-    point: QuietPoint,
+    /// The time since the Unix epoch.
+    at: Duration,
+    live: ByteSize,
 }
 
 impl Default for QuietTimes {
@@ -91,26 +68,27 @@ impl QuietTimes {
     /// Adds a figure. Returns `true` once in each window, at a time that is likely its quietest:
     /// the first figure of the second half that is no larger than those of the first half, or else
     /// the last figure.
-    pub(super) fn add(&self, now: Moment, point: QuietPoint) -> bool {
-        lock(&self.0).add(TimedPoint { now, point })
+    pub(super) fn add(&self, now: Moment, at: Duration, live: ByteSize) -> bool {
+        lock(&self.0).add(QuietPoint { now, at, live })
     }
 
-    pub(super) fn trend(&self) -> LiveTrend {
+    /// Returns the trend, with these call sites that grew.
+    pub(super) fn report(&self, suspects: Option<LeakSuspects>) -> LeakReport {
         let windows = lock(&self.0);
         let points: Vec<_> = windows.points.iter().copied().collect();
         let window = windows.length;
         drop(windows);
         let growth_per_hour = growth_per_hour(&points);
-        let points = points.into_iter().map(|seen| seen.point).collect();
-        LiveTrend { points, window, growth_per_hour }
+        let points = points.into_iter().map(|seen| (seen.at, seen.live)).collect();
+        LeakReport { points, window, growth_per_hour, profiler: profiler(), suspects }
     }
 }
 
 impl Windows {
-    fn add(&mut self, seen: TimedPoint) -> bool {
+    fn add(&mut self, seen: QuietPoint) -> bool {
         let start = *self.start.get_or_insert(seen.now);
         let elapsed = seen.now - start;
-        let is_lowest = self.lowest.is_none_or(|lowest| seen.point.live <= lowest.point.live);
+        let is_lowest = self.lowest.is_none_or(|lowest| seen.live <= lowest.live);
         if is_lowest {
             self.lowest = Some(seen);
         }
@@ -136,19 +114,19 @@ impl Windows {
         }
         self.length *= 2;
         let all = self.points.make_contiguous();
-        let lower = |pair: &[TimedPoint]| pair.iter().min_by_key(|seen| seen.point.live).copied();
+        let lower = |pair: &[QuietPoint]| pair.iter().min_by_key(|seen| seen.live).copied();
         self.points = all.chunks(2).filter_map(lower).collect();
     }
 }
 
 /// The median of the slopes between each two points (Theil 1950, Sen 1968): at most 496.
-fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
+fn growth_per_hour(points: &[QuietPoint]) -> Option<f64> {
     if points.len() < TREND_MIN {
         return None;
     }
-    let slope = |one: &TimedPoint, other: &TimedPoint| {
+    let slope = |one: &QuietPoint, other: &QuietPoint| {
         let seconds = (other.now - one.now).as_secs_f64();
-        let growth = other.point.live.as_f64() - one.point.live.as_f64();
+        let growth = other.live.as_f64() - one.live.as_f64();
         (seconds > 0.0).then_some(growth / seconds * HOUR)
     };
     let later = |(at, one)| points[at + 1..].iter().filter_map(move |other| slope(one, other));
@@ -161,8 +139,15 @@ fn growth_per_hour(points: &[TimedPoint]) -> Option<f64> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LeakReport {
-    /// Live memory at quiet times, and its growth.
-    pub trend: LiveTrend,
+    /// The quiet times of this process, since the Unix epoch, with the live bytes of the heap,
+    /// oldest first: at most 32.
+    pub points: Vec<(Duration, ByteSize)>,
+    /// The length of a window, of which each quiet time is the minimum.
+    pub window: Duration,
+    /// The growth of live memory in bytes per hour: the median of the slopes between any two quiet
+    /// times, so that a few outliers or one step do not change it. `None` with fewer than 6 quiet
+    /// times, about a minute after the start.
+    pub growth_per_hour: Option<f64>,
     /// The state of the heap profiler.
     pub profiler: Profiler,
     /// The call sites whose live memory grew between two quiet times. `None` if the profiler is not
@@ -292,15 +277,15 @@ mod tests {
     const MIB: f64 = 1024.0 * 1024.0;
 
     /// Adds a figure for each second, and returns the seconds that were reported.
-    fn run(seconds: u64, live: impl Fn(u64) -> u64) -> (LiveTrend, Vec<u64>) {
+    fn run(seconds: u64, live: impl Fn(u64) -> u64) -> (LeakReport, Vec<u64>) {
         let quiet = QuietTimes::default();
         let add = |second: &u64| {
             let at = Duration::from_secs(*second);
             let live = ByteSize::new(live(*second));
-            quiet.add(Moment::after_origin(at), QuietPoint { at, live })
+            quiet.add(Moment::after_origin(at), at, live)
         };
         let reported = (0..seconds).filter(add).collect();
-        (quiet.trend(), reported)
+        (quiet.report(None), reported)
     }
 
     #[test]
@@ -328,7 +313,7 @@ mod tests {
         let (trend, _) = run(400 * 3600, |second| second);
         assert_eq!(trend.window, WINDOW_MAX);
         assert!(trend.points.len() < POINTS_MAX);
-        let oldest = trend.points[0].at;
+        let (oldest, _) = trend.points[0];
         assert!(oldest > Duration::from_secs(300 * 3600), "{oldest:?}");
     }
 

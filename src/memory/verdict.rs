@@ -12,12 +12,14 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::short;
-use lowtide_admission::{Level, LimitSource, RejectReason, RequestMemory, RequestPhase};
+use lowtide_admission::{Budget, Level, LimitSource, RejectReason, RequestPhase};
 
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
+use super::error::Diagnostic;
 use super::events::{Event, is_shortage};
+use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::LiveTrend;
+use super::trend::LeakReport;
 
 /// Rejections in this time are a problem of now.
 const RECENT: Duration = Duration::from_secs(60);
@@ -45,7 +47,7 @@ pub struct Verdict {
     pub summary: String,
     /// All findings, in the fixed order of their subjects. The first that is a problem is the
     /// summary.
-    pub findings: Vec<Finding>,
+    pub findings: Vec<Diagnostic>,
 }
 
 /// Writes the summary, and each other finding in a line of its own.
@@ -57,46 +59,16 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// A finding of a [`Verdict`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct Finding {
-    /// The subject: `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`,
-    /// `untracked`, `device` or `eviction`.
-    pub about: &'static str,
-    /// `true` if it needs attention.
-    pub is_problem: bool,
-    /// A sentence with the figures.
-    pub text: String,
-}
-
-/// The running requests as a whole.
-pub(super) struct RequestTotals {
-    /// The bytes that they have reserved.
-    pub(super) reserved: ByteSize,
-    /// The bytes that all of them may reserve; [`ByteSize::MAX`] without a limit.
-    pub(super) room: ByteSize,
-    /// The most bytes that a resource may have.
-    pub(super) loadable: ByteSize,
-    /// Those that were admitted first.
-    pub(super) oldest: Vec<RequestMemory>,
-}
-
 impl Verdict {
-    pub(super) fn new(
-        snapshot: &MemorySnapshot,
-        breakdown: &Breakdown,
-        requests: &RequestTotals,
-        events: &[Event],
-        trend: &LiveTrend,
-    ) -> Self {
+    pub(super) fn new(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Self {
+        let events = &shared.here(|shared| shared.events.all());
+        let trend = shared.here(|shared| Some(shared.quiet_times.report(None)));
         let rules = [
             exhausted(snapshot, breakdown),
-            rejections(snapshot, breakdown, requests, events),
+            rejections(shared, snapshot, breakdown, events),
             level(snapshot, breakdown),
-            misfit(snapshot, requests.loadable),
-            leak(breakdown, trend),
+            misfit(snapshot, shared.admission.state().loadable(Budget::Host)),
+            trend.and_then(|trend| leak(breakdown, &trend)),
             retained(snapshot, breakdown),
             untracked(snapshot, breakdown),
             #[cfg(feature = "device")]
@@ -115,8 +87,8 @@ impl Verdict {
 
 /// Returns the physical memory against the limit, with its largest parts.
 fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
-    let (physical, limit) = (snapshot.physical, snapshot.signal.limit.bytes);
-    let mut of_limit = match percent(physical, limit) {
+    let (physical, limit) = (snapshot.physical, snapshot.limit());
+    let mut of_limit = match percent(snapshot) {
         Some(percent) => format!("{physical} of {limit} ({percent} %)"),
         None => format!("{physical}"),
     };
@@ -127,16 +99,18 @@ fn used(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
     if largest.is_empty() { of_limit } else { format!("{of_limit}, mostly {largest}") }
 }
 
-fn percent(part: ByteSize, whole: ByteSize) -> Option<u64> {
-    let known = whole != ByteSize::MAX && !whole.is_zero();
-    known.then(|| part.get().saturating_mul(100) / whole.get())
+/// Returns the physical memory as a percentage of the limit, if there is one.
+fn percent(snapshot: &MemorySnapshot) -> Option<u64> {
+    let (physical, limit) = (snapshot.physical, snapshot.limit());
+    let known = limit != ByteSize::MAX && !limit.is_zero();
+    known.then(|| physical.get().saturating_mul(100) / limit.get())
 }
 
-fn problem(about: &'static str, text: String) -> Option<Finding> {
-    Some(Finding { about, is_problem: true, text })
+fn problem(about: &'static str, text: String) -> Option<Diagnostic> {
+    Some(Diagnostic::warning(about, text))
 }
 
-fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     if !snapshot.exhausted {
         return None;
     }
@@ -152,11 +126,11 @@ fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
 }
 
 fn rejections(
+    shared: &Shared,
     snapshot: &MemorySnapshot,
     breakdown: &Breakdown,
-    requests: &RequestTotals,
     events: &[Event],
-) -> Option<Finding> {
+) -> Option<Diagnostic> {
     let since = snapshot.since_epoch.saturating_sub(RECENT);
     let now = snapshot.since_epoch;
     let is_recent = |event: &&Event| (since..=now).contains(&event.at);
@@ -168,7 +142,7 @@ fn rejections(
     let recent = recent.filter_map(|event| Some((event, reason(event)?)));
     let (most, why) = recent.max_by_key(|(event, _)| event.sum)?;
     let cause = match why {
-        RejectReason::Full => full(snapshot, breakdown, requests),
+        RejectReason::Full => full(shared, snapshot, breakdown),
         RejectReason::Pressure => format!(
             "the pressure level was {} or higher; now {}",
             Level::High.name(),
@@ -206,15 +180,17 @@ fn rejections(
 }
 
 /// Explains why requests did not fit, from the running ones.
-fn full(snapshot: &MemorySnapshot, breakdown: &Breakdown, requests: &RequestTotals) -> String {
-    let RequestTotals { reserved, room, oldest, .. } = requests;
+fn full(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
+    let ledger = shared.admission.ledger(Budget::Host);
+    let (reserved, room) = (ledger.requests(), ledger.request_room());
+    let oldest = shared.oldest_requests();
     let (ceiling, physical) = (snapshot.host.ceiling, snapshot.physical);
     let live = breakdown.total(PartKind::Requests);
     let held = snapshot.admission.held();
     let factor = snapshot.host.correction_factor;
     let waits = |phase| matches!(phase, RequestPhase::Receiving | RequestPhase::Suspended);
     let slow = oldest.iter().filter(|request| waits(request.phase)).count();
-    let at = match percent(physical, snapshot.signal.limit.bytes) {
+    let at = match percent(snapshot) {
         Some(percent) => format!("physical memory is at {percent} % of the limit"),
         None => format!("physical memory is {physical}"),
     };
@@ -245,21 +221,21 @@ fn full(snapshot: &MemorySnapshot, breakdown: &Breakdown, requests: &RequestTota
     format!("{at}; {reserves}: the service is at its capacity for requests of this size")
 }
 
-fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn level(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     if snapshot.host.level < Level::High {
         return None;
     }
     let (used, level) = (used(snapshot, breakdown), snapshot.host.level.name());
-    if percent(snapshot.physical, snapshot.signal.limit.bytes) < Some(FALLEN_PERCENT) {
+    if percent(snapshot) < Some(FALLEN_PERCENT) {
         // A level is left one step at a time.
         let text = format!("Pressure is still {level}, but physical memory has fallen to {used}.");
-        return Some(Finding { about: "level", is_problem: false, text });
+        return Some(Diagnostic::info("level", text));
     }
     problem("level", format!("Pressure is {level}: {used}."))
 }
 
 /// Names a resource that was to be loaded and can never fit.
-fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Finding> {
+fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Diagnostic> {
     let mut refused = snapshot.resources.iter().filter(|of| of.loads_refused_total > 0);
     let resource = refused.find(|of| !of.loaded && of.cost.host > loadable)?;
     let text = format!(
@@ -271,10 +247,10 @@ fn misfit(snapshot: &MemorySnapshot, loadable: ByteSize) -> Option<Finding> {
 }
 
 /// Extrapolates the growth of live memory between quiet times to the limit.
-fn leak(breakdown: &Breakdown, trend: &LiveTrend) -> Option<Finding> {
+fn leak(breakdown: &Breakdown, trend: &LeakReport) -> Option<Diagnostic> {
     let growth = trend.growth_per_hour.filter(|growth| *growth > 0.0)?;
-    let (first, last) = (trend.points.first()?, trend.points.last()?);
-    if last.at.saturating_sub(first.at) < OBSERVED_MIN {
+    let (first, last) = (trend.points.first()?.0, trend.points.last()?.0);
+    if last.saturating_sub(first) < OBSERVED_MIN {
         return None; // a service that warms up
     }
     let hours = breakdown.headroom?.as_f64() / growth;
@@ -288,11 +264,16 @@ fn leak(breakdown: &Breakdown, trend: &LiveTrend) -> Option<Finding> {
         ByteSize::new(1).scaled(growth),
         short(left)
     );
-    Some(Finding { about: "leak", is_problem: left <= SOON_FULL, text })
+    Some(Diagnostic { about: "leak", is_problem: left <= SOON_FULL, text })
+}
+
+/// Returns `true` if bytes that are not live are to be mentioned.
+fn is_large(bytes: ByteSize, snapshot: &MemorySnapshot) -> bool {
+    bytes >= RETAINED_MIN && bytes.get() >= snapshot.physical.get() / 2
 }
 
 /// Explains physical memory of the heap that is not live.
-fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     let heap = snapshot.heap?;
     let free = match snapshot.unreleased.is_zero() {
         true => "which decay or a purge releases",
@@ -304,7 +285,7 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
         (PartKind::ThreadCaches, "which threads release when they park"),
     ];
     let total: ByteSize = kinds.iter().map(|(kind, _)| breakdown.total(*kind)).sum();
-    if total < RETAINED_MIN || total.get() < snapshot.physical.get() / 2 {
+    if !is_large(total, snapshot) {
         return None;
     }
     let (kind, release) = kinds.into_iter().max_by_key(|(kind, _)| breakdown.total(*kind))?;
@@ -313,13 +294,13 @@ fn retained(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding>
         "physical memory is {}, live heap {}: the heap retains {total}, mostly {parts}, {release}.",
         snapshot.physical, heap.live
     );
-    let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);
-    Some(Finding { about: "retained", is_problem, text })
+    let is_problem = percent(snapshot) >= Some(50);
+    Some(Diagnostic { about: "retained", is_problem, text })
 }
 
-fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding> {
+fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnostic> {
     let bytes = breakdown.total(PartKind::Untracked);
-    if bytes < RETAINED_MIN || bytes.get() < snapshot.physical.get() / 2 {
+    if !is_large(bytes, snapshot) {
         return None;
     }
     let text = format!(
@@ -327,46 +308,43 @@ fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Finding
          processes of the container; `/memory?with=mappings` lists the memory of this process.",
         snapshot.physical
     );
-    let is_problem = percent(snapshot.physical, snapshot.signal.limit.bytes) >= Some(50);
-    Some(Finding { about: "untracked", is_problem, text })
+    let is_problem = percent(snapshot) >= Some(50);
+    Some(Diagnostic { about: "untracked", is_problem, text })
 }
 
 #[cfg(feature = "device")]
-fn lost_device(snapshot: &MemorySnapshot) -> Option<Finding> {
+fn lost_device(snapshot: &MemorySnapshot) -> Option<Diagnostic> {
     let (name, error) = snapshot.devices.first_lost()?;
     problem("device", format!("Device {name} is lost until the process restarts: {error}."))
 }
 
 /// Names the last eviction.
-fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Finding> {
+fn eviction(snapshot: &MemorySnapshot, events: &[Event]) -> Option<Diagnostic> {
     let since = snapshot.since_epoch.saturating_sub(EVICTED);
     let recent = since..=snapshot.since_epoch;
     let last = events.iter().rfind(|event| event.kind == "evict" && recent.contains(&event.at))?;
     let ago = short(snapshot.since_epoch.saturating_sub(last.at));
     let text = format!("{:?} was {}, {ago} ago.", last.about, last.text);
-    Some(Finding { about: "eviction", is_problem: false, text })
+    Some(Diagnostic::info("eviction", text))
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::memory::trend::QuietPoint;
+    use crate::memory::trend::QuietTimes;
 
     /// Live memory that grows by this many MiB an hour, observed for this time.
-    fn trend(mib: f64, minutes: u64) -> LiveTrend {
-        let point = |minute| {
-            let at = Duration::from_secs(minute * 60);
-            QuietPoint { at, live: ByteSize::mib(10) }
-        };
+    fn trend(mib: f64, minutes: u64) -> LeakReport {
+        let point = |minute| (Duration::from_secs(minute * 60), ByteSize::mib(10));
+        let growth_per_hour = Some(mib * ByteSize::mib(1).as_f64());
         let points = vec![point(0), point(minutes)];
-        let growth = mib * ByteSize::mib(1).as_f64();
-        LiveTrend { points, window: Duration::from_secs(10), growth_per_hour: Some(growth) }
+        LeakReport { points, growth_per_hour, ..QuietTimes::default().report(None) }
     }
 
     #[test]
     fn a_verdict_is_written_as_its_summary_and_the_other_findings_once_each() {
         let finding =
-            |is_problem, text: &str| Finding { about: "level", is_problem, text: text.into() };
+            |is_problem, text: &str| Diagnostic { about: "level", is_problem, text: text.into() };
         let findings = vec![finding(false, "One."), finding(true, "Two."), finding(true, "Three.")];
         let verdict = Verdict { summary: "Two.".to_owned(), findings };
         assert_eq!(verdict.to_string(), "Two.\nOne.\nThree.");

@@ -19,12 +19,11 @@ use super::names::{self as name, Metric, MetricKind, TABLE};
 use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
-use crate::device::{ArenaSnapshot, driver::Backend};
+use crate::device::ArenaSnapshot;
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
-    PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, RouteUsage, Signal,
-    UnloadReason,
+    PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, Signal, UnloadReason,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -84,18 +83,29 @@ pub(crate) struct HostPressure<'a> {
 
 /// The memory of a device, with all its users.
 #[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct DeviceMemoryFigures {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct DeviceSnapshot {
     /// The total memory.
-    pub(crate) total: ByteSize,
+    pub total: ByteSize,
     /// The free memory.
-    pub(crate) free: ByteSize,
-    /// The memory in use when the context was created.
-    pub(crate) context_overhead: Option<ByteSize>,
-    /// The memory in use that is neither ours nor in the context overhead.
-    pub(crate) unmanaged: Option<ByteSize>,
-    /// Bytes released because little memory was free.
-    pub(crate) watermark_released_total: u64,
+    pub free: ByteSize,
+    /// The memory in use right after our context was created and before our first commit. It is an
+    /// upper bound of the context's size, because it includes memory that other processes and other
+    /// code of this process used at that moment. `None` if unknown.
+    pub context_overhead: Option<ByteSize>,
+    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead.
+    /// It is used by other processes and by other code of this process: allocations made directly
+    /// through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is too small
+    /// if a process that was counted in the context overhead has exited. `None` if the context
+    /// overhead is unknown.
+    pub unmanaged: Option<ByteSize>,
+    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
+    /// of our arenas is then released before its decay time.
+    pub is_short: bool,
+    /// The bytes released because of that, since the start.
+    pub watermark_released_total: u64,
 }
 
 /// The budget of a device.
@@ -121,7 +131,7 @@ pub struct MetricsWriter {
 }
 
 /// Creates a label. The value is copied once, and then shared between many series.
-fn label(name: &'static str, value: &str) -> Label {
+pub(crate) fn label(name: &'static str, value: &str) -> Label {
     Label::new(name, SharedString::from_shared(std::sync::Arc::from(value)))
 }
 
@@ -148,7 +158,7 @@ impl MetricsWriter {
 
     /// Publishes a gauge, or a total of this `Memory`.
     #[expect(clippy::cast_precision_loss, reason = "gauges are floating-point numbers")]
-    fn put(self, metric: Metric, labels: &[Label], figure: impl Into<Figure>) {
+    pub(crate) fn put(self, metric: Metric, labels: &[Label], figure: impl Into<Figure>) {
         if !self.has(&metric) {
             return;
         }
@@ -172,7 +182,7 @@ impl MetricsWriter {
     }
 
     /// Returns a function that publishes the figures of a snapshot with these labels.
-    fn to(self, labels: &[Label]) -> impl FnMut(Metric, Figure) {
+    pub(crate) fn to(self, labels: &[Label]) -> impl FnMut(Metric, Figure) {
         move |metric, figure| self.put(metric, labels, figure)
     }
 
@@ -192,13 +202,13 @@ impl MetricsWriter {
     }
 
     /// Publishes a total that no `Memory` starts over: of the process, or of the kernel.
-    fn process_total(self, metric: Metric, labels: &[Label], total: u64) {
+    pub(crate) fn process_total(self, metric: Metric, labels: &[Label], total: u64) {
         if self.has(&metric) {
             counter!(metric.name, labels.iter()).absolute(total);
         }
     }
 
-    fn seconds(self, metric: Metric, labels: &[Label], took: Duration) {
+    pub(crate) fn seconds(self, metric: Metric, labels: &[Label], took: Duration) {
         if self.has(&metric) {
             histogram!(metric.name, labels.iter()).record(took.as_secs_f64());
         }
@@ -237,23 +247,6 @@ impl MetricsWriter {
         process(stats, &mut self.to(&[]));
     }
 
-    /// Publishes the time at which figures were taken, since the Unix epoch, and the duration.
-    pub fn sampler(self, since_epoch: Duration, took: Duration) {
-        self.put(name::SAMPLER_LAST_RUN, &[], since_epoch);
-        self.seconds(name::SAMPLER_SECONDS, &[], took);
-    }
-
-    /// Publishes the number of diagnostics.
-    pub fn diagnostics(self, diagnostics: usize) {
-        self.put(name::DIAGNOSTICS, &[], diagnostics as u64);
-    }
-
-    /// Publishes the control loop's own figures.
-    pub fn ticks(self, total: u64, lateness: Duration) {
-        self.put(name::SAMPLER_TICKS, &[], total);
-        self.put(name::SAMPLER_LATENESS, &[], lateness);
-    }
-
     /// Publishes the process heap.
     pub fn heap(self, heap: &HeapSnapshot) {
         self::heap(heap, &mut self.to(&[]));
@@ -262,22 +255,6 @@ impl MetricsWriter {
     /// Publishes a dedicated heap arena; zeros after it is dropped.
     pub fn heap_arena(self, name: &str, arena: &HostArenaStats) {
         heap_arena(arena, &mut self.to(&[label("heap_arena", name)]));
-    }
-
-    /// Publishes the parts of the host's limit.
-    pub fn parts(self, parts: impl Iterator<Item = (&'static str, ByteSize)>) {
-        let parts = parts.map(|(part, bytes)| (part, bytes.into())).collect();
-        self.put(name::PRESSURE_PART, &[], Figure::Each(parts));
-    }
-
-    /// Publishes the number of purges that a trigger has started.
-    pub fn purges(self, trigger: &'static str, total: u64) {
-        self.put(name::HEAP_PURGES, &[], [(trigger, total)]);
-    }
-
-    /// Publishes the bytes that purges have released from a heap.
-    pub fn purged(self, heap: &'static str, bytes: u64) {
-        self.put(name::HEAP_PURGED, &[], [(heap, bytes)]);
     }
 
     /// Publishes the duration of one purge of a heap.
@@ -292,22 +269,6 @@ impl MetricsWriter {
         if state.limit() != ByteSize::MAX {
             self.put(name::ADMISSION_CEILING_PART, &[], state.ceiling_parts().by_name());
         }
-    }
-
-    /// Publishes the processes of the cgroup killed by the kernel.
-    pub fn oom_kills(self, total: u64) {
-        self.process_total(name::PRESSURE_OOM_KILLS, &[], total);
-    }
-
-    /// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`),
-    /// since the start.
-    pub fn events(self, group: &'static str, counts: EventCounts) {
-        events(&counts, &mut self.to(&[label("group", group)]));
-    }
-
-    /// Publishes the time that the own cgroup stalls for memory.
-    pub fn psi(self, psi: Psi) {
-        self::psi(&psi, &mut self.to(&[]));
     }
 
     /// Publishes one budget's ledger.
@@ -345,22 +306,6 @@ impl MetricsWriter {
         admission(stats, &mut self.to(&[]));
     }
 
-    /// Publishes the memory of the requests of a route.
-    pub fn route(self, usage: &RouteUsage) {
-        let labels = [label("method", usage.method), label("route", &usage.route)];
-        route(&usage.memory, &mut self.to(&labels));
-    }
-
-    /// Publishes the memory of the requests of a tenant.
-    pub fn tenant(self, name: &str, memory: &MemoryUsage) {
-        tenant(memory, &mut self.to(&[label("tenant", name)]));
-    }
-
-    /// Publishes a reclaimer of the application.
-    pub fn reclaimer(self, stats: &ReclaimerStats) {
-        reclaimer(stats, &mut self.to(&[label("reclaimer", &stats.name)]));
-    }
-
     /// Publishes a resource; `last_used` since the Unix epoch.
     pub fn resource(self, stats: &ResourceStats, last_used: Option<Duration>) {
         let labels = [label("resource", &stats.name)];
@@ -378,35 +323,34 @@ impl MetricsWriter {
     }
 
     /// Publishes the backend of an arena, and whether the arena is open.
-    pub fn arena_info(self, device: &str, arena: &str, backend: Backend, is_open: bool) {
+    pub fn arena_info(self, device: &str, arena: &str, backend: &'static str, is_open: bool) {
         let labels = [label("device", device), label("arena", arena)];
-        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend.name(), is_open)]);
+        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend, is_open)]);
     }
 
-    /// Publishes a device: its state, failed rollbacks, and its memory if known.
+    /// Publishes a device: its state, failed rollbacks, and its memory and its budget if known.
     pub(crate) fn device(
         self,
         name: &str,
         is_lost: bool,
         rollback_failures_total: u64,
-        memory: Option<DeviceMemoryFigures>,
+        memory: Option<&DeviceSnapshot>,
+        budget: Option<DeviceBudget>,
     ) {
         let labels = [label("device", name)];
         self.put(name::DEVICE_LOST, &labels, is_lost);
         self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
         if let Some(memory) = memory {
-            device_memory(&memory, &mut self.to(&labels));
+            device_memory(memory, &mut self.to(&labels));
         }
-    }
-
-    /// Publishes the budget of a device.
-    pub(crate) fn device_budget(self, name: &str, budget: DeviceBudget) {
-        device_budget(&budget, &mut self.to(&[label("device", name)]));
+        if let Some(budget) = &budget {
+            device_budget(budget, &mut self.to(&labels));
+        }
     }
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        device_memory(&DeviceMemoryFigures::default(), &mut |metric, _| {
+        device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
             if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }

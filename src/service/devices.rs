@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::{ArenaOccupancy, ArenaSnapshot, OccupancyCell, RegionOccupancy};
+use crate::device::{ArenaSnapshot, OccupancyCell, RegionOccupancy};
 use crate::memory::{DeviceSnapshot, DeviceStatus, Memory, MemorySnapshot};
 use crate::metrics::record as read;
 use crate::sync::{Mutex, lock};
@@ -54,14 +54,8 @@ pub(super) fn with_figures(snapshot: &MemorySnapshot, mut document: Value) -> Va
 }
 
 fn memory(device: &DeviceSnapshot) -> Value {
-    json!({
-        "total_bytes": device.total.get(),
-        "free_bytes": device.free.get(),
-        "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
-        "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
-        "short": device.is_short,
-        "watermark_released_bytes": device.watermark_released_total,
-    })
+    let others = json!({ "short": device.is_short });
+    figures("lowtide_device_", |each| read::device_memory(device, each), others)
 }
 
 fn device(device: &DeviceStatus) -> Value {
@@ -160,16 +154,16 @@ impl Maps {
     }
 }
 
-fn blocks(occupancy: &ArenaOccupancy) -> u64 {
-    occupancy.regions.iter().map(|region| region.blocks).sum()
+fn blocks(occupancy: &[RegionOccupancy]) -> u64 {
+    occupancy.iter().map(|region| region.blocks).sum()
 }
 
-fn map((name, occupancy): &(String, ArenaOccupancy)) -> Value {
+fn map((name, occupancy): &(String, Vec<RegionOccupancy>)) -> Value {
     json!({
         "arena": name,
         "again_in_seconds": again(blocks(occupancy)),
-        "granule_bytes": occupancy.granularity.get(),
-        "regions": occupancy.regions.iter().map(region).collect::<Vec<_>>(),
+        "granule_bytes": occupancy.first().map_or(0, |region| region.granularity.get()),
+        "regions": occupancy.iter().map(region).collect::<Vec<_>>(),
     })
 }
 

@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 use crate::bytes::ByteSize;
 use crate::heap::Profiler;
 use crate::memory::{
-    AdminTask, Event, FlightEvent, FlightResource, FlightSample, HistorySample, LastExit,
-    LeakReport, LeakSuspect, Memory,
+    AdminTask, Event, FlightResource, FlightSample, HistorySample, LastExit, LeakReport,
+    LeakSuspect, Memory,
 };
 use lowtide_admission::{
     LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
@@ -210,24 +210,20 @@ pub(super) fn request(request: &RequestMemory) -> Value {
 }
 
 fn route(of: &RouteUsage) -> Value {
-    named(json!({ "method": of.method, "route": of.route }), &of.memory)
+    usage(json!({ "method": of.method, "route": of.route }), &of.memory)
 }
 
 fn tenant((name, memory): &(String, MemoryUsage)) -> Value {
-    named(json!({ "tenant": name }), memory)
+    usage(json!({ "tenant": name }), memory)
 }
 
 /// Adds the memory to a name.
-fn named(mut named: Value, memory: &MemoryUsage) -> Value {
-    for (name, value) in [
-        ("live_bytes", Some(memory.live.get())),
-        ("live_peak_bytes", Some(memory.live_peak.get())),
-        ("requests", Some(memory.requests_total)),
-        ("mean_peak_bytes", memory.mean_peak().map(ByteSize::get)),
-        ("mean_claim_bytes", memory.mean_claim().map(ByteSize::get)),
-    ] {
-        named[name] = value.into();
-    }
+fn usage(mut named: Value, memory: &MemoryUsage) -> Value {
+    named["live_bytes"] = memory.live.get().into();
+    named["live_peak_bytes"] = memory.live_peak.get().into();
+    named["requests"] = memory.requests_total.into();
+    named["mean_peak_bytes"] = memory.mean_peak().map(ByteSize::get).into();
+    named["mean_claim_bytes"] = memory.mean_claim().map(ByteSize::get).into();
     named
 }
 
@@ -277,14 +273,14 @@ fn leaks(report: &LeakReport) -> Value {
         Profiler::Active { interval } => Some(interval.get()),
         _ => None,
     };
-    let quiet =
-        report.trend.points.iter().map(
-            |point| json!({ "at_seconds": seconds(point.at), "live_bytes": point.live.get() }),
-        );
+    let quiet = report
+        .points
+        .iter()
+        .map(|(at, live)| json!({ "at_seconds": seconds(*at), "live_bytes": live.get() }));
     json!({
         "quiet_live": quiet.collect::<Vec<_>>(),
-        "window_seconds": report.trend.window.as_secs(),
-        "growth_per_hour_bytes": report.trend.growth_per_hour.map(f64::round),
+        "window_seconds": report.window.as_secs(),
+        "growth_per_hour_bytes": report.growth_per_hour.map(f64::round),
         "profiler": report.profiler.name(),
         "interval_bytes": interval,
         "suspects": report.suspects.as_ref().map(|suspects| json!({
@@ -327,7 +323,7 @@ pub(super) fn last_exit(last: &LastExit) -> Value {
         "pid": Some(last.pid).filter(|pid| *pid != 0),
         "service_version": Some(&last.version).filter(|version| !version.is_empty()),
         "samples": columns(&last.samples),
-        "events": last.events.iter().map(flight_event).collect::<Vec<_>>(),
+        "events": last.events.iter().map(event).collect::<Vec<_>>(),
         "permits": last.permits.iter().map(request).collect::<Vec<_>>(),
         "resources": last.resources.iter().map(flight_resource).collect::<Vec<_>>(),
     })
@@ -363,16 +359,6 @@ fn columns(samples: &[FlightSample]) -> Value {
 
 fn column<T: Serialize>(samples: &[FlightSample], of: impl Fn(&FlightSample) -> T) -> Value {
     samples.iter().map(|sample| json!(of(sample))).collect()
-}
-
-fn flight_event(event: &FlightEvent) -> Value {
-    json!({
-        "at_seconds": seconds(event.at),
-        "kind": event.kind,
-        "about": event.about,
-        "text": event.text,
-        "times": event.times,
-    })
 }
 
 fn flight_resource(resource: &FlightResource) -> Value {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use lowtide::admission::{Cost, LoadFailure, ResourceError};
 use lowtide::clock::ManualClock;
 use lowtide::device::DeviceError;
-use lowtide::memory::{Diagnostic, Severity};
+use lowtide::memory::Diagnostic;
 use lowtide::{ByteSize, Memory};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -30,7 +30,7 @@ fn many_run_at_once_and_admit_by_their_own_limits_alone() {
         let held = admission.try_admit(Cost::host(most)).expect("nothing else counts");
         assert!(admission.try_admit(Cost::host(ByteSize::mib(1))).is_err(), "{nth}");
         drop(held);
-        let is_warning = |note: &Diagnostic| note.severity == Severity::Warning;
+        let is_warning = |note: &Diagnostic| note.is_problem;
         assert!(
             !memory.report().diagnostics().iter().any(is_warning),
             "{:?}",

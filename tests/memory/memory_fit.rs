@@ -9,7 +9,7 @@ use http::{Request, StatusCode};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{ExhaustionPolicy, Profile};
 use lowtide::decay::DecayTime;
-use lowtide::memory::{AdminCommand, AdminError, AdminTask, AdminTaskState, Builder};
+use lowtide::memory::{AdminCommand, AdminTask, AdminTaskState, Builder, MemoryError};
 use lowtide::service::{Admin, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
@@ -339,7 +339,7 @@ fn a_shutdown_ends_a_fit_and_allows_no_other() {
     assert!(service.memory.shutdown_blocking(SOON).is_clean());
     let expected = AdminTaskState::Failed("the service is shutting down".to_owned());
     assert_eq!(service.task(id).state, expected);
-    assert_eq!(service.memory.admin().run(fit(500)), Err(AdminError::Ended));
+    assert_eq!(service.memory.admin().run(fit(500)), Err(MemoryError::Ended));
     assert_eq!(service.limit().source, LimitSource::Cgroup);
 }
 
@@ -351,13 +351,13 @@ fn values_that_no_process_fits_in_are_refused_at_once() {
         let command =
             AdminCommand::Fit { limit: Some(limit), within: SECOND, counts_page_cache: true };
         let refused = service.memory.admin().run(command);
-        assert_eq!(refused, Err(AdminError::FitLimit { limit, least }));
+        assert_eq!(refused, Err(MemoryError::FitLimit { limit, least }));
     }
     for millis in [0, 999, 3_600_001] {
         let within = Duration::from_millis(millis);
         let limit = Some(ByteSize::mib(500));
         let command = AdminCommand::Fit { limit, within, counts_page_cache: true };
-        assert_eq!(service.memory.admin().run(command), Err(AdminError::FitTime { within }));
+        assert_eq!(service.memory.admin().run(command), Err(MemoryError::FitTime { within }));
     }
     assert!(service.memory.admin().tasks().is_empty());
     assert!(service.memory.shutdown_blocking(SOON).is_clean());

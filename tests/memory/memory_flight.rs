@@ -18,9 +18,7 @@ use http::{Request, Response};
 use http_body_util::{BodyExt as _, Full};
 use lowtide::admission::{Cost, Signals};
 use lowtide::config::DeviceChoice;
-use lowtide::memory::{
-    AdminCommand, Builder, ExitCause, FlightEvent, FlightSample, LastExit, Severity,
-};
+use lowtide::memory::{AdminCommand, Builder, Event, ExitCause, FlightSample, LastExit};
 use lowtide::service::{Endpoints, RequestBody};
 use lowtide::{ByteSize, Memory};
 use tempfile::TempDir;
@@ -48,7 +46,7 @@ fn recorded(path: &Path) -> Builder {
 fn off(memory: &Memory) -> Vec<String> {
     let all = memory.report().diagnostics().into_iter();
     let about = all.filter(|found| found.about == "flight_recorder");
-    about.inspect(|found| assert_eq!(found.severity, Severity::Warning)).map(|it| it.text).collect()
+    about.inspect(|found| assert!(found.is_problem, "{found}")).map(|it| it.text).collect()
 }
 
 /// Reads a copy of a recording that is in use.
@@ -134,7 +132,7 @@ fn a_run_that_was_killed_is_told_with_its_samples_and_events() {
     let service = Service::start("quiet", &path);
     let (pid, last) = service.killed_when(&path, |last| {
         let sample = last.samples.last();
-        let is_told = |event: &FlightEvent| event.kind == "admin" && event.about.is_empty();
+        let is_told = |event: &Event| event.kind == "admin" && event.about.is_empty();
         sample.is_some_and(|sample| !sample.heap_live.is_zero() && sample.held == 1)
             && last.events.iter().any(is_told)
     });

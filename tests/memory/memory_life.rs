@@ -8,7 +8,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
-use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
+use lowtide::memory::{Builder, Diagnostic, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Budget, Cost, RejectReason, Rejected, ResourceError, Signals};
 use test_fork::test;
@@ -418,7 +418,7 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
 #[test]
 fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
     let warnings = |memory: &Memory| -> Vec<String> {
-        let of = |note: &Diagnostic| note.about == "signals" && note.severity == Severity::Warning;
+        let of = |note: &Diagnostic| note.about == "signals" && note.is_problem;
         memory.report().diagnostics().into_iter().filter(of).map(|note| note.text).collect()
     };
     let memory = quiet().signals(nothing_to_read()).start().expect("starts");
@@ -457,10 +457,10 @@ fn a_start_without_a_gpu_and_without_psi_warns_of_neither() {
     let diagnostics = memory.report().diagnostics();
     for (about, text) in [("device", "device arenas use host memory"), ("signals", "PSI")] {
         let of = |note: &&Diagnostic| note.about == about && note.text.contains(text);
-        let severity = diagnostics.iter().find(of).map(|note| note.severity);
-        assert_eq!(severity, Some(Severity::Info), "{diagnostics:?}");
+        let is_problem = diagnostics.iter().find(of).map(|note| note.is_problem);
+        assert_eq!(is_problem, Some(false), "{diagnostics:?}");
     }
-    let warnings = diagnostics.iter().filter(|note| note.severity == Severity::Warning);
+    let warnings = diagnostics.iter().filter(|note| note.is_problem);
     assert!(warnings.clone().all(|note| note.about == "heap"), "{diagnostics:?}");
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }

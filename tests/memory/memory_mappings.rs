@@ -84,7 +84,7 @@ fn a_fragmented_heap_has_few_mappings_without_overcommit() {
         println!("figure field.overcommit.mappings {count} mappings");
         assert!(count <= 500, "{count} with {} blocks", kept.len());
         let report = lowtide::heap::purge_now().expect("purges");
-        assert_eq!(report.unreleased, None);
+        assert_eq!(report.failure, None);
         // What has large ranges gives them back, and uses them again.
         drop(kept);
         memory.heap().purge().expect("not forked").heap.expect("purges");

@@ -7,7 +7,7 @@
 
 use std::io;
 
-use lowtide::heap::{ReleaseFailure, Unreleased};
+use lowtide::heap::ReleaseFailure;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Cost, Level};
 use test_fork::test;
@@ -94,9 +94,8 @@ fn serves_after_a_burst(
     assert_eq!(served, REQUESTS as usize, "{report:?} {snapshot:?}");
     let most = BURST.scaled(0.1);
     assert!(report.released() < most, "the resident set did not fall: {report:?}");
-    let Some(Unreleased { bytes, cause, .. }) = report.unreleased else {
-        panic!("{report:?}");
-    };
+    let cause = report.failure.unwrap_or_else(|| panic!("{report:?}"));
+    let bytes = report.unreleased;
     assert!(bytes >= BURST.scaled(0.9) && snapshot.unreleased >= BURST.scaled(0.9), "{bytes}");
     let notes = memory.report().diagnostics();
     assert!(notes.iter().any(|note| note.text.contains(&cause.to_string())), "{notes:?}");
@@ -160,11 +159,7 @@ fn no_more_than_what_is_locked_is_left_out() {
         }
         drop(locked);
         let report = memory.heap().purge().expect("not forked").heap.expect("jemalloc purges");
-        assert_eq!(
-            report.unreleased.map(|of| of.cause),
-            Some(ReleaseFailure::Locked),
-            "{report:?}"
-        );
+        assert_eq!(report.failure, Some(ReleaseFailure::Locked), "{report:?}");
         until("it is left out", || !memory.snapshot().unreleased.is_zero());
         drop(unused);
         memory.heap().purge().expect("not forked").heap.expect("jemalloc purges");

@@ -15,7 +15,7 @@ use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::{env, ptr};
 
-use lowtide_heap::{ConfText, Heap, HeapProfile};
+use lowtide_heap::{CONF_TEXT_MAX, Heap, HeapProfile, conf_text};
 
 use crate::EXPORTED;
 
@@ -33,7 +33,7 @@ pub(crate) struct Start {
 }
 
 /// As `global_allocator!` with settings of one's own exports it.
-const OWN_TEXT: &ConfText = &ConfText::of(
+const OWN_TEXT: &[u8; CONF_TEXT_MAX] = &conf_text(
     HeapProfile::Balanced,
     &[
         ("narenas", "8"),
@@ -55,7 +55,13 @@ pub(crate) const LOW_MEMORY: Start =
 pub(crate) const THROUGHPUT: Start =
     Start::of_profile(c"throughput", HeapProfile::Throughput.conf());
 /// `global_allocator!(balanced, narenas: 8, ...)`.
-pub(crate) const OWN: Start = Start::of_profile(c"own", OWN_TEXT.as_c_str());
+pub(crate) const OWN: Start = Start::of_profile(
+    c"own",
+    match CStr::from_bytes_until_nul(OWN_TEXT) {
+        Ok(text) => text,
+        Err(_) => panic!("it has no NUL"),
+    },
+);
 /// A symbol by hand, under the right name.
 pub(crate) const BY_HAND: Start = Start { name: c"by_hand", read: Some(TEXT_BY_HAND), ..NONE };
 /// A symbol by hand, under the name that this build of jemalloc does not read.

@@ -87,14 +87,10 @@ pub extern "C" fn lowtide_last_error() -> *const c_char {
 pub unsafe extern "C" fn lowtide_open(options: *const Options, out: *mut Allocator) -> Status {
     guard(|| {
         not_null(out, "out")?;
-        // SAFETY: may be written, by the contract of this function.
-        unsafe { out.write_unaligned(0) };
         // SAFETY: the contract of this function.
-        let config = unsafe { Config::read(options) }?;
-        let handle = registry::open(config)?;
-        // SAFETY: as above.
-        unsafe { out.write_unaligned(handle) };
-        Ok(())
+        let open = || registry::open(unsafe { Config::read(options) }?);
+        // SAFETY: may be written, by the contract of this function.
+        unsafe { store(out, 0, open) }
     })
 }
 
@@ -124,11 +120,7 @@ pub unsafe extern "C" fn lowtide_get_default(out: *mut Allocator) -> Status {
     guard(|| {
         not_null(out, "out")?;
         // SAFETY: may be written, by the contract of this function.
-        unsafe { out.write_unaligned(0) };
-        let handle = registry::default_handle()?;
-        // SAFETY: as above.
-        unsafe { out.write_unaligned(handle) };
-        Ok(())
+        unsafe { store(out, 0, registry::default_handle) }
     })
 }
 
@@ -154,13 +146,10 @@ pub unsafe extern "C" fn lowtide_alloc(
 ) -> Status {
     guard(|| {
         not_null(out, "out")?;
-        // SAFETY: may be written, by the contract of this function.
-        unsafe { out.write_unaligned(std::ptr::null_mut()) };
         let stream = self::stream(stream);
-        let at = blocks::alloc(allocator, device, size, align, stream)?;
-        // SAFETY: as above.
-        unsafe { out.write_unaligned(pointer(at)) };
-        Ok(())
+        let alloc = || blocks::alloc(allocator, device, size, align, stream).map(pointer);
+        // SAFETY: may be written, by the contract of this function.
+        unsafe { store(out, std::ptr::null_mut(), alloc) }
     })
 }
 
@@ -258,24 +247,27 @@ pub unsafe extern "C" fn lowtide_release_captured(
     released: *mut u64,
 ) -> Status {
     guard(|| {
+        let release = || blocks::release_captured(allocator, device).map(ByteSize::get);
         // SAFETY: the contract of this function.
-        unsafe { write_bytes(released, ByteSize::ZERO) };
-        let done = blocks::release_captured(allocator, device)?;
-        // SAFETY: as above.
-        unsafe { write_bytes(released, done) };
-        Ok(())
+        unsafe { store(released, 0, release) }
     })
 }
 
-/// Stores bytes at an address that may be NULL.
+/// Stores the result of `act` in `*out`, and `none` if it fails. Stores nothing in NULL.
 ///
 /// # Safety
-/// The address is NULL or may be written.
-unsafe fn write_bytes(out: *mut u64, bytes: ByteSize) {
-    if !out.is_null() {
-        // SAFETY: the contract of this function.
-        unsafe { out.write_unaligned(bytes.get()) };
+/// `out` is NULL or may be written.
+#[inline(always)]
+unsafe fn store<T>(out: *mut T, none: T, act: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
+    if out.is_null() {
+        return act().map(drop);
     }
+    // SAFETY: the contract of this function.
+    unsafe { out.write_unaligned(none) };
+    let value = act()?;
+    // SAFETY: as above.
+    unsafe { out.write_unaligned(value) };
+    Ok(())
 }
 
 /// Finds the live block that contains an address, on any device, and fills in `*out`.
@@ -324,12 +316,10 @@ pub unsafe extern "C" fn lowtide_shrink(
     released: *mut u64,
 ) -> Status {
     guard(|| {
+        let keep = ByteSize::new(keep_bytes);
+        let shrink = || blocks::shrink(allocator, device, keep).map(ByteSize::get);
         // SAFETY: the contract of this function.
-        unsafe { write_bytes(released, ByteSize::ZERO) };
-        let done = blocks::shrink(allocator, device, ByteSize::new(keep_bytes))?;
-        // SAFETY: as above.
-        unsafe { write_bytes(released, done) };
-        Ok(())
+        unsafe { store(released, 0, shrink) }
     })
 }
 

@@ -169,8 +169,8 @@ pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Outcome<(
         return Err(invalid("fraction in thousandths", thousandths, "0 to 1000"));
     }
     let device = registry::device(handle, device)?;
-    let total = device.driver.total_memory()?;
-    device.arena.set_limit(total.map_or(ByteSize::MAX, |total| total.scaled(fraction)));
+    let memory = device.driver.device_memory()?;
+    device.arena.set_limit(memory.map_or(ByteSize::MAX, |memory| memory.total.scaled(fraction)));
     Ok(())
 }
 

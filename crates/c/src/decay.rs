@@ -86,8 +86,8 @@ fn pass(now: Moment) -> Moment {
     let mut next = now + POLL;
     for arena in arenas {
         // A failing driver is asked again at the next pass, and tells callers itself.
-        if let Ok(done) = arena.decay(now) {
-            next = next.min(done.next);
+        if arena.decay(now).is_ok() {
+            next = next.min(arena.next_decay());
         }
     }
     next

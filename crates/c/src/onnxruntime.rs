@@ -15,17 +15,13 @@ use lowtide_gpu::ByteSize;
 
 use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, stream};
 use crate::blocks;
-use crate::failure::{Outcome, Status, guard, guard_address};
-use crate::registry::{self, StreamRef};
+use crate::failure::{Status, guard, guard_address};
+use crate::registry::{self, StreamRef, default_handle};
 
 static BOUND: RwLock<(c_int, StreamRef)> = RwLock::new((0, StreamRef::ANY));
 
 fn bound() -> (c_int, StreamRef) {
     *BOUND.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn default() -> Outcome<u64> {
-    registry::default_handle()
 }
 
 /// Sets the device and the stream of later calls of the functions for ONNX Runtime, in the whole
@@ -39,7 +35,7 @@ fn default() -> Outcome<u64> {
 pub unsafe extern "C" fn lowtide_ort_bind(device: c_int, stream: StreamPointer) -> Status {
     guard(|| {
         let stream = self::stream(stream);
-        registry::device(default()?, device)?;
+        registry::device(default_handle()?, device)?;
         *BOUND.write().unwrap_or_else(PoisonError::into_inner) = (device, stream);
         Ok(())
     })
@@ -50,7 +46,7 @@ pub unsafe extern "C" fn lowtide_ort_bind(device: c_int, stream: StreamPointer) 
 pub extern "C" fn lowtide_ort_alloc(size: usize) -> *mut c_void {
     guard_address(|| {
         let (device, stream) = bound();
-        Ok(pointer(blocks::alloc(default()?, device, size, 0, stream)?))
+        Ok(pointer(blocks::alloc(default_handle()?, device, size, 0, stream)?))
     })
 }
 
@@ -64,7 +60,7 @@ pub unsafe extern "C" fn lowtide_ort_free(block: *mut c_void) {
         if block.is_null() {
             return Ok(());
         }
-        let (handle, at, (device, stream)) = (default()?, address(block), bound());
+        let (handle, at, (device, stream)) = (default_handle()?, address(block), bound());
         match blocks::free(handle, device, at, stream) {
             // It is of a device that was bound before; the stream is of another device.
             Err(failure) if failure.status() == Status::ForeignAddress => {
@@ -79,5 +75,5 @@ pub unsafe extern "C" fn lowtide_ort_free(block: *mut c_void) {
 /// `gpu_external_empty_cache`: releases idle memory of all devices.
 #[unsafe(no_mangle)]
 pub extern "C" fn lowtide_ort_empty_cache() {
-    guard(|| blocks::shrink(default()?, LOWTIDE_ALL_DEVICES, ByteSize::ZERO).map(drop));
+    guard(|| blocks::shrink(default_handle()?, LOWTIDE_ALL_DEVICES, ByteSize::ZERO).map(drop));
 }

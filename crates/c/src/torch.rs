@@ -14,13 +14,8 @@ use lowtide_gpu::ByteSize;
 
 use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, size_of_signed, stream};
 use crate::blocks;
-use crate::failure::{Outcome, guard, guard_address};
-use crate::registry;
-
-/// Returns the default allocator; opens it at the first call.
-fn default() -> Outcome<u64> {
-    registry::default_handle()
-}
+use crate::failure::{guard, guard_address};
+use crate::registry::default_handle;
 
 /// PyTorch's `alloc_fn`. Returns NULL for a size of 0 and after a failure (`lowtide_last_error`).
 ///
@@ -34,7 +29,7 @@ pub unsafe extern "C" fn lowtide_torch_alloc(
 ) -> *mut c_void {
     guard_address(|| {
         let size = size_of_signed(size)?;
-        let at = blocks::alloc(default()?, device, size, 0, self::stream(stream))?;
+        let at = blocks::alloc(default_handle()?, device, size, 0, self::stream(stream))?;
         Ok(pointer(at))
     })
 }
@@ -55,7 +50,7 @@ pub unsafe extern "C" fn lowtide_torch_free(
         if block.is_null() {
             return Ok(());
         }
-        blocks::free(default()?, device, address(block), self::stream(stream))
+        blocks::free(default_handle()?, device, address(block), self::stream(stream))
     });
 }
 
@@ -70,7 +65,7 @@ pub unsafe extern "C" fn lowtide_torch_record_stream(block: *mut c_void, stream:
         if block.is_null() {
             return Ok(());
         }
-        let handle = default()?;
+        let handle = default_handle()?;
         let (device, found) = blocks::find(handle, address(block))?;
         blocks::record_use(handle, device, found.at, self::stream(stream))
     });
@@ -79,7 +74,7 @@ pub unsafe extern "C" fn lowtide_torch_record_stream(block: *mut c_void, stream:
 /// For `set_reset_fn`: `torch.cuda.empty_cache()` releases all idle memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn lowtide_torch_empty_cache() {
-    guard(|| blocks::shrink(default()?, LOWTIDE_ALL_DEVICES, ByteSize::ZERO).map(drop));
+    guard(|| blocks::shrink(default_handle()?, LOWTIDE_ALL_DEVICES, ByteSize::ZERO).map(drop));
 }
 
 /// For `set_base_alloc_fn`: returns the start of the block that contains an address, and stores its
@@ -93,7 +88,7 @@ pub unsafe extern "C" fn lowtide_torch_base_alloc(
     size: *mut usize,
 ) -> *mut c_void {
     guard_address(|| {
-        let (_, found) = blocks::find(default()?, address(block))?;
+        let (_, found) = blocks::find(default_handle()?, address(block))?;
         if !size.is_null() {
             let bytes = found.size.as_usize().unwrap_or(usize::MAX);
             // SAFETY: may be written, by the contract of this function.
@@ -106,5 +101,5 @@ pub unsafe extern "C" fn lowtide_torch_base_alloc(
 /// For `set_memory_fraction_fn`: limits a device to a share of its memory, 0 to 1.
 #[unsafe(no_mangle)]
 pub extern "C" fn lowtide_torch_memory_fraction(fraction: f64, device: c_int) {
-    guard(|| blocks::set_fraction(default()?, device, fraction));
+    guard(|| blocks::set_fraction(default_handle()?, device, fraction));
 }

@@ -12,6 +12,9 @@ use thiserror::Error;
 use super::{Backend, DeviceAddress, DeviceUuid};
 use lowtide_core::bytes::ByteSize;
 
+/// The result of a driver call.
+pub(crate) type DriverResult<T = ()> = Result<T, DriverError>;
+
 /// An error of a driver: of a call, of opening a device, or of a value that names one.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -163,18 +166,7 @@ pub enum DriverError {
         /// The text that was parsed.
         text: String,
     },
-    /// The requested backend does not work on this device.
-    #[error("backend {backend} does not work on CUDA device {device}: {cause}")]
-    NoSuchBackend {
-        /// The requested backend.
-        backend: Backend,
-        /// The device's ordinal.
-        device: u32,
-        /// The cause.
-        #[source]
-        cause: Box<Self>,
-    },
-    /// No backend works on this device.
+    /// No backend works on this device, or not the requested one.
     #[error("cannot allocate on CUDA device {device}: {}", causes(.skipped))]
     NoBackend {
         /// The device's ordinal.
@@ -275,9 +267,9 @@ fn causes(skipped: &[(Backend, DriverError)]) -> String {
 
 impl DriverError {
     /// Converts a CUDA result code other than success: out of memory (2, or what WSL answers
-    /// instead), no device (100), not supported (801), an illegal address (700), a lost context, or a
-    /// refusal. For codes about the machine's setup
-    /// (34, 46, 802, 803) the message contains advice for the operator.
+    /// instead), no device (100), not supported (801), an illegal address (700), a lost context, or
+    /// a refusal. For codes about the machine's setup (34, 46, 802, 803) the message contains
+    /// advice for the operator.
     #[must_use]
     pub fn of_cuda(call: &'static str, code: u32, requested: ByteSize) -> Self {
         Self::of_cuda_named(call, code, requested, || None)

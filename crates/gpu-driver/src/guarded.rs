@@ -11,13 +11,12 @@
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
+use crate::error::DriverResult;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
 };
 use lowtide_core::bytes::ByteSize;
-
-type DriverResult<T = ()> = Result<T, DriverError>;
 
 /// A driver that passes calls on to another until the other reports that its context is lost, and
 /// answers every later call with that error. Costs one atomic read per call.
@@ -103,9 +102,8 @@ unsafe impl Driver for Guarded {
         segment_create(size: ByteSize) -> DeviceAddress;
         trim() -> ();
         device_memory() -> Option<DeviceMemory>;
-        total_memory() -> Option<ByteSize>;
         headroom() -> Option<ByteSize>;
-        owner_of(at: DeviceAddress, size: ByteSize) -> Owner;
+        foreign_memory(at: DeviceAddress, size: ByteSize) -> Option<&'static str>;
         stream_create() -> StreamHandle;
         event_create() -> EventHandle;
         synchronize() -> ();
@@ -191,22 +189,6 @@ mod tests {
         fn reserve(&self, _: ByteSize) -> DriverResult<DeviceAddress> {
             self.calls.fetch_add(1, Ordering::Relaxed);
             Err(DriverError::IllegalAddress { call: "cuMemAddressReserve" })
-        }
-
-        unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
-        unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
-        unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> DriverResult {
-            Ok(())
-        }
-
-        unsafe fn copy(&self, _: DeviceAddress, _: DeviceAddress, _: ByteSize) -> DriverResult {
-            Ok(())
         }
 
         fn device_memory(&self) -> DriverResult<Option<DeviceMemory>> {

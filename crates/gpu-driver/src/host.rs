@@ -24,8 +24,8 @@ use lowtide_core::bytes::ByteSize;
 pub use lowtide_core::kernel::physical_memory;
 
 use super::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY,
-    HostMemory, StreamHandle,
+    Backend, Capabilities, DeviceAddress, Driver, DriverError, HOST_GRANULARITY, HostMemory,
+    StreamHandle,
 };
 
 /// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
@@ -59,7 +59,6 @@ unsafe impl Driver for HostDriver {
             host_access: true,
             host_backed: true,
             unified: false,
-            same_address_wake: true,
             remap: false,
             asynchronous: false,
             page_locked: true,
@@ -75,7 +74,7 @@ unsafe impl Driver for HostDriver {
         let slack = length_of(GRANULARITY)?;
         let length = size_wanted.checked_add(slack).ok_or_else(refused)?;
         // SAFETY: without MAP_FIXED no mapping is replaced.
-        let start = unsafe { map_bare(ptr::null_mut(), length, 0) }?;
+        let start = unsafe { map(ptr::null_mut(), length, libc::PROT_NONE, libc::MAP_NORESERVE) }?;
         let address = start.expose_provenance();
         let head = address.next_multiple_of(slack) - address;
         let base = start.wrapping_byte_add(head);
@@ -101,7 +100,7 @@ unsafe impl Driver for HostDriver {
     ) -> Result<(), DriverError> {
         let range = GranuleRange::of(at, size)?;
         // SAFETY: a part of a reservation (contract of `commit`); access is only added.
-        unsafe { range.protect(libc::PROT_READ | libc::PROT_WRITE) }
+        unsafe { range.protect(READ_WRITE) }
     }
 
     unsafe fn decommit(
@@ -144,14 +143,9 @@ unsafe impl Driver for HostDriver {
         size: ByteSize,
         _: StreamHandle,
     ) -> Result<(), DriverError> {
-        let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
-        let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
-        let length = length_of(size)?;
         // SAFETY: `from` is valid for reads and not written to, `to` is committed and not used
-        // otherwise (contract of `copy_from_host`), so that they do not overlap. Bytes have no
-        // alignment, and every one of them is initialised.
-        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, length) };
-        Ok(())
+        // otherwise (contract of `copy_from_host`).
+        unsafe { self.copy(address_of(from), to, size) }
     }
 
     unsafe fn copy_to_host(
@@ -161,29 +155,15 @@ unsafe impl Driver for HostDriver {
         size: ByteSize,
         _: StreamHandle,
     ) -> Result<(), DriverError> {
-        let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
-        let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
-        let length = length_of(size)?;
         // SAFETY: `to` is valid for writes and not used otherwise, `from` is committed and not
-        // written to (contract of `copy_to_host`); otherwise as in `copy_from_host`.
-        unsafe { ptr::copy_nonoverlapping(from, to.as_ptr(), length) };
-        Ok(())
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
+        // written to (contract of `copy_to_host`).
+        unsafe { self.copy(from, address_of(to), size) }
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
         let length = host_length(DeviceAddress::new(0), size)?;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies. No file is
-        // involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
-        let start = unsafe { libc::mmap(ptr::null_mut(), length, access, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(last_error("mmap", length));
-        }
+        // SAFETY: without MAP_FIXED no mapping is replaced.
+        let start = unsafe { map(ptr::null_mut(), length, READ_WRITE, 0) }?;
         if memory == HostMemory::PageLocked {
             // Not MAP_LOCKED: mmap does not fail if it cannot lock ("Notes" of mmap(2)). SAFETY:
             // the whole of the mapping just made; locking changes no contents.
@@ -271,7 +251,9 @@ impl GranuleRange {
     #[cfg(not(target_os = "linux"))]
     unsafe fn discard(self) -> Result<(), DriverError> {
         // SAFETY: whole granules of a reservation that nothing uses (contract of this function).
-        unsafe { map_bare(self.start, self.length, libc::MAP_FIXED) }.map(drop)
+        let flags = libc::MAP_FIXED | libc::MAP_NORESERVE;
+        // SAFETY: as above.
+        unsafe { map(self.start, self.length, libc::PROT_NONE, flags) }.map(drop)
     }
 
     fn outcome(self, call: &'static str, result: libc::c_int) -> Result<(), DriverError> {
@@ -279,26 +261,35 @@ impl GranuleRange {
     }
 }
 
-/// Maps address space without access and without memory.
+/// Access to committed memory.
+const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
+
+/// Maps private anonymous memory with this access: with none, only address space.
 ///
 /// # Safety
 /// With `MAP_FIXED` in `flags`, the range at `at` is part of a reservation, and nothing uses it.
-unsafe fn map_bare(
+unsafe fn map(
     at: *mut libc::c_void,
     length: usize,
+    access: libc::c_int,
     flags: libc::c_int,
 ) -> Result<*mut libc::c_void, DriverError> {
-    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies; with it, the range
     // is whole granules of a reservation of ours (contract of this function), so that no other
     // mapping is replaced. No file is involved: descriptor -1 and offset 0 as mmap(2) asks of
     // MAP_ANONYMOUS.
-    let start = unsafe { libc::mmap(at, length, libc::PROT_NONE, flags, -1, 0) };
+    let start = unsafe { libc::mmap(at, length, access, flags, -1, 0) };
     if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
 }
 
+/// Returns the address of host memory, with which [`HostDriver::host_pointer`] gives its pointer.
+fn address_of(at: NonNull<u8>) -> DeviceAddress {
+    DeviceAddress::new(at.as_ptr().expose_provenance() as u64)
+}
+
 /// Returns the length of host memory, which consists of whole units.
-fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> {
+pub(super) fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> {
     if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
         return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
     }
@@ -329,7 +320,7 @@ fn lock_error(size: ByteSize) -> DriverError {
 /// Unmaps a range of our own mapping; does nothing if the length is zero.
 ///
 /// # Safety
-/// The range lies in a mapping that `reserve` or `host_alloc` made, and nothing uses it any more.
+/// The range lies in a mapping that [`map`] made, and nothing uses it any more.
 unsafe fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
     if length == 0 {
         return Ok(());
@@ -343,7 +334,7 @@ fn length_of(size: ByteSize) -> Result<usize, DriverError> {
     size.as_usize().ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
 }
 
-pub(super) fn last_error(call: &'static str, length: usize) -> DriverError {
+fn last_error(call: &'static str, length: usize) -> DriverError {
     let error = io::Error::last_os_error();
     let code = error.raw_os_error().unwrap_or_default();
     if code == libc::ENOMEM {
@@ -396,19 +387,12 @@ impl TouchedMemory {
     /// room and the system permits the choice.
     ///
     /// # Errors
-    /// [`DriverError::OutOfMemory`], or [`DriverError::Refused`] with the system's code.
+    /// [`DriverError::Misaligned`], [`DriverError::OutOfMemory`], or [`DriverError::Refused`] with
+    /// the system's code.
     pub fn map(size: ByteSize, node: Option<u32>, threads: usize) -> Result<Self, DriverError> {
-        let none = || DriverError::OutOfMemory { call: "mmap", requested: size };
-        let whole = size.get().is_multiple_of(HOST_GRANULARITY.get()) && !size.is_zero();
-        let bytes = size.as_usize().filter(|_| whole).ok_or_else(none)?;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies. No file is
-        // involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
-        let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(last_error("mmap", bytes));
-        }
+        let bytes = host_length(DeviceAddress::new(0), size)?;
+        // SAFETY: without MAP_FIXED no mapping is replaced.
+        let start = unsafe { map(ptr::null_mut(), bytes, READ_WRITE, 0) }?;
         let memory = Self { at: start.expose_provenance(), bytes };
         memory.advise(node);
         memory.touch(threads);
@@ -445,8 +429,7 @@ impl TouchedMemory {
     /// [`DriverError::Refused`] with the system's code; the memory stays mapped.
     pub unsafe fn unmap(&self) -> Result<(), DriverError> {
         // SAFETY: the whole of a mapping of ours that nothing uses (contract of this function).
-        let result = unsafe { libc::munmap(self.start().cast(), self.bytes) };
-        if result == 0 { Ok(()) } else { Err(last_error("munmap", self.bytes)) }
+        unsafe { unmap(self.start().cast(), self.bytes) }
     }
 
     /// Asks for huge pages, for memory of one node, and for none of it in a child. The memory is
@@ -621,9 +604,11 @@ mod touched_tests {
     fn few_threads_touch_little_memory_and_sizes_of_no_unit_are_refused() {
         assert_eq!(TouchedMemory::threads(ByteSize::mib(31)), 1);
         assert!((1..=THREADS_MAX).contains(&TouchedMemory::threads(ByteSize::gib(1))));
-        for size in [ByteSize::ZERO, ByteSize::kib(4), ByteSize::new(1 << 62)] {
+        for size in [ByteSize::ZERO, ByteSize::kib(4)] {
             let refused = TouchedMemory::map(size, None, 2);
-            assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{size}: {refused:?}");
+            assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
         }
+        let refused = TouchedMemory::map(ByteSize::new(1 << 62), None, 2);
+        assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
     }
 }

@@ -27,7 +27,7 @@ pub use guarded::Guarded;
 pub use host::TouchedMemory;
 pub use values::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, EventHandle, HostMemory,
-    HostStore, Owner, StoreSpan, StreamHandle,
+    HostStore, StoreSpan, StreamHandle,
 };
 
 /// The unit of sizes for [`Driver::host_alloc`]. 64 KiB is the largest page size in use, so it is a
@@ -124,8 +124,13 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Reserves address space, without memory, at a multiple of the granularity.
     ///
     /// # Errors
-    /// [`DriverError::OutOfMemory`] if no such range is free; a smaller one may be.
-    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError>;
+    /// [`DriverError::Unsupported`] without [`Capabilities::virtual_memory`], as for the calls up to
+    /// [`Driver::remap`]; [`DriverError::OutOfMemory`] if no such range is free; a smaller one may
+    /// be.
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        let _ = size;
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Releases a whole reservation, in which nothing is committed.
     ///
@@ -136,7 +141,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Any [`DriverError`]; the range then stays reserved.
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        let _ = (at, size);
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Commits memory to a bare part of a reservation. Its contents are unspecified (host: zero).
     ///
@@ -158,7 +166,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         at: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(), DriverError>;
+    ) -> Result<(), DriverError> {
+        let _ = (at, size, handle);
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Releases the memory of a committed part: whole handles of `handle` bytes each, of which the
     /// last may be smaller. On drivers without handles ([`Capabilities::handles`]) the part may
@@ -178,7 +189,10 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         at: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(), DriverError>;
+    ) -> Result<(), DriverError> {
+        let _ = (at, size, handle);
+        Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
+    }
 
     /// Moves the memory of a committed part, whole handles as for [`Driver::decommit`], to a bare
     /// part of the same or another reservation of this driver. `from` is bare afterwards.
@@ -258,30 +272,30 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         from: DeviceAddress,
         to: DeviceAddress,
         size: ByteSize,
-    ) -> Result<(), DriverError>;
-
-    /// Returns the total and free memory of the device; `None` if it counts in the host's budget
-    /// ([`Capabilities::counts_as_host`]). On an integrated GPU the free memory of `cuMemGetInfo`
-    /// does not include page cache, which the kernel would release.
-    ///
-    /// # Errors
-    /// Any [`DriverError`].
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError>;
-
-    /// Returns the total memory of the device, also if it counts in the host's budget; `None` if
-    /// the driver does not know it (`cuMemGetInfo`).
-    ///
-    /// # Errors
-    /// Any [`DriverError`].
-    fn total_memory(&self) -> Result<Option<ByteSize>, DriverError> {
-        Ok(self.device_memory()?.map(|memory| memory.total))
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, size);
+        Err(DriverError::Unsupported { what: "copies on the device" })
     }
 
-    /// Returns the free memory of the device; `None` if the host's budget applies.
+    /// Returns the total and free memory of the device; `None` if the driver does not know it
+    /// (`cuMemGetInfo`). On an integrated GPU the free memory does not include page cache, which
+    /// the kernel would release.
+    ///
+    /// # Errors
+    /// Any [`DriverError`].
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+        Ok(None)
+    }
+
+    /// Returns the free memory of the device; `None`, without a driver call, if it counts in the
+    /// host's budget ([`Capabilities::counts_as_host`]).
     ///
     /// # Errors
     /// As for [`Driver::device_memory`].
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+        if self.capabilities().counts_as_host() {
+            return Ok(None);
+        }
         Ok(self.device_memory()?.map(|memory| memory.free))
     }
 
@@ -300,14 +314,19 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         0
     }
 
-    /// Returns the owner of memory that may not be this driver's, checked at its first and last
-    /// byte; [`Owner::Unknown`] if the driver cannot tell (`cuPointerGetAttribute`).
+    /// Returns what memory is that does not belong to this driver's device and context, such as
+    /// "host memory", checked at its first and last byte; `None` if it belongs to them, or if the
+    /// driver cannot tell (`cuPointerGetAttribute`).
     ///
     /// # Errors
     /// Any [`DriverError`].
-    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Result<Owner, DriverError> {
+    fn foreign_memory(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> Result<Option<&'static str>, DriverError> {
         let _ = (at, size);
-        Ok(Owner::Unknown)
+        Ok(None)
     }
 
     /// Allocates host memory that the device can copy from and to. The memory is page-locked if
@@ -636,6 +655,8 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
 
 /// The feature that a driver without streams lacks.
 const STREAMS: &str = "streams and events";
+/// The feature that a driver with segments lacks.
+const VIRTUAL_MEMORY: &str = "virtual memory";
 /// The feature that a driver with virtual memory lacks.
 const SEGMENTS: &str = "memory in segments";
 /// The feature that a driver without stores lacks.

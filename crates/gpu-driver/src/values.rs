@@ -134,18 +134,6 @@ impl DeviceMemory {
     }
 }
 
-/// The owner of the memory at an address, as far as the driver knows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "there is no fourth answer")]
-pub enum Owner {
-    /// The driver does not know.
-    Unknown,
-    /// The driver's own device and context.
-    Here,
-    /// Another owner, described by the text.
-    Elsewhere(&'static str),
-}
-
 /// An event: a mark in a stream that completes when all work before it is done (`CUevent`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EventHandle(u64);
@@ -219,7 +207,8 @@ lowtide_core::named_enum! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
 pub struct Capabilities {
-    /// Address space can be reserved independently of memory. Without it, memory is allocated in
+    /// Address space can be reserved independently of memory, so the memory of live blocks can be
+    /// released and later restored at the same addresses. Without it, memory is allocated in
     /// segments at addresses that the driver chooses:
     /// [`Driver::segment_create`](super::Driver::segment_create).
     pub virtual_memory: bool,
@@ -232,8 +221,6 @@ pub struct Capabilities {
     /// device memory neither in the resident set of this process nor against its cgroup. It still
     /// counts in the host's budget; see [`Capabilities::counts_as_host`].
     pub unified: bool,
-    /// The memory of live blocks can be released and later restored at the same addresses.
-    pub same_address_wake: bool,
     /// Memory can be moved from one part of a reservation to another without being released:
     /// [`Driver::remap`](super::Driver::remap).
     pub remap: bool,

@@ -179,7 +179,6 @@ unsafe impl Driver for NoDriver {
             host_access: false,
             host_backed: false,
             unified: false,
-            same_address_wake: true,
             remap: false,
             asynchronous: false,
             page_locked: false,

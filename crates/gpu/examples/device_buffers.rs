@@ -54,7 +54,7 @@ fn main() -> Result<(), BoxError> {
     // Idle memory decays first, then the blocks that this thread cached for its next request.
     for _ in 0..3 {
         clock.advance(Duration::from_secs(2));
-        println!("    decay released {}", arena.decay(clock.now())?.released);
+        println!("    decay released {}", arena.decay(clock.now())?);
     }
     show("6 s later", &arena);
     if arena.glance().committed > weights.bytes().saturating_add(ByteSize::mib(2)) {
@@ -65,7 +65,7 @@ fn main() -> Result<(), BoxError> {
     // restored, such as weights from a file, need not be kept: after the wake the buffer reports
     // that it must be filled.
     weights.set_contents(Some(Contents::Discard))?;
-    println!("    sleep released {}", arena.sleep(SleepOptions::default())?.released);
+    println!("    sleep released {}", arena.sleep(SleepOptions::default())?.memory);
     show("asleep", &arena);
     if arena.glance().committed > ByteSize::ZERO {
         return Err("memory is committed while the arena sleeps".into());

@@ -222,7 +222,7 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
         let device = match cuda::Cuda::open(options) {
             Ok(device) => device,
             Err(fault) => {
-                if !matches!(fault.downcast_ref(), Some(DriverError::NoSuchBackend { .. })) {
+                if !matches!(fault.downcast_ref(), Some(DriverError::NoBackend { .. })) {
                     return Err(fault);
                 }
                 report.line(&format!("contract not run: {fault}"));

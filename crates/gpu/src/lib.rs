@@ -6,7 +6,7 @@
 //! pressure, is decided elsewhere.
 //!
 //! Without a `Memory` nothing is released in the background: the owner calls
-//! [`DeviceArena::decay`], again at the time that it returns.
+//! [`DeviceArena::decay`], again at [`DeviceArena::next_decay`].
 //!
 //! ```
 //! use std::sync::Arc;
@@ -26,8 +26,8 @@
 //!
 //! // The owner's loop; here it ends when no memory is idle.
 //! while !arena.glance().idle.is_zero() {
-//!     let due = arena.decay(clock.now())?.next;
-//!     clock.advance(due - clock.now());
+//!     arena.decay(clock.now())?;
+//!     clock.advance(arena.next_decay() - clock.now());
 //! }
 //! assert!(arena.glance().committed.is_zero());
 //! # Ok::<(), lowtide_gpu::DeviceError>(())
@@ -52,7 +52,8 @@
 //!     thread::spawn(move || -> Result<(), DeviceError> {
 //!         loop {
 //!             let now = clock.now();
-//!             let due = arena.decay(now)?.next.min(now + Duration::from_millis(250));
+//!             arena.decay(now)?;
+//!             let due = arena.next_decay().min(now + Duration::from_millis(250));
 //!             if clock.wait_until(&stop, due) == Wake::Rung {
 //!                 return Ok(());
 //!             }
@@ -92,7 +93,7 @@ mod api;
 mod engine;
 mod exec;
 pub mod index;
-pub mod map;
+mod map;
 mod pinned;
 pub mod record;
 mod state;
@@ -107,22 +108,16 @@ pub use api::buffer::Buffer;
 pub use api::compact::BlockPin;
 pub use api::interop::{Exported, Imported};
 pub use api::lane::{Lane, Lease};
-pub use api::planned::{Planned, PlannedMemory};
+pub use api::planned::PlannedMemory;
 pub use api::raw::RawBlock;
-pub use api::release::DecayReport;
-pub use api::sleep::EnterFuture;
 pub use driver::host::HostDriver;
-pub use map::{ArenaMap, ArenaOccupancy, OccupancyCell, RegionOccupancy};
-#[cfg(feature = "cuda")]
-pub use pinned::PinnedView;
+pub use map::{OccupancyCell, RegionOccupancy, SegmentMap};
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedCopy, PinnedKind, PinnedPool, PinnedSnapshot};
 pub use types::Region;
-pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Goal, Moved, StopReason};
+pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Moved};
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, DeviceErrorWith, Shortage};
-pub use types::sleep::{
-    Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState, WakeReport,
-};
+pub use types::sleep::{Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState};
 #[doc(hidden)]
 pub use types::snapshot::ControlFigures;
 pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};

@@ -7,104 +7,71 @@
 //! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
 //! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
 
+use std::ops::Range;
+
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
 use crate::state::arena::ArenaState;
-pub use crate::state::backing::GranuleState;
-use crate::state::backing::{Backing, CommittedRange};
+use crate::state::backing::{Backing, CommittedRange, GranuleState};
 use crate::state::segment::Run;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
-/// A map of an arena at one instant.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ArenaMap {
-    /// The smallest unit that is committed.
-    pub granularity: ByteSize,
-    /// The arena's segments; none in a forked child.
-    pub segments: Vec<SegmentMap>,
-}
-
-/// One segment of an arena: all addresses of a region, or one segment of the driver.
+/// A map of one segment of an arena: all addresses of a region, or one segment of the driver.
+///
+/// Ranges are offsets in the segment, in address order. Granules that are neither active nor idle
+/// have no memory; the space between live and pending blocks is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentMap {
     /// Its region.
     pub region: Region,
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
     /// Its first address.
     pub base: u64,
     /// Its address space in bytes.
     pub size: ByteSize,
-    /// Runs of granules with committed memory, in address order. The other granules have none.
-    pub granules: Vec<GranuleRun>,
-    /// Live and pending blocks, in address order; the space between them is free.
-    pub blocks: Vec<BlockSpan>,
-}
-
-/// Adjacent granules in one state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct GranuleRun {
-    /// Their offset in the segment.
-    pub offset: ByteSize,
-    /// Their size in bytes.
-    pub size: ByteSize,
-    /// Their state.
-    pub state: GranuleState,
-}
-
-/// A block that is not free.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BlockSpan {
-    /// Its offset in the segment.
-    pub offset: ByteSize,
-    /// Its size after rounding.
-    pub size: ByteSize,
-    /// Its state.
-    pub state: BlockState,
-}
-
-/// The state of a block that is not free.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BlockState {
-    /// Held by a caller.
-    Live,
-    /// Freed by the caller; the device may still use it.
-    Pending,
+    /// Committed granules that a block touches.
+    pub active: Vec<Range<u64>>,
+    /// Committed granules that no block touches.
+    pub idle: Vec<Range<u64>>,
+    /// Blocks held by callers, after rounding.
+    pub live: Vec<Range<u64>>,
+    /// Blocks freed by the caller that the device may still use.
+    pub pending: Vec<Range<u64>>,
 }
 
 /// Returns the segments of a region.
-pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
+fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
     let of = state.region(region);
     let ground = &of.segment;
     let arrived = |span: &Span| ground.missing(*span).is_nothing();
-    let live = of.live_spans().filter(arrived).map(|span| (span, BlockState::Live));
-    let pending = of.pending.spans().map(|span| (span, BlockState::Pending));
-    let mut blocks: Vec<_> = live.chain(pending).collect();
-    blocks.sort_unstable_by_key(|(span, _)| span.offset);
+    let mut live: Vec<_> = of.live_spans().filter(arrived).collect();
+    let mut pending: Vec<_> = of.pending.spans().collect();
+    live.sort_unstable_by_key(|span| span.offset);
+    pending.sort_unstable_by_key(|span| span.offset);
     let map = |CommittedRange { at, span, backed }: CommittedRange| {
-        let within =
-            |inner: Span| (ByteSize::new(inner.offset - span.offset), ByteSize::new(inner.size));
-        let first = blocks.partition_point(|(block, _)| block.offset < span.offset);
-        let inside = blocks[first..].iter().take_while(|(block, _)| block.offset < span.end());
-        let blocks = inside.map(|&(block, state)| {
-            let (offset, size) = within(block);
-            BlockSpan { offset, size, state }
-        });
-        let granules = backed.into_iter().flat_map(|run| by_state(ground, run));
-        let granules = granules.map(|(run, state)| {
-            let (offset, size) = within(run);
-            GranuleRun { offset, size, state }
-        });
+        let within = |inner: &Span| inner.offset - span.offset..inner.end() - span.offset;
+        let blocks = |all: &[Span]| -> Vec<_> {
+            let first = all.partition_point(|block| block.offset < span.offset);
+            let inside = all[first..].iter().take_while(|block| block.offset < span.end());
+            inside.map(within).collect()
+        };
+        let granules: Vec<_> = backed.into_iter().flat_map(|run| by_state(ground, run)).collect();
+        let runs = |state| -> Vec<_> {
+            let found = granules.iter().filter(|(_, of_run)| *of_run == state);
+            found.map(|(run, _)| within(run)).collect()
+        };
         SegmentMap {
             region,
+            granularity: ByteSize::new(state.bytes_of(1)),
             base: at.get(),
             size: ByteSize::new(span.size),
-            granules: granules.collect(),
-            blocks: blocks.collect(),
+            active: runs(GranuleState::Active),
+            idle: runs(GranuleState::Idle),
+            live: blocks(&live),
+            pending: blocks(&pending),
         }
     };
     ground.stretches().into_iter().map(map).collect()
@@ -112,7 +79,7 @@ pub(crate) fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
 
 /// Cuts a run of backed granules into runs of one state, in address order. A granule is active if a
 /// live, arriving or pending block touches it.
-pub(super) fn by_state(
+fn by_state(
     ground: &Backing,
     (span, state): (Span, Option<GranuleState>),
 ) -> Vec<(Span, GranuleState)> {
@@ -135,7 +102,7 @@ pub(super) fn by_state(
 }
 
 impl DeviceArena {
-    /// Returns a map of all blocks and granules; empty in a forked child.
+    /// Returns a map of all blocks and granules, segment by segment; empty in a forked child.
     ///
     /// Copies the metadata under the lock: time and memory grow with the number of blocks and
     /// granules. Thread caches are flushed first; blocks that other threads cache meanwhile show as
@@ -150,24 +117,21 @@ impl DeviceArena {
     /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
     /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
     /// let map = arena.map();
-    /// assert_eq!(map.segments[1].blocks.len(), 1);
+    /// assert_eq!(map[1].live.len(), 1);
     /// # drop(activations);
     /// # Ok::<(), lowtide_gpu::DeviceError>(())
     /// ```
     #[must_use]
-    pub fn map(&self) -> ArenaMap {
+    pub fn map(&self) -> Vec<SegmentMap> {
         let inner = self.inner();
         if inner.check_here().is_err() {
-            return ArenaMap::default();
+            return Vec::new();
         }
         inner.empty_caches();
-        inner.run_now(|state| ArenaMap {
-            granularity: ByteSize::new(state.bytes_of(1)),
-            segments: Region::ALL.iter().flat_map(|&region| segments(state, region)).collect(),
-        })
+        inner.run_now(|state| Region::ALL.into_iter().flat_map(|it| segments(state, it)).collect())
     }
 
-    /// Returns the current usage, each region in at most `cells_max` cells (at least 2).
+    /// Returns the current usage of both regions, each in at most `cells_max` cells (at least 2).
     ///
     /// Walks all blocks under the lock, a few ns each if the arena is awake, and allocates the
     /// cells and an entry for each run of committed granules. Empty in a forked child.
@@ -181,17 +145,15 @@ impl DeviceArena {
     /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
     /// let activations = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
     /// let occupancy = arena.occupancy(64);
-    /// let live: u64 = occupancy.regions[1].occupancy.iter().map(|cell| cell.live.get()).sum();
-    /// assert_eq!((occupancy.regions[1].blocks, live), (1, 1 << 20));
+    /// let live: u64 = occupancy[1].occupancy.iter().map(|cell| cell.live.get()).sum();
+    /// assert_eq!((occupancy[1].blocks, live), (1, 1 << 20));
     /// # drop(activations);
     /// # Ok::<(), lowtide_gpu::DeviceError>(())
     /// ```
     #[must_use]
-    pub fn occupancy(&self, cells_max: usize) -> ArenaOccupancy {
+    pub fn occupancy(&self, cells_max: usize) -> Vec<RegionOccupancy> {
         let occupancy = self.inner().run_here(|state| {
-            let of = |&region: &Region| region_cells(state, region, cells_max);
-            let regions = Region::ALL.iter().map(of).collect();
-            ArenaOccupancy { granularity: ByteSize::new(state.bytes_of(1)), regions }
+            Region::ALL.into_iter().map(|it| region_cells(state, it, cells_max)).collect()
         });
         occupancy.unwrap_or_default()
     }
@@ -209,22 +171,14 @@ impl DeviceArena {
 /// The size of the smallest cell in bytes: a picture of an arena does not resolve smaller ones.
 const CELL_MIN: u64 = 4 << 10;
 
-/// A map of an arena in cells.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ArenaOccupancy {
-    /// The smallest unit that is committed.
-    pub granularity: ByteSize,
-    /// The regions in the order of [`Region::ALL`]; empty in a forked child.
-    pub regions: Vec<RegionOccupancy>,
-}
-
-/// A region in cells of one size.
+/// A region in cells of one size; from [`DeviceArena::occupancy`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionOccupancy {
     /// The region's name.
     pub region: &'static str,
+    /// The smallest unit that is committed.
+    pub granularity: ByteSize,
     /// Bytes of each cell: a power of two.
     pub cell: ByteSize,
     /// The number of live blocks.
@@ -250,11 +204,7 @@ pub struct OccupancyCell {
 }
 
 /// Returns the usage of a region in at most `cells_max` cells (at least 2).
-pub(crate) fn region_cells(
-    state: &ArenaState,
-    region: Region,
-    cells_max: usize,
-) -> RegionOccupancy {
+fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionOccupancy {
     let of = state.region(region);
     let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
     let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
@@ -277,8 +227,8 @@ pub(crate) fn region_cells(
             GranuleState::Idle => cells.add(run, |sums| &mut sums.idle),
         }
     }
-    let (cell, occupancy) = (ByteSize::new(cells.size), cells.cells);
-    RegionOccupancy { region: region.name(), cell, blocks, occupancy }
+    let (cell, granularity) = (ByteSize::new(cells.size), ByteSize::new(state.bytes_of(1)));
+    RegionOccupancy { region: region.name(), granularity, cell, blocks, occupancy: cells.cells }
 }
 
 /// Cells of one size, in address order.
@@ -364,7 +314,7 @@ mod tests {
         for cells_max in [2, 7, 512, 4096] {
             let occupancy = arena.occupancy(cells_max);
             let snapshot = arena.snapshot();
-            for (told, found) in snapshot.regions.iter().zip(&occupancy.regions) {
+            for (told, found) in snapshot.regions.iter().zip(&occupancy) {
                 assert!(found.occupancy.len() <= cells_max, "{} cells", found.occupancy.len());
                 assert!(found.occupancy.is_sorted_by(|one, next| one.nth < next.nth));
                 let live = told.live.saturating_add(told.cached);
@@ -384,7 +334,7 @@ mod tests {
         let arena = arena(ByteSize::gib(1024));
         let small = arena.alloc::<u8>(100, Region::Dynamic).expect("room");
         let large = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
-        let region = arena.occupancy(512).regions.remove(1);
+        let region = arena.occupancy(512).remove(1);
         assert_eq!(region.blocks, 2);
         let ends = region.occupancy.first().zip(region.occupancy.last());
         let (first, last) = ends.expect("some cells");
@@ -397,11 +347,11 @@ mod tests {
     fn an_empty_arena_has_no_cells_and_one_that_sleeps_shows_what_is_asleep() {
         use crate::{Contents, SleepOptions};
         let arena = arena(ByteSize::mib(64));
-        assert!(arena.occupancy(64).regions.iter().all(|region| region.occupancy.is_empty()));
+        assert!(arena.occupancy(64).iter().all(|region| region.occupancy.is_empty()));
         let held = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
         let (stable, dynamic) = (Contents::Discard, Contents::Discard);
         arena.sleep(SleepOptions { stable, dynamic, ..Default::default() }).expect("asleep");
-        let region = &arena.occupancy(64).regions[0];
+        let region = &arena.occupancy(64)[0];
         assert_eq!(sum(region, |cell| cell.live), ByteSize::mib(3));
         assert_eq!(sum(region, |cell| cell.active.saturating_add(cell.idle)), ByteSize::ZERO);
         drop(held);

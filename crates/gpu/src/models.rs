@@ -20,8 +20,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::*;
 use crate::driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
-    StreamHandle,
+    Backend, Capabilities, DeviceAddress, Driver, DriverError, EventHandle, StreamHandle,
 };
 use crate::exec::inner::ArenaInner;
 use lowtide_core::bytes::ByteSize;
@@ -37,7 +36,6 @@ const BASE: u64 = 1 << 20;
 #[derive(Default)]
 struct Model {
     remap: bool,
-    same_address_wake: bool,
     reserved: Mutex<u64>,
     committed: Mutex<[bool; 2 * GRANULES]>,
     work: Mutex<Work>,
@@ -99,7 +97,6 @@ unsafe impl Driver for Model {
             host_backed: false,
             unified: false,
             page_locked: false,
-            same_address_wake: self.same_address_wake,
             remap: self.remap,
             asynchronous: self.asynchronous,
             handles: false,
@@ -167,10 +164,6 @@ unsafe impl Driver for Model {
             assert_eq!(arena.lock_state().leases, 0, "a block moves under a lease");
         }
         Ok(())
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
     }
 
     fn stream_create(&self) -> Result<StreamHandle, DriverError> {

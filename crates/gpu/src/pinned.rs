@@ -44,8 +44,6 @@ use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
 pub use self::copy::PinnedCopy;
-#[cfg(feature = "cuda")]
-pub use self::cuda::PinnedView;
 pub use self::pool::{PinnedPool, PinnedSnapshot};
 
 /// Elements in memory of a pinned pool. Freed when dropped.
@@ -346,8 +344,8 @@ impl<T: Pod> Drop for PinnedBuffer<T> {
         let Some(block) = self.block.take() else { return };
         match std::mem::replace(&mut self.device_use, DeviceUse::None) {
             DeviceUse::None => self.pool.free(block.at),
-            DeviceUse::Until(event) => self.pool.free_after(block.at, event),
-            DeviceUse::Unproven => self.pool.quarantine(block.at),
+            DeviceUse::Until(event) => self.pool.free_after(block, event),
+            DeviceUse::Unproven => self.pool.quarantine(block.size),
         }
     }
 }

@@ -220,7 +220,7 @@ fn a_driver_that_is_not_understood_is_refused_at_open() {
     for what in 0..3 {
         let mut driver = FaultInjectingDriver::new();
         match what {
-            0 => driver.capabilities.virtual_memory = false,
+            0 => (driver.capabilities.virtual_memory, driver.capabilities.remap) = (false, true),
             1 => driver.capabilities.asynchronous = true,
             _ => driver.capabilities.granularity = ByteSize::new(3 << 20),
         }

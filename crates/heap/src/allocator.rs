@@ -11,7 +11,6 @@
 )]
 
 use std::alloc::{GlobalAlloc, Layout};
-use std::ffi::{CStr, c_char};
 use std::hint::black_box;
 use std::sync::OnceLock;
 
@@ -131,24 +130,6 @@ fn reaches_jemalloc(allocate: impl FnOnce()) -> bool {
     allocate();
     THREAD_ALLOCATED.read().is_ok_and(|after| after.wrapping_sub(before) >= TRIAL_BYTES as u64)
 }
-
-/// A configuration string in the form that jemalloc looks for: the symbol is a `char *`.
-#[doc(hidden)]
-#[derive(Debug)]
-#[repr(transparent)]
-pub struct ConfSymbol(*const c_char);
-
-impl ConfSymbol {
-    /// Creates a symbol that points to `conf`.
-    #[must_use]
-    pub const fn new(conf: &'static CStr) -> Self {
-        Self(conf.as_ptr())
-    }
-}
-
-// SAFETY: the pointer is only ever made from a `&'static CStr`, whose bytes are shared and never
-// written; jemalloc reads them once (`const char *malloc_conf`).
-unsafe impl Sync for ConfSymbol {}
 
 /// Keeps a shared library loaded that contains this allocator. After `dlclose`, jemalloc's threads
 /// and the destructors of thread-local data would run code that is no longer there. C libraries

@@ -7,7 +7,7 @@
 //!
 //! An arena must not be destroyed while settings are applied: jemalloc looks it up without a lock.
 //!
-//! Invariant: `arenas_set + arenas_uninitialised = arenas`.
+//! Invariant: a setting that is not in a difference is in effect in every arena.
 #![expect(unsafe_code, reason = "extent hooks are C functions in a table")]
 
 use std::ffi::{c_uint, c_void};
@@ -20,38 +20,18 @@ use lowtide_core::decay::DecayTime;
 use lowtide_core::kernel::physical_memory;
 use tikv_jemalloc_sys::extent_hooks_t;
 
+use super::effective::Difference;
 use super::error::HostError;
 use super::mallctl::Key;
-use super::profile::{Difference, HeapSettings};
+use super::profile::HeapSettings;
 use super::{arenas, mallctl as ctl};
 
 /// The longest decay time, in ms: jemalloc holds times as nanoseconds in 64 bits and takes no more
 /// than the whole seconds in it (`NSTIME_SEC_MAX`).
 const DECAY_MS_MAX: u64 = (u64::MAX / 1_000_000_000 - 1) * 1_000;
 
-/// The settings in effect after [`apply`], read back.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Applied {
-    /// The number of arenas that have these decay times.
-    pub arenas_set: u32,
-    /// The number of indices without an arena; an arena created there takes these times.
-    pub arenas_uninitialised: u32,
-    /// Dirty decay of later arenas, and of every arena unless a difference says otherwise.
-    pub dirty_decay: DecayTime,
-    /// Muzzy decay, likewise.
-    pub muzzy_decay: DecayTime,
-    /// `true` if jemalloc's background threads are on.
-    pub background_threads: bool,
-    /// The maximum number of background threads; 0 if they are unsupported.
-    pub max_background_threads: u32,
-    /// The result of [`limit_mappings`](super::limit_mappings).
-    pub mapping_min: Option<ByteSize>,
-    /// Settings that differ from the requested value; at most one entry each.
-    pub differences: Vec<Difference>,
-}
-
-/// Applies settings to the running process and reads them back.
+/// Applies settings to the running process, reads them back, and calls [`limit_mappings`]. Returns
+/// those that differ from the requested value, each at most once.
 ///
 /// Costs about 0.1 us per arena, plus starting or ending background threads if their setting
 /// changes.
@@ -63,39 +43,18 @@ pub struct Applied {
 /// # Errors
 /// [`HostError::Mallctl`] if jemalloc refuses a valid setting; the settings before it are in
 /// effect. Settings that the platform does not support are differences, not errors.
-pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
+pub fn apply(settings: &HeapSettings) -> Result<Vec<Difference>, HostError> {
     let mut differences = Vec::new();
-    let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
     let kept = arenas::keep();
-    let dirty = set_decay(
-        "dirty_decay_ms",
-        (&ctl::ARENAS_DIRTY_DECAY, &ctl::ARENA_DIRTY_DECAY),
-        settings.dirty_decay,
-        count,
-        &mut differences,
-    )?;
-    let muzzy = set_decay(
-        "muzzy_decay_ms",
-        (&ctl::ARENAS_MUZZY_DECAY, &ctl::ARENA_MUZZY_DECAY),
-        settings.muzzy_decay,
-        count,
-        &mut differences,
-    )?;
+    let keys = (&ctl::ARENAS_DIRTY_DECAY, &ctl::ARENA_DIRTY_DECAY);
+    differences.extend(set_decay("dirty_decay_ms", keys, settings.dirty_decay)?);
+    let keys = (&ctl::ARENAS_MUZZY_DECAY, &ctl::ARENA_MUZZY_DECAY);
+    differences.extend(set_decay("muzzy_decay_ms", keys, settings.muzzy_decay)?);
     drop(kept);
-    let mapping_min = limit_mappings()?;
-    let max_background_threads = set_max_threads(settings, &mut differences)?;
-    let background_threads = set_threads(settings.background_threads, &mut differences)?;
-    let arenas_set = dirty.arenas_set.min(muzzy.arenas_set);
-    Ok(Applied {
-        arenas_set,
-        arenas_uninitialised: count - arenas_set,
-        dirty_decay: dirty.found,
-        muzzy_decay: muzzy.found,
-        background_threads,
-        max_background_threads,
-        mapping_min,
-        differences,
-    })
+    limit_mappings()?;
+    differences.extend(set_max_threads(settings)?);
+    differences.extend(set_threads(settings.background_threads)?);
+    Ok(differences)
 }
 
 /// Returns `true` if this build of jemalloc can run background threads; it cannot on musl and some
@@ -105,10 +64,9 @@ pub fn background_threads_supported() -> bool {
     ctl::BACKGROUND_THREAD.read().is_ok()
 }
 
-struct DecaySet {
-    arenas_set: u32,
-    found: DecayTime,
-}
+/// Arenas are gone through again until all are found right, at most so often: an arena that was
+/// being made during the first pass shows in the second.
+const PASSES_MAX: usize = 4;
 
 /// Writes one decay time, for arenas to come and then for every one that exists, so that an arena
 /// made in between has it as well.
@@ -116,62 +74,35 @@ fn set_decay(
     setting: &'static str,
     (to_come, in_arena): (&Key<isize, 2>, &Key<isize, 3>),
     asked: DecayTime,
-    count: u32,
-    differences: &mut Vec<Difference>,
-) -> Result<DecaySet, HostError> {
+) -> Result<Option<Difference>, HostError> {
     let asked_ms = decay_to_ms(asked);
     to_come.write(asked_ms)?;
-    let found = decay_from_ms(to_come.read()?);
-    let mut pass = DecayPass::default();
+    let mut found = to_come.read()?;
     for _ in 0..PASSES_MAX {
-        pass = DecayPass::run(in_arena, asked_ms, count)?;
-        if pass.changed.is_none() {
-            break;
-        }
-    }
-    let read_back = pass.changed.map_or(found, decay_from_ms);
-    if read_back != asked {
-        differences.push(Difference::new(setting, decay_text(asked), decay_text(read_back)));
-    }
-    Ok(DecaySet { arenas_set: pass.arenas, found })
-}
-
-/// Arenas are gone through again until all are found right, at most so often: an arena that was
-/// being made during the first pass shows in the second.
-const PASSES_MAX: usize = 4;
-
-/// One pass over the arenas.
-#[derive(Default)]
-struct DecayPass {
-    /// Arenas that exist.
-    arenas: u32,
-    /// Another decay time that one of them had, in ms.
-    changed: Option<isize>,
-}
-
-impl DecayPass {
-    /// Writes only if another value is found: writing restarts an arena's curve, so that memory
-    /// that is already idle would stay longer.
-    fn run(key: &Key<isize, 3>, asked_ms: isize, count: u32) -> Result<Self, HostError> {
-        let mut pass = Self::default();
-        for arena in 0..count {
-            // Reading is refused only if no arena is initialised.
-            let Ok(found) = key.read_in(arena) else { continue };
-            pass.arenas += 1;
-            if found != asked_ms {
-                key.write_in(arena, asked_ms)?;
-                pass.changed.get_or_insert(found);
+        let mut changed = None;
+        for arena in 0..ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT) {
+            // Reading is refused only if no arena is initialised. Writing restarts an arena's
+            // curve, so that memory that is already idle would stay longer.
+            if let Ok(other) = in_arena.read_in(arena)
+                && other != asked_ms
+            {
+                in_arena.write_in(arena, asked_ms)?;
+                changed = Some(other);
             }
         }
-        Ok(pass)
+        let Some(other) = changed else {
+            found = to_come.read()?;
+            break;
+        };
+        found = other;
     }
+    let found = u64::try_from(found).map_or(DecayTime::Never, DecayTime::from_millis);
+    let difference = || Difference::new(setting, asked.to_string(), found.to_string());
+    Ok((found != asked).then(difference))
 }
 
-/// Sets the number of background threads if one is requested, and returns the one in effect.
-fn set_max_threads(
-    settings: &HeapSettings,
-    differences: &mut Vec<Difference>,
-) -> Result<u32, HostError> {
+/// Sets the number of background threads if one is requested.
+fn set_max_threads(settings: &HeapSettings) -> Result<Option<Difference>, HostError> {
     let supported = background_threads_supported();
     let at_start = ctl::OPT_MAX_BACKGROUND_THREADS.read()?;
     let possible = |asked: u32| asked > 0 && asked as usize <= at_start;
@@ -182,15 +113,14 @@ fn set_max_threads(
     }
     let found = if supported { ctl::MAX_BACKGROUND_THREADS.read()? } else { 0 };
     let found = u32::try_from(found).unwrap_or(u32::MAX);
-    if let Some(asked) = settings.max_background_threads.filter(|&asked| asked != found) {
-        let setting = "max_background_threads";
-        differences.push(Difference::new(setting, asked.to_string(), found.to_string()));
-    }
-    Ok(found)
+    let asked = settings.max_background_threads.filter(|&asked| asked != found);
+    Ok(asked.map(|asked| {
+        Difference::new("max_background_threads", asked.to_string(), found.to_string())
+    }))
 }
 
-/// Switches background threads, and returns whether they are on.
-fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, HostError> {
+/// Switches background threads.
+fn set_threads(asked: bool) -> Result<Option<Difference>, HostError> {
     let (mut found, mut cause) = (false, String::new());
     if background_threads_supported() {
         // jemalloc marks them as on before it starts them, even if that fails.
@@ -202,11 +132,9 @@ fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, H
         }
         found = ctl::BACKGROUND_THREAD.read()?;
     }
-    if found != asked {
-        let (asked, found) = (asked.to_string(), format!("{found}{cause}"));
-        differences.push(Difference::new("background_thread", asked, found));
-    }
-    Ok(found)
+    let difference =
+        || Difference::new("background_thread", asked.to_string(), format!("{found}{cause}"));
+    Ok((found != asked).then(difference))
 }
 
 /// jemalloc's figure for a decay time: whole milliseconds rounded up, 0 at once, -1 never.
@@ -218,23 +146,6 @@ pub(super) fn decay_to_ms(time: DecayTime) -> isize {
             let ms = u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(DECAY_MS_MAX);
             isize::try_from(ms.clamp(1, DECAY_MS_MAX)).unwrap_or(isize::MAX)
         }
-    }
-}
-
-/// The decay time of jemalloc's figure.
-pub(super) fn decay_from_ms(ms: isize) -> DecayTime {
-    u64::try_from(ms).map_or(DecayTime::Never, DecayTime::from_millis)
-}
-
-/// A decay time as people read it.
-pub(super) fn decay_text(time: DecayTime) -> String {
-    match time {
-        DecayTime::AtOnce => "at once".to_owned(),
-        DecayTime::Never => "never".to_owned(),
-        DecayTime::Within(time) if time.subsec_nanos() % 1_000_000 == 0 => {
-            format!("{} ms", time.as_millis())
-        }
-        DecayTime::Within(time) => format!("{time:?}"),
     }
 }
 
@@ -376,9 +287,6 @@ mod tests {
             (DecayTime::Within(Duration::from_micros(1_001)), 2),
         ] {
             assert_eq!(decay_to_ms(time), ms, "{time:?}");
-        }
-        for ms in [-1, 0, 1, 1_000, isize::try_from(DECAY_MS_MAX).unwrap()] {
-            assert_eq!(decay_to_ms(decay_from_ms(ms)), ms);
         }
         let longest = decay_to_ms(DecayTime::Within(Duration::MAX));
         assert_eq!(longest, isize::try_from(DECAY_MS_MAX).unwrap());

@@ -10,8 +10,7 @@
 //! #[global_allocator]
 //! static HEAP: host::Heap = host::Heap;
 //!
-//! let applied = host::apply(&host::HeapProfile::Balanced.settings())?;
-//! for difference in &applied.differences {
+//! for difference in host::apply(&host::HeapProfile::Balanced.settings())? {
 //!     println!("{difference}");
 //! }
 //! let probe = HeapProbe::new()?;
@@ -54,35 +53,31 @@ pub use account::{Account, AccountMemory, AccountOwner, is_measured, unmeasured}
 pub use allocations::{AllocationProfile, AllocationStack, take_profile, write_profile};
 pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{HostArena, HostArenaStats};
-pub use conf::{
-    Applied, apply, background_threads_supported, limit_mappings, mappings_max, overcommits,
-};
-pub use effective::{EffectiveConf, HeapConf, effective};
+pub use conf::{apply, background_threads_supported, limit_mappings, mappings_max, overcommits};
+pub use effective::{Difference, EffectiveConf, effective};
 pub use error::{HostError, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 #[cfg(any(test, feature = "profiling"))]
 pub use loaded::ProfileMapping;
 pub use mallctl::ARENA_NAME_MAX;
-pub use profile::{Difference, HeapProfile, HeapSettings};
+pub use profile::{HeapProfile, HeapSettings};
 #[cfg(feature = "profiling")]
 pub use profiler::cache_unwind_rules;
 pub use profiler::{Profiler, profiler};
 pub use purge::{
-    HeapPurge, PurgeOutcome, PurgeReport, ReleaseFailure, Unreleased, check_release, decay_tick,
-    purge, purge_now, release_failure, unreleased_max,
+    PurgeReport, ReleaseFailure, check_release, decay_tick, purge, purge_now, release_failure,
+    unreleased_max,
 };
 pub use recall::{
-    ArenaBinding, flush_tcache_if_requested, flush_thread_cache, on_thread_park,
+    bind_thread, bound_arenas, flush_tcache_if_requested, flush_thread_cache, on_thread_park,
     request_tcache_flush,
 };
 pub use stats::{HeapProbe, HeapSizeClass, HeapSnapshot, thread_totals};
 
-/// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
+/// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use them
+/// directly.
 #[doc(hidden)]
-pub use allocator::ConfSymbol;
-/// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use it directly.
-#[doc(hidden)]
-pub use profile::ConfText;
+pub use profile::{CONF_TEXT_MAX, conf_text};
 
 /// The README's code, compiled.
 #[cfg(doctest)]

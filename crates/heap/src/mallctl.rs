@@ -145,9 +145,6 @@ table! {
     OPT_PERCPU_ARENA: Text, 2, c"opt.percpu_arena";
     OPT_HPA: bool, 2, c"opt.hpa";
     OPT_RETAIN: bool, 2, c"opt.retain";
-    OPT_DIRTY_DECAY: isize, 2, c"opt.dirty_decay_ms";
-    OPT_MUZZY_DECAY: isize, 2, c"opt.muzzy_decay_ms";
-    OPT_BACKGROUND_THREAD: bool, 2, c"opt.background_thread";
     OPT_MAX_BACKGROUND_THREADS: usize, 2, c"opt.max_background_threads";
     CONFIG_CONF: Text, 2, c"config.malloc_conf";
     OPT_CONF_FROM_BINARY: Text, 3, c"opt.malloc_conf.global_var";
@@ -265,7 +262,7 @@ impl<T: Number, const N: usize> Key<T, N> {
 
     fn read_by(&self, numbers: &[usize; N]) -> Result<T, HostError> {
         // SAFETY: as in `exchange`. Numbers are those of a name, or have an arena's index below
-        // jemalloc's limit in place (`numbers_in`), or that of a size class, which jemalloc checks
+        // jemalloc's limit in place (`numbers_with`), or that of a size class, which jemalloc checks
         // (`read_class`).
         unsafe { self.read_raw(numbers, None) }
     }
@@ -278,24 +275,13 @@ impl<T: Number, const N: usize> Key<T, N> {
     /// The figure of one arena, for one named `stats.arenas.0.*`, of the last epoch. Refused where
     /// no arena was at the index then (ENOENT).
     pub(crate) fn read_of(&self, arena: u32) -> Result<T, HostError> {
-        let mut numbers = *self.numbers()?;
-        if arena >= ARENA_LIMIT {
-            return Err(HostError::NoSuchArena { index: arena });
-        }
-        if let Some(index) = numbers.get_mut(2) {
-            *index = arena as usize;
-        }
-        self.read_by(&numbers)
+        self.read_by(&self.numbers_with(2, arena)?)
     }
 
     /// The figure of one size class, for one named `*.bins.0.*` or `arenas.bin.0.*`; refused where
     /// there is no such class (ENOENT: `arenas_bin_i_index`, `stats_arenas_i_bins_j_index`).
     pub(crate) fn read_class(&self, class: u32) -> Result<T, HostError> {
-        let mut numbers = *self.numbers()?;
-        if let Some(index) = N.checked_sub(2).and_then(|at| numbers.get_mut(at)) {
-            *index = class as usize;
-        }
-        self.read_by(&numbers)
+        self.read_by(&self.numbers_with(N.saturating_sub(2), class)?)
     }
 }
 
@@ -303,25 +289,29 @@ impl<T: Number> Key<T, 3> {
     /// Returns the value in one arena, for a control named `arena.0.*`. Refused if no arena is
     /// initialised at the index (EFAULT).
     pub(crate) fn read_in(&self, arena: u32) -> Result<T, HostError> {
-        self.read_by(&self.numbers_in(arena)?)
+        self.read_by(&self.numbers_with(1, arena)?)
     }
 
     /// Writes the value in one arena; refused likewise.
     pub(crate) fn write_in(&self, arena: u32, value: T) -> Result<(), HostError> {
-        self.write_by(&self.numbers_in(arena)?, value)
+        self.write_by(&self.numbers_with(1, arena)?, value)
     }
 }
 
-impl<T> Key<T, 3> {
-    /// The numbers with the arena's index in place. jemalloc 5.3.1 looks the arena up without
-    /// checking the index (`arena_get` only asserts it, in debug builds), so it is checked here:
-    /// the index for all arenas would read past the end of its table.
-    fn numbers_in(&self, arena: u32) -> Result<[usize; 3], HostError> {
-        let &[root, _, leaf] = self.numbers()?;
-        if arena >= ARENA_LIMIT {
-            return Err(HostError::NoSuchArena { index: arena });
+impl<T, const N: usize> Key<T, N> {
+    /// The numbers with an index of an arena, or a smaller one of a size class, in this place.
+    /// jemalloc 5.3.1 looks the arena up without checking the index (`arena_get` only asserts it,
+    /// in debug builds), so it is checked here: the index for all arenas would read past the end of
+    /// its table.
+    fn numbers_with(&self, place: usize, index: u32) -> Result<[usize; N], HostError> {
+        let mut numbers = *self.numbers()?;
+        if index >= ARENA_LIMIT {
+            return Err(HostError::NoSuchArena { index });
         }
-        Ok([root, arena as usize, leaf])
+        if let Some(number) = numbers.get_mut(place) {
+            *number = index as usize;
+        }
+        Ok(numbers)
     }
 }
 
@@ -374,7 +364,7 @@ impl Key<Text, 3> {
     /// Writes a text for one arena, which jemalloc copies: the only one that takes any is an
     /// arena's name, of at most 31 bytes and the NUL (`ARENA_NAME_LEN`).
     pub(crate) fn write_in(&self, arena: u32, text: &CStr) -> Result<(), HostError> {
-        let numbers = self.numbers_in(arena)?;
+        let numbers = self.numbers_with(1, arena)?;
         // SAFETY: the control takes a `const char *`, which is valid up to its NUL for the call;
         // jemalloc 5.3.1 copies at most `ARENA_NAME_LEN` bytes of it (`arena_name_set`).
         unsafe { self.write_raw(&numbers, Some(text.as_ptr())) }
@@ -413,7 +403,7 @@ impl<const N: usize> Key<BacktraceHook, N> {
 impl Key<HookTable, 3> {
     /// Returns the table of an arena; jemalloc's own if the arena does not exist yet.
     pub(crate) fn read_in(&self, arena: u32) -> Result<*mut extent_hooks_t, HostError> {
-        let numbers = self.numbers_in(arena)?;
+        let numbers = self.numbers_with(1, arena)?;
         // SAFETY: the control's value is such a pointer, and any pointer is valid.
         unsafe { self.read_raw(&numbers, None) }
     }
@@ -427,7 +417,7 @@ impl Key<HookTable, 3> {
         arena: u32,
         table: *mut extent_hooks_t,
     ) -> Result<(), HostError> {
-        let numbers = self.numbers_in(arena)?;
+        let numbers = self.numbers_with(1, arena)?;
         // SAFETY: the control takes such a pointer; the caller guarantees that the table is valid.
         unsafe { self.write_raw(&numbers, Some(table)) }
     }
@@ -441,7 +431,7 @@ impl Key<(), 3> {
     /// If it frees memory that may be live (`arena.0.destroy`): nothing points into the arena, and
     /// no thread allocates in it any more.
     pub(crate) unsafe fn perform_in(&self, arena: u32) -> Result<(), HostError> {
-        self.perform_by(&self.numbers_in(arena)?)
+        self.perform_by(&self.numbers_with(1, arena)?)
     }
 }
 

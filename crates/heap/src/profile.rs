@@ -11,9 +11,7 @@
 //!
 //! Invariant: the decay times in `conf` are those in `settings`.
 
-use std::borrow::Cow;
 use std::ffi::CStr;
-use std::fmt;
 use std::time::Duration;
 
 use lowtide_core::decay::DecayTime;
@@ -63,10 +61,19 @@ impl HeapProfile {
             }
             Self::Balanced => {
                 c"background_thread:true,max_background_threads:2,narenas:4,\
-                  dirty_decay_ms:1000,muzzy_decay_ms:0,cache_oblivious:false"
+                  dirty_decay_ms:1000,muzzy_decay_ms:0,thp:default,metadata_thp:disabled,\
+                  cache_oblivious:false"
             }
-            Self::Throughput => c"background_thread:true,dirty_decay_ms:10000,muzzy_decay_ms:0",
+            Self::Throughput => {
+                c"background_thread:true,narenas:default,dirty_decay_ms:10000,muzzy_decay_ms:0,\
+                  thp:default,metadata_thp:disabled,cache_oblivious:true"
+            }
         }
+    }
+
+    /// The same as text; it is ASCII.
+    pub(super) fn text(self) -> &'static str {
+        self.conf().to_str().unwrap_or_default()
     }
 
     /// Returns the settings that can be applied while the process runs.
@@ -101,7 +108,7 @@ impl HeapProfile {
 /// ```
 /// lowtide_heap::global_allocator!(low_memory, narenas: 3, dirty_decay_ms: 2_000);
 ///
-/// assert_eq!(lowtide_heap::effective().unwrap().arenas_at_start, 3);
+/// assert_eq!(lowtide_heap::effective().unwrap().get("narenas"), Some("3"));
 /// ```
 ///
 /// # Settings
@@ -200,18 +207,16 @@ macro_rules! jemalloc_conf {
 macro_rules! __export_conf {
     ($profile:ident $(, $name:ident : $value:tt)* $(,)?) => {
         const _: () = {
-            const TEXT: &$crate::ConfText = &$crate::ConfText::of(
+            const TEXT: &[u8; $crate::CONF_TEXT_MAX] = &$crate::conf_text(
                 $crate::HeapProfile::$profile,
                 &[$((::core::stringify!($name), ::core::stringify!($value))),*],
             );
             #[used]
             #[unsafe(export_name = "_rjem_malloc_conf")]
-            static PREFIXED: $crate::ConfSymbol =
-                $crate::ConfSymbol::new(TEXT.as_c_str());
+            static PREFIXED: &[u8; $crate::CONF_TEXT_MAX] = TEXT;
             #[used]
             #[unsafe(export_name = "malloc_conf")]
-            static PLAIN: $crate::ConfSymbol =
-                $crate::ConfSymbol::new(TEXT.as_c_str());
+            static PLAIN: &[u8; $crate::CONF_TEXT_MAX] = TEXT;
         };
     };
     ($profile:ident $($other:tt)*) => {
@@ -222,12 +227,8 @@ macro_rules! __export_conf {
     };
 }
 
-// jemalloc's settings that this crate supports: one table, their string format, and what differs
-// from a request.
-//
-// Pure: no calls to jemalloc. The table serves the macro [`jemalloc_conf!`](crate::jemalloc_conf),
-// which checks and writes a string at compile time, and the comparison of requested and effective
-// settings.
+// jemalloc's settings that this crate supports: one table, which the macro
+// [`jemalloc_conf!`](crate::jemalloc_conf) checks and writes a string by at compile time.
 //
 // Left out on purpose: `hpa` (twice the memory at rest), and a dirty decay of 0 (5 to 8 times the
 // CPU).
@@ -235,127 +236,65 @@ macro_rules! __export_conf {
 // Invariant: jemalloc accepts every setting that the macro accepts.
 
 /// One setting.
-pub(super) struct Knob {
+struct Knob {
     /// jemalloc's name for it.
-    pub(super) name: &'static str,
-    /// The values that the macro accepts.
+    name: &'static str,
     takes: Takes,
-    /// jemalloc's default; written explicitly, it resets an earlier string's value. `None` if it
-    /// cannot be reset.
-    pub(super) default: Option<&'static str>,
-    /// `true` if it can be changed while the process runs.
-    pub(super) moves: bool,
-    /// The macro's message for other values.
+    /// The message for other values.
     expected: &'static str,
 }
 
 enum Takes {
     /// A whole number, both ends included.
     Number(u64, u64),
-    /// One of these words, each with its written form.
-    Word(&'static [(&'static str, &'static str)]),
+    /// One of these words, separated by `|`.
+    Word(&'static str),
 }
 
-const BOOL: Takes = Takes::Word(&[("true", "true"), ("false", "false")]);
-
-/// The small block groups of [`HeapProfile::LowMemory`]: for every size the fewest pages.
-pub(super) const ONE_PAGE: &str = "1-16384:1";
+macro_rules! knob {
+    ($name:literal, $least:literal, $most:literal, $unit:literal) => {
+        Knob {
+            name: $name,
+            takes: Takes::Number($least, $most),
+            expected: concat!(
+                $name,
+                " takes a whole number",
+                $unit,
+                " from ",
+                $least,
+                " to ",
+                $most
+            ),
+        }
+    };
+    ($name:literal, $words:literal) => {
+        Knob {
+            name: $name,
+            takes: Takes::Word($words),
+            expected: concat!($name, " takes ", $words),
+        }
+    };
+}
 
 /// The table. Bounds are jemalloc's own (5.3.1, `conf.c`) but for those of the decay times: longer
 /// than an hour is most likely a wrong unit, which is a guess.
-pub(super) const KNOBS: [Knob; 10] = [
-    Knob {
-        name: "background_thread",
-        takes: BOOL,
-        default: Some("false"),
-        moves: true,
-        expected: "background_thread takes true or false",
-    },
-    Knob {
-        name: "max_background_threads",
-        takes: Takes::Number(1, 64),
-        default: None, // A later string can lower it and never raise it.
-        moves: true,
-        expected: "max_background_threads takes a whole number from 1 to 64",
-    },
-    Knob {
-        name: "narenas",
-        takes: Takes::Number(1, 4094),
-        default: Some("default"),
-        moves: false,
-        expected: "narenas takes a whole number from 1 to 4094",
-    },
-    Knob {
-        name: "tcache_max",
-        takes: Takes::Number(8, 32_768),
-        default: Some("32768"),
-        moves: false,
-        expected: "tcache_max takes a whole number of bytes from 8 to 32768",
-    },
-    Knob {
-        name: "dirty_decay_ms",
-        takes: Takes::Number(1, 3_600_000),
-        default: Some("10000"),
-        moves: true,
-        expected: "dirty_decay_ms takes a whole number of ms from 1 to 3600000 (0 \
-                   would cost 5 to 8 times the CPU)",
-    },
-    Knob {
-        name: "muzzy_decay_ms",
-        takes: Takes::Number(0, 3_600_000),
-        default: Some("0"),
-        moves: true,
-        expected: "muzzy_decay_ms takes a whole number of ms from 0 to 3600000",
-    },
-    Knob {
-        name: "thp",
-        takes: Takes::Word(&[("default", "default"), ("always", "always"), ("never", "never")]),
-        default: Some("default"),
-        moves: false,
-        expected: "thp takes default, always or never",
-    },
-    Knob {
-        name: "metadata_thp",
-        takes: Takes::Word(&[("disabled", "disabled"), ("auto", "auto"), ("always", "always")]),
-        default: Some("disabled"),
-        moves: false,
-        expected: "metadata_thp takes disabled, auto or always",
-    },
-    Knob {
-        name: "slab_sizes",
-        takes: Takes::Word(&[("default", "default"), ("one_page", ONE_PAGE)]),
-        default: Some("default"),
-        moves: false,
-        expected: "slab_sizes takes default or one_page",
-    },
-    Knob {
-        name: "cache_oblivious",
-        takes: BOOL,
-        default: Some("true"),
-        moves: false,
-        expected: "cache_oblivious takes true or false",
-    },
+const KNOBS: &[Knob] = &[
+    knob!("background_thread", "true|false"),
+    knob!("max_background_threads", 1, 64, ""),
+    knob!("narenas", 1, 4094, ""),
+    knob!("tcache_max", 8, 32_768, " of bytes"),
+    knob!("dirty_decay_ms", 1, 3_600_000, " of ms (0 would cost 5 to 8 times the CPU)"),
+    knob!("muzzy_decay_ms", 0, 3_600_000, " of ms"),
+    knob!("thp", "default|always|never"),
+    knob!("metadata_thp", "disabled|auto|always"),
+    knob!("slab_sizes", "default|one_page"),
+    knob!("cache_oblivious", "true|false"),
+    knob!("prof", "true|false"),
+    knob!("lg_prof_sample", 19, 30, " (2^19 bytes = 512 KiB, 2^23 = 8 MiB)"),
 ];
 
-/// The settings of the heap profiler, which the macro accepts in a build that has it. They are no
-/// part of a profile's comparison: whether a process is profiled changes nothing else.
-const PROFILER_KNOBS: [Knob; 2] = [
-    Knob {
-        name: "prof",
-        takes: BOOL,
-        default: Some("false"),
-        moves: false,
-        expected: "prof takes true or false",
-    },
-    Knob {
-        name: "lg_prof_sample",
-        takes: Takes::Number(19, 30),
-        default: Some("19"),
-        moves: false,
-        expected: "lg_prof_sample takes a whole number from 19 to 30 (2^19 bytes = 512 KiB, \
-                   2^23 = 8 MiB)",
-    },
-];
+/// jemalloc's value for `slab_sizes: one_page`: the fewest pages for every small size.
+const ONE_PAGE: &[u8] = b"1-16384:1";
 
 const NO_PROFILER: &str = "prof and lg_prof_sample need the feature `profiling`, which builds the \
                            heap profiler in";
@@ -368,73 +307,52 @@ const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expect
 const TWICE: &str = "duplicate setting; expected each at most once";
 const TOO_LONG: &str = "the settings together are too long";
 
-/// The setting of this name.
-pub(super) const fn knob(name: &str) -> Option<&'static Knob> {
-    const TABLE: &[Knob] = &KNOBS;
-    named(TABLE, name)
-}
-
-/// The setting of the heap profiler of this name.
-const fn of_profiler(name: &str) -> Option<&'static Knob> {
-    const TABLE: &[Knob] = &PROFILER_KNOBS;
-    named(TABLE, name)
-}
-
-const fn named(table: &'static [Knob], name: &str) -> Option<&'static Knob> {
+/// The setting of this name, or why the macro does not take it.
+const fn knob(name: &[u8]) -> Result<&'static Knob, &'static str> {
+    let is_of_profiler = same(name, b"prof") || same(name, b"lg_prof_sample");
+    if is_of_profiler && !cfg!(feature = "profiling") {
+        return Err(NO_PROFILER);
+    }
     let mut at = 0;
-    while at < table.len() {
-        if same(table[at].name.as_bytes(), name.as_bytes()) {
-            return Some(&table[at]);
+    while at < KNOBS.len() {
+        if same(KNOBS[at].name.as_bytes(), name) {
+            return Ok(&KNOBS[at]);
         }
         at += 1;
     }
-    None
+    Err(if same(name, b"hpa") { HPA } else { UNKNOWN })
 }
 
-/// The most bytes of a string, its NUL included; all settings together take some 250.
-const TEXT_MAX: usize = 512;
+/// The bytes of a configuration string, NULs at its end included; all settings together take some
+/// 250.
+#[doc(hidden)]
+pub const CONF_TEXT_MAX: usize = 512;
+
+/// Returns the string of a profile with custom settings, which replace the profile's or follow
+/// them. It ends in a NUL.
+///
+/// # Panics
+/// At compile time, if a setting is invalid; the message names the setting and the expected value.
+#[doc(hidden)]
+#[must_use]
+pub const fn conf_text(profile: HeapProfile, own: &[(&str, &str)]) -> [u8; CONF_TEXT_MAX] {
+    match ConfText::compose(profile, own) {
+        Ok(text) => text.bytes,
+        Err(expected) => panic!("{}", expected),
+    }
+}
 
 /// A configuration string, built at compile time.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
-pub struct ConfText {
-    bytes: [u8; TEXT_MAX],
+#[derive(Debug, PartialEq, Eq)]
+struct ConfText {
+    bytes: [u8; CONF_TEXT_MAX],
     len: usize,
 }
 
 impl ConfText {
-    /// Creates the string of a profile with custom settings, which replace the profile's or follow
-    /// them.
-    ///
-    /// # Panics
-    /// At compile time, if a setting is invalid; the message names the setting and the expected
-    /// value.
-    #[must_use]
-    pub const fn of(profile: HeapProfile, own: &[(&str, &str)]) -> Self {
-        match Self::compose(profile, own) {
-            Ok(text) => text,
-            Err(expected) => panic!("{}", expected),
-        }
-    }
-
-    /// Returns the string as a C string.
-    ///
-    /// # Panics
-    /// Never: the bytes after the text are 0.
-    #[must_use]
-    pub const fn as_c_str(&self) -> &CStr {
-        match CStr::from_bytes_until_nul(&self.bytes) {
-            Ok(text) => text,
-            Err(_) => panic!("{}", TOO_LONG),
-        }
-    }
-
-    /// The same, with the expected value as error.
-    pub(super) const fn compose(
-        profile: HeapProfile,
-        own: &[(&str, &str)],
-    ) -> Result<Self, &'static str> {
-        let mut text = Self { bytes: [0; TEXT_MAX], len: 0 };
+    /// Returns the string, or the expected value as error.
+    const fn compose(profile: HeapProfile, own: &[(&str, &str)]) -> Result<Self, &'static str> {
+        let mut text = Self { bytes: [0; CONF_TEXT_MAX], len: 0 };
         let mut rest = profile.conf().to_bytes();
         while !rest.is_empty() {
             let (setting, after) = cut(rest, b',');
@@ -466,14 +384,9 @@ impl ConfText {
 
     /// Appends one setting as it stands in the source, checked.
     const fn push_setting(&mut self, name: &str, value: &str) -> Result<(), &'static str> {
-        let knob = match knob(name) {
-            Some(knob) => knob,
-            None if same(name.as_bytes(), b"hpa") => return Err(HPA),
-            None => match of_profiler(name) {
-                Some(knob) if cfg!(feature = "profiling") => knob,
-                Some(_) => return Err(NO_PROFILER),
-                None => return Err(UNKNOWN),
-            },
+        let knob = match knob(name.as_bytes()) {
+            Ok(knob) => knob,
+            Err(expected) => return Err(expected),
         };
         if let Err(expected) = self.push(name.as_bytes()) {
             return Err(expected);
@@ -489,14 +402,15 @@ impl ConfText {
                 _ => Err(knob.expected),
             },
             Takes::Word(words) => {
-                let mut at = 0;
-                while at < words.len() {
-                    if same(words[at].0.as_bytes(), value) {
+                let mut rest = words.as_bytes();
+                while !rest.is_empty() {
+                    let (word, after) = cut(rest, b'|');
+                    if same(word, value) {
                         self.push_bytes(b":");
-                        self.push_bytes(words[at].1.as_bytes());
+                        self.push_bytes(if same(word, b"one_page") { ONE_PAGE } else { word });
                         return Ok(());
                     }
-                    at += 1;
+                    rest = after;
                 }
                 Err(knob.expected)
             }
@@ -506,7 +420,7 @@ impl ConfText {
     /// Appends after a comma, if the text is not empty.
     const fn push(&mut self, setting: &[u8]) -> Result<(), &'static str> {
         // Room for a value of any length that passes its check.
-        if self.len + setting.len() + 32 > TEXT_MAX {
+        if self.len + setting.len() + 32 > CONF_TEXT_MAX {
             return Err(TOO_LONG);
         }
         if self.len > 0 {
@@ -605,43 +519,6 @@ const fn same(one: &[u8], other: &[u8]) -> bool {
     one.len() == other.len()
 }
 
-/// A setting that differs from the requested value.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Difference {
-    /// jemalloc's name of the setting; `page` for the page size, `transparent_hugepage` for the
-    /// kernel's mode.
-    pub setting: Cow<'static, str>,
-    /// The requested value.
-    pub requested: String,
-    /// The value in effect; `none` if jemalloc has no such setting.
-    pub effective: String,
-}
-
-impl Difference {
-    pub(super) fn new(
-        setting: impl Into<Cow<'static, str>>,
-        requested: impl Into<String>,
-        effective: impl Into<String>,
-    ) -> Self {
-        let (requested, effective) = (requested.into(), effective.into());
-        Self { setting: setting.into(), requested, effective }
-    }
-
-    /// Returns `true` if only a restart of the process can change it.
-    #[must_use]
-    pub fn is_fixed_at_start(&self) -> bool {
-        knob(&self.setting).is_none_or(|knob| !knob.moves)
-    }
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { setting, requested, effective } = self;
-        write!(f, "{setting}: requested {requested}, effective {effective}")
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -682,7 +559,8 @@ mod knobs_tests {
     use super::*;
 
     fn composed(profile: HeapProfile, own: &[(&str, &str)]) -> Result<String, &'static str> {
-        ConfText::compose(profile, own).map(|text| text.as_c_str().to_str().unwrap().to_owned())
+        let text = ConfText::compose(profile, own)?;
+        Ok(CStr::from_bytes_until_nul(&text.bytes).unwrap().to_str().unwrap().to_owned())
     }
 
     #[test]
@@ -698,12 +576,14 @@ mod knobs_tests {
         assert_eq!(
             composed(HeapProfile::Balanced, &own).as_deref(),
             Ok("background_thread:true,max_background_threads:2,narenas:8,dirty_decay_ms:1000,\
-                muzzy_decay_ms:0,cache_oblivious:false,tcache_max:8192,slab_sizes:1-16384:1")
+                muzzy_decay_ms:0,thp:default,metadata_thp:disabled,cache_oblivious:false,\
+                tcache_max:8192,slab_sizes:1-16384:1")
         );
         let all: Vec<_> = KNOBS.iter().map(|knob| (knob.name, widest(knob))).collect();
+        let all = if cfg!(feature = "profiling") { &*all } else { &all[..KNOBS.len() - 2] };
         for profile in HeapProfile::ALL {
-            let text = composed(profile, &all).unwrap();
-            assert_eq!(text.split(',').count(), KNOBS.len(), "{text}");
+            let text = composed(profile, all).unwrap();
+            assert_eq!(text.split(',').count(), all.len(), "{text}");
         }
     }
 
@@ -711,12 +591,13 @@ mod knobs_tests {
     fn widest(knob: &Knob) -> &'static str {
         match knob.takes {
             Takes::Number(_, most) => match most {
+                30 => "30",
                 64 => "64",
                 4094 => "4_094",
                 32_768 => "0000000032768",
                 _ => "3_600_000",
             },
-            Takes::Word(words) => words.last().unwrap().0,
+            Takes::Word(words) => words.rsplit('|').next().unwrap(),
         }
     }
 
@@ -731,10 +612,10 @@ mod knobs_tests {
             (("narenas", "99999999999999999999999"), "from 1 to 4094"),
             (("dirty_decay_ms", "0"), "5 to 8 times the CPU"),
             (("dirty_decay_ms", "1000.5"), "whole number of ms"),
-            (("tcache_max", "7"), "bytes from 8 to 32768"),
-            (("thp", "sometimes"), "default, always or never"),
-            (("background_thread", "yes"), "true or false"),
-            (("slab_sizes", "two_pages"), "default or one_page"),
+            (("tcache_max", "7"), "of bytes from 8 to 32768"),
+            (("thp", "sometimes"), "default|always|never"),
+            (("background_thread", "yes"), "true|false"),
+            (("slab_sizes", "two_pages"), "default|one_page"),
             (("hpa", "true"), "twice the memory"),
             (("arenas", "8"), "expected a setting of background_thread"),
             (("", ""), "expected a setting of"),
@@ -762,14 +643,6 @@ mod knobs_tests {
 
     #[test]
     fn what_the_macro_says_is_what_the_table_checks() {
-        for knob in KNOBS.iter().chain(&PROFILER_KNOBS) {
-            assert!(UNKNOWN.contains(knob.name), "{}", knob.name);
-            assert!(knob.expected.contains(knob.name), "{}", knob.expected);
-            let parts: Vec<String> = match knob.takes {
-                Takes::Number(least, most) => vec![format!("from {least} to {most}")],
-                Takes::Word(words) => words.iter().map(|(word, _)| (*word).to_owned()).collect(),
-            };
-            assert!(parts.iter().all(|part| knob.expected.contains(part)), "{}", knob.expected);
-        }
+        assert!(KNOBS.iter().all(|knob| UNKNOWN.contains(knob.name)));
     }
 }

@@ -6,8 +6,7 @@
 //! A release is what the kernel reports: jemalloc and glibc count pages as released that stay
 //! resident, for example because they are locked.
 //!
-//! Invariant: each part is `Released(bytes > 0)`, nothing to release, or the reason it is
-//! unsupported.
+//! Invariant: each part is the bytes that were released, or the reason it is unsupported.
 #![cfg_attr(target_os = "linux", expect(unsafe_code, reason = "madvise on a block of jemalloc"))]
 
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -22,62 +21,8 @@ use lowtide_core::kernel::Statm;
 use super::error::{HostError, Unsupported};
 use super::libc_heap::locked;
 use super::recall::{flush_thread_cache, request_tcache_flush};
-use super::stats::{Backed, HeapProbe};
+use super::stats::{HeapProbe, HeapSnapshot};
 use super::{allocator, arenas, libc_heap, mallctl};
-
-/// The result of purging one heap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PurgeOutcome {
-    /// Bytes that were released; never zero.
-    Released(ByteSize),
-    /// No memory was released: there was none, or other threads took as much at the same time.
-    NothingToRelease,
-    /// This process does not support it.
-    Unsupported(Unsupported),
-}
-
-impl PurgeOutcome {
-    /// From the amounts before and after.
-    fn between(before: ByteSize, after: ByteSize) -> Self {
-        match before.saturating_sub(after) {
-            ByteSize::ZERO => Self::NothingToRelease,
-            released => Self::Released(released),
-        }
-    }
-}
-
-/// The result and duration of purging one heap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct HeapPurge {
-    /// The result.
-    pub outcome: PurgeOutcome,
-    /// Duration of the purge, without the measurements around it.
-    pub took: Duration,
-}
-
-impl HeapPurge {
-    /// Returns the bytes released; zero if there were none or purging is unsupported.
-    #[must_use]
-    pub const fn released(&self) -> ByteSize {
-        match self.outcome {
-            PurgeOutcome::Released(bytes) => bytes,
-            PurgeOutcome::NothingToRelease | PurgeOutcome::Unsupported(_) => ByteSize::ZERO,
-        }
-    }
-}
-
-/// Unused memory that a purge could not release.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Unreleased {
-    /// Bytes of unused pages that stay resident: at most
-    /// [`HeapSnapshot::unused_of`](super::HeapSnapshot::unused_of) and
-    /// [`unreleased_max`](super::unreleased_max). jemalloc reuses them before it maps new ones.
-    pub bytes: ByteSize,
-    /// The cause.
-    pub cause: ReleaseFailure,
-}
 
 /// The memory that a purge released, by heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,31 +30,41 @@ pub struct Unreleased {
 pub struct PurgeReport {
     /// jemalloc: the decrease of the memory behind its pages (resident and muzzy), from one refresh
     /// before and one after. Allocations of other threads in between are subtracted. If the
-    /// kernel's figure, as for `libc`, fell by less than half of that, it is the kernel's.
-    pub jemalloc: HeapPurge,
+    /// kernel's figure, as for `libc`, fell by less than half of that, it is the kernel's. Zero if
+    /// there was nothing to release, or other threads took as much at the same time.
+    pub jemalloc: Result<ByteSize, Unsupported>,
+    /// The duration for jemalloc, without the measurements around it.
+    pub jemalloc_took: Duration,
     /// The muzzy part of jemalloc's bytes: released lazily before, and reclaimed only now. The rest
-    /// was dirty. jemalloc purges both in one call, so they share one duration.
+    /// was dirty.
     pub muzzy: ByteSize,
     /// glibc: the decrease of the process's anonymous resident memory (`/proc/self/statm`, resident
     /// less shared) while glibc trimmed; glibc itself reports only yes or no. It includes pages
     /// that other threads touched or released meanwhile, and the kernel's figure may be off by some
     /// hundred KiB.
-    pub libc: HeapPurge,
-    /// The unused memory that the kernel did not take back, if that is so.
-    pub unreleased: Option<Unreleased>,
+    pub libc: Result<ByteSize, Unsupported>,
+    /// The duration for glibc.
+    pub libc_took: Duration,
+    /// Bytes of unused pages that stay resident because the kernel does not take them back: at most
+    /// [`HeapSnapshot::unused_of`](super::HeapSnapshot::unused_of) and
+    /// [`unreleased_max`](super::unreleased_max). jemalloc reuses them before it maps new ones.
+    pub unreleased: ByteSize,
+    /// The reason that the kernel does not take them back.
+    pub failure: Option<ReleaseFailure>,
 }
 
 impl PurgeReport {
     /// Returns the bytes that both heaps released.
     #[must_use]
-    pub const fn released(&self) -> ByteSize {
-        self.jemalloc.released().saturating_add(self.libc.released())
+    pub fn released(&self) -> ByteSize {
+        let jemalloc = self.jemalloc.unwrap_or_default();
+        jemalloc.saturating_add(self.libc.unwrap_or_default())
     }
 
     /// Returns the dirty part of jemalloc's bytes.
     #[must_use]
-    pub const fn dirty(&self) -> ByteSize {
-        self.jemalloc.released().saturating_sub(self.muzzy)
+    pub fn dirty(&self) -> ByteSize {
+        self.jemalloc.unwrap_or_default().saturating_sub(self.muzzy)
     }
 }
 
@@ -131,8 +86,48 @@ impl PurgeReport {
 /// # Errors
 /// [`HostError::Mallctl`] if jemalloc refuses; glibc's heap is then not trimmed.
 pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
-    let (jemalloc, muzzy, unreleased) = purge_jemalloc(clock)?;
-    Ok(PurgeReport { jemalloc, muzzy, libc: trim_libc(clock, libc_heap::trim), unreleased })
+    let (before, resident) = (snapshot()?, anonymous_resident());
+    let start = clock.now();
+    request_tcache_flush();
+    flush_thread_cache()?;
+    // First, so that its block is purged as well.
+    let failure = if allocator::is_global() { check_release() } else { None };
+    let kept = arenas::keep();
+    mallctl::ARENAS_PURGE.perform()?;
+    drop(kept);
+    let jemalloc_took = clock.now() - start;
+    let (after, resident_after) = (snapshot()?, anonymous_resident());
+    let backed = |of: HeapSnapshot| of.resident.saturating_add(of.muzzy);
+    let counted = backed(before).saturating_sub(backed(after));
+    let fell = resident.saturating_sub(resident_after);
+    let left = counted.saturating_sub(fell);
+    let inexact = inexactness();
+    let is_locked = || left > inexact && locked().saturating_add(inexact) >= left;
+    let failure = failure.or_else(|| is_locked().then(note_locked).flatten());
+    let unreleased = after.unused_of(resident_after).max(left).min(unreleased_max());
+    let is_known = !resident_after.is_zero();
+    let stays = is_known && left > counted.scaled(0.5).max(inexact);
+    let released = if failure.is_some() || stays { counted.min(fell) } else { counted };
+    let jemalloc = if released.is_zero() && !allocator::is_global() {
+        Err(Unsupported::NoJemalloc)
+    } else {
+        Ok(released)
+    };
+    let (libc, libc_took) = trim_libc(clock, libc_heap::trim);
+    Ok(PurgeReport {
+        jemalloc,
+        jemalloc_took,
+        muzzy: before.muzzy.saturating_sub(after.muzzy).min(released),
+        libc,
+        libc_took,
+        unreleased: if failure.is_some() { unreleased } else { ByteSize::ZERO },
+        failure,
+    })
+}
+
+/// Returns the statistics of jemalloc's heap.
+fn snapshot() -> Result<HeapSnapshot, HostError> {
+    HeapProbe::here()?.snapshot()
 }
 
 /// Like [`purge`], with times by the system clock.
@@ -157,51 +152,6 @@ pub fn decay_tick() -> Result<(), HostError> {
     mallctl::ARENAS_DECAY.perform()
 }
 
-/// Returns the result for jemalloc, its muzzy part, and what stays.
-fn purge_jemalloc(
-    clock: &dyn Clock,
-) -> Result<(HeapPurge, ByteSize, Option<Unreleased>), HostError> {
-    let (before, resident) = (Backed::read()?, anonymous_resident());
-    let start = clock.now();
-    request_tcache_flush();
-    flush_thread_cache()?;
-    // First, so that its block is purged as well.
-    let failure = if allocator::is_global() { check_release() } else { None };
-    let kept = arenas::keep();
-    mallctl::ARENAS_PURGE.perform()?;
-    drop(kept);
-    let took = clock.now() - start;
-    let (after, resident_after) = (Backed::read()?, anonymous_resident());
-    let counted = before.bytes().saturating_sub(after.bytes());
-    let fell = resident.saturating_sub(resident_after);
-    let unreleased = unreleased(failure, counted.saturating_sub(fell), resident_after)?;
-    let is_known = !resident_after.is_zero();
-    let stays = is_known && counted.saturating_sub(fell) > counted.scaled(0.5).max(inexactness());
-    let released = if unreleased.is_some() || stays { counted.min(fell) } else { counted };
-    let mut outcome = PurgeOutcome::between(released, ByteSize::ZERO);
-    if outcome == PurgeOutcome::NothingToRelease && !allocator::is_global() {
-        outcome = PurgeOutcome::Unsupported(Unsupported::NoJemalloc);
-    }
-    let part = HeapPurge { outcome, took };
-    Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released()), unreleased))
-}
-
-/// Returns the unused memory that the kernel does not take back. `stays` are bytes that jemalloc
-/// has just counted as released and that stay resident.
-fn unreleased(
-    failure: Option<ReleaseFailure>,
-    stays: ByteSize,
-    resident: ByteSize,
-) -> Result<Option<Unreleased>, HostError> {
-    let inexact = inexactness();
-    let is_locked = || stays > inexact && locked().saturating_add(inexact) >= stays;
-    let failure = failure.or_else(|| is_locked().then(note_locked).flatten());
-    let Some(cause) = failure else { return Ok(None) };
-    let bytes = HeapProbe::here()?.snapshot()?.unused_of(resident).max(stays);
-    let bytes = bytes.min(unreleased_max());
-    Ok(Some(Unreleased { bytes, cause }))
-}
-
 /// The inexactness of the kernel's figure of resident memory.
 fn inexactness() -> ByteSize {
     kernel::resident_error(kernel::online_cpus().unwrap_or(1), page_size())
@@ -211,18 +161,20 @@ fn page_size() -> ByteSize {
     kernel::page_size().unwrap_or_default()
 }
 
-/// Returns the result for glibc, trimmed by `trim`.
-fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> HeapPurge {
+/// Returns the bytes that glibc released, trimmed by `trim`, and the duration.
+fn trim_libc(
+    clock: &dyn Clock,
+    trim: impl FnOnce() -> Result<bool, Unsupported>,
+) -> (Result<ByteSize, Unsupported>, Duration) {
     let before = anonymous_resident();
     let start = clock.now();
     let trimmed = trim();
     let took = clock.now() - start;
-    let outcome = match trimmed {
-        Ok(false) => PurgeOutcome::NothingToRelease,
-        Ok(true) => PurgeOutcome::between(before, anonymous_resident()),
-        Err(reason) => PurgeOutcome::Unsupported(reason),
+    let released = |trimmed| match trimmed {
+        true => before.saturating_sub(anonymous_resident()),
+        false => ByteSize::ZERO,
     };
-    HeapPurge { outcome, took }
+    (trimmed.map(released), took)
 }
 
 /// Returns the resident memory of the process that belongs to no file and no shared memory; zero if
@@ -370,21 +322,15 @@ mod tests {
     use lowtide_core::clock::ManualClock;
 
     #[test]
-    fn a_difference_is_released_only_when_there_is_one() {
-        let (less, more) = (ByteSize::mib(1), ByteSize::mib(3));
-        assert_eq!(PurgeOutcome::between(more, less), PurgeOutcome::Released(ByteSize::mib(2)));
-        assert_eq!(PurgeOutcome::between(less, more), PurgeOutcome::NothingToRelease);
-        assert_eq!(PurgeOutcome::between(less, less), PurgeOutcome::NothingToRelease);
-    }
-
-    #[test]
     fn a_report_adds_up_what_was_released() {
-        let part = |outcome| HeapPurge { outcome, took: Duration::ZERO };
         let report = PurgeReport {
-            jemalloc: part(PurgeOutcome::Released(ByteSize::mib(5))),
+            jemalloc: Ok(ByteSize::mib(5)),
+            jemalloc_took: Duration::ZERO,
             muzzy: ByteSize::mib(2),
-            libc: part(PurgeOutcome::Unsupported(Unsupported::NotGlibc)),
-            unreleased: None,
+            libc: Err(Unsupported::NotGlibc),
+            libc_took: Duration::ZERO,
+            unreleased: ByteSize::ZERO,
+            failure: None,
         };
         assert_eq!((report.released(), report.dirty()), (ByteSize::mib(5), ByteSize::mib(3)));
     }
@@ -398,27 +344,27 @@ mod tests {
     #[test]
     fn what_the_trim_answers_is_what_is_told() {
         let clock = ManualClock::new();
-        let told = |answer| trim_libc(&clock, || answer).outcome;
-        assert_eq!(told(Ok(false)), PurgeOutcome::NothingToRelease);
+        let told = |answer| trim_libc(&clock, || answer).0;
+        assert_eq!(told(Ok(false)), Ok(ByteSize::ZERO));
         for reason in [
             Unsupported::SymbolMissing("malloc_trim"),
             Unsupported::NotGlibc,
             Unsupported::NotLinux,
         ] {
-            assert_eq!(told(Err(reason)), PurgeOutcome::Unsupported(reason));
+            assert_eq!(told(Err(reason)), Err(reason));
         }
         let step = Duration::from_millis(7);
-        let part = trim_libc(&clock, || {
+        let (released, took) = trim_libc(&clock, || {
             clock.advance(step);
             Ok(true)
         });
-        assert_eq!(part.took, step);
-        assert!(!matches!(part.outcome, PurgeOutcome::Unsupported(_)), "it says that it gave back");
+        assert_eq!(took, step);
+        assert!(released.is_ok(), "it says that it gave back");
     }
 
     #[test]
     fn time_is_the_clocks() {
         let report = purge(&ManualClock::new()).unwrap();
-        assert_eq!((report.jemalloc.took, report.libc.took), (Duration::ZERO, Duration::ZERO));
+        assert_eq!((report.jemalloc_took, report.libc_took), (Duration::ZERO, Duration::ZERO));
     }
 }

@@ -169,30 +169,6 @@ pub(super) fn refresh() -> Result<u64, HostError> {
     ctl::EPOCH.exchange(1)
 }
 
-/// Pages of the heap that have memory behind them, after a refresh.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Backed {
-    /// As jemalloc counts them.
-    pub(super) resident: ByteSize,
-    /// Those which it leaves out of that figure though the kernel has not taken them yet.
-    pub(super) muzzy: ByteSize,
-}
-
-impl Backed {
-    pub(super) fn read() -> Result<Self, HostError> {
-        refresh()?;
-        let page = ByteSize::of(ctl::ARENAS_PAGE.read()?);
-        let muzzy = page.checked_mul(ctl::STATS_MUZZY_PAGES.read()? as u64);
-        let resident = ByteSize::of(ctl::STATS_RESIDENT.read()?);
-        Ok(Self { resident, muzzy: muzzy.unwrap_or(ByteSize::MAX) })
-    }
-
-    /// Both together.
-    pub(super) const fn bytes(self) -> ByteSize {
-        self.resident.saturating_add(self.muzzy)
-    }
-}
-
 // The heap's slack by size class: how well the pages of each are filled.
 //
 // jemalloc keeps blocks of up to 14 KiB in groups of pages, one size class per group; a group is

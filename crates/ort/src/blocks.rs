@@ -11,9 +11,8 @@
 use std::alloc::Layout;
 use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 use std::sync::{Mutex, PoisonError};
-use std::{fmt, ptr};
 
 use lowtide::ByteSize;
 use lowtide::device::driver::DeviceAddress;
@@ -29,11 +28,13 @@ const DEVICE_ALIGN: ByteSize = ByteSize::new(ALIGN as u64);
 /// a heap arena.
 ///
 /// Weights are allocated from the heap, not from this arena.
+#[derive(Debug)]
 pub struct RunArena {
     source: RunSource,
     huge: HugePages,
 }
 
+#[derive(Debug)]
 enum RunSource {
     Device(DeviceArena),
     Slot(ArenaUse),
@@ -108,16 +109,6 @@ impl From<ArenaUse> for RunArena {
 impl From<HostArena> for RunArena {
     fn from(arena: HostArena) -> Self {
         RunSource::Heap(arena).into()
-    }
-}
-
-impl fmt::Debug for RunArena {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.source {
-            RunSource::Device(arena) => f.debug_tuple("RunArena").field(arena).finish(),
-            RunSource::Slot(used) => f.debug_tuple("RunArena").field(used).finish(),
-            RunSource::Heap(arena) => f.debug_tuple("RunArena").field(&arena.name()).finish(),
-        }
     }
 }
 

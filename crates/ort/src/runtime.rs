@@ -15,13 +15,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use libloading::Library;
-use lowtide::ByteSize;
-use lowtide::Cost;
 use lowtide::decay::DecayTime;
 #[cfg(feature = "cuda")]
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
 use lowtide::memory::{Memory, MemoryError, ResourceBuilder};
+use lowtide::{BoxError, ByteSize, Cost};
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 use ort::sys::OrtApiBase;
@@ -29,7 +28,7 @@ use ort::sys::OrtApiBase;
 use super::allocator::{MemorySource, OrtAllocator};
 use super::blocks::RunArena;
 use super::error::{OLDEST_MINOR, OrtError, failed, text};
-use super::session::{Configure, Configured, LoadedSession, Loader, SessionSettings};
+use super::session::{Configure, LoadedSession, Loader, SessionSettings};
 use super::{session, verify};
 
 /// The name of the arena for the memory of runs.
@@ -158,7 +157,7 @@ impl Runtime {
         &self,
         name: &str,
         model: impl Into<PathBuf>,
-        configure: impl Fn(SessionBuilder) -> Configured + Send + Sync + 'static,
+        configure: impl Fn(SessionBuilder) -> Result<SessionBuilder, BoxError> + Send + Sync + 'static,
     ) -> ResourceBuilder<LoadedSession> {
         self.managed(name, model.into(), Some(Box::new(configure)))
     }

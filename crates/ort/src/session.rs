@@ -58,11 +58,9 @@ impl fmt::Debug for LoadedSession {
     }
 }
 
-/// The changed builder of a session, or why it cannot be changed.
-pub type Configured = Result<SessionBuilder, BoxError>;
-
 /// A change to the builder of a session.
-pub(crate) type Configure = dyn Fn(SessionBuilder) -> Configured + Send + Sync;
+pub(crate) type Configure =
+    dyn Fn(SessionBuilder) -> Result<SessionBuilder, BoxError> + Send + Sync;
 
 /// All that a load needs.
 pub(crate) struct Loader {
@@ -389,7 +387,6 @@ mod tests {
 #[cfg(test)]
 mod settings_tests {
     use super::*;
-    use lowtide::config::OrtPlace;
 
     #[test]
     fn every_setting_of_every_profile_can_be_applied() {
@@ -400,7 +397,7 @@ mod settings_tests {
             };
             assert!(settings.0.iter().all(|(key, _)| known(key)), "{settings:?}");
             let entries = profile.onnxruntime(4);
-            let entries = entries.iter().filter(|one| one.place == OrtPlace::SessionEntry);
+            let entries = entries.iter().filter(|one| one.is_entry);
             let entries = entries.filter(|one| !REPLACED.contains(&one.key));
             entries.for_each(|entry| assert_eq!(settings.get(entry.key), Some(&*entry.value)));
         }

@@ -117,10 +117,6 @@ impl<'a> Dive<'a> {
         &self.offsets
     }
 
-    pub(super) const fn part(&self) -> &'a Subproblem {
-        self.part
-    }
-
     /// Returns the number of items that the last run placed.
     pub(super) const fn placed(&self) -> u64 {
         self.placed

@@ -349,25 +349,15 @@ impl Planner<'_> {
                 return Err(PlanError::KindTwice { name: kind.name.clone() });
             }
         }
-        let (budget, limit) = (self.budget, self.segment_limit);
-        let planned = self.plan_each(kinds, budget);
-        (self.budget, self.segment_limit) = (budget, limit);
-        planned
-    }
-
-    fn plan_each(
-        &mut self,
-        kinds: &[KindProblem],
-        all: PlanBudget,
-    ) -> Result<Vec<Plan>, PlanError> {
+        let all = self.budget;
         let deadline = self.clock.now() + all.time;
         let (mut plans, mut nodes) = (Vec::with_capacity(kinds.len()), all.nodes);
         for (kind, left) in kinds.iter().zip((1..=kinds.len()).rev()) {
             let left = u32::try_from(left).unwrap_or(u32::MAX);
             let time = (deadline - self.clock.now()) / left;
-            self.budget = PlanBudget { time, nodes: nodes / u64::from(left) };
-            self.segment_limit = kind.segment_limit;
-            let plan = self.plan(&kind.problem).map_err(|error| PlanError::InKind {
+            let budget = PlanBudget { time, nodes: nodes / u64::from(left) };
+            let plan = self.plan_within(&kind.problem, budget, kind.segment_limit);
+            let plan = plan.map_err(|error| PlanError::InKind {
                 kind: kind.name.clone(),
                 error: Box::new(error),
             })?;

@@ -13,7 +13,7 @@ use lowtide_core::bytes::ByteSize;
 
 use super::error::PlanError;
 use super::problem::{ByteWindow, Problem, TOTAL_MAX};
-use super::shape::{ShapeNeed, Shapes, gcd};
+use super::shape::{ShapeNeed, Shapes, gcd, lcm, most_live};
 
 /// The need of an item in some sections, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,8 @@ pub(super) struct ItemNeed {
 /// One shape, in units and sections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Item {
+    /// Its number in the part.
+    pub(super) number: u32,
     /// Its number among all shapes.
     pub(super) shape: u32,
     /// The end of its highest window.
@@ -39,6 +41,15 @@ pub(super) struct Item {
     pub(super) from: u32,
     pub(super) to: u32,
     pub(super) pieces: Range<u32>,
+    /// `true` if it has one piece, which begins at its offset.
+    pub(super) is_plain: bool,
+}
+
+impl Item {
+    /// Returns the least distance by which it raises any item above it.
+    pub(super) const fn least_lift(&self) -> u64 {
+        if self.is_plain { self.height } else { 1 }
+    }
 }
 
 /// Items that meet in time, directly or through others.
@@ -172,7 +183,7 @@ fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Subproblem
         u32::try_from(sections.partition_point(|first| *first < time)).unwrap_or(u32::MAX)
     };
     let mut part = Subproblem { sections: index(i64::MAX), walls, ..Subproblem::default() };
-    for &shape in members {
+    for (number, &shape) in (0..).zip(members) {
         let first = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
         for need in shapes.needs(shape as usize) {
             let (low, high) = (need.window.low / unit, need.window.high / unit);
@@ -185,6 +196,7 @@ fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Subproblem
         let own = &part.pieces[first as usize..];
         let source = &shapes.list[shape as usize];
         part.items.push(Item {
+            number,
             shape,
             size: own.iter().map(|piece| piece.high).max().unwrap_or(0),
             height: 0,
@@ -193,6 +205,7 @@ fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Subproblem
             from: own.first().map_or(0, |piece| piece.from),
             to: own.last().map_or(0, |piece| piece.to),
             pieces: first..last,
+            is_plain: own.len() == 1 && own[0].low == 0,
         });
     }
     let grains = part.items.iter().map(|item| gcd(item.align, item.fixed.unwrap_or(0)));
@@ -225,25 +238,12 @@ fn sections(shapes: &Shapes, members: &[u32]) -> Vec<i64> {
 
 /// Returns the largest sum of needs at one time, with the certain loss to alignments.
 fn bound(part: &Subproblem) -> u64 {
-    let mut events = Vec::with_capacity(part.pieces.len() * 2);
-    let (mut single, mut pad) = (0, 0);
-    for (at, item) in part.items.iter().enumerate() {
-        single = single.max(item.fixed.unwrap_or(0) + item.size);
-        for piece in part.pieces(at) {
-            let sum = part.weight(piece);
-            pad = pad.max(sum - (piece.high - piece.low));
-            events.push((piece.from, true, sum));
-            events.push((piece.to, false, sum));
-        }
-    }
-    events.sort_unstable();
-    let (mut live, mut most) = (0, 0);
-    for (_, begins, sum) in events {
-        live = if begins { live + sum } else { live - sum };
-        most = most.max(live);
-    }
+    let single = part.items.iter().map(|item| item.fixed.unwrap_or(0) + item.size).max();
+    let pad = part.pieces.iter().map(|piece| part.weight(piece) - (piece.high - piece.low)).max();
+    let most =
+        most_live(part.pieces.iter().map(|piece| (piece.from, piece.to, part.weight(piece))));
     // The topmost one needs no room above it.
-    single.max(most - pad)
+    single.unwrap_or(0).max(most - pad.unwrap_or(0))
 }
 
 // Segments of a maximum size as one address range with walls that no item crosses.
@@ -296,8 +296,7 @@ impl Walls {
                 return Err(PlanError::NoSegment { name: name(at, &*shapes), limit });
             }
             let own = shapes.list[at].align;
-            let common = (align / gcd(align, own)).checked_mul(own);
-            let Some(common) = common.filter(|common| *common <= TOTAL_MAX >> 32) else {
+            let Some(common) = lcm(align, own).filter(|common| *common <= TOTAL_MAX >> 32) else {
                 return Err(PlanError::NoSegment { name: name(at, &*shapes), limit });
             };
             align = common;

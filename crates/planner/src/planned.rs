@@ -12,7 +12,7 @@ use lowtide_core::bytes::ByteSize;
 
 use super::error::PlanError;
 use super::problem::{BufferId, Demand, Problem, TOTAL_MAX};
-use super::shape::{Shapes, gcd};
+use super::shape::{Shapes, lcm};
 use super::solve::Planner;
 
 /// The place of a buffer.
@@ -132,13 +132,13 @@ impl Plan {
         if self.segments.len() > 1 {
             let mut common = 1_u64;
             for demand in problem.demands() {
-                let align = demand.align;
-                let multiple = (common / gcd(common, align)).checked_mul(align);
-                common =
-                    multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32).ok_or_else(|| {
-                        let (name, offset) = (demand.name.clone(), 0);
-                        PlanError::Misaligned { name, offset, align }
-                    })?;
+                let (align, multiple) = (demand.align, lcm(common, demand.align));
+                let multiple = multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32);
+                common = multiple.ok_or_else(|| PlanError::Misaligned {
+                    name: demand.name.clone(),
+                    offset: 0,
+                    align,
+                })?;
             }
             stride = stride.next_multiple_of(common);
         }

@@ -19,7 +19,7 @@
 //! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of the
 //! remaining sizes in each section; `Found` comes with offsets below the height for all items.
 
-use super::part::{ItemNeed, Subproblem};
+use super::part::{Item, ItemNeed, Subproblem};
 
 /// States that are remembered as dead ends: 256 KiB.
 const DEAD_ENDS: usize = 1 << 14;
@@ -58,7 +58,8 @@ struct Frame {
 #[derive(Debug)]
 pub(super) struct ExactSearch<'a> {
     part: &'a Subproblem,
-    bodies: Vec<Body>,
+    /// The items by their ranks in the order.
+    bodies: Vec<Item>,
     totals: Vec<u64>,
     floors: Floors,
     stack: Vec<u64>,
@@ -107,7 +108,7 @@ impl<'a> ExactSearch<'a> {
         (self.height, self.nodes, self.runs) = (height, 0, self.runs + 1);
         self.start(order);
         let all = ItemGroup { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
-        let least = |body: &Body| body.fixed.unwrap_or(0) + body.size;
+        let least = |body: &Item| body.fixed.unwrap_or(0) + body.size;
         let mut done = if self.bodies.iter().any(|body| least(body) > height) {
             Some(SearchOutcome::Failed)
         } else {
@@ -136,22 +137,8 @@ impl<'a> ExactSearch<'a> {
 
     fn start(&mut self, order: &[u32]) {
         let part = self.part;
-        let body = |&item: &u32| {
-            let own = &part.items[item as usize];
-            let pieces = part.pieces(item as usize);
-            Body {
-                from: own.from,
-                to: own.to,
-                size: own.size,
-                height: own.height,
-                align: own.align,
-                fixed: own.fixed,
-                item,
-                is_plain: pieces.len() == 1 && pieces[0].low == 0,
-            }
-        };
         self.bodies.clear();
-        self.bodies.extend(order.iter().map(body));
+        self.bodies.extend(order.iter().map(|item| part.items[*item as usize].clone()));
         self.stack.clear();
         self.groups.clear();
         self.frames.clear();
@@ -183,13 +170,13 @@ impl<'a> ExactSearch<'a> {
     pub(super) fn offsets(&self) -> Vec<u64> {
         let mut offsets = vec![0; self.bodies.len()];
         for (body, offset) in self.bodies.iter().zip(&self.offsets) {
-            offsets[body.item as usize] = *offset;
+            offsets[body.number as usize] = *offset;
         }
         offsets
     }
 
     fn pieces(&self, rank: usize) -> &'a [ItemNeed] {
-        self.part.pieces(self.bodies[rank].item as usize)
+        self.part.pieces(self.bodies[rank].number as usize)
     }
 
     fn add(&mut self, rank: usize) {
@@ -224,7 +211,7 @@ impl<'a> ExactSearch<'a> {
         if !self.part.is_sliding {
             let room = self.height.next_multiple_of(self.part.grain);
             let (part, bodies) = (self.part, &self.bodies);
-            let pieces = |rank: usize| part.pieces(bodies[rank].item as usize);
+            let pieces = |rank: usize| part.pieces(bodies[rank].number as usize);
             let heights = (self.height, room);
             match self.floors.of(list, least, heights, group, bodies, pieces, &self.totals) {
                 Some(found) => ceiling = found,
@@ -326,7 +313,7 @@ impl<'a> ExactSearch<'a> {
             let least = if is_plain && other.is_plain {
                 top
             } else {
-                let lift = self.part.lift(self.bodies[rank].item as usize, other.item as usize);
+                let lift = self.part.lift(self.bodies[rank].number as usize, other.number as usize);
                 lift.map_or(0, |lift| offset.saturating_add_signed(lift))
             };
             let least = self.part.fit(least, other.align, other.size);
@@ -413,28 +400,6 @@ const RANK_BITS: u32 = 16;
 pub(super) const ITEMS_MAX: usize = 1 << RANK_BITS;
 pub(super) const HEIGHT_MAX: u64 = 1 << (62 - RANK_BITS);
 
-/// An item as the search wants it, by its rank in the order.
-#[derive(Clone, Debug)]
-pub(super) struct Body {
-    pub(super) from: u32,
-    pub(super) to: u32,
-    pub(super) size: u64,
-    pub(super) height: u64,
-    pub(super) align: u64,
-    pub(super) fixed: Option<u64>,
-    /// Its number in the part.
-    pub(super) item: u32,
-    /// `true` if it has one piece, which begins at its offset.
-    pub(super) is_plain: bool,
-}
-
-impl Body {
-    /// Returns the least distance by which it raises any item above it.
-    pub(super) const fn least_lift(&self) -> u64 {
-        if self.is_plain { self.height } else { 1 }
-    }
-}
-
 /// A list of keys on the stack that meet in time, and the sections that they are in.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ItemGroup {
@@ -495,7 +460,7 @@ impl Floors {
         least: u64,
         (height, room): (u64, u64),
         group: ItemGroup,
-        bodies: &[Body],
+        bodies: &[Item],
         pieces: impl Fn(usize) -> &'a [ItemNeed],
         totals: &[u64],
     ) -> Option<u64> {
@@ -552,7 +517,7 @@ impl Floors {
         first: usize,
         lowest: u64,
         height: u64,
-        bodies: &[Body],
+        bodies: &[Item],
     ) -> Option<()> {
         self.stranded.clear();
         for (at, own) in list[..first].iter().enumerate() {

@@ -54,19 +54,8 @@ impl Shapes {
 
     /// The most bytes that are needed at one step, alignments not looked at. O(n log n).
     pub(super) fn live_most(&self) -> u64 {
-        // Ends come before starts: they take away.
-        let events = self.needs.iter().flat_map(|need| {
-            let bytes = need.window.high - need.window.low;
-            [(need.first, true, bytes), (need.end, false, bytes)]
-        });
-        let mut events: Vec<_> = events.collect();
-        events.sort_unstable();
-        let (mut live, mut most) = (0, 0);
-        for (_, begins, bytes) in events {
-            live = if begins { live + bytes } else { live - bytes };
-            most = most.max(live);
-        }
-        most
+        let needs = self.needs.iter();
+        most_live(needs.map(|need| (need.first, need.end, need.window.high - need.window.low)))
     }
 
     /// Returns `true` if two shapes are ever live at once, ignoring gaps.
@@ -203,8 +192,26 @@ fn joined(problem: &Problem, root: Shape, members: &[(u32, u32)]) -> Result<Shap
 
 /// Returns the least common multiple if it is in range.
 fn multiple(a: u64, b: u64) -> Option<u64> {
-    let product = (a / gcd(a, b)).checked_mul(b);
-    product.filter(|product| *product <= super::problem::TOTAL_MAX)
+    lcm(a, b).filter(|product| *product <= super::problem::TOTAL_MAX)
+}
+
+/// Returns the least common multiple of two numbers above zero; `None` if it exceeds 64 bits.
+pub(super) const fn lcm(a: u64, b: u64) -> Option<u64> {
+    (a / gcd(a, b)).checked_mul(b)
+}
+
+/// Returns the most bytes of spans, each from a start to an end, at one time.
+pub(super) fn most_live<T: Ord>(spans: impl Iterator<Item = (T, T, u64)>) -> u64 {
+    // Ends come before starts: they take away.
+    let events = spans.flat_map(|(from, to, bytes)| [(from, true, bytes), (to, false, bytes)]);
+    let mut events: Vec<_> = events.collect();
+    events.sort_unstable();
+    let (mut live, mut most) = (0, 0);
+    for (_, begins, bytes) in events {
+        live = if begins { live + bytes } else { live - bytes };
+        most = most.max(live);
+    }
+    most
 }
 
 /// The greatest common divisor; that of 0 and any number is the number.

@@ -23,7 +23,7 @@ use super::planned::{Plan, PlannedPlace};
 use super::probe::Probe;
 use super::problem::{BufferId, Problem};
 use super::search::{HEIGHT_MAX, ITEMS_MAX};
-use super::shape::{Shapes, gcd};
+use super::shape::{Shapes, lcm};
 
 /// The most items of a part that is searched exactly. Searches are deep, and keep a list of
 /// remaining items for each level: 16 MiB for this many.
@@ -129,10 +129,20 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// [`PlanError`] if buffers cannot share memory as requested, or fixed offsets overlap.
     pub fn plan(&mut self, problem: &Problem) -> Result<Plan, PlanError> {
-        let deadline = self.clock.now() + self.budget.time;
+        self.plan_within(problem, self.budget, self.segment_limit)
+    }
+
+    /// Plans within this budget, in segments of this maximum size.
+    pub(super) fn plan_within(
+        &mut self,
+        problem: &Problem,
+        budget: PlanBudget,
+        segment_limit: Option<ByteSize>,
+    ) -> Result<Plan, PlanError> {
+        let deadline = self.clock.now() + budget.time;
         let mut shapes = Shapes::of(problem)?;
         problem.verify_fixed(&shapes)?;
-        let walls = match self.segment_limit {
+        let walls = match segment_limit {
             Some(limit) => Walls::of(problem, &mut shapes, limit)?,
             None => Walls::default(),
         };
@@ -142,7 +152,7 @@ impl<'a> Planner<'a> {
             deadline,
             unit: parts.unit,
             enough: self.enough.get() / parts.unit,
-            nodes: self.budget.nodes,
+            nodes: budget.nodes,
             spent: 0,
             best: u64::MAX,
             on_better: &mut *self.on_better,
@@ -246,10 +256,8 @@ fn assembled<O: AsRef<[u64]>>(
     let is_flat = walls.is_none();
     let live = if is_flat { parts.bound() * parts.unit } else { shapes.live_most() };
     let bound = ByteSize::new(live).min(peak);
-    let align = problem.demands().iter().fold(1_u64, |all, demand| {
-        let common = (all / gcd(all, demand.align)).checked_mul(demand.align);
-        common.unwrap_or(u64::MAX)
-    });
+    let aligns = problem.demands().iter().map(|demand| demand.align);
+    let align = aligns.fold(1, |all, align| lcm(all, align).unwrap_or(u64::MAX));
     let sizes = problem.demands().iter().map(|demand| demand.size).collect();
     let fingerprint = problem.fingerprint();
     let plan = Plan { places, segments, peak, bound, nodes: 0, align, fingerprint, sizes };
@@ -275,44 +283,34 @@ fn spread(problem: &Problem, shapes: &Shapes, roots: &[u64]) -> Vec<u64> {
 
 /// The progress of one part.
 enum Track<'a> {
-    /// By rules only.
-    Ruled {
-        peak: u64,
+    /// By rules and dives, with the dive that is repeated if the part is too large to search.
+    Placed {
+        best: Best,
         bound: u64,
-        offsets: Vec<u64>,
+        dive: Option<Box<Dive<'a>>>,
     },
     Probed(Box<Probe<'a>>),
-    Dived(Box<Dives<'a>>),
-}
-
-/// Dives through a part that is too large to search, and the best plan so far.
-struct Dives<'a> {
-    dive: Dive<'a>,
-    best: Best,
 }
 
 impl Track<'_> {
     fn peak(&self) -> u64 {
         match self {
-            Self::Ruled { peak, .. } => *peak,
+            Self::Placed { best, .. } => best.peak,
             Self::Probed(probe) => probe.peak,
-            Self::Dived(dives) => dives.best.peak,
         }
     }
 
     fn bound(&self) -> u64 {
         match self {
-            Self::Ruled { bound, .. } => *bound,
+            Self::Placed { bound, .. } => *bound,
             Self::Probed(probe) => probe.proved(),
-            Self::Dived(dives) => dives.dive.part().bound,
         }
     }
 
     fn offsets(&self) -> &[u64] {
         match self {
-            Self::Ruled { offsets, .. } => offsets,
+            Self::Placed { best, .. } => &best.offsets,
             Self::Probed(probe) => &probe.offsets,
-            Self::Dived(dives) => &dives.best.offsets,
         }
     }
 }
@@ -375,18 +373,17 @@ impl Solver<'_> {
         self.try_rules(part, &traits, goal, &order::ONLINE, &mut best);
         self.try_rules(part, &traits, goal, &order::OFFLINE, &mut best);
         if let Some(dive) = dive.filter(|_| !is_small) {
-            return Track::Dived(Box::new(Dives { dive, best }));
+            return Track::Placed { best, bound: part.bound, dive: Some(Box::new(dive)) };
         }
         // The search is better than more rules, if it can be used.
         if !is_small || part.is_sliding {
             let classes: Vec<_> = order::classes().collect();
             self.try_rules(part, &traits, goal, &classes, &mut best);
         }
-        let Best { peak, offsets } = best;
-        if is_small && peak > goal && peak < HEIGHT_MAX {
-            Track::Probed(Box::new(Probe::new(part, &traits, peak, offsets)))
+        if is_small && best.peak > goal && best.peak < HEIGHT_MAX {
+            Track::Probed(Box::new(Probe::new(part, &traits, best.peak, best.offsets)))
         } else {
-            Track::Ruled { peak, bound: part.bound, offsets }
+            Track::Placed { best, bound: part.bound, dive: None }
         }
     }
 
@@ -437,8 +434,8 @@ impl Solver<'_> {
                 Track::Probed(probe) if probe.peak > goal && probe.low < probe.peak => {
                     self.probe(probe, goal);
                 }
-                Track::Dived(dives) if dives.best.peak > goal => {
-                    self.try_dive(&mut dives.dive, DRAWN, goal, &mut dives.best);
+                Track::Placed { best, dive: Some(dive), .. } if best.peak > goal => {
+                    self.try_dive(dive, DRAWN, goal, best);
                 }
                 _ => return,
             }

@@ -6,8 +6,6 @@
 //!
 //! Invariant: every key has one name in each dialect that knows it, and an accepted default.
 
-use std::fmt;
-
 use crate::bytes::ByteSize;
 
 /// ONNX Runtime stores these options in an `int`.
@@ -16,28 +14,31 @@ const INT: (u64, u64) = (1, i32::MAX as u64);
 const INT64: (u64, u64) = (1, i64::MAX as u64);
 const ANY: (u64, u64) = (0, u64::MAX);
 
-/// An arena option.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum ArenaKey {
-    /// `arena.extend_strategy`: the growth strategy.
-    ExtendStrategy,
-    /// `arena.initial_chunk_size_bytes`: the size of the first step of growth.
-    InitialBytes,
-    /// `arena.max_dead_bytes_per_chunk`: the remainder from which a block is split.
-    DeadBytes,
-    /// `arena.initial_growth_chunk_size_bytes`: the size of the first step after a shrink.
-    RegrowthBytes,
-    /// `arena.max_power_of_two_extend_bytes`: the size of the largest step.
-    StepMaxBytes,
-    /// `arena.max_mem`: the limit of committed memory; 0 for no limit.
-    Limit,
-    /// `arena.use_cuda_mempool`: use CUDA's memory pool instead of an arena.
-    UsePool,
-    /// `arena.cuda_mempool_release_threshold`: the bytes that CUDA's pool keeps.
-    PoolThreshold,
-    /// `arena.cuda_mempool_bytes_to_keep_on_shrink`: the bytes that CUDA's pool keeps in a shrink.
-    PoolKeep,
+lowtide_core::named_enum! {
+    /// An arena option, under ONNX Runtime's name and in its order.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[non_exhaustive]
+    pub enum ArenaKey {
+        /// `arena.extend_strategy`: the growth strategy.
+        ExtendStrategy = "arena.extend_strategy",
+        /// `arena.initial_chunk_size_bytes`: the size of the first step of growth.
+        InitialBytes = "arena.initial_chunk_size_bytes",
+        /// `arena.max_dead_bytes_per_chunk`: the remainder from which a block is split.
+        DeadBytes = "arena.max_dead_bytes_per_chunk",
+        /// `arena.initial_growth_chunk_size_bytes`: the size of the first step after a shrink.
+        RegrowthBytes = "arena.initial_growth_chunk_size_bytes",
+        /// `arena.max_power_of_two_extend_bytes`: the size of the largest step.
+        StepMaxBytes = "arena.max_power_of_two_extend_bytes",
+        /// `arena.max_mem`: the limit of committed memory; 0 for no limit.
+        Limit = "arena.max_mem",
+        /// `arena.use_cuda_mempool`: use CUDA's memory pool instead of an arena.
+        UsePool = "arena.use_cuda_mempool",
+        /// `arena.cuda_mempool_release_threshold`: the bytes that CUDA's pool keeps.
+        PoolThreshold = "arena.cuda_mempool_release_threshold",
+        /// `arena.cuda_mempool_bytes_to_keep_on_shrink`: the bytes that CUDA's pool keeps in a
+        /// shrink.
+        PoolKeep = "arena.cuda_mempool_bytes_to_keep_on_shrink",
+    }
 }
 
 /// ONNX Runtime's names of the values of [`ArenaKey::ExtendStrategy`]: steps that double in size,
@@ -61,65 +62,23 @@ pub(super) enum Dialect {
     Provider,
 }
 
-/// Names in the order of [`Dialect`], empty if it does not know the key; default; bounds in bytes.
-type Row = ([&'static str; 3], u64, (u64, u64));
-
-const fn row(key: ArenaKey) -> Row {
-    match key {
-        ArenaKey::ExtendStrategy => {
-            (["arena.extend_strategy", "arena_extend_strategy", "arena_extend_strategy"], 0, ANY)
-        }
-        ArenaKey::InitialBytes => (
-            ["arena.initial_chunk_size_bytes", "initial_chunk_size_bytes", ""],
-            ByteSize::mib(1).get(),
-            INT,
-        ),
-        ArenaKey::DeadBytes => (
-            ["arena.max_dead_bytes_per_chunk", "max_dead_bytes_per_chunk", ""],
-            ByteSize::mib(128).get(),
-            INT,
-        ),
-        ArenaKey::RegrowthBytes => (
-            ["arena.initial_growth_chunk_size_bytes", "initial_growth_chunk_size_bytes", ""],
-            ByteSize::mib(2).get(),
-            INT,
-        ),
-        ArenaKey::StepMaxBytes => (
-            ["arena.max_power_of_two_extend_bytes", "max_power_of_two_extend_bytes", ""],
-            ByteSize::gib(1).get(),
-            INT64,
-        ),
-        ArenaKey::Limit => (["arena.max_mem", "max_mem", "gpu_mem_limit"], NO_LIMIT, ANY),
-        ArenaKey::UsePool => (["arena.use_cuda_mempool", "", ""], 0, ANY),
-        ArenaKey::PoolThreshold => (["arena.cuda_mempool_release_threshold", "", ""], 0, ANY),
-        ArenaKey::PoolKeep => (["arena.cuda_mempool_bytes_to_keep_on_shrink", "", ""], 0, ANY),
-    }
-}
-
 impl ArenaKey {
-    /// All keys, in ONNX Runtime's order.
-    pub const ALL: [Self; 9] = [
-        Self::ExtendStrategy,
-        Self::InitialBytes,
-        Self::DeadBytes,
-        Self::RegrowthBytes,
-        Self::StepMaxBytes,
-        Self::Limit,
-        Self::UsePool,
-        Self::PoolThreshold,
-        Self::PoolKeep,
-    ];
-
-    /// Returns ONNX Runtime's name.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        row(self).0[0]
+    /// Returns the default, and the bounds in bytes.
+    const fn row(self) -> (u64, (u64, u64)) {
+        match self {
+            Self::InitialBytes => (ByteSize::mib(1).get(), INT),
+            Self::DeadBytes => (ByteSize::mib(128).get(), INT),
+            Self::RegrowthBytes => (ByteSize::mib(2).get(), INT),
+            Self::StepMaxBytes => (ByteSize::gib(1).get(), INT64),
+            Self::Limit => (NO_LIMIT, ANY),
+            Self::ExtendStrategy | Self::UsePool | Self::PoolThreshold | Self::PoolKeep => (0, ANY),
+        }
     }
 
     /// Returns ONNX Runtime's default; [`u64::MAX`] for no limit.
     #[must_use]
     pub const fn default_value(self) -> u64 {
-        row(self).1
+        self.row().0
     }
 
     /// Returns the key with this name, or `None` if the dialect does not have it.
@@ -128,7 +87,13 @@ impl ArenaKey {
     }
 
     pub(super) fn name_in(self, dialect: Dialect) -> Option<&'static str> {
-        Some(row(self).0[dialect as usize]).filter(|name| !name.is_empty())
+        match (dialect, self) {
+            (Dialect::Keys, _) => Some(self.name()),
+            (_, Self::ExtendStrategy) => Some("arena_extend_strategy"),
+            (Dialect::Provider, Self::Limit) => Some("gpu_mem_limit"),
+            (Dialect::ArenaCfg, key) if key <= Self::Limit => key.name().strip_prefix("arena."),
+            _ => None,
+        }
     }
 
     /// Returns a value for display: `no limit`, `128MiB`, `kSameAsRequested`.
@@ -152,7 +117,7 @@ impl ArenaKey {
             return Ok(None);
         }
         let or_default = if is_cfg { ", or -1 for the default" } else { "" };
-        let (.., (least, most)) = row(self);
+        let (_, (least, most)) = self.row();
         let (value, expected) = match self {
             Self::ExtendStrategy => {
                 let named = dialect == Dialect::Provider;
@@ -178,12 +143,6 @@ impl ArenaKey {
             }
         };
         value.map(Some).ok_or_else(|| format!("{expected}{or_default}"))
-    }
-}
-
-impl fmt::Display for ArenaKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

@@ -37,26 +37,18 @@ const MODE: u32 = 0o600;
 /// An error that prevents a recording.
 #[derive(Debug, Error)]
 pub(super) enum FlightError {
-    #[error("cannot open {path:?}: {error}")]
-    Open { path: PathBuf, error: io::Error },
+    #[error("cannot {act} {path:?}: {error}")]
+    Io { act: &'static str, path: PathBuf, error: io::Error },
     #[error("{path:?} is {found}: expected a file, or a path at which one can be created")]
     NotAFile { path: PathBuf, found: &'static str },
     #[error("{path:?} is locked: another process, or another `Memory`, records into it")]
     Locked { path: PathBuf },
-    #[error("cannot lock {path:?}: {error}")]
-    Lock { path: PathBuf, error: io::Error },
     #[error("{path:?} is not a recording: expected one, an empty file or no file")]
     Foreign { path: PathBuf },
-    #[error("cannot read {path:?}: {error}")]
-    Read { path: PathBuf, error: io::Error },
     #[error("the file size limit is {limit} bytes: expected at least {FILE_BYTES} (ulimit -f)")]
     SizeLimit { limit: u64 },
     #[error("cannot allocate {FILE_BYTES} bytes at {path:?}: {error}")]
     Allocate { path: PathBuf, error: io::Error },
-    #[error("cannot map {path:?}: {error}")]
-    Map { path: PathBuf, error: io::Error },
-    #[error("cannot write {path:?}: {error}")]
-    Write { path: PathBuf, error: io::Error },
 }
 
 /// A file that is locked.
@@ -80,6 +72,7 @@ impl LockedFile {
     /// Opens or creates the file, locks it, and reads what the last run left.
     pub(super) fn open(path: &Path) -> Result<(Self, FileContents), FlightError> {
         let owned = || path.to_owned();
+        let io = |act| move |error| FlightError::Io { act, path: path.to_owned(), error };
         if let Ok(found) = path.symlink_metadata() {
             check_kind(path, found.file_type())?;
         }
@@ -87,19 +80,16 @@ impl LockedFile {
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
-        let file = options.mode(MODE).custom_flags(flags).open(path);
-        let file = file.map_err(|error| FlightError::Open { path: owned(), error })?;
-        let found = file.metadata().map_err(|error| FlightError::Open { path: owned(), error })?;
+        let file = options.mode(MODE).custom_flags(flags).open(path).map_err(io("open"))?;
+        let found = file.metadata().map_err(io("open"))?;
         check_kind(path, found.file_type())?;
         lock(&file).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => FlightError::Locked { path: owned() },
-            _ => FlightError::Lock { path: owned(), error },
+            _ => io("lock")(error),
         })?;
         let mut bytes = Vec::with_capacity(FILE_BYTES);
-        let file = OwnedFile::new(file);
-        let file = file.map_err(|error| FlightError::Open { path: owned(), error })?;
-        let read_all = file.file().take(FILE_BYTES as u64).read_to_end(&mut bytes);
-        read_all.map_err(|error| FlightError::Read { path: owned(), error })?;
+        let file = OwnedFile::new(file).map_err(io("open"))?;
+        file.file().take(FILE_BYTES as u64).read_to_end(&mut bytes).map_err(io("read"))?;
         let contents = match read(&bytes) {
             // The newest half may have been cut off.
             FileContents::Recording(_) if bytes.len() < FILE_BYTES => FileContents::Unreadable,
@@ -120,11 +110,12 @@ impl LockedFile {
             return Err(FlightError::SizeLimit { limit });
         }
         let (file, path) = (self.file.file(), || self.path.clone());
+        let io = |act| move |error| FlightError::Io { act, path: path(), error };
         let length = file.set_len(FILE_BYTES as u64).and_then(|()| allocate(file));
         let filled = length.map_err(|error| FlightError::Allocate { path: path(), error });
         let mapped = filled.and_then(|()| {
-            let map = Map::of(file).map_err(|error| FlightError::Map { path: path(), error })?;
-            fill(&map, &self.file).map_err(|error| FlightError::Write { path: path(), error })?;
+            let map = Map::of(file).map_err(io("map"))?;
+            fill(&map, &self.file).map_err(io("write"))?;
             Ok(map)
         });
         match mapped {
@@ -159,8 +150,9 @@ impl FlightFile {
     pub(super) fn write_half(&mut self, bytes: &[u8]) -> Result<(), FlightError> {
         self.halves += 1;
         let at = HALVES_AT[usize::from(self.halves % 2 == 1)];
-        let written = self.map.write(&self.locked.file, bytes, at);
-        written.map_err(|error| FlightError::Write { path: self.locked.path.clone(), error })
+        let LockedFile { file, path } = &self.locked;
+        let written = self.map.write(file, bytes, at);
+        written.map_err(|error| FlightError::Io { act: "write", path: path.clone(), error })
     }
 }
 

@@ -12,12 +12,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::{ByteSize, prefix};
+use crate::memory::events::Event;
 use lowtide_admission::{Level, RequestMemory, RequestPhase};
 
 /// The size of the file: 512 KiB.
 pub(super) const FILE_BYTES: usize = 512 << 10;
 /// The beginning of the file, with the version of the format at its end.
-pub(super) const MARK: &[u8; 17] = b"lowtide flight 2\n";
+pub(super) const MARK: &[u8; 17] = b"lowtide flight 3\n";
 /// The part of the mark that all versions have.
 const MARK_OF_ALL: &[u8; 15] = b"lowtide flight ";
 
@@ -44,7 +45,7 @@ const SUM_AT: usize = 4;
 const TEXT_LENGTH: usize = 2;
 const RUN_BYTES: usize = 4 + 8 + 16 + 8 + 8 + 1 + TEXT_LENGTH + NAME_MAX;
 const SAMPLE_BYTES: usize = 19 * 8 + 3;
-const EVENT_BYTES: usize = 16 + 3 * TEXT_LENGTH + 2 * NAME_MAX + TEXT_MAX;
+const EVENT_BYTES: usize = 4 * 8 + 3 * TEXT_LENGTH + 2 * NAME_MAX + TEXT_MAX;
 const PERMIT_BYTES: usize = 5 * 8 + 3 + 3 * (TEXT_LENGTH + NAME_MAX);
 const RESOURCE_BYTES: usize = TEXT_LENGTH + NAME_MAX + 1 + 16;
 const COUNTS: usize = 4 * 2;
@@ -77,8 +78,21 @@ pub(super) trait Stored: Sized {
     fn read(from: &mut Reader<'_>) -> Option<Self>;
 }
 
-/// Stores a struct as its fields in this order.
+/// Stores a struct as its fields in this order. With its definition, defines it too.
 macro_rules! stored {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $of:ident {
+            $($(#[$of_field:meta])* $field_vis:vis $field:ident: $kind:ty,)+
+        }
+    ) => {
+        $(#[$meta])*
+        $vis struct $of {
+            $($(#[$of_field])* $field_vis $field: $kind,)+
+        }
+
+        stored!($of, $($field),+);
+    };
     ($of:ident, $($field:ident),+) => {
         impl Stored for $of {
             fn put(&self, to: &mut HalfWriter) {
@@ -145,6 +159,23 @@ impl Stored for String {
     }
 }
 
+impl Stored for Event {
+    fn put(&self, to: &mut HalfWriter) {
+        [self.at, self.since].iter().for_each(|time| time.put(to));
+        [self.times, self.sum].iter().for_each(|count| count.put(to));
+        to.put_text(&self.kind, NAME_MAX);
+        to.put_text(&self.about, NAME_MAX);
+        to.put_text(&self.text, TEXT_MAX);
+    }
+
+    fn read(from: &mut Reader<'_>) -> Option<Self> {
+        let (at, since) = (Duration::read(from)?, Duration::read(from)?);
+        let (times, sum) = (u64::read(from)?, u64::read(from)?);
+        let (kind, about) = (from.text(NAME_MAX)?.into(), from.text(NAME_MAX)?);
+        Some(Self { at, since, kind, about, text: from.text(TEXT_MAX)?, times, sum })
+    }
+}
+
 impl Stored for Option<String> {
     fn put(&self, to: &mut HalfWriter) {
         self.is_some().put(to);
@@ -167,119 +198,78 @@ impl Stored for Arc<str> {
     }
 }
 
-/// The figures of a `Memory` at one instant of its last five minutes.
-///
-/// `required`, `other`, and the figures of the heap and of device arenas are those of the last
-/// publication of metrics. The others were read at this instant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct FlightSample {
-    /// The time, since the Unix epoch.
-    pub at: Duration,
-    /// The time since the start of the `Memory`, which no step of the wall clock changes.
-    pub uptime: Duration,
-    /// The memory that counts against the host's limit.
-    pub physical: ByteSize,
-    /// The bytes by which that grew since the look before, for a second: it looks every 50 ms.
-    pub growth: ByteSize,
-    /// The host's limit; [`ByteSize::MAX`] if there is none.
-    pub limit: ByteSize,
-    /// The physical bytes less those that a purge releases.
-    pub required: ByteSize,
-    /// The live bytes of the heap; zero if they cannot be read.
-    pub heap_live: ByteSize,
-    /// The bytes that the heap retains.
-    pub heap_retained: ByteSize,
-    /// The resident bytes that are not jemalloc's; `None` if unknown.
-    pub other: Option<ByteSize>,
-    /// The live bytes of device arenas that are awake.
-    pub device_live: ByteSize,
-    /// The bytes that these arenas retain.
-    pub device_retained: ByteSize,
-    /// The bytes reserved in the device's budget.
-    pub device_reserved: ByteSize,
-    /// The bytes reserved in the host's budget.
-    pub reserved: ByteSize,
-    /// The limit of `reserved` up to which requests are admitted.
-    pub allowance: ByteSize,
-    /// The limit up to which admission fills memory; [`ByteSize::MAX`] without a limit.
-    pub ceiling: ByteSize,
-    /// The pressure on host memory.
-    pub level: Level,
-    /// The requests that hold a permit.
-    pub held: u64,
-    /// The requests that wait for room.
-    pub waiting: u64,
-    /// The requests rejected since the start.
-    pub rejected_total: u64,
-    /// The processes of the cgroup that the kernel has OOM-killed, if reported.
-    pub oom_kills: Option<u64>,
-    /// `true` while memory outside requests leaves no room for requests.
-    pub exhausted: bool,
-    /// `true` once the service was asked to end.
-    pub ending: bool,
+stored! {
+    /// The figures of a `Memory` at one instant of its last five minutes.
+    ///
+    /// `required`, `other`, and the figures of the heap and of device arenas are those of the last
+    /// publication of metrics. The others were read at this instant.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    #[cfg_attr(feature = "serde", derive(serde::Serialize))]
+    #[non_exhaustive]
+    pub struct FlightSample {
+        /// The time, since the Unix epoch.
+        pub at: Duration,
+        /// The time since the start of the `Memory`, which no step of the wall clock changes.
+        pub uptime: Duration,
+        /// The memory that counts against the host's limit.
+        pub physical: ByteSize,
+        /// The bytes by which that grew since the look before, for a second: it looks every 50 ms.
+        pub growth: ByteSize,
+        /// The host's limit; [`ByteSize::MAX`] if there is none.
+        pub limit: ByteSize,
+        /// The physical bytes less those that a purge releases.
+        pub required: ByteSize,
+        /// The live bytes of the heap; zero if they cannot be read.
+        pub heap_live: ByteSize,
+        /// The bytes that the heap retains.
+        pub heap_retained: ByteSize,
+        /// The resident bytes that are not jemalloc's; `None` if unknown.
+        pub other: Option<ByteSize>,
+        /// The live bytes of device arenas that are awake.
+        pub device_live: ByteSize,
+        /// The bytes that these arenas retain.
+        pub device_retained: ByteSize,
+        /// The bytes reserved in the device's budget.
+        pub device_reserved: ByteSize,
+        /// The bytes reserved in the host's budget.
+        pub reserved: ByteSize,
+        /// The limit of `reserved` up to which requests are admitted.
+        pub allowance: ByteSize,
+        /// The limit up to which admission fills memory; [`ByteSize::MAX`] without a limit.
+        pub ceiling: ByteSize,
+        /// The pressure on host memory.
+        pub level: Level,
+        /// The requests that hold a permit.
+        pub held: u64,
+        /// The requests that wait for room.
+        pub waiting: u64,
+        /// The requests rejected since the start.
+        pub rejected_total: u64,
+        /// The processes of the cgroup that the kernel has OOM-killed, if reported.
+        pub oom_kills: Option<u64>,
+        /// `true` while memory outside requests leaves no room for requests.
+        pub exhausted: bool,
+        /// `true` once the service was asked to end.
+        pub ending: bool,
+    }
 }
 
-stored!(
-    FlightSample,
-    at,
-    uptime,
-    physical,
-    growth,
-    limit,
-    required,
-    heap_live,
-    heap_retained,
-    other,
-    device_live,
-    device_retained,
-    device_reserved,
-    reserved,
-    allowance,
-    ceiling,
-    level,
-    held,
-    waiting,
-    rejected_total,
-    oom_kills,
-    exhausted,
-    ending
-);
-
-/// An event of a run that has ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct FlightEvent {
-    /// The time of its last occurrence, since the Unix epoch.
-    pub at: Duration,
-    /// The kind, as in [`Event`](crate::memory::Event).
-    pub kind: String,
-    /// The subject.
-    pub about: String,
-    /// The text of the last occurrence; amounts in it are sums over all occurrences.
-    pub text: String,
-    /// The number of consecutive occurrences.
-    pub times: u64,
+stored! {
+    /// A resource of a run that has ended.
+    #[derive(Clone, Debug, PartialEq, Eq)]
+    #[cfg_attr(feature = "serde", derive(serde::Serialize))]
+    #[non_exhaustive]
+    pub struct FlightResource {
+        /// The name.
+        pub name: Arc<str>,
+        /// `true` if it was loaded.
+        pub loaded: bool,
+        /// The bytes of host memory that it reserves, or as measured.
+        pub host: ByteSize,
+        /// The same on the device.
+        pub device: ByteSize,
+    }
 }
-
-/// A resource of a run that has ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct FlightResource {
-    /// The name.
-    pub name: Arc<str>,
-    /// `true` if it was loaded.
-    pub loaded: bool,
-    /// The bytes of host memory that it reserves, or as measured.
-    pub host: ByteSize,
-    /// The same on the device.
-    pub device: ByteSize,
-}
-
-stored!(FlightResource, name, loaded, host, device);
 
 /// The end of a run, as the run itself recorded it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -306,22 +296,22 @@ impl RunEnd {
     }
 }
 
-/// The identity of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct RunIdentity {
-    pub(super) pid: u32,
-    /// The start, since the Unix epoch.
-    pub(super) started_at: Duration,
-    /// The kernel's boot id; zeros if unknown.
-    pub(super) boot_id: [u8; 16],
-    /// The inode of the cgroup's folder, which the kernel uses for no later cgroup; zero if
-    /// unknown.
-    pub(super) cgroup: u64,
-    /// The version of the service, shortened to 64 bytes; empty if unknown.
-    pub(super) version: String,
+stored! {
+    /// The identity of a run.
+    #[derive(Clone, Debug, Default, PartialEq, Eq)]
+    pub(super) struct RunIdentity {
+        pub(super) pid: u32,
+        /// The start, since the Unix epoch.
+        pub(super) started_at: Duration,
+        /// The kernel's boot id; zeros if unknown.
+        pub(super) boot_id: [u8; 16],
+        /// The inode of the cgroup's folder, which the kernel uses for no later cgroup; zero if
+        /// unknown.
+        pub(super) cgroup: u64,
+        /// The version of the service, shortened to 64 bytes; empty if unknown.
+        pub(super) version: String,
+    }
 }
-
-stored!(RunIdentity, pid, started_at, boot_id, cgroup, version);
 
 /// What a recording contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -333,7 +323,7 @@ pub(super) struct FlightRecording {
     /// The samples, oldest first.
     pub(super) samples: Vec<FlightSample>,
     /// The events, oldest first.
-    pub(super) events: Vec<FlightEvent>,
+    pub(super) events: Vec<Event>,
     pub(super) permits: Vec<RequestMemory>,
     pub(super) resources: Vec<FlightResource>,
 }
@@ -388,14 +378,6 @@ impl HalfWriter {
         let at = self.0.len();
         self.put(&[0; 2]);
         at
-    }
-
-    pub(super) fn event(&mut self, at: Duration, times: u64, [kind, about, text]: [&str; 3]) {
-        at.put(self);
-        times.put(self);
-        self.put_text(kind, NAME_MAX);
-        self.put_text(about, NAME_MAX);
-        self.put_text(text, TEXT_MAX);
     }
 
     /// Ends a list of so many entries.
@@ -495,7 +477,7 @@ impl<'a> Half<'a> {
         let machine_kills = Stored::read(&mut reader)?;
         let end = Stored::read(&mut reader)?;
         let samples = reader.list(SAMPLES_MAX, Stored::read)?;
-        let mut events = reader.list(EVENTS_MAX, Reader::event)?;
+        let mut events = reader.list(EVENTS_MAX, Event::read)?;
         events.sort_by_key(|event| event.at);
         let permits = reader.list(PERMITS_MAX, Stored::read)?;
         let resources = reader.list(RESOURCES_MAX, Stored::read)?;
@@ -527,12 +509,6 @@ impl<'a> Reader<'a> {
             return None;
         }
         (0..count).map(|_| read(self)).collect()
-    }
-
-    fn event(&mut self) -> Option<FlightEvent> {
-        let (at, times) = (Duration::read(self)?, u64::read(self)?);
-        let (kind, about) = (self.text(NAME_MAX)?, self.text(NAME_MAX)?);
-        Some(FlightEvent { at, kind, about, text: self.text(TEXT_MAX)?, times })
     }
 }
 

@@ -11,9 +11,9 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use lowtide_admission::{Level, RequestMemory};
 
-use super::format::{
-    FileContents, FlightEvent, FlightRecording, FlightResource, FlightSample, RunEnd,
-};
+use crate::memory::events::Event;
+
+use super::format::{FileContents, FlightRecording, FlightResource, FlightSample, RunEnd};
 
 /// The share of the limit from which a killed run is taken to have reached it: at this level
 /// requests are rejected, since the kernel may kill.
@@ -31,7 +31,7 @@ const GROWTH_TOLD: f64 = 0.01;
 
 lowtide_core::named_enum! {
     /// The cause of the end of a run.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     #[non_exhaustive]
     pub enum ExitCause {
         /// `Memory::shutdown` was called.
@@ -54,6 +54,7 @@ lowtide_core::named_enum! {
         /// memory.
         Killed = "killed",
         /// The recording is damaged, or of another version of the format.
+        #[default]
         Unknown = "unknown",
     }
 }
@@ -69,7 +70,7 @@ impl ExitCause {
 /// The last run of a service, as its flight recorder left it ([`MemoryReport::last_exit`]).
 ///
 /// [`MemoryReport::last_exit`]: crate::memory::MemoryReport::last_exit
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct LastExit {
@@ -88,7 +89,7 @@ pub struct LastExit {
     /// Its last samples, oldest first: at most 301, one a second.
     pub samples: Vec<FlightSample>,
     /// Its last events, oldest first: at most 256.
-    pub events: Vec<FlightEvent>,
+    pub events: Vec<Event>,
     /// The requests that had reserved most memory at the end, the largest first: at most 16.
     pub permits: Vec<RequestMemory>,
     /// Its resources: at most 32.
@@ -116,7 +117,10 @@ impl LastExit {
     pub(super) fn of(contents: FileContents, now: &Now) -> Option<Self> {
         let recording = match contents {
             FileContents::Nothing | FileContents::Foreign => return None,
-            FileContents::Unreadable => return Some(Self::unknown()),
+            FileContents::Unreadable => {
+                let summary = "the recording is damaged, or of another version of the format";
+                return Some(Self { summary: summary.to_owned(), ..Self::default() });
+            }
             FileContents::Recording(recording) => *recording,
         };
         let (cause, summary) = recording.verdict(now);
@@ -133,21 +137,6 @@ impl LastExit {
             permits,
             resources,
         })
-    }
-
-    fn unknown() -> Self {
-        Self {
-            cause: ExitCause::Unknown,
-            summary: "the recording is damaged, or of another version of the format".to_owned(),
-            at: None,
-            pid: 0,
-            started_at: Duration::ZERO,
-            version: String::new(),
-            samples: Vec::new(),
-            events: Vec::new(),
-            permits: Vec::new(),
-            resources: Vec::new(),
-        }
     }
 }
 

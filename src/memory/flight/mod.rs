@@ -37,16 +37,17 @@ use lowtide_admission::{Budget, RejectReason, RequestMemory, SignalTracker, Sign
 use lowtide_core::file::KeptFile;
 
 use super::error::Diagnostic;
-use super::events::Event;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 use file::{FlightError, LockedFile};
-use format::{EVENTS_MAX, HalfWriter, PERMITS_MAX, RESOURCES_MAX, RunIdentity, SAMPLES_MAX};
+use format::{
+    EVENTS_MAX, HalfWriter, PERMITS_MAX, RESOURCES_MAX, RunIdentity, SAMPLES_MAX, Stored as _,
+};
 use last_exit::Now;
 
 pub(super) use file::FlightFile;
 pub(super) use format::RunEnd;
-pub use format::{FlightEvent, FlightResource, FlightSample};
+pub use format::{FlightResource, FlightSample};
 pub use last_exit::{ExitCause, LastExit};
 
 /// The time between two looks at physical memory. An estimate: a process that allocates as fast as
@@ -323,8 +324,8 @@ impl FlightRecorder {
         writer.begin(&self.run, end, self.machine_kills.read());
         writer.list(SAMPLES_MAX, self.samples.iter().chain(&look));
         let (list, mut count) = (writer.begin_list(), 0);
-        shared.events.last(EVENTS_MAX, |Event { at, kind, about, text, times, .. }| {
-            writer.event(*at, *times, [kind, about, text]);
+        shared.events.last(EVENTS_MAX, |event| {
+            event.put(writer);
             count += 1;
         });
         writer.end_list(list, count);

@@ -10,6 +10,8 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use lowtide_admission::{Level, RequestMemory, RequestPhase};
 
+use crate::memory::events::Event;
+
 use super::file::{FlightError, LockedFile};
 use super::format::{
     FILE_BYTES, FileContents, FlightSample, HalfWriter, MARK, RunEnd, RunIdentity, *,
@@ -84,12 +86,14 @@ fn permit(tenant: Option<&str>) -> RequestMemory {
 
 /// A recording with so many samples.
 fn recording(samples: u64, end: RunEnd) -> FlightRecording {
-    let event = |at, kind: &str| FlightEvent {
+    let event = |at, kind: &'static str| Event {
         at: Duration::from_secs(at),
-        kind: kind.to_owned(),
+        since: SECOND,
+        kind: kind.into(),
         about: "host".to_owned(),
         text: "pressure high, was none".to_owned(),
         times: at,
+        sum: 6,
     };
     let [host, device] = [ByteSize::mib(8), ByteSize::mib(9)];
     FlightRecording {
@@ -108,11 +112,7 @@ fn half(recording: &FlightRecording, sequence: u64) -> Vec<u8> {
     let mut writer = HalfWriter::new();
     writer.begin(&recording.run, recording.end, recording.machine_kills);
     writer.list(SAMPLES_MAX, recording.samples.iter());
-    let list = writer.begin_list();
-    for FlightEvent { at, kind, about, text, times } in &recording.events {
-        writer.event(*at, *times, [kind, about, text]);
-    }
-    writer.end_list(list, recording.events.len());
+    writer.list(EVENTS_MAX, recording.events.iter());
     writer.list(PERMITS_MAX, recording.permits.iter());
     writer.list(RESOURCES_MAX, recording.resources.iter());
     writer.finish(sequence).to_vec()
@@ -152,7 +152,7 @@ fn lists_and_texts_are_cut_at_their_bounds_and_fit_in_a_half() {
     let mut all = recording(2 * SAMPLES_MAX as u64, RunEnd::Running);
     let long = "ä".repeat(1000);
     for event in &mut all.events {
-        (event.kind, event.about, event.text) = (long.clone(), long.clone(), long.clone());
+        (event.kind, event.about, event.text) = (long.clone().into(), long.clone(), long.clone());
     }
     all.run.version = long.clone();
     all.events = all.events.iter().cycle().take(EVENTS_MAX).cloned().collect();
@@ -244,8 +244,11 @@ fn no_bytes_make_the_reader_panic_or_read_beyond_its_bounds() {
                 let mut writer = HalfWriter::new();
                 writer.begin(&run(), RunEnd::Running, None);
                 for _ in 0..chance.below(400) {
-                    let texts = ["\u{1}", "\0", "\u{7f}"];
-                    writer.event(Duration::from_nanos(chance.next()), chance.next(), texts);
+                    let (kind, about, text) = ("\u{1}".into(), "\0".into(), "\u{7f}".into());
+                    let at = Duration::from_nanos(chance.next());
+                    let [since, times, sum] = [at, at, at].map(|_| chance.next());
+                    let since = Duration::from_nanos(since);
+                    Event { at, since, kind, about, text, times, sum }.put(&mut writer);
                 }
                 put(&mut file, HALVES_AT[0], writer.finish(chance.next()));
             }
@@ -420,7 +423,7 @@ fn what_is_no_file_is_an_error_and_nothing_waits() {
         assert!(is_this, "{name}: {error}");
     }
     let error = opened(&at("none/recording")).expect_err("no such folder");
-    assert!(matches!(error, FlightError::Open { .. }), "{error}");
+    assert!(matches!(error, FlightError::Io { act: "open", .. }), "{error}");
 }
 
 #[expect(unsafe_code, reason = "mkfifo is a C call")]

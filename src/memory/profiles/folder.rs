@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use lowtide_heap::{HostError, write_profile};
+use lowtide_heap::HostError;
 
 /// The maximum number of profiles of this run: the first and the last ones are kept.
 const FILES_MAX: usize = 8;
@@ -81,7 +81,14 @@ impl Folder {
         cause: &str,
         required: ByteSize,
     ) -> Result<(PathBuf, ByteSize), HostError> {
-        self.write_with(cause, required, write_profile)
+        #[cfg(feature = "profiling")]
+        return self.write_with(cause, required, lowtide_heap::write_profile);
+        #[cfg(not(feature = "profiling"))]
+        self.write_with(
+            cause,
+            required,
+            |_| Err(io::Error::from(io::ErrorKind::Unsupported).into()),
+        )
     }
 
     fn write_with(

@@ -7,16 +7,17 @@
 //!
 //! [`CaptureTrigger`] is pure, and takes each step once until memory has fallen again.
 //!
-//! Without the feature `profiling` the same items in `no_profiles.rs` do nothing.
+//! Without the feature `profiling` the profiler is never active, so no profile is taken.
 //!
 //! Invariant: the control thread and the worker never write or read a profile.
 
 mod folder;
+#[cfg(feature = "profiling")]
 mod suspects;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -26,20 +27,17 @@ use crate::sync::{Mutex, lock};
 use lowtide_heap::{self as heap, HostError, Profiler};
 
 use self::folder::Folder;
+#[cfg(feature = "profiling")]
 use self::suspects::Suspects;
 use super::error::Diagnostic;
 use super::trend::LeakSuspects;
-
-/// No capture is requested; a cause is requested as its index plus 1.
-const NONE: u8 = 0;
 
 /// The requests to the profiler's thread, and its last comparison.
 #[derive(Debug, Default)]
 pub(super) struct Profiles {
     bell: Arc<Bell>,
-    capture: AtomicU8,
-    /// The required bytes at the requested capture.
-    required: AtomicU64,
+    /// The cause of a requested capture, and the required bytes.
+    capture: Mutex<Option<(CaptureCause, ByteSize)>>,
     compare: AtomicBool,
     suspects: Mutex<Option<LeakSuspects>>,
 }
@@ -51,10 +49,18 @@ pub(super) struct Captures {
     profiles: Arc<Profiles>,
 }
 
-/// Returns the requests if the profiler is active. Adds a diagnostic if a folder is set and the
-/// profiler is not active.
-pub(super) fn prepare(config: &Config, diagnostics: &mut Vec<Diagnostic>) -> Option<Arc<Profiles>> {
+/// Returns the requests if the profiler is active, unless the `Memory` is detached. Adds a
+/// diagnostic if a folder is set and the profiler is not active.
+pub(super) fn prepare(
+    config: &Config,
+    is_detached: bool,
+    diagnostics: &mut Vec<Diagnostic>,
+) -> Option<Arc<Profiles>> {
+    if is_detached {
+        return None;
+    }
     if let Profiler::Active { .. } = heap::profiler() {
+        #[cfg(feature = "profiling")]
         if let Err(error) = heap::cache_unwind_rules() {
             let text = format!("samples of the heap profiler stay expensive: {error}");
             diagnostics.push(Diagnostic::warning("profiler", text));
@@ -90,10 +96,7 @@ impl Captures {
     /// Asks for a capture if one is due at this sample. Does not allocate.
     pub(super) fn see(&mut self, now: Moment, required: ByteSize, limit: ByteSize) {
         let Some(cause) = self.trigger.see(now, required, limit) else { return };
-        self.profiles.required.store(required.get(), Ordering::Relaxed);
-        let nth = CaptureCause::ALL.iter().position(|other| *other == cause).unwrap_or(0);
-        let nth = u8::try_from(nth).unwrap_or(0);
-        self.profiles.capture.store(nth + 1, Ordering::Release);
+        *lock(&self.profiles.capture) = Some((cause, required));
         self.profiles.bell.ring();
     }
 }
@@ -113,11 +116,6 @@ impl Profiles {
     pub(super) fn suspects(&self) -> Option<LeakSuspects> {
         lock(&self.suspects).clone()
     }
-
-    fn requested(&self) -> Option<CaptureCause> {
-        let nth = self.capture.swap(NONE, Ordering::Acquire).checked_sub(1)?;
-        CaptureCause::ALL.get(usize::from(nth)).copied()
-    }
 }
 
 /// Runs on the profiler's thread until `stop` is set and it is woken.
@@ -128,13 +126,15 @@ pub(super) fn run(
     stop: &AtomicBool,
 ) {
     let mut writer = folder.map(|path| ProfileWriter { path, folder: None, has_failed: false });
+    #[cfg(feature = "profiling")]
     let mut suspects = Suspects::default();
     // Ends with `stop`; each iteration waits for a request.
     while !stop.load(Ordering::Acquire) {
-        if let (Some(cause), Some(writer)) = (profiles.requested(), &mut writer) {
-            let required = ByteSize::new(profiles.required.load(Ordering::Relaxed));
+        let capture = lock(&profiles.capture).take();
+        if let (Some((cause, required)), Some(writer)) = (capture, &mut writer) {
             writer.write(cause, required, clock);
         } else if profiles.compare.swap(false, Ordering::AcqRel) {
+            #[cfg(feature = "profiling")]
             compare(profiles, &mut suspects, clock);
         } else {
             clock.wait_until(&profiles.bell, Moment::NEVER);
@@ -142,6 +142,7 @@ pub(super) fn run(
     }
 }
 
+#[cfg(feature = "profiling")]
 fn compare(profiles: &Profiles, suspects: &mut Suspects, clock: &dyn Clock) {
     let (taken, at) = (clock.now(), clock.since_epoch());
     match heap::take_profile() {

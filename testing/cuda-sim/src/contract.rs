@@ -19,7 +19,7 @@ use super::raw::Found;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
+    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
 };
 
 type Answer<T = ()> = Result<T, DriverError>;
@@ -291,18 +291,10 @@ unsafe impl Driver for SimDriver {
     }
 
     fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
-        if self.capabilities.unified {
-            return Ok(None);
-        }
-        let total = self.total_memory()?.unwrap_or_default();
-        Ok(Some(DeviceMemory { total, free: self.model().headroom() }))
-    }
-
-    fn total_memory(&self) -> Answer<Option<ByteSize>> {
         let _relaxed = self.enter(Call::GetInfo);
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO)?;
-        Ok(Some(model.options.capacity))
+        Ok(Some(DeviceMemory { total: model.options.capacity, free: model.headroom() }))
     }
 
     /// The value of the options: no other process uses the device when its context is created.
@@ -310,18 +302,16 @@ unsafe impl Driver for SimDriver {
         Some(self.floor)
     }
 
-    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Answer<Owner> {
+    fn foreign_memory(&self, at: DeviceAddress, size: ByteSize) -> Answer<Option<&'static str>> {
         let last = at.get().saturating_add(size.get().saturating_sub(1));
         let found = [at.get(), last].map(|at| self.raw().find(at));
         Ok(match found {
             [Some(Found::Allocation(one, _)), Some(Found::Allocation(two, _))] if one != two => {
-                Owner::Elsewhere("memory beyond the end of its allocation")
+                Some("memory beyond the end of its allocation")
             }
-            [None, _] | [_, None] => Owner::Elsewhere("memory that is not on the device"),
-            [Some(Found::Host(..)), _] | [_, Some(Found::Host(..))] => {
-                Owner::Elsewhere("host memory")
-            }
-            _ => Owner::Here,
+            [None, _] | [_, None] => Some("memory that is not on the device"),
+            [Some(Found::Host(..)), _] | [_, Some(Found::Host(..))] => Some("host memory"),
+            _ => None,
         })
     }
 

@@ -117,7 +117,6 @@ impl SimDriver {
             host_access: false,
             host_backed: false,
             unified: options.unified,
-            same_address_wake: options.virtual_memory,
             remap: options.virtual_memory && options.remap,
             asynchronous: true,
             page_locked: options.page_locked,

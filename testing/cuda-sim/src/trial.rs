@@ -18,9 +18,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock as _, SystemClock};
 use lowtide_core::sync::{Condvar, Mutex, lock, wait};
 use lowtide_gpu_driver::host::HostDriver;
-use lowtide_gpu_driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostMemory,
-};
+use lowtide_gpu_driver::{Backend, Capabilities, DeviceAddress, Driver, DriverError, HostMemory};
 
 /// Which call fails, and how.
 #[derive(Clone, Copy, Debug)]
@@ -391,10 +389,6 @@ unsafe impl Driver for FaultInjectingDriver {
         drop(seen);
         // SAFETY: the contract of this call, whose memory is the host driver's.
         unsafe { self.host.copy(from, to, size) }
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        self.host.device_memory()
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {

@@ -26,9 +26,8 @@ use super::table::{
     CAPTURE_IMPLICIT, CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE,
     MEMORY_HOST, NOT_READY, SUCCESS, Table,
 };
+use crate::error::DriverResult;
 use crate::{DriverError, TouchedMemory};
-
-pub(super) type DriverResult<T = ()> = Result<T, DriverError>;
 
 /// The maximum number of errors of rollback calls that are kept for the log.
 const NOT_UNDONE_MAX: usize = 16;
@@ -161,7 +160,7 @@ impl Calls {
     }
 
     /// Allocates page-locked memory of the host, all bytes zero.
-    pub(super) fn host_memory(&self, size: ByteSize) -> DriverResult<LockedMemory> {
+    pub(super) fn host_memory(&self, size: ByteSize) -> DriverResult<NonNull<u8>> {
         let none = || DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
         let bytes = size.as_usize().ok_or_else(none)?;
         let mut at = 0;
@@ -170,7 +169,41 @@ impl Calls {
         // SAFETY: the driver has just allocated `bytes` bytes of host memory there, exclusively for
         // this call.
         unsafe { at.write_bytes(0, bytes) };
-        Ok(LockedMemory { at: at.as_ptr().expose_provenance(), bytes })
+        Ok(at)
+    }
+
+    /// Queues a copy of device memory to host memory.
+    ///
+    /// # Safety
+    /// Until the copy is complete, `size` bytes at `to` exist, and nothing else accesses them.
+    pub(super) unsafe fn read_device(
+        &self,
+        from: u64,
+        to: NonNull<u8>,
+        size: ByteSize,
+        stream: usize,
+    ) -> DriverResult {
+        let bytes = size.as_usize().unwrap_or(usize::MAX);
+        // SAFETY: so many bytes of host memory, which the driver writes (contract of this function).
+        let done = unsafe { self.copy_to_host(to.as_ptr(), from, bytes, stream) };
+        done.map_err(|error| error.sized(size))
+    }
+
+    /// Queues a copy of host memory to device memory.
+    ///
+    /// # Safety
+    /// Until the copy is complete, `size` bytes at `from` exist and are not written to.
+    pub(super) unsafe fn write_device(
+        &self,
+        from: NonNull<u8>,
+        to: u64,
+        size: ByteSize,
+        stream: usize,
+    ) -> DriverResult {
+        let bytes = size.as_usize().unwrap_or(usize::MAX);
+        // SAFETY: so many bytes of host memory, which the driver reads (contract of this function).
+        let done = unsafe { self.copy_to_device(to, from.as_ptr(), bytes, stream) };
+        done.map_err(|error| error.sized(size))
     }
 
     /// Page-locks memory of this process for every context.
@@ -237,72 +270,6 @@ pub(super) struct PointerOwner {
     pub(super) ordinal: i32,
     /// `true` for host memory that is not managed.
     pub(super) is_host: bool,
-}
-
-/// Memory of the host by its address, page-locked if it is from [`Calls::host_memory`]. Dropping it
-/// frees nothing.
-#[derive(Debug)]
-pub(super) struct LockedMemory {
-    /// The address, with exposed provenance for all of the memory.
-    at: usize,
-    bytes: usize,
-}
-
-impl LockedMemory {
-    /// Wraps memory that [`Calls::host_memory`] returned, or a part of a host buffer.
-    pub(super) fn of(at: NonNull<u8>, size: ByteSize) -> Self {
-        let bytes = size.as_usize().unwrap_or(usize::MAX);
-        Self { at: at.as_ptr().expose_provenance(), bytes }
-    }
-
-    /// Returns the start of the memory.
-    pub(super) fn start(&self) -> *mut u8 {
-        std::ptr::with_exposed_provenance_mut(self.at)
-    }
-
-    /// Queues a copy of device memory into this memory.
-    ///
-    /// # Safety
-    /// Until the copy is complete, the memory exists, and nothing else accesses it.
-    pub(super) unsafe fn read_device(
-        &self,
-        calls: &Calls,
-        from: u64,
-        stream: usize,
-    ) -> DriverResult {
-        // SAFETY: so many bytes of host memory, which the driver writes (contract of this function).
-        let done = unsafe { calls.copy_to_host(self.start(), from, self.bytes, stream) };
-        done.map_err(|error| error.sized(ByteSize::of(self.bytes)))
-    }
-
-    /// Queues a copy of this memory into device memory.
-    ///
-    /// # Safety
-    /// Until the copy is complete, the memory exists and is not written to.
-    pub(super) unsafe fn write_device(
-        &self,
-        calls: &Calls,
-        to: u64,
-        stream: usize,
-    ) -> DriverResult {
-        // SAFETY: so many bytes of host memory, which the driver reads (contract of this function).
-        let done = unsafe { calls.copy_to_device(to, self.start(), self.bytes, stream) };
-        done.map_err(|error| error.sized(ByteSize::of(self.bytes)))
-    }
-
-    /// Sets every byte to `value`. No other slice of the memory exists, and no copy is in progress.
-    pub(super) fn fill(&mut self, value: u8) {
-        // SAFETY: it is `bytes` bytes of host memory that this owns.
-        unsafe { self.start().write_bytes(value, self.bytes) };
-    }
-
-    /// Returns `true` if every byte equals `value`. No writer exists, and no copy is in progress.
-    pub(super) fn holds(&self, value: u8) -> bool {
-        // SAFETY: it is `bytes` bytes of host memory that this owns, all initialised by
-        // `host_memory`.
-        let bytes = unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.bytes) };
-        bytes.iter().all(|&byte| byte == value)
-    }
 }
 
 impl fmt::Debug for Calls {

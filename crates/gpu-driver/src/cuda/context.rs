@@ -23,16 +23,18 @@ use std::sync::{Once, OnceLock};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::table::{CAPTURE_RELAXED, STREAM_NON_BLOCKING};
 use crate::DriverError;
+use crate::error::DriverResult;
 
-/// A retained primary context and a private stream in it, for copies that are waited for and for
+/// A primary context and a private stream in it, for copies that are waited for and for
 /// stream-ordered work.
 #[derive(Debug)]
 pub(super) struct DeviceContext {
     calls: Calls,
     device: i32,
+    /// The context; 0 before it is retained.
     handle: usize,
     birth: Birth,
     /// The private stream; 0 before it is created.
@@ -54,35 +56,23 @@ struct EnteredContext<'a> {
 }
 
 impl<'a> EnteredContext<'a> {
-    /// Makes a context current on this thread, and relaxes the thread's capture mode.
-    fn new(calls: &'a Calls, context: usize) -> DriverResult<Self> {
-        let mut entered = Self::bare(calls)?;
-        let before = calls.context_current()?;
-        if before != context {
-            calls.context_set(context)?;
-            entered.context = Some(before);
-        }
-        entered.relax()?;
-        Ok(entered)
-    }
-
-    /// Relaxes only the thread's capture mode, for calls that need no context.
-    fn relaxed(calls: &'a Calls) -> DriverResult<Self> {
-        let mut entered = Self::bare(calls)?;
-        entered.relax()?;
-        Ok(entered)
-    }
-
-    fn bare(calls: &'a Calls) -> DriverResult<Self> {
+    /// Makes a context current on this thread, unless the calls need none, and relaxes the thread's
+    /// capture mode.
+    fn new(calls: &'a Calls, context: Option<usize>) -> DriverResult<Self> {
         let running = CallInProgress::enter()?;
-        Ok(Self { calls, context: None, mode: None, _running: running, _here: PhantomData })
-    }
-
-    fn relax(&mut self) -> DriverResult {
+        let mut entered =
+            Self { calls, context: None, mode: None, _running: running, _here: PhantomData };
+        if let Some(context) = context {
+            let before = calls.context_current()?;
+            if before != context {
+                calls.context_set(context)?;
+                entered.context = Some(before);
+            }
+        }
         let mut mode = CAPTURE_RELAXED;
-        self.calls.capture_mode(&mut mode)?;
-        self.mode = Some(mode).filter(|&mode| mode != CAPTURE_RELAXED);
-        Ok(())
+        calls.capture_mode(&mut mode)?;
+        entered.mode = Some(mode).filter(|&mode| mode != CAPTURE_RELAXED);
+        Ok(entered)
     }
 }
 
@@ -99,20 +89,26 @@ impl Drop for EnteredContext<'_> {
 }
 
 impl DeviceContext {
-    /// Retains the primary context of a device, and creates the stream. The first call in a process
-    /// creates the context, which is slow. Holds nothing if it fails.
-    pub(super) fn retain(calls: Calls, device: i32) -> DriverResult<Self> {
-        let entered = EnteredContext::relaxed(&calls)?;
-        let handle = calls.context_retain(device)?;
+    /// Wraps the calls for a device, whose context is not retained yet.
+    pub(super) fn new(calls: Calls, device: i32) -> Self {
+        Self { calls, device, handle: 0, birth: Birth::now(), stream: 0, overhead: None }
+    }
+
+    /// Retains the primary context of the device, and creates the stream, once. The first call in a
+    /// process creates the context, which is slow.
+    pub(super) fn retain(&mut self) -> DriverResult {
+        if self.handle != 0 {
+            return Ok(());
+        }
+        let entered = EnteredContext::new(&self.calls, None)?;
+        self.handle = self.calls.context_retain(self.device)?;
         drop(entered);
         watch();
-        let birth = Birth::now();
-        let mut context = Self { calls, device, handle, birth, stream: 0, overhead: None };
-        context.stream = context.call(|calls| calls.create_stream(STREAM_NON_BLOCKING))?;
+        self.stream = self.call(|calls| calls.create_stream(STREAM_NON_BLOCKING))?;
         // If the query fails the value is unknown, and the trial of the memory reports the cause.
-        let info = context.call(Calls::memory_info).ok();
-        context.overhead = info.map(|(free, total)| total.saturating_sub(free));
-        Ok(context)
+        let info = self.call(Calls::memory_info).ok();
+        self.overhead = info.map(|(free, total)| total.saturating_sub(free));
+        Ok(())
     }
 
     /// Returns the calls that need no context.
@@ -136,7 +132,7 @@ impl DeviceContext {
     /// The list of results that mean a lost context is not complete: a device that fell off the
     /// bus answers 999, 806 or 46. After any other refusal, a query that changes nothing decides.
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> DriverResult<T>) -> DriverResult<T> {
-        let enter = || EnteredContext::new(&self.calls, self.handle);
+        let enter = || EnteredContext::new(&self.calls, Some(self.handle));
         let entered = enter().map_err(|error| judged(error, || enter().map(drop)))?;
         let query = || self.calls.memory_info().map(drop);
         let outcome = act(&self.calls).map_err(|error| judged(error, query));
@@ -160,10 +156,10 @@ fn judged(error: DriverError, query: impl FnOnce() -> DriverResult) -> DriverErr
 }
 
 impl Drop for DeviceContext {
-    /// Destroys the stream and the spare events, and releases the context. Does nothing in a forked
-    /// child, and while the process exits.
+    /// Destroys the stream and the spare events, and releases the context, if it was retained. Does
+    /// nothing in a forked child, and while the process exits.
     fn drop(&mut self) {
-        if !self.is_here() {
+        if self.handle == 0 || !self.is_here() {
             return;
         }
         if self.stream != 0 {
@@ -173,7 +169,7 @@ impl Drop for DeviceContext {
             });
         }
         if let Ok(_running) = CallInProgress::enter() {
-            let _relaxed = EnteredContext::relaxed(&self.calls);
+            let _relaxed = EnteredContext::new(&self.calls, None);
             let _ = self.calls.context_release(self.device);
         }
     }
@@ -187,8 +183,8 @@ impl Drop for DeviceContext {
 // later calls and waits for those in progress. The threads themselves go on and are not joined:
 // one that waits for the exiting thread would block the exit.
 //
-// Invariant: when the handler returns, no call of a [`DeviceContext`](super::context::DeviceContext) is in
-// progress or begins, unless one took longer than the longest wait.
+// Invariant: when the handler returns, no call of a `DeviceContext` is in progress or begins,
+// unless one took longer than the longest wait.
 
 /// `CUDA_ERROR_DEINITIALIZED`
 const DEINITIALIZED: u32 = 4;

@@ -18,17 +18,17 @@ use lowtide_core::log;
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
-use super::calls::{Calls, DriverResult, LockedMemory};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::memory::{BackendMemory, BackendSource};
 use super::open::CudaDevice;
 use super::table::{ATTRIBUTE_HOST_NODE, INVALID_VALUE, STREAM_LEGACY, STREAM_NON_BLOCKING};
-use crate::host::HostDriver;
+use crate::error::DriverResult;
+use crate::host::{HostDriver, host_length};
 use crate::staging::Staging;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
-    TouchedMemory,
+    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle, TouchedMemory,
 };
 
 /// An open CUDA device.
@@ -70,8 +70,8 @@ impl CudaDriver {
         &self.skipped
     }
 
-    /// Returns `true` if the memory is managed, which
-    /// [`MemoryKind::Managed`](super::MemoryKind::Managed) requests.
+    /// Returns `true` if the memory is managed
+    /// ([`CudaOptions::managed`](super::CudaOptions::managed)).
     #[must_use]
     pub fn is_managed(&self) -> bool {
         matches!(self.memory.source, BackendSource::Plain { is_managed: true })
@@ -122,8 +122,7 @@ unsafe impl Driver for CudaDriver {
             host_access: false,
             host_backed: false,
             unified: self.device.integrated,
-            same_address_wake: is_virtual,
-            remap: matches!(&self.memory.source, BackendSource::Virtual(mapping) if mapping.can_remap),
+            remap: self.memory.can_remap(),
             asynchronous: true,
             page_locked: true,
             handles: is_virtual,
@@ -192,14 +191,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn device_memory(&self) -> DriverResult<Option<DeviceMemory>> {
-        if self.device.integrated {
-            return Ok(None);
-        }
         self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
-    }
-
-    fn total_memory(&self) -> DriverResult<Option<ByteSize>> {
-        self.call(Calls::memory_info).map(|(_, total)| Some(total))
     }
 
     fn context_overhead(&self) -> Option<ByteSize> {
@@ -210,14 +202,18 @@ unsafe impl Driver for CudaDriver {
         self.memory.stuck()
     }
 
-    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> DriverResult<Owner> {
+    fn foreign_memory(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> DriverResult<Option<&'static str>> {
         let last = at.get().saturating_add(size.get().saturating_sub(1));
         let found = self.call(|calls| Ok((calls.owner_of(at.get())?, calls.owner_of(last)?)));
         let (first, last) = match found {
             Ok(found) => found,
-            Err(DriverError::Unsupported { .. }) => return Ok(Owner::Unknown),
+            Err(DriverError::Unsupported { .. }) => return Ok(None),
             Err(error) if error.code() == Some(INVALID_VALUE) => {
-                return Ok(Owner::Elsewhere("memory that CUDA does not know, or that ends early"));
+                return Ok(Some("memory that CUDA does not know, or that ends early"));
             }
             Err(error) => return Err(error),
         };
@@ -227,25 +223,21 @@ unsafe impl Driver for CudaDriver {
         let ends = [first, last];
         // Page-locked memory has a device as well: that of the context which locked it.
         if ends.iter().any(|of| of.is_host) {
-            return Ok(Owner::Elsewhere("host memory"));
+            return Ok(Some("host memory"));
         }
         if ends.iter().any(|of| of.ordinal != ordinal) {
-            return Ok(Owner::Elsewhere("memory of another device"));
+            return Ok(Some("memory of another device"));
         }
-        if ends.iter().any(|of| !is_ours(of.context)) {
-            return Ok(Owner::Elsewhere("memory of another context"));
-        }
-        Ok(Owner::Here)
+        let is_ours = ends.iter().all(|of| is_ours(of.context));
+        Ok((!is_ours).then_some("memory of another context"))
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> DriverResult<NonNull<u8>> {
         if memory == HostMemory::Pageable {
             return HostDriver::new().host_alloc(size, memory);
         }
-        check_host_size(size)?;
-        let locked = self.call(|calls| calls.host_memory(size))?;
-        let none = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
-        NonNull::new(locked.start()).ok_or(none)
+        host_length(DeviceAddress::new(0), size)?;
+        self.call(|calls| calls.host_memory(size))
     }
 
     unsafe fn host_free(
@@ -328,7 +320,6 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn host_store_create(&self, size: ByteSize) -> DriverResult<HostStore> {
-        check_host_size(size)?;
         self.stores.create(self, size)
     }
 
@@ -343,17 +334,19 @@ unsafe impl Driver for CudaDriver {
         into: StoreSpan,
         stream: StreamHandle,
     ) -> DriverResult {
-        match self.stores.find(into)? {
-            FoundStore::Locked(part) => {
-                // SAFETY: the contract of this call.
-                unsafe { self.copy_to_host(from, part, into.size, stream) }
-            }
-            FoundStore::Pageable(part) => {
-                let put = &mut |offset, bytes: &[u8]| part.write(offset, bytes);
-                // SAFETY: the contract of this call.
-                unsafe { self.stores.staging.offload(self, (from, into.size), stream, put) }
-            }
+        let part = self.stores.find(into)?;
+        if part.is_locked {
+            // SAFETY: the contract of this call.
+            return unsafe { self.copy_to_host(from, part.start, into.size, stream) };
         }
+        // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
+        // (contract of this call).
+        let store = unsafe { part.bytes() };
+        let put = &mut |offset, bytes: &[u8]| {
+            store[index(offset)..][..bytes.len()].copy_from_slice(bytes);
+        };
+        // SAFETY: the contract of this call.
+        unsafe { self.stores.staging.offload(self, (from, into.size), stream, put) }
     }
 
     unsafe fn restore(
@@ -362,17 +355,19 @@ unsafe impl Driver for CudaDriver {
         to: DeviceAddress,
         stream: StreamHandle,
     ) -> DriverResult {
-        match self.stores.find(from)? {
-            FoundStore::Locked(part) => {
-                // SAFETY: the contract of this call.
-                unsafe { self.copy_from_host(part, to, from.size, stream) }
-            }
-            FoundStore::Pageable(part) => {
-                let get = &mut |offset, bytes: &mut [u8]| part.read(offset, bytes);
-                // SAFETY: the contract of this call.
-                unsafe { self.stores.staging.restore(self, (to, from.size), stream, get) }
-            }
+        let part = self.stores.find(from)?;
+        if part.is_locked {
+            // SAFETY: the contract of this call.
+            return unsafe { self.copy_from_host(part.start, to, from.size, stream) };
         }
+        // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
+        // (contract of this call).
+        let store = unsafe { part.bytes() };
+        let get = &mut |offset, bytes: &mut [u8]| {
+            bytes.copy_from_slice(&store[index(offset)..][..bytes.len()]);
+        };
+        // SAFETY: the contract of this call.
+        unsafe { self.stores.staging.restore(self, (to, from.size), stream, get) }
     }
 
     unsafe fn copy_from_host(
@@ -382,9 +377,9 @@ unsafe impl Driver for CudaDriver {
         size: ByteSize,
         stream: StreamHandle,
     ) -> DriverResult {
-        let (from, stream) = (LockedMemory::of(from, size), number(stream.get())?);
+        let stream = number(stream.get())?;
         // SAFETY: the contract of this call.
-        self.call(|calls| unsafe { from.write_device(calls, to.get(), stream) })
+        self.call(|calls| unsafe { calls.write_device(from, to.get(), size, stream) })
     }
 
     unsafe fn copy_to_host(
@@ -394,9 +389,9 @@ unsafe impl Driver for CudaDriver {
         size: ByteSize,
         stream: StreamHandle,
     ) -> DriverResult {
-        let (to, stream) = (LockedMemory::of(to, size), number(stream.get())?);
+        let stream = number(stream.get())?;
         // SAFETY: the contract of this call.
-        self.call(|calls| unsafe { to.read_device(calls, from.get(), stream) })
+        self.call(|calls| unsafe { calls.read_device(from.get(), to, size, stream) })
     }
 }
 
@@ -432,14 +427,6 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult
     bytes.ok_or(DriverError::Overlap { from, to, size })
 }
 
-fn check_host_size(size: ByteSize) -> DriverResult {
-    if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
-        let (at, granularity) = (DeviceAddress::new(0), HOST_GRANULARITY);
-        return Err(DriverError::Misaligned { at, size, granularity });
-    }
-    Ok(())
-}
-
 // Host memory for offloading, addressed by number so that no slice of it can exist.
 //
 // A store is mapped, touched by several threads on the device's NUMA node, and then registered:
@@ -472,20 +459,16 @@ struct HostStoreMemory {
     is_locked: bool,
 }
 
-/// The part of a store that a span names.
-pub(super) enum FoundStore {
-    Locked(NonNull<u8>),
-    Pageable(PageablePart),
-}
-
-/// A part of a pageable store, which stays until the copy with it is complete.
-pub(super) struct PageablePart {
-    start: *mut u8,
-    size: u64,
+/// The part of a store that a span names, which stays until the copy with it is complete.
+pub(super) struct StorePart {
+    start: NonNull<u8>,
+    length: usize,
+    is_locked: bool,
 }
 
 impl Stores {
     pub(super) fn create(&self, driver: &CudaDriver, size: ByteSize) -> DriverResult<HostStore> {
+        host_length(DeviceAddress::new(0), size)?; // before any call
         let node = *self.node.get_or_init(|| driver.call(|calls| node_of(calls, driver)).ok());
         let memory = TouchedMemory::map(size, node, TouchedMemory::threads(size))?;
         let is_locked = match self.lock_pages(driver, &memory) {
@@ -552,43 +535,32 @@ impl Stores {
     }
 
     /// Returns the part of a store that a span names.
-    pub(super) fn find(&self, span: StoreSpan) -> DriverResult<FoundStore> {
+    pub(super) fn find(&self, span: StoreSpan) -> DriverResult<StorePart> {
         let table = lock(&self.table);
         let store = table.stores.get(&span.store.get()).ok_or_else(unknown)?;
-        let end = span.offset.checked_add(span.size).and_then(ByteSize::as_usize);
-        let fits = end.is_some_and(|end| end <= store.memory.bytes());
-        let offset = span.offset.as_usize().filter(|_| fits).ok_or_else(unknown)?;
-        let start = store.memory.start().wrapping_add(offset);
-        if store.is_locked {
-            return NonNull::new(start).map(FoundStore::Locked).ok_or_else(unknown);
-        }
-        Ok(FoundStore::Pageable(PageablePart { start, size: span.size.get() }))
+        let (offset, length) = (index(span.offset.get()), index(span.size.get()));
+        let fits = offset.checked_add(length).is_some_and(|end| end <= store.memory.bytes());
+        let start = NonNull::new(store.memory.start().wrapping_add(offset)).filter(|_| fits);
+        let start = start.ok_or_else(unknown)?;
+        Ok(StorePart { start, length, is_locked: store.is_locked })
     }
 }
 
-impl PageablePart {
-    /// Returns the address of `length` bytes from `offset` on.
+impl StorePart {
+    /// Returns the bytes of a pageable store.
     ///
-    /// # Panics
-    /// If they are not inside the part.
-    fn at(&self, offset: u64, length: usize) -> *mut u8 {
-        let end = offset.checked_add(length as u64);
-        assert!(end.is_some_and(|end| end <= self.size), "{offset}+{length} of {}", self.size);
-        self.start.wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX))
+    /// # Safety
+    /// Nothing else accesses the part while the slice exists, and the store stays as long.
+    unsafe fn bytes<'a>(self) -> &'a mut [u8] {
+        // SAFETY: the part lies in a store (checked by `find`), and every byte is initialised, by
+        // the kernel at least; the rest is the contract of this function.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
+}
 
-    pub(super) fn write(&self, offset: u64, bytes: &[u8]) {
-        let to = self.at(offset, bytes.len());
-        // SAFETY: the bytes lie inside the part (checked above) of a store that stays mapped, and
-        // nothing else accesses it (contracts of `Driver::offload` and `Driver::restore`).
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-    }
-
-    pub(super) fn read(&self, offset: u64, into: &mut [u8]) {
-        let from = self.at(offset, into.len()).cast_const();
-        // SAFETY: as in `write`; every byte is initialised, by the kernel at least.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
-    }
+/// Returns an offset in a store as an index.
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
 /// Returns the number of the node that is closest to the device.

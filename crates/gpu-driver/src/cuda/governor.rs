@@ -24,7 +24,7 @@ use lowtide_core::decay::DecayTime;
 use lowtide_core::log;
 use lowtide_core::sync::{Mutex, is_background, lock};
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::memory::{KEEP_ALL, UNIT_MIN};
 use super::open::{CudaDevice, DeviceChoice, POOL_LIMITS, choose, log_undone, start, try_pool};
@@ -33,6 +33,7 @@ use super::table::{
     POOL_THRESHOLD, POOL_USED, POOL_USED_HIGH,
 };
 use crate::DriverError;
+use crate::error::DriverResult;
 
 /// The devices that have a governor, a bit for each number; the last bit stands for all higher
 /// numbers.
@@ -255,7 +256,8 @@ impl PoolGovernor {
         if calls.device_attribute(ATTRIBUTE_POOLS, number).map_err(refused)? == 0 {
             return Err(refused(DriverError::Unsupported { what: "memory pools" }));
         }
-        let context = DeviceContext::retain(calls, number)?;
+        let mut context = DeviceContext::new(calls, number);
+        context.retain()?;
         let pool = try_pool(&context, number, options.limit).map_err(refused)?;
         let installed = context.call(|calls| {
             let before = calls.current_pool(number)?;

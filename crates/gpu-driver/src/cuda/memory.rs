@@ -11,12 +11,13 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::table::{
     ATTACH_GLOBAL, Access, AllocationProperties, GRANULARITY_MINIMUM, POOL_THRESHOLD,
     PoolProperties,
 };
+use crate::error::DriverResult;
 use crate::{Backend, DeviceAddress, DriverError};
 
 /// Memory of one device, in whole units.
@@ -58,6 +59,10 @@ impl BackendMemory {
 
     pub(super) const fn is_virtual(&self) -> bool {
         matches!(self.source, BackendSource::Virtual(_))
+    }
+
+    pub(super) const fn can_remap(&self) -> bool {
+        matches!(&self.source, BackendSource::Virtual(mapping) if mapping.can_remap)
     }
 
     pub(super) fn stuck(&self) -> u64 {
@@ -273,8 +278,8 @@ impl BackendMemory {
 // that an arena sees is the smallest handle. A handle is released as soon as it is mapped, so that
 // an unmap frees its memory; a remap retains it again by its address. The arena, not this module,
 // tracks the mappings. Addresses and handles are numbers that the driver looks up: a wrong one is
-// an error, and touches no memory of this process. Each handle is unmapped by a call of its own: the manual does not say that
-// one call may unmap several.
+// an error, and touches no memory of this process. Each handle is unmapped by a call of its own:
+// the manual does not say that one call may unmap several.
 //
 // Invariant: a failed call leaves the ranges unchanged, except for failed rollbacks, which are
 // counted.
@@ -285,7 +290,7 @@ pub(super) struct Mapping {
     /// The device, then its peers.
     access: Vec<Access>,
     /// `true` if the handle of an address can be queried.
-    pub(super) can_remap: bool,
+    can_remap: bool,
 }
 
 impl Mapping {
@@ -469,7 +474,7 @@ impl BackendMemory {
     fn mapping(&self) -> DriverResult<&Mapping> {
         match &self.source {
             BackendSource::Virtual(mapping) => Ok(mapping),
-            _ => Err(DriverError::Unsupported { what: "virtual memory" }),
+            _ => Err(DriverError::Unsupported { what: crate::VIRTUAL_MEMORY }),
         }
     }
 

@@ -21,6 +21,6 @@ mod tests;
 pub use driver::CudaDriver;
 pub use governor::{GovernorOptions, GovernorReport, PoolGovernor};
 pub use nvml::{DeviceUsage, Nvml, ProcessUsage};
-pub use open::{CudaDevice, CudaOptions, DeviceChoice, DeviceSet, MemoryKind};
+pub use open::{CudaDevice, CudaOptions, DeviceChoice};
 
 pub use super::DeviceUuid;

@@ -20,9 +20,9 @@ use std::mem::ManuallyDrop;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
-use super::calls::DriverResult;
 use super::library::{Library, Look, search};
 use super::table::{Find, functions};
+use crate::error::DriverResult;
 use crate::{DeviceUuid, DriverError};
 
 /// The name under which the driver installs NVML.

@@ -9,7 +9,7 @@ use std::fmt;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
-use super::calls::{Calls, DriverResult};
+use super::calls::Calls;
 use super::context::DeviceContext;
 use super::driver::{CudaDriver, Stores};
 use super::library::{LIBRARIES, Look, search};
@@ -18,7 +18,7 @@ use super::table::{
     ATTRIBUTE_INTEGRATED, ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_RDMA,
     ATTRIBUTE_VIRTUAL_MEMORY, Find, Table,
 };
-use crate::error::STUB_LIBRARY;
+use crate::error::{DriverResult, STUB_LIBRARY};
 use crate::{Backend, DeviceUuid, DriverError};
 
 /// A choice of device.
@@ -30,49 +30,6 @@ pub enum DeviceChoice {
     Uuid(DeviceUuid),
 }
 
-/// The kind of memory that the plain backend allocates.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum MemoryKind {
-    /// Memory of the device.
-    #[default]
-    Device,
-    /// Managed memory: the driver moves its pages between device and host, so there may be more of
-    /// it than the device has, at the price of page faults. Available with [`Backend::CudaPlain`]
-    /// only; this crate never accesses it from the host.
-    Managed,
-}
-
-/// A set of devices by their ordinals, among those visible to this process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceSet(u128);
-
-impl DeviceSet {
-    /// Creates the set of these ordinals.
-    ///
-    /// # Panics
-    /// If an ordinal is above 127.
-    #[must_use]
-    pub const fn of(ordinals: &[u32]) -> Self {
-        let (mut set, mut at) = (0, 0);
-        while at < ordinals.len() {
-            assert!(ordinals[at] < u128::BITS, "an ordinal above 127");
-            set |= 1 << ordinals[at];
-            at += 1;
-        }
-        Self(set)
-    }
-
-    pub(super) const fn is_empty(self) -> bool {
-        self.0 == 0
-    }
-
-    /// Returns the ordinals in ascending order.
-    pub(super) fn ordinals(self) -> impl Iterator<Item = u32> {
-        (0..u128::BITS).filter(move |ordinal| self.0 & (1 << ordinal) != 0)
-    }
-}
-
 /// Options for opening a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaOptions {
@@ -81,9 +38,10 @@ pub struct CudaOptions {
     /// The memory backend. Default: `None`, the first that works of virtual memory, pool and plain
     /// memory. Virtual memory is skipped if there are fewer addresses than the memory needs.
     pub backend: Option<Backend>,
-    /// The kind of plain memory. Default: device memory. With managed memory no other backend is
-    /// tried.
-    pub memory: MemoryKind,
+    /// `true` for managed memory: the driver moves its pages between device and host, so there may
+    /// be more of it than the device has, at the price of page faults. This crate never accesses it
+    /// from the host. No other backend than plain memory is tried. Default: `false`.
+    pub managed: bool,
     /// The unit in which memory is allocated and released: a power of two, at least the device's
     /// granularity, and at least 64 KiB for the pool and plain backends. A large unit needs fewer
     /// calls, a small one leaves less memory unused. Default: `None`, the device's granularity (2
@@ -94,10 +52,11 @@ pub struct CudaOptions {
     /// refuses a private pool and its default pool is used; an arena's limit applies in any case.
     /// Default: `None`, no limit.
     pub pool_limit: Option<ByteSize>,
-    /// Other devices that read and write the memory (`cuMemSetAccess`), for as long as it is
-    /// committed. `cudaDeviceEnablePeerAccess` has no effect on virtual memory, and no other
-    /// backend is tried. Each commit takes longer, by the number of devices. Default: none.
-    pub peers: DeviceSet,
+    /// The ordinals, among the visible devices, of others that read and write the memory
+    /// (`cuMemSetAccess`), for as long as it is committed. `cudaDeviceEnablePeerAccess` has no
+    /// effect on virtual memory, and no other backend is tried. Each commit takes longer, by the
+    /// number of devices. Default: none.
+    pub peers: &'static [u32],
     /// `true` if network cards may access the memory directly (`gpuDirectRDMACapable`). No other
     /// backend than virtual memory is tried. Default: `false`, because some systems refuse such
     /// memory (WSL 2).
@@ -109,10 +68,10 @@ impl Default for CudaOptions {
         Self {
             device: DeviceChoice::Ordinal(0),
             backend: None,
-            memory: MemoryKind::Device,
+            managed: false,
             handle: None,
             pool_limit: None,
-            peers: DeviceSet::default(),
+            peers: &[],
             rdma: false,
         }
     }
@@ -299,13 +258,6 @@ const CUDA_BACKEND: &str = "a CUDA backend: cuda_virtual_memory, cuda_pool or cu
 /// The first driver that limits a pool: CUDA 12.2.
 pub(super) const POOL_LIMITS: u32 = 12_020;
 
-/// A backend that the driver's functions and the device's attributes allow.
-enum Way {
-    Memory(BackendMemory),
-    /// A pool with this limit, and the unit of segment sizes.
-    Pool(Option<ByteSize>, ByteSize),
-}
-
 /// A device for which a backend is being selected.
 struct Ground {
     device: CudaDevice,
@@ -324,24 +276,21 @@ pub(super) fn climb(
 ) -> DriverResult<CudaDriver> {
     let (ordinal, driver_version) = (device.ordinal, calls.driver_version()?);
     let ground = Ground { number: calls.device(ordinal)?, device, driver_version, options };
-    let unusable = |backend, cause| {
-        let cause = Box::new(cause);
-        DriverError::NoSuchBackend { backend, device: ordinal, cause }
-    };
-    let wanted = wanted(options)
-        .map_err(|cause| unusable(options.backend.unwrap_or(Backend::CudaPlain), cause))?;
+    let wanted = wanted(options).map_err(|cause| {
+        let skipped = vec![(options.backend.unwrap_or(Backend::CudaPlain), cause)];
+        DriverError::NoBackend { device: ordinal, skipped }
+    })?;
     // With a choice of backends virtual memory needs as many addresses as the device has memory.
     let addresses = Some(ground.device.memory).filter(|_| wanted.len() > 1);
     let mut queue: VecDeque<_> = wanted.into_iter().map(|it| (it, addresses)).collect();
-    let (mut place, mut skipped) = (CallPlace::Bare(calls), Vec::new());
+    let (mut context, mut skipped) = (DeviceContext::new(calls, ground.number), Vec::new());
     while let Some((backend, addresses)) = queue.pop_front() {
-        let cause = match offered(place.calls(), backend, &ground) {
+        let cause = match offered(context.calls(), backend, &ground) {
             Ok(way) => {
-                let context = place.context(ground.number)?;
+                context.retain()?;
                 match take(&context, way, &ground, addresses) {
                     Ok(memory) => {
-                        let Ground { device, .. } = ground;
-                        let stores = Stores::default();
+                        let (device, stores) = (ground.device, Stores::default());
                         return Ok(CudaDriver {
                             context,
                             device,
@@ -351,10 +300,7 @@ pub(super) fn climb(
                             driver_version,
                         });
                     }
-                    Err(cause) => {
-                        place = CallPlace::Entered(context);
-                        cause
-                    }
+                    Err(cause) => cause,
                 }
             }
             Err(error) if is_invalid(&error) => return Err(error),
@@ -368,11 +314,6 @@ pub(super) fn climb(
         if is_lost {
             break;
         }
-    }
-    if options.backend.is_some()
-        && let Some((backend, cause)) = skipped.pop()
-    {
-        return Err(unusable(backend, cause));
     }
     Err(DriverError::NoBackend { device: ordinal, skipped })
 }
@@ -389,48 +330,29 @@ const fn is_invalid(error: &DriverError) -> bool {
     )
 }
 
-/// The object that calls are made through: the library alone, or a context.
-enum CallPlace {
-    Bare(Calls),
-    Entered(DeviceContext),
-}
-
-impl CallPlace {
-    const fn calls(&self) -> &Calls {
-        match self {
-            Self::Bare(calls) => calls,
-            Self::Entered(context) => context.calls(),
-        }
-    }
-
-    fn context(self, device: i32) -> DriverResult<DeviceContext> {
-        match self {
-            Self::Bare(calls) => DeviceContext::retain(calls, device),
-            Self::Entered(context) => Ok(context),
-        }
-    }
-}
-
 /// Returns the backends to try, in order.
 fn wanted(options: CudaOptions) -> DriverResult<Vec<Backend>> {
     let wrong = |expected| Err(DriverError::WrongBackend { expected });
     let is_shared = options.rdma || !options.peers.is_empty();
-    match (options.backend, options.memory) {
+    match (options.backend, options.managed) {
         (Some(Backend::Host), _) => wrong(CUDA_BACKEND),
-        (None | Some(Backend::CudaVirtualMemory), MemoryKind::Device) if is_shared => {
+        (None | Some(Backend::CudaVirtualMemory), false) if is_shared => {
             Ok(vec![Backend::CudaVirtualMemory])
         }
         _ if is_shared => wrong("the backend cuda_virtual_memory for peer access and RDMA"),
-        (None | Some(Backend::CudaPlain), MemoryKind::Managed) => Ok(vec![Backend::CudaPlain]),
-        (Some(_), MemoryKind::Managed) => wrong("the backend cuda_plain for managed memory"),
-        (Some(backend), MemoryKind::Device) => Ok(vec![backend]),
-        (None, MemoryKind::Device) => Ok(LADDER.to_vec()),
+        (None | Some(Backend::CudaPlain), true) => Ok(vec![Backend::CudaPlain]),
+        (Some(_), true) => wrong("the backend cuda_plain for managed memory"),
+        (Some(backend), false) => Ok(vec![backend]),
+        (None, false) => Ok(LADDER.to_vec()),
     }
 }
 
+/// The source of memory, `None` for a pool, which needs a context, and the unit of its sizes.
+type OfferedBackend = (Option<BackendSource>, ByteSize);
+
 /// Checks the functions and attributes that a backend needs. Allocates nothing and needs no
 /// context.
-fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way> {
+fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<OfferedBackend> {
     let options = ground.options;
     let has = |attribute| calls.device_attribute(attribute, ground.number).map(|it| it != 0);
     let needs = |attribute, what| match has(attribute)? {
@@ -440,14 +362,14 @@ fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way
     match backend {
         Backend::CudaVirtualMemory => {
             calls.table.virtual_memory()?;
-            needs(ATTRIBUTE_VIRTUAL_MEMORY, "virtual memory")?;
+            needs(ATTRIBUTE_VIRTUAL_MEMORY, crate::VIRTUAL_MEMORY)?;
             if options.rdma && !has(ATTRIBUTE_RDMA)? {
                 return Err(DriverError::NoRdma { device: ground.device.ordinal });
             }
             let mapping = Mapping::new(calls, &accessing(calls, ground)?, options.rdma);
             let granularity = mapping.granularity(calls)?;
             let unit = unit_of(options.handle, granularity, granularity)?;
-            Ok(Way::Memory(BackendMemory::new(BackendSource::Virtual(mapping), unit)))
+            Ok((Some(BackendSource::Virtual(mapping)), unit))
         }
         Backend::CudaPool => {
             calls.table.pools()?;
@@ -456,18 +378,17 @@ fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way
             if let Some(requested) = options.pool_limit.filter(|&limit| limit < unit) {
                 return Err(DriverError::PoolLimit { requested, unit });
             }
-            let limit = options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
-            Ok(Way::Pool(limit, unit))
+            Ok((None, unit))
         }
         Backend::CudaPlain => {
             calls.table.plain()?;
-            let is_managed = options.memory == MemoryKind::Managed;
+            let is_managed = options.managed;
             if is_managed {
                 calls.table.managed()?;
                 needs(ATTRIBUTE_MANAGED, "managed memory")?;
             }
             let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
-            Ok(Way::Memory(BackendMemory::new(BackendSource::Plain { is_managed }, unit)))
+            Ok((Some(BackendSource::Plain { is_managed }), unit))
         }
         Backend::Host | Backend::PinnedHost | Backend::Custom => {
             Err(DriverError::WrongBackend { expected: CUDA_BACKEND })
@@ -479,7 +400,10 @@ fn offered(calls: &Calls, backend: Backend, ground: &Ground) -> DriverResult<Way
 fn accessing(calls: &Calls, ground: &Ground) -> DriverResult<Vec<i32>> {
     let device = ground.device.ordinal;
     let mut accessing = vec![ground.number];
-    for peer in ground.options.peers.ordinals().filter(|&peer| peer != device) {
+    let mut peers = ground.options.peers.to_vec();
+    peers.sort_unstable();
+    peers.dedup();
+    for peer in peers.into_iter().filter(|&peer| peer != device) {
         let choice = DeviceChoice::Ordinal(peer);
         let number = calls.device(choose(calls, choice)?.ordinal)?;
         if calls.can_access(number, ground.number)? == 0 {
@@ -507,19 +431,18 @@ fn unit_of(
 /// many addresses.
 fn take(
     context: &DeviceContext,
-    way: Way,
+    (source, unit): OfferedBackend,
     ground: &Ground,
     addresses: Option<ByteSize>,
 ) -> DriverResult<BackendMemory> {
-    let (limit, unit) = match way {
-        Way::Memory(memory) => {
-            if let Some(of_region) = addresses.filter(|_| memory.is_virtual()) {
-                check_addresses(context, &memory, of_region)?;
-            }
-            return tried(context, memory);
+    if let Some(source) = source {
+        let memory = BackendMemory::new(source, unit);
+        if let Some(of_region) = addresses.filter(|_| memory.is_virtual()) {
+            check_addresses(context, &memory, of_region)?;
         }
-        Way::Pool(limit, unit) => (limit, unit),
-    };
+        return tried(context, memory);
+    }
+    let limit = ground.options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
     let tried = |pool: DriverResult<MemoryPool>| {
         tried(context, BackendMemory::new(BackendSource::Pool(pool?), unit))
     };
@@ -615,24 +538,29 @@ fn round_trip(context: &DeviceContext, memory: &BackendMemory) -> DriverResult {
 
 /// Returns `true` if the data read at an address is the data written there.
 fn write_and_read(calls: &Calls, stream: usize, (at, unit): (u64, ByteSize)) -> DriverResult<bool> {
-    let mut locked = calls.host_memory(ByteSize::kib(64).min(unit))?;
-    locked.fill(0x5A);
+    let size = ByteSize::kib(64).min(unit);
+    let (locked, length) = (calls.host_memory(size)?, size.as_usize().unwrap_or(0));
+    // SAFETY: so many bytes of host memory that only this function has.
+    unsafe { locked.write_bytes(0x5A, length) };
     // SAFETY: the memory exists and is not written to until the copy was waited for.
-    let written = unsafe { locked.write_device(calls, at, stream) }
+    let written = unsafe { calls.write_device(locked, at, size, stream) }
         .and_then(|()| calls.stream_synchronize(stream));
     // After an error of the wait the copy may still be in progress.
     let read = written.and_then(|()| {
-        locked.fill(0);
+        // SAFETY: as above; no copy is in progress.
+        unsafe { locked.write_bytes(0, length) };
         // SAFETY: the memory exists and is not accessed until the copy was waited for.
-        unsafe { locked.read_device(calls, at, stream) }?;
+        unsafe { calls.read_device(at, locked, size, stream) }?;
         calls.stream_synchronize(stream)
     });
-    let held = read.map(|()| locked.holds(0x5A));
+    // SAFETY: as above; `host_memory` has initialised every byte.
+    let bytes = || unsafe { std::slice::from_raw_parts(locked.as_ptr(), length) };
+    let held = read.map(|()| bytes().iter().all(|&byte| byte == 0x5A));
     if held.is_err() && calls.stream_synchronize(stream).is_err() {
         return held; // the host memory stays allocated for the copies
     }
     // SAFETY: memory of `host_memory`, with which every copy is complete.
-    let freed = unsafe { calls.host_free(locked.start()) };
+    let freed = unsafe { calls.host_free(locked.as_ptr()) };
     held.and_then(|held| freed.map(|()| held))
 }
 

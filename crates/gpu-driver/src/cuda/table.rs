@@ -77,7 +77,7 @@ macro_rules! functions {
 macro_rules! method {
     (raw $($rest:tt)*) => {};
     (safe $field:ident $name:literal ($($arg:ident: $type:ty),*) $($out:ty)?) => {
-        pub(super) fn $field(&self $(, $arg: $type)*) -> $crate::cuda::calls::DriverResult<$($out)?> {
+        pub(super) fn $field(&self $(, $arg: $type)*) -> $crate::error::DriverResult<$($out)?> {
             // SAFETY: the arguments are numbers, which the library looks up, or references to what
             // the function reads and writes.
             unsafe { $crate::cuda::table::call!(self $field $name ($($arg),*) $($out)?) }
@@ -86,7 +86,7 @@ macro_rules! method {
     (unsafe $field:ident $name:literal ($($arg:ident: $type:ty),*) $($out:ty)?) => {
         pub(super) unsafe fn $field(
             &self $(, $arg: $type)*
-        ) -> $crate::cuda::calls::DriverResult<$($out)?> {
+        ) -> $crate::error::DriverResult<$($out)?> {
             // SAFETY: the contract of this function is that of the library's.
             unsafe { $crate::cuda::table::call!(self $field $name ($($arg),*) $($out)?) }
         }

@@ -10,7 +10,7 @@ use lowtide_fake_cuda::{Fake, Guard, Options};
 
 use super::calls::Calls;
 use super::memory::MemoryPool;
-use super::{CudaDriver, CudaOptions, MemoryKind};
+use super::{CudaDriver, CudaOptions};
 use crate::{Backend, DeviceAddress, Driver as _, DriverError};
 use lowtide_core::bytes::ByteSize;
 
@@ -32,14 +32,14 @@ const LAZY: Options = Options {
 const POOL: CudaOptions = CudaOptions {
     device: super::DeviceChoice::Ordinal(0),
     backend: Some(Backend::CudaPool),
-    memory: MemoryKind::Device,
+    managed: false,
     handle: Some(UNIT),
     pool_limit: None,
-    peers: super::DeviceSet::of(&[]),
+    peers: &[],
     rdma: false,
 };
 const PLAIN: CudaOptions = CudaOptions { backend: Some(Backend::CudaPlain), ..POOL };
-const MANAGED: CudaOptions = CudaOptions { backend: None, memory: MemoryKind::Managed, ..POOL };
+const MANAGED: CudaOptions = CudaOptions { backend: None, managed: true, ..POOL };
 
 fn taken(fake: &Guard) -> u64 {
     fake.numbers(0).taken_bytes + fake.numbers(0).managed_bytes
@@ -119,7 +119,7 @@ fn each_rung_says_what_it_cannot_do() {
     for options in [POOL, PLAIN, MANAGED] {
         let driver = CudaDriver::open(options).expect("a device");
         let can = driver.capabilities();
-        assert!(!(can.virtual_memory || can.same_address_wake || can.remap || can.host_backed));
+        assert!(!(can.virtual_memory || can.remap || can.host_backed));
         assert!(can.asynchronous && can.page_locked);
         assert_eq!((can.granularity, driver.is_managed()), (UNIT, options == MANAGED));
         let (at, size) = (DeviceAddress::new(UNIT.get()), UNIT);

@@ -14,10 +14,8 @@ use std::time::Instant;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock;
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, MemoryKind};
-use lowtide_gpu::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
-};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide_gpu::{ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Region};
 
 use super::cases::Outcome;
 use super::report::Report;
@@ -67,8 +65,8 @@ impl Loops<'_> {
     fn after_compaction(&self, size: usize) -> Result<f64, DeviceError> {
         let all = self.blocks(&[size; 8])?.into_iter().enumerate();
         let kept: Vec<_> = all.filter(|(nth, _)| nth % 2 == 1).collect();
-        let goal = Goal::Contiguous(ByteSize::of(2 * size / self.part));
-        let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
+        let contiguous = Some(ByteSize::of(2 * size / self.part));
+        let options = CompactOptions { contiguous, ..CompactOptions::new(Region::Dynamic) };
         self.arena.compact(options, |_| {})?;
         let mut block = None;
         let took = micros(|| {
@@ -97,7 +95,7 @@ fn micros(act: impl FnOnce() -> Result<(), DeviceError>) -> Result<f64, DeviceEr
 /// Both kinds of memory, one after the other.
 pub(crate) fn cuarena(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     all(rig, rig.driver.clone(), "gpu.cuarena", report)?;
-    let managed = CudaOptions { memory: MemoryKind::Managed, backend: None, ..options(rig.args) };
+    let managed = CudaOptions { managed: true, backend: None, ..options(rig.args) };
     match CudaDriver::open(managed) {
         Ok(driver) => all(rig, Arc::new(driver), "gpu.cuarena_managed", report),
         Err(error) => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::cuda::{DeviceUsage, Nvml};
-use lowtide_gpu::{Buffer, CompactOptions, Goal, Lane, Region, StopReason};
+use lowtide_gpu::{Buffer, CompactOptions, Lane, Region};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
@@ -194,14 +194,14 @@ pub(crate) fn compact(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         let mut held = every_second(&lane, size, block)?;
         fill(&lane, &mut held, seed)?;
         rig.settle(&arena)?;
-        let goal = Goal::Contiguous(ByteSize::MAX);
-        let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
+        let contiguous = Some(ByteSize::MAX);
+        let options = CompactOptions { contiguous, ..CompactOptions::new(Region::Dynamic) };
         // The blocks were viewed, so any stream may use them.
         arena.wait_for_pending()?;
         let (took, done) = rig.timed(|| arena.compact(options, |_| {}))?;
-        if done.stopped != StopReason::Finished || done.moved.is_zero() {
-            let how = done.stopped.name();
-            return Err(format!("compaction ended with {how}, {} moved", done.moved).into());
+        if done.is_busy || done.moved.is_zero() {
+            let (busy, moved) = (done.is_busy, done.moved);
+            return Err(format!("compaction ended, busy: {busy}, {moved} moved").into());
         }
         rates.push(rate(done.moved, took));
         wrong += changed_all(&lane, &held, seed)?;

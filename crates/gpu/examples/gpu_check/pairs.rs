@@ -199,7 +199,7 @@ fn give_back(
     let (clock, mut busy) = (&rig.clock, None);
     let back = rig.poll(rig.args.decay_within, LOOK, || {
         let from = clock.now();
-        if !arena.decay(from)?.released.is_zero() {
+        if !arena.decay(from)?.is_zero() {
             busy = Some((busy.map_or(from, |(first, _)| first), clock.now()));
         }
         let back = rig.headroom()?.saturating_sub(high);

@@ -118,7 +118,7 @@ fn cycle(rig: &Rig<'_>, arena: &DeviceArena, seen: &mut Seen) -> Outcome {
         Ok((ratio >= 0.99, ratio))
     })?);
     let (up, woken) = rig.timed(|| arena.wake())?;
-    let (out, back) = (slept.offloaded, woken.restored);
+    let (out, back) = (slept.copied, woken.copied);
     if out != back {
         return Err(format!("{out} were offloaded, {back} restored").into());
     }

@@ -16,10 +16,10 @@ use std::sync::Arc;
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lease;
 use crate::driver::{Backend, Capabilities, Driver};
+use crate::engine::callbacks::Callbacks;
 use crate::engine::suspend::next_sleep;
 use crate::engine::{completion, import, raw_block, resume, stores};
 use crate::exec::cache_bins::{BlockList, CacheKey};
-use crate::exec::callbacks::Callbacks;
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::exec::reserve;
@@ -70,7 +70,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if the driver has host access and asynchronous work, or claims
-    /// to remap or wake without virtual memory; [`DeviceError::Driver`] if not even one granule can
+    /// to remap without virtual memory; [`DeviceError::Driver`] if not even one granule can
     /// be reserved; [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] if the configured
     /// granule is not a multiple of the driver's.
     pub fn open(
@@ -82,7 +82,7 @@ impl DeviceArena {
         let granule = config.granule.unwrap_or(capabilities.granularity);
         check_driver(&*driver, granule)?;
         // Without an answer it is unknown; the calls that reserve report the cause.
-        let device = driver.total_memory().ok().flatten();
+        let device = driver.device_memory().ok().flatten().map(|memory| memory.total);
         config.reserve = reserve::wanted(config.reserve, config.limit, device);
         let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
         let recording = match config.recording(&*driver, &*clock, granule) {
@@ -190,18 +190,20 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, _) = self.inner.layout::<T>(len, region, RequestOrigin::RESERVE)?;
-        let shard = self.shards.here();
+        let origin = RequestOrigin::RESERVE;
+        let (bytes, _) = self.inner.layout::<T>(len, region, origin)?;
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
-        let Some(wanted) = AllocRequest::new(whole, granule) else {
-            return Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, None), len));
-        };
-        let wanted =
-            AllocRequest { requested: bytes.get(), origin: RequestOrigin::RESERVE, ..wanted };
-        let placed = self.inner.alloc_block(region, wanted, None)?;
-        self.inner.run_now(|state| state.totals.reserves_total += 1);
-        Ok(Buffer::new(BlockHandle::new(Arc::clone(shard), region, Some(placed)), len))
+        let wanted = AllocRequest::new(whole, granule).map(|of| AllocRequest {
+            requested: bytes.get(),
+            origin,
+            ..of
+        });
+        let buffer = self.alloc_as(wanted, None, len, region)?;
+        if wanted.is_some() {
+            self.inner.run_now(|state| state.totals.reserves_total += 1);
+        }
+        Ok(buffer)
     }
 
     /// Allocates a buffer and copies `data` to it.
@@ -443,8 +445,8 @@ fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceErro
             "synchronous calls, which host access requires",
         ),
         (
-            capabilities.virtual_memory || !(capabilities.same_address_wake || capabilities.remap),
-            "virtual memory, which remap and wake require",
+            capabilities.virtual_memory || !capabilities.remap,
+            "virtual memory, which remap requires",
         ),
         (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
         (granularity.get().is_power_of_two(), "granules of a power of two"),

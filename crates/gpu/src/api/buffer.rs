@@ -23,11 +23,7 @@ use crate::api::lane::{Lane, Lease};
 use crate::driver::DeviceAddress;
 use crate::engine::access::resolve;
 use crate::exec::inner::ArenaInner;
-#[cfg(feature = "cuda")]
-use crate::exec::lane::LaneInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
-#[cfg(feature = "cuda")]
-use crate::exec::view::ViewSlot;
 use crate::state::arena::ArenaState;
 use crate::state::event::RequestOrigin;
 use crate::state::region::{AllocRequest, Placement, Region};
@@ -59,7 +55,7 @@ use lowtide_core::sync::atomic::Ordering;
 /// [`DeviceArena`]: crate::DeviceArena
 pub struct Buffer<T: Pod> {
     /// The block; taken out when the buffer is dropped.
-    owned: ManuallyDrop<Box<BlockHandle>>,
+    pub(crate) owned: ManuallyDrop<Box<BlockHandle>>,
     len: usize,
     elements: PhantomData<T>,
 }
@@ -179,7 +175,7 @@ impl<T: Pod> Buffer<T> {
             },
         };
         if let (None, Some(old)) = (block, self.owned.block) {
-            inner.run_now(|state| state.release(region, old));
+            inner.run_now(|state| state.release_after(region, old, &[]));
         }
         (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())
@@ -278,28 +274,6 @@ impl<T: Pod> Buffer<T> {
         &self.owned.shard.inner
     }
 
-    /// Returns the lane that the buffer was allocated on.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn lane(&self) -> Option<&LaneInner> {
-        self.owned.lanes.iter().next().map(AsRef::as_ref)
-    }
-
-    /// Records that foreign code uses the buffer: when it is freed, all work of the device is
-    /// waited for.
-    pub(crate) fn note_foreign(&mut self) {
-        self.owned.foreign = true;
-    }
-
-    /// Returns the bytes of the buffer's block.
-    pub(crate) fn block_bytes(&self) -> u64 {
-        self.owned.block.map_or(0, |block| block.span.size)
-    }
-
-    #[cfg(feature = "cuda")]
-    pub(crate) fn view(&self) -> &ViewSlot {
-        &self.owned.view
-    }
-
     /// Fails if a graph may have captured the buffer: its memory must stay as it is.
     #[cfg(feature = "cuda")]
     fn check_uncaptured(&mut self) -> Result<(), DeviceError> {
@@ -309,11 +283,6 @@ impl<T: Pod> Buffer<T> {
         }
         let (what, backend) = ("resizing a captured buffer", self.inner().driver.backend());
         Err(DeviceError::Unsupported { what, backend })
-    }
-
-    #[cfg(feature = "cuda")]
-    pub(crate) fn view_mut(&mut self) -> &mut ViewSlot {
-        &mut self.owned.view
     }
 
     /// Returns the pointer to the elements, for a holder of this arena's lease.

@@ -22,8 +22,9 @@ use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_bat
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::first_batch;
 use crate::state::region_index::BlockName;
+use crate::state::streams::StreamKey;
 use crate::types::Region;
-use crate::types::compact::{CompactOptions, CompactReport, Moved, StopReason};
+use crate::types::compact::{CompactOptions, CompactReport, Moved};
 use crate::types::error::{DeviceError, DeviceErrorWith};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
@@ -39,6 +40,8 @@ pub struct BlockPin {
     region: Region,
     /// The pinned block; `None` if the buffer has no block.
     id: Option<BlockName>,
+    /// Bytes of the export that ends with this pin; `None` for a pin alone.
+    exported: Option<u64>,
 }
 
 impl BlockPin {
@@ -47,15 +50,33 @@ impl BlockPin {
         if let Some(id) = id {
             inner.run(async |cx| access::pin(cx, region, id).await);
         }
-        Self { inner: Arc::clone(inner), region, id }
+        Self { inner: Arc::clone(inner), region, id, exported: None }
+    }
+
+    /// Counts an export of the block, which keeps the arena from sleeping until the pin is dropped.
+    pub(crate) fn count_export(&mut self, bytes: u64) {
+        self.exported = Some(bytes);
+        self.inner.run_now(|state| {
+            state.outstanding.exported.count += 1;
+            state.outstanding.exported.bytes += bytes;
+        });
     }
 }
 
 impl Drop for BlockPin {
-    /// Unpins the block, under the arena's lock. Does nothing in a forked child.
+    /// Ends the export and unpins the block: only updates bookkeeping under the arena's lock. Does
+    /// nothing in a forked child.
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         let _ = self.inner.run_here(|state| {
+            if let Some(bytes) = self.exported {
+                state.outstanding.exported.count -= 1;
+                state.outstanding.exported.bytes -= bytes;
+                state.sleep.note_unused(self.inner.clock.now());
+                if state.capabilities.asynchronous {
+                    state.sleep.used.insert(StreamKey::CONTEXT);
+                }
+            }
             state.region_mut(self.region).pins.unpin(id);
             state.events.push("unpin", |line| {
                 line.number("address", state.region(self.region).address_of(id))
@@ -72,8 +93,8 @@ impl DeviceArena {
     /// Buffers follow automatically and need no entry in `moved`: it serves tables of raw blocks,
     /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.
     ///
-    /// No block moves while a lease is held: the compaction ends after the current batch, as
-    /// `Busy`, and entering waits only for that batch. Other threads allocate and free meanwhile.
+    /// No block moves while a lease is held: the compaction ends after the current batch
+    /// ([`CompactReport::is_busy`]), and entering waits only for that batch. Other threads allocate and free meanwhile.
     /// Holds the lock to copy the metadata, O(blocks), and to record each batch.
     ///
     /// A driver without streams moves one block at a time. On a driver with streams, a batch has as
@@ -138,7 +159,7 @@ impl DeviceArena {
             return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
         let Some(_turn) = CompactionTurn::take(inner) else {
-            done.stopped = StopReason::Busy;
+            done.is_busy = true;
             return Ok(done);
         };
         // Cached blocks are free.
@@ -147,7 +168,11 @@ impl DeviceArena {
         if let Err(error) = inner.check_here() {
             return Err(DeviceErrorWith { error, value: Box::new(done) });
         }
-        done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
+        let stopped = match &outcome {
+            Ok(()) if done.is_busy => "busy",
+            Ok(()) => "finished",
+            Err(_) => "failed",
+        };
         inner.run_now(|state| {
             done.largest_span = ByteSize::new(state.region(options.region).largest_span());
             state.events.push("compact", |line| {
@@ -155,7 +180,7 @@ impl DeviceArena {
                     .number("moves", done.moves)
                     .bytes("moved", done.moved)
                     .number("skipped", done.skipped)
-                    .text("stopped", done.stopped.name())
+                    .text("stopped", stopped)
             });
         });
         log!(
@@ -165,12 +190,12 @@ impl DeviceArena {
             moves = done.moves,
             moved = %done.moved,
             recovered = %done.recovered,
-            stopped = done.stopped.name(),
+            stopped,
             "arena compacted"
         );
         inner.debug_validate();
         match outcome {
-            Ok(_) => Ok(done),
+            Ok(()) => Ok(done),
             Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
         }
     }
@@ -182,7 +207,7 @@ fn make_moves(
     options: CompactOptions,
     done: &mut CompactReport,
     moved: &mut impl FnMut(Moved),
-) -> Result<StopReason, DeviceError> {
+) -> Result<(), DeviceError> {
     let (layout, mut names, limit) = inner.run_now(|state| {
         (Layout::of(state, options), names(state, options.region), batch_limit(state))
     });
@@ -208,7 +233,10 @@ fn make_moves(
         report(inner, options.region, &outcome, moved)?;
         match (outcome.error, outcome.refusal) {
             (Some(error), _) => return Err(error),
-            (None, Some(BatchRefusal::Busy)) => return Ok(StopReason::Busy),
+            (None, Some(BatchRefusal::Busy)) => {
+                done.is_busy = true;
+                break;
+            }
             // It may be known after a call of the program, and not during this one.
             (None, Some(BatchRefusal::Unprovable)) => {
                 done.skipped += rest.len() as u64;
@@ -217,7 +245,7 @@ fn make_moves(
             (None, None) => {}
         }
     }
-    Ok(StopReason::Finished)
+    Ok(())
 }
 
 /// Calls the callback for each block of a batch that has an owner. After a panic it is still called

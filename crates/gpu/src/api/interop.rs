@@ -16,12 +16,11 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, Lease};
-use crate::driver::{DeviceAddress, Owner};
+use crate::driver::DeviceAddress;
 use crate::engine::{completion, import};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::state::outstanding::Release;
-use crate::state::streams::StreamKey;
 use crate::types::error::{DeviceError, DeviceErrorWith};
 use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
@@ -33,8 +32,7 @@ use lowtide_core::bytes::ByteSize;
 #[must_use = "dropping it ends the export and frees the buffer"]
 pub struct Exported<T: Pod> {
     // Dropped in this order: the block is freed last.
-    loan: Loan,
-    pin: BlockPin,
+    _pin: BlockPin,
     buffer: Buffer<T>,
     at: DeviceAddress,
 }
@@ -87,26 +85,22 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::ContentsLost`], [`DeviceError::Forked`]; otherwise the errors of
     /// [`DeviceArena::enter`](crate::DeviceArena::enter).
     pub fn export(mut self) -> Result<Exported<T>, DeviceErrorWith<Self>> {
-        match self.begin_loan() {
-            Ok((loan, pin, at)) => Ok(Exported { loan, pin, buffer: self, at }),
+        match self.begin_export() {
+            Ok((pin, at)) => Ok(Exported { _pin: pin, buffer: self, at }),
             Err(error) => Err(DeviceErrorWith { error, value: Box::new(self) }),
         }
     }
 
-    fn begin_loan(&mut self) -> Result<(Loan, BlockPin, DeviceAddress), DeviceError> {
+    fn begin_export(&mut self) -> Result<(BlockPin, DeviceAddress), DeviceError> {
         // While the lease is held the arena is awake and no block moves. When it is dropped, the
         // export is recorded.
         let lease = self.enter()?;
         let at = self.address(&lease)?.ok_or(DeviceError::ZeroSize)?;
-        let pin = self.pin()?;
-        let inner = Arc::clone(self.inner());
-        self.note_foreign();
-        let bytes = self.block_bytes();
-        inner.run_now(|state| {
-            state.outstanding.exported.count += 1;
-            state.outstanding.exported.bytes += bytes;
-        });
-        Ok((Loan { inner, bytes }, pin, at))
+        let mut pin = self.pin()?;
+        // When the buffer is freed, all work of the device is waited for.
+        self.owned.foreign = true;
+        pin.count_export(self.owned.block.map_or(0, |block| block.span.size));
+        Ok((pin, at))
     }
 }
 
@@ -127,37 +121,13 @@ impl<T: Pod> Exported<T> {
     /// Ends the export and returns the buffer. Foreign code must not start further work with the
     /// address; work already started may continue.
     pub fn end(self) -> Buffer<T> {
-        let Self { loan, pin, buffer, .. } = self;
-        drop(loan);
-        drop(pin);
-        buffer
+        self.buffer
     }
 }
 
 impl<T: Pod> fmt::Debug for Exported<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Exported").field("at", &self.at).field("buffer", &self.buffer).finish()
-    }
-}
-
-/// A count that keeps an arena from sleeping.
-struct Loan {
-    inner: Arc<ArenaInner>,
-    bytes: u64,
-}
-
-impl Drop for Loan {
-    /// Ends the export: only updates bookkeeping under the arena's lock. Does nothing in a forked
-    /// child.
-    fn drop(&mut self) {
-        let _ = self.inner.run_here(|state| {
-            state.outstanding.exported.count -= 1;
-            state.outstanding.exported.bytes -= self.bytes;
-            state.sleep.note_unused(self.inner.clock.now());
-            if state.capabilities.asynchronous {
-                state.sleep.used.insert(StreamKey::CONTEXT);
-            }
-        });
     }
 }
 
@@ -430,7 +400,7 @@ impl ArenaInner {
         let size = bytes.map_or(ByteSize::MAX, ByteSize::of);
         let refused = |reason| DeviceError::Import { at, size, arena: self.name.clone(), reason };
         look::<T>(at, bytes).map_err(refused)?;
-        if let Owner::Elsewhere(what) = self.driver.owner_of(at, size)? {
+        if let Some(what) = self.driver.foreign_memory(at, size)? {
             return Err(refused(format!("it is {what}")));
         }
         self.run_now(|state| match self.is_closed() {

@@ -44,8 +44,8 @@ use lowtide_core::bytes::ByteSize;
 /// let sizes = [(hidden, ByteSize::kib(64)), (output, ByteSize::kib(16))];
 /// let [hidden_bytes, output_bytes] = memory.slices_mut(&lease, sizes)?;
 /// output_bytes.copy_from_slice(&hidden_bytes[..16 << 10]); // both are live at step 1
-/// let planned = memory.enter(&lease)?; // on a device, for the whole run: lookups only
-/// assert_ne!(planned.address(hidden), planned.address(output));
+/// let address = memory.addresses(&lease)?; // on a device, for the whole run: lookups only
+/// assert_ne!(address(hidden), address(output));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct PlannedMemory {
@@ -183,15 +183,25 @@ impl PlannedMemory {
         self.segments.iter().map(Buffer::bytes).sum()
     }
 
-    /// Returns the addresses of all buffers while the lease is held. Call it once per run.
+    /// Returns a function that returns the address of a buffer, or `None` for caller-provided
+    /// memory, while the lease is held. Call this once per run: the function is O(1) and allocates
+    /// nothing. It panics if the id is not of the plan's problem.
     ///
     /// # Errors
     /// The errors of [`Buffer::address`].
-    pub fn enter<'a>(&'a mut self, lease: &'a Lease) -> Result<Planned<'a>, DeviceError> {
+    pub fn addresses<'a>(
+        &'a mut self,
+        lease: &'a Lease,
+    ) -> Result<impl Fn(BufferId) -> Option<DeviceAddress> + Copy + use<'a>, DeviceError> {
         for (base, segment) in self.bases.iter_mut().zip(&self.segments) {
             *base = segment.address(lease)?.map_or(0, DeviceAddress::get);
         }
-        Ok(Planned { places: &self.places, bases: &self.bases, lease })
+        let (places, bases) = (&self.places, &self.bases);
+        Ok(|id: BufferId| {
+            let place = places[id.index()];
+            let base = bases.get(place.segment as usize)?;
+            Some(DeviceAddress::new(base + place.offset))
+        })
     }
 
     /// Returns the first `size` bytes of a planned buffer, on drivers with host access.
@@ -229,11 +239,8 @@ impl PlannedMemory {
         id: BufferId,
         size: ByteSize,
     ) -> Result<&'a mut [u8], DeviceError> {
-        let range = self.range(id, size);
-        match self.segments.get_mut(self.places[id.index()].segment as usize) {
-            Some(segment) => Ok(&mut segment.slice_mut(lease)?[range]),
-            None => Ok(&mut [][..range.len()]),
-        }
+        let [slice] = self.slices_mut(lease, [(id, size)])?;
+        Ok(slice)
     }
 
     /// Returns several buffers at once, to compute from some of them into others; buffers that are
@@ -281,31 +288,4 @@ impl PlannedMemory {
 fn left_out(end: usize, start: usize) -> usize {
     assert!(end <= start, "planned buffers overlap at offset {start}");
     start - end
-}
-
-/// The addresses of a plan's buffers while a lease is held.
-#[derive(Clone, Copy, Debug)]
-pub struct Planned<'a> {
-    places: &'a [PlannedPlace],
-    bases: &'a [u64],
-    lease: &'a Lease,
-}
-
-impl Planned<'_> {
-    /// Returns the address of a buffer; `None` for caller-provided memory. O(1), allocates nothing.
-    ///
-    /// # Panics
-    /// If the id is not of the plan's problem.
-    #[must_use]
-    #[inline]
-    pub fn address(&self, id: BufferId) -> Option<DeviceAddress> {
-        let place = self.places[id.index()];
-        let base = self.bases.get(place.segment as usize)?;
-        Some(DeviceAddress::new(base + place.offset))
-    }
-
-    /// Returns the lease that keeps the addresses valid.
-    pub const fn lease(&self) -> &Lease {
-        self.lease
-    }
 }

@@ -32,25 +32,16 @@ use lowtide_core::decay::DecayTime;
 /// The delay until freed memory that a stream may still use is checked again. A guess.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// The result of [`DeviceArena::decay`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DecayReport {
-    /// Bytes released to the driver.
-    pub released: ByteSize,
-    /// The time of the next call: `now` if there is more to release, [`Moment::NEVER`] if nothing
-    /// is idle or idle memory never decays.
-    pub next: Moment,
-}
-
 impl DeviceArena {
-    /// Releases the memory that has been idle for the decay time at `now`. While the arena is in
-    /// use, expired memory may stay for up to a sixteenth of the decay time longer, so that it
-    /// leaves in few calls.
+    /// Releases the memory that has been idle for the decay time at `now`, and returns its bytes.
+    /// While the arena is in use, expired memory may stay for up to a sixteenth of the decay time
+    /// longer, so that it leaves in few calls. [`DeviceArena::next_decay`] is the time of the next
+    /// call.
     ///
-    /// Makes at most 32 decommits; if that is not enough, `next` is `now`. Never waits for a stream
-    /// or the device: memory that a stream may still use stays, and `next` is soon. So it can be
-    /// called at any time, even while a stream of the context captures a graph.
+    /// Makes at most 32 decommits; if that is not enough, the next call is due `now`. Never waits
+    /// for a stream or the device: memory that a stream may still use stays, and the next call is
+    /// due soon. So it can be called at any time, even while a stream of the context captures a
+    /// graph.
     ///
     /// On a driver with handles and remaps it also divides up to 16 handles that blocks use in
     /// part, if more than a hundredth of the committed memory is idle in such handles, and if it
@@ -65,7 +56,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
-    pub fn decay(&self, now: Moment) -> Result<DecayReport, DeviceError> {
+    pub fn decay(&self, now: Moment) -> Result<ByteSize, DeviceError> {
         let inner = self.inner();
         inner.check_here()?;
         inner.cool_caches();
@@ -73,7 +64,7 @@ impl DeviceArena {
         inner.run(async |cx| stores::decay(cx, now).await);
         inner.run(async |cx| look_for_ends(cx, false).await)?;
         inner.run(import::release_imports);
-        let (given, released, next) = inner.run(async |cx| {
+        let (given, released) = inner.run(async |cx| {
             let ages = cx.with(|state| state.aging.ages(now));
             let mut given = release_granules(cx, u64::MAX, Some(ages)).await;
             given.granules += release_stuck(cx, Some(ages)).await;
@@ -83,18 +74,17 @@ impl DeviceArena {
                 state.events.push("decay", |line| {
                     line.bytes("released", released).flag("ok", given.error.is_none())
                 });
-                (given, released, inner.next_look(state))
+                (given, released)
             })
         });
         inner.debug_validate();
-        match given.error {
-            Some(error) => Err(error.into()),
-            None if released.is_zero() => Ok(DecayReport { released, next }),
-            None => {
-                log!(debug, arena = self.name(), %released, "idle memory decayed");
-                Ok(DecayReport { released, next })
-            }
+        if let Some(error) = given.error {
+            return Err(error.into());
         }
+        if !released.is_zero() {
+            log!(debug, arena = self.name(), %released, "idle memory decayed");
+        }
+        Ok(released)
     }
 
     /// Returns the time for the next [`DeviceArena::decay`], which may have passed;

@@ -30,7 +30,7 @@ use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::inner::ArenaInner;
 use crate::state::sleep::SleepPhase;
 use crate::types::error::DeviceError;
-use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState, WakeReport};
+use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 use lowtide_core::log;
@@ -39,11 +39,8 @@ use lowtide_core::sync::caught;
 /// The delay before an arena that could not fall asleep, or was interrupted, tries again. A guess.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// The future of [`DeviceArena::enter_async`]. Dropping it cancels the wait, but not a wake of the
-/// arena in progress.
-#[derive(Debug)]
-#[must_use = "a future does nothing unless it is awaited"]
-pub struct EnterFuture {
+/// The future of [`DeviceArena::enter_async`].
+struct EnterFuture {
     arena: Arc<ArenaInner>,
     /// The number of wakes that had ended when the wait began.
     before: Option<u64>,
@@ -65,8 +62,7 @@ impl DeviceArena {
     /// none per block. Host memory: whole granules of kept contents, rounded up to 64 KiB, reserved
     /// with the budget of [`DeviceArena::set_host_budget`] before the first copy.
     ///
-    /// A driver without [`same_address_wake`](crate::driver::Capabilities::same_address_wake)
-    /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
+    /// A driver without [`virtual_memory`](crate::driver::Capabilities::virtual_memory) cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
     ///
     /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
     /// have no memory at their addresses until the arena is awake again.
@@ -114,7 +110,7 @@ impl DeviceArena {
         inner.empty_caches();
         let outcome = inner.run(async |cx| suspend(cx, options).await);
         inner.debug_validate();
-        if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
+        if let Ok(SleepReport { memory: released, copied: offloaded, stayed }) = &outcome {
             let arena = self.name();
             log!(info, arena, %released, %offloaded, %stayed, "arena asleep");
         }
@@ -136,7 +132,7 @@ impl DeviceArena {
     /// [`DeviceError::OutOfMemory`], [`DeviceError::Driver`], and [`DeviceError::Capturing`] if a
     /// stream captures a graph, which the wait for the copies would invalidate.
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn wake(&self) -> Result<WakeReport, DeviceError> {
+    pub fn wake(&self) -> Result<SleepReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
         let report = inner.run(wake)?;
@@ -149,7 +145,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::wake`].
-    pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
+    pub fn wake_at_once(&self) -> Result<SleepReport, DeviceError> {
         let inner = self.inner();
         inner.check_open()?;
         let report = inner.run(wake_at_once)?;
@@ -276,8 +272,8 @@ impl DeviceArena {
     /// On the worker of a `Memory` it does not wait for the whole device: an arena with leases
     /// without a lane stays awake there, with [`DriverError::Background`].
     ///
-    /// On a driver without [`same_address_wake`](crate::driver::Capabilities) it releases
-    /// idle memory instead, stays awake and returns `None`.
+    /// On a driver without [`virtual_memory`](crate::driver::Capabilities) it releases idle memory
+    /// instead, stays awake and returns `None`.
     ///
     /// Allocates host memory for contents first, while others can still enter.
     ///
@@ -297,7 +293,7 @@ impl DeviceArena {
             return Ok(None);
         }
         let inner = self.inner();
-        if !inner.capabilities.same_address_wake {
+        if !inner.capabilities.virtual_memory {
             return self.release_idle_instead().map(|()| None);
         }
         let config = inner.run_now(|state| state.sleep.config);
@@ -349,13 +345,15 @@ impl DeviceArena {
 
     /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
     /// a separate thread wakes it. Needs no runtime. While blocks are being moved it may block for
-    /// the duration of one copy.
-    /// The output is `Result<Lease, DeviceError>`.
+    /// the duration of one copy. Dropping the future cancels the wait, but not a wake of the arena
+    /// in progress.
     ///
     /// # Errors
     /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
     /// thread could be started.
-    pub fn enter_async(&self) -> EnterFuture {
+    pub fn enter_async(
+        &self,
+    ) -> impl Future<Output = Result<Lease, DeviceError>> + Send + Unpin + use<> {
         EnterFuture { arena: Arc::clone(self.inner()), before: None, waits: None }
     }
 }

@@ -116,7 +116,9 @@ impl<T: Pod> Buffer<T> {
     pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
         let at = self.address(lease)?.map_or(0, |at| at.get());
         lease.note_view();
-        let slice = self.view().keep(self.inner(), self.lane(), (at, self.len()))?;
+        // The lane that the buffer was allocated on.
+        let lane = self.owned.lanes.iter().next().map(AsRef::as_ref);
+        let slice = self.owned.view.keep(self.inner(), lane, (at, self.len()))?;
         // SAFETY: the slice is on the heap and stays there until the buffer is dropped or resized,
         // which takes `&mut` or the value, or until `ViewSlot::keep` replaces it. It does so only
         // if the buffer has moved, which it does not while `lease` is borrowed, or on the first
@@ -132,7 +134,7 @@ impl<T: Pod> Buffer<T> {
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
         let no_stream = no_stream(self.inner());
-        self.view_mut().kept_mut().map(CudaSlice::as_view_mut).ok_or(no_stream)
+        self.owned.view.kept_mut().map(CudaSlice::as_view_mut).ok_or(no_stream)
     }
 }
 

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
-use crate::state::compact::plan::{self, BatchLimit, CompactPlan, CompactTarget, Hold, LayoutPart};
+use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart};
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::Region;
-use crate::types::compact::{CompactOptions, Goal};
+use crate::types::compact::CompactOptions;
 
 /// The time for which the copies of a batch may block leases, unless one block needs more.
 const BLOCKED_MAX: Duration = Duration::from_millis(1);
@@ -33,7 +33,7 @@ impl Layout {
     pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
         let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
         // A requested free span is for a large block.
-        if options.goal == Goal::Granules {
+        if options.contiguous.is_none() {
             // The wall between the ranges is a block that does not move.
             let wall = state.region(options.region).index.wall();
             parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
@@ -75,11 +75,10 @@ impl Layout {
     }
 
     fn target(&self, options: CompactOptions) -> CompactTarget<'_> {
-        match options.goal {
-            Goal::Granules => {
-                self.segments.as_deref().map_or(CompactTarget::Granules, CompactTarget::Segments)
-            }
-            Goal::Contiguous(size) => CompactTarget::Contiguous(size.get()),
+        match (options.contiguous, self.segments.as_deref()) {
+            (Some(size), _) => CompactTarget::Contiguous(size.get()),
+            (None, Some(segments)) => CompactTarget::Segments(segments),
+            (None, None) => CompactTarget::Granules,
         }
     }
 }
@@ -90,15 +89,10 @@ pub(crate) fn names(state: &ArenaState, region: Region) -> BTreeMap<u64, BlockNa
     blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect()
 }
 
-/// Returns the bounds of a batch: one block on a driver that copies before its call returns, which
-/// a batch would not make faster.
-pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
-    if state.capabilities.asynchronous {
-        let [bytes, copies] = state.costs.copied_within(BLOCKED_MAX);
-        BatchLimit { bytes, copies }
-    } else {
-        BatchLimit { bytes: 0, copies: 0 }
-    }
+/// Returns the maximum bytes and copies of a batch: one block on a driver that copies before its
+/// call returns, which a batch would not make faster.
+pub(crate) fn batch_limit(state: &ArenaState) -> [u64; 2] {
+    if state.capabilities.asynchronous { state.costs.copied_within(BLOCKED_MAX) } else { [0, 0] }
 }
 
 /// Returns the blocks and free spans of one range of a region in address order.

@@ -14,13 +14,13 @@
 use std::task::Waker;
 use std::time::Duration;
 
+use super::callbacks::{is_within, is_within_budget};
 use super::completion::check_capturing;
 use super::context::OpContext;
 use super::release::release_granules;
 use super::shortage::call_for_room;
 use super::stores;
 use crate::driver::DriverError;
-use crate::exec::callbacks::{is_within, is_within_budget};
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};
@@ -28,7 +28,7 @@ use crate::state::segment::Run;
 use crate::state::sleep::{SleepPhase, StoredCopy};
 use crate::types::Region;
 use crate::types::error::DeviceError;
-use crate::types::sleep::WakeReport;
+use crate::types::sleep::SleepReport;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Bell;
 use lowtide_core::log;
@@ -118,7 +118,7 @@ fn is_suspending(state: &ArenaState) -> bool {
 ///
 /// # Errors
 /// `State` if it is awake; the errors of the wake.
-pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
+pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<SleepReport, DeviceError> {
     let before = cx.with(|state| state.sleep.attempts);
     // A sleep in progress ends first.
     if !is_within_budget() {
@@ -129,7 +129,7 @@ pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> 
         SleepPhase::Waking if !is_within() => {
             cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await;
             let failed = cx.with(|state| state.sleep.failed_since(before));
-            failed.map_or_else(|| Ok(WakeReport::default()), Err)
+            failed.map_or_else(|| Ok(SleepReport::default()), Err)
         }
         _ => Err(cx.with(|state| state.not_awake())),
     }
@@ -139,7 +139,7 @@ pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> 
 ///
 /// # Errors
 /// `State` if it is not asleep; the errors of the wake.
-pub(crate) async fn wake_at_once(cx: &OpContext<'_>) -> Result<WakeReport, DeviceError> {
+pub(crate) async fn wake_at_once(cx: &OpContext<'_>) -> Result<SleepReport, DeviceError> {
     if cx.with(|state| state.sleep.phase) != SleepPhase::Asleep {
         return Err(cx.with(|state| state.not_awake()));
     }
@@ -172,7 +172,7 @@ pub(crate) fn begin_wake(state: &mut ArenaState) -> Duration {
 pub(crate) async fn resume(
     cx: &OpContext<'_>,
     wake_timeout: Duration,
-) -> Result<WakeReport, DeviceError> {
+) -> Result<SleepReport, DeviceError> {
     let runs = cx.with(|state| mark_incoming(state, true));
     let mut incoming = Incoming { runs, committed: 0 };
     match restore(cx, &mut incoming, wake_timeout).await {
@@ -281,8 +281,8 @@ async fn make_room(cx: &OpContext<'_>, incoming: &mut Incoming, bytes: u64) -> b
 }
 
 /// Makes the arena awake. The stores become idle, and stay in the accounting.
-async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> WakeReport {
-    let report = WakeReport { committed: runs.iter().map(|run| run.size).sum(), restored };
+async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> SleepReport {
+    let committed = runs.iter().map(|run| run.size).sum();
     // All memory is committed. This comes before the arena is awake, because it may be asleep again
     // the moment after.
     cx.surroundings.set_asleep(false);
@@ -295,17 +295,16 @@ async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> W
         state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
         state.totals.wakes_total += 1;
         state.sleep.end_wake(None, now);
-        state.events.push("wake", |line| {
-            line.bytes("committed", report.committed).bytes("restored", report.restored)
-        });
+        state
+            .events
+            .push("wake", |line| line.bytes("committed", committed).bytes("restored", restored));
         state.sleep.finish(SleepPhase::Awake)
     });
     call_wakers(cx, wakers).await;
     if LevelFilter::current() >= LevelFilter::INFO {
-        let committed = report.committed;
         cx.log(|arena| log!(info, arena, %committed, %restored, "arena awake")).await;
     }
-    report
+    SleepReport { memory: committed, copied: restored, ..SleepReport::default() }
 }
 
 /// Releases the memory of a failed wake. The arena is asleep again.

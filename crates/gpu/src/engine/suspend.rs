@@ -67,7 +67,7 @@ pub(crate) async fn suspend(
 
 /// Fails if a block is live and the driver cannot restore its address.
 fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
-    if state.capabilities.same_address_wake || state.live() == 0 {
+    if state.capabilities.virtual_memory || state.live() == 0 {
         return Ok(());
     }
     let what = "waking at the same addresses";
@@ -294,15 +294,15 @@ async fn finish(
 ) -> SleepReport {
     let Suspension { runs, saved } = suspension;
     let kept = runs.iter().filter(|run| run.contents == Contents::Keep);
-    let offloaded = kept.map(|run| run.place.size).sum();
-    let mut report = SleepReport { offloaded, ..SleepReport::default() };
+    let copied = kept.map(|run| run.place.size).sum();
+    let mut report = SleepReport { copied, ..SleepReport::default() };
     cx.surroundings.set_asleep(true);
     let wakers = cx.with(|state| {
         note_discarded(state, &runs);
         for (OutgoingRun { place, .. }, &is_gone) in runs.iter().zip(gone) {
             state.end_leave(*place, is_gone);
             if is_gone {
-                report.released = report.released.saturating_add(place.size);
+                report.memory = report.memory.saturating_add(place.size);
             }
         }
         state.sleep.saved = saved;
@@ -310,8 +310,8 @@ async fn finish(
         report.stayed = ByteSize::new(state.backed());
         match error {
             None => state.events.push("sleep", |line| {
-                line.bytes("released", report.released)
-                    .bytes("offloaded", report.offloaded)
+                line.bytes("released", report.memory)
+                    .bytes("offloaded", report.copied)
                     .bytes("stayed", report.stayed)
             }),
             Some(error) => state.note_sleepless(error, SleepState::Asleep),
@@ -336,7 +336,7 @@ fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
 pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
     let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported.count > 0;
     // If the driver cannot restore the same addresses, only idle memory is released.
-    let is_empty = if state.capabilities.same_address_wake {
+    let is_empty = if state.capabilities.virtual_memory {
         state.backed() == 0
     } else {
         state.backed() == 0 || state.idle() == 0

@@ -13,8 +13,8 @@ pub(super) fn fragmented(arena: &DeviceArena) -> [Buffer<u8>; 2] {
 }
 
 pub(super) fn compact(arena: &DeviceArena) {
-    let goal = Goal::Contiguous(ByteSize::MAX);
-    let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
+    let contiguous = Some(ByteSize::MAX);
+    let options = CompactOptions { contiguous, ..CompactOptions::new(Region::Dynamic) };
     arena.compact(options, |_| {}).expect("nothing fails");
 }
 

@@ -16,7 +16,7 @@ const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
 
 fn open_sleeper(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
-    open_on(limit_granules, Model { same_address_wake: true, ..Model::default() })
+    open_on(limit_granules, Model::default())
 }
 
 /// Puts the arena to sleep, unless other threads use it.

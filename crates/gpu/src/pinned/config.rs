@@ -27,33 +27,24 @@ const HIGH_WATERMARK: ByteSize = ByteSize::mib(64);
 /// not hold most of a small pool.
 const LIMIT_PART: u64 = 8;
 
-/// The kind of memory of a pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum PinnedKind {
-    /// Page-locked. The first allocation of a segment fails if the segment cannot be locked: on the
-    /// host driver a process without `CAP_IPC_LOCK` may lock `RLIMIT_MEMLOCK` bytes.
-    #[default]
-    PageLocked,
-    /// Page-locked as far as the system allows, then pageable, with slower copies. Buffers and the
-    /// snapshot report their kind.
-    PageLockedOrPageable,
-    /// Pageable.
-    Pageable,
+lowtide_core::named_enum! {
+    /// The kind of memory of a pool.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum PinnedKind {
+        /// Page-locked. The first allocation of a segment fails if the segment cannot be locked: on
+        /// the host driver a process without `CAP_IPC_LOCK` may lock `RLIMIT_MEMLOCK` bytes.
+        #[default]
+        PageLocked = "page_locked",
+        /// Page-locked as far as the system allows, then pageable, with slower copies. Buffers and
+        /// the snapshot report their kind.
+        PageLockedOrPageable = "page_locked_or_pageable",
+        /// Pageable.
+        Pageable = "pageable",
+    }
 }
 
 impl PinnedKind {
-    /// Returns its name in metrics and endpoints.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::PageLocked => "page_locked",
-            Self::PageLockedOrPageable => "page_locked_or_pageable",
-            Self::Pageable => "pageable",
-        }
-    }
-
     /// Returns the kind of memory requested first.
     pub(super) const fn first(self) -> HostMemory {
         match self {

@@ -14,17 +14,14 @@
 #![expect(unsafe_code, reason = "drivers copy by address")]
 
 use std::fmt;
-use std::ptr::NonNull;
 
 use bytemuck::Pod;
 
 use super::{DeviceUse, PinnedBuffer};
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lane;
-use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
 use crate::exec::lane::DriverEvent;
 use crate::types::error::{DeviceError, DeviceErrorWith, is_captures};
-use lowtide_core::bytes::ByteSize;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.
 ///
@@ -35,13 +32,6 @@ use lowtide_core::bytes::ByteSize;
 #[must_use = "`wait` returns the buffer after the copy is complete"]
 pub struct PinnedCopy<T: Pod> {
     buffer: PinnedBuffer<T>,
-}
-
-/// The destination of a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum To {
-    Device,
-    Host,
 }
 
 impl Lane {
@@ -107,7 +97,7 @@ impl Lane {
         from: PinnedBuffer<T>,
         to: &mut Buffer<T>,
     ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
-        self.copy_pinned(from, to, To::Device)
+        self.copy_pinned(from, to, true)
     }
 
     /// Queues a copy of the first elements of `from` on this lane's stream, filling the pinned
@@ -133,17 +123,17 @@ impl Lane {
         from: &mut Buffer<T>,
         to: PinnedBuffer<T>,
     ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
-        self.copy_pinned(to, from, To::Host)
+        self.copy_pinned(to, from, false)
     }
 
     fn copy_pinned<T: Pod>(
         &self,
         mut host: PinnedBuffer<T>,
         device: &mut Buffer<T>,
-        to: To,
+        is_to_device: bool,
     ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
         assert_room(&host, device);
-        match self.queue_copy(&mut host, device, to) {
+        match self.queue_copy(&mut host, device, is_to_device) {
             Ok(()) => Ok(PinnedCopy { buffer: host }),
             Err(error) => Err(DeviceErrorWith { error, value: Box::new(host) }),
         }
@@ -154,7 +144,7 @@ impl Lane {
         &self,
         host: &mut PinnedBuffer<T>,
         device: &mut Buffer<T>,
-        to: To,
+        is_to_device: bool,
     ) -> Result<(), DeviceError> {
         host.check()?;
         device.record_use(self)?;
@@ -169,7 +159,10 @@ impl Lane {
         // `device` by this lane's stream is recorded with the buffer and the lease, so that its
         // memory leaves and moves only after that work. Sizes: the caller asserted that the copy
         // has room. The two never overlap: memory of a pool is no memory of an arena.
-        let start_copy = || unsafe { start_copy(&**driver, (start, at), size, to, self.stream()) };
+        let write = || unsafe { driver.copy_from_host(start, at, size, self.stream()) };
+        // SAFETY: as above.
+        let read = || unsafe { driver.copy_to_host(at, start, size, self.stream()) };
+        let start_copy = || if is_to_device { write() } else { read() };
         if !shared.capabilities.asynchronous {
             return Ok(start_copy()?);
         }
@@ -201,25 +194,6 @@ impl Lane {
 fn assert_room<T: Pod>(host: &PinnedBuffer<T>, device: &Buffer<T>) {
     let (wanted, there) = (host.len(), device.len());
     assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
-}
-
-/// Queues a copy; copies at once on a synchronous driver.
-///
-/// # Safety
-/// As for [`Driver::copy_from_host`] or [`Driver::copy_to_host`].
-unsafe fn start_copy(
-    driver: &dyn Driver,
-    (host, device): (NonNull<u8>, DeviceAddress),
-    size: ByteSize,
-    to: To,
-    stream: StreamHandle,
-) -> Result<(), DriverError> {
-    match to {
-        // SAFETY: the contract of this function.
-        To::Device => unsafe { driver.copy_from_host(host, device, size, stream) },
-        // SAFETY: the contract of this function.
-        To::Host => unsafe { driver.copy_to_host(device, host, size, stream) },
-    }
 }
 
 impl<T: Pod> PinnedCopy<T> {

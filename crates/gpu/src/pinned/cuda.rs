@@ -24,11 +24,8 @@ use crate::types::error::DeviceError;
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 
 /// A pinned buffer as cudarc sees it, for copies on the stream of one lane; from
-/// [`PinnedBuffer::cuda`]. Each copy waits for the stream, and so does the drop of the view.
-///
-/// While the stream captures a graph nothing is copied, and the capture is invalidated: a captured
-/// copy would read or write the memory at each launch, even after its reuse.
-pub struct PinnedView<'a, T: Pod> {
+/// [`PinnedBuffer::cuda`].
+struct PinnedView<'a, T: Pod> {
     buffer: &'a mut PinnedBuffer<T>,
     lane: Lane,
     /// `true` if cudarc has the slice.
@@ -37,7 +34,10 @@ pub struct PinnedView<'a, T: Pod> {
 
 impl<T: Pod> PinnedBuffer<T> {
     /// Returns a view of the buffer for cudarc's copies on the stream of a lane. Each copy waits
-    /// for the stream; [`Lane::copy_to_device`] does not.
+    /// for the stream, and so does the drop of the view; [`Lane::copy_to_device`] does not.
+    ///
+    /// While the stream captures a graph nothing is copied, and the capture is invalidated: a
+    /// captured copy would read or write the memory at each launch, even after its reuse.
     ///
     /// ```no_run
     /// # use lowtide_gpu::{Buffer, Lane, Lease, PinnedBuffer};
@@ -58,7 +58,10 @@ impl<T: Pod> PinnedBuffer<T> {
     /// [`DeviceError::NoStream`] if the lane is not from
     /// [`DeviceArena::cuda_lane`](crate::DeviceArena::cuda_lane); otherwise the errors of
     /// [`PinnedBuffer::write_at`].
-    pub fn cuda(&mut self, lane: &Lane) -> Result<PinnedView<'_, T>, DeviceError> {
+    pub fn cuda<'a>(
+        &'a mut self,
+        lane: &Lane,
+    ) -> Result<impl HostSlice<T> + fmt::Debug + use<'a, T>, DeviceError> {
         self.check()?;
         if lane.cuda_stream().is_none() {
             return Err(DeviceError::NoStream { arena: lane.arena().name().to_owned() });

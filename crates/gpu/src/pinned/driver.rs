@@ -20,8 +20,7 @@ use std::sync::Arc;
 
 use super::config::PinnedKind;
 use crate::driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_ALIGNMENT,
-    HostMemory,
+    Backend, Capabilities, DeviceAddress, Driver, DriverError, HOST_ALIGNMENT, HostMemory,
 };
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::{Mutex, lock};
@@ -65,15 +64,6 @@ impl HostSegment {
 // of buffers, each of which owns its part alone.
 unsafe impl Send for HostSegment {}
 
-/// The figures of the segments.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SegmentFigures {
-    pub(super) page_locked: ByteSize,
-    pub(super) pageable: ByteSize,
-    /// The number of segments that are pageable because locking failed.
-    pub(super) fallbacks_total: u64,
-}
-
 impl PinnedDriver {
     pub(super) fn new(host: Arc<dyn Driver>, kind: PinnedKind) -> Self {
         Self { host, kind, segments: Mutex::default() }
@@ -94,17 +84,16 @@ impl PinnedDriver {
         lock(&self.segments).lock_limit.clone()
     }
 
-    pub(super) fn figures(&self) -> SegmentFigures {
+    /// Returns the bytes of the segments of a kind of memory.
+    pub(super) fn bytes(&self, memory: HostMemory) -> ByteSize {
         let segments = lock(&self.segments);
-        let of = |memory| {
-            let segments = segments.by_start.values().filter(|it| it.memory == memory);
-            segments.map(|it| it.size).sum()
-        };
-        SegmentFigures {
-            page_locked: of(HostMemory::PageLocked),
-            pageable: of(HostMemory::Pageable),
-            fallbacks_total: segments.fallbacks_total,
-        }
+        let of_kind = segments.by_start.values().filter(|segment| segment.memory == memory);
+        of_kind.map(|segment| segment.size).sum()
+    }
+
+    /// Returns the number of segments that are pageable because locking failed.
+    pub(super) fn fallbacks_total(&self) -> u64 {
+        lock(&self.segments).fallbacks_total
     }
 
     /// Allocates memory of the pool's kind.
@@ -138,34 +127,12 @@ unsafe impl Driver for PinnedDriver {
             host_access: true,
             host_backed: true,
             unified: false,
-            same_address_wake: false,
             remap: false,
             asynchronous: false,
             page_locked: self.host.capabilities().page_locked,
             handles: false,
             granularity: HOST_ALIGNMENT,
         }
-    }
-
-    fn reserve(&self, _: ByteSize) -> Result<DeviceAddress, DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
-    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
-    }
-
-    unsafe fn decommit(
-        &self,
-        _: DeviceAddress,
-        _: ByteSize,
-        _: ByteSize,
-    ) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: ADDRESSES })
     }
 
     fn segment_create(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
@@ -201,26 +168,10 @@ unsafe impl Driver for PinnedDriver {
         freed
     }
 
-    unsafe fn copy(
-        &self,
-        _: DeviceAddress,
-        _: DeviceAddress,
-        _: ByteSize,
-    ) -> Result<(), DriverError> {
-        Err(DriverError::Unsupported { what: "copies between pinned blocks" })
-    }
-
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
-    }
-
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
         self.find(at).map(|(pointer, _)| pointer)
     }
 }
-
-/// A capability that a driver with segments lacks.
-const ADDRESSES: &str = "addresses without memory";
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
@@ -252,6 +203,6 @@ mod tests {
             unsafe { driver.segment_destroy(at, HOST_GRANULARITY) }.expect("freed");
             assert!(driver.host_pointer(at).is_none(), "it is freed");
         }
-        assert!(driver.figures().pageable.is_zero());
+        assert!(driver.bytes(HostMemory::Pageable).is_zero());
     }
 }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use super::PinnedBuffer;
 use super::config::{PinnedConfig, PinnedKind};
-use super::driver::{PinnedDriver, SegmentFigures};
+use super::driver::PinnedDriver;
 use crate::api::arena::{DeviceArena, limit_text};
 use crate::driver::{DeviceAddress, Driver, DriverError, HostMemory};
 use crate::exec::lane::DriverEvent;
@@ -177,15 +177,21 @@ impl PinnedPool {
     pub fn snapshot(&self) -> PinnedSnapshot {
         let shared = &self.0;
         let PinnedConfig { kind, high_watermark, low_watermark, .. } = shared.config;
-        let mut snapshot = PinnedSnapshot { arena: shared.arena.snapshot(), ..Default::default() };
-        (snapshot.kind, snapshot.high_watermark) = (kind, high_watermark);
-        snapshot.low_watermark = low_watermark;
+        let arena = shared.arena.snapshot();
+        let figures =
+            PinnedSnapshot { arena, kind, high_watermark, low_watermark, ..Default::default() };
         if shared.check_here().is_err() {
-            return snapshot;
+            return figures;
         }
-        let SegmentFigures { page_locked, pageable, fallbacks_total } = shared.driver.figures();
         let UnfinishedBlocks { pending, quarantined, .. } = *lock(&shared.unfinished);
-        PinnedSnapshot { page_locked, pageable, fallbacks_total, pending, quarantined, ..snapshot }
+        PinnedSnapshot {
+            page_locked: shared.driver.bytes(HostMemory::PageLocked),
+            pageable: shared.driver.bytes(HostMemory::Pageable),
+            fallbacks_total: shared.driver.fallbacks_total(),
+            pending,
+            quarantined,
+            ..figures
+        }
     }
 
     /// Returns live, committed and idle memory, like [`DeviceArena::glance`].
@@ -287,9 +293,8 @@ impl PoolShared {
 
     /// Returns `true` if the existing segments have at least `size` free bytes.
     fn has_room(&self, size: ByteSize) -> bool {
-        let SegmentFigures { page_locked, pageable, .. } = self.driver.figures();
-        let live = self.arena.glance().live;
-        page_locked.saturating_add(pageable).saturating_sub(live) >= size
+        let held: ByteSize = HostMemory::ALL.iter().map(|&memory| self.driver.bytes(memory)).sum();
+        held.saturating_sub(self.arena.glance().live) >= size
     }
 
     /// Returns the lock limit in place of the error that it caused.
@@ -303,7 +308,7 @@ impl PoolShared {
     pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
         self.check_here()?;
         self.free_completed();
-        let decayed = self.arena.decay(self.arena.inner().clock.now())?.released;
+        let decayed = self.arena.decay(self.arena.inner().clock.now())?;
         let ArenaGlance { committed, idle, .. } = self.arena.glance();
         if idle <= self.config.high_watermark {
             return Ok(decayed);
@@ -374,16 +379,21 @@ impl PoolShared {
     }
 
     /// Frees a block once its copy is complete. Does nothing in a forked child.
-    pub(super) fn free_after(&self, at: DeviceAddress, event: DriverEvent) {
-        let Some(size) = self.size_of(at) else { return };
+    pub(super) fn free_after(&self, block: PinnedBlock, event: DriverEvent) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let PinnedBlock { at, size, .. } = block;
         let mut blocks = lock(&self.unfinished);
         blocks.pending = blocks.pending.saturating_add(size);
         blocks.waiting.push(WaitingBlock { at, size, event });
     }
 
     /// Quarantines a block. Does nothing in a forked child.
-    pub(super) fn quarantine(&self, at: DeviceAddress) {
-        let Some(bytes) = self.size_of(at) else { return };
+    pub(super) fn quarantine(&self, bytes: ByteSize) {
+        if self.check_here().is_err() {
+            return;
+        }
         let mut blocks = lock(&self.unfinished);
         blocks.quarantined = blocks.quarantined.saturating_add(bytes);
         drop(blocks);
@@ -430,13 +440,6 @@ impl PoolShared {
         drop(blocks);
         completed.iter().for_each(|&at| self.free(at));
         !completed.is_empty()
-    }
-
-    /// Returns the size of a live block; `None` in a forked child.
-    fn size_of(&self, at: DeviceAddress) -> Option<ByteSize> {
-        let block = self.arena.raw_block(at);
-        debug_assert!(block.is_ok() || self.check_here().is_err(), "{at} is live: {block:?}");
-        block.ok().map(|block| block.size)
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) enum Backing {
 /// The state of a committed granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum GranuleState {
+pub(crate) enum GranuleState {
     /// A live or pending block touches the granule.
     Active,
     /// No block touches the granule: it may be released.

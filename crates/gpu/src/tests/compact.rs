@@ -9,18 +9,15 @@ use std::sync::Arc;
 use crate::state::event::RequestOrigin;
 use crate::state::region::AllocRequest;
 use crate::{
-    ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
-    StopReason,
+    ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Moved, Region,
 };
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 use lowtide_cuda_sim::trial::{Failure, FaultInjectingDriver};
 
 pub(super) const DYNAMIC: CompactOptions = CompactOptions::new(Region::Dynamic);
-pub(super) const ALL: CompactOptions = CompactOptions {
-    goal: Goal::Contiguous(ByteSize::MAX),
-    ..CompactOptions::new(Region::Dynamic)
-};
+pub(super) const ALL: CompactOptions =
+    CompactOptions { contiguous: Some(ByteSize::MAX), ..CompactOptions::new(Region::Dynamic) };
 
 /// Opens an arena whose addresses are as scarce as its memory.
 pub(super) fn fixed(size: ByteSize) -> (DeviceArena, Arc<FaultInjectingDriver>) {
@@ -130,7 +127,7 @@ fn what_no_gap_holds_is_held_after_a_compaction() {
     let refused = marked(&arena, ByteSize::mib(16), 99).expect_err("gaps of 8 MiB");
     assert!(matches!(refused, DeviceError::OutOfAddresses { .. }), "{refused}");
     let mut moves = Vec::new();
-    let options = CompactOptions { goal: Goal::Contiguous(ByteSize::mib(16)), ..DYNAMIC };
+    let options = CompactOptions { contiguous: Some(ByteSize::mib(16)), ..DYNAMIC };
     let done = arena.compact(options, |moved| moves.push(moved)).expect("no error");
     assert_eq!((done.moves, moves.len()), (1, 1));
     assert!(done.largest_span >= ByteSize::mib(16));
@@ -248,9 +245,9 @@ fn many_small_calls_come_to_the_same_as_one_large_call() {
         let (large, small) = (run(ByteSize::MAX), run(ByteSize::mib(5)));
         println!("{options:?}: {large:?} {small:?}");
         assert!(small.0 > large.0);
-        match options.goal {
-            Goal::Granules => assert!(small.2.get() <= large.2.get() + (2 << 20)),
-            Goal::Contiguous(_) => assert_eq!(small.1, large.1),
+        match options.contiguous {
+            None => assert!(small.2.get() <= large.2.get() + (2 << 20)),
+            Some(_) => assert_eq!(small.1, large.1),
         }
     }
 }
@@ -281,11 +278,11 @@ fn nothing_moves_while_a_lease_is_held() {
     let lease = arena.enter().expect("awake");
     let seen = blocks[1].1.slice(&lease).expect("own lease");
     let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
+    assert_eq!((done.moves, done.is_busy), (0, true));
     assert_eq!(seen[0], 3);
     drop(lease);
     let done = arena.compact(ALL, |_| {}).expect("no error");
-    assert_eq!(done.stopped, StopReason::Finished);
+    assert!(!done.is_busy);
     assert!(done.moves > 0);
 }
 
@@ -297,7 +294,7 @@ fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     let failed = arena.compact(ALL, |_| panic!("enough")).expect_err("it panics");
     assert_eq!(failed.error, DeviceError::Callback { message: "enough".to_owned() });
     // Regression test: the compaction reported that it had finished.
-    assert_eq!((failed.value.moves, failed.value.stopped), (1, StopReason::Failed));
+    assert_eq!((failed.value.moves, failed.value.is_busy), (1, false));
     assert_all_marked(&arena, &blocks);
     arena.validate();
     let done = arena.compact(ALL, |_| {}).expect("no error");
@@ -415,7 +412,7 @@ fn what_the_limit_does_not_allow_is_left_out() {
     arena.purge().expect("purge");
     arena.set_limit(arena.snapshot().committed);
     let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-    assert_eq!((done.moves, done.skipped, done.stopped), (0, 1, StopReason::Finished));
+    assert_eq!((done.moves, done.skipped, done.is_busy), (0, 1, false));
     assert_eq!(arena.snapshot().alloc_failures_total.total(), 0);
     arena.set_limit(ByteSize::mib(16));
     assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(1));
@@ -437,7 +434,7 @@ fn aligned_blocks_stay_aligned() {
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
     inner.run_now(|state| state.region_mut(Region::Dynamic).pins.pin(first.id));
-    inner.run_now(|state| state.release(Region::Dynamic, gone));
+    inner.run_now(|state| state.release_after(Region::Dynamic, gone, &[]));
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {
         let told = |moved: Moved| {
@@ -447,8 +444,8 @@ fn aligned_blocks_stay_aligned() {
         arena.compact(options, told).expect("no error");
     }
     assert_eq!(moves, 1);
-    inner.run_now(|state| state.release(Region::Dynamic, block));
-    inner.run_now(|state| state.release(Region::Dynamic, first));
+    inner.run_now(|state| state.release_after(Region::Dynamic, block, &[]));
+    inner.run_now(|state| state.release_after(Region::Dynamic, first, &[]));
     arena.validate();
 }
 

@@ -1,10 +1,10 @@
 //! Tests of maps of an arena.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::map::{ArenaMap, BlockState, GranuleState, SegmentMap};
-use crate::{ArenaConfig, Buffer, DeviceArena, Region};
+use crate::{ArenaConfig, Buffer, DeviceArena, Region, SegmentMap};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, ManualClock};
 use lowtide_cuda_sim::trial::FaultInjectingDriver;
@@ -12,34 +12,37 @@ use lowtide_cuda_sim::trial::FaultInjectingDriver;
 const MIB: u64 = 1 << 20;
 
 /// Checks the invariants of a map.
-pub(super) fn validate(map: &ArenaMap) {
-    for segment in &map.segments {
-        let mut stretches: Vec<(u64, u64)> = Vec::new();
-        for run in &segment.granules {
-            let (start, end) = bounds(run.offset, run.size);
-            assert!(start < end && end <= segment.size.get(), "within the segment: {run:?}");
+pub(super) fn validate(map: &[SegmentMap]) {
+    for segment in map {
+        for ranges in [&segment.active, &segment.idle, &segment.live, &segment.pending] {
+            assert!(ranges.is_sorted_by(|one, next| one.end <= next.start), "{ranges:?}");
+        }
+        let mut stretches: Vec<Range<u64>> = Vec::new();
+        for run in sorted(&segment.active, &segment.idle) {
+            assert!(!run.is_empty() && run.end <= segment.size.get(), "in the segment: {run:?}");
             match stretches.last_mut() {
-                Some(last) if last.1 == start => last.1 = end,
+                Some(last) if last.end == run.start => last.end = run.end,
                 last => {
-                    assert!(last.is_none_or(|last| last.1 < start), "granules in order: {run:?}");
-                    stretches.push((start, end));
+                    assert!(last.is_none_or(|last| last.end < run.start), "overlaps: {run:?}");
+                    stretches.push(run);
                 }
             }
         }
         let mut end = 0;
-        for block in &segment.blocks {
-            let (start, block_end) = bounds(block.offset, block.size);
-            assert!(end <= start && start < block_end, "blocks in order: {block:?}");
-            end = block_end;
-            let backed = stretches.iter().any(|&(from, to)| from <= start && end <= to);
+        for block in sorted(&segment.live, &segment.pending) {
+            assert!(end <= block.start && !block.is_empty(), "blocks in order: {block:?}");
+            end = block.end;
+            let backed = stretches.iter().any(|run| run.start <= block.start && end <= run.end);
             assert!(backed, "a block without memory: {block:?}");
         }
     }
 }
 
-/// Returns the start and the end of a span, in bytes.
-fn bounds(offset: ByteSize, size: ByteSize) -> (u64, u64) {
-    (offset.get(), offset.get() + size.get())
+/// Returns the ranges of both lists in address order.
+fn sorted(one: &[Range<u64>], other: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut all = [one, other].concat();
+    all.sort_unstable_by_key(|range| range.start);
+    all
 }
 
 fn open(driver: Arc<FaultInjectingDriver>) -> (DeviceArena, ManualClock) {
@@ -52,14 +55,8 @@ fn bytes(arena: &DeviceArena, size: u64) -> Buffer<u8> {
     arena.alloc(usize::try_from(size).expect("a length"), Region::Dynamic).expect("room")
 }
 
-/// Returns the bytes of granules in a state.
-fn backed(segment: &SegmentMap, state: GranuleState) -> ByteSize {
-    segment.granules.iter().filter(|run| run.state == state).map(|run| run.size).sum()
-}
-
-/// Returns the bytes of blocks in a state.
-fn taken(segment: &SegmentMap, state: BlockState) -> ByteSize {
-    segment.blocks.iter().filter(|block| block.state == state).map(|block| block.size).sum()
+fn total(ranges: &[Range<u64>]) -> ByteSize {
+    ByteSize::new(ranges.iter().map(|range| range.end - range.start).sum())
 }
 
 #[test]
@@ -74,15 +71,15 @@ fn a_map_and_a_snapshot_of_one_arena_agree() {
     arena.decay(clock.now()).expect("decay");
     let (map, snapshot) = (arena.map(), arena.snapshot());
     validate(&map);
-    for (segment, region) in map.segments.iter().zip(&snapshot.regions) {
+    for (segment, region) in map.iter().zip(&snapshot.regions) {
         assert_eq!(segment.region, region.region);
-        assert_eq!(taken(segment, BlockState::Live), region.live);
-        assert_eq!(backed(segment, GranuleState::Active), region.active);
-        assert_eq!(backed(segment, GranuleState::Idle), region.idle);
+        assert_eq!(total(&segment.live), region.live);
+        assert_eq!(total(&segment.active), region.active);
+        assert_eq!(total(&segment.idle), region.idle);
         assert_eq!(segment.size, region.reserved);
     }
-    assert_eq!(map.segments[1].blocks.len(), buffers.len());
-    assert_eq!(map.granularity, ByteSize::mib(2));
+    assert_eq!(map[1].live.len(), buffers.len());
+    assert_eq!(map[0].granularity, ByteSize::mib(2));
     drop(weights);
 }
 
@@ -98,10 +95,8 @@ fn a_block_whose_memory_is_on_its_way_is_free_and_its_granules_are_active() {
         let (map, snapshot) = (arena.map(), arena.snapshot());
         driver.let_go();
         validate(&map);
-        let segment = &map.segments[1];
-        assert_eq!(segment.blocks.len(), 1);
-        assert_eq!(backed(segment, GranuleState::Active), snapshot.active);
-        assert_eq!(backed(segment, GranuleState::Idle), ByteSize::ZERO);
+        assert_eq!((map[1].live.len(), map[1].idle.len()), (1, 0));
+        assert_eq!(total(&map[1].active), snapshot.active);
         other.join().expect("room");
     });
     drop(kept);

@@ -196,7 +196,7 @@ impl Worker<'_> {
         let given = match self.chance.below(4) {
             0 => {
                 self.clock.advance(Duration::from_millis(self.chance.below(3000)));
-                self.arena.decay(self.clock.now()).map(|decayed| decayed.released)
+                self.arena.decay(self.clock.now())
             }
             1 => self.arena.purge(),
             2 => self.arena.trim(ByteSize::mib(self.chance.below(64))),
@@ -227,14 +227,14 @@ impl Worker<'_> {
 /// Compacts until the other threads are done, with callbacks that use the arena.
 fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool) {
     while !seen.done.load(Ordering::Relaxed) {
-        let goal = match chance.below(3) {
-            0 => Goal::Granules,
-            1 => Goal::Contiguous(ByteSize::MAX),
-            _ => Goal::Contiguous(ByteSize::mib(chance.below(32))),
+        let contiguous = match chance.below(3) {
+            0 => None,
+            1 => Some(ByteSize::MAX),
+            _ => Some(ByteSize::mib(chance.below(32))),
         };
         let region = Region::ALL[usize::from(chance.below(4) > 0)];
         let budget = ByteSize::mib(1 + chance.below(16));
-        let options = CompactOptions { region, goal, budget, moves_raw };
+        let options = CompactOptions { region, contiguous, budget, moves_raw };
         let mut told = ByteSize::ZERO;
         let outcome = arena.compact(options, |moved| {
             told = told.saturating_add(moved.size);
@@ -242,7 +242,7 @@ fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool
                 0 => drop(arena.alloc::<u8>(3 << 20, region)),
                 1 => {
                     let inner = arena.compact(options, |_| {}).expect("one at a time");
-                    assert_eq!(inner.stopped, StopReason::Busy);
+                    assert!(inner.is_busy);
                 }
                 2 => drop(arena.enter()),
                 3 if moves_raw => drop(arena.reset()),

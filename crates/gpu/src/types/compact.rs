@@ -6,27 +6,18 @@ use crate::driver::DeviceAddress;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
-/// The goal of a compaction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Goal {
-    /// As many idle granules as possible; a decay or purge then releases them.
-    /// For arenas with more addresses than memory. On drivers that allocate whole segments: idle
-    /// segments.
-    Granules,
-    /// One free span of addresses of at least this size, or the largest possible; [`ByteSize::MAX`]
-    /// to join all free space. For arenas whose addresses are as scarce as memory. Within one
-    /// segment, on drivers that allocate segments.
-    Contiguous(ByteSize),
-}
-
 /// Options of a compaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompactOptions {
     /// The region. Blocks of the other region do not move.
     pub region: Region,
-    /// The goal.
-    pub goal: Goal,
+    /// `None`, the default, for as many idle granules as possible, which a decay or purge then
+    /// releases (on drivers that allocate whole segments: idle segments): for arenas with more
+    /// addresses than memory. Otherwise one free span of addresses of at least this size, or the
+    /// largest possible (within one segment, on drivers that allocate segments), and
+    /// [`ByteSize::MAX`] to join all free space: for arenas whose addresses are as scarce as
+    /// memory.
+    pub contiguous: Option<ByteSize>,
     /// The maximum of bytes moved in this call; a larger block does not move. With less than about
     /// two granules it may be impossible to clear any.
     pub budget: ByteSize,
@@ -39,7 +30,7 @@ impl CompactOptions {
     /// Creates options for idle granules in this region, without a budget.
     #[must_use]
     pub const fn new(region: Region) -> Self {
-        Self { region, goal: Goal::Granules, budget: ByteSize::MAX, moves_raw: false }
+        Self { region, contiguous: None, budget: ByteSize::MAX, moves_raw: false }
     }
 }
 
@@ -57,32 +48,6 @@ pub struct Moved {
     pub size: ByteSize,
 }
 
-/// The reason a compaction ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum StopReason {
-    /// All moves of the plan that were still valid are done.
-    Finished,
-    /// A lease was held or requested, which blocks moves, or another compaction of the arena is
-    /// running.
-    Busy,
-    /// An error occurred before the plan was completed; see [`DeviceErrorWith::value`](crate::DeviceErrorWith::value).
-    #[default]
-    Failed,
-}
-
-impl StopReason {
-    /// Returns the reason's name in events.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Finished => "finished",
-            Self::Busy => "busy",
-            Self::Failed => "failed",
-        }
-    }
-}
-
 /// The result of a compaction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -98,9 +63,9 @@ pub struct CompactReport {
     pub recovered: ByteSize,
     /// The longest free span of addresses in the region afterwards.
     pub largest_span: ByteSize,
-    /// The reason the compaction ended. After [`StopReason::Busy`] more may be possible: try again
-    /// later.
-    pub stopped: StopReason,
+    /// `true` if it ended early because a lease was held or requested, which blocks moves, or
+    /// because another compaction of the arena is running: try again later.
+    pub is_busy: bool,
 }
 
 /// The costs of a device's driver calls, by which an arena chooses between calls that have the same

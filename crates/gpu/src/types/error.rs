@@ -65,7 +65,7 @@ pub enum DeviceError {
         /// The longest free span of committed memory.
         largest_free: ByteSize,
         /// Bytes of granules that [`DeviceArena::compact`](crate::DeviceArena::compact) would make
-        /// idle with [`Goal::Granules`](crate::Goal::Granules), over both regions. A lower bound:
+        /// idle with the default options, over both regions. A lower bound:
         /// the plan covers about the first hundred blocks of each kind per region. It is made only
         /// for errors that a caller gets; it takes about 4 ms, at most a 32nd of one core (more
         /// frequent errors repeat the last result), and holds a lock only to copy those blocks.
@@ -89,7 +89,7 @@ pub enum DeviceError {
         /// The longest free span of addresses, with or without memory.
         largest_span: ByteSize,
         /// The longest free span that [`DeviceArena::compact`](crate::DeviceArena::compact) would
-        /// make with [`Goal::Contiguous`](crate::Goal::Contiguous): a lower bound from a plan for
+        /// make with [`CompactOptions::contiguous`](crate::CompactOptions::contiguous): a lower bound from a plan for
         /// about the first hundred large blocks of the region. Costs as much as `recoverable` of
         /// `OutOfMemory`; equals `largest_span` if errors come too fast for a plan.
         compacted_span: ByteSize,

@@ -6,54 +6,40 @@ pub(crate) mod error;
 pub(crate) mod sleep;
 pub(crate) mod snapshot;
 
-/// The part of an arena for one kind of lifetime. Neither has a fixed share of the memory.
-///
-/// Long-lived blocks among short-lived ones would pin granules that could be released.
-/// ```
-/// use std::sync::Arc;
-/// use lowtide_gpu::clock::SystemClock;
-/// use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
-///
-/// let clock = Arc::new(SystemClock::new());
-/// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
-/// let weights = arena.alloc::<f32>(1 << 20, Region::Stable)?; // while the model is loaded
-/// let activations = arena.alloc::<f32>(1 << 16, Region::Dynamic)?; // while a request runs
-/// drop(activations);
-/// arena.purge()?; // only memory for the weights stays committed
-/// let snapshot = arena.snapshot();
-/// assert!(snapshot.idle.is_zero() && snapshot.active == snapshot.committed);
-/// # drop(weights);
-/// # Ok::<(), lowtide_gpu::DeviceError>(())
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-pub enum Region {
-    /// Long-lived data: weights, tables.
-    Stable,
-    /// Short-lived data: activations, caches, requests.
-    #[default]
-    Dynamic,
+lowtide_core::named_enum! {
+    /// The part of an arena for one kind of lifetime. Neither has a fixed share of the memory.
+    ///
+    /// Long-lived blocks among short-lived ones would pin granules that could be released.
+    /// ```
+    /// use std::sync::Arc;
+    /// use lowtide_gpu::clock::SystemClock;
+    /// use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
+    ///
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let weights = arena.alloc::<f32>(1 << 20, Region::Stable)?; // while the model is loaded
+    /// let activations = arena.alloc::<f32>(1 << 16, Region::Dynamic)?; // while a request runs
+    /// drop(activations);
+    /// arena.purge()?; // only memory for the weights stays committed
+    /// let snapshot = arena.snapshot();
+    /// assert!(snapshot.idle.is_zero() && snapshot.active == snapshot.committed);
+    /// # drop(weights);
+    /// # Ok::<(), lowtide_gpu::DeviceError>(())
+    /// ```
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub enum Region {
+        /// Long-lived data: weights, tables.
+        Stable = "stable",
+        /// Short-lived data: activations, caches, requests.
+        #[default]
+        Dynamic = "dynamic",
+    }
 }
 
 impl Region {
-    /// Both regions, in the order of [`Region::number`].
-    pub const ALL: [Self; 2] = [Self::Stable, Self::Dynamic];
-
     /// Returns its index in [`Region::ALL`].
     #[must_use]
     pub const fn number(self) -> usize {
-        match self {
-            Self::Stable => 0,
-            Self::Dynamic => 1,
-        }
-    }
-
-    /// Returns its name in metrics and endpoints.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Stable => "stable",
-            Self::Dynamic => "dynamic",
-        }
+        self as usize
     }
 }

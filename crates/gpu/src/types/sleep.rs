@@ -1,39 +1,27 @@
 //! Public values of sleep: states, options, reports, and the budget of host memory.
 
 use std::any::Any;
-use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use crate::driver::host::physical_memory;
 use lowtide_core::bytes::ByteSize;
 
-/// The sleep state of an arena.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
-#[non_exhaustive]
-pub enum SleepState {
-    /// The memory can be used.
-    #[default]
-    Awake,
-    /// The arena is falling asleep: it waits for the last lease, or its contents are being copied.
-    Draining,
-    /// The memory is released, except for memory that stays; entering wakes the arena.
-    Asleep,
-    /// The memory is being committed and restored.
-    Waking,
-}
-
-impl SleepState {
-    /// Returns its name in metrics and endpoints.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Awake => "awake",
-            Self::Draining => "draining",
-            Self::Asleep => "asleep",
-            Self::Waking => "waking",
-        }
+lowtide_core::named_enum! {
+    /// The sleep state of an arena.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum SleepState {
+        /// The memory can be used.
+        #[default]
+        Awake = "awake",
+        /// The arena is falling asleep: it waits for the last lease, or its contents are being
+        /// copied.
+        Draining = "draining",
+        /// The memory is released, except for memory that stays; entering wakes the arena.
+        Asleep = "asleep",
+        /// The memory is being committed and restored.
+        Waking = "waking",
     }
 }
 
@@ -96,27 +84,17 @@ impl Default for SleepConfig {
     }
 }
 
-/// The result of a sleep.
+/// The result of a sleep or a wake.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepReport {
-    /// Bytes released to the driver.
-    pub released: ByteSize,
-    /// Bytes copied to host memory, in whole granules.
-    pub offloaded: ByteSize,
-    /// Bytes that stay committed: those with [`Contents::Stay`], and on a driver whose memory is
-    /// host memory also those with [`Contents::Keep`].
+    /// Bytes that a sleep released to the driver, or that a wake committed.
+    pub memory: ByteSize,
+    /// Bytes that a sleep copied to host memory, in whole granules, or that a wake copied back.
+    pub copied: ByteSize,
+    /// Bytes that stayed committed in a sleep: those with [`Contents::Stay`], and on a driver whose
+    /// memory is host memory also those with [`Contents::Keep`].
     pub stayed: ByteSize,
-}
-
-/// The result of a wake.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct WakeReport {
-    /// Bytes committed.
-    pub committed: ByteSize,
-    /// Bytes copied back.
-    pub restored: ByteSize,
 }
 
 /// A budget of host memory, from which a sleep reserves before it copies contents.
@@ -139,39 +117,22 @@ pub trait HostBudget: Send + Sync {
     }
 }
 
-/// The treatment of contents when the arena falls asleep. [`Contents::Keep`] is the default.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum Contents {
-    /// Contents are lost: for caches, activations, and data that is loaded again from elsewhere.
-    Discard,
-    /// Contents are copied to host memory and back. If device memory is host memory, they stay in
-    /// place.
-    #[default]
-    Keep,
-    /// Contents and memory stay in place: for memory whose address other code holds, such as
-    /// buffers registered with NCCL.
-    Stay,
-}
-
-impl Contents {
-    /// All values, from the weakest to the strongest.
-    pub const ALL: [Self; 3] = [Self::Discard, Self::Keep, Self::Stay];
-
-    /// Returns its name in configuration.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Discard => "discard",
-            Self::Keep => "keep",
-            Self::Stay => "stay",
-        }
-    }
-}
-
-impl fmt::Display for Contents {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+lowtide_core::named_enum! {
+    /// The treatment of contents when the arena falls asleep, from the weakest to the strongest.
+    /// [`Contents::Keep`] is the default.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[non_exhaustive]
+    pub enum Contents {
+        /// Contents are lost: for caches, activations, and data that is loaded again from
+        /// elsewhere.
+        Discard = "discard",
+        /// Contents are copied to host memory and back. If device memory is host memory, they stay
+        /// in place.
+        #[default]
+        Keep = "keep",
+        /// Contents and memory stay in place: for memory whose address other code holds, such as
+        /// buffers registered with NCCL.
+        Stay = "stay",
     }
 }
 

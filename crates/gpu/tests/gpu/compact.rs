@@ -8,12 +8,10 @@ use std::sync::Arc;
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
-use lowtide_gpu::{ArenaConfig, CompactOptions, DeviceArena, Goal, HostDriver, Region};
+use lowtide_gpu::{ArenaConfig, CompactOptions, DeviceArena, HostDriver, Region};
 
-const ALL: CompactOptions = CompactOptions {
-    goal: Goal::Contiguous(ByteSize::MAX),
-    ..CompactOptions::new(Region::Dynamic)
-};
+const ALL: CompactOptions =
+    CompactOptions { contiguous: Some(ByteSize::MAX), ..CompactOptions::new(Region::Dynamic) };
 
 fn fixed(size: ByteSize) -> DeviceArena {
     let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") };

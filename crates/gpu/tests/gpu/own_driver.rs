@@ -13,9 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, ManualClock};
-use lowtide_gpu::driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError,
-};
+use lowtide_gpu::driver::{Backend, Capabilities, DeviceAddress, Driver, DriverError};
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 const GRANULE: ByteSize = ByteSize::kib(64);
@@ -64,7 +62,6 @@ unsafe impl Driver for Slab {
             host_access: true,
             host_backed: true,
             unified: false,
-            same_address_wake: true,
             remap: false,
             asynchronous: false,
             page_locked: false,
@@ -133,10 +130,6 @@ unsafe impl Driver for Slab {
         Ok(())
     }
 
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
-        Ok(None)
-    }
-
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
         NonNull::new(pointer(at))
     }
@@ -169,7 +162,8 @@ fn an_arena_runs_on_a_driver_from_outside_the_workspace() {
     drop((buffer, beside, lease));
     assert!(driver.committed.load(Ordering::Relaxed) > 0, "idle memory stays for some time");
     while !arena.glance().idle.is_zero() {
-        let due = arena.decay(clock.now()).expect("decays").next;
+        arena.decay(clock.now()).expect("decays");
+        let due = arena.next_decay();
         clock.advance(due - clock.now());
     }
     drop(arena);

@@ -73,8 +73,8 @@ fn addresses_are_those_of_the_plan_and_stay_through_a_sleep() {
     let mut all = || {
         let lease = arena.enter().expect("an open arena");
         memory.slice_mut(&lease, ids[0], ByteSize::new(1)).expect("host memory")[0] = 3;
-        let planned = memory.enter(&lease).expect("an open arena");
-        ids.iter().map(|id| planned.address(*id).expect("ours").get()).collect::<Vec<_>>()
+        let address = memory.addresses(&lease).expect("an open arena");
+        ids.iter().map(|id| address(*id).expect("ours").get()).collect::<Vec<_>>()
     };
     let before = all();
     let base = before[0] - plan.offset(ids[0]);
@@ -161,7 +161,7 @@ fn a_simulated_device_finds_what_was_written_through_sleeps_and_compactions() {
                 _ => {}
             }
             let lease = arena.enter().expect("an open arena");
-            let address = memory.enter(&lease).expect("an open arena").address(id).expect("ours");
+            let address = memory.addresses(&lease).expect("an open arena")(id).expect("ours");
             let size = problem.demands()[id.index()].size;
             let mark = Pattern::new(id.index() as u64);
             if begins {
@@ -191,8 +191,8 @@ fn a_refit_that_finds_no_memory_leaves_the_plan_and_what_is_in_it() {
     let large = planned_for(&together(&[4 << 20; 3]), 100, Some(4 << 20));
     let read = |memory: &mut PlannedMemory, act: &dyn Fn(DeviceAddress)| {
         let lease = arena.enter().expect("an open arena");
-        let planned = memory.enter(&lease).expect("an open arena");
-        ids.iter().for_each(|id| act(planned.address(*id).expect("ours")));
+        let address = memory.addresses(&lease).expect("an open arena");
+        ids.iter().for_each(|id| act(address(*id).expect("ours")));
         sim.stream_synchronize(stream).expect("done");
     };
     let (size, mark) = (ByteSize::mib(1), Pattern::new(7));
@@ -233,7 +233,7 @@ fn only_the_segment_that_grows_is_replaced_and_shrinking_gives_back_the_rest() {
     let mut memory = arena.reserve_plan(&one, Region::Dynamic).expect("room for it");
     let first = |memory: &mut PlannedMemory| {
         let lease = arena.enter().expect("an open arena");
-        memory.enter(&lease).expect("an open arena").address(kib(&[1]).ids().next().expect("one"))
+        memory.addresses(&lease).expect("an open arena")(kib(&[1]).ids().next().expect("one"))
     };
     let before = first(&mut memory);
     memory.refit(&two).expect("there is room");
@@ -294,7 +294,7 @@ fn contents_that_need_not_be_kept_are_not_copied_by_a_sleep() {
     arena.sleep(SleepOptions::default()).expect("nobody uses it");
     assert_eq!(sim.calls(Call::Offload), 0, "said once, for later segments as well");
     let lease = arena.enter().expect("it wakes");
-    memory.enter(&lease).expect("there is memory again");
+    memory.addresses(&lease).map(drop).expect("there is memory again");
 }
 
 #[test]
@@ -310,7 +310,7 @@ fn alignments_that_no_block_has_and_plans_of_nothing_are_answered() {
     let mut memory = arena.reserve_plan(&plan, Region::Dynamic).expect("no bytes");
     let lease = arena.enter().expect("an open arena");
     let id = nothing.ids().next().expect("one");
-    let _ = memory.enter(&lease).expect("an open arena").address(id);
+    let _ = memory.addresses(&lease).expect("an open arena")(id);
     assert!(arena.snapshot().live.is_zero());
 }
 
@@ -339,8 +339,8 @@ fn slices_of_several_buffers_are_had_at_once_and_are_theirs() {
         }
         let none = memory.slices_mut(&lease, [(mine, ByteSize::ZERO)]).expect("host memory");
         assert!(none[0].is_empty());
-        let planned = memory.enter(&lease).expect("an open arena");
-        assert_eq!(planned.address(mine), None, "it is nowhere in the plan's memory");
+        let address = memory.addresses(&lease).expect("an open arena");
+        assert_eq!(address(mine), None, "it is nowhere in the plan's memory");
     }
 }
 
@@ -374,11 +374,9 @@ fn what_a_plan_is_asked_while_it_is_run_allocates_nothing() {
     let made = allocations(|| {
         for (plan, problem) in plans.iter().zip([&small, &large]) {
             plan.serves(problem).expect("its own problem");
-            let planned = memory.enter(&lease).expect("an open arena");
-            let sum: u64 = small
-                .ids()
-                .map(|id| planned.address(id).expect("ours").get() ^ plan.offset(id))
-                .sum();
+            let address = memory.addresses(&lease).expect("an open arena");
+            let sum: u64 =
+                small.ids().map(|id| address(id).expect("ours").get() ^ plan.offset(id)).sum();
             std::hint::black_box(sum);
         }
         memory.refit(&plans[1]).expect("it is reserved");

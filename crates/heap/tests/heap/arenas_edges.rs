@@ -14,7 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::{env, ptr};
 
 use lowtide_heap::decay::DecayTime;
-use lowtide_heap::{HostArena, HostError};
+use lowtide_heap::{HeapProbe, HostArena, HostError};
 use test_fork::test;
 
 use crate::process::raw_decay;
@@ -290,13 +290,13 @@ fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same
         assert_passed(&output.expect("it runs"));
         return;
     }
-    let found = lowtide_heap::effective().expect("statistics").percpu_arena;
-    if found == "disabled" {
+    let conf = lowtide_heap::effective().expect("statistics");
+    if conf.get("percpu_arena") == Some("disabled") {
         return; // a kernel or a library that does not say which CPU it is
     }
     let arena = HostArena::new("by cpu").expect("an arena");
     let refused = arena.scope(|| unreachable!("refused before")).map(|()| "it ran");
-    assert_eq!(refused, Err(HostError::ArenasByCpu { found }));
+    assert_eq!(refused, Err(HostError::ArenasByCpu { found: "percpu" }));
     let beside = black_box(vec![1_u8; 4 << 20]);
     assert!(arena.stats().expect("statistics").active.is_zero(), "the thread is not in it");
     let mut within = allocator_api2::vec::Vec::with_capacity_in(beside.len(), &arena);
@@ -310,7 +310,7 @@ fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same
 #[test]
 fn one_that_was_kept_decays_as_the_heap_does() {
     let never = || {
-        let arenas = lowtide_heap::effective().expect("statistics").arenas;
+        let arenas = HeapProbe::new().and_then(|probe| probe.snapshot()).expect("known").arenas;
         (0..arenas).filter(|arena| raw_decay("dirty_decay_ms", *arena) == Some(-1)).count()
     };
     let arena = HostArena::new("never").expect("an arena");

@@ -7,7 +7,7 @@
 use std::sync::mpsc;
 use std::thread;
 
-use lowtide_heap::ArenaBinding;
+use lowtide_heap::{bind_thread, bound_arenas};
 use tikv_jemalloc_ctl::raw;
 
 use crate::start::again;
@@ -79,12 +79,13 @@ fn what_a_child_does() {
         println!("skipped: this is not a child");
         return;
     };
-    let at_start = lowtide_heap::effective().expect("jemalloc tells").arenas_at_start;
-    let binding = ArenaBinding::new(2).expect("jemalloc tells");
-    let bind = || binding.bind_thread().expect("jemalloc binds");
+    let found = lowtide_heap::effective().expect("jemalloc tells");
+    let at_start: u32 = found.get("narenas").and_then(|text| text.parse().ok()).expect("known");
+    let arenas = |cpus| bound_arenas(cpus).expect("jemalloc tells");
+    let bind = || bind_thread(2).expect("jemalloc binds");
     match &*part {
         "bound" => {
-            assert_eq!((at_start, binding.arenas()), (256, 8));
+            assert_eq!((at_start, arenas(2)), (256, 8));
             let (arenas, filled) = arenas_of_threads(bind);
             assert!(arenas.iter().all(|&arena| arena < 8), "{arenas:?}");
             for arena in 0..8 {
@@ -95,18 +96,17 @@ fn what_a_child_does() {
             assert_eq!(filled, 8, "of the arenas that exist");
         }
         "unbound" => {
-            let all = ArenaBinding::new(64).expect("jemalloc tells");
-            assert_eq!((at_start, all.arenas()), (256, 256));
-            let (arenas, filled) = arenas_of_threads(|| all.bind_thread().expect("jemalloc tells"));
+            assert_eq!((at_start, arenas(64)), (256, 256));
+            let (arenas, filled) = arenas_of_threads(|| bind_thread(64).expect("jemalloc tells"));
             assert!(distinct(arenas) >= THREADS / 2 && filled >= THREADS / 2, "{filled}");
         }
         "few" => {
-            assert_eq!((at_start, binding.arenas()), (3, 3), "there are no more");
+            assert_eq!((at_start, arenas(2)), (3, 3), "there are no more");
             let (arenas, _) = arenas_of_threads(bind);
             assert!(arenas.iter().all(|&arena| arena < 3), "{arenas:?}");
         }
         "by_cpu" => {
-            assert_eq!(binding.arenas(), at_start, "arenas go with CPUs");
+            assert_eq!(arenas(2), at_start, "arenas go with CPUs");
             let _ = arenas_of_threads(bind);
         }
         other => panic!("no such part: {other}"),

@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use lowtide_core::clock::SystemClock;
 use lowtide_heap::{
-    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, HostArena, HostError,
-    PurgeOutcome, Unsupported,
+    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, HostArena, HostError, Unsupported,
 };
 
 use crate::start::NOT_GLOBAL;
@@ -22,16 +21,16 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
     NOT_GLOBAL.run(|| {
         assert_eq!(heap::is_global(), INTERPOSED);
         let found = heap::effective().unwrap();
-        assert_eq!((found.is_global, found.serves_c), (INTERPOSED, INTERPOSED));
-        assert_eq!(found.conf_of_binary, HeapProfile::Throughput.conf().to_str().ok());
+        assert_eq!(heap::serves_c(), INTERPOSED);
+        assert_eq!(found.differences_from(HeapProfile::Throughput), []);
 
         let probe = HeapProbe::new().unwrap();
         let snapshot = probe.snapshot().unwrap();
         assert!(snapshot.live <= snapshot.active && snapshot.active <= snapshot.mapped);
         assert!(probe.active().is_ok());
 
-        let applied = heap::apply(&HeapProfile::Balanced.settings()).unwrap();
-        assert_eq!(applied.background_threads, heap::background_threads_supported());
+        let differences = heap::apply(&HeapProfile::Balanced.settings()).unwrap();
+        assert_eq!(differences.is_empty(), heap::background_threads_supported());
         heap::decay_tick().unwrap();
         heap::flush_thread_cache().unwrap();
 
@@ -49,9 +48,9 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
 
         let clock = SystemClock::new();
         heap::purge(&clock).unwrap();
-        let outcome = heap::purge(&clock).unwrap().jemalloc.outcome;
+        let released = heap::purge(&clock).unwrap().jemalloc;
         if !INTERPOSED {
-            assert_eq!(outcome, PurgeOutcome::Unsupported(Unsupported::NoJemalloc));
+            assert_eq!(released, Err(Unsupported::NoJemalloc));
         }
     });
 }

@@ -2,8 +2,7 @@
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]
 
-use lowtide_heap::HeapProfile;
-use lowtide_heap::decay::DecayTime;
+use lowtide_heap::{Difference, HeapProfile};
 
 use crate::start::LOW_MEMORY;
 
@@ -12,22 +11,25 @@ fn what_the_profile_asks_for_is_in_effect() {
     LOW_MEMORY.run(|| {
         let found = lowtide_heap::effective().unwrap();
         println!("{found}");
-        assert_eq!(found.conf_of_binary, HeapProfile::LowMemory.conf().to_str().ok());
-        assert_eq!(found.arenas_at_start, 2);
-        assert!(!found.cache_oblivious);
-        assert_eq!((found.thp, found.metadata_thp), ("never", "disabled"));
-        assert_eq!(found.dirty_decay, DecayTime::from_millis(1_000));
-        assert_eq!(found.muzzy_decay, DecayTime::AtOnce);
-        assert_eq!(found.background_threads, found.background_threads_supported);
-        assert_eq!(found.max_background_threads, 1);
-        assert!(!found.hpa && found.is_global);
-        assert_eq!(found.one_page_groups, Some(false));
-        assert_eq!(
-            found.requested_by_binary().and_then(|conf| conf.profile()),
-            Some(HeapProfile::LowMemory)
-        );
+        assert!(!found.is_default() && lowtide_heap::is_global());
+        let supported = lowtide_heap::background_threads_supported().to_string();
+        for (setting, value) in [
+            ("narenas", "2"),
+            ("cache_oblivious", "false"),
+            ("thp", "never"),
+            ("metadata_thp", "disabled"),
+            ("dirty_decay_ms", "1000"),
+            ("muzzy_decay_ms", "0"),
+            ("background_thread", &*supported),
+            ("max_background_threads", "1"),
+            ("hpa", "false"),
+        ] {
+            assert_eq!(found.get(setting), Some(value), "{setting}");
+        }
         assert_eq!(found.differences_from(HeapProfile::LowMemory), []);
-        assert_eq!(found.not_in_effect(&found.requested()), []);
+        let of_kernel =
+            |found: &Difference| matches!(&*found.setting, "page" | "transparent_hugepage");
+        assert!(found.differences().iter().all(of_kernel), "{:?}", found.differences());
         let differences = found.differences_from(HeapProfile::Balanced);
         let settings: Vec<_> = differences.iter().map(|found| &*found.setting).collect();
         let all = ["max_background_threads", "narenas", "thp"];

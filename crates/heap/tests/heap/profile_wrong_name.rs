@@ -10,7 +10,7 @@ use crate::start::WRONG_NAME;
 fn a_symbol_of_the_wrong_name_is_none() {
     WRONG_NAME.run(|| {
         let found = lowtide_heap::effective().unwrap();
-        assert_eq!(found.conf_of_binary, None);
+        assert!(found.is_default());
         let differences = found.differences_from(HeapProfile::Balanced);
         let settings: Vec<_> = differences.iter().map(|found| &*found.setting).collect();
         assert!(settings.contains(&"background_thread"), "{settings:?}");

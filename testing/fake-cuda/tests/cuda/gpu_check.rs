@@ -416,7 +416,7 @@ fn rungs_that_a_device_does_not_offer_are_said_and_passed_over() {
     assert_eq!(code, 0, "{text}");
     assert_eq!(text.matches("case held: ").count(), 2 * CASES);
     assert!(
-        text.contains("contract not run: backend cuda_pool does not work on CUDA device 0"),
+        text.contains("contract not run: cannot allocate on CUDA device 0: cuda_pool"),
         "{text}"
     );
     fake.assert_clean();

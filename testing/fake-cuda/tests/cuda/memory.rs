@@ -139,11 +139,14 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     let pool = || Memory::builder().device_backend(DeviceBackend::Pool);
     let failed = pool().device(DeviceChoice::Cuda).start();
     let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
-    let expected = "backend cuda_pool does not work on CUDA device 0: the driver does not support \
+    let expected = "cannot allocate on CUDA device 0: cuda_pool: the driver does not support \
                     memory pools";
     assert_eq!(cause, expected);
     for (device, expected) in [
-        (DeviceChoice::Auto, "device arenas use host memory: backend cuda_pool does not work"),
+        (
+            DeviceChoice::Auto,
+            "device arenas use host memory: cannot allocate on CUDA device 0: cuda_pool",
+        ),
         (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) has no effect"),
     ] {
         let memory = pool().device(device).start().expect("starts");

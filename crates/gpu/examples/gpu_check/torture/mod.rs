@@ -411,7 +411,7 @@ impl<'a> Worker<'a> {
 
     fn decay(&self) -> Outcome {
         let decayed = self.shared.arena.decay(self.shared.rig.clock.now())?;
-        add(&self.shared.counts.released, decayed.released.get());
+        add(&self.shared.counts.released, decayed.get());
         Ok(())
     }
 

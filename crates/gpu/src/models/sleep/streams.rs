@@ -8,7 +8,7 @@ use super::*;
 use crate::models::lanes::{give, granule as on_lane, lane};
 
 fn open_beside_work(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
-    let driver = Model { same_address_wake: true, asynchronous: true, ..Model::default() };
+    let driver = Model { asynchronous: true, ..Model::default() };
     open_on(limit_granules, driver)
 }
 

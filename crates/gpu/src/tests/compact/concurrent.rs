@@ -11,9 +11,7 @@ use super::{
     ALL, Chance, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
     beside_a_pinned_one, fixed, marked, virtual_memory,
 };
-use crate::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceCosts, Goal, Region, StopReason,
-};
+use crate::{ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceCosts, Region};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};
 use lowtide_cuda_sim::{Call, SimDriver, SimOptions};
@@ -50,7 +48,7 @@ fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
         driver.let_go();
         let lease = entering.join().expect("no panic").expect("awake");
         let done = compacting.join().expect("no panic").expect("no error");
-        assert_eq!((done.moves, done.stopped), (1, StopReason::Busy));
+        assert_eq!((done.moves, done.is_busy), (1, true));
         drop(lease);
         assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0, "there was more to do");
         assert_all_marked(&arena, &blocks);
@@ -73,7 +71,7 @@ fn a_lease_that_is_had_while_the_new_place_gets_its_memory_stops_the_move() {
     arena.validate();
     driver.let_go();
     let done = compacting.join().expect("no panic").expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
+    assert_eq!((done.moves, done.is_busy), (0, true));
     drop(lease);
     assert_marked(&arena, &moving, 1);
     arena.validate();
@@ -91,7 +89,7 @@ fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
     let resizing = thread::spawn(move || moving.resize(3 << 17).map(|()| moving));
     driver.wait_until_held(1);
     let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
+    assert_eq!((done.moves, done.is_busy), (0, true));
     driver.let_go();
     let resized = resizing.join().expect("no panic").expect("room");
     let lease = arena.enter().expect("awake");
@@ -172,7 +170,7 @@ fn a_callback_may_allocate_free_and_enter_and_no_other_compaction_begins() {
         drop(lease);
         drop(arena.alloc::<u64>(1 << 10, Region::Dynamic).expect("room"));
         let inner = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-        assert_eq!((inner.moves, inner.stopped), (0, StopReason::Busy));
+        assert_eq!((inner.moves, inner.is_busy), (0, true));
     });
     assert_eq!(done.expect("no error").largest_span, ByteSize::mib(32));
     assert_all_marked(&arena, &blocks);
@@ -228,9 +226,9 @@ fn threads_keep_their_contents_while_everything_moves() {
     let mut chance = Chance(99);
     while !threads.iter().all(thread::JoinHandle::is_finished) {
         let budget = ByteSize::mib(1 + chance.below(16));
-        let all = Goal::Contiguous(ByteSize::MAX);
-        let goal = if chance.below(2) == 0 { Goal::Granules } else { all };
-        let options = CompactOptions { goal, budget, ..DYNAMIC };
+        let all = Some(ByteSize::MAX);
+        let contiguous = if chance.below(2) == 0 { None } else { all };
+        let options = CompactOptions { contiguous, budget, ..DYNAMIC };
         moves += arena.compact(options, |_| {}).expect("no error").moves;
     }
     for thread in threads {
@@ -343,11 +341,11 @@ fn a_thread_that_enters_amid_the_copies_waits_for_their_batch_only() {
     });
     let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
     // The next batch finds the lease, or that it named no lane.
-    assert!(done.moves == 8 && (done.stopped == StopReason::Busy || done.skipped > 0), "{done:?}");
+    assert!(done.moves == 8 && (done.is_busy || done.skipped > 0), "{done:?}");
     told.recv().expect("it ran").join().expect("no panic");
     arena.wait_for_pending().expect("the lease named no lane");
     let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
-    assert!(done.moves > 8 && done.stopped == StopReason::Finished, "{done:?}");
+    assert!(done.moves > 8 && !done.is_busy, "{done:?}");
     arena.validate();
     drop(blocks);
     arena.close().expect("nothing is live");

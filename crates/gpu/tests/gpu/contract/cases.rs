@@ -214,7 +214,7 @@ fn sleep_keeps(device: &dyn Device) -> Outcome {
     });
     let buffers: Vec<_> = buffers.collect::<Result<_, Fault>>()?;
     let addresses: Vec<_> = buffers.iter().map(|it| bed.address(it)).collect::<Result<_, _>>()?;
-    if !bed.arena.capabilities().same_address_wake {
+    if !bed.arena.capabilities().virtual_memory {
         let refused = bed.arena.sleep(keeps());
         ensure!(matches!(refused, Err(DeviceError::Unsupported { .. })), "{refused:?}");
         drop(buffers);
@@ -244,7 +244,7 @@ fn keeps() -> SleepOptions {
 
 fn sleep_discards(device: &dyn Device) -> Outcome {
     let bed = Bed::new(device)?;
-    if !bed.arena.capabilities().same_address_wake {
+    if !bed.arena.capabilities().virtual_memory {
         return bed.end();
     }
     let mut lost = bed.written(3 * bed.unit / 2, Region::Dynamic, 1)?;
@@ -266,7 +266,7 @@ fn leases(device: &dyn Device) -> Outcome {
     let bed = Bed::new(device)?;
     let buffer = bed.written(bed.unit / 2, Region::Stable, 1)?;
     let lease = bed.arena.enter()?;
-    if !bed.arena.capabilities().same_address_wake {
+    if !bed.arena.capabilities().virtual_memory {
         drop((lease, buffer));
         return bed.end();
     }
@@ -511,7 +511,7 @@ fn exported(device: &dyn Device) -> Outcome {
     let exported = buffer.export()?;
     ensure!(exported.address().get() == at, "lent at {}, and is at {at:#x}", exported.address());
     let slept = bed.arena.sleep(keeps());
-    let can_sleep = bed.arena.capabilities().same_address_wake;
+    let can_sleep = bed.arena.capabilities().virtual_memory;
     let refused = match slept {
         Err(DeviceError::Exported { count: 1, .. }) => can_sleep,
         Err(DeviceError::Unsupported { .. }) => !can_sleep,

@@ -9,7 +9,7 @@ use lowtide_cuda_sim::sample;
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Backend;
-use lowtide_gpu::driver::cuda::{CudaOptions, MemoryKind};
+use lowtide_gpu::driver::cuda::CudaOptions;
 
 use super::cuda::Cuda;
 use super::run;
@@ -39,12 +39,12 @@ fn run_over(options: Options, cuda: CudaOptions) {
 
 /// Each way to memory, in pieces of 64 KiB or more where so much is said.
 fn ways(handle: Option<ByteSize>) -> [CudaOptions; 4] {
-    let way = |backend, memory| CudaOptions { backend, memory, handle, ..CudaOptions::default() };
+    let way = |backend, managed| CudaOptions { backend, managed, handle, ..CudaOptions::default() };
     [
-        way(Some(Backend::CudaVirtualMemory), MemoryKind::Device),
-        way(Some(Backend::CudaPool), MemoryKind::Device),
-        way(Some(Backend::CudaPlain), MemoryKind::Device),
-        way(None, MemoryKind::Managed),
+        way(Some(Backend::CudaVirtualMemory), false),
+        way(Some(Backend::CudaPool), false),
+        way(Some(Backend::CudaPlain), false),
+        way(None, true),
     ]
 }
 

@@ -276,12 +276,11 @@ fn on_the_host_it_is_a_slice_and_released_by_the_last_holder_too() {
 
 #[test]
 fn the_simulation_knows_its_own_memory() {
-    use lowtide_gpu::driver::Owner;
     let sim = SimDriver::new(SimOptions::default());
     let size = ByteSize::mib(1);
     let at = DeviceAddress::new(sim.raw().alloc(size.get()).expect("room"));
-    assert_eq!(sim.owner_of(at, size), Ok(Owner::Here));
-    assert!(matches!(sim.owner_of(at, ByteSize::gib(1)), Ok(Owner::Elsewhere(_))));
+    assert_eq!(sim.foreign_memory(at, size), Ok(None));
+    assert!(matches!(sim.foreign_memory(at, ByteSize::gib(1)), Ok(Some(_))));
     sim.raw().free(at.get()).expect("freed");
-    assert!(matches!(sim.owner_of(at, size), Ok(Owner::Elsewhere(_))));
+    assert!(matches!(sim.foreign_memory(at, size), Ok(Some(_))));
 }

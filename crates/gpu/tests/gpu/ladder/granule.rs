@@ -76,9 +76,9 @@ fn a_granule_is_committed_and_given_back_whole_or_not_at_all() {
             assert!(snapshot.committed <= ByteSize::mib(100));
         }
         let map = arena.map();
-        assert_eq!(map.granularity, granule);
-        for run in map.segments.iter().flat_map(|segment| &segment.granules) {
-            assert!(run.offset.get().is_multiple_of(granule.get()), "{run:?}");
+        assert!(map.iter().all(|segment| segment.granularity == granule));
+        for run in map.iter().flat_map(|segment| segment.active.iter().chain(&segment.idle)) {
+            assert!(run.start.is_multiple_of(granule.get()), "{run:?}");
         }
         arena.validate();
         drop(held);

@@ -2,7 +2,7 @@
 
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Driver as _;
-use lowtide_gpu::{ArenaConfig, Bound, CompactOptions, DeviceArena, DeviceError, Goal, Region};
+use lowtide_gpu::{ArenaConfig, Bound, CompactOptions, DeviceArena, DeviceError, Region};
 
 use super::remap::lane_of;
 use super::{Chance, DYNAMIC, config, device, mib, on_device, on_host};
@@ -18,9 +18,9 @@ fn recoverable(error: &DeviceError) -> ByteSize {
 }
 
 /// Compacts until nothing is to be gained.
-fn compact(arena: &DeviceArena, goal: Goal) {
+fn compact(arena: &DeviceArena, contiguous: Option<ByteSize>) {
     for region in Region::ALL {
-        let options = CompactOptions { goal, ..CompactOptions::new(region) };
+        let options = CompactOptions { contiguous, ..CompactOptions::new(region) };
         while arena.compact(options, |_| {}).expect("no error").moves > 0 {}
     }
 }
@@ -42,7 +42,7 @@ fn an_error_says_what_a_compaction_recovers_and_it_recovers_that() {
         arena.purge().expect("no error");
         let refused = mib(&arena, 64).expect_err("some of it is taken");
         let (before, gain) = (arena.snapshot(), recoverable(&refused));
-        compact(&arena, Goal::Granules);
+        compact(&arena, None);
         let gained = before.active.saturating_sub(arena.snapshot().active);
         println!("{} active, {gain} said to be recoverable, {gained} recovered", before.active);
         assert!(gained >= gain, "{refused}: {gained}");
@@ -63,7 +63,7 @@ fn a_block_that_a_compaction_would_make_room_for_is_refused_with_that_and_fits_a
     });
     let refused = mib(&arena, 12).expect_err("each granule has a block");
     assert!(recoverable(&refused) >= ByteSize::mib(12), "{refused}");
-    compact(&arena, Goal::Granules);
+    compact(&arena, None);
     mib(&arena, 12).expect("as it said");
 }
 
@@ -84,7 +84,7 @@ fn addresses_that_a_compaction_would_join_are_said_as_well() {
     assert_eq!(largest_span, ByteSize::mib(4));
     assert!(compacted_span >= ByteSize::mib(10), "{refused}");
     assert!(refused.to_string().contains(&format!("{compacted_span} or more")), "{refused}");
-    compact(&arena, Goal::Contiguous(ByteSize::mib(10)));
+    compact(&arena, Some(ByteSize::mib(10)));
     mib(&arena, 10).expect("as it said");
 }
 

@@ -144,13 +144,9 @@ impl Program {
         let snapshot = self.arena.snapshot();
         assert!(snapshot.pending.is_zero() && snapshot.cached.is_zero(), "{snapshot:?}");
         let map = self.arena.map();
-        let segment = &map.segments[region.number()];
+        let segment = &map[region.number()];
         let granule = self.granule.get();
-        let spans: Vec<_> = segment
-            .blocks
-            .iter()
-            .map(|block| (block.offset.get(), block.offset.get() + block.size.get()))
-            .collect();
+        let spans: Vec<_> = segment.live.iter().map(|block| (block.start, block.end)).collect();
         let touched = |granule_at: u64| {
             let nth = spans.partition_point(|&(_, end)| end <= granule_at);
             spans.get(nth).is_some_and(|&(start, _)| start < granule_at + granule)

@@ -166,16 +166,13 @@ fn what_was_used_or_committed_last_is_moved_after_what_has_been_idle_for_longer(
     assert_eq!(arena.snapshot().idle, ByteSize::mib(20));
     let stable = arena.alloc::<u8>(8 << 20, Region::Stable).expect("the oldest two go there");
     let map = arena.map();
-    let dynamic = &map.segments[DYNAMIC.number()];
+    let dynamic = &map[DYNAMIC.number()];
     let backed = |at: u64| {
-        let offset = at - dynamic.base;
-        dynamic
-            .granules
-            .iter()
-            .any(|run| run.offset.get() <= offset && offset < run.offset.get() + run.size.get())
+        let mut runs = dynamic.active.iter().chain(&dynamic.idle);
+        runs.any(|run| run.contains(&(at - dynamic.base)))
     };
     let left: Vec<_> = places.iter().map(|at| backed(at.get())).collect();
-    assert_eq!(left, [false, false, true, true, true], "{:?}", dynamic.granules);
+    assert_eq!(left, [false, false, true, true, true], "{dynamic:?}");
     drop(stable);
     arena.validate();
     sim.assert_no_faults();

@@ -19,7 +19,6 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{Driver, StreamHandle};
-use lowtide_gpu::map::BlockState;
 use lowtide_gpu::record::Recorder;
 use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Lane, Region,
@@ -193,12 +192,12 @@ impl Books {
         assert_eq!(self.live.values().sum::<u64>(), snapshot.live.get());
         assert_eq!(self.backed.len() as u64 * GRANULE.get(), snapshot.committed.get());
         let mut shown = BTreeMap::new();
-        for segment in &map.segments {
-            for block in segment.blocks.iter().filter(|block| block.state == BlockState::Live) {
-                shown.insert(segment.base + block.offset.get(), block.size.get());
+        for segment in &map {
+            for block in &segment.live {
+                shown.insert(segment.base + block.start, block.end - block.start);
             }
-            for run in &segment.granules {
-                assert!(self.backed.contains(&(segment.base + run.offset.get())), "{run:?}");
+            for run in segment.active.iter().chain(&segment.idle) {
+                assert!(self.backed.contains(&(segment.base + run.start)), "{run:?}");
             }
         }
         // Blocks that sleep have no memory, and are not in the map.

@@ -8,7 +8,7 @@ use lowtide_gpu::clock::{Clock as _, ManualClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{DeviceAddress, StreamHandle};
 use lowtide_gpu::{
-    BlockPin, Buffer, CompactOptions, Contents, DeviceArena, Goal, Growth, Lane, Lease, Region,
+    BlockPin, Buffer, CompactOptions, Contents, DeviceArena, Growth, Lane, Lease, Region,
     SleepOptions, SleepState,
 };
 
@@ -270,11 +270,11 @@ impl Program {
 
     fn compact(&mut self) {
         let all = CompactOptions::new(self.random.region());
-        let goals = [Goal::Granules, Goal::Contiguous(ByteSize::mib(8))];
+        let spans = [None, Some(ByteSize::mib(8))];
         let budget = ByteSize::new(self.random.below(16 * MIB));
         let moves_raw = self.random.below(2) == 0;
-        let goal = goals[self.random.index(2)];
-        let options = CompactOptions { goal, budget, moves_raw, ..all };
+        let contiguous = spans[self.random.index(2)];
+        let options = CompactOptions { contiguous, budget, moves_raw, ..all };
         let raw = &mut self.raw;
         let outcome = self.arena.compact(options, |moved| {
             if let Some(at) = raw.iter_mut().find(|at| **at == moved.from) {

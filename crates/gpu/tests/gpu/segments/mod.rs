@@ -169,11 +169,11 @@ fn a_purge_makes_one_trim_and_a_decay_gives_all_back_when_its_time_is_over() {
     assert_eq!(bed.on_device(), [14, 14]);
     bed.sim.clock().advance(Duration::from_secs(5));
     let decayed = bed.decay(bed.now()).expect("no call fails");
-    assert_eq!((decayed.released, bed.on_device()), (NONE, [14, 14]));
-    assert!(decayed.next > bed.now());
+    assert_eq!((decayed, bed.on_device()), (NONE, [14, 14]));
+    assert!(bed.next_decay() > bed.now());
     bed.sim.clock().advance(Duration::from_secs(6));
     let decayed = bed.decay(bed.now()).expect("no call fails");
-    assert_eq!((decayed.released, decayed.next), (ByteSize::mib(14), Moment::NEVER));
+    assert_eq!((decayed, bed.next_decay()), (ByteSize::mib(14), Moment::NEVER));
     assert_eq!((bed.figures(), bed.on_device()), ([0; 3], [0; 2]));
     assert_eq!(bed.sim.calls(Call::PoolTrim), trims + 1);
     bed.end();
@@ -192,7 +192,7 @@ fn a_trim_that_failed_is_made_up_for() {
     bed.sim.clock().advance(Duration::from_secs(1));
     assert!(bed.next_decay() <= bed.now());
     let decayed = bed.decay(bed.now()).expect("no call fails");
-    assert_eq!((decayed.released, decayed.next, bed.on_device()), (NONE, Moment::NEVER, [0; 2]));
+    assert_eq!((decayed, bed.next_decay(), bed.on_device()), (NONE, Moment::NEVER, [0; 2]));
     drop(bed.dynamic(4));
     bed.settle();
     bed.sim.fail_nth(Some(Call::PoolTrim), 0, SimError::Unknown);
@@ -275,16 +275,15 @@ fn a_map_shows_each_segment_where_it_is() {
     drop(beside);
     bed.settle();
     let map = bed.map();
-    let shown: Vec<_> = map.segments.iter().map(|of| (of.region.name(), of.size)).collect();
+    let shown: Vec<_> = map.iter().map(|of| (of.region.name(), of.size)).collect();
     assert_eq!(shown, [("stable", ByteSize::mib(4)), ("dynamic", ByteSize::mib(6))]);
     let lease = bed.enter().expect("awake");
     let at = kept.address(&lease).expect("ours").expect("not empty");
-    let blocks = &map.segments[0].blocks;
-    assert_eq!((blocks.len(), map.segments[0].base + blocks[0].offset.get()), (1, at.get()));
-    let states: Vec<_> = map.segments.iter().flat_map(|of| &of.granules).collect();
-    let backed: ByteSize = states.iter().map(|of| of.size).sum();
-    assert_eq!((states.len(), backed), (2, bed.snapshot().committed));
-    assert_ne!(states[0].state, states[1].state);
+    let blocks = &map[0].live;
+    assert_eq!((blocks.len(), map[0].base + blocks[0].start), (1, at.get()));
+    let whole = |segment: usize| 0..map[segment].size.get();
+    assert_eq!((map[0].active.first(), map[0].idle.len()), (Some(&whole(0)), 0));
+    assert_eq!((map[1].active.len(), map[1].idle.first()), (0, Some(&whole(1))));
     drop((lease, kept));
     bed.end();
 }
@@ -369,7 +368,7 @@ fn who_sleeps_for_nothing_gives_all_back_and_live_blocks_keep_it_awake() {
     assert_eq!((bed.state(), bed.figures()[0]), (SleepState::Awake, 6));
     drop(live);
     let slept = bed.sleep(SleepOptions::default()).expect("nothing is live");
-    assert_eq!(slept.released, ByteSize::mib(6));
+    assert_eq!(slept.memory, ByteSize::mib(6));
     assert_eq!((bed.state(), bed.figures(), bed.on_device()), (SleepState::Asleep, [0; 3], [0; 2]));
     let woken = bed.dynamic(1).expect("it wakes");
     assert_eq!((bed.state(), bed.figures()), (SleepState::Awake, [2, 2, 1]));

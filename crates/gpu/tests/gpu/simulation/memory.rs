@@ -350,7 +350,7 @@ fn what_the_device_does_not_offer_is_a_typed_error() {
     let options = SimOptions { virtual_memory: false, page_locked: false, ..SimOptions::default() };
     let sim = SimDriver::new(options);
     let can = sim.capabilities();
-    assert!(!can.virtual_memory && !can.same_address_wake && !can.page_locked);
+    assert!(!can.virtual_memory && !can.page_locked);
     assert!(!can.host_access && !can.host_backed && can.asynchronous);
     let what = "cuMemAddressReserve";
     assert_eq!(sim.reserve(GRANULE), Err(DriverError::Unsupported { what }));

@@ -3,7 +3,7 @@
 
 use lowtide_cuda_sim::{Order, SimError};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::{Buffer, CompactOptions, Goal, Region};
+use lowtide_gpu::{Buffer, CompactOptions, Region};
 
 use super::faults::{LOST, PASSING};
 use super::support::{Bed, MIB};
@@ -88,14 +88,12 @@ fn scattered(count: u64, size: usize) -> (Bed, Vec<Buffer<u8>>) {
 #[test]
 fn a_fault_at_any_call_of_a_compaction_leaves_every_block_whole() {
     // For a free span that large blocks find, large blocks move.
-    for (goal, count, size) in
-        [(Goal::Granules, 12, 48 << 10), (Goal::Contiguous(ByteSize::MAX), 4, MIB)]
-    {
+    for (contiguous, count, size) in [(None, 12, 48 << 10), (Some(ByteSize::MAX), 4, MIB)] {
         let scattered = || scattered(count, size);
         let compacts = |(bed, _): &(Bed, Vec<Buffer<u8>>)| {
             // What was freed is worked on still: that is waited for as well.
             let purged = bed.arena.purge();
-            let options = CompactOptions { goal, ..CompactOptions::new(DYNAMIC) };
+            let options = CompactOptions { contiguous, ..CompactOptions::new(DYNAMIC) };
             let compacted = bed.arena.compact(options, |_| {});
             purged.is_ok() && compacted.is_ok()
         };

@@ -23,8 +23,8 @@ fn contents_of_host_memory_stay_or_go() {
     let weights = arena.alloc_from(&[7_u32; 1 << 20], Region::Stable).expect("room");
     let mut cache = arena.alloc_from(&[9_u32; 1 << 20], Region::Dynamic).expect("room");
     let slept = arena.sleep(NOW).expect("asleep");
-    assert_eq!((slept.released, slept.stayed), (ByteSize::mib(4), ByteSize::mib(4)));
-    assert_eq!(slept.offloaded, ByteSize::ZERO, "host memory is not copied to the host");
+    assert_eq!((slept.memory, slept.stayed), (ByteSize::mib(4), ByteSize::mib(4)));
+    assert_eq!(slept.copied, ByteSize::ZERO, "host memory is not copied to the host");
     arena.snapshot().validate();
     let lease = arena.enter().expect("a lease");
     assert!(weights.slice(&lease).expect("here").iter().all(|&word| word == 7));

@@ -34,7 +34,7 @@ fn it_sleeps_after_the_idle_time_and_the_residency_and_not_before() {
     assert_eq!(arena.sleep_if_idle(clock.now()), Ok(None));
     clock.advance(Duration::from_nanos(1));
     let slept = arena.sleep_if_idle(clock.now()).expect("no error").expect("its time");
-    assert_eq!(slept.released, ByteSize::mib(1));
+    assert_eq!(slept.memory, ByteSize::mib(1));
     assert_eq!((arena.state(), arena.next_sleep()), (SleepState::Asleep, Moment::NEVER));
     // A wake begins a new residency.
     bed.assert_marked(&kept, 1);

@@ -140,8 +140,8 @@ fn vllm_48680_small_buffers_share_granules_asleep_as_well() {
     let bed = Bed::over(Arc::new(SimDriver::new(options)), |_| {});
     let small: Vec<_> = (0..1_000).map(|nth| bed.marked(4096, Region::Stable, nth)).collect();
     let slept = bed.arena.sleep(NOW).expect("asleep");
-    assert!(slept.offloaded <= ByteSize::mib(6), "{slept:?}");
-    assert!(bed.arena.wake().expect("awake").committed <= ByteSize::mib(6));
+    assert!(slept.copied <= ByteSize::mib(6), "{slept:?}");
+    assert!(bed.arena.wake().expect("awake").memory <= ByteSize::mib(6));
     for (mark, buffer) in (0..).zip(&small) {
         bed.assert_marked(buffer, mark);
     }

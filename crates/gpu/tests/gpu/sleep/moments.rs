@@ -66,7 +66,7 @@ fn a_wake_under_a_lowered_limit_did_not_see_what_a_callback_freed() {
         move |_| cache.lock().expect("whole").pop().is_some()
     });
     let woken = bed.arena.wake().expect("awake");
-    assert_eq!((woken.committed, woken.restored), (ByteSize::mib(1), ByteSize::mib(1)));
+    assert_eq!((woken.memory, woken.copied), (ByteSize::mib(1), ByteSize::mib(1)));
     bed.assert_marked(&kept, 1);
     drop((evict, kept, cache));
     bed.end();
@@ -89,7 +89,7 @@ fn a_wake_did_not_use_the_memory_of_a_block_that_stayed_and_was_freed() {
             let free = bed.sim.headroom().expect("it says").expect("known");
             bed.sim.set_neighbours(free);
         }
-        assert_eq!(bed.arena.wake().expect("awake").committed, ByteSize::mib(1));
+        assert_eq!(bed.arena.wake().expect("awake").memory, ByteSize::mib(1));
         bed.assert_marked(&kept, 1);
         drop(kept);
         bed.end();

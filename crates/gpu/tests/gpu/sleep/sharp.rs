@@ -27,7 +27,7 @@ fn what_is_left_of_a_run_comes_from_its_own_place_in_the_store() {
     let left: Vec<_> =
         (0_u64..).zip(buffers).filter(|(nth, _)| [2, 3, 7, 11].contains(nth)).collect();
     let woken = bed.arena.wake().expect("awake");
-    assert_eq!(woken.restored, ByteSize::mib(4));
+    assert_eq!(woken.copied, ByteSize::mib(4));
     for (nth, buffer) in &left {
         bed.assert_marked(buffer, *nth);
     }

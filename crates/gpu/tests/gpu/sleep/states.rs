@@ -10,7 +10,6 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, SystemClock};
 use lowtide_gpu::{
     CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepState,
-    StopReason,
 };
 
 use super::support::{Bed, MIB, at};
@@ -40,7 +39,7 @@ fn what_is_kept_is_at_the_same_addresses_with_the_same_contents() {
         snapshot.validate();
         assert_eq!((snapshot.committed, snapshot.live), (ByteSize::ZERO, live));
         assert_eq!((snapshot.asleep, snapshot.retained()), (live, ByteSize::ZERO));
-        assert_eq!(snapshot.offloaded, slept.offloaded);
+        assert_eq!(snapshot.offloaded, slept.copied);
         assert_eq!(bed.sim.leaks().handles, 0);
         assert_eq!(places(&bed), before, "the lease woke it");
         assert_eq!(bed.arena.state(), SleepState::Awake);
@@ -69,14 +68,14 @@ fn each_region_and_each_buffer_is_kept_discarded_or_stays() {
     registered.set_contents(Some(Contents::Stay)).expect("here");
     let slept =
         bed.arena.sleep(SleepOptions { dynamic: Contents::Discard, ..NOW }).expect("asleep");
-    assert_eq!(slept.released, ByteSize::mib(10));
-    assert_eq!(slept.offloaded, ByteSize::mib(6));
+    assert_eq!(slept.memory, ByteSize::mib(10));
+    assert_eq!(slept.copied, ByteSize::mib(6));
     assert_eq!(slept.stayed, ByteSize::mib(1));
     let snapshot = bed.arena.snapshot();
     snapshot.validate();
     assert_eq!((snapshot.asleep, snapshot.committed), (ByteSize::mib(10), ByteSize::mib(1)));
     let woken = bed.arena.wake().expect("awake");
-    assert_eq!((woken.committed, woken.restored), (ByteSize::mib(10), ByteSize::mib(6)));
+    assert_eq!((woken.memory, woken.copied), (ByteSize::mib(10), ByteSize::mib(6)));
     for (buffer, mark) in [(&weights, 1), (&kept, 3), (&registered, 4)] {
         assert!(!buffer.take_discarded());
         bed.assert_marked(buffer, mark);
@@ -118,7 +117,7 @@ fn what_is_freed_while_it_sleeps_does_not_come_back() {
     bed.arena.validate();
     assert_eq!(bed.arena.snapshot().asleep, ByteSize::mib(4));
     let woken = bed.arena.wake().expect("awake");
-    assert_eq!((woken.committed, woken.restored), (ByteSize::mib(4), ByteSize::mib(4)));
+    assert_eq!((woken.memory, woken.copied), (ByteSize::mib(4), ByteSize::mib(4)));
     for (nth, buffer) in (0..).zip(&buffers) {
         bed.assert_marked(buffer, nth);
     }
@@ -172,12 +171,12 @@ fn nothing_else_wakes_it() {
     bed.arena.sleep(NOW).expect("asleep");
     let calls = bed.sim.calls_total();
     let arena = &bed.arena;
-    assert_eq!(arena.decay(bed.sim.clock().now()).expect("no error").released, ByteSize::ZERO);
+    assert_eq!(arena.decay(bed.sim.clock().now()), Ok(ByteSize::ZERO));
     assert_eq!(arena.purge(), Ok(ByteSize::ZERO));
     assert_eq!(arena.trim(ByteSize::ZERO), Ok(ByteSize::ZERO));
     assert_eq!(arena.shrink(), Ok(ByteSize::ZERO));
     let done = arena.compact(CompactOptions::new(Region::Dynamic), |_| {}).expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
+    assert_eq!((done.moves, done.is_busy), (0, true));
     arena.set_limit(ByteSize::mib(64));
     let _ = (arena.map(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
     assert_eq!((arena.state(), bed.sim.calls_total()), (SleepState::Asleep, calls));

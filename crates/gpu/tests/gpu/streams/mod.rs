@@ -16,6 +16,7 @@ mod onnxruntime;
 mod patterns;
 mod raw;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use lowtide_cuda_sim::{
@@ -25,9 +26,8 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
-use lowtide_gpu::map::{BlockState, GranuleState};
 use lowtide_gpu::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Lane, Region,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Region, SegmentMap,
 };
 
 use crate::planned::counting::allocations;
@@ -87,18 +87,14 @@ fn a_map_shows_a_freed_block_that_the_device_may_still_use_as_pending() {
     let check = fill(&sim, lane.stream(), &freed, 1);
     drop(freed);
     let (map, snapshot) = (arena.map(), arena.snapshot());
-    let bytes = |wanted| -> ByteSize {
-        let blocks = map.segments.iter().flat_map(|segment| &segment.blocks);
-        blocks.filter(|block| block.state == wanted).map(|block| block.size).sum()
+    let bytes = |of: fn(&SegmentMap) -> &Vec<Range<u64>>| {
+        let ranges = map.iter().flat_map(of);
+        ByteSize::new(ranges.map(|range| range.end - range.start).sum())
     };
-    assert_eq!(
-        [bytes(BlockState::Live), bytes(BlockState::Pending)],
-        [MIB, 8 * MIB].map(ByteSize::of)
-    );
+    let blocks = [bytes(|segment| &segment.live), bytes(|segment| &segment.pending)];
+    assert_eq!(blocks, [MIB, 8 * MIB].map(ByteSize::of));
     assert_eq!([snapshot.live, snapshot.pending], [MIB, 8 * MIB].map(ByteSize::of));
-    let granules = map.segments.iter().flat_map(|segment| &segment.granules);
-    let active = granules.filter(|run| run.state == GranuleState::Active).map(|run| run.size);
-    assert_eq!(active.sum::<ByteSize>(), snapshot.active);
+    assert_eq!(bytes(|segment| &segment.active), snapshot.active);
     assert_sound(&sim, &[check]);
     drop(kept);
 }
@@ -220,7 +216,8 @@ fn an_idle_arena_gives_all_back_though_its_streams_say_nothing() {
     let clock = sim.clock();
     let start = clock.now();
     while !arena.glance().committed.is_zero() {
-        let due = arena.decay(clock.now()).expect("no error").next;
+        arena.decay(clock.now()).expect("no error");
+        let due = arena.next_decay();
         sim.advance(1); // the device works on, whatever is asked
         clock.advance(due.min(clock.now() + std::time::Duration::from_secs(1)) - clock.now());
         assert!(clock.now() - start < std::time::Duration::from_secs(20), "two decay times");
@@ -357,8 +354,8 @@ fn a_resize_and_a_compaction_wait_for_the_work_on_what_they_copy() {
         drop(buffers.remove(nth));
     }
     buffers[0].resize(5 * MIB).expect("moved");
-    let goal = Goal::Contiguous(ByteSize::MAX);
-    let options = CompactOptions { goal, ..CompactOptions::new(DYNAMIC) };
+    let contiguous = Some(ByteSize::MAX);
+    let options = CompactOptions { contiguous, ..CompactOptions::new(DYNAMIC) };
     let waits = sim.calls(Call::Synchronize);
     let done = arena.compact(options, |_| {}).expect("no error");
     assert!(done.moves > 0, "{done:?}");

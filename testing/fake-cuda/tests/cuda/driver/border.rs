@@ -12,7 +12,7 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
 use lowtide::ByteSize;
 use lowtide_fake_cuda::Fake;
-use lowtide_gpu::driver::{DeviceAddress, Driver as _, Owner};
+use lowtide_gpu::driver::{DeviceAddress, Driver as _};
 use lowtide_gpu::{DeviceError, Imported, Region, SleepOptions};
 
 use super::support::{Bed, LAZY, UNIT, check, end, start, write};
@@ -145,7 +145,7 @@ fn memory_of_another_device_or_of_none_is_not_adopted() {
     // SAFETY: it is refused.
     let error = unsafe { arena.import::<u8>(here, 16, |_, _| panic!("not adopted")) };
     assert!(matches!(error, Err(DeviceError::Driver(_))), "{error:?}");
-    assert_eq!(bed.driver.owner_of(here, ByteSize::of(UNIT)), Ok(Owner::Here));
+    assert_eq!(bed.driver.foreign_memory(here, ByteSize::of(UNIT)), Ok(None));
     frees(&bed.context)(here, ByteSize::of(UNIT));
     frees(&other)(elsewhere, ByteSize::of(UNIT));
     drop(other);
@@ -159,7 +159,7 @@ fn a_driver_that_cannot_say_whose_memory_it_is_is_believed() {
     let has = |name: &str| name != "cuPointerGetAttribute";
     let driver = CudaDriver::open_with(CudaOptions::default(), &has).expect("a device");
     let size = ByteSize::of(UNIT);
-    assert_eq!(driver.owner_of(DeviceAddress::new(1 << 40), size), Ok(Owner::Unknown));
+    assert_eq!(driver.foreign_memory(DeviceAddress::new(1 << 40), size), Ok(None));
     drop(driver);
     fake.assert_clean();
 }
@@ -189,8 +189,7 @@ fn page_locked_host_memory_is_not_adopted_and_managed_memory_is() {
     // SAFETY: freed below, once; nobody reads it.
     let locked = unsafe { result::malloc_host(UNIT, 0) }.expect("room");
     let at = DeviceAddress::new(locked.addr() as u64);
-    let host = Owner::Elsewhere("host memory");
-    assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(host));
+    assert_eq!(bed.driver.foreign_memory(at, ByteSize::of(UNIT)), Ok(Some("host memory")));
     // SAFETY: it is refused.
     let refused = unsafe { arena.import::<u8>(at, UNIT, |_, _| panic!("not adopted")) };
     let error = refused.expect_err("it is the host's");
@@ -201,7 +200,7 @@ fn page_locked_host_memory_is_not_adopted_and_managed_memory_is() {
     // SAFETY: freed by the release, once.
     let managed = unsafe { result::malloc_managed(UNIT, flags) }.expect("room");
     let at = DeviceAddress::new(managed);
-    assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(Owner::Here));
+    assert_eq!(bed.driver.foreign_memory(at, ByteSize::of(UNIT)), Ok(None));
     // SAFETY: nobody else uses it until it is released.
     let imported = unsafe { arena.import::<u8>(at, UNIT, frees(&bed.context)) };
     imported.expect("managed memory is the device's").release().expect("done");

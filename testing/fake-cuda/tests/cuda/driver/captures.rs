@@ -156,7 +156,7 @@ fn no_rung_spoils_a_capture_when_it_takes_memory_and_gives_it_back() {
         let size = lowtide_gpu::driver::HOST_GRANULARITY;
         let locked = bed.driver.host_alloc(size, HostMemory::PageLocked);
         locked.expect("room"); // left to the fake, which is reset by the next test
-        if arena.capabilities().same_address_wake {
+        if arena.capabilities().virtual_memory {
             let drain = Duration::ZERO;
             arena.sleep(SleepOptions { drain, ..SleepOptions::default() }).expect("asleep");
             arena.wake().expect("awake");

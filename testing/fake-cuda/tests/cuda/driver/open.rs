@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide_fake_cuda::{Fake, Guard, Options};
-use lowtide_gpu::driver::cuda::{
-    CudaDriver, CudaOptions, DeviceChoice, DeviceSet, DeviceUuid, MemoryKind,
-};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, DeviceChoice, DeviceUuid};
 use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
 use lowtide_gpu::{Region, SleepOptions};
 
@@ -81,17 +79,17 @@ pub(crate) const PLAIN: &[&CStr] = &[c"cuMemAlloc_v2", c"cuMemFree_v2", c"cuMemA
 
 /// Each way to memory, asked for, with the functions that it needs beside the base.
 pub(crate) const WAYS: [(CudaOptions, &[&CStr]); 4] = [
-    (way(Some(Backend::CudaVirtualMemory), MemoryKind::Device), VIRTUAL),
-    (way(Some(Backend::CudaPool), MemoryKind::Device), POOLS),
-    (way(Some(Backend::CudaPlain), MemoryKind::Device), &[c"cuMemAlloc_v2", c"cuMemFree_v2"]),
-    (way(None, MemoryKind::Managed), PLAIN),
+    (way(Some(Backend::CudaVirtualMemory), false), VIRTUAL),
+    (way(Some(Backend::CudaPool), false), POOLS),
+    (way(Some(Backend::CudaPlain), false), &[c"cuMemAlloc_v2", c"cuMemFree_v2"]),
+    (way(None, true), PLAIN),
 ];
 
-const fn way(backend: Option<Backend>, memory: MemoryKind) -> CudaOptions {
+const fn way(backend: Option<Backend>, managed: bool) -> CudaOptions {
     let device = DeviceChoice::Ordinal(0);
     let handle = Some(ByteSize::kib(64));
-    let (pool_limit, peers, rdma) = (None, DeviceSet::of(&[]), false);
-    CudaOptions { device, backend, memory, handle, pool_limit, peers, rdma }
+    let (pool_limit, peers, rdma) = (None, &[], false);
+    CudaOptions { device, backend, managed, handle, pool_limit, peers, rdma }
 }
 
 /// Functions that older drivers lack.
@@ -108,7 +106,7 @@ fn without(missing: &CStr, options: CudaOptions) -> Result<CudaDriver, DriverErr
 
 /// The first rung and no other.
 const FIRST: CudaOptions =
-    CudaOptions { handle: None, ..way(Some(Backend::CudaVirtualMemory), MemoryKind::Device) };
+    CudaOptions { handle: None, ..way(Some(Backend::CudaVirtualMemory), false) };
 
 /// The error of an open that left nothing behind.
 #[track_caller]
@@ -121,8 +119,8 @@ fn refused(fake: &Guard, options: CudaOptions) -> DriverError {
 
 fn cause(error: DriverError) -> DriverError {
     match error {
-        DriverError::NoSuchBackend { backend: Backend::CudaVirtualMemory, device: 0, cause } => {
-            *cause
+        DriverError::NoBackend { device: 0, mut skipped } if skipped.len() == 1 => {
+            skipped.remove(0).1
         }
         other => panic!("{other}"),
     }
@@ -142,24 +140,10 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
             let fake = Fake::start(LAZY);
             let symbol = name.to_str().expect("plain");
             let error = without(name, options).expect_err(symbol);
-            let DriverError::NoSuchBackend { cause, .. } = cause_of(error, options) else {
-                panic!("{symbol}: skipped among others");
-            };
-            assert_eq!(*cause, DriverError::NoFunction { function: symbol });
+            assert_eq!(cause(error), DriverError::NoFunction { function: symbol });
             assert_eq!(fake.calls(c"cuDevicePrimaryCtxRetain"), 0);
             fake.assert_clean();
         }
-    }
-}
-
-/// The error of one way, be it asked for or the only one looked at.
-fn cause_of(error: DriverError, options: CudaOptions) -> DriverError {
-    match error {
-        DriverError::NoBackend { device, mut skipped } if options.backend.is_none() => {
-            let Some((backend, cause)) = skipped.pop() else { panic!("no cause") };
-            DriverError::NoSuchBackend { backend, device, cause: Box::new(cause) }
-        }
-        other => other,
     }
 }
 
@@ -329,9 +313,10 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_wrong_one_is_named() {
     fake.assert_clean();
 }
 
-/// The cause if options do not fit the backend.
-fn needs(expected: &'static str) -> Box<DriverError> {
-    Box::new(DriverError::WrongBackend { expected })
+/// The error if options do not fit the backend.
+fn needs(backend: Backend, expected: &'static str) -> DriverError {
+    let skipped = vec![(backend, DriverError::WrongBackend { expected })];
+    DriverError::NoBackend { device: 0, skipped }
 }
 
 #[test]
@@ -339,27 +324,26 @@ fn another_way_to_memory_than_there_is_is_refused() {
     let fake = Fake::start(LAZY);
     let host = Some(Backend::Host);
     let error = refused(&fake, CudaOptions { backend: host, ..CudaOptions::default() });
-    let cause = needs("a CUDA backend: cuda_virtual_memory, cuda_pool or cuda_plain");
-    assert_eq!(error, DriverError::NoSuchBackend { backend: Backend::Host, device: 0, cause });
+    let expected = "a CUDA backend: cuda_virtual_memory, cuda_pool or cuda_plain";
+    assert_eq!(error, needs(Backend::Host, expected));
     for backend in [Backend::CudaVirtualMemory, Backend::CudaPool] {
-        let error = refused(&fake, way(Some(backend), MemoryKind::Managed));
-        let cause = needs("the backend cuda_plain for managed memory");
-        assert_eq!(error, DriverError::NoSuchBackend { backend, device: 0, cause });
+        let error = refused(&fake, way(Some(backend), true));
+        assert_eq!(error, needs(backend, "the backend cuda_plain for managed memory"));
     }
     for (options, _) in WAYS {
         let driver = CudaDriver::open(options).expect("this one");
         assert_eq!(driver.backend(), options.backend.unwrap_or(Backend::CudaPlain));
-        assert_eq!(driver.is_managed(), options.memory == MemoryKind::Managed);
+        assert_eq!(driver.is_managed(), options.managed);
         assert_eq!(driver.skipped(), []);
     }
-    drop(CudaDriver::open(way(Some(Backend::CudaPlain), MemoryKind::Managed)).expect("the same"));
+    drop(CudaDriver::open(way(Some(Backend::CudaPlain), true)).expect("the same"));
     fake.assert_clean();
 }
 
 #[test]
 fn a_device_that_cannot_share_its_memory_as_asked_is_named() {
     let (device, peer) = (0, 1);
-    let peers = CudaOptions { peers: DeviceSet::of(&[peer]), ..CudaOptions::default() };
+    let peers = CudaOptions { peers: &[1], ..CudaOptions::default() };
     let rdma = CudaOptions { rdma: true, ..CudaOptions::default() };
     let fake = Fake::start(Options { flags: Options::NO_PEERS | Options::NO_RDMA, ..LAZY });
     let error = refused(&fake, peers);
@@ -368,19 +352,19 @@ fn a_device_that_cannot_share_its_memory_as_asked_is_named() {
     assert_eq!(refused(&fake, rdma), DriverError::NoRdma { device });
     drop(fake);
     let fake = Fake::start(LAZY);
-    let far = CudaOptions { peers: DeviceSet::of(&[0, 127]), ..peers };
+    let far = CudaOptions { peers: &[0, 127], ..peers };
     assert_eq!(refused(&fake, far), DriverError::NoSuchDevice { ordinal: 127, count: 2 });
     for asked in [peers, rdma] {
         for backend in [Backend::CudaPool, Backend::CudaPlain] {
             let error = refused(&fake, CudaOptions { backend: Some(backend), ..asked });
-            let cause = needs("the backend cuda_virtual_memory for peer access and RDMA");
-            assert_eq!(error, DriverError::NoSuchBackend { backend, device, cause });
+            let expected = "the backend cuda_virtual_memory for peer access and RDMA";
+            assert_eq!(error, needs(backend, expected));
         }
         fake.fail(c"cuMemSetAccess", 1, 999); // WSL 2 refuses memory for network cards here
         let error = refused(&fake, asked);
         assert!(matches!(&error, DriverError::NoBackend { skipped, .. } if skipped.len() == 1));
     }
-    let alone = CudaOptions { peers: DeviceSet::of(&[device]), ..CudaOptions::default() };
+    let alone = CudaOptions { peers: &[0], ..CudaOptions::default() };
     drop(CudaDriver::open(alone).expect("the device itself"));
     fake.assert_clean();
 }
@@ -519,7 +503,7 @@ fn the_host_sleeps_while_it_waits_for_streams_and_events() {
         let lane = arena.cuda_lane(&bed.one).expect("a lane");
         let before = fake.spins(); // cudarc waits for the context at its first stream
         let blocks = [(); 2].map(|()| lane.alloc::<u8>(64 << 10, Region::Stable).expect("room"));
-        if arena.capabilities().same_address_wake {
+        if arena.capabilities().virtual_memory {
             let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
             let lease = lane.enter().expect("awake");
             drop(lease);

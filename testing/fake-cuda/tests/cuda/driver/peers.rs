@@ -8,7 +8,7 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUresult};
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::DeviceAddress;
-use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, DeviceSet};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{Buffer, CompactOptions, DeviceArena, Region, SleepOptions};
 
 use super::support::{Bed, LAZY, UNIT, life};
@@ -49,7 +49,7 @@ fn addresses(arena: &DeviceArena, buffers: &[Buffer<u8>]) -> Vec<DeviceAddress> 
 #[test]
 fn peers_and_network_cards_access_all_memory_also_after_a_sleep_and_a_move() {
     let fake = Fake::start(Options { devices: 3, ..LAZY });
-    let asked = CudaOptions { peers: DeviceSet::of(&[0, 2]), rdma: true, ..CudaOptions::default() };
+    let asked = CudaOptions { peers: &[0, 2], rdma: true, ..CudaOptions::default() };
     for options in [CudaOptions::default(), asked] {
         let bed = Bed::over(CudaDriver::open(options).expect("a device"));
         let arena = bed.arena();

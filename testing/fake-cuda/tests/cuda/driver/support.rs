@@ -201,7 +201,7 @@ fn on_lanes(
     drop::<Option<Buffer<u8>>>(moved);
     between();
     // Without it the driver has no way back to the same addresses, and says so in a typed error.
-    if arena.capabilities().same_address_wake {
+    if arena.capabilities().virtual_memory {
         let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
         errors.note("sleep", arena.sleep(options));
     }

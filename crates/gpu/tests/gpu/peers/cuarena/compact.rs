@@ -6,7 +6,7 @@
 //! Invariant: as in `cuarena.rs`.
 
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::{Buffer, CompactOptions, DeviceArena, Goal, Moved, RawBlock, Region};
+use lowtide_gpu::{Buffer, CompactOptions, DeviceArena, Moved, RawBlock, Region};
 
 use super::super::{assert_apart, assert_marked, assert_usable, headroom, mark, pool, raw};
 use super::MIB_64;
@@ -14,9 +14,9 @@ use super::MIB_64;
 /// Compacts the dynamic region until one span has all that is free; what moved, in order.
 fn compact(arena: &DeviceArena) -> Vec<Moved> {
     let all = CompactOptions::new(Region::Dynamic);
-    let goal = Goal::Contiguous(ByteSize::MAX);
+    let contiguous = Some(ByteSize::MAX);
     let mut moves = Vec::new();
-    let options = CompactOptions { goal, moves_raw: true, ..all };
+    let options = CompactOptions { contiguous, moves_raw: true, ..all };
     let done = arena.compact(options, |moved| moves.push(moved)).expect("nothing fails");
     assert_eq!((done.moves, done.skipped), (moves.len() as u64, 0));
     arena.validate();

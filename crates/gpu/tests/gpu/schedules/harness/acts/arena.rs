@@ -7,7 +7,7 @@ use std::time::Duration;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::{CompactOptions, DeviceError, Goal, Region};
+use lowtide_gpu::{CompactOptions, DeviceError, Region};
 
 use super::super::world::{Act, Worker, World};
 
@@ -49,17 +49,17 @@ pub(super) fn limit(world: &World, worker: &mut Worker) -> Act {
 
 /// Leases without a lane let unknown streams use memory, so mostly the device is waited for first.
 pub(super) fn compact(world: &World, worker: &mut Worker) -> Act {
-    let goal = match worker.chance.below(4) {
-        0 => Goal::Contiguous(ByteSize::MAX),
-        1 => Goal::Contiguous(world.schedule.granule),
-        _ => Goal::Granules,
+    let contiguous = match worker.chance.below(4) {
+        0 => Some(ByteSize::MAX),
+        1 => Some(world.schedule.granule),
+        _ => None,
     };
     let budget = if worker.one_in(2) { ByteSize::MAX } else { ByteSize::kib(20) };
     if !worker.one_in(4) {
         world.take(world.arena.wait_for_pending())?;
     }
     for region in Region::ALL {
-        let options = CompactOptions { goal, budget, ..CompactOptions::new(region) };
+        let options = CompactOptions { contiguous, budget, ..CompactOptions::new(region) };
         let done = world.arena.compact(options, |_| {}).map_err(DeviceError::from);
         world.take(done)?;
     }
