@@ -121,7 +121,7 @@ impl SimDriver {
             asynchronous: true,
             page_locked: options.page_locked,
             handles: options.virtual_memory,
-            granularity: options.unit(),
+            granularity: options.handle_min,
         };
         let clock = options.clock.clone();
         let floor = options.context_overhead.min(options.capacity);

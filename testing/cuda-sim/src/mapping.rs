@@ -27,7 +27,7 @@ const SCRIBBLE: Pattern = Pattern::new(0xBAD);
 impl Model {
     /// A range of whole granules.
     pub(super) fn whole(&self, at: DeviceAddress, size: ByteSize) -> Result<Range, DriverError> {
-        let granularity = self.options.unit();
+        let granularity = self.options.handle_min;
         let whole = at.is_multiple_of(granularity)
             && size.get().is_multiple_of(granularity.get())
             && !size.is_zero();

@@ -102,16 +102,11 @@ impl Default for SimOptions {
 }
 
 impl SimOptions {
-    /// The granularity that the driver reports.
-    pub(super) const fn unit(&self) -> ByteSize {
-        self.handle_min
-    }
-
     /// # Panics
     /// If the options are inconsistent.
     pub(super) fn validate(&self) {
         let least = ByteSize::kib(4);
-        let units = [self.granularity, self.unit()];
+        let units = [self.granularity, self.handle_min];
         let powers = units.iter().all(|unit| unit.get().is_power_of_two() && *unit >= least);
         assert!(
             powers,
@@ -119,12 +114,12 @@ impl SimOptions {
              of two of at least {least}"
         );
         assert!(
-            self.unit() >= self.granularity,
+            self.handle_min >= self.granularity,
             "invalid sizes {units:?}: a handle must be at least a granule"
         );
         let space = self.address_space;
         assert!(
-            space >= self.unit(),
+            space >= self.handle_min,
             "invalid address space of {space}: expected at least one handle"
         );
         assert!(space.get() <= 1 << 60, "invalid address space of {space}: at most 2^60 B");

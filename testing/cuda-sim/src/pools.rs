@@ -218,7 +218,7 @@ impl Model {
     /// Finds memory for a block; it is not counted yet.
     fn place(&mut self, size: u64, charged: u64) -> Option<u64> {
         let room = self.headroom().get() >= charged;
-        let unit = self.options.unit().get();
+        let unit = self.options.handle_min.get();
         if room { self.memory.place(size, charged, unit) } else { None }
     }
 

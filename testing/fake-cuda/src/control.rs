@@ -1,9 +1,9 @@
-//! The calls with which tests configure and query the library: `fake_*`.
+//! The commands with which tests configure and query the library.
 //!
 //! They are no calls of the driver: they are not counted, need no context, and work after a context
 //! is lost.
 //!
-//! Invariant: only a reset, a poison and `fake_run` change the queued work.
+//! Invariant: only a reset, a poison and a run change the queued work.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_char, c_int};
@@ -12,10 +12,10 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_cuda_sim::SimError;
 pub use lowtide_cuda_sim::raw::Numbers;
 
-use crate::call::{Answer, INVALID_VALUE};
+use crate::call::{Answer, INVALID_DEVICE};
 use crate::ffi::{In, Out, Text, put_text};
 use crate::nvml::Process;
-use crate::state::{reset, seats, state};
+use crate::state::{Seat, reset, seats, state};
 
 /// The settings of the devices, from a reset on.
 #[repr(C)]
@@ -81,80 +81,109 @@ impl Default for Options {
     }
 }
 
-/// [`Numbers`] as they cross the boundary.
-pub(crate) type Row = [u64; ROW];
-
-/// The number of these figures.
-pub(crate) const ROW: usize = 14;
-
-/// The names of the numbers, for a text of what is left.
-const NAMES: [&str; ROW] = [
-    "bytes used",
-    "reservations",
-    "handles",
-    "mappings",
-    "plain allocations",
-    "pool allocations",
-    "pools",
-    "streams",
-    "events",
-    "graphs",
-    "bytes locked",
-    "bytes managed",
-    "pieces of work",
-    "context retains",
-];
-
-fn row(numbers: &Numbers, retains: u64) -> Row {
-    [
-        numbers.taken_bytes,
-        numbers.reservations,
-        numbers.handles,
-        numbers.mappings,
-        numbers.plain_live,
-        numbers.pooled_live,
-        numbers.pools,
-        numbers.streams,
-        numbers.events,
-        numbers.graphs,
-        numbers.locked_bytes,
-        numbers.managed_bytes,
-        numbers.unfinished,
-        retains,
-    ]
+/// A command, with the places of answers that are no number.
+#[repr(C, u32)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Command {
+    Reset(Options),
+    Fail {
+        name: Text,
+        nth: u64,
+        code: u32,
+    },
+    ForgetFailures,
+    Calls {
+        name: Text,
+    },
+    CallsTotal,
+    Spins,
+    DropWaits {
+        every: u64,
+    },
+    DroppedWaits,
+    Numbers {
+        device: u32,
+        to: Out<Numbers>,
+    },
+    Retains {
+        device: u32,
+    },
+    /// Answers the bytes of the text with its zero.
+    Faults {
+        to: Out<c_char>,
+        room: usize,
+    },
+    Leaks {
+        to: Out<c_char>,
+        room: usize,
+    },
+    Poison {
+        device: u32,
+        code: u32,
+    },
+    Neighbours {
+        device: u32,
+        bytes: u64,
+    },
+    Capacity {
+        device: u32,
+        bytes: u64,
+    },
+    LockLimit {
+        device: u32,
+        bytes: u64,
+    },
+    GraphMemory {
+        device: u32,
+        bytes: u64,
+    },
+    Run {
+        device: u32,
+        count: u64,
+    },
+    Validate {
+        device: u32,
+    },
+    Process {
+        device: u32,
+        kind: u32,
+        pid: u32,
+        used: u64,
+    },
+    OwnPid {
+        pid: u32,
+    },
+    EntryWords {
+        words: u32,
+    },
+    HoldNvml {
+        is_held: bool,
+    },
+    NvmlSessions,
 }
 
-/// The numbers that [`row`] made, and the retains.
-pub(crate) const fn numbers(row: &Row) -> (Numbers, u64) {
-    let numbers = Numbers {
-        taken_bytes: row[0],
-        reservations: row[1],
-        handles: row[2],
-        mappings: row[3],
-        plain_live: row[4],
-        pooled_live: row[5],
-        pools: row[6],
-        streams: row[7],
-        events: row[8],
-        graphs: row[9],
-        locked_bytes: row[10],
-        managed_bytes: row[11],
-        unfinished: row[12],
-    };
-    (numbers, row[13])
-}
+/// The answer of a command that failed.
+pub(crate) const FAILED: u64 = u64::MAX;
 
 /// Returns the objects that have not been released, in words. Memory that a pool keeps is its own,
 /// and no leak; nor is work that was never waited for.
-pub(crate) fn left(numbers: &Numbers) -> Option<String> {
-    left_of(numbers, 0)
-}
-
-fn left_of(numbers: &Numbers, retains: u64) -> Option<String> {
-    let mut row = row(numbers, retains);
-    (row[0], row[12]) = (0, 0);
-    let named = row.iter().zip(NAMES).filter(|(count, _)| **count > 0);
-    let parts: Vec<_> = named.map(|(count, name)| format!("{count} {name}")).collect();
+pub(crate) fn left(numbers: &Numbers, retains: u64) -> Option<String> {
+    let all = [
+        (numbers.reservations, "reservations"),
+        (numbers.handles, "handles"),
+        (numbers.mappings, "mappings"),
+        (numbers.plain_live, "plain allocations"),
+        (numbers.pooled_live, "pool allocations"),
+        (numbers.pools, "pools"),
+        (numbers.streams, "streams"),
+        (numbers.events, "events"),
+        (numbers.graphs, "graphs"),
+        (numbers.locked_bytes, "bytes locked"),
+        (numbers.managed_bytes, "bytes managed"),
+        (retains, "context retains"),
+    ];
+    let left = all.iter().filter(|(count, _)| *count > 0);
+    let parts: Vec<_> = left.map(|(count, name)| format!("{count} {name}")).collect();
     (!parts.is_empty()).then(|| parts.join(", "))
 }
 
@@ -162,7 +191,7 @@ fn leaks() -> Vec<String> {
     let mut all = state().left().to_vec();
     for seat in seats() {
         let retains = state().devices[seat.device].retains;
-        let left = left_of(&seat.sim.raw().numbers(), retains);
+        let left = left(&seat.sim.raw().numbers(), retains);
         all.extend(left.map(|left| format!("device {}: {left}", seat.device)));
     }
     all
@@ -177,146 +206,79 @@ fn faults() -> Vec<String> {
     all
 }
 
-/// Puts lines of text, and answers how many bytes they would have with their zero.
-fn put_lines(lines: &[String], to: Out<c_char>, room: usize) -> usize {
+/// Puts lines of text, and answers how many bytes they have with their zero.
+fn put_lines(lines: &[String], to: Out<c_char>, room: usize) -> u64 {
     let text = lines.join("\n");
     if room > 0 && !to.is_absent() {
         let _ = put_text(to, room, &text);
     }
-    text.len() + 1
+    text.len() as u64 + 1
 }
 
-fn seat(device: u32) -> Answer<crate::state::Seat> {
+/// A device, whether it is visible or not.
+fn seat(device: u32) -> Answer<Seat> {
     let at = usize::try_from(device).unwrap_or(usize::MAX);
-    seats().into_iter().nth(at).ok_or(INVALID_VALUE)
+    seats().into_iter().nth(at).ok_or(INVALID_DEVICE)
 }
 
-/// Exports a function of this file: no count, no planned failure, but no panic either.
-macro_rules! control {
-    ($(
-        fn $name:ident($($argument:ident: $type:ty),*) -> $answer:ty = $otherwise:expr; $body:block
-    )*) => { $(
-        #[unsafe(no_mangle)]
-        extern "C" fn $name($($argument: $type),*) -> $answer {
-            let body = std::panic::AssertUnwindSafe(move || -> $answer { $body });
-            std::panic::catch_unwind(body).unwrap_or($otherwise)
+/// Does what a test asks for: no count, no planned failure, but no panic either.
+#[unsafe(no_mangle)]
+extern "C" fn fake_control(command: In<Command>) -> u64 {
+    let body = std::panic::AssertUnwindSafe(|| command.get().and_then(act));
+    std::panic::catch_unwind(body).ok().and_then(Result::ok).unwrap_or(FAILED)
+}
+
+fn act(command: Command) -> Answer<u64> {
+    match command {
+        Command::Reset(options) => {
+            crate::nvml::hold(false);
+            reset(options);
         }
-    )* };
-}
-
-fn of(answer: Answer) -> u32 {
-    answer.err().unwrap_or(0)
-}
-
-control! {
-    fn fake_reset(options: In<Options>) -> u32 = 999; {
-        let Ok(options) = options.get() else { return INVALID_VALUE };
-        crate::nvml::hold(false);
-        reset(options);
-        0
-    }
-
-    fn fake_fail(name: Text, nth: u64, code: u32) -> u32 = 999; {
-        let Ok(name) = name.get() else { return INVALID_VALUE };
-        state().plan(name, nth, code);
-        0
-    }
-
-    fn fake_forget_failures() -> u32 = 999; {
-        state().forget_plans();
-        0
-    }
-
-    fn fake_calls(name: Text) -> u64 = u64::MAX; {
-        let name = name.get();
-        let state = state();
-        name.map_or_else(|_| state.calls_total(), |name| state.calls(&name))
-    }
-
-    fn fake_spins() -> u64 = u64::MAX; {
-        state().spins
-    }
-
-    fn fake_drop_waits(every: u64) -> u32 = 999; {
-        state().drop_every = every;
-        0
-    }
-
-    fn fake_dropped_waits() -> u64 = u64::MAX; {
-        state().dropped
-    }
-
-    fn fake_numbers(device: u32, to: Out<Row>) -> u32 = 999; {
-        of(seat(device).and_then(|seat| {
-            let retains = state().devices[seat.device].retains;
-            to.put(row(&seat.sim.raw().numbers(), retains))
-        }))
-    }
-
-    fn fake_faults(to: Out<c_char>, room: usize) -> usize = 0; {
-        put_lines(&faults(), to, room)
-    }
-
-    fn fake_leaks(to: Out<c_char>, room: usize) -> usize = 0; {
-        put_lines(&leaks(), to, room)
-    }
-
-    fn fake_poison(device: u32, code: u32) -> u32 = 999; {
-        of(seat(device).map(|seat| seat.sim.poison(SimError::Code(code))))
-    }
-
-    fn fake_neighbours(device: u32, bytes: u64) -> u32 = 999; {
-        of(seat(device).map(|seat| seat.sim.set_neighbours(ByteSize::new(bytes))))
-    }
-
-    fn fake_capacity(device: u32, bytes: u64) -> u32 = 999; {
-        of(seat(device).map(|seat| seat.sim.set_capacity(ByteSize::new(bytes))))
-    }
-
-    fn fake_graph_memory(device: u32, bytes: u64) -> u32 = 999; {
-        of(seat(device).map(|seat| {
+        Command::Fail { name, nth, code } => state().plan(name.get()?, nth, code),
+        Command::ForgetFailures => state().forget_plans(),
+        Command::Calls { name } => return Ok(state().calls(&name.get()?)),
+        Command::CallsTotal => return Ok(state().calls_total()),
+        Command::Spins => return Ok(state().spins),
+        Command::DropWaits { every } => state().drop_every = every,
+        Command::DroppedWaits => return Ok(state().dropped),
+        Command::Numbers { device, to } => to.put(seat(device)?.sim.raw().numbers())?,
+        Command::Retains { device } => {
+            let seat = seat(device)?;
+            return Ok(state().devices[seat.device].retains);
+        }
+        Command::Faults { to, room } => return Ok(put_lines(&faults(), to, room)),
+        Command::Leaks { to, room } => return Ok(put_lines(&leaks(), to, room)),
+        Command::Poison { device, code } => seat(device)?.sim.poison(SimError::Code(code)),
+        Command::Neighbours { device, bytes } => {
+            seat(device)?.sim.set_neighbours(ByteSize::new(bytes));
+        }
+        Command::Capacity { device, bytes } => {
+            seat(device)?.sim.set_capacity(ByteSize::new(bytes));
+        }
+        Command::LockLimit { device, bytes } => {
+            seat(device)?.sim.set_lock_limit(ByteSize::new(bytes));
+        }
+        Command::GraphMemory { device, bytes } => {
             // A launch of a graph that allocates, to its end.
+            let seat = seat(device)?;
             let [_, high, reserved] = &mut state().devices[seat.device].graph_memory;
             (*high, *reserved) = ((*high).max(bytes), (*reserved).max(bytes));
-        }))
-    }
-
-    fn fake_lock_limit(device: u32, bytes: u64) -> u32 = 999; {
-        of(seat(device).map(|seat| seat.sim.set_lock_limit(ByteSize::new(bytes))))
-    }
-
-    fn fake_run(device: u32, count: u64) -> u64 = 0; {
-        let count = usize::try_from(count).unwrap_or(usize::MAX);
-        seat(device).map_or(0, |seat| seat.sim.advance(count) as u64)
-    }
-
-    fn fake_process(device: u32, kind: u32, pid: u32, used: u64) -> u32 = 999; {
-        of(seat(device).map(|seat| {
-            let process = Process { device: seat.device, kind, pid, used };
+        }
+        Command::Run { device, count } => {
+            let count = usize::try_from(count).unwrap_or(usize::MAX);
+            return Ok(seat(device)?.sim.advance(count) as u64);
+        }
+        Command::Validate { device } => seat(device)?.sim.validate(),
+        Command::Process { device, kind, pid, used } => {
+            let process = Process { device: seat(device)?.device, kind, pid, used };
             state().nvml.processes.push(process);
-        }))
+        }
+        Command::OwnPid { pid } => state().nvml.own_pid = pid,
+        Command::EntryWords { words } => {
+            state().nvml.words = usize::try_from(words).unwrap_or(3);
+        }
+        Command::HoldNvml { is_held } => crate::nvml::hold(is_held),
+        Command::NvmlSessions => return Ok(state().nvml.sessions),
     }
-
-    fn fake_own_pid(pid: u32) -> u32 = 999; {
-        state().nvml.own_pid = pid;
-        0
-    }
-
-    fn fake_entry_words(words: u32) -> u32 = 999; {
-        state().nvml.words = usize::try_from(words).unwrap_or(3);
-        0
-    }
-
-    fn fake_hold_nvml(is_held: u32) -> u32 = 999; {
-        crate::nvml::hold(is_held != 0);
-        0
-    }
-
-    fn fake_nvml_sessions() -> u64 = u64::MAX; {
-        state().nvml.sessions
-    }
-
-    fn fake_validate(device: u32) -> u32 = 999; {
-        of(seat(device).map(|seat| seat.sim.validate()))
-    }
+    Ok(0)
 }

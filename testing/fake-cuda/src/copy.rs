@@ -10,7 +10,7 @@
 
 use lowtide_cuda_sim::raw::Place;
 
-use crate::call::{Answer, INVALID_VALUE};
+use crate::call::{Answer, INVALID_VALUE, NOT_SUPPORTED};
 use crate::ffi::{Untyped, export};
 use crate::host::{Memory, Staged};
 use crate::memory::host_at;
@@ -36,7 +36,7 @@ fn capturing(seat: &Seat, stream: u64) -> Answer<bool> {
     Ok(seat.sim.raw().stream_capture_status(stream)? != 0)
 }
 
-fn to_device(to: u64, from: Untyped, size: usize, queue: u64, wait: bool) -> Answer {
+fn to_device(to: u64, from: Untyped, size: usize, queue: u64) -> Answer {
     let (seat, stream) = stream(queue)?;
     if size == 0 {
         return Ok(());
@@ -46,14 +46,8 @@ fn to_device(to: u64, from: Untyped, size: usize, queue: u64, wait: bool) -> Ans
     }
     let bytes = size as u64;
     let known = place(&seat, from.address(), bytes);
-    let is_known = known.is_some();
-    if wait && !is_known {
-        // "a stream sync is performed before the copy is initiated"
-        seat.sim.raw().stream_synchronize(stream)?;
-    }
     let source = known.unwrap_or_else(|| Place::Host(Staged::copy(from, size), 0));
-    seat.sim.raw().copy_async(Place::Device(to), source, bytes, stream)?;
-    if wait && is_known { seat.sim.raw().stream_synchronize(stream) } else { Ok(()) }
+    seat.sim.raw().copy_async(Place::Device(to), source, bytes, stream)
 }
 
 fn from_device(to: Untyped, from: u64, size: usize, queue: u64, wait: bool) -> Answer {
@@ -86,40 +80,20 @@ fn within(to: u64, from: u64, size: usize, queue: u64) -> Answer {
     let (seat, stream) = stream(queue)?;
     let across = |at| of_address(at).is_some_and(|owner| owner.device != seat.device);
     if across(to) || across(from) {
-        return Err(crate::call::NOT_SUPPORTED);
+        return Err(NOT_SUPPORTED);
     }
     let raw = seat.sim.raw();
     raw.copy_async(Place::Device(to), Place::Device(from), size as u64, stream)
 }
 
-/// A copy whose ends say themselves what they are.
-fn any(to: u64, from: u64, size: usize, queue: u64, wait: bool) -> Answer {
-    let pointer = |at| Untyped::of(std::ptr::with_exposed_provenance_mut(at));
-    let of_device = |at| of_address(at).is_some();
-    let host = |at: u64| usize::try_from(at).map(pointer).map_err(|_| INVALID_VALUE);
-    match (of_device(to), of_device(from)) {
-        (true, true) => within(to, from, size, queue),
-        (true, false) => to_device(to, host(from)?, size, queue, wait),
-        (false, true) => from_device(host(to)?, from, size, queue, wait),
-        (false, false) => Err(INVALID_VALUE),
-    }
-}
-
-fn set(at: u64, pattern: &[u8], count: usize, queue: u64) -> Answer {
+fn set(at: u64, value: u8, count: usize, queue: u64) -> Answer {
     let (seat, stream) = stream(queue)?;
-    if !at.is_multiple_of(pattern.len() as u64) {
-        return Err(INVALID_VALUE);
-    }
-    seat.sim.raw().set_async(at, pattern, count as u64, stream)
+    seat.sim.raw().set_async(at, &[value], count as u64, stream)
 }
 
 export! {
     fn cuMemcpyHtoDAsync_v2(to: u64, from: Untyped, size: usize, stream: u64) {
-        to_device(to, from, size, stream, false)
-    }
-
-    fn cuMemcpyHtoD_v2(to: u64, from: Untyped, size: usize) {
-        to_device(to, from, size, LEGACY, true)
+        to_device(to, from, size, stream)
     }
 
     fn cuMemcpyDtoHAsync_v2(to: Untyped, from: u64, size: usize, stream: u64) {
@@ -134,35 +108,16 @@ export! {
         within(to, from, size, stream)
     }
 
-    fn cuMemcpyDtoD_v2(to: u64, from: u64, size: usize) {
-        within(to, from, size, LEGACY)
-    }
-
-    fn cuMemcpyAsync(to: u64, from: u64, size: usize, stream: u64) {
-        any(to, from, size, stream, false)
-    }
-
-    fn cuMemcpy(to: u64, from: u64, size: usize) {
-        any(to, from, size, LEGACY, true)
+    // A program that links cudarc needs the name.
+    fn cuMemcpyPeerAsync() {
+        Err(NOT_SUPPORTED)
     }
 
     fn cuMemsetD8Async(at: u64, value: u8, count: usize, stream: u64) {
-        set(at, &[value], count, stream)
+        set(at, value, count, stream)
     }
 
     fn cuMemsetD8_v2(at: u64, value: u8, count: usize) {
-        set(at, &[value], count, LEGACY)
-    }
-
-    fn cuMemsetD16Async(at: u64, value: u16, count: usize, stream: u64) {
-        set(at, &value.to_le_bytes(), count, stream)
-    }
-
-    fn cuMemsetD32Async(at: u64, value: u32, count: usize, stream: u64) {
-        set(at, &value.to_le_bytes(), count, stream)
-    }
-
-    fn cuMemsetD32_v2(at: u64, value: u32, count: usize) {
-        set(at, &value.to_le_bytes(), count, LEGACY)
+        set(at, value, count, LEGACY)
     }
 }

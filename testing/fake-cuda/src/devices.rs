@@ -8,10 +8,9 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use crate::call::{Answer, INVALID_DEVICE, INVALID_VALUE};
+use crate::call::{Answer, INVALID_VALUE, NOT_SUPPORTED};
 use crate::control::Options;
-use crate::ffi::{Out, Untyped, export, put_text};
-use crate::handle::{Handle, Kind};
+use crate::ffi::{Out, export, put_text};
 use crate::state::{State, bury, current, state};
 
 /// The variable that says which devices a process sees.
@@ -127,12 +126,6 @@ export! {
         to.put(uuid(state().ordinal(device)?))
     }
 
-    fn cuDeviceGetPCIBusId(to: Out<c_char>, room: c_int, device: c_int) {
-        let device = state().ordinal(device)?;
-        let room = usize::try_from(room).map_err(|_| INVALID_VALUE)?;
-        put_text(to, room, &format!("0000:0{device}:00.0"))
-    }
-
     fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) {
         let seat = { let state = state(); state.anywhere(state.ordinal(device)?)? };
         let all = seat.sim.raw().capacity();
@@ -171,17 +164,6 @@ export! {
         Ok(())
     }
 
-    fn cuDevicePrimaryCtxGetState(device: c_int, flags: Out<c_uint>, active: Out<c_int>) {
-        let state = state();
-        let device = state.ordinal(device)?;
-        flags.put(0)?;
-        active.put(c_int::from(state.devices[device].retains > 0))
-    }
-
-    fn cuDevicePrimaryCtxSetFlags_v2(device: c_int, _flags: c_uint) {
-        state().ordinal(device).map(drop)
-    }
-
     fn cuCtxGetCurrent(context: Out<u64>) {
         let state = state();
         state.started()?;
@@ -192,71 +174,14 @@ export! {
         state().set_current(context)
     }
 
-    fn cuCtxGetDevice(device: Out<c_int>) {
-        let state = state();
-        let seat = state.current()?;
-        device.put(state.number_of(seat.device))
-    }
-
-    fn cuCtxGetDevice_v2(device: Out<c_int>, context: u64) {
-        let state = state();
-        let handle = Handle::decode(context).filter(|it| it.kind == Kind::Context);
-        device.put(state.number_of(handle.ok_or(INVALID_DEVICE)?.device))
-    }
-
-    fn cuCtxGetApiVersion(_context: u64, version: Out<c_uint>) {
-        version.put(3_020)
+    // Only primary contexts exist; a program that links cudarc needs the name.
+    fn cuCtxDestroy_v2() {
+        Err(NOT_SUPPORTED)
     }
 
     fn cuCtxSynchronize() {
         let seat = current()?;
         state().spins += 1;
         seat.sim.raw().synchronize()
-    }
-
-    fn cuCtxGetLimit(value: Out<usize>, _limit: c_uint) {
-        current()?;
-        value.put(1_024)
-    }
-
-    fn cuCtxSetLimit(_limit: c_uint, _value: usize) {
-        current().map(drop)
-    }
-
-    fn cuCtxGetFlags(flags: Out<c_uint>) {
-        current()?;
-        flags.put(0)
-    }
-
-    fn cuCtxSetFlags(_flags: c_uint) {
-        current().map(drop)
-    }
-
-    fn cuCtxGetCacheConfig(config: Out<c_uint>) {
-        current()?;
-        config.put(0)
-    }
-
-    fn cuCtxSetCacheConfig(_config: c_uint) {
-        current().map(drop)
-    }
-
-    fn cuCtxGetStreamPriorityRange(least: Out<c_int>, greatest: Out<c_int>) {
-        current()?;
-        least.put_if_asked(0);
-        greatest.put_if_asked(-5);
-        Ok(())
-    }
-
-    fn cuProfilerStart() {
-        current().map(drop)
-    }
-
-    fn cuProfilerStop() {
-        current().map(drop)
-    }
-
-    fn cuGetProcAddress_v2(_name: Untyped, _to: Untyped, _version: c_int) {
-        Err(crate::call::NOT_FOUND)
     }
 }

@@ -7,7 +7,7 @@
 
 use std::ffi::c_uint;
 
-use crate::call::{Answer, INVALID_HANDLE, INVALID_VALUE, NOT_READY};
+use crate::call::{INVALID_HANDLE, INVALID_VALUE, NOT_READY};
 use crate::ffi::{Out, export};
 use crate::handle::Kind;
 use crate::state::{current, event, state, stream};
@@ -20,21 +20,6 @@ const NO_TIMING: c_uint = 2;
 
 /// All flags that there are.
 const FLAGS: c_uint = 7;
-
-fn elapsed(to: Out<f32>, from: u64, till: u64) -> Answer {
-    for bits in [from, till] {
-        let (seat, number) = event(bits)?;
-        let flags = state().devices[seat.device].event_flags.get(&number).copied();
-        let raw = seat.sim.raw();
-        if flags.unwrap_or(0) & NO_TIMING != 0 || !raw.event_is_recorded(number)? {
-            return Err(INVALID_HANDLE);
-        }
-        if !raw.event_query(number)? {
-            return Err(NOT_READY);
-        }
-    }
-    to.put(0.0)
-}
 
 export! {
     fn cuEventCreate(to: Out<u64>, flags: c_uint) {
@@ -63,18 +48,6 @@ export! {
         seat.sim.raw().event_record(number, stream)
     }
 
-    fn cuEventRecordWithFlags(bits: u64, queue: u64, flags: c_uint) {
-        if flags > 1 {
-            return Err(INVALID_VALUE);
-        }
-        let (seat, number) = event(bits)?;
-        let (other, stream) = stream(queue)?;
-        if seat.device != other.device {
-            return Err(INVALID_HANDLE);
-        }
-        seat.sim.raw().event_record(number, stream)
-    }
-
     fn cuEventQuery(bits: u64) {
         let (seat, number) = event(bits)?;
         if seat.sim.raw().event_query(number)? { Ok(()) } else { Err(NOT_READY) }
@@ -90,10 +63,17 @@ export! {
     }
 
     fn cuEventElapsedTime(to: Out<f32>, from: u64, till: u64) {
-        elapsed(to, from, till)
-    }
-
-    fn cuEventElapsedTime_v2(to: Out<f32>, from: u64, till: u64) {
-        elapsed(to, from, till)
+        for bits in [from, till] {
+            let (seat, number) = event(bits)?;
+            let flags = state().devices[seat.device].event_flags.get(&number).copied();
+            let raw = seat.sim.raw();
+            if flags.unwrap_or(0) & NO_TIMING != 0 || !raw.event_is_recorded(number)? {
+                return Err(INVALID_HANDLE);
+            }
+            if !raw.event_query(number)? {
+                return Err(NOT_READY);
+            }
+        }
+        to.put(0.0)
     }
 }

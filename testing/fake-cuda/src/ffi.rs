@@ -17,6 +17,11 @@ use crate::call::{Answer, INVALID_VALUE};
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
+    /// A place of the caller's.
+    pub(crate) const fn of(place: *mut T) -> Self {
+        Self(place)
+    }
+
     pub(crate) const fn is_absent(&self) -> bool {
         self.0.is_null()
     }
@@ -56,6 +61,11 @@ impl<T> Out<T> {
 pub(crate) struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
+    /// An argument of the caller's.
+    pub(crate) const fn of(argument: &T) -> Self {
+        Self(argument)
+    }
+
     pub(crate) fn get(self) -> Answer<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
@@ -107,6 +117,11 @@ impl Untyped {
 pub(crate) struct Text(*const c_char);
 
 impl Text {
+    /// A text of the caller's.
+    pub(crate) const fn of(text: &CStr) -> Self {
+        Self(text.as_ptr())
+    }
+
     pub(crate) fn get(self) -> Answer<String> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);

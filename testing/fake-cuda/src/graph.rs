@@ -5,7 +5,7 @@
 //! Invariant: a graph and its instances have separate lifetimes.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
-use std::ffi::{c_int, c_uint, c_ulonglong};
+use std::ffi::{c_uint, c_ulonglong};
 
 use crate::call::{Answer, INVALID_HANDLE, INVALID_VALUE};
 use crate::ffi::{Out, Untyped, export};
@@ -64,23 +64,6 @@ export! {
         status.put(seat.sim.raw().stream_capture_status(number)?)
     }
 
-    fn cuStreamGetCaptureInfo_v2(
-        bits: u64,
-        status: Out<c_uint>,
-        id: Out<c_ulonglong>,
-        graph: Out<u64>,
-        before: Out<u64>,
-        count: Out<usize>,
-    ) {
-        let (seat, number) = stream(bits)?;
-        status.put(seat.sim.raw().stream_capture_status(number)?)?;
-        id.put_if_asked(number);
-        graph.put_if_asked(0);
-        before.put_if_asked(0);
-        count.put_if_asked(0);
-        Ok(())
-    }
-
     fn cuThreadExchangeStreamCaptureMode(mode: Untyped) {
         state().started()?;
         let before = exchange(mode.input::<c_uint>().get()?)?;
@@ -89,11 +72,6 @@ export! {
 
     fn cuGraphInstantiateWithFlags(to: Out<u64>, graph: u64, _flags: c_ulonglong) {
         instantiate(to, graph)
-    }
-
-    fn cuGraphUpload(bits: u64, queue: u64) {
-        found(bits, Kind::GraphExec)?;
-        stream(queue).map(drop)
     }
 
     fn cuGraphLaunch(bits: u64, queue: u64) {
@@ -113,14 +91,5 @@ export! {
     fn cuGraphDestroy(bits: u64) {
         let (seat, number) = found(bits, Kind::Graph)?;
         seat.sim.raw().graph_destroy(number)
-    }
-
-    fn cuGraphGetNodes(graph: u64, _nodes: Untyped, count: Out<usize>) {
-        found(graph, Kind::Graph)?;
-        count.put(0)
-    }
-
-    fn cuGraphDebugDotPrint(graph: u64, _path: Untyped, _flags: c_int) {
-        found(graph, Kind::Graph).map(drop)
     }
 }

@@ -1,8 +1,8 @@
 //! A simulation of the CUDA driver as a library with CUDA's own names, for tests only.
 //!
 //! Tables of function pointers and unmodified cudarc run against it without a GPU. It has two
-//! parts: a shared library (`cu*` as in cuda.h, and `fake_*` to configure it), and [`Fake`], which
-//! loads that library by its path and offers `fake_*` as safe calls. A process has one library with
+//! parts: a shared library (`cu*` as in cuda.h, and `fake_control` to configure it), and [`Fake`],
+//! which loads that library by its path and offers its commands as safe calls. A process has one library with
 //! one state; [`Fake::start`] gives it to one test at a time.
 //!
 //! It proves logic, never speed, and nothing about what the manual leaves open. Kernels are those
@@ -30,7 +30,6 @@ mod handle;
 mod host;
 mod library;
 mod memory;
-mod missing;
 mod module;
 mod names;
 mod nvml;

@@ -5,13 +5,14 @@
 //! looks for CUDA. One test at a time has the library, each time reset.
 //!
 //! Invariant: at most one [`Guard`] exists, and the library behind it was reset.
-#![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
+#![expect(unsafe_code, reason = "opening a library and finding its function")]
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::control::{Numbers, Options, Row, numbers};
+use crate::control::{Command, FAILED, Numbers, Options};
+use crate::ffi::{In, Out, Text};
 
 /// The files that Cargo builds, beside the tests that depend on them: the driver, and its second
 /// name.
@@ -20,46 +21,11 @@ const FILES: [&str; 2] = ["liblowtide_fake_cuda.so", "liblowtide_fake_alias.so"]
 /// The driver under the name of NVML.
 const NVML: &str = "liblowtide_fake_nvml.so";
 
-type Reset = unsafe extern "C" fn(*const Options) -> u32;
-type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;
-type Bare = unsafe extern "C" fn() -> u32;
-type Count = unsafe extern "C" fn(*const c_char) -> u64;
-type Number = unsafe extern "C" fn() -> u64;
-type Ask = unsafe extern "C" fn(u32, *mut Row) -> u32;
-type Text = unsafe extern "C" fn(*mut c_char, usize) -> usize;
-type Poison = unsafe extern "C" fn(u32, u32) -> u32;
-type SetBytes = unsafe extern "C" fn(u32, u64) -> u32;
-type Set = unsafe extern "C" fn(u64) -> u32;
-type Run = unsafe extern "C" fn(u32, u64) -> u64;
-type Check = unsafe extern "C" fn(u32) -> u32;
-type Process = unsafe extern "C" fn(u32, u32, u32, u64) -> u32;
+type Control = extern "C" fn(In<Command>) -> u64;
 
-/// The functions of the loaded library, which is never closed.
+/// The loaded library, which is never closed.
 #[derive(Debug)]
-pub struct Fake {
-    reset: Reset,
-    fail: Fail,
-    forget_failures: Bare,
-    calls: Count,
-    spins: Number,
-    drop_waits: Set,
-    dropped_waits: Number,
-    numbers: Ask,
-    faults: Text,
-    leaks: Text,
-    poison: Poison,
-    neighbours: SetBytes,
-    capacity: SetBytes,
-    lock_limit: SetBytes,
-    graph_memory: SetBytes,
-    run: Run,
-    validate: Check,
-    process: Process,
-    own_pid: Check,
-    entry_words: Check,
-    hold_nvml: Check,
-    nvml_sessions: Number,
-}
+pub struct Fake(Control);
 
 /// The library, for one test: the others in the process wait until it is dropped.
 #[derive(Debug)]
@@ -93,20 +59,16 @@ fn open(file: &str) -> Result<*mut c_void, String> {
     if library.is_null() { Err(format!("{} does not load", path.display())) } else { Ok(library) }
 }
 
-/// The address of a function of the library; never null.
-fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
+/// Finds the library's control.
+fn control(library: *mut c_void) -> Result<Control, String> {
     // SAFETY: the handle came from `dlopen` and is never closed; the name is a C string.
-    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
-    if found.is_null() { Err(format!("the library has no {name:?}")) } else { Ok(found) }
-}
-
-macro_rules! resolve {
-    ($library:expr, $name:literal, $type:ty) => {{
-        let found = symbol($library, $name)?;
-        // SAFETY: not null, and the function of this name in `control` has this type: both are of
-        // this crate and of one build.
-        unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
-    }};
+    let found = unsafe { libc::dlsym(library, c"fake_control".as_ptr()) };
+    if found.is_null() {
+        return Err("the library has no fake_control".to_owned());
+    }
+    // SAFETY: not null, and the function of this name in `control` has this type: both are of this
+    // crate and of one build.
+    Ok(unsafe { std::mem::transmute::<*mut c_void, Control>(found) })
 }
 
 impl Fake {
@@ -129,142 +91,111 @@ impl Fake {
     fn load() -> Result<Self, String> {
         // The alias stands for what is loaded under the name `libcuda.so.1`: that comes first.
         let [library, _] = [open(FILES[0])?, open(FILES[1])?];
-        Ok(Self {
-            reset: resolve!(library, c"fake_reset", Reset),
-            fail: resolve!(library, c"fake_fail", Fail),
-            forget_failures: resolve!(library, c"fake_forget_failures", Bare),
-            calls: resolve!(library, c"fake_calls", Count),
-            spins: resolve!(library, c"fake_spins", Number),
-            drop_waits: resolve!(library, c"fake_drop_waits", Set),
-            dropped_waits: resolve!(library, c"fake_dropped_waits", Number),
-            numbers: resolve!(library, c"fake_numbers", Ask),
-            faults: resolve!(library, c"fake_faults", Text),
-            leaks: resolve!(library, c"fake_leaks", Text),
-            poison: resolve!(library, c"fake_poison", Poison),
-            neighbours: resolve!(library, c"fake_neighbours", SetBytes),
-            capacity: resolve!(library, c"fake_capacity", SetBytes),
-            lock_limit: resolve!(library, c"fake_lock_limit", SetBytes),
-            graph_memory: resolve!(library, c"fake_graph_memory", SetBytes),
-            run: resolve!(library, c"fake_run", Run),
-            validate: resolve!(library, c"fake_validate", Check),
-            process: resolve!(library, c"fake_process", Process),
-            own_pid: resolve!(library, c"fake_own_pid", Check),
-            entry_words: resolve!(library, c"fake_entry_words", Check),
-            hold_nvml: resolve!(library, c"fake_hold_nvml", Check),
-            nvml_sessions: resolve!(library, c"fake_nvml_sessions", Number),
-        })
-    }
-
-    /// All of a text of the library.
-    fn text(function: Text) -> String {
-        // SAFETY: with no room nothing is written.
-        let length = unsafe { function(std::ptr::null_mut(), 0) };
-        let mut bytes = vec![0_u8; length.max(1)];
-        // SAFETY: the buffer is as large as it is said to be.
-        unsafe { function(bytes.as_mut_ptr().cast(), bytes.len()) };
-        let text = CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy());
-        text.map(std::borrow::Cow::into_owned).unwrap_or_default()
+        control(library).map(Self)
     }
 }
 
 impl Guard {
+    /// Gives a command, and returns its answer.
+    ///
+    /// # Panics
+    /// If there is no such device, or the library is broken.
+    fn act(&self, command: Command) -> u64 {
+        let answer = (self.fake.0)(In::of(&command));
+        assert_ne!(answer, FAILED, "{command:?}: no possible device, or the library is broken");
+        answer
+    }
+
     /// Begins anew with these options: nothing is left of devices, contexts, counts and plans.
     ///
     /// # Panics
     /// If the options name no possible device.
     pub fn reset(&self, options: Options) {
-        // SAFETY: a pointer to options that outlive the call.
-        let code = unsafe { (self.fake.reset)(&raw const options) };
-        assert_eq!(code, 0, "{options:?}: no possible device");
+        self.act(Command::Reset(options));
     }
 
     /// Lets the `nth` call of this name from now on, counted from 1, fail with a code.
-    ///
-    /// # Panics
-    /// If the library is broken.
     pub fn fail(&self, name: &CStr, nth: u64, code: u32) {
-        // SAFETY: a C string that outlives the call.
-        let done = unsafe { (self.fake.fail)(name.as_ptr(), nth, code) };
-        assert_eq!(done, 0);
+        self.act(Command::Fail { name: Text::of(name), nth, code });
     }
 
     /// Forgets all failures that were planned.
     pub fn forget_failures(&self) {
-        // SAFETY: no precondition.
-        unsafe { (self.fake.forget_failures)() };
+        self.act(Command::ForgetFailures);
     }
 
     /// Returns the number of calls of this name, failed ones included.
     #[must_use]
     pub fn calls(&self, name: &CStr) -> u64 {
-        // SAFETY: a C string that outlives the call.
-        unsafe { (self.fake.calls)(name.as_ptr()) }
+        self.act(Command::Calls { name: Text::of(name) })
     }
 
     /// Returns the number of all calls.
     #[must_use]
     pub fn calls_total(&self) -> u64 {
-        // SAFETY: null asks for the sum.
-        unsafe { (self.fake.calls)(std::ptr::null()) }
+        self.act(Command::CallsTotal)
     }
 
     /// Returns the number of waits of the host that would have kept a core busy on a device: for a
     /// stream, for the context, and for events that do not block.
     #[must_use]
     pub fn spins(&self) -> u64 {
-        // SAFETY: no precondition.
-        unsafe { (self.fake.spins)() }
+        self.act(Command::Spins)
     }
 
     /// Plants a missing wait: of the calls of `cuStreamWaitEvent` from now on, every so many-th
     /// succeeds and orders nothing. 0 ends it.
-    ///
-    /// # Panics
-    /// If the library is broken.
     pub fn drop_waits(&self, every: u64) {
-        // SAFETY: a number only.
-        let done = unsafe { (self.fake.drop_waits)(every) };
-        assert_eq!(done, 0);
+        self.act(Command::DropWaits { every });
     }
 
     /// Returns the number of waits that were dropped.
     #[must_use]
     pub fn dropped_waits(&self) -> u64 {
-        // SAFETY: no precondition.
-        unsafe { (self.fake.dropped_waits)() }
-    }
-
-    fn row(&self, device: u32) -> (Numbers, u64) {
-        let mut row = Row::default();
-        // SAFETY: a pointer to a row that outlives the call.
-        let code = unsafe { (self.fake.numbers)(device, &raw mut row) };
-        assert_eq!(code, 0, "there is no device {device}");
-        numbers(&row)
+        self.act(Command::DroppedWaits)
     }
 
     /// Returns the figures of a device; devices are counted whether they are visible or not.
+    ///
+    /// # Panics
+    /// If there is no such device.
     #[must_use]
     pub fn numbers(&self, device: u32) -> Numbers {
-        self.row(device).0
+        let mut numbers = Numbers::default();
+        self.act(Command::Numbers { device, to: Out::of(&raw mut numbers) });
+        numbers
     }
 
     /// Returns the number of times that its primary context is retained.
+    ///
+    /// # Panics
+    /// If there is no such device.
     #[must_use]
     pub fn retains(&self, device: u32) -> u64 {
-        self.row(device).1
+        self.act(Command::Retains { device })
+    }
+
+    /// All of a text of the library.
+    fn text(&self, command: fn(Out<c_char>, usize) -> Command) -> String {
+        let length = self.act(command(Out::of(std::ptr::null_mut()), 0));
+        let mut bytes: Vec<c_char> = vec![0; usize::try_from(length).unwrap_or(0).max(1)];
+        let room = bytes.len();
+        self.act(command(Out::of(bytes.as_mut_ptr()), room));
+        let text = bytes.iter().map(|byte| byte.cast_unsigned()).take_while(|byte| *byte != 0);
+        String::from_utf8_lossy(&text.collect::<Vec<_>>()).into_owned()
     }
 
     /// The breaches of CUDA's contract so far, a line each.
     #[must_use]
     pub fn faults(&self) -> String {
-        Fake::text(self.fake.faults)
+        self.text(|to, room| Command::Faults { to, room })
     }
 
     /// Returns the objects that have not been released, a line for each device and each context
     /// destroyed with something in it.
     #[must_use]
     pub fn leaks(&self) -> String {
-        Fake::text(self.fake.leaks)
+        self.text(|to, room| Command::Leaks { to, room })
     }
 
     /// Asserts that the contract was kept and all is given back.
@@ -280,9 +211,7 @@ impl Guard {
     /// # Panics
     /// If there is no such device.
     pub fn poison(&self, device: u32, code: u32) {
-        // SAFETY: numbers only.
-        let done = unsafe { (self.fake.poison)(device, code) };
-        assert_eq!(done, 0, "there is no device {device}");
+        self.act(Command::Poison { device, code });
     }
 
     /// Takes so many bytes of a device as another process would; 0 gives them back.
@@ -290,9 +219,7 @@ impl Guard {
     /// # Panics
     /// If there is no such device.
     pub fn neighbours(&self, device: u32, bytes: u64) {
-        // SAFETY: numbers only.
-        let done = unsafe { (self.fake.neighbours)(device, bytes) };
-        assert_eq!(done, 0, "there is no device {device}");
+        self.act(Command::Neighbours { device, bytes });
     }
 
     /// Loads NVML, which stays in the process.
@@ -313,46 +240,28 @@ impl Guard {
     /// # Panics
     /// If there is no such device.
     pub fn process(&self, device: u32, kind: u32, pid: u32, used: u64) {
-        // SAFETY: numbers only.
-        let done = unsafe { (self.fake.process)(device, kind, pid, used) };
-        assert_eq!(done, 0, "there is no device {device}");
+        self.act(Command::Process { device, kind, pid, used });
     }
 
     /// Sets the number under which NVML lists this process; 0 hides it.
-    ///
-    /// # Panics
-    /// If the library is broken.
     pub fn own_pid(&self, pid: u32) {
-        // SAFETY: a number only.
-        let done = unsafe { (self.fake.own_pid)(pid) };
-        assert_eq!(done, 0);
+        self.act(Command::OwnPid { pid });
     }
 
     /// Sets the size of an entry in NVML's lists, in units of 8 bytes: 2, 3 (the usual) or 4.
-    ///
-    /// # Panics
-    /// If the library is broken.
     pub fn entry_words(&self, words: u32) {
-        // SAFETY: a number only.
-        let done = unsafe { (self.fake.entry_words)(words) };
-        assert_eq!(done, 0);
+        self.act(Command::EntryWords { words });
     }
 
     /// Lets the lists of NVML not return until it is called with `false`, or a reset.
-    ///
-    /// # Panics
-    /// If the library is broken.
     pub fn hold_nvml(&self, is_held: bool) {
-        // SAFETY: a number only.
-        let done = unsafe { (self.fake.hold_nvml)(u32::from(is_held)) };
-        assert_eq!(done, 0);
+        self.act(Command::HoldNvml { is_held });
     }
 
     /// Returns the number of sessions of NVML that have not ended.
     #[must_use]
     pub fn nvml_sessions(&self) -> u64 {
-        // SAFETY: no precondition.
-        unsafe { (self.fake.nvml_sessions)() }
+        self.act(Command::NvmlSessions)
     }
 
     /// Sets the memory of a device in bytes, until its context ends.
@@ -360,9 +269,7 @@ impl Guard {
     /// # Panics
     /// If there is no such device.
     pub fn capacity(&self, device: u32, bytes: u64) {
-        // SAFETY: numbers only.
-        let done = unsafe { (self.fake.capacity)(device, bytes) };
-        assert_eq!(done, 0, "there is no device {device}");
+        self.act(Command::Capacity { device, bytes });
     }
 
     /// Sets how many bytes of host memory may be page-locked for a device.
@@ -370,9 +277,7 @@ impl Guard {
     /// # Panics
     /// If there is no such device.
     pub fn lock_limit(&self, device: u32, bytes: u64) {
-        // SAFETY: numbers only.
-        let done = unsafe { (self.fake.lock_limit)(device, bytes) };
-        assert_eq!(done, 0, "there is no device {device}");
+        self.act(Command::LockLimit { device, bytes });
     }
 
     /// Launches a graph that allocates so many bytes and frees them: the device keeps them.
@@ -380,15 +285,15 @@ impl Guard {
     /// # Panics
     /// If there is no such device.
     pub fn graph_memory(&self, device: u32, bytes: u64) {
-        // SAFETY: numbers only.
-        let done = unsafe { (self.fake.graph_memory)(device, bytes) };
-        assert_eq!(done, 0, "there is no device {device}");
+        self.act(Command::GraphMemory { device, bytes });
     }
 
     /// Does at most so many pieces of queued work, as time would; how many were there to do.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn run(&self, device: u32, count: u64) -> u64 {
-        // SAFETY: numbers only.
-        unsafe { (self.fake.run)(device, count) }
+        self.act(Command::Run { device, count })
     }
 
     /// Checks the model's own books.
@@ -396,8 +301,6 @@ impl Guard {
     /// # Panics
     /// If the model is wrong.
     pub fn validate(&self, device: u32) {
-        // SAFETY: a number only.
-        let done = unsafe { (self.fake.validate)(device) };
-        assert_eq!(done, 0, "the books of device {device} are wrong");
+        self.act(Command::Validate { device });
     }
 }

@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_uint};
 use lowtide_cuda_sim::raw::{Found, HostKind};
 
 use crate::call::{Answer, INVALID_VALUE, OUT_OF_MEMORY};
-use crate::ffi::{In, Out, Untyped, export};
+use crate::ffi::{Out, Untyped, export};
 use crate::host::Memory;
 use crate::state::{Seat, State, current, of_address, seats, state};
 
@@ -123,13 +123,6 @@ export! {
         at.put(host_alloc(size, HostKind::Locked)?)
     }
 
-    fn cuMemAllocHost_v2(at: Out<Untyped>, size: usize) {
-        if at.is_absent() {
-            return Err(INVALID_VALUE);
-        }
-        at.put(host_alloc(size, HostKind::Locked)?)
-    }
-
     fn cuMemFreeHost(at: Untyped) {
         host_free(at, HostKind::Locked)
     }
@@ -142,52 +135,8 @@ export! {
         host_free(at, HostKind::Registered)
     }
 
-    fn cuMemHostGetDevicePointer_v2(to: Out<u64>, at: Untyped, _flags: c_uint) {
-        current()?;
-        host_at(at.address()).ok_or(INVALID_VALUE)?;
-        to.put(at.address())
-    }
-
-    fn cuMemHostGetFlags(flags: Out<c_uint>, at: Untyped) {
-        host_at(at.address()).ok_or(INVALID_VALUE)?;
-        flags.put(0)
-    }
-
-    fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, at: u64) {
-        let seat = of_address(at).ok_or(INVALID_VALUE)?;
-        let Some(Found::Allocation(start, bytes)) = seat.sim.raw().find(at) else {
-            return Err(INVALID_VALUE);
-        };
-        base.put_if_asked(start);
-        size.put_if_asked(usize::try_from(bytes).unwrap_or(usize::MAX));
-        Ok(())
-    }
-
     fn cuPointerGetAttribute(to: Untyped, which: c_int, at: u64) {
         state().started()?;
         pointer_attribute(which, at, to)
-    }
-
-    fn cuPointerGetAttributes(count: c_uint, which: In<c_int>, to: In<Untyped>, at: u64) {
-        state().started()?;
-        for place in 0..usize::try_from(count).unwrap_or(0) {
-            // cuda.h: an attribute that an address has not got is set to a default, no error.
-            let _ = pointer_attribute(which.element(place)?, at, to.element(place)?);
-        }
-        Ok(())
-    }
-
-    fn cuMemPrefetchAsync_v2(at: u64, _size: usize, _place: u64, _flags: c_uint, stream: u64) {
-        crate::state::stream(stream)?;
-        host_at(at).map(drop).ok_or(INVALID_VALUE)
-    }
-
-    fn cuMemAdvise_v2(at: u64, _size: usize, _advice: c_int, _place: u64) {
-        host_at(at).map(drop).ok_or(INVALID_VALUE)
-    }
-
-    fn cuStreamAttachMemAsync(stream: u64, at: u64, _size: usize, _flags: c_uint) {
-        crate::state::stream(stream)?;
-        host_at(at).map(drop).ok_or(INVALID_VALUE)
     }
 }

@@ -74,14 +74,9 @@ export! {
         load(to, &image.get()?)
     }
 
-    fn cuModuleLoadDataEx(
-        to: Out<u64>,
-        image: Text,
-        _count: c_uint,
-        _options: Untyped,
-        _values: Untyped,
-    ) {
-        load(to, &image.get()?)
+    // A program that links cudarc needs the name.
+    fn cuModuleLoad() {
+        Err(NOT_SUPPORTED)
     }
 
     fn cuModuleUnload(bits: u64) {
@@ -100,21 +95,12 @@ export! {
         to.put(seat.handle(Kind::Function, number * MODULE_STEP + place as u64))
     }
 
-    fn cuModuleGetGlobal_v2(_at: Out<u64>, _size: Out<usize>, bits: u64, _name: Text) {
-        module(bits)?;
-        Err(NOT_FOUND)
-    }
-
     fn cuFuncGetAttribute(value: Out<c_int>, which: c_int, bits: u64) {
         function(bits)?;
         value.put(if which == 0 { 1_024 } else { 0 })
     }
 
     fn cuFuncSetAttribute(bits: u64, _which: c_int, _value: c_int) {
-        function(bits).map(drop)
-    }
-
-    fn cuFuncSetCacheConfig(bits: u64, _config: c_uint) {
         function(bits).map(drop)
     }
 

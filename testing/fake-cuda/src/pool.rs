@@ -3,7 +3,7 @@
 //! Invariant: a device without pools answers 801 to each of these calls.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
-use std::ffi::{c_int, c_ulonglong};
+use std::ffi::c_int;
 
 use lowtide_cuda_sim::raw::PoolState;
 
@@ -177,14 +177,5 @@ export! {
         let [used, high, _] = &mut state.devices[at].graph_memory;
         *high = *used;
         Ok(())
-    }
-
-    fn cuMemPoolSetAccess(bits: u64, _access: Untyped, _count: usize) {
-        pool(bits).map(drop)
-    }
-
-    fn cuMemPoolGetAccess(flags: Out<c_ulonglong>, bits: u64, _location: Untyped) {
-        pool(bits)?;
-        flags.put(3)
     }
 }

@@ -35,7 +35,6 @@ pub(crate) struct Device {
     pub(crate) life: u64,
     pub(crate) retains: u64,
     pub(crate) event_flags: BTreeMap<u64, u32>,
-    pub(crate) stream_flags: BTreeMap<u64, (u32, i32)>,
     /// Handles of destroyed streams, which name the next streams with `REUSED_STREAMS`.
     pub(crate) spare_streams: Vec<u64>,
     /// The numbers of streams that have a reused handle.
@@ -160,7 +159,6 @@ impl State {
             life: 1,
             retains: 0,
             event_flags: BTreeMap::new(),
-            stream_flags: BTreeMap::new(),
             spare_streams: Vec::new(),
             reused_streams: BTreeMap::new(),
             modules: BTreeMap::new(),
@@ -325,7 +323,6 @@ impl State {
         }
         it.life = (it.life + 1) % LIVES;
         it.event_flags.clear();
-        it.stream_flags.clear();
         it.spare_streams.clear();
         it.reused_streams.clear();
         it.modules.clear();
@@ -377,7 +374,7 @@ impl Seat {
 /// Notes what a context that was destroyed had on record, and what was left in it; then drops it.
 pub(crate) fn bury(device: usize, context: &SimDriver) {
     let faults = context.faults();
-    let left = crate::control::left(&context.raw().numbers());
+    let left = crate::control::left(&context.raw().numbers(), 0);
     let mut state = state();
     for fault in faults {
         state.on_record(format!("device {device}: {fault:?}"));

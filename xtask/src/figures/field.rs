@@ -122,7 +122,7 @@ pub(super) fn run(only: &[String]) -> Result<(), String> {
 /// Returns the number of counted goals that the benches miss.
 fn fell() -> Result<f64, String> {
     let mut all = 0;
-    for name in ["time -- --counted", "replay"] {
+    for name in ["time", "replay"] {
         let (text, is_held) = cargo("bench --locked --bench").words(name).shown()?;
         let missed = text.lines().filter(|line| line.starts_with("MISSED")).count();
         if missed == 0 && !is_held {

@@ -23,11 +23,29 @@ struct Options {
 /// `Options::UNKNOWN_KERNELS`.
 const UNKNOWN_KERNELS: u32 = 32;
 
+/// `lowtide_cuda_sim::raw::Numbers`, of which the seventh is that of the pools.
+type Numbers = [u64; 13];
+
+/// The commands of `lowtide_fake_cuda` that the tests give, under its numbers. The options are the
+/// largest part of both.
+#[repr(C, u32)]
+enum Command {
+    Reset(Options) = 0,
+    Calls { name: *const c_char } = 3,
+    Numbers { device: u32, to: *mut Numbers } = 8,
+    Faults { to: *mut c_char, room: usize } = 10,
+}
+
 unsafe extern "C" {
-    fn fake_reset(options: *const Options) -> u32;
-    fn fake_calls(name: *const c_char) -> u64;
-    fn fake_numbers(device: u32, to: *mut [u64; 14]) -> u32;
-    fn fake_faults(to: *mut c_char, size: usize) -> usize;
+    fn fake_control(command: *const Command) -> u64;
+}
+
+/// Gives a command, and returns its answer.
+fn act(command: &Command) -> u64 {
+    // SAFETY: a command of the library's layout, whose pointers outlive the call.
+    let answer = unsafe { fake_control(command) };
+    assert_ne!(answer, u64::MAX, "the command failed");
+    answer
 }
 
 /// Starts anew with one device of 80 GiB that has every kernel.
@@ -43,29 +61,25 @@ pub(crate) fn reset() {
         devices: 1,
         driver_version: 12_080,
     };
-    // SAFETY: options of the library's layout; it copies them.
-    assert_eq!(unsafe { fake_reset(&raw const options) }, 0);
+    act(&Command::Reset(options));
 }
 
 /// The number of calls of a function of the driver.
 pub(crate) fn calls(name: &CStr) -> u64 {
-    // SAFETY: a C string that outlives the call.
-    unsafe { fake_calls(name.as_ptr()) }
+    act(&Command::Calls { name: name.as_ptr() })
 }
 
 /// The number of pools, without the device's own.
 pub(crate) fn pools() -> u64 {
-    let mut numbers = [0; 14];
-    // SAFETY: room for as many numbers as the library has.
-    assert_eq!(unsafe { fake_numbers(0, &raw mut numbers) }, 0);
+    let mut numbers = [0; 13];
+    act(&Command::Numbers { device: 0, to: &raw mut numbers });
     numbers[6]
 }
 
 /// Misuse of the driver, in words.
 pub(crate) fn faults() -> String {
     let mut text = vec![0_u8; 1 << 16];
-    // SAFETY: room for as many bytes as it says.
-    unsafe { fake_faults(text.as_mut_ptr().cast(), text.len()) };
+    act(&Command::Faults { to: text.as_mut_ptr().cast(), room: text.len() });
     let text = CStr::from_bytes_until_nul(&text).unwrap_or(c"too many faults");
     text.to_string_lossy().into_owned()
 }

@@ -54,7 +54,7 @@ impl Raw<'_> {
     /// `cuMemGetAllocationGranularity`, in bytes.
     pub fn granularity(&self) -> Answer<u64> {
         let model = self.model();
-        if model.options.virtual_memory { Ok(model.options.unit().get()) } else { Err(801) }
+        if model.options.virtual_memory { Ok(model.options.handle_min.get()) } else { Err(801) }
     }
 
     /// `cuMemGetAccess`: `true` if work may access the address.
@@ -69,7 +69,7 @@ impl Raw<'_> {
         let mut model = self.model();
         let call = Call::AddressReserve;
         model.enter_virtual(call, ByteSize::new(size)).map_err(code)?;
-        let unit = model.options.unit().get();
+        let unit = model.options.handle_min.get();
         let alignment = alignment.max(unit);
         if size == 0 || !size.is_multiple_of(unit) || !alignment.is_power_of_two() {
             return Err(INVALID_VALUE);
@@ -87,7 +87,7 @@ impl Raw<'_> {
         let mut model = self.model();
         let (call, requested) = (Call::Create, ByteSize::new(size));
         model.enter_virtual(call, requested).map_err(code)?;
-        if size == 0 || !size.is_multiple_of(model.options.unit().get()) {
+        if size == 0 || !size.is_multiple_of(model.options.handle_min.get()) {
             return Err(INVALID_VALUE);
         }
         model.charge(call, 1, requested);

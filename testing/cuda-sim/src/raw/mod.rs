@@ -47,6 +47,7 @@ impl SimDriver {
 }
 
 /// The objects and bytes that a device holds.
+#[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Numbers {
     /// Bytes of the device in use, without the context's own and other processes' memory.
