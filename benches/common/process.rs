@@ -77,6 +77,11 @@ impl Process {
         self.group.as_ref().map(|group| &*group.folder)
     }
 
+    /// Changes the limit of its cgroup.
+    pub(crate) fn set_limit(&self, limit: ByteSize) -> std::io::Result<()> {
+        self.folder().map_or(Ok(()), |folder| cgroup::set_limit(folder, limit.get()))
+    }
+
     /// Waits for its first line, and reads it.
     pub(crate) fn first_line<T: FromStr>(&mut self) -> Result<T, BoxError> {
         let line = self.line()?;
@@ -183,7 +188,7 @@ pub(crate) fn group(limit: ByteSize) -> Result<Group, String> {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    Group::make(&format!("lowtide-bench-{}-{number}", std::process::id()), Some(limit.get()))
+    Group::make(&format!("lowtide-bench-{}-{number}", std::process::id()), limit.get())
 }
 
 /// Returns an address of this machine that was free a moment ago.

@@ -14,7 +14,7 @@ mod common;
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
@@ -44,9 +44,6 @@ enum Part {
 #[derive(Clone, Debug, Parser)]
 #[command(about = "What admission, sampling and managed resources cost")]
 struct Cli {
-    /// The number of measurements of each.
-    #[arg(long, default_value_t = 9)]
-    rounds: usize,
     /// These parts alone.
     #[arg(long, value_delimiter = ',')]
     parts: Vec<Part>,
@@ -60,14 +57,8 @@ struct Cli {
 
 const TURNS: u32 = 1_000_000;
 const COST: ByteSize = ByteSize::kib(64);
-/// The number of callers that want a cold resource at the same moment.
-const CROWD: usize = 1000;
-/// The time of a load, and of an unload, in the cases in which it matters.
+/// The time of an unload.
 const LONG: Duration = Duration::from_millis(500);
-const IDLE: Duration = Duration::from_secs(1);
-/// The longest tick of the control loop.
-const LONGEST_TICK: Duration = Duration::from_millis(250);
-const MODEL: usize = 60 << 20;
 const DEADLINE: Duration = Duration::from_secs(20);
 /// The process whose sampler is watched, with blocks of a granule each: every other one is given
 /// back, so that each stands in a mapping of its own.
@@ -82,7 +73,7 @@ const READINGS: usize = 2000;
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::new(cli.counted);
-        let rounds = if cli.quick { 1 } else { cli.rounds.max(1) };
+        let rounds = if cli.quick { 1 } else { 9 };
         let wanted = |part| cli.parts.is_empty() || cli.parts.contains(&part);
         if wanted(Part::Admission) {
             admission(rounds, &mut figures)?;
@@ -161,8 +152,8 @@ fn beside(turn: &(impl Fn() + Sync)) -> f64 {
     })
 }
 
-/// Resources that load on demand: what a use costs, how often a thousand at once load, whether
-/// anybody waits for another's unloading, and what is left after it.
+/// Resources that load on demand: what a use costs, and whether anybody waits for another's
+/// unloading.
 fn managed(rounds: usize, figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().start()?;
     let hot = memory.managed("hot", || Ok(7_u64)).register()?;
@@ -171,35 +162,9 @@ fn managed(rounds: usize, figures: &mut Figures) -> Result<(), BoxError> {
         let nanos = alone(|| drop(black_box(hot.acquire_blocking())));
         figures.timed("managed.acquire_ns", nanos, "ns", 100.0);
     }
-    figures.at_most("managed.loads", crowd(&memory)?, "loads", 1.0);
     figures.timed("managed.other_wait_ms", waits(&memory, &hot)?, "ms", 1.0);
-    unload(&memory, figures)?;
     let ended = memory.shutdown_blocking(DEADLINE);
     if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
-}
-
-/// Loads for a thousand who want it at once.
-fn crowd(memory: &Memory) -> Result<f64, BoxError> {
-    static LOADS: AtomicU32 = AtomicU32::new(0);
-    let cold = memory.managed("cold", || {
-        LOADS.fetch_add(1, Ordering::Relaxed);
-        std::thread::sleep(LONG);
-        Ok(())
-    });
-    let cold = cold.register()?;
-    let ready = Barrier::new(CROWD);
-    let got: usize = std::thread::scope(|scope| {
-        let want = || {
-            ready.wait();
-            usize::from(cold.acquire_blocking().is_ok())
-        };
-        let threads: Vec<_> = (0..CROWD).map(|_| scope.spawn(want)).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or(0)).sum()
-    });
-    if got != CROWD {
-        return Err(format!("{got} of {CROWD} had the resource").into());
-    }
-    Ok(LOADS.load(Ordering::Relaxed).into())
 }
 
 /// The longest wait in milliseconds of those who use one resource while another one is unloaded.
@@ -227,35 +192,6 @@ fn waits(memory: &Memory, hot: &Managed<u64>) -> Result<f64, BoxError> {
             other => Err(format!("the slow resource was not unloaded: {other:?}").into()),
         }
     })
-}
-
-/// When a resource goes that nobody uses, and what is resident then.
-fn unload(memory: &Memory, figures: &mut Figures) -> Result<(), BoxError> {
-    let cost = Cost::host(ByteSize::of(MODEL));
-    let model = memory.managed("model", || Ok(vec![1_u8; MODEL])).cost(cost).idle(IDLE);
-    let model = model.register()?;
-    let physical = || memory.snapshot().physical;
-    let before = physical();
-    drop(model.acquire_blocking()?);
-    let released = Instant::now();
-    while model.peek().is_some() {
-        if released.elapsed() > DEADLINE {
-            return Err("the model was never unloaded".into());
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let late = released.elapsed().saturating_sub(IDLE).div_duration_f64(LONGEST_TICK);
-    // The purge is a job of its own; what it leaves is looked at until it has been at work.
-    let allowed = before.scaled(0.05).max(ByteSize::mib(8));
-    let mut after = physical();
-    while after > before.saturating_add(allowed) && released.elapsed() < DEADLINE {
-        std::thread::sleep(Duration::from_millis(1));
-        after = physical();
-    }
-    let over = after.saturating_sub(before).as_f64() / allowed.as_f64();
-    figures.at_most("managed.unload_late_ticks", late, "ticks", 1.0);
-    figures.at_most("managed.after_unload_over_goal", over, "ratio", 1.0);
-    Ok(())
 }
 
 /// The cost of the control loop: its thread's time on a processor while a request is held, so that

@@ -3,10 +3,7 @@
 //! It reads; `judge` asks. Invariant: a query that Grafana would send is in the list, its variables
 //! replaced by what they stand for when all is chosen.
 
-use std::collections::BTreeSet;
-
 use lowtide::BoxError;
-use lowtide::metrics::names::{MetricKind, TABLE};
 use serde_json::Value;
 use yaml_rust2::{Yaml, YamlLoader};
 
@@ -46,7 +43,6 @@ impl Query {
 pub(crate) struct Rule {
     pub(crate) name: String,
     pub(crate) records: bool,
-    pub(crate) expr: String,
 }
 
 fn file(name: &str) -> Result<String, BoxError> {
@@ -90,39 +86,7 @@ pub(crate) fn rules() -> Result<Vec<Rule>, BoxError> {
             let text = |key: &str| rule[key].as_str().unwrap_or_default().to_owned();
             let records = rule["record"].as_str().is_some();
             let name = if records { text("record") } else { text("alert") };
-            Rule { name, records, expr: text("expr") }
+            Rule { name, records }
         })
         .collect())
-}
-
-/// The query by which KEDA scales, of all instances: those here are no pods.
-pub(crate) fn autoscaling() -> Result<String, BoxError> {
-    let path = crate::root().join("deploy/keda.yaml");
-    let documents = YamlLoader::load_from_str(&std::fs::read_to_string(path)?)?;
-    let query = documents.first().map(|one| &one["spec"]["triggers"][0]["metadata"]["query"]);
-    let query = query.and_then(Yaml::as_str).ok_or("deploy/keda.yaml has no query")?;
-    let (before, pods) = query.split_once('{').ok_or("the query selects no pods")?;
-    let (_, after) = pods.split_once('}').ok_or("the query selects no pods")?;
-    Ok(format!("{before}{after}"))
-}
-
-/// The metrics of the table that a text names, be it by a part of a histogram.
-pub(crate) fn metrics(text: &str) -> BTreeSet<&'static str> {
-    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');
-    let words: BTreeSet<_> =
-        words.filter(|word| word.starts_with("lowtide_") || word.starts_with("process_")).collect();
-    let named = |name: &str, kind: MetricKind| match kind {
-        MetricKind::Histogram => words.iter().any(|word| {
-            let part = word.strip_prefix(name).unwrap_or_default();
-            ["_bucket", "_sum", "_count"].contains(&part)
-        }),
-        _ => words.contains(name),
-    };
-    TABLE.iter().filter(|metric| named(metric.name, metric.kind)).map(|one| one.name).collect()
-}
-
-/// The metrics that a scrape shows: those that have series.
-pub(crate) fn scraped(text: &str) -> BTreeSet<&'static str> {
-    let series: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
-    metrics(&series.join("\n"))
 }

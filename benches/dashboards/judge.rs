@@ -7,13 +7,11 @@ use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use lowtide::BoxError;
-use lowtide::metrics::MetricsTier;
-use lowtide::metrics::names::TABLE;
 use serde_json::Value;
 
-use crate::boards::{self, Query, Rule};
+use crate::boards::{Query, Rule};
 use crate::common::figures::{Figures, count};
-use crate::named::{self, METRICS, PANELS, RULES};
+use crate::named::{PANELS, RULES};
 use crate::process::Prometheus;
 
 /// Seconds since the Unix epoch.
@@ -135,8 +133,9 @@ pub(crate) async fn rules(
     let mut without = 0;
     for rule in rules.iter().filter(|rule| rule.records) {
         if found(&prometheus.range(&rule.name, time).await?) == Found::Nothing {
+            let why = RULES.iter().find(|(name, _)| *name == rule.name).map(|(_, why)| *why);
             let fault = format!("{}: no series", rule.name);
-            without += usize::from(report.fault(fault, named::why(RULES, &rule.name)));
+            without += usize::from(report.fault(fault, why));
         }
     }
     let groups = prometheus.api("rules").await?;
@@ -150,47 +149,4 @@ pub(crate) async fn rules(
     report.figure("rules", rules.len());
     report.figure("rules_without_series", without);
     Ok(())
-}
-
-/// Asks the query by which an autoscaler scales. The load changes its value, which is at most the
-/// number of instances.
-pub(crate) async fn autoscaling(
-    prometheus: &Prometheus,
-    query: &str,
-    instances: usize,
-    time: &Range<u64>,
-    report: &mut Report,
-) -> Result<(), BoxError> {
-    let changes = found(&prometheus.range(query, time).await?) == Found::Changing;
-    report.expect(changes, || format!("{query}: no value that changes"));
-    let above = format!("{query} < 0 or {query} > {instances}");
-    let data = prometheus.range(&above, time).await?;
-    report.expect(found(&data) == Found::Nothing, || format!("{above}: a value out of range"));
-    report.figure("autoscaling_queries", 1);
-    Ok(())
-}
-
-/// Checks that metrics in panels and rules are scraped, and that those which are published by
-/// default are in one of them.
-pub(crate) fn names(queries: &[Query], rules: &[Rule], text: &str, report: &mut Report) {
-    let exprs = queries.iter().map(|query| &query.expr).chain(rules.iter().map(|rule| &rule.expr));
-    let used: BTreeSet<_> = exprs.flat_map(|expr| boards::metrics(expr)).collect();
-    let scraped = boards::scraped(text);
-    let mut lacking = 0;
-    for name in used.difference(&scraped) {
-        let fault = format!("{name}: named, and not scraped");
-        lacking += usize::from(report.fault(fault, named::why(METRICS, name)));
-    }
-    let is_basic = |name: &&str| {
-        let metric = TABLE.iter().find(|metric| metric.name == *name);
-        name.starts_with("lowtide_")
-            && metric.is_some_and(|metric| metric.tier == MetricsTier::Basic)
-    };
-    let unshown: Vec<_> = scraped.difference(&used).filter(|name| is_basic(name)).collect();
-    for name in &unshown {
-        report.fault(format!("{name}: scraped, and on no panel and in no rule"), None);
-    }
-    report.figure("metrics_used", used.len());
-    report.figure("metrics_lacking", lacking);
-    report.figure("metrics_unshown", unshown.len());
 }

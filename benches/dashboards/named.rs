@@ -50,20 +50,8 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Idle, holes and pending, by arena", "C", MOMENT),
 ];
 
-/// Metrics that a scrape may lack.
-pub(crate) const METRICS: &[(&str, &str)] = &[
-    ("lowtide_pressure_oom_kills_total", CGROUP),
-    ("lowtide_pressure_events_total", CGROUP),
-    ("lowtide_pressure_stall_ratio", CGROUP),
-];
-
 /// Recording rules that may make no series.
 pub(crate) const RULES: &[(&str, &str)] = &[
     ("instance:lowtide_pressure_limit_fast:hours", "needs an hour of data"),
     ("instance:lowtide_pressure_limit_slow:hours", "needs six hours of data"),
 ];
-
-/// The reason of a name in a list.
-pub(crate) fn why(list: &[(&str, &'static str)], name: &str) -> Option<&'static str> {
-    list.iter().find(|(named, _)| *named == name).map(|(_, why)| *why)
-}

@@ -11,19 +11,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::Request;
 use lowtide::BoxError;
 use serde_json::Value;
-use tokio::time::sleep;
 
 use crate::common::http::{Http, client, send};
 use crate::common::process::{Process, free_port};
-
-/// The longest time that a process may take until it answers.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The settings of the proxies: small and impatient, so that within a minute all happens that
 /// happens in a day elsewhere. For the C library, they are those of the image, and the stacks of
@@ -63,20 +58,6 @@ pub(crate) async fn post(http: &Http, url: &str, kind: &str, body: Bytes) -> u16
     status.as_u16()
 }
 
-async fn answers(process: &mut Process, url: &str) -> Result<(), BoxError> {
-    let deadline = Instant::now() + PATIENCE;
-    while let Err(error) = get(url).await {
-        if let Some(status) = process.ended() {
-            return Err(format!("{url}: it ended: {status}").into());
-        }
-        if Instant::now() > deadline {
-            return Err(format!("{url}: no answer: {error}").into());
-        }
-        sleep(Duration::from_millis(100)).await;
-    }
-    Ok(())
-}
-
 /// A proxy that runs.
 pub(crate) struct Proxy {
     address: SocketAddr,
@@ -85,7 +66,7 @@ pub(crate) struct Proxy {
 
 impl Proxy {
     /// Starts it with its arenas in host memory, or on the device of a library that stands in for
-    /// CUDA's.
+    /// CUDA's, and waits until it accepts connections.
     pub(crate) fn start(
         program: &Path,
         address: SocketAddr,
@@ -107,12 +88,9 @@ impl Proxy {
                 .env("LOWTIDE_MEMORY_LIMIT", "384m")
                 .env("LD_PRELOAD", library),
         };
-        Ok(Self { address, process: Process::spawn(command.stdin(Stdio::null()))? })
-    }
-
-    pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
-        let url = format!("http://{}/healthz", self.address);
-        answers(&mut self.process, &url).await
+        let mut process = Process::spawn(command.stdin(Stdio::null()))?;
+        process.accepts(address)?;
+        Ok(Self { address, process })
     }
 
     /// Returns its process id.
@@ -122,9 +100,8 @@ impl Proxy {
 
     /// An error where it has ended.
     pub(crate) fn lives(&mut self) -> Result<(), BoxError> {
-        self.process
-            .ended()
-            .map_or(Ok(()), |status| Err(format!("the proxy ended: {status}").into()))
+        let ended = self.process.ended();
+        ended.map_or(Ok(()), |status| Err(format!("the proxy ended: {status}").into()))
     }
 
     /// Returns its metrics as Prometheus scrapes them.
@@ -136,16 +113,12 @@ impl Proxy {
 /// A Prometheus that runs.
 pub(crate) struct Prometheus {
     address: SocketAddr,
-    process: Process,
+    _process: Process,
 }
 
 impl Prometheus {
     /// Starts it over the shipped rules; it scrapes each target every second.
-    pub(crate) fn start(
-        program: &Path,
-        folder: &Path,
-        targets: &[SocketAddr],
-    ) -> Result<Self, BoxError> {
+    pub(crate) fn start(folder: &Path, targets: &[SocketAddr]) -> Result<Self, BoxError> {
         let address = free_port()?;
         let rules = crate::root().join("dashboards/lowtide.rules.yml");
         let named = targets.iter().zip(1..).map(|(target, nth)| {
@@ -161,7 +134,7 @@ impl Prometheus {
         let file = folder.join("prometheus.yml");
         std::fs::write(&file, text)?;
         let log = std::fs::File::create(folder.join("prometheus.log"))?;
-        let mut command = Command::new(program);
+        let mut command = Command::new("prometheus");
         command
             .arg(format!("--config.file={}", file.display()))
             .arg(format!("--storage.tsdb.path={}", folder.join("data").display()))
@@ -169,12 +142,7 @@ impl Prometheus {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log);
-        Ok(Self { address, process: Process::spawn(&mut command)? })
-    }
-
-    pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
-        let url = format!("{}/-/ready", self.url());
-        answers(&mut self.process, &url).await
+        Ok(Self { address, _process: Process::spawn(&mut command)? })
     }
 
     pub(crate) fn url(&self) -> String {

@@ -1,52 +1,63 @@
-//! Figures of known faults. Each part stages one fault and counts what goes
-//! wrong.
+//! Services that real faults killed, in memory cgroups, with clients outside: how often the kernel
+//! kills them now, and what becomes of the requests.
 //!
-//! `cargo bench --bench faults` runs every part, each in a process of its own, since a process has
-//! one heap and one `Memory`. `cargo bench --bench faults -- NAME` runs one part. With `--ci`, the
-//! part that takes minutes runs less often.
+//! `cargo bench --bench faults` runs both parts; `-- readme` or `-- runaway` runs one. A process that
+//! survives by refusing everything shows in the numbers of requests that were served.
 //!
 //! Exit codes: 0 if every goal holds, 1 if one does not.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
+#![expect(clippy::print_stdout, reason = "a program that prints figures")]
 
-mod admission;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]
 mod common;
-mod device;
-mod log;
-#[path = "../proxy/mod.rs"]
-mod proxy;
-mod service;
 
+use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
-use clap::Parser;
-use lowtide::BoxError;
+use axum::extract::{DefaultBodyLimit, Path};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use bytes::Bytes;
+use clap::{Parser, ValueEnum};
+use http::{Request, StatusCode};
+use lowtide::service::{ContentLength, MemoryLayer};
+use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::{Level, RejectReason};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
 
-use crate::common::figures::Figures;
+use crate::common::figures::{Figures, count};
+use crate::common::http::{Http, client, get as get_from, send};
+use crate::common::process::{Process, group};
+
+/// The limit of a service.
+const LIMIT: ByteSize = ByteSize::mib(256);
+/// Between two requests of a small client, and before one that was refused is sent again.
+const PAUSE: Duration = Duration::from_millis(50);
+const SMALL: usize = 2 << 10;
 
 lowtide::global_allocator!(balanced);
 
-/// Stages a fault and adds its figures.
-type Part = fn(&Cli, &mut Figures) -> Result<(), BoxError>;
-
-/// The parts, in the order in which they run.
-const PARTS: &[(&str, Part)] = &[
-    ("capture", |_, figures| device::capture(figures)),
-    ("health", |_, figures| admission::health(figures)),
-    ("log", |_, figures| log::run(figures)),
-    ("pinned", |_, figures| device::pinned(figures)),
-    ("readme", service::readme),
-    ("runaway", service::runaway),
-    ("swap", |_, figures| admission::swap(figures)),
-];
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// Bodies of JSON that need several times their length.
+    Readme,
+    /// A request that grows to a hundred times its claim.
+    Runaway,
+}
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Known faults, reproduced")]
 struct Cli {
     /// Runs this part alone.
-    part: Option<String>,
-    /// Runs the parts that take minutes less often.
+    part: Option<Part>,
+    /// Runs each less often.
     #[arg(long)]
     ci: bool,
     /// Is the service of the part.
@@ -55,29 +66,286 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| match &cli.part {
-        None => run_all(cli.ci),
-        Some(name) => {
-            let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
-            let part = PARTS.iter().find(|(known, _)| known == name);
-            let unknown = || format!("unknown part {name:?}, expected one of {names:?}");
-            let mut figures = Figures::default();
-            part.ok_or_else(unknown)?.1(&cli, &mut figures)?;
-            Ok(figures.print())
+    common::main(|cli: Cli| {
+        if let (Some(part), true) = (cli.part, cli.serve) {
+            match part {
+                Part::Readme => serve_readme()?,
+                Part::Runaway => serve_runaway()?,
+            }
+            return Ok(true);
         }
+        if let Err(reason) = group(LIMIT) {
+            println!("skipped: {reason}");
+            return Ok(true);
+        }
+        let runtime = Runtime::new()?;
+        let mut figures = Figures::default();
+        if cli.part != Some(Part::Runaway) {
+            readme(&runtime, cli.ci, &mut figures)?;
+        }
+        if cli.part != Some(Part::Readme) {
+            runaway(&runtime, cli.ci, &mut figures)?;
+        }
+        Ok(figures.print())
     })
 }
 
-/// Runs every part in a process of its own, also after one that failed.
-fn run_all(is_sample: bool) -> Result<bool, BoxError> {
-    let mut failed = Vec::new();
-    for (name, _) in PARTS {
-        println!("{name}:");
-        let mut part = common::own()?;
-        part.arg(name).args(is_sample.then_some("--ci"));
-        if !part.status()?.success() {
-            failed.push(*name);
+/// Starts this program as the service of a part, and waits until it prints its address.
+fn start(part: &str) -> Result<(Process, SocketAddr), BoxError> {
+    let mut command = common::own()?;
+    command.args([part, "--serve"]);
+    let mut service = Process::start_in_group(&command, LIMIT)?;
+    let address = service.first_line()?;
+    Ok((service, address))
+}
+
+/// Serves the routes at an address that it prints.
+async fn listen(routes: Router) -> Result<(), BoxError> {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    println!("{}", listener.local_addr()?);
+    Ok(axum::serve(listener, routes).await?)
+}
+
+/// What the clients see.
+#[derive(Default)]
+struct Counts {
+    /// Requests of small clients, and of big ones, that were served.
+    served: [AtomicU64; 2],
+    /// Requests that got neither an answer of their handler nor a refusal, while it is counted.
+    failed: AtomicU64,
+    is_counting: AtomicBool,
+    is_over: AtomicBool,
+}
+
+/// Starts clients, so many for each body, which send it again and again until it is over.
+fn clients(
+    http: &Http,
+    url: &str,
+    bodies: [(usize, &Bytes); 2],
+    counts: &Arc<Counts>,
+) -> Vec<JoinHandle<()>> {
+    let bodies = bodies.into_iter().flat_map(|(clients, body)| vec![body.clone(); clients]);
+    let client = |body: Bytes| {
+        let (http, url, counts) = (http.clone(), url.to_owned(), Arc::clone(counts));
+        tokio::spawn(async move {
+            let is_big = body.len() > 2 * SMALL;
+            while !counts.is_over.load(Relaxed) {
+                let status = post_to(&http, &url, body.clone()).await;
+                match status {
+                    Some(200) => drop(counts.served[usize::from(is_big)].fetch_add(1, Relaxed)),
+                    Some(503) => {}
+                    _ => {
+                        let counting = u64::from(counts.is_counting.load(Relaxed));
+                        counts.failed.fetch_add(counting, Relaxed);
+                    }
+                }
+                if !is_big || status != Some(200) {
+                    sleep(PAUSE).await;
+                }
+            }
+        })
+    };
+    bodies.map(client).collect()
+}
+
+/// Returns the status of the answer; `None` without one.
+async fn post_to(http: &Http, url: &str, body: Bytes) -> Option<u16> {
+    let request = Request::post(url).header("content-type", "application/json");
+    send(http, request, body).await.ok().map(|(status, _)| status.as_u16())
+}
+
+/// Ends clients.
+async fn end(clients: Vec<JoinHandle<()>>, counts: &Counts) {
+    counts.is_over.store(true, Relaxed);
+    for client in clients {
+        let _ = client.await;
+    }
+}
+
+/// The service of the README under bodies that need several times their length. The handler keeps
+/// the parsed value across a wait, as one does that asks another service.
+fn readme(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> {
+    const BIG: usize = 5 << 20;
+    /// The length of a body of small objects, which need 89 times that: less than the limit.
+    const OBJECTS: usize = 1 << 20;
+    let ones = format!("[{}1]", "1,".repeat(BIG / 2 - 1));
+    let object = r#"{"a":1},"#;
+    let objects = format!("[{}0]", object.repeat(OBJECTS / object.len()));
+    // With `--ci`: of ordinary bodies, and of each kind that is made large on purpose.
+    let (runs, hostile) = if is_sample { (5, 1) } else { (20, 20) };
+    for (kind, runs, body) in [
+        ("", runs, ordinary(BIG)),
+        ("hostile_", hostile, ones.into()),
+        ("objects_", hostile, objects.into()),
+    ] {
+        let mut kills = 0;
+        for _ in 0..runs {
+            let (service, address) = start("readme")?;
+            let [small, big] = runtime.block_on(load_readme(address, &body));
+            kills += service.end();
+            figures.add(format!("faults.readme.{kind}small_served"), small, "requests/run");
+            figures.add(format!("faults.readme.{kind}big_served"), big, "requests/run");
+        }
+        figures.add(format!("faults.readme.{kind}runs"), f64::from(runs), "runs");
+        figures.at_most(format!("faults.readme.{kind}kills"), count(kills), "runs", 0.0);
+    }
+    Ok(())
+}
+
+/// Objects as services exchange them, of about these many bytes.
+fn ordinary(bytes: usize) -> Bytes {
+    let mut text = String::from("[");
+    for id in 0.. {
+        let user = json!({
+            "id": id,
+            "name": format!("user {id}"),
+            "email": format!("user{id}@example.com"),
+            "active": id % 3 == 0,
+            "score": 0.25,
+            "tags": ["one", "two"],
+        });
+        text.push_str(&user.to_string());
+        if text.len() >= bytes {
+            break;
+        }
+        text.push(',');
+    }
+    text.push(']');
+    text.into()
+}
+
+/// Requests served to small clients and to big ones.
+async fn load_readme(address: SocketAddr, big: &Bytes) -> [f64; 2] {
+    let (counts, url) = (Arc::default(), format!("http://{address}/json"));
+    let clients = clients(&client(), &url, [(12, big), (20, &ordinary(SMALL))], &counts);
+    sleep(Duration::from_secs(5)).await;
+    end(clients, &counts).await;
+    counts.served.each_ref().map(|served| count(served.load(Relaxed)))
+}
+
+/// The README's service, with a handler for JSON in place of one for text.
+#[tokio::main]
+async fn serve_readme() -> Result<(), BoxError> {
+    let memory = Memory::builder().start()?;
+    let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
+    let parse = |Json(value): Json<Value>| async move {
+        sleep(Duration::from_millis(50)).await;
+        value.as_array().map_or(0, Vec::len).to_string()
+    };
+    let routes = Router::new().route("/json", post(parse));
+    let routes = routes.layer(MemoryLayer::new(memory.admission().clone(), estimate));
+    listen(routes.layer(DefaultBodyLimit::max(10 << 20))).await
+}
+
+/// Big requests hold twice their body for [`WORK`]: 128 MiB together.
+const BIG: usize = 4 << 20;
+const WORK: Duration = Duration::from_secs(1);
+/// The imports from which the need is learned, each of one piece.
+const LESSONS: usize = 16;
+/// The pieces of the one that does not stop, at 50 MiB/s: more than a hundred times the claim.
+const RUNAWAY: usize = 400;
+const PIECE: usize = 1 << 20;
+const EVERY: Duration = Duration::from_millis(20);
+
+/// What the service saw from the start of the import that does not stop.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Report {
+    /// `true` if its level was critical.
+    is_critical: bool,
+    /// The number of cancelled requests.
+    cancelled: u64,
+}
+
+/// A request that grows to a hundred times its claim while the service is under load: whether it is
+/// ended before the level is critical, and what becomes of the others. The handler allocates a
+/// piece in each poll, and goes on when it is cancelled.
+fn runaway(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> {
+    let runs = if is_sample { 2 } else { 20 };
+    let (mut ended, mut harmed) = (0, 0);
+    for run in 1..=runs {
+        let (service, address) = start("runaway")?;
+        let (status, failed, report) = runtime.block_on(load_runaway(address))?;
+        let is_killed = service.end() > 0;
+        println!("{run}: {status:?}, {failed} failed, {report:?}, killed: {is_killed}");
+        let is_ended = matches!(status, Some(503 | 413));
+        ended += u64::from(is_ended && !report.is_critical && !is_killed);
+        harmed += failed + report.cancelled.saturating_sub(1);
+    }
+    figures.add("measured.runaway.runs", count(runs), "runs");
+    figures.at_least("measured.runaway.ended", count(ended), "runs", count(runs));
+    figures.at_most("measured.runaway.others_harmed", count(harmed), "requests", 0.0);
+    Ok(())
+}
+
+/// Returns the status of the answer to the import, how many other requests failed, and the report
+/// of the service.
+async fn load_runaway(address: SocketAddr) -> Result<(Option<u16>, u64, Report), BoxError> {
+    let (http, counts) = (client(), Arc::new(Counts::default()));
+    let (big, small) = (Bytes::from(vec![1; BIG]), Bytes::from(vec![1; SMALL]));
+    let url = |path: &str| format!("http://{address}/{path}");
+    let clients = clients(&http, &url("work"), [(16, &big), (8, &small)], &counts);
+    for _ in 0..LESSONS {
+        while post_to(&http, &url("import/1"), big.slice(..PIECE)).await != Some(200) {
+            sleep(PAUSE).await;
         }
     }
-    if failed.is_empty() { Ok(true) } else { Err(format!("missed goals: {failed:?}").into()) }
+    // Until the load is as large as it becomes.
+    sleep(WORK).await;
+    counts.is_counting.store(true, Relaxed);
+    let import = url(&format!("import/{RUNAWAY}"));
+    let status = post_to(&http, &import, big.slice(..PIECE)).await;
+    end(clients, &counts).await;
+    // Without a report it was killed.
+    let report = get_from(&http, &url("report")).await;
+    let report =
+        report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_slice(&text))?;
+    Ok((status, counts.failed.load(Relaxed), report))
+}
+
+#[tokio::main]
+async fn serve_runaway() -> Result<(), BoxError> {
+    let memory = Memory::builder().start()?;
+    let (is_running, is_critical) = (Arc::default(), Arc::default());
+    watch(&memory, &is_running, &is_critical)?;
+    let work = |body: Bytes| async move {
+        let copy = body.to_vec();
+        sleep(WORK).await;
+        if copy == body { StatusCode::OK } else { StatusCode::BAD_REQUEST }
+    };
+    let import = move |Path(pieces): Path<usize>, _: Bytes| async move {
+        let mut held = Vec::new();
+        for _ in 0..pieces {
+            held.push(vec![1_u8; PIECE]);
+            is_running.fetch_or(pieces == RUNAWAY, Relaxed);
+            sleep(EVERY).await;
+        }
+    };
+    let admission = memory.admission().clone();
+    let report = move || async move {
+        let cancelled = admission.stats().rejected_total(RejectReason::Outgrown);
+        Json(Report { is_critical: is_critical.load(Relaxed), cancelled })
+    };
+    let routes = Router::new().route("/work", post(work)).route("/import/{pieces}", post(import));
+    let routes = routes.layer(memory.layer()).layer(DefaultBodyLimit::max(2 * BIG));
+    listen(routes.route("/report", get(report))).await
+}
+
+/// Records whether the level is critical from when the import runs. Ends with the process.
+#[expect(clippy::disallowed_methods, reason = "it looks at the level at real intervals")]
+fn watch(
+    memory: &Memory,
+    is_running: &Arc<AtomicBool>,
+    is_critical: &Arc<AtomicBool>,
+) -> std::io::Result<()> {
+    let admission = memory.admission().clone();
+    let (is_running, is_critical) = (Arc::clone(is_running), Arc::clone(is_critical));
+    let look = move || {
+        loop {
+            if is_running.load(Relaxed) && admission.level() == Level::Critical {
+                is_critical.store(true, Relaxed);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    std::thread::Builder::new().name("watch".to_owned()).spawn(look).map(drop)
 }

@@ -3,7 +3,6 @@
 //!
 //! Invariant: the cgroup is gone when the run is over.
 
-use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -42,7 +41,7 @@ pub(crate) async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
     let at = service.first_line()?;
     let http = client();
     let load = tokio::spawn(load(http.clone(), at, Chance::new(nth)));
-    let staged = stage(&folder, at, &http).await;
+    let staged = stage(&service, &folder, at, &http).await;
     load.abort();
     let kills = oom_kills(&folder).unwrap_or_default();
     let kills = kills.max(u64::from(service.ended().is_some()));
@@ -57,7 +56,12 @@ pub(crate) async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
     }
 }
 
-async fn stage(folder: &Path, at: SocketAddr, http: &Http) -> Result<f64, BoxError> {
+async fn stage(
+    service: &Process,
+    folder: &Path,
+    at: SocketAddr,
+    http: &Http,
+) -> Result<f64, BoxError> {
     tokio::time::sleep(PHASE).await;
     let before = usage(folder).ok_or("no usage")?;
     let start = Instant::now();
@@ -80,9 +84,9 @@ async fn stage(folder: &Path, at: SocketAddr, http: &Http) -> Result<f64, BoxErr
     if after >= FIT {
         return Err(format!("a kubelet would refuse: usage {after}").into());
     }
-    set_limit(folder, FIT)?;
+    service.set_limit(FIT)?;
     tokio::time::sleep(PHASE).await;
-    set_limit(folder, LIMIT)?;
+    service.set_limit(LIMIT)?;
     let follows = |figures: &Value| {
         let ceiling = figures["host"]["budget"]["ceiling_bytes"].as_u64()?;
         (ceiling >= LIMIT.scaled(0.8).get()).then_some(())
@@ -133,22 +137,4 @@ async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
         let http = http.clone();
         requests.spawn(async move { send(&http, Request::get(uri), Bytes::new()).await.is_ok() });
     }
-}
-
-/// Changes the limit of a cgroup.
-fn set_limit(folder: &Path, limit: ByteSize) -> Result<(), BoxError> {
-    let text = limit.get().to_string();
-    let v2 = folder.join("memory.max");
-    if v2.exists() {
-        return Ok(fs::write(v2, text)?);
-    }
-    // The limit with swap, where it is accounted, is never below that without.
-    let (both, one) =
-        (folder.join("memory.memsw.limit_in_bytes"), folder.join("memory.limit_in_bytes"));
-    let raised = fs::write(&both, &text).is_ok();
-    fs::write(&one, &text)?;
-    if !raised {
-        let _ = fs::write(&both, &text);
-    }
-    Ok(())
 }

@@ -60,32 +60,25 @@ use crate::run::Run;
 
 lowtide::global_allocator!(balanced);
 
+/// How often each policy is measured, each time with another seed.
+const PAIRS: u32 = 3;
+
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Three services with different memory limits behind Envoy")]
 struct Cli {
     /// Envoy's program.
     #[arg(long, value_name = "FILE")]
     envoy: Option<PathBuf>,
-    /// How often each policy is measured, each time with another seed.
-    #[arg(long, default_value_t = 3)]
-    pairs: u32,
     /// One short pair: ORCA has to leave less than half as many requests unserved as round robin.
     #[arg(long)]
     ci: bool,
     /// Be a service.
     #[arg(long, hide = true)]
     serve: bool,
-    /// Be the load process.
-    #[arg(long, hide = true)]
-    generate: Option<String>,
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| match &cli.generate {
-        _ if cli.serve => service::serve().map(|()| true),
-        Some(order) => load::generate(order).map(|()| true),
-        None => measure(&cli),
-    })
+    common::main(|cli: Cli| if cli.serve { service::serve() } else { measure(&cli) })
 }
 
 /// Measures all pairs, and prints the figures. Returns `true` if no service was killed and, with
@@ -94,7 +87,7 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
     common::process::raise_descriptors()?;
     let envoy = cli.envoy.clone().ok_or("no --envoy: expected Envoy's program")?;
     // The time that does not count is more than Envoy's blackout period.
-    let (pairs, warm, lasts) = if cli.ci { (1, 10, 12) } else { (cli.pairs, 20, 30) };
+    let (pairs, warm, lasts) = if cli.ci { (1, 10, 12) } else { (PAIRS, 20, 30) };
     let mut figures = Figures::default();
     let mut all_held = true;
     for pair in 0..pairs {

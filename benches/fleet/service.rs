@@ -13,14 +13,14 @@ use crate::hold;
 use crate::run::RESIDENT;
 
 /// Serves until standard input ends. Prints its address when it does.
-pub(crate) fn serve() -> Result<(), BoxError> {
+pub(crate) fn serve() -> Result<bool, BoxError> {
     let resident = vec![1_u8; RESIDENT.as_usize().unwrap_or(0)];
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (address, _phase) = runtime.block_on(start())?;
     println!("{address}");
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
     drop(resident);
-    Ok(())
+    Ok(true)
 }
 
 async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {

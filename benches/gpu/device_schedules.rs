@@ -14,8 +14,8 @@ use lowtide::config::Profile;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region, SleepOptions};
-use lowtide::memory::{DeviceReservation, DeviceSelector, MemoryError};
-use lowtide::{ByteSize, Memory};
+use lowtide::memory::{DeviceSelector, MemoryError};
+use lowtide::{ByteSize, Memory, Permit};
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 use self::chance::Chance;
@@ -75,7 +75,7 @@ struct World {
     steps: Box<dyn FnMut() -> bool>,
     /// By device.
     places: Vec<Vec<Place>>,
-    held: Vec<Vec<DeviceReservation>>,
+    held: Vec<Vec<Permit>>,
     /// The answers of each device.
     answers: Vec<String>,
     faults: Vec<String>,
@@ -203,7 +203,7 @@ impl World {
         let is_lost = self.sims[device].lost().is_some();
         let ordinal = DeviceSelector::Ordinal(u32::try_from(device).expect("few devices"));
         match self.memory.devices().on(ordinal).reserve(bytes) {
-            Ok(held) => self.held[device].push(held),
+            Ok((_, permit)) => self.held[device].push(permit),
             Err(MemoryError::DeviceLost { device: name, .. })
                 if is_lost && name == uuid(device).to_string() => {}
             Err(error) => self.faults.push(format!("reserve on device {device}: {error}")),

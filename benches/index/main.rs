@@ -11,6 +11,7 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod arena;
+#[allow(dead_code, reason = "others use more of it")]
 mod chance;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]

@@ -1,6 +1,6 @@
-//! One cell: a service in a fresh cgroup, load on it from another process, and what became of both.
+//! One cell: a service in a fresh cgroup, load on it from this process, and what became of both.
 //!
-//! The service's death is an outcome, not a fault. Both processes and the cgroup end with the cell.
+//! The service's death is an outcome, not a fault. The process and the cgroup end with the cell.
 //!
 //! Goodput is that of the steady part: answers that ended after the longest hold had passed once
 //! and before the load ended, over that time. What was shed, and how the classes shared, is of all
@@ -58,9 +58,6 @@ pub(crate) struct Cell {
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
     pub(crate) envoy: Option<PathBuf>,
-    /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
-    /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
-    pub(crate) waits_in_proxy: bool,
 }
 
 impl Cell {
@@ -68,21 +65,15 @@ impl Cell {
         ByteSize::new(self.limit_bytes)
     }
 
-    /// Starts the service, and waits until it prints the address of its proxy.
-    pub(crate) fn start<T: std::str::FromStr>(&self) -> Result<(Process, T), BoxError> {
-        let mut command = own()?;
-        command.arg("--serve").arg(serde_json::to_string(self)?);
-        let mut service = Process::start_in_group(&command, self.limit())?;
-        let front = service.first_line()?;
-        Ok((service, front))
-    }
-
     /// Runs it, prints its outcome and adds its figures.
     pub(crate) fn run(&self, figures: &mut Figures) -> Result<Measures, BoxError> {
         let rate = self.load * self.mix.fits(self.limit());
         let mut offer = Offer::steady(self.mix, rate, self.lasts, self.seed);
         offer.sending = self.sending;
-        let (mut service, front) = self.start()?;
+        let mut command = own()?;
+        command.arg("--serve").arg(serde_json::to_string(self)?);
+        let mut service = Process::start_in_group(&command, self.limit())?;
+        let front = service.first_line()?;
         let folder = service.folder().ok_or("no cgroup")?.to_owned();
         let mut peak = ByteSize::ZERO;
         let seen = load::offer(front, offer.clone(), || {
@@ -121,12 +112,11 @@ pub(crate) struct Measures {
     goodput_mib: f64,
     /// The same of the second half of the time: once everything is learned.
     pub(crate) learned_goodput_mib: f64,
-    /// The part of the offered bytes that was shed, and small requests that were.
+    /// The part of the offered bytes that was shed.
     shed_bytes: f64,
-    sheds_small: u64,
-    /// Requests of each class that were shed after its first [`LEARNED`] ones, and the number of all
+    /// Requests that were shed after the first [`LEARNED`] ones of their class, and the number of all
     /// requests after those.
-    pub(crate) learned_sheds: [u64; CLASSES.len()],
+    pub(crate) learned_sheds: u64,
     pub(crate) learned_sent: u64,
     /// Of each class: its part of the served bytes over its part of the offered ones.
     pub(crate) shares: [f64; CLASSES.len()],
@@ -134,8 +124,6 @@ pub(crate) struct Measures {
     p99s_ms: [f64; CLASSES.len()],
     /// Highest working set of the cgroup that was seen.
     peak_mib: f64,
-    /// The delay of the sending, 99th percentile in milliseconds.
-    late_p99_ms: f64,
     /// `true` if the service ended too early.
     pub(crate) died: bool,
     /// The number of processes of the cgroup that the kernel killed for memory.
@@ -167,21 +155,19 @@ impl Measures {
             let bytes = seen.iter().filter(in_time).map(|one| one.bytes).sum();
             1e3 * count(bytes) / MIB / (to - from)
         };
-        let learned: [Vec<&Seen>; CLASSES.len()] = std::array::from_fn(|class| {
+        let learned = (0..CLASSES.len()).flat_map(|class| {
             let mut all: Vec<_> = class_of(class).collect();
             all.sort_by(|one, other| one.at.total_cmp(&other.at));
-            all.into_iter().skip(LEARNED).collect()
+            all.into_iter().skip(LEARNED)
         });
+        let learned: Vec<_> = learned.collect();
         let shed = (0..CLASSES.len()).map(|class| bytes(class, Fate::Shed)).sum();
-        let sent = seen.iter().filter(|one| one.took > 0.0).map(|one| one.late);
         Self {
             goodput_mib: goodput_since(from),
             learned_goodput_mib: goodput_since(from.max(to / 2.0)),
             shed_bytes: part(shed, all_offered),
-            sheds_small: with(0, Fate::Shed).count() as u64,
-            learned_sent: learned.iter().map(|all| all.len() as u64).sum(),
-            learned_sheds: learned
-                .map(|all| all.iter().filter(|one| one.fate == Fate::Shed).count() as u64),
+            learned_sent: learned.len() as u64,
+            learned_sheds: learned.iter().filter(|one| one.fate == Fate::Shed).count() as u64,
             shares: std::array::from_fn(|class| {
                 part(part(served[class], all_served), part(offered[class], all_offered))
             }),
@@ -189,7 +175,6 @@ impl Measures {
                 let late = with(class, Fate::Served).map(|one| one.took - one.hold);
                 quantile(&late.collect::<Vec<_>>(), 0.99)
             }),
-            late_p99_ms: quantile(&sent.collect::<Vec<_>>(), 0.99),
             ..Self::default()
         }
     }
@@ -199,13 +184,11 @@ impl Measures {
         let mut add = |end: &str, value, unit| figures.add(format!("{name}.{end}"), value, unit);
         add("oom_kills", count(self.oom_kills), "kills");
         add("shed_bytes_ratio", self.shed_bytes, "ratio");
-        add("sheds_small", count(self.sheds_small), "requests");
         add("peak_mib", self.peak_mib, "MiB");
         for (nth, class) in CLASSES.iter().enumerate() {
             add(&format!("share.{class}"), self.shares[nth], "ratio");
             add(&format!("p99_ms.{class}"), self.p99s_ms[nth], "ms");
         }
-        add("late_p99_ms", self.late_p99_ms, "ms");
         add("goodput_mib_s", self.goodput_mib, "MiB/s");
         add("learned_goodput_mib_s", self.learned_goodput_mib, "MiB/s");
     }

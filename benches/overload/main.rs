@@ -1,7 +1,7 @@
 //! Overload: what keeps a service alive when more comes in than its memory can hold.
 //!
 //! The proxy of `examples/proxy` runs as a child process in a memory cgroup of its own, under
-//! open-loop load from another process: requests come at seeded Poisson times whether or not the
+//! open-loop load from this process: requests come at seeded Poisson times whether or not the
 //! last ones were answered, each holds its memory for seconds, and latency counts from the time at
 //! which a request was to be sent. The same load meets each policy in turn. lowtide's service takes
 //! the `LOWTIDE_*` variables that this process has.
@@ -14,7 +14,6 @@
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
-mod burst;
 mod cell;
 #[path = "../../examples/proxy/chance.rs"]
 mod chance;
@@ -58,7 +57,6 @@ lowtide::global_allocator!(balanced);
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "A service in a small memory cgroup, under more load than it can hold")]
-#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// These policies: none, rss10, static80 (percent), envoy80 (percent), lowtide.
     #[arg(long, value_delimiter = ',', default_value = "none,rss10,lowtide")]
@@ -96,42 +94,33 @@ struct Cli {
     /// Sheds where the load fits, and goodput beside the best static budget: 20 minutes.
     #[arg(long)]
     measured: bool,
-    /// 400 small requests at once, and the same with six at a time.
-    #[arg(long)]
-    burst: bool,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
     #[arg(long)]
     ci: bool,
     /// Be the service.
     #[arg(long, hide = true)]
     serve: Option<String>,
-    /// Be the load process.
-    #[arg(long, hide = true)]
-    generate: Option<String>,
 }
 
 fn main() -> ExitCode {
-    let (serves, generates) = (|word: &str| word == "--serve", |word: &str| word == "--generate");
-    let is_child = std::env::args().any(|word| serves(&word) || generates(&word));
-    let is_bench = std::env::args().any(|word| word == "--bench");
-    if is_bench
-        && !is_child
+    let has = |wanted: &str| std::env::args().any(|word| word == wanted);
+    if has("--bench")
+        && !has("--serve")
         && let Err(cause) = cell::check()
     {
         eprintln!("overload: needs a memory cgroup of its own (root, or a delegated one): {cause}");
         return ExitCode::from(2);
     }
-    common::main(|cli: Cli| match (&cli.serve, &cli.generate) {
-        (Some(settings), _) => service::serve(settings).map(|()| true),
-        (_, Some(order)) => load::generate(order).map(|()| true),
-        _ => all(&cli),
+    common::main(|cli: Cli| match &cli.serve {
+        Some(settings) => service::serve(settings).map(|()| true),
+        None => all(&cli),
     })
 }
 
 /// Runs what was asked for and prints what came of it. Returns `true` if lowtide's service
 /// survived.
 fn all(cli: &Cli) -> Result<bool, BoxError> {
-    // A descriptor for each request under way, here and in the children.
+    // A descriptor for each request under way, here and in the child.
     common::process::raise_descriptors()?;
     let usual = if cli.survive.is_some() || cli.measured { 30 } else { 10 };
     let base = Cell {
@@ -145,12 +134,9 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         sending: Sending { body_millis: schedule::millis(cli.body), ..Sending::default() },
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
-        waits_in_proxy: false,
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
-    let held = if cli.burst {
-        burst::run(&runner.base, &mut runner.figures)?
-    } else if cli.ci {
+    let held = if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {
         runner.survive(runs)?

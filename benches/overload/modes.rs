@@ -105,11 +105,10 @@ impl Runner {
     /// survives each seed with quick and with slow bodies, and beside a threshold on the resident
     /// set. Requests have no estimate, or a right one.
     pub(crate) fn measured(&mut self) -> Result<bool, BoxError> {
-        let (mut sheds, mut small, mut sent) = (0, 0, 0);
+        let (mut sheds, mut sent) = (0, 0);
         for (estimate, more) in [(0.0, 0), (0.0, 1), (1.0, 0), (1.0, 1)] {
             let measures = self.run("lowtide", 1.0, estimate, more)?;
-            sheds += measures.learned_sheds.iter().sum::<u64>();
-            small += measures.learned_sheds[0];
+            sheds += measures.learned_sheds;
             sent += measures.learned_sent;
         }
         let (slow, _) = self.seeds("lowtide", 0.0, SLOW)?;
@@ -135,7 +134,6 @@ impl Runner {
             self.figures.add(format!("measured.{name}"), value, unit);
         };
         add("1x.shed_ratio", part(count(sheds), count(sent)), "ratio");
-        add("1x.sheds_small", count(small), "requests");
         add("4x.goodput_mib_s", ours, "MiB/s");
         add("4x.static_goodput_mib_s", fixed, "MiB/s");
         add("4x.static_percent", f64::from(percent), "%");
@@ -144,7 +142,6 @@ impl Runner {
         add("4x.slow.static_goodput_mib_s", fixed_slow, "MiB/s");
         add("4x.slow.goodput_ratio", part(ours_slow, fixed_slow), "ratio");
         add("4x.rss10_goodput_mib_s", threshold, "MiB/s");
-        add("4x.rss10_seeds", count(rss10.len() as u64), "seeds");
         add("4x.over_rss10_ratio", part(ours, threshold), "ratio");
         for (class, name) in CLASSES.into_iter().enumerate() {
             let shares: Vec<_> = quick.iter().map(|measures| measures.shares[class]).collect();

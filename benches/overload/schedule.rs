@@ -1,7 +1,6 @@
 //! When requests come, of what size, and how long each holds its memory: all from a seed.
 //!
-//! The load process sends by it and the model in this process computes with it, so that both meet
-//! the same requests. Invariant: the same offer gives the same requests, in order of their times.
+//! Invariant: the same offer gives the same requests, in order of their times.
 
 use std::time::Duration;
 
@@ -30,7 +29,7 @@ const GIANT_EVERY: u64 = 100;
 pub(crate) const GIANT: u32 = 100;
 
 /// The load to offer.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug)]
 pub(crate) struct Offer {
     /// Which sizes.
     pub(crate) mix: Mix,

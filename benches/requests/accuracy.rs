@@ -54,13 +54,13 @@ struct Seen {
 
 /// Measures all cases, prints them, and adds the figures.
 #[tokio::main(worker_threads = 2)]
-pub(crate) async fn measure(only: Option<&str>, figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().memory_limit(ByteSize::gib(20)).device(DeviceChoice::None);
     let memory = memory.start()?;
     // The largest errors of live bytes and of peaks, and the most bytes that a peak is too low.
     let (mut live, mut worst, mut under) = (0.0_f64, 0.0_f64, 0.0_f64);
     let mut bases = BTreeMap::new();
-    for case in CASES.iter().filter(|case| only.is_none_or(|only| case.name.contains(only))) {
+    for case in &CASES {
         for protocol in [1, 2] {
             for at_once in AT_ONCE {
                 let kind = (format!("{:?}", case.upload), protocol, at_once);

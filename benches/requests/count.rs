@@ -3,27 +3,19 @@
 //! A run of more polls or requests, less a run of fewer, less the same without the layer: so the
 //! start of a process and the work itself do not count.
 
-use std::convert::Infallible;
-use std::future::Future;
 use std::hint::black_box;
-use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
 
-use bytes::Bytes;
-use http::{Request, Response};
-use http_body_util::{Empty, Full};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
-use lowtide::admission::{Admission, Cost};
+use lowtide::admission::Admission;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::heap::Account;
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tower::{Layer as _, Service as _};
 
 use crate::NoOwner;
 use crate::common::callgrind;
@@ -33,30 +25,11 @@ use crate::common::figures::Figures;
 const POLLS: u32 = 200_000;
 const REQUESTS: u32 = 10_000;
 
-/// A handler that waits.
-struct Waits;
-
-impl Future for Waits {
-    type Output = Result<Response<Full<Bytes>>, Infallible>;
-
-    #[inline(never)]
-    fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
-        black_box(Poll::Pending)
-    }
-}
-
 /// The process that is counted: work for an account that does nothing (`idle`), that allocates and
-/// frees small blocks (`settled`), or more than 64 KiB (`peak`); polls of a handler that does
-/// nothing; and requests over HTTP/1, behind a layer that measures or one that does not. Those that
+/// frees small blocks (`settled`), or more than 64 KiB (`peak`); and requests over HTTP/1, behind a layer that measures or one that does not. Those that
 /// end in `bare` do the same for no account and behind no layer.
 pub(crate) fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
     match counted {
-        "poll" => {
-            let layer = MemoryLayer::new(memory()?.admission().clone(), Cost::ZERO);
-            let mut service = layer.layer(tower::service_fn(|_| Waits));
-            poll(pin!(service.call(Request::new(Empty::<Bytes>::new()))), steps);
-        }
-        "poll-bare" => poll(pin!(Waits), steps),
         "hello" => return hello(Some(memory()?.admission()), steps),
         "hello-unmeasured" => {
             return hello(Some(&Admission::with_limit(ByteSize::gib(1))), steps);
@@ -88,13 +61,6 @@ fn memory() -> Result<Memory, BoxError> {
     // Time stands still, so that the threads of the `Memory` sleep.
     let clock = Arc::new(ManualClock::new());
     Ok(Memory::builder().clock(clock).device(DeviceChoice::None).start()?)
-}
-
-fn poll<F: Future>(mut future: Pin<&mut F>, times: usize) {
-    let mut cx = Context::from_waker(Waker::noop());
-    for _ in 0..times {
-        let _ = black_box(future.as_mut().poll(&mut cx).is_ready());
-    }
 }
 
 /// Serves as many requests on one connection.
@@ -140,7 +106,6 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     add("scope.instructions", more("idle")?, "instructions", 60.0);
     add("scope.settled.instructions", settled, "instructions", 130.0);
     add("scope.peak.instructions", more("peak")? - settled, "instructions", 350.0);
-    add("poll.instructions", more("poll")?, "instructions", f64::INFINITY);
     add("hello.instructions", bare, "instructions", f64::INFINITY);
     add("hello.admitted_ratio", unmeasured / bare, "x", f64::INFINITY);
     add("layer.ratio", count("hello")? / unmeasured, "x", 1.02);

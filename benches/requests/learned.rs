@@ -18,8 +18,7 @@ const GOAL: f64 = 30.0;
 
 /// Returns the need of a request: around 10 MiB, most of them within 15 % of that.
 fn need(chance: &mut Chance) -> f64 {
-    let mut part = || (chance.next() >> 11) as f64 / (1_u64 << 53) as f64;
-    let sum: f64 = (0..4).map(|_| part()).sum();
+    let sum: f64 = (0..4).map(|_| chance.unit()).sum();
     10.0 * 1024.0 * 1024.0 * (0.7 + 0.15 * sum)
 }
 

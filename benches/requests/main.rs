@@ -33,9 +33,6 @@ lowtide::global_allocator!(balanced);
 #[derive(Debug, Parser)]
 #[command(about = "What the layer attributes to requests, and what that costs")]
 struct Cli {
-    /// Only cases whose name contains this.
-    #[arg(long)]
-    only: Option<String>,
     /// Only instructions.
     #[arg(long)]
     count: bool,
@@ -68,7 +65,7 @@ fn run(cli: &Cli) -> Result<bool, BoxError> {
     let mut figures = Figures::default();
     learned::measure(&mut figures);
     if !cli.count {
-        accuracy::measure(cli.only.as_deref(), &mut figures)?;
+        accuracy::measure(&mut figures)?;
     }
     count::measure(&mut figures)?;
     Ok(figures.print())

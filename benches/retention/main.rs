@@ -25,13 +25,13 @@ use lowtide::heap::HeapProfile;
 
 use crate::callgrind::callgrind;
 use crate::figures::Figures;
-use crate::watch::{Plan, expect, field, rounds, start};
+use crate::watch::{Plan, rounds};
 
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// The costs of single acts.
-    Costs,
+    /// The instructions of an allocation and its release.
+    Pair,
     /// The burst of all allocators.
     Burst,
     /// The same of documents of which none is left.
@@ -77,7 +77,7 @@ pub(crate) struct Contestant {
 const GLIBC: &str = env!("CARGO_BIN_EXE_retention-glibc");
 const JEMALLOC: &str = env!("CARGO_BIN_EXE_retention-jemalloc");
 const LOWTIDE: &str = env!("CARGO_BIN_EXE_retention-lowtide");
-const COSTS: &str = env!("CARGO_BIN_EXE_retention-costs");
+const PAIR: &str = env!("CARGO_BIN_EXE_retention-pair");
 const MIMALLOC: Option<&str> = option_env!("CARGO_BIN_EXE_retention-mimalloc");
 
 /// The variable from which jemalloc reads its settings.
@@ -145,8 +145,8 @@ fn measure(mut cli: Cli) -> Result<bool, BoxError> {
     }
     let wanted = |part: Part| cli.parts.is_empty() || cli.parts.contains(&part);
     let size = |small, large| if cli.smoke { small } else { large };
-    if wanted(Part::Costs) {
-        costs(&mut figures, cli.smoke)?;
+    if wanted(Part::Pair) && !cli.smoke {
+        pair(&mut figures);
     }
     let looks: &[u64] = if cli.smoke { &[0, 1, 2] } else { &[0, 1, 2, 10] };
     let (operations, held) = (size(2_000, 60_000), size(20, 200));
@@ -225,46 +225,17 @@ fn chosen(only: &[String]) -> Result<Vec<Contestant>, BoxError> {
     Ok(all)
 }
 
-/// The costs of single acts: instructions of a pair, a scrape, a purge, scopes of an arena.
-///
-/// Instructions are counted by callgrind: of a loop three times as long less one, less the same of
-/// an empty loop, so that what starting the process takes is in no figure.
-fn costs(figures: &mut Figures, smoke: bool) -> Result<(), BoxError> {
-    let balanced = chosen(&["balanced".to_owned()])?.remove(0);
-    let costs = Contestant { program: COSTS, way: String::new(), ..balanced };
-    // Nothing decays meanwhile: the purge finds all of it.
-    let kept = Some((CONF, "dirty_decay_ms:-1,muzzy_decay_ms:0".to_owned()));
-    let keeps = Contestant { variable: kept, ..costs.clone() };
-    let once = |who: &Contestant, act: &str| {
-        let mut process = start(who, &[act])?;
-        let said = expect(&mut process, act)?;
-        process.finish()?;
-        println!("{act}:{said}");
-        Ok::<_, BoxError>(said)
-    };
-    let said = once(&costs, "scrape")?;
-    figures.at_most("heap.scrape.us", field(&said, "us")?, "us", 200.0);
-    let allocations = field(&said, "allocations")?;
-    figures.at_most("heap.scrape.allocations", allocations, "allocations", 0.0);
-    let took = field(&once(&keeps, "purge")?, "ms_per_mib")?;
-    figures.at_most("heap.purge.ms_per_mib", took, "ms", 0.15);
-    let said = once(&costs, "scopes")?;
-    for name in ["ordinary", "scope", "uncached"] {
-        figures.add(format!("heap.entry.{name}_ns"), field(&said, name)?, "ns");
-    }
-    if smoke {
-        return Ok(());
-    }
+/// Instructions of a pair of calls, counted by callgrind: of a loop three times as long less one,
+/// less the same of an empty loop, so that what starting the process takes is in no figure.
+fn pair(figures: &mut Figures) {
     let collected = |of: &str, times: u32| {
-        let mut command = callgrind(COSTS);
+        let mut command = callgrind(PAIR);
         // Background threads would be counted as well.
-        command.args(["pair", of, &times.to_string()]).env(CONF, "narenas:4");
+        command.args([of, &times.to_string()]).env(CONF, "narenas:4");
         callgrind::instructions(&mut command)
     };
-    let pair =
-        |of: &str| Ok((collected(of, 3 * PAIRS)? - collected(of, PAIRS)?) / f64::from(2 * PAIRS));
-    let all =
-        ["heap", "plain", "nothing"].into_iter().map(pair).collect::<Result<Vec<_>, String>>();
+    let of = |of| Ok((collected(of, 3 * PAIRS)? - collected(of, PAIRS)?) / f64::from(2 * PAIRS));
+    let all = ["heap", "plain", "nothing"].into_iter().map(of).collect::<Result<Vec<_>, String>>();
     match all.as_deref() {
         Ok([heap, plain, nothing]) => {
             figures.add("heap.pair.instructions", heap - nothing, "instructions");
@@ -273,5 +244,4 @@ fn costs(figures: &mut Figures, smoke: bool) -> Result<(), BoxError> {
         }
         failed => println!("skipped: {failed:?}"),
     }
-    Ok(())
 }

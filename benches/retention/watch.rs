@@ -57,7 +57,7 @@ pub(crate) fn rounds(
 }
 
 /// Starts one of them.
-pub(crate) fn start(who: &Contestant, arguments: &[&str]) -> Result<Process, BoxError> {
+fn start(who: &Contestant, arguments: &[&str]) -> Result<Process, BoxError> {
     let mut command = Command::new(who.program);
     command.args(arguments).args((!who.way.is_empty()).then_some(&who.way));
     command.env_remove("MALLOC_CONF").env_remove(CONF).envs(who.variable.clone());
@@ -65,14 +65,14 @@ pub(crate) fn start(who: &Contestant, arguments: &[&str]) -> Result<Process, Box
 }
 
 /// Reads the next line of a process, which begins with this word, and returns the rest of it.
-pub(crate) fn expect(process: &mut Process, word: &str) -> Result<String, BoxError> {
+fn expect(process: &mut Process, word: &str) -> Result<String, BoxError> {
     let line = process.line()?;
     let rest = line.strip_prefix(word);
     Ok(rest.ok_or_else(|| format!("it said {line:?}: expected {word:?}"))?.to_owned())
 }
 
 /// The value of `name=value` in what it said.
-pub(crate) fn field(said: &str, name: &str) -> Result<f64, BoxError> {
+fn field(said: &str, name: &str) -> Result<f64, BoxError> {
     let value = said.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
     Ok(value.ok_or_else(|| format!("it said {said:?}: no {name}"))?.parse()?)
 }

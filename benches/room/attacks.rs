@@ -3,7 +3,6 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use lowtide::BoxError;
@@ -141,47 +140,26 @@ const LONG: usize = 8 << 10;
 /// Connections that are opened at a time.
 const AT_ONCE: usize = 256;
 
-/// Connections of HTTP/2, each opened once and kept. Each sends the head of one request with a long
-/// header, and no body.
-#[derive(Debug)]
-pub(crate) struct Heads {
-    _all: JoinSet<Result<(), BoxError>>,
-    counts: Arc<[AtomicU32; 2]>,
-}
-
-impl Heads {
-    /// Starts to connect.
-    pub(crate) fn start(count: usize, to: SocketAddr) -> Self {
-        let (counts, slots) = (Arc::<[AtomicU32; 2]>::default(), Arc::new(Semaphore::new(AT_ONCE)));
-        let long = "x".repeat(LONG);
-        let head = [preface(&[]), request(1, "POST", "/work", ("x", &long))].concat();
-        let head: Arc<[u8]> = head.into();
-        let all = (0..count).map(|_| {
-            let (counts, slots, head) =
-                (Arc::clone(&counts), Arc::clone(&slots), Arc::clone(&head));
-            async move {
-                let slot = slots.acquire().await?;
-                let mut stream = TcpStream::connect(to).await?;
-                counts[0].fetch_add(1, Ordering::Relaxed);
-                let _ = stream.write_all(&head).await;
-                drop(slot);
-                if frame(&mut stream).await.is_err() {
-                    counts[1].fetch_add(1, Ordering::Relaxed);
-                }
-                loop {
-                    frame(&mut stream).await?;
-                }
+/// Opens connections of HTTP/2, each once, and keeps them. Each sends the head of one request with a
+/// long header, and no body.
+pub(crate) fn send_heads(count: usize, to: SocketAddr) -> JoinSet<Result<(), BoxError>> {
+    let slots = Arc::new(Semaphore::new(AT_ONCE));
+    let long = "x".repeat(LONG);
+    let head = [preface(&[]), request(1, "POST", "/work", ("x", &long))].concat();
+    let head: Arc<[u8]> = head.into();
+    let all = (0..count).map(|_| {
+        let (slots, head) = (Arc::clone(&slots), Arc::clone(&head));
+        async move {
+            let slot = slots.acquire().await?;
+            let mut stream = TcpStream::connect(to).await?;
+            let _ = stream.write_all(&head).await;
+            drop(slot);
+            loop {
+                frame(&mut stream).await?;
             }
-        });
-        Self { _all: all.collect(), counts }
-    }
-
-    /// Returns the number of connections that were opened, and of those that the service closed
-    /// before it sent a frame.
-    pub(crate) fn counts(&self) -> (u64, u64) {
-        let [opened, refused] = &*self.counts;
-        (opened.load(Ordering::Relaxed).into(), refused.load(Ordering::Relaxed).into())
-    }
+        }
+    });
+    all.collect()
 }
 
 /// Reads a frame, and returns its type.

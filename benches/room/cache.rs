@@ -14,7 +14,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use clap::Args;
 use http::{Extensions, Request, Response, StatusCode};
 use http_body_util::{Empty, Full};
 use lowtide::admission::{Cost, Reclaimable, RejectReason};
@@ -24,7 +23,7 @@ use lowtide_core::sync::lock;
 use tokio::time::{Instant, sleep};
 use tower::{Layer as _, Service as _, ServiceExt as _};
 
-use crate::common::figures::Figures;
+use crate::common::figures::{Figures, count};
 use crate::common::own;
 use crate::common::process::Process;
 use crate::zipf::Chance;
@@ -45,54 +44,38 @@ const LARGE: usize = 6;
 /// The time for which a request holds its memory.
 const WORK: Duration = Duration::from_millis(20);
 
-#[derive(Debug, Clone, Args)]
-pub(crate) struct Arguments {
-    /// The seconds of load.
-    #[arg(long, default_value_t = 20)]
-    seconds: u64,
-    /// The seed of the lookups.
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// Is the service.
-    #[arg(long, hide = true)]
-    serve: bool,
-    /// Does not register the cache.
-    #[arg(long, hide = true)]
-    unregistered: bool,
-}
+/// The time of load.
+const LASTS: Duration = Duration::from_secs(20);
 
 /// Runs the service with and without its reclaimer, and adds the figures.
-pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) -> Result<(), BoxError> {
-    if arguments.serve {
-        return serve(arguments);
+pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
+    if let Some([_, served]) = run(None)? {
+        println!("not registered: {served} served");
     }
-    let [_, without] = run(arguments, Some("--unregistered"))?;
-    println!("seed {}; not registered: {without} served", arguments.seed);
-    let [sheds, served] = run(arguments, None)?;
-    let is_killed = sheds.is_nan();
+    let seen = run(Some("--registered"))?;
+    let [sheds, served] = seen.unwrap_or_default();
     figures.at_least("room.cache.requests", served, "requests", 1.0);
-    figures.at_most("room.cache.kills", f64::from(u8::from(is_killed)), "kills", 0.0);
-    figures.at_most("room.cache.sheds", if is_killed { 0.0 } else { sheds }, "requests", 0.0);
+    figures.at_most("room.cache.kills", count(seen.is_none().into()), "kills", 0.0);
+    figures.at_most("room.cache.sheds", sheds, "requests", 0.0);
     Ok(())
 }
 
-/// Returns the requests that were rejected, and those that were served. The first is no number if
-/// the service was killed.
-fn run(arguments: &Arguments, unregistered: Option<&str>) -> Result<[f64; 2], BoxError> {
+/// Returns the requests that were rejected, and those that were served; `None` if the service was
+/// killed.
+fn run(registered: Option<&str>) -> Result<Option<[f64; 2]>, BoxError> {
     let mut command = own()?;
-    command.args(["cache", "--serve", "--seconds", &arguments.seconds.to_string()]);
-    command.args(["--seed", &arguments.seed.to_string()]).args(unregistered);
+    command.arg("serve-cache").args(registered);
     let mut service = Process::start_in_group(&command, LIMIT)?;
     if service.folder().is_none() {
         println!("no cgroup can be made here, so nothing can be killed");
     }
     let text = service.output()?;
     if service.is_killed()? {
-        return Ok([f64::NAN, 0.0]);
+        return Ok(None);
     }
     let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
-    let [sheds, served] = numbers[..] else { return Err(format!("it printed {text:?}").into()) };
-    Ok([sheds, served])
+    let numbers = numbers.try_into().map_err(|_| format!("it printed {text:?}"))?;
+    Ok(Some(numbers))
 }
 
 /// Entries by key.
@@ -114,8 +97,8 @@ fn shrink(cache: &Cache, wanted: ByteSize) -> ByteSize {
     released
 }
 
-/// Is the service, and prints what came of it.
-fn serve(arguments: &Arguments) -> Result<(), BoxError> {
+/// Is the service, and prints the requests that were rejected and served.
+pub(crate) fn serve(is_registered: bool) -> Result<(), BoxError> {
     let memory = Memory::start()?;
     let mut watch = memory.admission().watch_level();
     let cache = Arc::new(Cache::default());
@@ -125,13 +108,12 @@ fn serve(arguments: &Arguments) -> Result<(), BoxError> {
     let (held, shrunk) = (Arc::clone(&cache), Arc::clone(&cache));
     let held = move || ByteSize::of(lock(&held).len() * ENTRY);
     let reclaimable = Reclaimable::new("cache", held, move |wanted| shrink(&shrunk, wanted));
-    let _reclaimer =
-        (!arguments.unregistered).then(|| memory.reclaimer(reclaimable)).transpose()?;
+    let _reclaimer = is_registered.then(|| memory.reclaimer(reclaimable)).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let served = runtime.block_on(async {
-        let until = Instant::now() + Duration::from_secs(arguments.seconds);
+        let until = Instant::now() + LASTS;
         let clients = (0..CLIENTS).map(|nth| {
-            let chance = Chance::new(arguments.seed.wrapping_mul(CLIENTS).wrapping_add(nth));
+            let chance = Chance::new(CLIENTS + nth);
             tokio::spawn(send(memory.clone(), Arc::clone(&cache), chance, until))
         });
         let mut served = 0;

@@ -10,14 +10,13 @@ use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Duration;
 
-use clap::Args;
 use http::{Request, StatusCode};
 use lowtide::{BoxError, ByteSize};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::{interval, timeout};
 
-use crate::attacks::{Attack, attack};
+use crate::attacks::{Attack, attack, send_heads};
 use crate::common::figures::{Figures, count};
 use crate::common::http::{Http, client_of, send};
 use crate::common::own;
@@ -38,15 +37,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The clients that keep their connections.
 const KEPT: usize = 10;
 
-#[derive(Clone, Debug, Args)]
-pub(crate) struct Arguments {
-    /// Only forms whose name contains this.
-    #[arg(long, default_value = "")]
-    only: String,
-    /// The time for which each attack lasts.
-    #[arg(long, default_value = "12s", value_parser = humantime::parse_duration)]
-    lasts: Duration,
-}
+/// The time for which an attack lasts.
+const LASTS: Duration = Duration::from_secs(12);
 
 /// The forms of attack: the name, the path that honest clients ask for, the number of attackers,
 /// and what each does.
@@ -60,7 +52,7 @@ const FORMS: [(&str, &str, usize, Attack); 5] = [
 
 /// Runs the forms and adds their figures.
 #[tokio::main]
-pub(crate) async fn measure(arguments: &Arguments, figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     raise_descriptors()?;
     // Accepts and never answers.
     let hung = TcpListener::bind("127.0.0.1:0").await?;
@@ -72,16 +64,13 @@ pub(crate) async fn measure(arguments: &Arguments, figures: &mut Figures) -> Res
         }
     });
     for (name, path, attackers, of) in FORMS {
-        if !name.contains(&arguments.only) {
-            continue;
-        }
         let upstream = (name == "hung_upstream").then_some(hung_at);
         let (mut service, to) = if path == "/work" { start_own()? } else { start_proxy(upstream)? };
         // What is loaded on first use is there.
         drive(to, path, Duration::from_secs(1), None).await;
         let alone = drive(to, path, ALONE, None).await;
         let _attackers: JoinSet<()> = (0..attackers).map(|nth| attack(nth, to, of)).collect();
-        let attacked = drive(to, path, arguments.lasts, None).await;
+        let attacked = drive(to, path, LASTS, None).await;
         show(name, alone, attacked, &mut service, figures);
     }
     Ok(())
@@ -99,15 +88,11 @@ pub(crate) async fn measure_connections(figures: &mut Figures) -> Result<(), Box
     let kept: [Http; KEPT] = std::array::from_fn(|_| client_of(true));
     drive(to, "/work", Duration::from_secs(1), Some(&kept)).await;
     let alone = drive(to, "/work", ALONE, Some(&kept)).await;
-    let heads = crate::attacks::Heads::start(OFFERED, to);
-    let lasts = Duration::from_secs(12);
-    let attacked = drive(to, "/work", lasts, Some(&kept));
-    let (attacked, newcomers) = tokio::join!(attacked, drive(to, "/work", lasts, None));
-    let (opened, refused) = heads.counts();
-    println!("{opened} of {OFFERED} connections opened");
+    let _connections = send_heads(OFFERED, to);
+    let attacked = drive(to, "/work", LASTS, Some(&kept));
+    let (attacked, newcomers) = tokio::join!(attacked, drive(to, "/work", LASTS, None));
     show("h2", alone, attacked, &mut service, figures);
     figures.add("room.h2.newcomer_part", newcomers, "ratio");
-    figures.add("room.h2.refused", count(refused), "connections");
     Ok(())
 }
 

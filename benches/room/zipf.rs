@@ -32,9 +32,9 @@ pub(crate) use self::chance::Chance;
 const MODELS: usize = 10;
 /// There is room for so many models of mean size.
 const ROOM: u64 = 3;
-/// The mean time between two requests, and that for which a request holds its model.
-const ARRIVAL: f64 = 1.0;
-const HOLD: f64 = 0.5;
+/// Requests a second, and the rate at which those that hold a model end.
+const ARRIVALS: f64 = 1.0;
+const ENDS: f64 = 2.0;
 
 /// The sizes and load times of the models.
 #[derive(Clone, Copy, Debug)]
@@ -125,14 +125,15 @@ impl Work {
                 }
                 _ => {}
             }
-            let mut left = unit(&mut chance) * weights.iter().sum::<f64>();
+            let mut left = chance.unit() * weights.iter().sum::<f64>();
             let is_over = |weight: &f64| {
                 left -= weight;
                 left < 0.0
             };
             let rank = weights.iter().position(is_over).unwrap_or(MODELS - 1);
-            at += exponential(ARRIVAL, &mut chance);
-            Request { at, model: ranks[rank], hold: exponential(HOLD, &mut chance) }
+            at += Duration::from_secs_f64(chance.gap(ARRIVALS));
+            let hold = Duration::from_secs_f64(chance.gap(ENDS));
+            Request { at, model: ranks[rank], hold }
         });
         let requests = requests.collect();
         Self { models, room, requests }
@@ -146,7 +147,7 @@ impl Work {
 }
 
 fn model(draw: Draw, chance: &mut Chance) -> Model {
-    let mut between = |least: f64, most: f64| least * (most / least).powf(unit(chance));
+    let mut between = |least: f64, most: f64| least * (most / least).powf(chance.unit());
     let (mib, seconds) = match draw {
         Draw::Equal => (1024.0, 4.0),
         Draw::Sizes => {
@@ -164,16 +165,6 @@ fn shuffle(ranks: &mut [usize; MODELS], chance: &mut Chance) {
     for at in (1..MODELS).rev() {
         ranks.swap(at, chance.below(at + 1));
     }
-}
-
-/// Evenly from 0 up to 1.
-fn unit(chance: &mut Chance) -> f64 {
-    (chance.next() >> 11) as f64 / (1_u64 << 53) as f64
-}
-
-/// Seconds of an exponential distribution.
-fn exponential(mean: f64, chance: &mut Chance) -> Duration {
-    Duration::from_secs_f64(-mean * (1.0 - unit(chance)).ln())
 }
 
 /// The share of requests that found their model loaded, and the share of the load time of a service

@@ -12,6 +12,7 @@
 
 mod blocks;
 #[path = "../index/chance.rs"]
+#[allow(dead_code, reason = "others use more of it")]
 mod chance;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "other benches use more of it")]

@@ -14,8 +14,8 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Creates a cgroup, with a limit if one is given.
-    pub(crate) fn make(name: &str, limit_bytes: Option<u64>) -> Result<Self, String> {
+    /// Creates a cgroup with a limit.
+    pub(crate) fn make(name: &str, limit_bytes: u64) -> Result<Self, String> {
         let (home, v2) = home()?;
         let folder = home.join(name);
         let fault = |what: &str, error: std::io::Error| format!("{what}: {error}");
@@ -24,20 +24,8 @@ impl Group {
         if v2 && !group.folder.join("memory.stat").exists() {
             return Err("the memory controller is not delegated to this cgroup".to_owned());
         }
-        let Some(bytes) = limit_bytes else { return Ok(group) };
-        let (file, limit) = if v2 {
-            // Without swap, as version 1's second limit says.
-            let _ = fs::write(group.folder.join("memory.swap.max"), "0");
-            ("memory.max", bytes.to_string())
-        } else {
-            ("memory.limit_in_bytes", bytes.to_string())
-        };
-        fs::write(group.folder.join(file), &limit)
+        set_limit(&group.folder, limit_bytes)
             .map_err(|error| fault("cannot set a limit", error))?;
-        if !v2 {
-            // There only where swap is accounted.
-            let _ = fs::write(group.folder.join("memory.memsw.limit_in_bytes"), limit);
-        }
         Ok(group)
     }
 
@@ -52,6 +40,23 @@ impl Drop for Group {
         // Best effort: a folder that stays behind is empty and harmless.
         let _ = fs::remove_dir(&self.folder);
     }
+}
+
+/// Sets the limit of a cgroup, also that of memory and swap together.
+pub(crate) fn set_limit(folder: &Path, bytes: u64) -> std::io::Result<()> {
+    let (limit, v2) = (bytes.to_string(), folder.join("memory.max"));
+    if v2.exists() {
+        let _ = fs::write(folder.join("memory.swap.max"), "0");
+        return fs::write(v2, limit);
+    }
+    // There only where swap is accounted, and never below the limit without swap.
+    let both = folder.join("memory.memsw.limit_in_bytes");
+    let is_raised = fs::write(&both, &limit).is_ok();
+    fs::write(folder.join("memory.limit_in_bytes"), &limit)?;
+    if !is_raised {
+        let _ = fs::write(both, limit);
+    }
+    Ok(())
 }
 
 /// The folder of the present memory cgroup, and whether it is version 2.

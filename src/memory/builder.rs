@@ -433,10 +433,11 @@ impl Builder {
     ///
     /// let two = [HostDriver::new(), HostDriver::new()].map(|it| Arc::new(it) as Arc<dyn Driver>);
     /// let memory = Memory::builder().drivers(two).start()?;
-    /// let reserved = memory.devices().on(DeviceSelector::Number(1)).reserve(ByteSize::mib(8))?;
-    /// let arena = memory.devices().on(reserved.device()).open_arena("on the second")?;
+    /// let second = DeviceSelector::Number(1);
+    /// let (device, permit) = memory.devices().on(second).reserve(ByteSize::mib(8))?;
+    /// let arena = memory.devices().on(device).open_arena("on the second")?;
     /// assert_eq!(memory.devices().all().len(), 2);
-    /// # drop(arena);
+    /// # drop((arena, permit));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     #[must_use]

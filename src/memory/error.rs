@@ -12,7 +12,7 @@ use crate::config::{ConfigError, Source};
 #[cfg(feature = "device")]
 use crate::device::{DeviceError, driver::DriverError};
 use lowtide_admission::{Budget, Rejected, ResourceError, SettingsError};
-use lowtide_heap::{HostError, ReleaseFailure};
+use lowtide_heap::{HostError, ReleaseFailure, Unsupported};
 
 #[cfg(feature = "device")]
 use super::devices::{DeviceSelector, Slot, known_targets};
@@ -228,24 +228,6 @@ pub enum MemoryError {
         /// The maximum.
         max: usize,
     },
-    /// More concurrent users than can be counted.
-    #[cfg(feature = "device")]
-    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
-    TooManyUsers {
-        /// The slot.
-        slot: Slot,
-        /// The maximum.
-        max: u32,
-    },
-    /// Other threads changed the slot's arena at every attempt.
-    #[cfg(feature = "device")]
-    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
-    Contended {
-        /// The slot.
-        slot: Slot,
-        /// The number of attempts.
-        attempts: u32,
-    },
     /// There is no device for the target of a shrink.
     #[cfg(feature = "device")]
     #[error("unknown target {target}: expected {}", targets(*devices))]
@@ -299,6 +281,14 @@ pub enum MemoryError {
     /// The process heap could not be purged.
     #[error("cannot purge the heap: {0}")]
     Heap(HostError),
+    /// Neither heap of the process can be purged.
+    #[error("{jemalloc}; {libc}")]
+    CannotPurge {
+        /// Why jemalloc's heap cannot be purged.
+        jemalloc: Unsupported,
+        /// Why the C library's heap cannot be purged.
+        libc: Unsupported,
+    },
     /// The kernel did not take unused memory of the heap back.
     #[error("{bytes} of unused heap memory stay resident: {cause}")]
     Unreleased {

@@ -52,9 +52,8 @@ pub use builder::Builder;
 pub use devices::DeviceProcesses;
 #[cfg(feature = "device")]
 pub use devices::{
-    ArenaReport, ArenaUse, DeviceReservation, DeviceSelector, DeviceSnapshot, DeviceStatus,
-    DevicesSnapshot, MemoryDevices, Replaced, Run, ShrinkOutcome, Shrunk, ShrunkTarget, Slot,
-    SlotKind, SlotSnapshot,
+    ArenaReport, ArenaUse, DeviceSelector, DeviceSnapshot, DeviceStatus, DevicesSnapshot,
+    MemoryDevices, Run, Shrunk, Slot, SlotSnapshot,
 };
 pub use error::{Diagnostic, MemoryError, Shutdown, StartError};
 pub use events::Event;

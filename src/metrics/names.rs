@@ -213,7 +213,7 @@ macro_rules! rows {
         "Reserved bytes of the device up to which requests are admitted now; absent without a \
          limit; 0 once the device is lost.";
 
-    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceMemoryFigures;
+    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceSnapshot;
     Basic Counter "lowtide_device_rollback_failures_total" as DEVICE_ROLLBACK_FAILURES,
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
          until the process ends.";

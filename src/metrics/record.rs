@@ -19,7 +19,7 @@ use super::names::{self as name, Metric, MetricKind, TABLE};
 use super::process::ProcessStats;
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
-use crate::device::{ArenaSnapshot, driver::Backend};
+use crate::device::ArenaSnapshot;
 use crate::sync::lock;
 use lowtide_admission::{
     AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
@@ -83,18 +83,29 @@ pub(crate) struct HostPressure<'a> {
 
 /// The memory of a device, with all its users.
 #[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct DeviceMemoryFigures {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct DeviceSnapshot {
     /// The total memory.
-    pub(crate) total: ByteSize,
+    pub total: ByteSize,
     /// The free memory.
-    pub(crate) free: ByteSize,
-    /// The memory in use when the context was created.
-    pub(crate) context_overhead: Option<ByteSize>,
-    /// The memory in use that is neither ours nor in the context overhead.
-    pub(crate) unmanaged: Option<ByteSize>,
-    /// Bytes released because little memory was free.
-    pub(crate) watermark_released_total: u64,
+    pub free: ByteSize,
+    /// The memory in use right after our context was created and before our first commit. It is an
+    /// upper bound of the context's size, because it includes memory that other processes and other
+    /// code of this process used at that moment. `None` if unknown.
+    pub context_overhead: Option<ByteSize>,
+    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead.
+    /// It is used by other processes and by other code of this process: allocations made directly
+    /// through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is too small
+    /// if a process that was counted in the context overhead has exited. `None` if the context
+    /// overhead is unknown.
+    pub unmanaged: Option<ByteSize>,
+    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
+    /// of our arenas is then released before its decay time.
+    pub is_short: bool,
+    /// The bytes released because of that, since the start.
+    pub watermark_released_total: u64,
 }
 
 /// The budget of a device.
@@ -312,35 +323,34 @@ impl MetricsWriter {
     }
 
     /// Publishes the backend of an arena, and whether the arena is open.
-    pub fn arena_info(self, device: &str, arena: &str, backend: Backend, is_open: bool) {
+    pub fn arena_info(self, device: &str, arena: &str, backend: &'static str, is_open: bool) {
         let labels = [label("device", device), label("arena", arena)];
-        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend.name(), is_open)]);
+        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend, is_open)]);
     }
 
-    /// Publishes a device: its state, failed rollbacks, and its memory if known.
+    /// Publishes a device: its state, failed rollbacks, and its memory and its budget if known.
     pub(crate) fn device(
         self,
         name: &str,
         is_lost: bool,
         rollback_failures_total: u64,
-        memory: Option<DeviceMemoryFigures>,
+        memory: Option<&DeviceSnapshot>,
+        budget: Option<DeviceBudget>,
     ) {
         let labels = [label("device", name)];
         self.put(name::DEVICE_LOST, &labels, is_lost);
         self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
         if let Some(memory) = memory {
-            device_memory(&memory, &mut self.to(&labels));
+            device_memory(memory, &mut self.to(&labels));
         }
-    }
-
-    /// Publishes the budget of a device.
-    pub(crate) fn device_budget(self, name: &str, budget: DeviceBudget) {
-        device_budget(&budget, &mut self.to(&[label("device", name)]));
+        if let Some(budget) = &budget {
+            device_budget(budget, &mut self.to(&labels));
+        }
     }
 
     /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
     pub fn device_unknown(self, name: &str) {
-        device_memory(&DeviceMemoryFigures::default(), &mut |metric, _| {
+        device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
             if metric.kind == MetricKind::Gauge {
                 self.put(metric, &[label("device", name)], f64::NAN);
             }

@@ -54,14 +54,8 @@ pub(super) fn with_figures(snapshot: &MemorySnapshot, mut document: Value) -> Va
 }
 
 fn memory(device: &DeviceSnapshot) -> Value {
-    json!({
-        "total_bytes": device.total.get(),
-        "free_bytes": device.free.get(),
-        "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
-        "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
-        "short": device.is_short,
-        "watermark_released_bytes": device.watermark_released_total,
-    })
+    let others = json!({ "short": device.is_short });
+    figures("lowtide_device_", |each| read::device_memory(device, each), others)
 }
 
 fn device(device: &DeviceStatus) -> Value {

@@ -26,17 +26,14 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, PROFILE, host_refusal, wrong_method};
+use super::admin::{Admin, Denial, PROFILE, check_host, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
 use super::json::{self, JsonPart, PartContext};
 use super::query::{Format, Query, QueryError};
-use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
-/// The query parameters of `/memory`.
-const NAMES: &[&str] = &["format", "limit", "with"];
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The operator endpoints of a service.
@@ -179,16 +176,16 @@ impl Endpoints {
         }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
         let refuse = || match *request.method() {
-            Method::GET | Method::HEAD => host_refusal(request, &self.hosts),
+            Method::GET | Method::HEAD => {
+                check_host(request, &self.hosts).err().map(|denial| denial.answer())
+            }
             _ => Some(wrong_method(request.method(), "GET, HEAD")),
         };
         let refusal = if shows_figures { refuse() } else { None };
         let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {
-            self.asked(request).unwrap_or_else(|error| {
-                problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
-            })
+            self.asked(request).unwrap_or_else(|error| Denial::from(error).answer())
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
@@ -263,7 +260,7 @@ impl Endpoints {
     }
 
     fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, QueryError> {
-        let query = Query::read(request.uri().query(), NAMES, "format, limit or with")?;
+        let query = Query::read(request.uri().query(), &["format", "limit", "with"])?;
         let format = match query.get("format") {
             None => Format::preferred(request.headers()),
             Some("json") => Format::Json,

@@ -210,24 +210,20 @@ pub(super) fn request(request: &RequestMemory) -> Value {
 }
 
 fn route(of: &RouteUsage) -> Value {
-    named(json!({ "method": of.method, "route": of.route }), &of.memory)
+    usage(json!({ "method": of.method, "route": of.route }), &of.memory)
 }
 
 fn tenant((name, memory): &(String, MemoryUsage)) -> Value {
-    named(json!({ "tenant": name }), memory)
+    usage(json!({ "tenant": name }), memory)
 }
 
 /// Adds the memory to a name.
-fn named(mut named: Value, memory: &MemoryUsage) -> Value {
-    for (name, value) in [
-        ("live_bytes", Some(memory.live.get())),
-        ("live_peak_bytes", Some(memory.live_peak.get())),
-        ("requests", Some(memory.requests_total)),
-        ("mean_peak_bytes", memory.mean_peak().map(ByteSize::get)),
-        ("mean_claim_bytes", memory.mean_claim().map(ByteSize::get)),
-    ] {
-        named[name] = value.into();
-    }
+fn usage(mut named: Value, memory: &MemoryUsage) -> Value {
+    named["live_bytes"] = memory.live.get().into();
+    named["live_peak_bytes"] = memory.live_peak.get().into();
+    named["requests"] = memory.requests_total.into();
+    named["mean_peak_bytes"] = memory.mean_peak().map(ByteSize::get).into();
+    named["mean_claim_bytes"] = memory.mean_claim().map(ByteSize::get).into();
     named
 }
 

@@ -37,7 +37,6 @@ impl Query {
     pub(super) fn read(
         text: Option<&str>,
         names: &'static [&'static str],
-        expected: &'static str,
     ) -> Result<Self, QueryError> {
         let text = text.unwrap_or_default();
         if text.len() > QUERY_MAX {
@@ -51,6 +50,11 @@ impl Query {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let (name, value) = (decoded(name)?, decoded(value)?);
             let Some(&name) = names.iter().find(|known| **known == name) else {
+                let expected = match names {
+                    [] => "no query".to_owned(),
+                    [name] => (*name).to_owned(),
+                    [first @ .., last] => format!("{} or {last}", first.join(", ")),
+                };
                 let unknown = format!("unknown query parameter {name:?}: expected {expected}");
                 return Err(QueryError(unknown));
             };
@@ -177,10 +181,10 @@ mod tests {
     #[test]
     fn a_query_is_decoded_and_what_is_wrong_with_it_is_named() {
         const NAMES: &[&str] = &["arena", "keep"];
-        let read = |text: &str| Query::read(Some(text), NAMES, "arena or keep");
+        let read = |text: &str| Query::read(Some(text), NAMES);
         let query = read("arena=a%20b%2Fc+d%C3%A4&keep=").expect("right");
         assert_eq!((query.get("arena"), query.get("keep")), (Some("a b/c dä"), Some("")));
-        assert!(Query::read(None, NAMES, "").expect("none").get("arena").is_none());
+        assert!(Query::read(None, NAMES).expect("none").get("arena").is_none());
         assert_eq!(query.need("arena"), Ok("a b/c dä"));
         let missing = read("").and_then(|query| query.need("keep").map(drop)).expect_err("missing");
         assert_eq!(missing.to_string(), "query parameter \"keep\" is missing: expected ?keep=...");

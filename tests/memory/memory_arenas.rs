@@ -147,7 +147,7 @@ fn an_arena_that_a_session_opened_can_be_shared_and_outlives_the_session() {
     // From the next arena on shared wins over session, as ever.
     let replaced = memory.devices().replace_arena(&slot(), &ArenaOptions::new()).expect("replaced");
     assert_eq!(limit_of(&memory), (ByteSize::mib(16), ArenaSource::Shared));
-    assert_eq!(replaced.report.conflicts[0].reason, Reason::SharedArena);
+    assert_eq!(replaced.conflicts[0].reason, Reason::SharedArena);
     memory.devices().unshare_arena(&slot()).expect("was shared");
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
@@ -243,7 +243,7 @@ fn a_replacement_is_in_force_although_sessions_hold_the_arena() {
         memory.devices().replace_arena(&slot(), &options(&[("arena.max_mem", "8388608")]));
     let replaced = replaced.expect("replaced");
     assert_eq!((replaced.draining, replaced.released), (Some(ByteSize::ZERO), ByteSize::ZERO));
-    let [conflict] = &replaced.report.conflicts[..] else { panic!("{replaced:?}") };
+    let [conflict] = &replaced.conflicts[..] else { panic!("{replaced:?}") };
     assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, Reason::Replaced));
     // The key that it does not name is as it was; the session sees all of it.
     let resolution = session.resolution();
@@ -265,7 +265,7 @@ fn a_replacement_is_in_force_although_sessions_hold_the_arena() {
 fn a_replacement_where_no_arena_is_shares_one() {
     let memory = start();
     let replaced = memory.devices().replace_arena(&slot(), &limit(8)).expect("opened");
-    assert_eq!((replaced.draining, replaced.report.opened), (None, true));
+    assert_eq!((replaced.draining, replaced.opened), (None, true));
     let found = figures(&memory, &slot());
     assert!(found.shared && found.users == 0 && found.draining.is_empty());
     memory.devices().unshare_arena(&slot()).expect("was shared");
@@ -504,7 +504,6 @@ fn replacements_at_the_same_time_each_take_effect() {
     let memory = start();
     for _ in 0..50 {
         let done = at_once(|nth| memory.devices().replace_arena(&slot(), &limit(2 * nth)));
-        // Each failed attempt is another thread's success: with four of them nobody runs out.
         assert!(done.iter().all(Result::is_ok), "{done:?}");
         let firsts = done.iter().flatten().filter(|replaced| replaced.draining.is_none());
         assert_eq!(firsts.count(), 1, "one of them found no arena");

@@ -10,7 +10,7 @@ use lowtide::config::arena::ArenaOptions;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceUuid, Driver};
 use lowtide::device::{DeviceError, PinnedConfig, Region};
-use lowtide::memory::{Builder, DeviceSelector, MemoryError, ShrinkOutcome, Slot, StartError};
+use lowtide::memory::{Builder, DeviceSelector, MemoryError, Slot, StartError};
 use lowtide::metrics::MetricsTier;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Cost, Rejected};
@@ -165,13 +165,13 @@ fn each_device_has_a_budget_and_is_shrunk_by_its_number() {
     let full = ask(second, 190).expect_err("the second device is full");
     assert!(matches!(full, MemoryError::Rejected(Rejected::Full { .. })), "{full}");
     let other = ask(DeviceSelector::MostHeadroom, 190).expect("the first is not");
-    assert_eq!(other.device(), DeviceSelector::Number(0));
+    assert_eq!(other.0, DeviceSelector::Number(0));
     let reserved = || {
         let of = |device: lowtide::memory::DeviceStatus| device.budget.expect("its own").reserved;
         memory.devices().all().into_iter().map(of).collect::<Vec<_>>()
     };
     assert_eq!(reserved(), vec![ByteSize::mib(190); 2]);
-    drop((held, other.into_permit()));
+    drop((held, other));
     assert_eq!(reserved(), vec![ByteSize::ZERO; 2]);
 
     let arenas = [0, 1].map(|nth| {
@@ -182,7 +182,7 @@ fn each_device_has_a_budget_and_is_shrunk_by_its_number() {
         arena
     });
     let shrunk = memory.devices().shrink("gpu:1").expect("a target");
-    assert_eq!(shrunk.targets[0].outcome, ShrinkOutcome::Released(ByteSize::mib(8)));
+    assert_eq!((shrunk[0].released, &shrunk[0].error), (ByteSize::mib(8), &None));
     assert_eq!(arenas[1].glance().committed, ByteSize::ZERO);
     assert_eq!(arenas[0].glance().committed, ByteSize::mib(8));
     let unknown = memory.devices().shrink("gpu:2").expect_err("there is no third").to_string();

@@ -6,13 +6,15 @@
 //! Invariant: every program gets the same requests in the same order.
 #![expect(clippy::disallowed_methods, reason = "it idles in real time")]
 
+#[path = "../../common/figures.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod figures;
 #[path = "../../engines/src/process.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the other bench uses more of it")]
 mod process;
 mod requests;
 mod server;
 mod similarities;
-mod statistics;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -21,9 +23,9 @@ use std::time::{Duration, Instant};
 
 pub(crate) use plain::BoxError;
 
+use self::figures::{Figures, quantile};
 use self::requests::Words;
 use self::server::{Program, Server};
-use self::statistics::{interval, median};
 
 const CYCLES: u64 = 3;
 /// Pairs of bursts, unless the command line says otherwise.
@@ -40,9 +42,11 @@ const NEVER: u64 = 3_600;
 const SOON: &str = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
 
 /// The goals.
-const IDLE_MIB: f64 = 98.0;
-const UNLOADED_MIB: f64 = 12.0;
-const CPU_RATIO: f64 = 1.03;
+const GOALS: [(&str, f64); 3] = [
+    ("engines.candle.idle_mib", 98.0),
+    ("engines.candle.unloaded_mib", 12.0),
+    ("engines.candle.cpu_ratio", 1.03),
+];
 
 fn main() -> Result<ExitCode, BoxError> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
@@ -55,47 +59,30 @@ fn main() -> Result<ExitCode, BoxError> {
     let lowtide = Program { path: Path::new(lowtide), is_lowtide: true, jemalloc: "" };
     let words = Words::read(model)?;
 
+    let mut figures = Figures::default();
     let is_right = similarities::check(&mut Server::start(lowtide, model, NEVER)?)?;
-    let (idle, unloaded) = cycles("engines.candle", lowtide, model, &words)?;
-    cycles("peers.candle.glibc", plain(glibc, ""), model, &words)?;
-    cycles("peers.candle.jemalloc", plain(jemalloc, ""), model, &words)?;
-    cycles("peers.candle.jemalloc_1s", plain(jemalloc, SOON), model, &words)?;
-    let ratio = cpu_ratio(lowtide, plain(jemalloc, ""), model, &words, pairs)?;
-    let goals = [
-        ("idle_mib", idle, IDLE_MIB),
-        ("unloaded_mib", unloaded, UNLOADED_MIB),
-        ("cpu_ratio", ratio, CPU_RATIO),
-    ];
-    let mut holds = is_right;
-    for (name, value, goal) in goals {
-        let is_held = value <= goal;
-        println!("goal of {name}: at most {goal}: {}", if is_held { "held" } else { "missed" });
-        holds &= is_held;
+    for (name, program) in [
+        ("engines.candle", lowtide),
+        ("peers.candle.glibc", plain(glibc, "")),
+        ("peers.candle.jemalloc", plain(jemalloc, "")),
+        ("peers.candle.jemalloc_1s", plain(jemalloc, SOON)),
+    ] {
+        let mut server = Server::start(program, model, IDLE_UNLOAD)?;
+        for seed in 1..=CYCLES {
+            for (figure, value, unit) in cycle(&mut server, &words, seed)? {
+                figures.add(format!("{name}.{figure}"), value, unit);
+            }
+        }
     }
-    Ok(if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    for ratio in cpu_ratios(lowtide, plain(jemalloc, ""), model, &words, pairs)? {
+        figures.add("engines.candle.cpu_ratio", ratio, "x");
+    }
+    figures.set_goals(&GOALS);
+    Ok(if figures.print() && is_right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// A figure, its value and its unit.
 type Figure = (&'static str, f64, &'static str);
-
-/// Prints the medians of some cycles, and returns those of idle and of unloaded.
-fn cycles(
-    name: &str,
-    program: Program<'_>,
-    model: &Path,
-    words: &Words,
-) -> Result<(f64, f64), BoxError> {
-    let mut server = Server::start(program, model, IDLE_UNLOAD)?;
-    let cycles = (1..=CYCLES).map(|seed| cycle(&mut server, words, seed));
-    let cycles = cycles.collect::<Result<Vec<_>, _>>()?;
-    let medians = [0, 1, 2, 3, 4, 5, 6, 7].map(|at| {
-        let (figure, _, unit) = cycles[0][at];
-        let value = median(cycles.iter().map(|cycle| cycle[at].1));
-        println!("figure {name}.{figure} {value:.1} {unit}");
-        value
-    });
-    Ok((medians[0], medians[1]))
-}
 
 /// The peak is that of the resident set, files included, of load and burst.
 fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<[Figure; 8], BoxError> {
@@ -104,14 +91,12 @@ fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<[Figure; 8], B
     embed(server, br#"{"texts":["tide"]}"#)?;
     let loaded = server.kernel.anonymous_mib()?;
     let faults = server.kernel.used()?.faults;
-    let mut times = burst(server, words, seed)?;
+    let times = burst(server, words, seed)?;
     let (peak, faults) = (server.kernel.peak_mib()?, server.kernel.used()?.faults - faults);
     sleep(IDLE);
     let idle = server.kernel.anonymous_mib()?;
     sleep(UNLOADED);
     let unloaded = server.kernel.anonymous_mib()?;
-    times.sort_by(f64::total_cmp);
-    let at = |part: usize| times.get(times.len() * part / 100).copied().unwrap_or(f64::NAN);
     Ok([
         ("idle_mib", idle, "MiB"),
         ("unloaded_mib", unloaded, "MiB"),
@@ -119,8 +104,8 @@ fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<[Figure; 8], B
         ("loaded_mib", loaded, "MiB"),
         ("peak_mib", peak, "MiB"),
         ("thousand_faults", faults / 1e3, "thousands"),
-        ("p50_ms", at(50), "ms"),
-        ("p99_ms", at(99), "ms"),
+        ("p50_ms", quantile(&times, 0.5), "ms"),
+        ("p99_ms", quantile(&times, 0.99), "ms"),
     ])
 }
 
@@ -142,15 +127,15 @@ fn embed(server: &mut Server, body: &[u8]) -> Result<Vec<u8>, BoxError> {
     Err(format!("answer {status}: {}", String::from_utf8_lossy(&answer)).into())
 }
 
-/// Prints the CPU time of a burst and of the idle time after it with lowtide, relative to
-/// jemalloc's default, and returns the median of the pairs. Both run all the time, and take turns.
-fn cpu_ratio(
+/// Returns the CPU times of a burst and of the idle time after it with lowtide, relative to
+/// jemalloc's default, of each pair. Both run all the time, and take turns.
+fn cpu_ratios(
     lowtide: Program<'_>,
     jemalloc: Program<'_>,
     model: &Path,
     words: &Words,
     pairs: u64,
-) -> Result<f64, BoxError> {
+) -> Result<Vec<f64>, BoxError> {
     let mut lowtide = Server::start(lowtide, model, NEVER)?;
     let mut jemalloc = Server::start(jemalloc, model, NEVER)?;
     for server in [&mut lowtide, &mut jemalloc] {
@@ -174,11 +159,5 @@ fn cpu_ratio(
         println!("pair {seed}: {ours:.2} s and {theirs:.2} s: {:.3}", ours / theirs);
         ratios.push(ours / theirs);
     }
-    let ratio = median(ratios.iter().copied());
-    println!("figure engines.candle.cpu_ratio {ratio:.3} x");
-    if let Some((low, high)) = interval(&mut ratios) {
-        println!("figure engines.candle.cpu_ratio_low {low:.3} x");
-        println!("figure engines.candle.cpu_ratio_high {high:.3} x");
-    }
-    Ok(ratio)
+    Ok(ratios)
 }

@@ -24,18 +24,11 @@ const JOBS_PER_HOUR: f64 = 4600.0;
 /// The result of a month.
 #[derive(Clone, Debug)]
 pub(crate) struct Month {
-    pub(crate) days: u32,
     pub(crate) seen: Seen,
-    /// Jobs of the worker an hour, on average.
-    pub(crate) jobs_per_hour: f64,
-    /// The most that two nights after the first differ: K, and MiB of the allowance and of what is
+    /// The most that two nights after the first differ in MiB of the allowance and of what is
     /// physical. Zero where there are not two.
-    pub(crate) k_drift: f64,
     pub(crate) allowance_drift: f64,
     pub(crate) physical_drift: f64,
-    /// The part by which the mean learned reservation differs from the first half of those nights
-    /// to the second.
-    pub(crate) claim_drift: f64,
     pub(crate) faults: Vec<String>,
 }
 
@@ -64,18 +57,11 @@ pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
         let each = nights.iter().skip(1).map(of);
         (each.clone().fold(f64::MIN, f64::max) - each.fold(f64::MAX, f64::min)).max(0.0)
     };
-    let mut month = Month {
-        days,
-        jobs_per_hour: per_hour(seen.jobs, scenario.lasts / 3600.0),
-        k_drift: spread(|look| look.k),
-        allowance_drift: spread(|look| look.allowance),
-        physical_drift: spread(|look| look.physical),
-        claim_drift: halves_apart(nights.get(1..).unwrap_or_default()),
-        seen,
-        faults: Vec::new(),
-    };
-    let seen = &month.seen;
     let reserved = nights.iter().map(|look| look.reserved).fold(0.0, f64::max);
+    let allowance_drift = spread(|look| look.allowance);
+    let physical_drift = spread(|look| look.physical);
+    let claim_drift = halves_apart(nights.get(1..).unwrap_or_default());
+    let jobs = per_hour(seen.jobs, scenario.lasts / 3600.0);
     // What it is, and the most that it may be.
     let claims = [
         ("nights that differ in number from the days", f64::from(days) - length(&nights), 0.0),
@@ -83,17 +69,17 @@ pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
         ("jobs that panicked", per_hour(seen.end.panics, 1.0), 0.0),
         ("purges that came before their pace", per_hour(seen.hasty, 1.0), 0.0),
         ("MiB that stay booked at night", reserved, 0.0),
-        ("drift of K", month.k_drift, 0.01),
-        ("drift of the allowance in MiB", month.allowance_drift, 2.0),
-        ("drift of what is held in MiB", month.physical_drift, 16.5),
-        ("drift of the learned reservation", month.claim_drift, 0.1),
-        ("jobs an hour", month.jobs_per_hour, JOBS_PER_HOUR),
+        ("drift of K", spread(|look| look.k), 0.01),
+        ("drift of the allowance in MiB", allowance_drift, 2.0),
+        ("drift of what is held in MiB", physical_drift, 16.5),
+        ("drift of the learned reservation", claim_drift, 0.1),
+        ("jobs an hour", jobs, JOBS_PER_HOUR),
         ("requests that were shed and had room", per_hour(seen.wasted, 1.0), 0.0),
     ];
     let is_wrong = |(_, value, most): &(&str, f64, f64)| value.abs() > *most;
     let wrong = claims.into_iter().filter(is_wrong);
-    month.faults = wrong.map(|(what, value, _)| format!("{what}: {value}")).collect();
-    month
+    let faults = wrong.map(|(what, value, _)| format!("{what}: {value}")).collect();
+    Month { seen, allowance_drift, physical_drift, faults }
 }
 
 /// The part by which the mean reservation of the second half differs from that of the first.

@@ -9,6 +9,9 @@
 //! Invariant: the same seed gives the same run, on every machine with the same floats.
 
 pub(crate) mod advice;
+#[path = "../../index/chance.rs"]
+#[allow(clippy::duplicate_mod, reason = "other simulations have it too")]
+#[allow(dead_code, reason = "others use more of it")]
 pub(crate) mod chance;
 pub(crate) mod claims;
 pub(crate) mod days;

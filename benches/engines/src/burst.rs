@@ -1,5 +1,11 @@
 //! The requests of a burst: many short ones, some long, of 1 to 8 rows.
 
+#[path = "../../index/chance.rs"]
+#[allow(dead_code, reason = "another bench draws sizes too")]
+mod chance;
+
+use self::chance::Chance;
+
 /// Rows of one length.
 #[derive(Debug)]
 pub(crate) struct Batch {
@@ -35,15 +41,14 @@ const WORDS: std::ops::Range<i64> = 1_996..30_522;
 
 /// The requests of one burst.
 pub(crate) fn of(seed: u64) -> impl Iterator<Item = Batch> {
-    let mut random = Random(seed);
+    let mut random = Chance::new(seed);
     let mut shapes: Vec<_> = SHAPES.iter().cycle().take(REQUESTS).copied().collect();
     for last in (1..shapes.len()).rev() {
         shapes.swap(last, random.below(last + 1));
     }
     shapes.into_iter().map(move |(rows, length)| {
         let length = length + random.below(1 + length / 4);
-        let mut id = || WORDS.start + random.next() % (WORDS.end - WORDS.start);
-        let ids = std::iter::repeat_with(&mut id).take(rows * length).collect();
+        let ids = words(&mut random, rows * length);
         Batch { rows, length, ids, mask: vec![1; rows * length], types: vec![0; rows * length] }
     })
 }
@@ -51,25 +56,12 @@ pub(crate) fn of(seed: u64) -> impl Iterator<Item = Batch> {
 /// A request of one short row.
 pub(crate) fn one(seed: u64) -> Batch {
     const LENGTH: usize = 16;
-    let mut random = Random(seed);
-    let ids =
-        (0..LENGTH).map(|_| WORDS.start + random.next() % (WORDS.end - WORDS.start)).collect();
+    let mut random = Chance::new(seed);
+    let ids = words(&mut random, LENGTH);
     Batch { rows: 1, length: LENGTH, ids, mask: vec![1; LENGTH], types: vec![0; LENGTH] }
 }
 
-/// `SplitMix64`.
-struct Random(u64);
-
-impl Random {
-    /// A number that is not negative.
-    fn next(&mut self) -> i64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        i64::try_from((z ^ (z >> 31)) >> 1).unwrap_or(0)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next()).unwrap_or(0) % end
-    }
+fn words(random: &mut Chance, count: usize) -> Vec<i64> {
+    let range = WORDS.end.abs_diff(WORDS.start);
+    (0..count).map(|_| WORDS.start.saturating_add_unsigned((random.next() >> 1) % range)).collect()
 }

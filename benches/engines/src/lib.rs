@@ -8,6 +8,9 @@
 #![expect(clippy::disallowed_methods, reason = "it idles in real time")]
 
 mod burst;
+#[path = "../../common/figures.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod figures;
 pub mod process;
 
 use std::io::{BufRead as _, Write as _, stdin, stdout};
@@ -19,6 +22,7 @@ use lowtide_ort::ort;
 use lowtide_ort::ort::session::Session;
 
 use crate::burst::Batch;
+use crate::figures::{Figures, count, quantile};
 use crate::process::{AnonymousPeak, Proc};
 
 /// Any error ends the program.
@@ -41,39 +45,15 @@ pub struct Arguments {
     pub name: String,
     /// The number of cycles.
     pub cycles: u64,
-    /// What must hold.
-    pub goals: Vec<Goal>,
-}
-
-/// A bound of a figure: `idle_mib<=109`, `measured_ratio>=0.9`.
-#[derive(Clone, Debug)]
-pub struct Goal {
-    /// The figure, without the prefix.
-    figure: String,
-    bound: f64,
-    is_upper: bool,
-}
-
-impl std::str::FromStr for Goal {
-    type Err = BoxError;
-
-    fn from_str(text: &str) -> Result<Self, BoxError> {
-        let (figure, bound, is_upper) = match text.split_once("<=") {
-            Some((figure, bound)) => (figure, bound, true),
-            None => {
-                let (figure, bound) = text.split_once(">=").ok_or("expected FIGURE<=NUMBER")?;
-                (figure, bound, false)
-            }
-        };
-        Ok(Self { figure: figure.to_owned(), bound: bound.parse()?, is_upper })
-    }
+    /// Bounds of figures, without the prefix: `idle_mib<=109`, `measured_ratio>=0.9`.
+    pub goals: Vec<String>,
 }
 
 impl Arguments {
     /// Reads the command line.
     ///
     /// # Errors
-    /// A missing argument, or a goal that is not a number.
+    /// A missing argument, or a number of cycles that is none.
     pub fn read() -> Result<Self, BoxError> {
         let mut arguments = std::env::args().skip(1);
         let mut next = |what| arguments.next().ok_or_else(|| format!("missing argument: {what}"));
@@ -81,7 +61,7 @@ impl Arguments {
         let model = next("the model")?.into();
         let name = next("the name of the figures")?;
         let cycles = arguments.next().map_or(Ok(CYCLES), |cycles| cycles.parse())?;
-        let goals = arguments.map(|goal| goal.parse()).collect::<Result<_, _>>()?;
+        let goals = arguments.collect();
         Ok(Self { library, model, name, cycles, goals })
     }
 }
@@ -119,7 +99,8 @@ pub trait Service {
 /// A figure, its value and its unit.
 type Figure = (&'static str, f64, &'static str);
 
-/// Runs the cycles and prints the figures, or obeys the standard input; whether the goals hold.
+/// Runs the cycles and prints the medians of their figures, or obeys the standard input; whether the
+/// goals hold.
 ///
 /// # Errors
 /// Those of the service, or that the kernel's files cannot be read.
@@ -128,81 +109,55 @@ pub fn run(arguments: &Arguments, service: &mut dyn Service) -> Result<bool, Box
         obey(service)?;
         return Ok(true);
     }
-    let mut cycles = Vec::new();
+    let (name, mut figures) =
+        (|figure: &str| format!("{}.{figure}", arguments.name), Figures::default());
     for seed in 1..=arguments.cycles {
-        cycles.push(cycle(service, seed)?);
+        for (figure, value, unit) in cycle(service, seed)? {
+            figures.add(name(figure), value, unit);
+        }
     }
-    let mut figures = figures(&cycles);
+    // Of the later half, so that the first loads do not count.
+    let unloaded = figures.each(&name("unloaded_mib"));
+    let later = unloaded.get(unloaded.len() / 2..).unwrap_or_default();
+    if let [first, .., last] = later {
+        let slope = (last - first) * 1024.0 / count(later.len() as u64 - 1);
+        figures.add(name("slope_kib"), slope, "KiB/cycle");
+    }
     if let Some((measured, recovered)) = service.measured_and_recovered() {
         // The first load also leaves tables that ONNX Runtime reuses.
-        let grown: Vec<_> = cycles
-            .iter()
-            .map(|cycle| value(cycle, "loaded_mib") - value(cycle, "base_mib"))
-            .collect();
-        let (real, unloads) = (median(grown), float(cycles.len()));
-        figures.push(("measured_mib", measured, "MiB"));
-        figures.push(("measured_ratio", measured / real, "times"));
-        figures.push(("recovered_ratio", recovered / unloads / real, "times"));
+        let real = figures.of(&name("loaded_over_base_mib")).unwrap_or(f64::NAN);
+        let recovered = recovered / count(arguments.cycles);
+        figures.add(name("measured_ratio"), measured / real, "times");
+        figures.add(name("recovered_ratio"), recovered / real, "times");
     }
-    for (figure, value, unit) in &figures {
-        println!("figure {}.{figure} {value:.3} {unit}", arguments.name);
-    }
-    let missed = arguments.goals.iter().filter(|Goal { figure, bound, is_upper }| {
-        let value = value(&figures, figure);
-        let holds = if *is_upper { value <= *bound } else { value >= *bound };
-        if !holds {
-            println!("missed: {figure} {value:.3}, goal {bound}");
+    for goal in &arguments.goals {
+        let bound = goal.split_once("<=").or_else(|| goal.split_once(">="));
+        let (figure, bound) = bound.ok_or_else(|| format!("{goal}: expected FIGURE<=NUMBER"))?;
+        let (figure, bound) = (name(figure), bound.parse()?);
+        figures.of(&figure).ok_or_else(|| format!("no figure {figure}"))?;
+        if goal.contains("<=") {
+            figures.set_goals(&[(&figure, bound)]);
+        } else {
+            figures.set_floor(&figure, bound);
         }
-        !holds
-    });
-    Ok(missed.count() == 0)
+    }
+    Ok(figures.print())
 }
 
 /// Runs bursts at the command of another program, so that two programs take turns. Each line of the
-/// standard input is the seed of a burst. The answer is a line with the CPU time in seconds, the
-/// page faults, and the milliseconds of each request.
+/// standard input is the seed of a burst. The answer is a line with the CPU time in seconds and the
+/// milliseconds of each request.
 fn obey(service: &mut dyn Service) -> Result<(), BoxError> {
     service.load()?;
     for line in stdin().lock().lines() {
         let found = burst(service, line?.trim().parse()?, false)?;
         let mut out = stdout().lock();
-        write!(out, "{} {}", found.cpu_seconds, found.faults)?;
+        write!(out, "{}", found.cpu_seconds)?;
         found.milliseconds.iter().try_for_each(|time| write!(out, " {time:.3}"))?;
         writeln!(out)?;
         out.flush()?;
     }
     Ok(())
-}
-
-/// Returns the medians of the cycles, and what grows with them.
-fn figures(cycles: &[Vec<Figure>]) -> Vec<Figure> {
-    let of = |at: usize| median(cycles.iter().map(|cycle| cycle[at].1).collect());
-    let names = cycles.first().map_or(&[][..], |cycle| cycle);
-    let mut figures: Vec<_> =
-        names.iter().enumerate().map(|(at, (name, _, unit))| (*name, of(at), *unit)).collect();
-    // What ONNX Runtime keeps from its first session on, such as the schemas of its operators.
-    let first = value(names, "unloaded_over_base_mib");
-    figures.push(("first_unloaded_over_base_mib", first, "MiB"));
-    // Of the later half, so that the first loads do not count.
-    let later = cycles.get(cycles.len() / 2..).unwrap_or_default();
-    if let [first, .., last] = later {
-        let grown = value(last, "unloaded_mib") - value(first, "unloaded_mib");
-        figures.push(("slope_kib", grown * 1024.0 / float(later.len() - 1), "KiB/cycle"));
-    }
-    figures
-}
-
-fn value(figures: &[Figure], name: &str) -> f64 {
-    figures.iter().find(|(figure, ..)| *figure == name).map_or(f64::NAN, |(_, value, _)| *value)
-}
-
-fn float(count: usize) -> f64 {
-    u32::try_from(count).map_or(f64::NAN, f64::from)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Runs a cycle. The peaks but one are of the resident set, files included.
@@ -224,12 +179,13 @@ fn cycle(service: &mut dyn Service, seed: u64) -> Result<Vec<Figure>, BoxError> 
         ("base_mib", base, "MiB"),
         ("load_peak_mib", load_peak, "MiB"),
         ("loaded_mib", loaded, "MiB"),
+        ("loaded_over_base_mib", loaded - base, "MiB"),
         ("peak_mib", burst.peak, "MiB"),
         ("resident_peak_mib", resident_peak, "MiB"),
         ("thousand_faults", burst.faults / 1e3, "thousands"),
         ("cpu_s", burst.cpu_seconds, "s"),
-        ("p50_ms", percentile(&burst.milliseconds, 0.5), "ms"),
-        ("p99_ms", percentile(&burst.milliseconds, 0.99), "ms"),
+        ("p50_ms", quantile(&burst.milliseconds, 0.5), "ms"),
+        ("p99_ms", quantile(&burst.milliseconds, 0.99), "ms"),
         ("idle_mib", idle, "MiB"),
         ("unloaded_mib", unloaded, "MiB"),
         ("unloaded_over_base_mib", unloaded - base, "MiB"),
@@ -243,7 +199,7 @@ struct Burst {
     peak: f64,
     faults: f64,
     cpu_seconds: f64,
-    /// Of each request, sorted.
+    /// Of each request.
     milliseconds: Vec<f64>,
 }
 
@@ -267,22 +223,12 @@ fn burst(service: &mut dyn Service, seed: u64, is_watched: bool) -> Result<Burst
         requests
     })?;
     let after = Proc::own().used()?;
-    milliseconds.sort_by(f64::total_cmp);
     Ok(Burst {
         peak: peak.end(),
         faults: after.faults - before.faults,
         cpu_seconds: after.cpu_seconds - before.cpu_seconds,
         milliseconds,
     })
-}
-
-/// Returns the value below which this part of the sorted values is.
-#[must_use]
-pub fn percentile(sorted: &[f64], part: f64) -> f64 {
-    let len = u32::try_from(sorted.len()).unwrap_or(u32::MAX);
-    let rank = (1..=len).find(|&rank| f64::from(rank) >= part * f64::from(len));
-    let at = rank.and_then(|rank| usize::try_from(rank - 1).ok());
-    at.and_then(|at| sorted.get(at)).copied().unwrap_or(f64::NAN)
 }
 
 /// Answers one request.

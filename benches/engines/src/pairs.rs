@@ -9,7 +9,13 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use engines::{BoxError, percentile};
+use engines::BoxError;
+
+#[path = "../../common/figures.rs"]
+#[allow(dead_code, reason = "other benches use more of it")]
+mod figures;
+
+use crate::figures::{count, median, quantile};
 
 /// Pairs that are not counted.
 const WARM_UP: u64 = 3;
@@ -23,7 +29,6 @@ struct Program {
     answers: BufReader<ChildStdout>,
     /// Of all bursts that count.
     cpu_seconds: Vec<f64>,
-    thousand_faults: Vec<f64>,
     milliseconds: Vec<f64>,
 }
 
@@ -34,8 +39,8 @@ impl Program {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let commands = child.stdin.take().ok_or("no input")?;
         let answers = BufReader::new(child.stdout.take().ok_or("no output")?);
-        let (cpu_seconds, thousand_faults, milliseconds) = Default::default();
-        Ok(Self { child, commands, answers, cpu_seconds, thousand_faults, milliseconds })
+        let (cpu_seconds, milliseconds) = Default::default();
+        Ok(Self { child, commands, answers, cpu_seconds, milliseconds })
     }
 
     fn burst(&mut self, seed: u64, counts: bool) -> Result<(), BoxError> {
@@ -43,15 +48,11 @@ impl Program {
         self.commands.flush()?;
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
-        let mut numbers = line.split_whitespace().map(str::parse::<f64>);
-        let mut next = || -> Result<f64, BoxError> { Ok(numbers.next().ok_or("too short")??) };
-        let (cpu, faults) = (next()?, next()?);
+        let numbers = line.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
+        let (cpu, milliseconds) = numbers.split_first().ok_or("an empty answer")?;
         if counts {
-            self.cpu_seconds.push(cpu);
-            self.thousand_faults.push(faults / 1e3);
-            for milliseconds in numbers {
-                self.milliseconds.push(milliseconds?);
-            }
+            self.cpu_seconds.push(*cpu);
+            self.milliseconds.extend(milliseconds);
         }
         Ok(())
     }
@@ -60,19 +61,15 @@ impl Program {
     fn end(mut self, name: &str) -> Result<Vec<f64>, BoxError> {
         drop(self.commands);
         self.child.wait()?;
-        self.milliseconds.sort_by(f64::total_cmp);
-        self.thousand_faults.sort_by(f64::total_cmp);
-        let faults = percentile(&self.thousand_faults, 0.5);
-        println!("figure {name}.p50_ms {:.2} ms", percentile(&self.milliseconds, 0.5));
-        println!("figure {name}.p99_ms {:.2} ms", percentile(&self.milliseconds, 0.99));
-        println!("figure {name}.warm_thousand_faults {faults:.2} thousands");
+        println!("figure {name}.p50_ms {:.2} ms", median(&self.milliseconds));
+        println!("figure {name}.p99_ms {:.2} ms", quantile(&self.milliseconds, 0.99));
         Ok(self.cpu_seconds)
     }
 }
 
 /// The mean of the logarithms of the ratios, and the half width of its interval.
 fn mean_and_half_width(logarithms: &[f64]) -> (f64, f64) {
-    let count = u32::try_from(logarithms.len()).map_or(f64::NAN, f64::from);
+    let count = count(logarithms.len() as u64);
     let mean = logarithms.iter().sum::<f64>() / count;
     let squares: f64 = logarithms.iter().map(|one| (one - mean).powi(2)).sum();
     (mean, QUANTILE * (squares / (count - 1.0) / count).sqrt())

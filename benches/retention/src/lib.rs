@@ -63,6 +63,9 @@ pub trait Allocator: Sync {
     fn settle(&self) {}
 }
 
+/// An allocator that is only asked for memory.
+impl Allocator for () {}
+
 /// The kinds of requests, which also determine if some are left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Kind {

@@ -6,170 +6,147 @@
 //! Invariant: names of arenas that are not draining are unique; no driver call under the lock.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::bytes::ByteSize;
+use crate::device::driver::Backend;
 use crate::device::{DeviceArena, DeviceError, PinnedPool};
 use crate::memory::error::MemoryError;
 use crate::sync::{Mutex, lock};
 
-use super::device::Device;
+use super::device::{CountedIn, Device};
 
 /// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;
 
-/// The number of an arena in the list; never reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ArenaId(u64);
+/// An arena of this `Memory`.
+#[derive(Debug)]
+pub(super) struct ManagedArena {
+    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
+    pub(super) arena: DeviceArena,
+    pub(super) pool: Option<PinnedPool>,
+    pub(super) device: Arc<Device>,
+    /// `true` once it has lost its name.
+    drains: AtomicBool,
+}
+
+impl ManagedArena {
+    pub(super) fn new(
+        device: &Arc<Device>,
+        arena: DeviceArena,
+        pool: Option<PinnedPool>,
+    ) -> Arc<Self> {
+        Arc::new(Self { arena, pool, device: Arc::clone(device), drains: AtomicBool::new(false) })
+    }
+
+    /// Makes its name available.
+    pub(super) fn drain(&self) {
+        self.drains.store(true, Ordering::Relaxed);
+    }
+
+    fn is_draining(&self) -> bool {
+        self.drains.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if its memory is the host's.
+    pub(super) fn is_on_host(&self) -> bool {
+        self.device.counted != CountedIn::OnDevice || self.arena.backend() == Backend::PinnedHost
+    }
+
+    /// Returns `true` if a block is held, or freed while the device may still use it. The last
+    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
+    /// wait for its copies.
+    pub(super) fn has_blocks(&self) -> bool {
+        let snapshot = self.arena.snapshot();
+        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
+        // Quarantined memory stays live for ever.
+        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
+        held > lost
+    }
+}
 
 /// The list, shared with the sensor.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Arenas(Arc<Mutex<ArenaList>>);
-
-#[derive(Debug, Default)]
-struct ArenaList {
-    /// The last number assigned.
-    given: u64,
-    entries: Vec<Entry>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    id: ArenaId,
-    arena: DeviceArena,
-    /// The pinned pool whose arena it is.
-    pool: Option<PinnedPool>,
-    device: Arc<Device>,
-    drains: bool,
-}
-
-/// An arena and its device.
-#[derive(Clone, Debug)]
-pub(super) struct Listed {
-    pub(super) arena: DeviceArena,
-    pub(super) device: Arc<Device>,
-}
-
-impl Entry {
-    fn listed(&self) -> Listed {
-        Listed { arena: self.arena.clone(), device: Arc::clone(&self.device) }
-    }
-}
+pub(super) struct Arenas(Arc<Mutex<Vec<Arc<ManagedArena>>>>);
 
 impl Arenas {
     /// Visits all arenas under the lock, without copying the list. For short calls.
-    pub(super) fn each(&self, mut see: impl FnMut(&Device, &DeviceArena)) {
-        lock(&self.0).entries.iter().for_each(|entry| see(&entry.device, &entry.arena));
+    pub(super) fn each(&self, mut see: impl FnMut(&ManagedArena)) {
+        lock(&self.0).iter().for_each(|arena| see(arena));
     }
 
     /// Returns all arenas.
-    pub(super) fn all(&self) -> Vec<Listed> {
-        lock(&self.0).entries.iter().map(Entry::listed).collect()
-    }
-
-    /// Returns all pinned pools whose device is not lost.
-    pub(super) fn pools(&self) -> Vec<PinnedPool> {
-        let list = lock(&self.0);
-        let working = list.entries.iter().filter(|entry| !entry.device.is_lost());
-        working.filter_map(|entry| entry.pool.clone()).collect()
+    pub(super) fn all(&self) -> Vec<Arc<ManagedArena>> {
+        lock(&self.0).clone()
     }
 
     /// Returns the serving arenas and the draining ones.
-    pub(super) fn parted(&self) -> (Vec<Listed>, Vec<Listed>) {
-        let list = lock(&self.0);
-        let of = |drains| {
-            let those = list.entries.iter().filter(move |entry| entry.drains == drains);
-            those.map(Entry::listed).collect()
-        };
-        (of(false), of(true))
-    }
-
-    /// Returns the number of arenas on a device.
-    pub(super) fn count_on(&self, device: &Device) -> usize {
-        let list = lock(&self.0);
-        list.entries.iter().filter(|entry| entry.device.number == device.number).count()
+    pub(super) fn parted(&self) -> (Vec<Arc<ManagedArena>>, Vec<Arc<ManagedArena>>) {
+        self.all().into_iter().partition(|arena| !arena.is_draining())
     }
 
     /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
     /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
-    pub(super) fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
-        lock(&self.0).admit(name, replaced)
+    pub(super) fn admit(
+        &self,
+        name: &str,
+        replaced: Option<&Arc<ManagedArena>>,
+    ) -> Result<(), MemoryError> {
+        admit(&lock(&self.0), name, replaced)
     }
 
-    /// Adds an arena, with the pool that it belongs to, if any. The arena that it replaces starts
-    /// to drain.
+    /// Adds an arena. The arena that it replaces starts to drain.
     ///
     /// # Errors
     /// The same as for [`Arenas::admit`].
     pub(super) fn add(
         &self,
-        arena: &DeviceArena,
-        pool: Option<&PinnedPool>,
-        device: &Arc<Device>,
-        replaced: Option<ArenaId>,
-    ) -> Result<ArenaId, MemoryError> {
+        arena: &Arc<ManagedArena>,
+        replaced: Option<&Arc<ManagedArena>>,
+    ) -> Result<(), MemoryError> {
         let mut list = lock(&self.0);
-        list.admit(arena.name(), replaced)?;
-        list.given += 1;
-        let id = ArenaId(list.given);
-        list.drain(replaced);
-        let pool = pool.cloned();
-        let (arena, device) = (arena.clone(), Arc::clone(device));
-        list.entries.push(Entry { id, arena, pool, device, drains: false });
-        Ok(id)
+        admit(&list, arena.arena.name(), replaced)?;
+        replaced.into_iter().for_each(|replaced| replaced.drain());
+        list.push(Arc::clone(arena));
+        Ok(())
     }
 
-    /// Marks an arena as draining, which makes its name available.
-    pub(super) fn drain(&self, id: ArenaId) {
-        lock(&self.0).drain(Some(id));
-    }
-
-    /// Removes an arena. Drops it, and its pool, with no lock held.
-    pub(super) fn remove(&self, id: ArenaId) {
-        let mut list = lock(&self.0);
-        let at = list.entries.iter().position(|entry| entry.id == id);
-        let removed = at.map(|at| list.entries.remove(at));
-        drop(list);
-        drop(removed);
+    /// Removes an arena, of which the caller has a handle.
+    pub(super) fn remove(&self, arena: &Arc<ManagedArena>) {
+        lock(&self.0).retain(|other| !Arc::ptr_eq(other, arena));
     }
 
     /// Removes the closed arenas that have no memory left, or whose device is lost and releases
     /// none, which frees their names and places. The caller drops them, with no lock held; their
     /// pools have no buffer left.
-    pub(super) fn take_closed(&self) -> Vec<Listed> {
+    pub(super) fn take_closed(&self) -> Vec<Arc<ManagedArena>> {
         // A close that finds live blocks is undone, and a close that fails in the driver leaves
         // memory.
-        let is_over = |entry: &Entry| {
-            let glance = entry.arena.glance();
-            let has_none = glance.committed.is_zero() || entry.device.is_lost();
-            entry.arena.is_closed() && glance.live.is_zero() && has_none
+        let is_over = |it: &mut Arc<ManagedArena>| {
+            let glance = it.arena.glance();
+            let has_none = glance.committed.is_zero() || it.device.is_lost();
+            it.arena.is_closed() && glance.live.is_zero() && has_none
         };
-        let mut list = lock(&self.0);
-        let (over, kept) = list.entries.drain(..).partition(is_over);
-        list.entries = kept;
-        over.into_iter()
-            .map(|entry: Entry| Listed { arena: entry.arena, device: entry.device })
-            .collect()
+        lock(&self.0).extract_if(.., is_over).collect()
     }
 }
 
-impl ArenaList {
-    fn admit(&self, name: &str, replaced: Option<ArenaId>) -> Result<(), MemoryError> {
-        if self.entries.len() >= ARENAS_MAX {
-            return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
-        }
-        let mut others = self.entries.iter().filter(|entry| Some(entry.id) != replaced);
-        if others.any(|entry| !entry.drains && entry.arena.name() == name) {
-            return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
-        }
-        Ok(())
+fn admit(
+    list: &[Arc<ManagedArena>],
+    name: &str,
+    replaced: Option<&Arc<ManagedArena>>,
+) -> Result<(), MemoryError> {
+    if list.len() >= ARENAS_MAX {
+        return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
     }
-
-    fn drain(&mut self, id: Option<ArenaId>) {
-        for entry in self.entries.iter_mut().filter(|entry| Some(entry.id) == id) {
-            entry.drains = true;
-        }
+    let is_replaced = |it: &Arc<_>| replaced.is_some_and(|replaced| Arc::ptr_eq(it, replaced));
+    let mut others = list.iter().filter(|it| !it.is_draining() && !is_replaced(it));
+    if others.any(|it| it.arena.name() == name) {
+        return Err(MemoryError::DuplicateArena { arena: name.to_owned() });
     }
+    Ok(())
 }
 
 /// Returns the error of an arena, or a pool, that was not opened.

@@ -72,13 +72,16 @@ pub(super) struct ProcessLists {
     least: Mutex<BTreeMap<u32, ByteSize>>,
 }
 
-/// The answers of NVML by device.
+/// The answer of NVML about a device.
 #[derive(Clone, Debug)]
-struct NvmlAnswers {
-    by_device: BTreeMap<u32, Result<DeviceUsage, DriverError>>,
+struct NvmlAnswer {
+    usage: Result<DeviceUsage, DriverError>,
     /// The memory committed by arenas at the begin of the query.
-    arenas: BTreeMap<u32, ByteSize>,
+    arenas: ByteSize,
 }
+
+/// The answers of NVML by the numbers of the devices.
+type NvmlAnswers = BTreeMap<u32, NvmlAnswer>;
 
 impl ProcessLists {
     /// Returns the processes on each device that has a UUID, and NVML's error if it lists those of
@@ -100,11 +103,19 @@ impl ProcessLists {
         let arenas = committed();
         let uuids: Vec<_> = devices.iter().map(|(device, uuid)| (device.number, *uuid)).collect();
         let (nvml, before) = (Arc::clone(&self.nvml), arenas.clone());
-        let ask = move || {
-            let opened = lock(&nvml).take();
-            let (opened, by_device) = ask(opened, &uuids);
-            *lock(&nvml) = opened;
-            NvmlAnswers { by_device, arenas: before }
+        // Opens NVML if it is not open yet, and closes it if a call failed.
+        let ask = move || -> NvmlAnswers {
+            let opened = lock(&nvml).take().map_or_else(Nvml::open, Ok);
+            let ask = |(number, uuid): &(u32, DeviceUuid)| {
+                let usage = opened.as_ref().map_err(DriverError::clone);
+                let usage = usage.and_then(|nvml| nvml.usage(*uuid));
+                let arenas = before.get(number).copied().unwrap_or_default();
+                (*number, NvmlAnswer { usage, arenas })
+            };
+            let answers: NvmlAnswers = uuids.iter().map(ask).collect();
+            let is_well = answers.values().all(|answer| answer.usage.is_ok());
+            *lock(&nvml) = opened.ok().filter(|_| is_well);
+            answers
         };
         let reading = match self.last.read(clock, "lowtide-nvml", KEPT, ask) {
             Ok(reading) => reading,
@@ -118,7 +129,7 @@ impl ProcessLists {
         let least = {
             let mut least = lock(&self.least);
             if let Some((_, answers)) = reading.last.as_ref().filter(|_| is_steady) {
-                answers.see_least(&mut least);
+                see_least(answers, &mut least);
             }
             least.clone()
         };
@@ -126,32 +137,14 @@ impl ProcessLists {
         let waited = reading.begun.map_or(Duration::ZERO, |begun| now - begun);
         let of = |(device, _): &(Arc<Device>, DeviceUuid)| match &reading.last {
             Some((at, last)) if waited < KEPT => {
-                last.of(device, now - *at, least.get(&device.number).copied())
+                let least = least.get(&device.number).copied();
+                list_of(device, last.get(&device.number), now - *at, least)
             }
             _ if reading.begun.is_none() => failed(device, "the query of NVML failed".to_owned()),
             _ => failed(device, format!("NVML has not answered for {}", short(waited))),
         };
-        let failure = reading.last.as_ref().and_then(|(_, last)| last.failure());
+        let failure = reading.last.as_ref().and_then(|(_, last)| failure(last));
         (devices.iter().map(of).collect(), failure.cloned())
-    }
-}
-
-/// Queries NVML, which is opened if it is not yet. Returns it for the next query, unless a call
-/// failed.
-fn ask(
-    nvml: Option<Nvml>,
-    devices: &[(u32, DeviceUuid)],
-) -> (Option<Nvml>, BTreeMap<u32, Result<DeviceUsage, DriverError>>) {
-    match nvml.map_or_else(Nvml::open, Ok) {
-        Ok(nvml) => {
-            let all: BTreeMap<_, _> =
-                devices.iter().map(|(number, uuid)| (*number, nvml.usage(*uuid))).collect();
-            let is_well = all.values().all(Result::is_ok);
-            (Some(nvml).filter(|_| is_well), all)
-        }
-        Err(error) => {
-            (None, devices.iter().map(|(number, _)| (*number, Err(error.clone()))).collect())
-        }
     }
 }
 
@@ -161,53 +154,52 @@ fn own(usage: &DeviceUsage) -> Option<ByteSize> {
 }
 
 fn failed(device: &Device, error: String) -> DeviceProcesses {
-    DeviceProcesses { error: Some(error), ..empty(device) }
+    let (number, device, error) = (device.number, device.name.to_string(), Some(error));
+    DeviceProcesses { number, device, error, ..DeviceProcesses::default() }
 }
 
-fn empty(device: &Device) -> DeviceProcesses {
-    let (number, device) = (device.number, device.name.to_string());
-    DeviceProcesses { number, device, ..DeviceProcesses::default() }
-}
-
-impl NvmlAnswers {
-    /// Keeps the least memory of this process outside its arenas. Called only if these did not
-    /// change during the query.
-    fn see_least(&self, least: &mut BTreeMap<u32, ByteSize>) {
-        for (number, usage) in &self.by_device {
-            let own = usage.as_ref().ok().and_then(own);
-            let outside =
-                own.zip(self.arenas.get(number)).map(|(own, arenas)| own.saturating_sub(*arenas));
-            // A context is never empty: arenas of managed memory may have more than is used.
-            if let Some(outside) = outside.filter(|outside| !outside.is_zero()) {
-                let least = least.entry(*number).or_insert(outside);
-                *least = outside.min(*least);
-            }
+/// Keeps the least memory of this process outside its arenas. Called only if these did not change
+/// during the query.
+fn see_least(answers: &NvmlAnswers, least: &mut BTreeMap<u32, ByteSize>) {
+    for (number, NvmlAnswer { usage, arenas }) in answers {
+        let own = usage.as_ref().ok().and_then(own);
+        let outside = own.map(|own| own.saturating_sub(*arenas));
+        // A context is never empty: arenas of managed memory may have more than is used.
+        if let Some(outside) = outside.filter(|outside| !outside.is_zero()) {
+            let least = least.entry(*number).or_insert(outside);
+            *least = outside.min(*least);
         }
     }
+}
 
-    /// Returns the first error if there is no list of any device.
-    fn failure(&self) -> Option<&DriverError> {
-        let mut errors = self.by_device.values().map(|usage| usage.as_ref().err());
-        let first = errors.next()??;
-        errors.all(|error| error.is_some()).then_some(first)
-    }
+/// Returns the first error if there is no list of any device.
+fn failure(answers: &NvmlAnswers) -> Option<&DriverError> {
+    let mut errors = answers.values().map(|answer| answer.usage.as_ref().err());
+    let first = errors.next()??;
+    errors.all(|error| error.is_some()).then_some(first)
+}
 
-    /// Returns the list of a device.
-    fn of(&self, device: &Device, age: Duration, least: Option<ByteSize>) -> DeviceProcesses {
-        let arenas = self.arenas.get(&device.number).copied().unwrap_or_default();
-        let mut list = match self.by_device.get(&device.number) {
-            Some(Ok(usage)) => {
-                let overhead = device.driver.context_overhead().into_iter().chain(least).min();
-                let mut list = empty(device);
-                list.divide(usage, arenas, overhead);
-                list
-            }
-            Some(Err(error)) => failed(device, error.to_string()),
-            None => failed(device, "NVML was not queried".to_owned()),
-        };
-        (list.age, list.arenas) = (age, arenas);
-        list
-    }
+/// Returns the list of a device.
+fn list_of(
+    device: &Device,
+    answer: Option<&NvmlAnswer>,
+    age: Duration,
+    least: Option<ByteSize>,
+) -> DeviceProcesses {
+    let Some(NvmlAnswer { usage, arenas }) = answer else {
+        return DeviceProcesses { age, ..failed(device, "NVML was not queried".to_owned()) };
+    };
+    let list = match usage {
+        Ok(usage) => {
+            let overhead = device.driver.context_overhead().into_iter().chain(least).min();
+            let (number, device) = (device.number, device.name.to_string());
+            let mut list = DeviceProcesses { number, device, ..DeviceProcesses::default() };
+            list.divide(usage, *arenas, overhead);
+            list
+        }
+        Err(error) => failed(device, error.to_string()),
+    };
+    DeviceProcesses { age, arenas: *arenas, ..list }
 }
 
 impl DeviceProcesses {

@@ -16,16 +16,14 @@
 //! 0.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::driver::{Driver, DriverError, Guarded};
+use crate::metrics::record::DeviceSnapshot;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, Budget, Ledger};
-use lowtide_admission::{DeviceSample, Watermark};
-
-use super::report::DeviceSnapshot;
+use lowtide_admission::{Admission, Budget, DeviceSample, Ledger, Watermark};
 
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +55,7 @@ pub(in crate::memory) struct Device {
     pub(super) name: Arc<str>,
     pub(super) driver: Arc<Guarded>,
     pub(super) counted: CountedIn,
-    pub(super) watch: DeviceWatch,
+    pub(super) watch: Mutex<DeviceWatch>,
     /// The account of a further device that has memory of its own. The first device's is in the
     /// admission of the `Memory`.
     pub(super) admission: Option<Admission>,
@@ -74,7 +72,7 @@ impl Device {
             name: name_of(number, &*driver).into(),
             counted,
             driver: Arc::new(Guarded::new(driver)),
-            watch: DeviceWatch::new(watermark),
+            watch: Mutex::new(DeviceWatch::new(watermark)),
             admission: has_account.then(Admission::new),
             is_reported: AtomicBool::new(false),
         }
@@ -108,6 +106,22 @@ impl Device {
         }
     }
 
+    /// Returns the figures of the last sample; `None` if the driver reported nothing.
+    pub(super) fn memory(&self) -> Option<DeviceSnapshot> {
+        let context_overhead = self.driver.context_overhead();
+        let watch = lock(&self.watch);
+        let DeviceSample { total, free, committed } = watch.last.filter(|_| !self.is_lost())?;
+        let others = total.saturating_sub(free).saturating_sub(committed);
+        Some(DeviceSnapshot {
+            total,
+            free,
+            context_overhead,
+            unmanaged: context_overhead.map(|overhead| others.saturating_sub(overhead)),
+            is_short: watch.watermark.is_short(),
+            watermark_released_total: watch.released_total,
+        })
+    }
+
     /// Returns the bytes that arenas could still commit: the device's free memory, but at most what
     /// the budget has left. Asks the driver.
     pub(super) fn headroom(&self, memory: &Admission) -> Result<ByteSize, DriverError> {
@@ -121,75 +135,32 @@ fn name_of(number: u32, driver: &dyn Driver) -> String {
     driver.uuid().map_or_else(|| number.to_string(), |uuid| uuid.to_string())
 }
 
-/// The state of the device.
+/// The free memory of a device, as the worker has sampled it.
 #[derive(Debug)]
 pub(super) struct DeviceWatch {
-    state: Mutex<WatchState>,
-    /// Bytes released because device memory was low.
-    given_back: AtomicU64,
-}
-
-#[derive(Debug)]
-struct WatchState {
-    watermark: Watermark,
-    /// The last sample.
+    pub(super) watermark: Watermark,
+    /// The last sample; `None` until the device answers again, which never happens after its
+    /// context is lost.
     last: Option<DeviceSample>,
+    /// Bytes released because device memory was low.
+    pub(super) released_total: u64,
 }
 
 impl DeviceWatch {
     /// Creates it with a watermark at this share of the device's memory.
-    pub(super) fn new(part: f64) -> Self {
-        let state = WatchState { watermark: Watermark::new(part), last: None };
-        Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
-    }
-
-    /// Returns the figures of the last sample; `None` if the driver reported nothing.
-    pub(super) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
-        let (last, is_short) = {
-            let state = lock(&self.state);
-            (state.last?, state.watermark.is_short())
-        };
-        let context_overhead = driver.context_overhead();
-        let taken = last.total.saturating_sub(last.free);
-        let others = taken.saturating_sub(last.committed);
-        Some(DeviceSnapshot {
-            total: last.total,
-            free: last.free,
-            context_overhead,
-            unmanaged: context_overhead
-                .map(|context_overhead| others.saturating_sub(context_overhead)),
-            is_short,
-            watermark_released_total: self.watermark_released_total(),
-        })
-    }
-
-    /// Returns the bytes released because device memory was low, since the start.
-    pub(super) fn watermark_released_total(&self) -> u64 {
-        self.given_back.load(Ordering::Relaxed)
-    }
-
-    /// Returns `true` while little memory of the device is free.
-    pub(super) fn is_short(&self) -> bool {
-        lock(&self.state).watermark.is_short()
+    const fn new(part: f64) -> Self {
+        Self { watermark: Watermark::new(part), last: None, released_total: 0 }
     }
 
     /// Takes a sample. Returns the idle memory to release, and the watermark.
-    pub(super) fn add_sample(&self, now: Moment, sample: DeviceSample) -> (ByteSize, ByteSize) {
-        let mut state = lock(&self.state);
-        state.last = Some(sample);
-        (state.watermark.look(now, sample), state.watermark.low(sample.total))
+    pub(super) fn add_sample(&mut self, now: Moment, sample: DeviceSample) -> (ByteSize, ByteSize) {
+        self.last = Some(sample);
+        (self.watermark.look(now, sample), self.watermark.low(sample.total))
     }
 
-    /// Counts bytes that were released because device memory was low.
-    pub(super) fn add_released(&self, bytes: ByteSize) {
-        self.given_back.fetch_add(bytes.get(), Ordering::Relaxed);
-    }
-
-    /// Discards the last sample until the device answers again, which never happens after its
-    /// context is lost.
-    pub(super) fn forget(&self) {
-        let mut state = lock(&self.state);
-        state.last = None;
-        state.watermark.forget();
+    /// Discards the last sample.
+    pub(super) fn forget(&mut self) {
+        self.last = None;
+        self.watermark.forget();
     }
 }

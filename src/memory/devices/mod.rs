@@ -1,42 +1,41 @@
 //! Device arenas in a `Memory`: all that it does with them.
 //!
 //! The rest of `memory` reaches them only through the items of this file, where it has the feature
-//! `device`. [`Devices`] (`state`) is a field of `Shared`. The parts: `driver` opens the devices, `device` is
-//! one of them, `select` chooses one, `arenas` and `slots` list arenas, `open` opens them, `release` and
-//! `shrink` release memory, `report` has the figures, `cuda` lists the processes on a device.
+//! `device`. [`Devices`] (`state`) is a field of `Shared`, and opens the devices. The parts:
+//! `device` is one of them, `select` chooses one, `arenas` and `slots` list arenas, `open` opens
+//! them, `release` and `shrink` release memory, `report` has the figures, `cuda` lists the processes
+//! on a device, `values` has what users see. What `state` is made of does not use `Shared`.
 //!
-//! Invariant: no driver call under a lock of this module.
+//! Invariant: no driver call under a lock of this module but that of openings (`slots`).
 
 mod arenas;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
-mod driver;
 mod open;
 mod release;
 mod report;
 mod select;
-mod selector;
 mod shrink;
 mod slots;
 mod state;
+mod values;
 
 use std::sync::Arc;
 
 use super::manager::Memory;
 use super::shared::Shared;
 
+pub use crate::metrics::record::DeviceSnapshot;
 #[cfg(feature = "cuda")]
 pub use cuda::DeviceProcesses;
-pub use report::{DeviceSnapshot, DeviceStatus, DevicesSnapshot};
-pub use select::DeviceReservation;
-pub use selector::{DeviceSelector, Slot, SlotKind};
-pub use shrink::{Run, ShrinkOutcome, Shrunk, ShrunkTarget};
-pub use slots::{ArenaReport, ArenaUse, Replaced, SlotSnapshot};
+pub use shrink::{Run, Shrunk};
+pub use slots::{ArenaReport, ArenaUse, SlotSnapshot};
+pub use values::{DeviceSelector, DeviceStatus, DevicesSnapshot, Slot};
 
 pub(super) use report::{ArenasSensor, Series};
-pub(super) use selector::known_targets;
 pub(super) use state::{Devices, GivenDrivers, choice};
+pub(super) use values::known_targets;
 
 impl Memory {
     /// Returns a handle to the devices, their arenas and pools of host memory for copies. It acts

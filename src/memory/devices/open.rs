@@ -3,28 +3,31 @@
 //! The handles of pools' arenas stay in this folder, which frees no blocks.
 #![expect(unsafe_code, reason = "the arena of a pool could free the pool's blocks")]
 
+use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution};
 use crate::device::driver::Backend;
 use crate::device::{
-    ArenaConfig, DeviceArena, PinnedConfig, PinnedKind, PinnedPool, RegionOccupancy,
+    ArenaConfig, DeviceArena, DeviceError, HostBudget, PinnedConfig, PinnedKind, PinnedPool,
+    RegionOccupancy,
 };
 use crate::memory::error::{Diagnostic, MemoryError};
 use crate::memory::shared::Shared;
 use crate::sync::lock;
+use lowtide_admission::{Admission, Cost, Permit, Rejected};
 
 use super::MemoryDevices;
-use super::arenas::{Listed, cannot_open, is_loss};
+use super::arenas::{ManagedArena, cannot_open, is_loss};
 #[cfg(feature = "cuda")]
 use super::cuda::DeviceProcesses;
-use super::device::{CountedIn, Device};
-use super::selector::{DeviceSelector, Slot, SlotKind};
+use super::device::Device;
 use super::slots::{
-    ArenaReport, ArenaSlot, ArenaUse, Done, Opened, Replaced, SlotAction, SlotSnapshot,
-    begin_draining,
+    ArenaGeneration, ArenaReport, ArenaSlot, ArenaUse, SlotAction, SlotSnapshot, begin_draining,
 };
+use super::values::{DeviceSelector, Slot};
 
 impl MemoryDevices<'_> {
     /// Opens an arena on the selected device, with the configured driver, limit, decay time and
@@ -96,10 +99,10 @@ impl MemoryDevices<'_> {
         let mut config = ArenaConfig { limit, ..shared.arena_config(name) };
         change(&mut config);
         name.clone_into(&mut config.name);
-        let arena = shared.open_apart(&device, config)?;
+        let opened = shared.open_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
-        shared.devices.arenas.add(&arena, None, &device, None)?;
-        Ok(arena)
+        shared.devices.arenas.add(&opened, None)?;
+        Ok(opened.arena.clone())
     }
 
     /// Opens a pool of host memory for copies to and from the selected device, with the configured
@@ -131,9 +134,9 @@ impl MemoryDevices<'_> {
     pub fn open_pinned_pool(&self, config: PinnedConfig) -> Result<PinnedPool, MemoryError> {
         let shared = self.shared();
         let device = self.device_for(&config.name)?;
-        let (pool, arena) = shared.open_pool_apart(&device, config)?;
+        let (pool, opened) = shared.open_pool_apart(&device, config)?;
         // Checked again: another thread may have opened one in the meantime.
-        shared.devices.arenas.add(&arena, Some(&pool), &device, None)?;
+        shared.devices.arenas.add(&opened, None)?;
         Ok(pool)
     }
 
@@ -153,8 +156,8 @@ impl MemoryDevices<'_> {
     pub fn occupancy(&self, cells_max: usize) -> Vec<(String, Vec<RegionOccupancy>)> {
         let arenas = self.shared().arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
-        let one = |Listed { arena, .. }: &Listed| (arena.name().to_owned(), arena.occupancy(each));
-        arenas.iter().map(one).collect()
+        let of = |it: &Arc<ManagedArena>| (it.arena.name().to_owned(), it.arena.occupancy(each));
+        arenas.iter().map(of).collect()
     }
 }
 
@@ -162,28 +165,32 @@ impl Shared {
     /// Returns the serving arena of this name, or else the names of all.
     pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, Vec<String>> {
         let (serving, _) = self.devices.arenas.parted();
-        let found = serving.iter().find(|listed| listed.arena.name() == name);
-        found
-            .map(|listed| listed.arena.clone())
-            .ok_or_else(|| serving.iter().map(|listed| listed.arena.name().to_owned()).collect())
+        match serving.iter().find(|it| it.arena.name() == name) {
+            Some(found) => Ok(found.arena.clone()),
+            None => Err(serving.iter().map(|it| it.arena.name().to_owned()).collect()),
+        }
     }
 
     /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
-    pub(super) fn arenas(&self) -> Vec<Listed> {
+    pub(super) fn arenas(&self) -> Vec<Arc<ManagedArena>> {
         if self.birth.is_here() { self.devices.arenas.all() } else { Vec::new() }
     }
 
     /// Returns the arenas whose device is not lost.
+    pub(super) fn working(&self) -> impl Iterator<Item = Arc<ManagedArena>> + use<> {
+        self.arenas().into_iter().filter(|it| !it.device.is_lost())
+    }
+
+    /// Returns the arenas whose device is not lost.
     pub(super) fn working_arenas(&self) -> impl Iterator<Item = DeviceArena> + use<> {
-        let working = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
-        working.map(|listed| listed.arena)
+        self.working().map(|it| it.arena.clone())
     }
 
     /// Returns the arenas of one device's memory: all but those of pinned pools.
     pub(super) fn arenas_on(&self, device: &Device) -> impl Iterator<Item = DeviceArena> + use<> {
         let number = device.number;
         let there = self.arenas().into_iter().filter(move |it| it.device.number == number);
-        there.map(|it| it.arena).filter(|arena| arena.backend() != Backend::PinnedHost)
+        there.map(|it| it.arena.clone()).filter(|arena| arena.backend() != Backend::PinnedHost)
     }
 
     /// Returns the device for an arena of this name.
@@ -198,50 +205,38 @@ impl Shared {
     /// Opens an arena that is not in the list.
     pub(super) fn open_apart(
         &self,
-        device: &Device,
+        device: &Arc<Device>,
         config: ArenaConfig,
-    ) -> Result<DeviceArena, MemoryError> {
+    ) -> Result<Arc<ManagedArena>, MemoryError> {
         let name = config.name.clone();
         let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| cannot_open(&name, error.into()))?;
-        self.book_contents_of(&arena);
-        Ok(arena)
+        // Its contents reserve host memory while it sleeps.
+        arena.set_host_budget(Arc::new(HostRoom { admission: self.admission.clone() }));
+        Ok(ManagedArena::new(device, arena, None))
     }
 
-    /// Opens a pool that is not in the list, and returns its arena as well.
+    /// Opens a pool whose arena is not in the list.
     pub(super) fn open_pool_apart(
         &self,
-        device: &Device,
+        device: &Arc<Device>,
         config: PinnedConfig,
-    ) -> Result<(PinnedPool, DeviceArena), MemoryError> {
+    ) -> Result<(PinnedPool, Arc<ManagedArena>), MemoryError> {
         let name = config.name.clone();
         let config = PinnedConfig { decay: self.config.device_decay.value, ..config };
         let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
             .map_err(|error| cannot_open(&name, error.into()))?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
-        // which use it for figures and the release of idle memory. A slot gives out the arena of
-        // device memory only (`ArenaGeneration::device_arena`).
+        // which use it for figures and the release of idle memory. A slot gives out only an arena
+        // without a pool (`ArenaUse::with`).
         let arena = unsafe { pool.arena() }.clone();
-        Ok((pool, arena))
+        Ok((pool.clone(), ManagedArena::new(device, arena, Some(pool))))
     }
 
     /// Returns the pinned pools whose device is not lost, including draining ones; none in a forked
     /// child.
-    pub(super) fn pools(&self) -> Vec<PinnedPool> {
-        if self.birth.is_here() { self.devices.arenas.pools() } else { Vec::new() }
-    }
-
-    /// Frees the blocks of completed copies, and releases the memory of pools above their
-    /// watermarks.
-    pub(super) fn maintain_pools(&self) {
-        for pool in self.pools() {
-            if let Err(error) = pool.maintain()
-                && !is_loss(&error)
-            {
-                let text = format!("pinned pool {}: {error}", pool.name());
-                self.add_diagnostic(Diagnostic::warning("device", text));
-            }
-        }
+    pub(super) fn pools(&self) -> impl Iterator<Item = PinnedPool> + use<> {
+        self.working().filter_map(|it| it.pool.clone())
     }
 
     /// Releases the idle memory of all arenas, and host memory kept for their next sleep. Returns
@@ -256,33 +251,78 @@ impl Shared {
         self.working_arenas().map(|arena| arena.release_stores()).sum()
     }
 
-    /// Purges an arena and returns the released bytes. An error becomes a diagnostic, unless the
-    /// device is lost, which is reported once for all its arenas.
+    /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
-            if is_loss(&error) {
-                return ByteSize::ZERO;
-            }
-            self.add_diagnostic(Diagnostic::warning(
-                "device",
-                format!("arena {}: purge failed: {error}", arena.name()),
-            ));
+            self.warn_unless_lost(format_args!("arena {}: purge failed", arena.name()), &error);
             ByteSize::ZERO
         })
+    }
+
+    /// Adds a diagnostic of a failure, unless the device is lost, which is reported once for all
+    /// its arenas.
+    pub(super) fn warn_unless_lost(&self, failure: fmt::Arguments<'_>, error: &DeviceError) {
+        if !is_loss(error) {
+            self.add_diagnostic(Diagnostic::warning("device", format!("{failure}: {error}")));
+        }
     }
 
     /// Releases the idle memory of all arenas that count in the first device's budget, as a reclaim
     /// step: of the first device if it has memory of its own, otherwise of all in host memory.
     pub(super) fn purge_arenas(&self) -> ByteSize {
         let is_own = self.devices.has_own_memory();
-        let is_counted = |listed: &Listed| {
-            let on_host = listed.device.counted != CountedIn::OnDevice
-                || listed.arena.backend() == Backend::PinnedHost;
-            if is_own { listed.device.number == 0 && !on_host } else { on_host }
+        let is_counted = |it: &Arc<ManagedArena>| match is_own {
+            true => it.device.number == 0 && !it.is_on_host(),
+            false => it.is_on_host(),
         };
-        let arenas = self.arenas().into_iter().filter(|listed| !listed.device.is_lost());
-        let counted = arenas.filter(is_counted);
-        counted.map(|listed| self.purged(&listed.arena)).sum()
+        self.working().filter(is_counted).map(|it| self.purged(&it.arena)).sum()
+    }
+}
+
+impl Shared {
+    /// The default configuration of an arena.
+    pub(super) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
+        let mut sleep = self.config.device_sleep();
+        sleep.stores_max = sleep.stores_max.min(self.stores_max());
+        let decay = self.config.device_decay.value;
+        ArenaConfig { decay, sleep, ..ArenaConfig::new(name) }
+    }
+
+    /// Returns the host memory that an arena may keep for its next sleep: a quarter of the limit,
+    /// because requests cannot use it.
+    fn stores_max(&self) -> ByteSize {
+        let limit = self.state.limit();
+        if limit == ByteSize::MAX { limit } else { ByteSize::new(limit.get() / 4) }
+    }
+}
+
+/// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
+/// may outlive its `Memory`.
+struct HostRoom {
+    admission: Admission,
+}
+
+impl HostBudget for HostRoom {
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+        match self.admission.try_reserve_resource(Cost::host(bytes)) {
+            Ok(permit) => Ok(Box::new(permit)),
+            Err(Rejected::Full { reserved, allowance, .. }) => {
+                Err(format!("{reserved} reserved, allowance {allowance}"))
+            }
+            Err(rejected) => Err(rejected.to_string()),
+        }
+    }
+
+    fn settle(&self, reserved: &mut (dyn Any + Send)) {
+        if let Some(permit) = reserved.downcast_mut::<Permit>() {
+            permit.settle();
+        }
+    }
+}
+
+impl fmt::Debug for HostRoom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostRoom").finish_non_exhaustive()
     }
 }
 
@@ -293,7 +333,7 @@ impl MemoryDevices<'_> {
     /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
     /// arena stays open without users, until [`MemoryDevices::unshare_arena`]. If the slot already
     /// has an arena, that one is shared unchanged, and options that differ are conflicts; use a
-    /// replacement to apply them.
+    /// replacement to apply them. Waits while another thread opens the slot's arena.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -330,7 +370,7 @@ impl MemoryDevices<'_> {
     ) -> Result<ArenaReport, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        Ok(shared.act_on(&place, SlotAction::Share, options)?.report)
+        Ok(shared.act_on(&place, SlotAction::Share, options)?.0)
     }
 
     /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
@@ -341,7 +381,7 @@ impl MemoryDevices<'_> {
     pub fn unshare_arena(&self, slot: &Slot) -> Result<(), MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
-        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        let place = lock(&shared.devices.slots).get(slot).cloned();
         match place {
             Some(place) if place.unshare() => Ok(()),
             _ => Err(MemoryError::NotShared { slot: slot.clone() }),
@@ -349,7 +389,8 @@ impl MemoryDevices<'_> {
     }
 
     /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
-    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
+    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`]. Waits while another
+    /// thread opens or replaces the slot's arena.
     ///
     /// # Errors
     /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
@@ -357,8 +398,8 @@ impl MemoryDevices<'_> {
     pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = shared.act_on(&place, SlotAction::Use, session)?;
-        Ok(ArenaUse::new(place, done.report))
+        let (report, _) = shared.act_on(&place, SlotAction::Use, session)?;
+        Ok(ArenaUse { place, report })
     }
 
     /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
@@ -375,25 +416,26 @@ impl MemoryDevices<'_> {
         &self,
         slot: &Slot,
         options: &ArenaOptions,
-    ) -> Result<Replaced, MemoryError> {
+    ) -> Result<ArenaReport, MemoryError> {
         let shared = self.shared();
         let place = shared.place(slot)?;
-        let done = shared.act_on(&place, SlotAction::Replace, options)?;
-        let arena = done.old.as_ref().map(|old| old.any_arena());
-        let draining = arena.map(|arena| arena.glance().live);
-        let released = arena.map_or(ByteSize::ZERO, |arena| shared.purged(arena));
-        begin_draining(done.old.as_deref());
-        drop(done.old);
+        let (mut report, old) = shared.act_on(&place, SlotAction::Replace, options)?;
+        if let Some(old) = old {
+            let arena = &old.managed.arena;
+            report.draining = Some(arena.glance().live);
+            report.released = shared.purged(arena);
+            begin_draining(&old);
+        }
         shared.sweep();
         log!(
             info,
             target: "lowtide",
             slot = %slot,
-            draining = draining.map(tracing::field::display),
-            conflicts = done.report.conflicts.len(),
+            draining = report.draining.map(tracing::field::display),
+            conflicts = report.conflicts.len(),
             "arena replaced"
         );
-        Ok(Replaced { report: done.report, draining, released })
+        Ok(report)
     }
 
     /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
@@ -401,7 +443,7 @@ impl MemoryDevices<'_> {
     pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
         let shared = self.shared();
         shared.check_here().ok()?;
-        let place = lock(&shared.devices.scopes.0).get(slot).cloned();
+        let place = lock(&shared.devices.slots).get(slot).cloned();
         place?.resolution()
     }
 
@@ -428,7 +470,7 @@ impl Shared {
             let (slot, devices) = (slot.clone(), list.len().max(1));
             return Err(MemoryError::UnknownSlot { slot, devices });
         };
-        let mut places = lock(&self.devices.scopes.0);
+        let mut places = lock(&self.devices.slots);
         if let Some(place) = places.get(slot) {
             return Ok(Arc::clone(place));
         }
@@ -439,19 +481,14 @@ impl Shared {
         if places.len() >= SLOTS_MAX {
             return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
         }
-        let device_limit = match slot.kind {
-            SlotKind::Device => self.config.device_limit.value,
-            SlotKind::Pinned => ByteSize::MAX,
-        };
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
-        let place = ArenaSlot::new(slot.clone(), self.birth, device_limit, device, arenas);
-        let place = Arc::new(place);
+        let place = Arc::new(ArenaSlot::new(slot.clone(), self.birth, device, arenas));
         places.insert(slot.clone(), Arc::clone(&place));
         Ok(place)
     }
 
     fn places(&self) -> Vec<Arc<ArenaSlot>> {
-        lock(&self.devices.scopes.0).values().cloned().collect()
+        lock(&self.devices.slots).values().cloned().collect()
     }
 
     /// Drops the arenas that have drained, with their address space and at most the last granules.
@@ -460,41 +497,35 @@ impl Shared {
         if self.check_here().is_err() {
             return;
         }
-        let drained = self.places().into_iter().flat_map(|place| {
-            let device = Arc::clone(&place.device);
-            place.take_drained().into_iter().map(move |drained| (Arc::clone(&device), drained))
-        });
-        for (device, Opened { arena, pool }) in drained {
+        for drained in self.places().iter().flat_map(|place| place.take_drained()) {
             // An error stays with the arena: memory that it could not release goes with the driver.
-            let _ = self.purged(&arena);
-            self.devices.gone.add(&device.name, arena.snapshot());
-            log!(debug, target: "lowtide", arena = arena.name(), "replaced arena drained");
-            drop((pool, arena));
+            let _ = self.purged(&drained.arena);
+            self.devices.gone.add(&drained.device.name, drained.arena.snapshot());
+            log!(debug, target: "lowtide", arena = drained.arena.name(), "replaced arena drained");
         }
         for closed in self.devices.arenas.take_closed() {
             self.devices.gone.add(&closed.device.name, closed.arena.snapshot());
         }
     }
 
+    /// Joins the arena of a slot, or opens one, which no list contains yet.
     fn act_on(
         &self,
         place: &ArenaSlot,
-        action: SlotAction,
+        act: SlotAction,
         options: &ArenaOptions,
-    ) -> Result<Done, MemoryError> {
-        place.act(action, options, |resolution, replaced| {
+    ) -> Result<(ArenaReport, Option<Arc<ArenaGeneration>>), MemoryError> {
+        place.act(act, options, self.config.device_limit.value, |resolution, replaced| {
             self.sweep(); // so that what has drained takes no place
             let (device, name) = (&place.device, place.slot.to_string());
             self.devices.arenas.admit(&name, replaced)?;
             self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
-            if place.slot.kind == SlotKind::Device {
-                let arena = self.open_apart(device, resolution.config(self.arena_config(name)))?;
-                return Ok(Opened { arena, pool: None });
+            if !place.slot.pinned {
+                return self.open_apart(device, resolution.config(self.arena_config(name)));
             }
             let (limit, kind) = (resolution.limit(), PinnedKind::PageLockedOrPageable);
             let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name) };
-            let (pool, arena) = self.open_pool_apart(device, config)?;
-            Ok(Opened { arena, pool: Some(pool) })
+            self.open_pool_apart(device, config).map(|(_, opened)| opened)
         })
     }
 }

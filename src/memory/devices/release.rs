@@ -11,26 +11,23 @@
 //! Invariant: `resource reservations of the host >= offloaded bytes of all arenas that were opened
 //! here`, if a limit is known.
 
-use std::any::Any;
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::driver::{Driver as _, DriverError};
-use crate::device::{ArenaConfig, DeviceArena, HostBudget, SleepState};
+use crate::device::SleepState;
+use crate::device::driver::Driver as _;
 use crate::memory::error::{Diagnostic, Shutdown};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
-use lowtide_admission::{
-    Admission, Budget, Cost, DeviceSample, Level, Permit, Reclaim, Rejected, Thresholds,
-};
+use crate::sync::lock;
+use lowtide_admission::{Admission, Budget, DeviceSample, Level, Reclaim, Thresholds};
 
-use super::arenas::{Listed, is_loss};
+use super::arenas::{ManagedArena, is_loss};
 use super::device::{CountedIn, Device};
-use super::report::{DeviceStatus, DevicesSnapshot};
 use super::state::Devices;
+use super::values::{DeviceStatus, DevicesSnapshot};
 #[cfg(feature = "cuda")]
 use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 
@@ -42,11 +39,8 @@ impl Shared {
             if arena.next_decay() > now {
                 continue;
             }
-            if let Err(error) = arena.decay(now)
-                && !is_loss(&error)
-            {
-                let text = format!("arena {}: {error}", arena.name());
-                self.add_diagnostic(Diagnostic::warning("device", text));
+            if let Err(error) = arena.decay(now) {
+                self.warn_unless_lost(format_args!("arena {}", arena.name()), &error);
             }
         }
         self.shrink_asked();
@@ -56,7 +50,13 @@ impl Shared {
     /// Does what is due with each publication.
     pub(in crate::memory) fn maintain_devices(&self, now: Moment) {
         self.report_losses();
-        self.maintain_pools();
+        // Frees the blocks of completed copies, and releases the memory of pools above their
+        // watermarks.
+        for pool in self.pools() {
+            if let Err(error) = pool.maintain() {
+                self.warn_unless_lost(format_args!("pinned pool {}", pool.name()), &error);
+            }
+        }
         #[cfg(feature = "cuda")]
         self.decay_governors(now);
         #[cfg(not(feature = "cuda"))]
@@ -67,7 +67,12 @@ impl Shared {
     /// Ends the management of arenas after the threads have ended, and reports what is live.
     pub(in crate::memory) fn end_devices(&self, report: &mut Shutdown) {
         report.requests += self.devices.held();
-        self.end_empty_sleeps();
+        // Sleeping arenas that have no block left are not woken by any, and the worker has ended.
+        for arena in self.working_arenas() {
+            if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {
+                self.purged(&arena);
+            }
+        }
         self.release_stores();
         let arenas = self.devices.list.iter().flat_map(|device| self.arenas_on(device));
         report.device_live = arenas.map(|arena| arena.glance().live).sum();
@@ -80,7 +85,7 @@ impl Shared {
             if here { self.devices.arenas.parted() } else { Default::default() };
         let list = self.devices.list.iter().filter(|_| here);
         let devices: Vec<_> = list.map(|device| self.status(device)).collect();
-        let snapshot = |listed: &Listed| listed.arena.snapshot();
+        let snapshot = |it: &Arc<ManagedArena>| it.arena.snapshot();
         DevicesSnapshot {
             arenas: arenas.iter().map(snapshot).collect(),
             draining: draining.iter().map(snapshot).collect(),
@@ -106,7 +111,7 @@ impl Shared {
             backend: device.driver.backend(),
             lost: device.lost().map(ToString::to_string),
             budget: own.or(first),
-            memory: device.watch.snapshot(&*device.driver).filter(|_| !device.is_lost()),
+            memory: device.memory(),
             rollback_failures_total: device.driver.rollback_failures_total(),
         }
     }
@@ -131,61 +136,11 @@ impl Memory {
     /// Returns the names of the arenas, in the order of `MemoryDevices::occupancy`.
     #[cfg(feature = "service")]
     pub(crate) fn arena_names(&self) -> Vec<String> {
-        self.0.shared.arenas().iter().map(|listed| listed.arena.name().to_owned()).collect()
-    }
-}
-
-/// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
-/// may outlive its `Memory`.
-pub(in crate::memory) struct HostRoom {
-    admission: Admission,
-}
-
-impl HostBudget for HostRoom {
-    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
-        match self.admission.try_reserve_resource(Cost::host(bytes)) {
-            Ok(permit) => Ok(Box::new(permit)),
-            Err(Rejected::Full { reserved, allowance, .. }) => {
-                Err(format!("{reserved} reserved, allowance {allowance}"))
-            }
-            Err(rejected) => Err(rejected.to_string()),
-        }
-    }
-
-    fn settle(&self, reserved: &mut (dyn Any + Send)) {
-        if let Some(permit) = reserved.downcast_mut::<Permit>() {
-            permit.settle();
-        }
-    }
-}
-
-impl fmt::Debug for HostRoom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostRoom").finish_non_exhaustive()
+        self.0.shared.arenas().iter().map(|it| it.arena.name().to_owned()).collect()
     }
 }
 
 impl Shared {
-    /// The default configuration of an arena.
-    pub(in crate::memory) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
-        let mut sleep = self.config.device_sleep();
-        sleep.stores_max = sleep.stores_max.min(self.stores_max());
-        let decay = self.config.device_decay.value;
-        ArenaConfig { decay, sleep, ..ArenaConfig::new(name) }
-    }
-
-    /// Returns the host memory that an arena may keep for its next sleep: a quarter of the limit,
-    /// because requests cannot use it.
-    fn stores_max(&self) -> ByteSize {
-        let limit = self.state.limit();
-        if limit == ByteSize::MAX { limit } else { ByteSize::new(limit.get() / 4) }
-    }
-
-    /// Makes an arena reserve host memory for its contents while it sleeps.
-    pub(in crate::memory) fn book_contents_of(&self, arena: &DeviceArena) {
-        arena.set_host_budget(Arc::new(HostRoom { admission: self.admission.clone() }));
-    }
-
     /// Puts the arena to sleep that has been due longest. Returns `true` if more are due.
     pub(in crate::memory) fn sleep_next(&self, now: Moment) -> bool {
         // During a shutdown, arenas are not put to sleep.
@@ -200,34 +155,20 @@ impl Shared {
             && let Err(error) = arena.sleep_if_idle(now)
             && !is_loss(&error)
         {
-            self.note_awake(&arena, &error.to_string());
+            // Once for each arena: it is tried again, each time with other figures.
+            let start = format!("idle sleep of {} failed: ", arena.name());
+            let text = format!("{start}{error}");
+            self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
         }
         self.report_losses();
         more
-    }
-
-    /// Adds a diagnostic, once for each arena that did not go to sleep: it is tried again, each
-    /// time with other figures.
-    fn note_awake(&self, arena: &DeviceArena, error: &str) {
-        let start = format!("idle sleep of {} failed: ", arena.name());
-        let text = format!("{start}{error}");
-        self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
-    }
-
-    /// Releases the host memory of sleeping arenas that have no block left: nothing wakes them, and
-    /// the worker has ended.
-    pub(in crate::memory) fn end_empty_sleeps(&self) {
-        for arena in self.working_arenas() {
-            if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {
-                self.purged(&arena);
-            }
-        }
     }
 }
 
 impl Devices {
     /// Makes admission use one budget if the memory of arenas is in the host's. Returns the reclaim
-    /// steps of arenas, and `true` if some device has memory of its own.
+    /// steps of arenas, and `true` if some device has memory of its own. `joined` is set once the
+    /// parts are connected.
     pub(in crate::memory) fn settle_budgets(
         &self,
         admission: &Admission,
@@ -242,20 +183,15 @@ impl Devices {
                         against the host's memory limit, and there is no device budget";
             diagnostics.push(Diagnostic::info("device", text.to_owned()));
         }
-        (self.reclaim_steps(joined), self.any_own_memory())
-    }
-
-    /// Returns the steps, for the budget in which arenas count. `joined` is set once the parts are
-    /// connected.
-    fn reclaim_steps(&self, joined: &Arc<OnceLock<Arc<Shared>>>) -> Vec<Arc<dyn Reclaim>> {
         let own = if self.has_own_memory() { Budget::Device } else { Budget::Host };
         let step = |name, relieves, release| -> Arc<dyn Reclaim> {
             Arc::new(ArenaStep { name, relieves, release, shared: Arc::clone(joined) })
         };
-        vec![
+        let steps = vec![
             step("host memory for sleeping arenas", Budget::Host, Shared::release_stores),
             step("idle device memory", own, Shared::purge_arenas),
-        ]
+        ];
+        (steps, self.list.iter().any(|device| device.counted == CountedIn::OnDevice))
     }
 }
 
@@ -290,7 +226,7 @@ impl Shared {
     pub(in crate::memory) fn sample_devices(&self, now: Moment) {
         for device in self.devices.list.iter().filter(|it| it.counted == CountedIn::OnDevice) {
             if device.is_lost() {
-                device.watch.forget();
+                lock(&device.watch).forget();
                 continue;
             }
             self.sample_device(device, now);
@@ -307,19 +243,28 @@ impl Shared {
         let memory = match device.driver.device_memory() {
             Ok(Some(memory)) => memory,
             Ok(None) => return,
-            Err(error) => return self.device_is_silent(device, &error),
+            Err(error) => {
+                lock(&device.watch).forget();
+                let start = format!("device {}: cannot query the device's memory: ", device.name);
+                let text = format!("{start}{error}");
+                return self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
+            }
         };
         let committed = before.max(self.committed_on(device));
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
-        let was_short = device.watch.is_short();
-        let (wanted, low) = device.watch.add_sample(now, look);
+        let (was_short, is_short, (wanted, low)) = {
+            let mut watch = lock(&device.watch);
+            let was_short = watch.watermark.is_short();
+            let sampled = watch.add_sample(now, look);
+            (was_short, watch.watermark.is_short(), sampled)
+        };
         let (free, idle) = (look.free, self.idle_on(device));
         if !wanted.is_zero() {
-            let given = self.give_idle_back(device, wanted);
-            device.watch.add_released(given);
+            let released = self.give_idle_back(device, wanted);
+            lock(&device.watch).released_total += released.get();
         }
         let name = &device.name;
-        match (was_short, device.watch.is_short()) {
+        match (was_short, is_short) {
             (false, true) => log!(
                 info,
                 target: "lowtide",
@@ -363,20 +308,14 @@ impl Shared {
                 Ok(given) => released = released.saturating_add(given),
                 Err(error) if is_loss(&error) => break,
                 Err(error) => {
-                    let text = format!("arena {}: trim failed: {error}", arena.name());
-                    self.add_diagnostic(Diagnostic::warning("device", text));
+                    self.warn_unless_lost(
+                        format_args!("arena {}: trim failed", arena.name()),
+                        &error,
+                    );
                 }
             }
         }
         released
-    }
-
-    /// Discards the last sample until the device answers again, which never happens after its
-    /// context is lost.
-    fn device_is_silent(&self, device: &Device, error: &DriverError) {
-        device.watch.forget();
-        let start = format!("device {}: cannot query the device's memory: ", device.name);
-        self.add_diagnostic_once(&start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 
     pub(super) fn committed_on(&self, device: &Device) -> ByteSize {
@@ -406,7 +345,7 @@ impl MemoryDevices<'_> {
         let shared = self.shared();
         shared.check_here()?;
         let new = Arc::downgrade(governor);
-        let mut governors = crate::sync::lock(&shared.devices.governors);
+        let mut governors = lock(&shared.devices.governors);
         governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
         governors.push(new);
         Ok(())
@@ -420,13 +359,13 @@ impl Shared {
         if self.check_here().is_err() {
             return;
         }
-        let all = crate::sync::lock(&self.devices.governors).clone();
+        let all = lock(&self.devices.governors).clone();
         for governor in all.iter().filter_map(std::sync::Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 // A lost device is asked for nothing more.
                 if error.is_context_lost() {
                     let lost = Arc::downgrade(&governor);
-                    crate::sync::lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
+                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
                 }
                 let text = format!("pool governor of {}: {error}", governor.device());
                 self.add_diagnostic(Diagnostic::warning("device", text));

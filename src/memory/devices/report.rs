@@ -18,163 +18,21 @@
 //! Invariants: `sum of published committed = sum of committed`, of all arenas at one instant; the
 //! sampled figures of a device are the sums over its own arenas.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
 use crate::device::{ArenaSnapshot, SleepState};
 use crate::memory::snapshot::BudgetSnapshot;
-use crate::metrics::record::{self, DeviceBudget, MetricsWriter};
+use crate::metrics::record::{DeviceBudget, MetricsWriter};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{DeviceFigures, Sample};
 
-use super::arenas::Arenas;
+use super::arenas::{Arenas, ManagedArena};
 use super::device::{CountedIn, Device};
-
-/// The device arenas of a [`Memory`](crate::Memory), and its devices, at one instant.
-#[derive(Clone, Debug)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct DevicesSnapshot {
-    /// The arenas of this `Memory` that serve, including those of pinned pools
-    /// ([`Backend::PinnedHost`]).
-    pub arenas: Vec<ArenaSnapshot>,
-    /// Arenas that were replaced, or left by their last user, and still have live blocks.
-    pub draining: Vec<ArenaSnapshot>,
-    /// The number of the device of each arena: first of those that serve, then of those that
-    /// drain.
-    pub arena_devices: Vec<u32>,
-    /// The devices, in the order of their numbers, the default one first.
-    pub devices: Vec<DeviceStatus>,
-    /// The default device as a whole, as last sampled by the worker, about a second ago; `None` if
-    /// device memory is host memory, or the device reports nothing.
-    pub memory: Option<DeviceSnapshot>,
-    /// The number of failed driver calls that should have undone an earlier call
-    /// ([`rollback_failures_total`](crate::device::driver::Driver::rollback_failures_total)), of
-    /// all devices.
-    pub rollback_failures_total: u64,
-}
-
-impl DevicesSnapshot {
-    /// Creates the snapshot of one device with these arenas.
-    #[cfg(test)]
-    pub(super) fn of_one(
-        name: &str,
-        arenas: Vec<ArenaSnapshot>,
-        draining: Vec<ArenaSnapshot>,
-    ) -> Self {
-        let device = DeviceStatus {
-            number: 0,
-            name: name.to_owned(),
-            ordinal: None,
-            backend: Backend::Host,
-            lost: None,
-            budget: None,
-            memory: None,
-            rollback_failures_total: 0,
-        };
-        let arena_devices = vec![0; arenas.len() + draining.len()];
-        let (devices, memory) = (vec![device], None);
-        Self { arenas, draining, arena_devices, devices, memory, rollback_failures_total: 0 }
-    }
-
-    /// Returns each arena with its device: first those that serve, then those that drain.
-    pub fn placed(&self) -> impl Iterator<Item = (&DeviceStatus, &ArenaSnapshot)> {
-        self.all().zip(&self.arena_devices).filter_map(|(arena, number)| {
-            let device = self.devices.iter().find(|device| device.number == *number)?;
-            Some((device, arena))
-        })
-    }
-
-    fn all(&self) -> impl Iterator<Item = &ArenaSnapshot> {
-        self.arenas.iter().chain(&self.draining)
-    }
-
-    /// Returns the names and committed bytes of arenas in host memory.
-    pub(in crate::memory) fn on_host(&self) -> Vec<(String, ByteSize)> {
-        let is_host = |backend| matches!(backend, Backend::Host | Backend::PinnedHost);
-        let on_host = self.all().filter(|arena| is_host(arena.backend));
-        on_host.map(|arena| (arena.name.clone(), arena.committed)).collect()
-    }
-
-    /// Returns the name of the first lost device, and the error.
-    pub(in crate::memory) fn first_lost(&self) -> Option<(&str, &str)> {
-        self.devices.iter().find_map(|device| Some((&*device.name, device.lost.as_deref()?)))
-    }
-
-    /// Returns the host memory that holds contents of sleeping arenas, or is kept for that.
-    pub(in crate::memory) fn offloaded(&self) -> ByteSize {
-        self.all().map(|arena| arena.offloaded).sum()
-    }
-
-    /// Returns the live bytes in device memory.
-    pub(in crate::memory) fn live(&self) -> ByteSize {
-        self.on_device().map(|arena| arena.live.saturating_sub(arena.asleep)).sum()
-    }
-
-    /// Returns the retained bytes of device memory.
-    pub(in crate::memory) fn retained(&self) -> ByteSize {
-        self.on_device().map(ArenaSnapshot::retained).sum()
-    }
-
-    fn on_device(&self) -> impl Iterator<Item = &ArenaSnapshot> {
-        self.all().filter(|arena| arena.backend != Backend::PinnedHost)
-    }
-}
-
-/// A device of a [`Memory`](crate::Memory) at one instant.
-#[derive(Clone, Debug)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct DeviceStatus {
-    /// Its place among the devices, from 0: the default device has 0.
-    pub number: u32,
-    /// Its name in metrics and errors: the UUID, or the number if the driver knows none.
-    pub name: String,
-    /// Its ordinal in CUDA, among the devices visible to the process.
-    pub ordinal: Option<u32>,
-    /// The way in which its memory is allocated.
-    pub backend: Backend,
-    /// The error by which its loss became known; `None` while it works. Until the process restarts,
-    /// a lost device admits nothing, and every driver call for it fails with this error. A lease of
-    /// an awake arena still succeeds, and the snapshots of its arenas keep their last state.
-    pub lost: Option<String>,
-    /// Its budget; `None` if its memory counts in the host's. Only the first device has a level.
-    pub budget: Option<BudgetSnapshot>,
-    /// The whole device as last sampled by the worker, about a second ago; `None` if its memory is
-    /// host memory, or the device reports nothing.
-    pub memory: Option<DeviceSnapshot>,
-    /// The number of failed driver calls that should have undone an earlier call.
-    pub rollback_failures_total: u64,
-}
-
-/// The memory of a device, with all its users.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct DeviceSnapshot {
-    /// The total memory.
-    pub total: ByteSize,
-    /// The free memory.
-    pub free: ByteSize,
-    /// The memory in use right after our context was created and before our first commit. It is an
-    /// upper bound of the context's size, because it includes memory that other processes and other
-    /// code of this process used at that moment. `None` if unknown.
-    pub context_overhead: Option<ByteSize>,
-    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead.
-    /// It is used by other processes and by other code of this process: allocations made directly
-    /// through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is too small
-    /// if a process that was counted in the context overhead has exited. `None` if the context
-    /// overhead is unknown.
-    pub unmanaged: Option<ByteSize>,
-    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
-    /// of our arenas is then released before its decay time.
-    pub is_short: bool,
-    /// The bytes released because of that, since the start.
-    pub watermark_released_total: u64,
-}
+use super::values::{DeviceStatus, DevicesSnapshot};
 
 /// The maximum number of names of dropped arenas: as many as arenas can be open at once.
 const NAMES_MAX: usize = 64;
@@ -296,10 +154,10 @@ const BACKENDS_MAX: usize = 64;
 /// The series that were published.
 #[derive(Default)]
 pub(in crate::memory) struct Series {
-    /// The arenas that were published, with the names of device and arena, and the backend.
-    backends: Vec<(String, String, Backend)>,
+    /// The arenas that were published: the names of the device, the arena and the backend.
+    backends: BTreeSet<(String, String, &'static str)>,
     /// The numbers of the devices whose memory was published the last time; at most all devices.
-    known: Vec<u32>,
+    known: BTreeSet<u32>,
 }
 
 impl Series {
@@ -319,43 +177,34 @@ impl Series {
     /// Publishes the backend of each device arena. A published pair stays, with value 0 after the
     /// arena is closed; beyond [`BACKENDS_MAX`] pairs, new ones are not published.
     fn publish_backends(&mut self, to: MetricsWriter, devices: &DevicesSnapshot) {
-        for (device, arena) in devices.placed() {
-            let is_known = |(on, name, backend): &(String, String, Backend)| {
-                *on == device.name && *name == arena.name && *backend == arena.backend
-            };
-            if self.backends.len() < BACKENDS_MAX && !self.backends.iter().any(is_known) {
-                self.backends.push((device.name.clone(), arena.name.clone(), arena.backend));
+        let of = |(device, arena): (&DeviceStatus, &ArenaSnapshot)| {
+            (device.name.clone(), arena.name.clone(), arena.backend.name())
+        };
+        let open: BTreeSet<_> = devices.placed().map(of).collect();
+        for arena in &open {
+            if self.backends.len() < BACKENDS_MAX {
+                self.backends.insert(arena.clone());
             }
         }
-        for (on, name, backend) in &self.backends {
-            let is_open = devices.placed().any(|(device, arena)| {
-                device.name == *on && arena.name == *name && arena.backend == *backend
-            });
-            to.arena_info(on, name, *backend, is_open);
+        for arena in &self.backends {
+            let (device, name, backend) = arena;
+            to.arena_info(device, name, backend, open.contains(arena));
         }
     }
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
-        let figures = status.memory.map(|device| record::DeviceMemoryFigures {
-            total: device.total,
-            free: device.free,
-            context_overhead: device.context_overhead,
-            unmanaged: device.unmanaged,
-            watermark_released_total: device.watermark_released_total,
-        });
-        let name = &status.name;
-        to.device(name, status.lost.is_some(), status.rollback_failures_total, figures);
-        if let Some(budget) = &status.budget {
-            let (reserved, ceiling) = (budget.reserved, budget.ceiling);
-            let budget = DeviceBudget { reserved, ceiling, allowance: budget.allowance };
-            to.device_budget(name, budget);
-        }
-        let was_known = self.known.contains(&status.number);
-        self.known.retain(|known| *known != status.number);
+        let DeviceStatus { name, lost, rollback_failures_total, memory, budget, .. } = status;
+        let of = |&BudgetSnapshot { reserved, ceiling, allowance, .. }: &_| DeviceBudget {
+            reserved,
+            ceiling,
+            allowance,
+        };
+        let budget = budget.as_ref().map(of);
+        to.device(name, lost.is_some(), *rollback_failures_total, memory.as_ref(), budget);
         if status.memory.is_some() {
-            self.known.push(status.number);
-        } else if was_known {
-            to.device_unknown(name);
+            self.known.insert(status.number);
+        } else if self.known.remove(&status.number) {
+            to.device_unknown(&status.name);
         }
     }
 }
@@ -384,7 +233,7 @@ impl ArenasSensor {
             *figures = DeviceFigures { limit, ..DeviceFigures::default() };
         }
         let by_device = &mut self.figures;
-        self.arenas.each(|device, arena| {
+        self.arenas.each(|ManagedArena { arena, device, .. }| {
             let figures = arena.control_figures();
             let (committed, idle) = (figures.committed, figures.idle);
             let is_pinned = arena.backend() == Backend::PinnedHost;

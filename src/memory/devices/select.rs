@@ -13,29 +13,7 @@ use crate::memory::shared::Shared;
 use lowtide_admission::{Cost, Permit};
 
 use super::device::{CountedIn, Device};
-use super::report::DeviceStatus;
-use super::selector::DeviceSelector;
-
-/// Reserved bytes of a device.
-#[derive(Debug)]
-#[must_use = "dropping a reservation releases its bytes at once"]
-pub struct DeviceReservation {
-    device: u32,
-    permit: Permit,
-}
-
-impl DeviceReservation {
-    /// Returns the device, for [`MemoryDevices::on`].
-    #[must_use]
-    pub const fn device(&self) -> DeviceSelector {
-        DeviceSelector::Number(self.device)
-    }
-
-    /// Returns the permit, which holds the bytes.
-    pub fn into_permit(self) -> Permit {
-        self.permit
-    }
-}
+use super::values::{DeviceSelector, DeviceStatus};
 
 impl MemoryDevices<'_> {
     /// Returns all devices, the default one first; empty if the configured device is `none`, and in
@@ -67,7 +45,8 @@ impl MemoryDevices<'_> {
         shared.select(self.selector).map(|device| shared.status(&device))
     }
 
-    /// Reserves bytes of the selected device in its budget, for a request that will use them. Does
+    /// Reserves bytes of the selected device in its budget, for a request that will use them.
+    /// Returns the device, for [`MemoryDevices::on`], and the permit, which holds the bytes. Does
     /// not wait: there is a queue for the default device only
     /// ([`Admission`](crate::admission::Admission)). Bytes of a device without memory of its own
     /// are reserved in the host's budget.
@@ -111,10 +90,10 @@ impl MemoryDevices<'_> {
     /// let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     /// let asked = ByteSize::mib(64);
     /// match memory.devices().on(DeviceSelector::MostHeadroom).reserve(asked) {
-    ///     Ok(reserved) => {
-    ///         let arena = memory.devices().on(reserved.device()).open_arena("request")?;
-    ///         // The request uses the arena while it holds `reserved`.
-    /// #       drop(arena);
+    ///     Ok((device, permit)) => {
+    ///         let arena = memory.devices().on(device).open_arena("request")?;
+    ///         // The request uses the arena while it holds the permit.
+    /// #       drop((arena, permit));
     ///     }
     ///     Err(error) => println!("{}", answer(&error, asked).status()),
     /// }
@@ -124,7 +103,7 @@ impl MemoryDevices<'_> {
     ///
     /// # Errors
     /// [`MemoryError`] if there is no such device, it is lost, or the bytes do not fit.
-    pub fn reserve(&self, bytes: ByteSize) -> Result<DeviceReservation, MemoryError> {
+    pub fn reserve(&self, bytes: ByteSize) -> Result<(DeviceSelector, Permit), MemoryError> {
         let shared = self.shared();
         shared.check_here()?;
         let device = shared.select(self.selector)?;
@@ -133,8 +112,7 @@ impl MemoryDevices<'_> {
             CountedIn::ByKernel | CountedIn::BesideKernel => Cost::host(bytes),
         };
         let admission = device.admission.as_ref().unwrap_or(&shared.admission);
-        let permit = admission.try_admit(cost)?;
-        Ok(DeviceReservation { device: device.number, permit })
+        Ok((DeviceSelector::Number(device.number), admission.try_admit(cost)?))
     }
 }
 
@@ -145,27 +123,24 @@ impl Shared {
         if list.is_empty() {
             return Err(MemoryError::NoDevice);
         }
-        let has = |of: &dyn Fn(&Device) -> bool| list.iter().find(|device| of(device)).cloned();
-        let found = match selector {
-            DeviceSelector::MostHeadroom => return self.roomiest(),
-            DeviceSelector::Default => list.first().cloned(),
-            DeviceSelector::Number(number) => has(&|device| device.number == number),
-            DeviceSelector::Ordinal(it) => has(&|device| device.driver.ordinal() == Some(it)),
-            DeviceSelector::Uuid(uuid) => has(&|device| device.driver.uuid() == Some(uuid)),
+        // The names of devices of the kind that is asked for.
+        let name = |device: &Arc<Device>| match selector {
+            DeviceSelector::Ordinal(_) => device.driver.ordinal().map(DeviceSelector::Ordinal),
+            DeviceSelector::Uuid(_) => device.driver.uuid().map(DeviceSelector::Uuid),
+            _ => Some(DeviceSelector::Number(device.number)),
         };
-        let unknown = || {
-            let alike = |device: &Arc<Device>| match selector {
-                DeviceSelector::Ordinal(_) => device.driver.ordinal().map(DeviceSelector::Ordinal),
-                DeviceSelector::Uuid(_) => device.driver.uuid().map(DeviceSelector::Uuid),
-                _ => None,
-            };
-            let mut known: Vec<_> = list.iter().filter_map(alike).collect();
+        let asked = match selector {
+            DeviceSelector::MostHeadroom => return self.roomiest(),
+            DeviceSelector::Default => DeviceSelector::Number(0),
+            named => named,
+        };
+        let Some(device) = list.iter().find(|device| name(device) == Some(asked)).cloned() else {
+            let mut known: Vec<_> = list.iter().filter_map(name).collect();
             if known.is_empty() {
                 known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
             }
-            MemoryError::UnknownDevice { selector, known }
+            return Err(MemoryError::UnknownDevice { selector, known });
         };
-        let device = found.ok_or_else(unknown)?;
         match device.lost() {
             Some(error) => Err(lost(&device, error)),
             None => Ok(device),
@@ -174,29 +149,29 @@ impl Shared {
 
     /// Returns the device with the most headroom, and the fewest arenas among equal ones.
     fn roomiest(&self) -> Result<Arc<Device>, MemoryError> {
+        let arenas = self.devices.arenas.all();
         let (mut best, mut failed) = (None, None);
         for device in &self.devices.list {
             match device.headroom(&self.admission) {
                 Ok(room) => {
-                    let key = (room, Reverse(self.devices.arenas.count_on(device)));
+                    let on = arenas.iter().filter(|it| it.device.number == device.number).count();
+                    let key = (room, Reverse(on));
                     if best.as_ref().is_none_or(|(most, _)| key > *most) {
                         best = Some((key, Arc::clone(device)));
                     }
                 }
                 Err(error) => {
-                    let silent = match device.lost() {
+                    let device_name = device.name.to_string();
+                    failed.get_or_insert(match device.lost() {
                         Some(error) => lost(device, error),
-                        None => {
-                            MemoryError::DeviceSilent { device: device.name.to_string(), error }
-                        }
-                    };
-                    failed.get_or_insert(silent);
+                        None => MemoryError::DeviceSilent { device: device_name, error },
+                    });
                 }
             }
         }
-        match (best, failed) {
-            (Some((_, device)), _) => Ok(device),
-            (None, failed) => Err(failed.unwrap_or(MemoryError::NoDevice)),
+        match best {
+            Some((_, device)) => Ok(device),
+            None => Err(failed.unwrap_or(MemoryError::NoDevice)),
         }
     }
 

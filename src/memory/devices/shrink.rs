@@ -25,70 +25,26 @@ use crate::memory::shared::Shared;
 use crate::sync::lock;
 use lowtide_admission::Job;
 
-use super::selector::known_targets;
+use super::values::known_targets;
 
-/// The result of a shrink, by target.
-#[derive(Clone, Debug, Default, PartialEq)]
-#[non_exhaustive]
-pub struct Shrunk {
-    /// One result for each target, in the order of the selector.
-    pub targets: Vec<ShrunkTarget>,
-}
-
-impl Shrunk {
-    /// Returns all bytes released.
-    #[must_use]
-    pub fn released(&self) -> ByteSize {
-        self.targets.iter().map(|target| target.outcome.released()).sum()
-    }
-}
-
-/// The result for one target.
+/// The result of a shrink for one target.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct ShrunkTarget {
+pub struct Shrunk {
     /// The target.
     pub target: ShrinkTarget,
-    /// The outcome.
-    pub outcome: ShrinkOutcome,
+    /// The released bytes; zero if nothing was idle, or there is no arena.
+    pub released: ByteSize,
+    /// The first failure of a part; the other parts were shrunk. [`MemoryError::NoDevice`] and
+    /// [`MemoryError::CannotPurge`] if this process does not support it.
+    pub error: Option<MemoryError>,
     /// The duration.
     pub took: Duration,
 }
 
-/// The outcome for a target.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum ShrinkOutcome {
-    /// The released bytes; zero if nothing was idle, or there is no arena.
-    Released(ByteSize),
-    /// This process does not support it.
-    Unsupported {
-        /// The reason.
-        reason: String,
-    },
-    /// A part failed; the rest was done.
-    Failed {
-        /// The bytes released by the other parts.
-        released: ByteSize,
-        /// The first failure.
-        cause: MemoryError,
-    },
-}
-
-impl ShrinkOutcome {
-    /// Returns the released bytes.
-    #[must_use]
-    pub const fn released(&self) -> ByteSize {
-        match self {
-            Self::Released(released) | Self::Failed { released, .. } => *released,
-            Self::Unsupported { .. } => ByteSize::ZERO,
-        }
-    }
-}
-
 impl MemoryDevices<'_> {
-    /// Shrinks the targets of the selector on this thread. Takes about 0.1 ms for each MiB
-    /// released.
+    /// Shrinks the targets of the selector on this thread. Returns one result for each target, in
+    /// the order of the selector. Takes about 0.1 ms for each MiB released.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -96,7 +52,7 @@ impl MemoryDevices<'_> {
     ///
     /// let memory = Memory::builder().start()?;
     /// let shrunk = memory.devices().shrink("cpu:0;gpu:0")?;
-    /// assert_eq!(shrunk.targets.len(), 2); // each with its bytes, or the reason for none
+    /// assert_eq!(shrunk.len(), 2); // each with its bytes, or the reason for none
     /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(MemoryError::UnknownTarget { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
@@ -104,7 +60,7 @@ impl MemoryDevices<'_> {
     /// # Errors
     /// [`MemoryError`] if the selector is invalid, a target is unknown, or this is a forked child.
     /// Nothing is shrunk then.
-    pub fn shrink(&self, selector: &str) -> Result<Shrunk, MemoryError> {
+    pub fn shrink(&self, selector: &str) -> Result<Vec<Shrunk>, MemoryError> {
         let (shared, targets) = (self.shared(), selector.parse()?);
         shared.check_targets(&targets)?;
         Ok(shared.shrink(targets.iter()))
@@ -120,7 +76,7 @@ impl MemoryDevices<'_> {
     /// let memory = Memory::builder().start()?;
     /// let run = memory.devices().run(Targets::of_run([(SHRINK_OPTION, "gpu:0")])?)?;
     /// // ... inference ...
-    /// println!("{}", run.end().released());
+    /// println!("{}", run.end()[0].released);
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
@@ -142,13 +98,13 @@ pub struct Run {
 }
 
 impl Run {
-    /// Ends the run and shrinks its targets on this thread. Failures are in the result; they do not
-    /// affect the run itself.
-    pub fn end(mut self) -> Shrunk {
+    /// Ends the run and shrinks its targets on this thread. Returns one result for each target.
+    /// Failures are in the results; they do not affect the run itself.
+    pub fn end(mut self) -> Vec<Shrunk> {
         let shared = &self.memory.0.shared;
         match self.shrink.take() {
             Some(targets) if shared.check_here().is_ok() => shared.shrink(targets.iter()),
-            _ => Shrunk::default(),
+            _ => Vec::new(),
         }
     }
 }
@@ -184,95 +140,76 @@ impl Shared {
     /// Shrinks the targets of dropped runs.
     pub(in crate::memory) fn shrink_asked(&self) {
         let asked = std::mem::take(&mut *lock(&self.devices.shrinks));
-        for shrunk in self.shrink(asked.into_iter()).targets {
-            if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
-                self.add_diagnostic(Diagnostic::warning("device", cause.to_string()));
-            }
+        let failures = self.shrink(asked.into_iter()).into_iter().filter_map(|it| it.error);
+        for error in failures.filter(|error| !is_unsupported(error)) {
+            self.add_diagnostic(Diagnostic::warning("device", error.to_string()));
         }
     }
 
-    fn shrink(&self, targets: impl Iterator<Item = ShrinkTarget>) -> Shrunk {
+    fn shrink(&self, targets: impl Iterator<Item = ShrinkTarget>) -> Vec<Shrunk> {
         let one = |target: ShrinkTarget| {
             let start = self.clock.now();
-            let outcome = match target {
+            let (released, error) = match target {
                 ShrinkTarget::Cpu(_) => self.shrink_host(),
                 ShrinkTarget::Gpu(number) => self.shrink_arenas(number),
             };
-            ShrunkTarget { target, outcome, took: self.clock.now() - start }
+            Shrunk { target, released, error, took: self.clock.now() - start }
         };
-        Shrunk { targets: targets.map(one).collect() }
+        targets.map(one).collect()
     }
 
     /// Shrinks the heap, the pinned pools, and host memory kept between sleeps.
-    fn shrink_host(&self) -> ShrinkOutcome {
-        let mut released = self.release_stores();
-        let mut failed = None;
-        let pools = self.pools();
-        for pool in &pools {
-            match pool.purge() {
-                Ok(bytes) => released = released.saturating_add(bytes),
-                Err(error) => {
-                    failed.get_or_insert_with(|| cannot_shrink(pool.name(), error));
-                }
-            }
-        }
-        let heap = self.shrink_heap();
-        released = released.saturating_add(heap.released());
-        match (failed, heap) {
-            (Some(cause), _) | (None, ShrinkOutcome::Failed { cause, .. }) => {
-                ShrinkOutcome::Failed { released, cause }
-            }
-            (None, unsupported @ ShrinkOutcome::Unsupported { .. })
-                if pools.is_empty() && released.is_zero() =>
-            {
-                unsupported
-            }
-            (None, _) => ShrinkOutcome::Released(released),
-        }
+    fn shrink_host(&self) -> (ByteSize, Option<MemoryError>) {
+        let stores = self.release_stores();
+        let pools: Vec<_> = self.pools().collect();
+        let purged = pools.iter().map(|pool| (pool.name(), pool.purge())).collect();
+        let (of_pools, pool_error) = sum_of(purged);
+        let (of_heap, heap_error) = self.shrink_heap();
+        let released = stores.saturating_add(of_pools).saturating_add(of_heap);
+        let is_supported = !(pools.is_empty() && released.is_zero());
+        let heap_error = heap_error.filter(|error| !(is_supported && is_unsupported(error)));
+        (released, pool_error.or(heap_error))
     }
 
-    fn shrink_heap(&self) -> ShrinkOutcome {
-        match self.purge_heap() {
-            Ok(report) => match (report.jemalloc, report.libc) {
-                (Err(jemalloc), Err(libc)) => {
-                    ShrinkOutcome::Unsupported { reason: format!("{jemalloc}; {libc}") }
-                }
-                _ => match report.failure {
-                    Some(cause) => ShrinkOutcome::Failed {
-                        released: report.released(),
-                        cause: MemoryError::Unreleased { bytes: report.unreleased, cause },
-                    },
-                    None => ShrinkOutcome::Released(report.released()),
-                },
-            },
-            Err(error) => {
-                let cause = MemoryError::Heap(error);
-                ShrinkOutcome::Failed { released: ByteSize::ZERO, cause }
-            }
-        }
-    }
-
-    fn shrink_arenas(&self, number: u32) -> ShrinkOutcome {
-        let Some(device) = self.devices.list.iter().find(|it| it.number == number) else {
-            let reason = "the configured device is none".to_owned();
-            return ShrinkOutcome::Unsupported { reason };
+    fn shrink_heap(&self) -> (ByteSize, Option<MemoryError>) {
+        let report = match self.purge_heap() {
+            Ok(report) => report,
+            Err(error) => return (ByteSize::ZERO, Some(MemoryError::Heap(error))),
         };
-        let (mut released, mut failed) = (ByteSize::ZERO, None);
-        for arena in self.arenas_on(device) {
-            match arena.shrink() {
-                Ok(bytes) => released = released.saturating_add(bytes),
-                Err(error) => {
-                    failed.get_or_insert_with(|| cannot_shrink(arena.name(), error));
-                }
+        let error = match (report.jemalloc, report.libc) {
+            (Err(jemalloc), Err(libc)) => Some(MemoryError::CannotPurge { jemalloc, libc }),
+            _ => {
+                let bytes = report.unreleased;
+                report.failure.map(|cause| MemoryError::Unreleased { bytes, cause })
             }
-        }
-        match failed {
-            Some(cause) => ShrinkOutcome::Failed { released, cause },
-            None => ShrinkOutcome::Released(released),
-        }
+        };
+        (report.released(), error)
+    }
+
+    fn shrink_arenas(&self, number: u32) -> (ByteSize, Option<MemoryError>) {
+        let Some(device) = self.devices.list.iter().find(|it| it.number == number) else {
+            return (ByteSize::ZERO, Some(MemoryError::NoDevice));
+        };
+        let arenas: Vec<_> = self.arenas_on(device).collect();
+        sum_of(arenas.iter().map(|arena| (arena.name(), arena.shrink())).collect())
     }
 }
 
-fn cannot_shrink(arena: &str, error: DeviceError) -> MemoryError {
-    MemoryError::ShrinkArena { arena: arena.to_owned(), cause: Box::new(error.into()) }
+/// Returns the sum of the released bytes, and the first failure.
+fn sum_of(parts: Vec<(&str, Result<ByteSize, DeviceError>)>) -> (ByteSize, Option<MemoryError>) {
+    let (mut sum, mut failed) = (ByteSize::ZERO, None);
+    for (arena, released) in parts {
+        match released {
+            Ok(bytes) => sum = sum.saturating_add(bytes),
+            Err(error) => {
+                let (arena, cause) = (arena.to_owned(), Box::new(error.into()));
+                failed.get_or_insert(MemoryError::ShrinkArena { arena, cause });
+            }
+        }
+    }
+    (sum, failed)
+}
+
+const fn is_unsupported(error: &MemoryError) -> bool {
+    matches!(error, MemoryError::NoDevice | MemoryError::CannotPurge { .. })
 }

@@ -11,11 +11,10 @@
 //! source. In ONNX Runtime an arena that is used by a session keeps its old options forever; here
 //! it does not.
 //!
-//! An arena is opened with no lock held, and then installed if nothing has changed in the meantime;
-//! otherwise the attempt is repeated, a bounded number of times. Each failed attempt means that
-//! another thread has succeeded. A use holds no arena, so it never keeps a replaced one alive. An
-//! allocation takes the slot's lock briefly, in addition to the arena's cost; the lock is not held
-//! during the allocation.
+//! While a thread opens an arena, others that use, share or replace the slot's wait for it, but no
+//! allocation does. A use holds no arena, so it never keeps a replaced one alive. An allocation
+//! takes the lock of the slot's state briefly, in addition to the arena's cost; the lock is not
+//! held during the allocation.
 //!
 //! This module contains no policy; `config::arena` defines the meaning of options.
 //!
@@ -25,26 +24,25 @@
 //! generation is cloned only out of `serving`, so a draining generation with a single handle has no
 //! allocation in progress, and will have none.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, Reason};
 use crate::decay::DecayTime;
-use crate::device::driver::{Backend, Driver as _};
+use crate::device::driver::Driver as _;
 use crate::device::{
     ArenaSnapshot, Buffer, DeviceArena, DeviceError, PinnedBuffer, PinnedPool, PinnedSnapshot,
     RawBlock, Region,
 };
 use crate::fork::Birth;
 use crate::memory::error::MemoryError;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, MutexGuard, lock};
 use bytemuck::Pod;
 
-use super::arenas::{ArenaId, Arenas};
+use super::arenas::{Arenas, ManagedArena};
 use super::device::Device;
-use super::selector::{Slot, SlotKind};
+use super::values::Slot;
 
 /// A counted use of a slot's arena, from
 /// [`MemoryDevices::use_arena`](crate::memory::MemoryDevices::use_arena).
@@ -52,15 +50,11 @@ use super::selector::{Slot, SlotKind};
 /// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
 #[must_use = "the arena is left when this is dropped"]
 pub struct ArenaUse {
-    place: Arc<ArenaSlot>,
-    report: ArenaReport,
+    pub(super) place: Arc<ArenaSlot>,
+    pub(super) report: ArenaReport,
 }
 
 impl ArenaUse {
-    pub(super) const fn new(place: Arc<ArenaSlot>, report: ArenaReport) -> Self {
-        Self { place, report }
-    }
-
     /// Allocates in the serving arena, like [`DeviceArena::alloc`].
     ///
     /// # Errors
@@ -87,7 +81,7 @@ impl ArenaUse {
     /// [`DeviceError::Unsupported`] in a slot of device memory.
     pub fn alloc_pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
         let serving = self.serving()?;
-        let pool = serving.as_ref().and_then(|serving| serving.pool());
+        let pool = serving.as_ref().and_then(|serving| serving.managed.pool.as_ref());
         let what = "pinned memory in a slot of device memory";
         pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
     }
@@ -122,29 +116,35 @@ impl ArenaUse {
         act: impl FnOnce(&DeviceArena) -> Result<R, DeviceError>,
     ) -> Result<R, DeviceError> {
         let serving = self.serving()?;
-        let arena = serving.as_ref().and_then(|serving| serving.device_arena());
-        arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
+        let managed = serving.as_ref().map(|serving| &serving.managed);
+        match managed.filter(|managed| managed.pool.is_none()) {
+            Some(managed) => act(&managed.arena),
+            None => self.refused("device memory in a slot of pinned memory"),
+        }
     }
 
     fn serving(&self) -> Result<Option<Arc<ArenaGeneration>>, DeviceError> {
-        if self.place.is_here() { Ok(self.place.serving()) } else { Err(DeviceError::Forked) }
+        match self.place.birth.is_here() {
+            true => Ok(lock(&self.place.state).serving.clone()),
+            false => Err(DeviceError::Forked),
+        }
     }
 
     fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
-        Err(DeviceError::Unsupported { what, backend: self.place.backend() })
+        Err(DeviceError::Unsupported { what, backend: self.place.device.driver.backend() })
     }
 
     /// Returns the slot.
     #[must_use]
     pub fn slot(&self) -> &Slot {
-        self.place.slot()
+        &self.place.slot
     }
 
     /// Returns the options in force, which a replacement may have changed. In a forked child, those
     /// in force at the start of the use.
     #[must_use]
     pub fn resolution(&self) -> Arc<ArenaResolution> {
-        let now = if self.place.is_here() { self.place.resolution() } else { None };
+        let now = if self.place.birth.is_here() { self.place.resolution() } else { None };
         now.unwrap_or_else(|| Arc::clone(&self.report.resolution))
     }
 
@@ -165,7 +165,7 @@ impl ArenaUse {
 impl Drop for ArenaUse {
     /// Takes the slot's lock; no driver call. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.place.is_here() {
+        if self.place.birth.is_here() {
             self.place.leave();
         }
     }
@@ -180,9 +180,6 @@ impl fmt::Debug for ArenaUse {
     }
 }
 
-/// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
-const ATTEMPTS_MAX: u32 = 8;
-
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SlotAction {
@@ -195,155 +192,75 @@ pub(super) enum SlotAction {
 #[derive(Debug)]
 pub(super) struct ArenaGeneration {
     resolution: Arc<ArenaResolution>,
-    /// Its number in the list of arenas.
-    id: ArenaId,
-    opened: Opened,
-}
-
-/// The source of a slot's memory.
-#[derive(Clone, Debug)]
-pub(super) struct Opened {
-    /// The arena; that of the pool, if there is one, whose memory only the pool hands out.
-    pub(super) arena: DeviceArena,
-    pub(super) pool: Option<PinnedPool>,
-}
-
-impl Opened {
-    /// Returns `true` if a block is held, or freed while the device may still use it. The last
-    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
-    /// wait for its copies.
-    fn has_blocks(&self) -> bool {
-        let snapshot = self.arena.snapshot();
-        let held = snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported);
-        // Quarantined memory stays live for ever.
-        let lost = self.pool.as_ref().map_or(ByteSize::ZERO, |pool| pool.snapshot().quarantined);
-        held > lost
-    }
-}
-
-impl ArenaGeneration {
-    /// Returns the arena of either kind of memory, for figures and the release of idle memory.
-    pub(super) const fn any_arena(&self) -> &DeviceArena {
-        &self.opened.arena
-    }
-
-    /// Returns the arena of a slot of device memory.
-    pub(super) fn device_arena(&self) -> Option<&DeviceArena> {
-        self.opened.pool.is_none().then_some(&self.opened.arena)
-    }
-
-    pub(super) const fn pool(&self) -> Option<&PinnedPool> {
-        self.opened.pool.as_ref()
-    }
+    pub(super) managed: Arc<ManagedArena>,
 }
 
 #[derive(Debug)]
 pub(super) struct ArenaSlot {
     pub(super) slot: Slot,
     birth: Birth,
-    /// lowtide's own limit, if it bounds this kind of memory.
-    device_limit: ByteSize,
     pub(super) device: Arc<Device>,
     arenas: Arenas,
+    /// Held while an arena is opened, so that one thread opens and the others join it.
+    opening: Mutex<()>,
     state: Mutex<ArenaSlotState>,
 }
 
 #[derive(Debug, Default)]
 struct ArenaSlotState {
-    /// The number of changes of `serving`.
-    changes: u64,
     serving: Option<Arc<ArenaGeneration>>,
     /// The draining generations, oldest first; at most as many as there are arenas.
     draining: Vec<Arc<ArenaGeneration>>,
     layers: Layers,
     shared: bool,
-    users: u32,
-}
-
-/// The slots of a `Memory`.
-#[derive(Debug, Default)]
-pub(in crate::memory) struct Scopes(pub(super) Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>);
-
-/// The result of an operation.
-#[derive(Debug)]
-pub(super) struct Done {
-    pub(super) report: ArenaReport,
-    /// The generation that drains since then; the caller calls [`begin_draining`] next.
-    pub(super) old: Option<Arc<ArenaGeneration>>,
+    users: u64,
 }
 
 impl ArenaSlot {
-    pub(super) fn new(
-        slot: Slot,
-        birth: Birth,
-        device_limit: ByteSize,
-        device: Arc<Device>,
-        arenas: Arenas,
-    ) -> Self {
-        Self { slot, birth, device_limit, device, arenas, state: Mutex::default() }
+    pub(super) fn new(slot: Slot, birth: Birth, device: Arc<Device>, arenas: Arenas) -> Self {
+        let (opening, state) = (Mutex::default(), Mutex::default());
+        Self { slot, birth, device, arenas, opening, state }
     }
 
-    pub(super) fn backend(&self) -> Backend {
-        self.device.driver.backend()
-    }
-
-    pub(super) fn slot(&self) -> &Slot {
-        &self.slot
-    }
-
-    /// Returns `true` in the process in which the lock can be taken.
-    pub(super) fn is_here(&self) -> bool {
-        self.birth.is_here()
-    }
-
-    /// Joins the existing arena, or opens one, which no list contains yet, in the place of another.
+    /// Joins the existing arena, or opens one in the place of another, which is returned: the
+    /// caller calls [`begin_draining`] next.
     pub(super) fn act(
         &self,
         act: SlotAction,
         options: &ArenaOptions,
-        open: impl Fn(&ArenaResolution, Option<ArenaId>) -> Result<Opened, MemoryError>,
-    ) -> Result<Done, MemoryError> {
+        device_limit: ByteSize,
+        open: impl FnOnce(
+            &ArenaResolution,
+            Option<&Arc<ManagedArena>>,
+        ) -> Result<Arc<ManagedArena>, MemoryError>,
+    ) -> Result<(ArenaReport, Option<Arc<ArenaGeneration>>), MemoryError> {
         options.check_supported()?;
-        for _ in 0..ATTEMPTS_MAX {
-            let (changes, layers, replaced) = {
-                let mut state = lock(&self.state);
-                if act != SlotAction::Replace
-                    && let Some(report) = self.join(&mut state, act, options)?
-                {
-                    return Ok(Done { report, old: None });
-                }
-                let replaced = state.serving.as_ref().map(|serving| serving.id);
-                (state.changes, self.layers(&state, act, options), replaced)
-            };
-            let resolution = Arc::new(layers.resolve()?);
-            let opened = match open(&resolution, replaced) {
-                // Another thread may have used the name or the place in the meantime.
-                Err(_) if lock(&self.state).changes != changes => continue,
-                opened => opened?,
-            };
+        let _opening = lock(&self.opening);
+        let (layers, replaced) = {
             let mut state = lock(&self.state);
-            if state.changes != changes {
-                drop(state); // before the arena, which calls the driver
-                drop(opened);
-                continue;
+            if act != SlotAction::Replace
+                && let Some(report) = self.join(&mut state, act, options)
+            {
+                return Ok((report, None));
             }
-            let id =
-                self.arenas.add(&opened.arena, opened.pool.as_ref(), &self.device, replaced)?;
-            let conflicts = resolution.conflicts().to_vec();
-            let report = ArenaReport { resolution, conflicts, opened: true };
-            let resolution = Arc::clone(&report.resolution);
-            let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, id, opened }));
-            state.changes += 1;
-            state.layers = layers;
-            state.draining.extend(old.clone());
-            match act {
-                SlotAction::Use => state.users = 1, // there was no arena, and so no user
-                SlotAction::Share => state.shared = true,
-                SlotAction::Replace => state.shared |= old.is_none(),
-            }
-            return Ok(Done { report, old });
+            let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
+            (self.layers(&state, act, options, device_limit), replaced)
+        };
+        let resolution = Arc::new(layers.resolve()?);
+        let opened = open(&resolution, replaced.as_ref())?;
+        let mut state = lock(&self.state);
+        self.arenas.add(&opened, replaced.as_ref())?;
+        let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
+        // `None` also if the last user has left meanwhile, which drains it.
+        let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, managed: opened }));
+        state.layers = layers;
+        state.draining.extend(old.clone());
+        match act {
+            SlotAction::Use => state.users = 1, // there was no arena, and so no user
+            SlotAction::Share => state.shared = true,
+            SlotAction::Replace => state.shared |= old.is_none(),
         }
-        Err(MemoryError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+        Ok((report, old))
     }
 
     /// Counts another user of the serving arena; `None` if there is none.
@@ -352,33 +269,36 @@ impl ArenaSlot {
         state: &mut ArenaSlotState,
         act: SlotAction,
         options: &ArenaOptions,
-    ) -> Result<Option<ArenaReport>, MemoryError> {
-        let Some(serving) = state.serving.clone() else { return Ok(None) };
+    ) -> Option<ArenaReport> {
+        let serving = state.serving.clone()?;
         let (source, reason) = match act {
             SlotAction::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
             SlotAction::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
             SlotAction::Share | SlotAction::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
         };
         if act == SlotAction::Use {
-            let (users, max) = (state.users.checked_add(1), u32::MAX);
-            let slot = || self.slot.clone();
-            state.users = users.ok_or_else(|| MemoryError::TooManyUsers { slot: slot(), max })?;
+            state.users += 1;
         } else {
             state.shared = true;
             // In force when the arena is next replaced, with precedence over the first session's
             // options.
             state.layers.shared.get_or_insert_with(|| options.clone());
         }
-        let resolution = Arc::clone(&serving.resolution);
-        let conflicts = resolution.conflicts_with(options, source, reason);
-        Ok(Some(ArenaReport { resolution, conflicts, opened: false }))
+        let conflicts = serving.resolution.conflicts_with(options, source, reason);
+        Some(ArenaReport::new(&serving.resolution, conflicts, false))
     }
 
     /// Combines the earlier options and these.
-    fn layers(&self, state: &ArenaSlotState, act: SlotAction, options: &ArenaOptions) -> Layers {
+    fn layers(
+        &self,
+        state: &ArenaSlotState,
+        act: SlotAction,
+        options: &ArenaOptions,
+        device_limit: ByteSize,
+    ) -> Layers {
         let mut layers = state.layers.clone();
-        layers.device_limit = self.device_limit;
-        layers.pinned = self.slot.kind == SlotKind::Pinned;
+        layers.pinned = self.slot.pinned;
+        layers.device_limit = if self.slot.pinned { ByteSize::MAX } else { device_limit };
         match act {
             SlotAction::Use => layers.session = Some(options.clone()),
             SlotAction::Share => layers.shared = Some(options.clone()),
@@ -390,11 +310,6 @@ impl ArenaSlot {
         layers
     }
 
-    /// Returns the serving arena.
-    pub(super) fn serving(&self) -> Option<Arc<ArenaGeneration>> {
-        lock(&self.state).serving.clone()
-    }
-
     pub(super) fn resolution(&self) -> Option<Arc<ArenaResolution>> {
         let state = lock(&self.state);
         state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
@@ -404,51 +319,41 @@ impl ArenaSlot {
     pub(super) fn unshare(&self) -> bool {
         let mut state = lock(&self.state);
         let shared = std::mem::take(&mut state.shared);
-        let old = self.retire(&mut state);
-        drop(state);
-        begin_draining(old.as_deref());
+        self.retire(state);
         shared
     }
 
     /// Counts one user less.
-    pub(super) fn leave(&self) {
+    fn leave(&self) {
         let mut state = lock(&self.state);
         state.users -= 1;
-        let old = self.retire(&mut state);
-        drop(state);
-        begin_draining(old.as_deref());
+        self.retire(state);
     }
 
     /// Starts to drain the arena if it has no users and is not shared. Its options are discarded.
-    fn retire(&self, state: &mut ArenaSlotState) -> Option<Arc<ArenaGeneration>> {
+    fn retire(&self, mut state: MutexGuard<'_, ArenaSlotState>) {
         if state.shared || state.users > 0 {
-            return None;
+            return;
         }
-        let old = state.serving.take()?;
-        state.changes += 1;
+        let Some(old) = state.serving.take() else { return };
         state.layers = Layers::default();
-        self.arenas.drain(old.id);
+        old.managed.drain();
         state.draining.push(Arc::clone(&old));
-        Some(old)
+        drop(state);
+        begin_draining(&old);
     }
 
     /// Removes the arenas that have no block and will have none. The caller drops them.
-    pub(super) fn take_drained(&self) -> Vec<Opened> {
-        let mut state = lock(&self.state);
-        let mut drained = Vec::new();
-        state.draining.retain_mut(|generation| {
-            // This is the last handle: see the invariant above. The check also orders this after
-            // the blocks of other threads.
-            if Arc::get_mut(generation).is_none() || generation.opened.has_blocks() {
-                return true;
-            }
-            drained.push((generation.id, generation.opened.clone()));
-            false
-        });
-        drop(state);
-        let removed = drained.into_iter().map(|(id, opened)| {
-            self.arenas.remove(id);
-            opened
+    pub(super) fn take_drained(&self) -> Vec<Arc<ManagedArena>> {
+        // This is the last handle: see the invariant above. The check also orders this after the
+        // blocks of other threads.
+        let is_over = |generation: &mut Arc<ArenaGeneration>| {
+            Arc::get_mut(generation).is_some() && !generation.managed.has_blocks()
+        };
+        let drained: Vec<_> = lock(&self.state).draining.extract_if(.., is_over).collect();
+        let removed = drained.into_iter().map(|generation| {
+            self.arenas.remove(&generation.managed);
+            Arc::clone(&generation.managed)
         });
         removed.collect()
     }
@@ -461,8 +366,8 @@ impl ArenaSlot {
 
     pub(super) fn snapshot(&self) -> SlotSnapshot {
         let state = lock(&self.state);
-        let figures = |generation: &Arc<ArenaGeneration>| generation.any_arena().snapshot();
-        let pool = |generation: &Arc<ArenaGeneration>| generation.pool().map(PinnedPool::snapshot);
+        let figures = |of: &Arc<ArenaGeneration>| of.managed.arena.snapshot();
+        let pool = |of: &Arc<ArenaGeneration>| of.managed.pool.as_ref().map(PinnedPool::snapshot);
         SlotSnapshot {
             slot: self.slot.clone(),
             shared: state.shared,
@@ -477,10 +382,8 @@ impl ArenaSlot {
 
 /// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
 /// call.
-pub(super) fn begin_draining(old: Option<&ArenaGeneration>) {
-    if let Some(old) = old {
-        old.any_arena().set_decay(DecayTime::AtOnce);
-    }
+pub(super) fn begin_draining(old: &ArenaGeneration) {
+    old.managed.arena.set_decay(DecayTime::AtOnce);
 }
 
 /// The options in force after an arena was shared, used or replaced, and the options of the caller,
@@ -494,18 +397,17 @@ pub struct ArenaReport {
     pub conflicts: Vec<Conflict>,
     /// `true` if this call opened the arena.
     pub opened: bool,
+    /// The live bytes that drain with the arena that this call replaced; `None` if there was none.
+    pub draining: Option<ByteSize>,
+    /// The idle bytes of that arena that were released immediately.
+    pub released: ByteSize,
 }
 
-/// The result of a replacement.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Replaced {
-    /// The options in force.
-    pub report: ArenaReport,
-    /// The live bytes that drain with the old arena; `None` if there was none.
-    pub draining: Option<ByteSize>,
-    /// The idle bytes of the old arena that were released immediately.
-    pub released: ByteSize,
+impl ArenaReport {
+    fn new(resolution: &Arc<ArenaResolution>, conflicts: Vec<Conflict>, opened: bool) -> Self {
+        let (resolution, released) = (Arc::clone(resolution), ByteSize::ZERO);
+        Self { resolution, conflicts, opened, draining: None, released }
+    }
 }
 
 /// The figures of a slot.
@@ -517,7 +419,7 @@ pub struct SlotSnapshot {
     /// `true` if its arena is shared.
     pub shared: bool,
     /// The number of uses.
-    pub users: u32,
+    pub users: u64,
     /// The options in force; `None` without an arena.
     pub resolution: Option<Arc<ArenaResolution>>,
     /// The serving arena; `None` without one. Blocks of dropped pinned buffers whose copies are not

@@ -1,13 +1,19 @@
-//! The devices of a `Memory`, and the state of its arenas.
+//! The devices of a `Memory`, which are opened according to the configuration, and the state of its
+//! arenas.
 //!
 //! Part of the state that the handle and the threads share. It acts on no arena.
+//!
+//! Invariants: no device is opened twice, and at most [`DEVICES_MAX`] are; a fallback to the host
+//! is a diagnostic, and a warning unless there is no GPU; if a requested device cannot be opened,
+//! that is an error.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::config::Config;
 use crate::config::arena::ShrinkTarget;
+use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
+use crate::device::driver::host::HostDriver;
 use crate::memory::error::{Diagnostic, StartError};
 use crate::sync::Mutex;
 use lowtide_admission::{Admission, Maintenance};
@@ -15,14 +21,11 @@ use lowtide_admission::{Admission, Maintenance};
 use super::arenas::Arenas;
 use super::device::{CountedIn, Device};
 use super::report::{ArenasSensor, Gone};
-use super::slots::Scopes;
+use super::slots::ArenaSlot;
+use super::values::{DEVICES_MAX, Slot};
 
 /// The drivers that the application has opened; without one, the configured devices are.
 pub(in crate::memory) type GivenDrivers = Vec<Arc<dyn Driver>>;
-
-/// The registered governors, of which some may have been dropped.
-#[cfg(feature = "cuda")]
-pub(super) type Governors = Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>;
 
 /// The devices and the arenas of a `Memory`.
 #[derive(Default)]
@@ -32,12 +35,13 @@ pub(in crate::memory) struct Devices {
     /// `true` if the application opened their drivers.
     are_given: bool,
     pub(super) arenas: Arenas,
-    pub(super) scopes: Scopes,
+    /// The slots that have, or have had, an arena.
+    pub(super) slots: Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>,
     pub(super) gone: Gone,
     /// The targets that dropped runs leave to the worker.
     pub(super) shrinks: Mutex<BTreeSet<ShrinkTarget>>,
     #[cfg(feature = "cuda")]
-    pub(super) governors: Governors,
+    pub(super) governors: Mutex<Vec<std::sync::Weak<crate::device::driver::cuda::PoolGovernor>>>,
     #[cfg(feature = "cuda")]
     pub(super) processes: super::cuda::ProcessLists,
 }
@@ -50,8 +54,8 @@ impl Devices {
         diagnostics: &mut Vec<Diagnostic>,
     ) -> Result<Self, StartError> {
         let are_given = !given.is_empty();
-        let drivers = super::driver::open_drivers(config, given, diagnostics)?;
-        super::driver::check(&drivers)?;
+        let drivers = open_drivers(config, given, diagnostics)?;
+        check(&drivers)?;
         let watermark = config.device_watermark.value;
         let device = |(number, driver)| Arc::new(Device::new(number, driver, watermark));
         Ok(Self { list: (0..).zip(drivers).map(device).collect(), are_given, ..Self::default() })
@@ -60,11 +64,6 @@ impl Devices {
     /// Returns `true` if the arenas of the default device have another budget than the host.
     pub(super) fn has_own_memory(&self) -> bool {
         self.list.first().is_some_and(|device| device.counted == CountedIn::OnDevice)
-    }
-
-    /// Returns `true` if some device has memory of its own.
-    pub(super) fn any_own_memory(&self) -> bool {
-        self.list.iter().any(|device| device.counted == CountedIn::OnDevice)
     }
 
     /// Returns `true` if the default device's memory is the host's.
@@ -113,11 +112,135 @@ pub(in crate::memory) fn choice(devices: &Devices, config: &Config) -> String {
     all.join(",")
 }
 
+/// Opens the configured drivers, unless some are given.
+fn open_drivers(
+    config: &Config,
+    given: GivenDrivers,
+    diagnostics: &mut Vec<Diagnostic>,
+) -> Result<GivenDrivers, StartError> {
+    if !given.is_empty() {
+        return Ok(given);
+    }
+    let (devices, backend) = (&config.devices.value, config.device_backend.value);
+    let choice = devices.first().copied().unwrap_or_default();
+    if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && backend != DeviceBackend::Auto {
+        let text = format!(
+            "LOWTIDE_DEVICE_BACKEND={backend} ({}) has no effect with LOWTIDE_DEVICE={choice} \
+             ({}): expected a CUDA device",
+            config.device_backend.source, config.devices.source
+        );
+        diagnostics.push(Diagnostic::warning("device", text));
+    }
+    let host = || vec![Arc::new(HostDriver::new()) as Arc<dyn Driver>];
+    let failed = |device, NoCuda { cause, .. }| StartError::NoCuda { device, cause };
+    let open_all = |all: &mut dyn ExactSizeIterator<Item = DeviceChoice>| {
+        check_count(all.len())?;
+        all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
+    };
+    match choice {
+        DeviceChoice::None => Ok(Vec::new()),
+        DeviceChoice::Host => Ok(host()),
+        DeviceChoice::CudaAll => {
+            let count = count_cuda().map_err(|error| failed(choice, error))?;
+            open_all(&mut (0..count).map(DeviceChoice::CudaOrdinal))
+        }
+        DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
+            open_all(&mut devices.iter().copied())
+        }
+        DeviceChoice::Auto => {
+            let opened = open_cuda(choice, backend).map(|driver| vec![driver]);
+            Ok(opened.unwrap_or_else(|NoCuda { is_problem, cause }| {
+                let text = format!("device arenas use host memory: {cause}");
+                diagnostics.push(Diagnostic { about: "device", is_problem, text });
+                host()
+            }))
+        }
+    }
+}
+
+/// Checks that the drivers are of different devices, and not too many.
+fn check(drivers: &[Arc<dyn Driver>]) -> Result<(), StartError> {
+    check_count(drivers.len())?;
+    let mut uuids = BTreeSet::new();
+    for (nth, driver) in drivers.iter().enumerate() {
+        let is_again = drivers.iter().take(nth).any(|other| Arc::ptr_eq(other, driver));
+        let uuid = driver.uuid();
+        if is_again || uuid.is_some_and(|uuid| !uuids.insert(uuid)) {
+            let device = uuid.map_or_else(|| nth.to_string(), |uuid| uuid.to_string());
+            return Err(StartError::SameDevice { device });
+        }
+    }
+    Ok(())
+}
+
+const fn check_count(count: usize) -> Result<(), StartError> {
+    if count > DEVICES_MAX {
+        return Err(StartError::TooManyDevices { count, max: DEVICES_MAX });
+    }
+    Ok(())
+}
+
+/// The reason that there is no CUDA device, which is no problem on a machine
+/// without a GPU.
+struct NoCuda {
+    is_problem: bool,
+    cause: String,
+}
+
+/// Opens the chosen CUDA device, or returns the reason that it cannot be opened.
+#[cfg(feature = "cuda")]
+fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
+    use crate::device::driver::Backend;
+    use crate::device::driver::cuda::{self, CudaDriver, CudaOptions};
+    let device = match choice {
+        DeviceChoice::CudaOrdinal(ordinal) => cuda::DeviceChoice::Ordinal(ordinal),
+        DeviceChoice::CudaUuid(uuid) => cuda::DeviceChoice::Uuid(uuid),
+        _ => cuda::DeviceChoice::Ordinal(0),
+    };
+    let managed = backend == DeviceBackend::Managed;
+    let backend = match backend {
+        DeviceBackend::Auto => None,
+        DeviceBackend::VirtualMemory => Some(Backend::CudaVirtualMemory),
+        DeviceBackend::Pool => Some(Backend::CudaPool),
+        DeviceBackend::Plain | DeviceBackend::Managed => Some(Backend::CudaPlain),
+    };
+    let options = CudaOptions { device, backend, managed, ..CudaOptions::default() };
+    let driver = CudaDriver::open(options).map_err(|error| no_cuda(&error))?;
+    let (device, backend) = (driver.device(), driver.backend());
+    log!(info, %device, %backend, "device arenas use CUDA memory");
+    Ok(Arc::new(driver))
+}
+
+/// Returns the number of CUDA devices visible to this process, at least 1.
+#[cfg(feature = "cuda")]
+fn count_cuda() -> Result<u32, NoCuda> {
+    use crate::device::driver::cuda::CudaDriver;
+    let devices = CudaDriver::devices().map_err(|error| no_cuda(&error))?;
+    Ok(u32::try_from(devices.len()).unwrap_or(u32::MAX))
+}
+
+#[cfg(feature = "cuda")]
+fn no_cuda(error: &crate::device::driver::DriverError) -> NoCuda {
+    use crate::device::driver::DriverError::{NoDevice, NoLibrary};
+    let is_problem = !matches!(error, NoLibrary { .. } | NoDevice);
+    NoCuda { is_problem, cause: error.to_string() }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_: DeviceChoice, _: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
+    let cause = "feature `cuda` is not enabled in this build".to_owned();
+    Err(NoCuda { is_problem: false, cause })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn count_cuda() -> Result<u32, NoCuda> {
+    open_cuda(DeviceChoice::CudaAll, DeviceBackend::Auto).map(|_| 0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{DeviceChoice, Settings};
-    use crate::device::HostDriver;
+    use crate::config::Settings;
 
     /// The bug: the log named the configured device, which drivers that are given replace.
     #[test]

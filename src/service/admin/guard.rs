@@ -13,11 +13,15 @@ use std::borrow::Cow;
 use std::fmt;
 use std::hint::black_box;
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use crate::config::{ConfigError, Fault};
-use http::header::{AUTHORIZATION, HOST, ORIGIN};
+use http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
 use http::uri::Authority;
-use http::{HeaderMap, HeaderValue, Request, Uri};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
+
+use crate::service::query::QueryError;
+use crate::service::rejection::{problem, with_retry_after};
 
 /// The header that every admin request needs. A page of another origin may not send it unless this
 /// service allows that, which it never does.
@@ -32,18 +36,49 @@ const FORWARDED: [&str; 6] =
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
 
-/// The reason that a request is rejected: a word, and a sentence.
+/// Why a request is rejected, as problem+json.
 #[derive(Clone, Debug)]
-pub(super) struct Denial {
+pub(in crate::service) struct Denial {
+    status: StatusCode,
+    title: &'static str,
     pub(super) reason: &'static str,
-    pub(super) detail: Cow<'static, str>,
+    detail: Cow<'static, str>,
+    retry_after: Option<Duration>,
 }
 
-/// The reason of a request without the token.
-pub(super) const TOKEN_REASON: &str = "token";
+impl Denial {
+    pub(super) fn new(
+        status: StatusCode,
+        title: &'static str,
+        reason: &'static str,
+        detail: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self { status, title, reason, detail: detail.into(), retry_after: None }
+    }
+
+    pub(super) fn retry_after(self, time: Duration) -> Self {
+        Self { retry_after: Some(time), ..self }
+    }
+
+    pub(in crate::service) fn answer(&self) -> Response<String> {
+        let answer = problem(self.status, self.title, self.reason, &self.detail);
+        let mut answer = with_retry_after(answer, self.retry_after);
+        if self.status == StatusCode::UNAUTHORIZED {
+            let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
+            answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);
+        }
+        answer
+    }
+}
+
+impl From<QueryError> for Denial {
+    fn from(error: QueryError) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid query", "query", error.to_string())
+    }
+}
 
 fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Denial {
-    Denial { reason, detail: detail.into() }
+    Denial::new(StatusCode::FORBIDDEN, "not allowed", reason, detail)
 }
 
 /// Returns the refusal of a request that is not local, for this reason.
@@ -65,7 +100,8 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
     }
     if let Some(token) = token {
         let wrong = "missing or wrong token: expected `Authorization: Bearer <token>`";
-        return has_token(headers, token).then_some(()).ok_or_else(|| refuse(TOKEN_REASON, wrong));
+        let denial = || Denial::new(StatusCode::UNAUTHORIZED, "token required", "token", wrong);
+        return has_token(headers, token).then_some(()).ok_or_else(denial);
     }
     let unknown = "the client's address is unknown (serve with \
                    `into_make_service_with_connect_info::<SocketAddr>()`, or add `Peer` to the \
@@ -85,7 +121,10 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
 
 /// Checks that a request for figures names a known host: an address, `localhost`, or one of these
 /// names. A request without a host comes from no browser.
-pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Denial> {
+pub(in crate::service) fn check_host<B>(
+    request: &Request<B>,
+    names: &[String],
+) -> Result<(), Denial> {
     let (headers, uri) = (request.headers(), request.uri());
     if !headers.contains_key(HOST) && uri.authority().is_none() {
         return Ok(());

@@ -1,41 +1,45 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload` and `fit`; in
 //! a build without the feature `device` only `purge`, `unload` and `fit`. `GET /memory/profile`
-//! answers with a heap profile (`profile`).
+//! answers with the live heap by call stack, in the format of `pprof`. It is taken on the caller's
+//! thread, which it blocks for some milliseconds. It reveals names of files and addresses, so it
+//! needs the authorization of commands.
 //!
 //! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
 //! authorization and rate; the worker executes the command ([`MemoryAdmin::run`](crate::memory::MemoryAdmin::run)). It never reads
 //! a body.
 //!
-//! Invariant: a command is queued only for a request that passed the guard and the rate limit, and
-//! each of those requests is logged.
+//! Invariants: a command is queued only for a request that passed the guard and the rate limit, and
+//! each of those requests is logged; at most one profile is taken every five seconds.
 
 mod guard;
-mod profile;
 
+use std::borrow::Cow;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::header::{ALLOW, WWW_AUTHENTICATE};
+use http::header::ALLOW;
+#[cfg(feature = "profiling")]
+use http::header::{CONTENT_DISPOSITION, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::json;
 
 use crate::bytes::ParseByteSizeError;
-use crate::clock::{Clock, Moment};
+use crate::clock::Clock;
 use crate::config::ConfigError;
+use crate::heap::{Profiler, profiler};
 use crate::memory::{AdminCommand, Memory, MemoryError};
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
 use super::query::{Query, QueryError};
-use super::rejection::{problem, with_retry_after};
-
-pub(super) use profile::PROFILE;
+use super::rejection::problem;
 
 pub use guard::Peer;
-pub(super) use guard::is_secret;
+pub(super) use guard::{Denial, check_host, is_secret};
 
-use guard::{AdminToken, Denial, TOKEN_REASON};
+use guard::AdminToken;
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
@@ -115,7 +119,7 @@ impl Admin {
     fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
         let bucket = |(burst, every)| TokenBucket::new(burst, every, clock.now());
         let (commands, logged) = (bucket(COMMANDS), bucket(LOGGED));
-        let profiles = bucket(profile::PROFILES);
+        let profiles = bucket(PROFILES);
         let buckets = Mutex::new(Buckets { commands, profiles, logged, unlogged: 0 });
         Self { token, buckets, clock }
     }
@@ -136,100 +140,81 @@ impl Admin {
         if *request.method() != Method::POST {
             return Some(wrong_method(request.method(), "POST"));
         }
-        if let Some(refusal) = self.refused(request, path) {
-            return Some(refusal);
-        }
-        Some(match memory {
-            None => ended("memory is not managed in this process"),
-            Some(memory) => self.ask(request, memory, command),
-        })
+        let answer = self.queue(request, memory, command);
+        Some(answer.unwrap_or_else(|denial| self.denied(request, &denial)))
     }
 
-    /// Returns the answer to a request that is rejected; `None` if it is accepted.
-    fn refused<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
-        let now = self.clock.now();
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
-        if let Err(refused) = guard::check(request, self.token.as_ref()) {
-            self.log(now, path, refused.reason, peer);
-            return Some(refusal(&refused));
-        }
-        let taken = lock(&self.buckets).commands.take(now);
-        let wait = taken.err()?;
-        self.log(now, path, "rate", peer);
-        let detail = format!("rate limit: {} requests at once, then one per second", COMMANDS.0);
-        Some(too_many(wait, &detail))
+    /// Checks the authorization of a request, and the rate limit.
+    fn authorize<B>(&self, request: &Request<B>) -> Result<(), Denial> {
+        guard::check(request, self.token.as_ref())?;
+        let taken = lock(&self.buckets).commands.take(self.clock.now());
+        let detail = || format!("rate limit: {} requests at once, then one per second", COMMANDS.0);
+        taken.map_err(|wait| too_many(wait, detail()))
     }
 
-    /// Queues the command, and logs that or the rejection.
-    fn ask<B>(
+    /// Queues the command.
+    fn queue<B>(
         &self,
         request: &Request<B>,
-        memory: &Memory,
+        memory: Option<&Memory>,
         name: &'static str,
-    ) -> Response<String> {
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
-        let refused = |reason| self.log(self.clock.now(), request.uri().path(), reason, peer);
-        let command = match read(request.uri().query(), name) {
-            Ok(command) => command,
-            Err(error) => {
-                refused("query");
-                return wrong_query(&error);
-            }
+    ) -> Result<Response<String>, Denial> {
+        self.authorize(request)?;
+        let Some(memory) = memory else {
+            return Ok(ended("memory is not managed in this process").answer());
         };
+        let command = read(request.uri().query(), name)?;
         let subject = command.subject().into_owned();
-        match memory.admin().run(command) {
-            Ok(admin_task) => {
-                log!(
-                    info,
-                    target: "lowtide",
-                    command = name,
-                    subject,
-                    admin_task,
-                    peer = peer.map(tracing::field::display),
-                    "admin task requested"
-                );
-                let told = json!({ "admin_task": admin_task, "command": name, "subject": subject });
-                answer(StatusCode::ACCEPTED, JSON, pretty(&told))
-            }
-            Err(error) => {
-                let (reason, answer) = not_asked(&error);
-                refused(reason);
-                answer
-            }
-        }
+        let admin_task = memory.admin().run(command).map_err(|error| not_asked(&error))?;
+        log!(
+            info,
+            target: "lowtide",
+            command = name,
+            subject,
+            admin_task,
+            peer = peer(request).map(tracing::field::display),
+            "admin task requested"
+        );
+        let told = json!({ "admin_task": admin_task, "command": name, "subject": subject });
+        Ok(answer(StatusCode::ACCEPTED, JSON, pretty(&told)))
     }
 
-    /// Logs a rejection, unless many were logged recently.
-    fn log(&self, now: Moment, path: &str, reason: &str, peer: Option<std::net::SocketAddr>) {
+    /// Logs a rejection, unless many were logged recently, and returns the answer.
+    fn denied<B>(&self, request: &Request<B>, denial: &Denial) -> Response<String> {
         let unlogged = {
             let mut buckets = lock(&self.buckets);
-            if buckets.logged.take(now).is_err() {
+            if buckets.logged.take(self.clock.now()).is_err() {
                 buckets.unlogged += 1;
-                return;
+                return denial.answer();
             }
             std::mem::take(&mut buckets.unlogged)
         };
-        let peer = peer.map(tracing::field::display);
+        let (path, reason) = (request.uri().path(), denial.reason);
+        let peer = peer(request).map(tracing::field::display);
         log!(warn, target: "lowtide", path, reason, peer, unlogged, "admin request rejected");
+        denial.answer()
     }
 }
 
-/// Returns the answer to a request above a rate limit.
-fn too_many(wait: Duration, detail: &str) -> Response<String> {
+fn peer<B>(request: &Request<B>) -> Option<SocketAddr> {
+    request.extensions().get::<Peer>().map(|peer| peer.0)
+}
+
+/// Returns the denial of a request above a rate limit.
+fn too_many(wait: Duration, detail: String) -> Denial {
     let (status, title) = (StatusCode::TOO_MANY_REQUESTS, "too many admin requests");
-    let wait = wait.max(Duration::from_secs(1));
-    with_retry_after(problem(status, title, "rate", detail), Some(wait))
+    Denial::new(status, title, "rate", detail).retry_after(wait.max(Duration::from_secs(1)))
 }
 
 /// Parses the command of this name from the query.
 fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
     let arena = |query: Option<&str>| {
-        let query = Query::read(query, &["arena"], "arena")?;
+        let query = Query::read(query, &["arena"])?;
         query.need("arena").map(str::to_owned)
     };
     Ok(match name {
         "trim" => {
-            let query = Query::read(query, &["arena", "keep"], "arena or keep")?;
+            let query = Query::read(query, &["arena", "keep"])?;
             let text = query.get("keep").unwrap_or("0");
             let keep = text.parse().map_err(|error: ParseByteSizeError| {
                 QueryError::value("keep", text, error.expected)
@@ -239,12 +224,12 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
         "sleep" => AdminCommand::Sleep { arena: arena(query)? },
         "wake" => AdminCommand::Wake { arena: arena(query)? },
         "unload" => {
-            let query = Query::read(query, &["resource"], "resource")?;
+            let query = Query::read(query, &["resource"])?;
             AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
         }
         "fit" => fit(query)?,
         _ => {
-            Query::read(query, &[], "no query")?;
+            Query::read(query, &[])?;
             AdminCommand::Purge
         }
     })
@@ -252,8 +237,7 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
 
 /// Parses the command `fit`.
 fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
-    let names = &["limit", "within", "page_cache"];
-    let query = Query::read(query, names, "limit, within or page_cache")?;
+    let query = Query::read(query, &["limit", "within", "page_cache"])?;
     let limit = match query.need("limit")? {
         "none" => None,
         text => Some(text.parse().map_err(|error: ParseByteSizeError| {
@@ -273,10 +257,6 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
     Ok(AdminCommand::Fit { limit, within, counts_page_cache })
 }
 
-fn wrong_query(error: &QueryError) -> Response<String> {
-    problem(StatusCode::BAD_REQUEST, "invalid query", "query", &error.to_string())
-}
-
 pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
@@ -285,42 +265,112 @@ pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<S
     response
 }
 
-/// Returns the answer to a request for figures with an unknown host; `None` for any other request.
-pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<Response<String>> {
-    guard::check_host(request, hosts).err().as_ref().map(refusal)
-}
-
-fn refusal(Denial { reason, detail }: &Denial) -> Response<String> {
-    if *reason != TOKEN_REASON {
-        return problem(StatusCode::FORBIDDEN, "not allowed", reason, detail);
-    }
-    let mut response = problem(StatusCode::UNAUTHORIZED, "token required", reason, detail);
-    let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
-    response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
-    response
-}
-
-/// Returns the reason for which a command was not accepted, as a word and as an answer.
-fn not_asked(error: &MemoryError) -> (&'static str, Response<String>) {
-    let (status, title, reason, retry_after) = match error {
+/// Returns why a command was not accepted.
+fn not_asked(error: &MemoryError) -> Denial {
+    let text = error.to_string();
+    match error {
         MemoryError::UnknownArena { .. } | MemoryError::UnknownResource { .. } => {
-            (StatusCode::NOT_FOUND, "unknown name", "unknown", None)
+            Denial::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
         }
         MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => {
-            (StatusCode::BAD_REQUEST, "invalid query", "query", None)
+            Denial::new(StatusCode::BAD_REQUEST, "invalid query", "query", text)
         }
         MemoryError::TooManyTasks { .. } => {
-            let wait = Some(Duration::from_secs(1));
-            (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks", "full", wait)
+            let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
+            Denial::new(status, title, "full", text).retry_after(Duration::from_secs(1))
         }
-        _ => return ("ended", ended(&error.to_string())),
-    };
-    let answer = problem(status, title, reason, &error.to_string());
-    (reason, with_retry_after(answer, retry_after))
+        _ => ended(text),
+    }
 }
 
-fn ended(detail: &str) -> Response<String> {
+fn ended(detail: impl Into<Cow<'static, str>>) -> Denial {
     let status = StatusCode::SERVICE_UNAVAILABLE;
-    let answer = problem(status, "not available", "ended", detail);
-    with_retry_after(answer, Some(Duration::from_secs(30)))
+    let denial = Denial::new(status, "not available", "ended", detail);
+    denial.retry_after(Duration::from_secs(30))
+}
+
+/// The burst of profiles, and the time until another one is taken. An estimate.
+const PROFILES: (u32, Duration) = (1, Duration::from_secs(5));
+
+pub(super) const PROFILE: &str = "/memory/profile";
+
+impl Admin {
+    /// Returns the profile, or the reason that there is none.
+    pub(super) fn profile<B>(&self, request: &Request<B>) -> Response<Vec<u8>> {
+        let refusal = if *request.method() != Method::GET {
+            wrong_method(request.method(), "GET")
+        } else if let Err(denial) = self.authorize(request) {
+            self.denied(request, &denial)
+        } else {
+            let taken = self.check_profile(request).and_then(|()| self.take_profile(request));
+            return taken.unwrap_or_else(|denial| denial.answer().map(String::into_bytes));
+        };
+        refusal.map(String::into_bytes)
+    }
+
+    fn check_profile<B>(&self, request: &Request<B>) -> Result<(), Denial> {
+        Query::read(request.uri().query(), &[])?;
+        let detail = match profiler() {
+            Profiler::Active { .. } => {
+                let taken = lock(&self.buckets).profiles.take(self.clock.now());
+                let detail = || format!("rate limit: one heap profile in {:?}", PROFILES.1);
+                return taken.map_err(|wait| too_many(wait, detail()));
+            }
+            Profiler::NotBuilt => {
+                "this build has no heap profiler: expected the feature `profiling`"
+            }
+            _ => {
+                "the heap profiler is not active: expected prof:true in jemalloc's settings when \
+                 the process starts"
+            }
+        };
+        Err(Denial::new(StatusCode::NOT_FOUND, "no heap profiler", "profiler", detail))
+    }
+
+    #[cfg(not(feature = "profiling"))]
+    #[expect(clippy::unused_self, reason = "as in a build with the profiler")]
+    fn take_profile<B>(&self, _: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
+        // Another crate built the profiler in.
+        let detail =
+            "this build of lowtide cannot convert profiles: expected the feature `profiling`";
+        Err(failed(StatusCode::INTERNAL_SERVER_ERROR, detail))
+    }
+
+    #[cfg(feature = "profiling")]
+    fn take_profile<B>(&self, request: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
+        let start = self.clock.now();
+        let profile = crate::heap::take_profile().map_err(|error| {
+            let peer = peer(request).map(tracing::field::display);
+            log!(warn, target: "lowtide", peer, %error, "heap profile not sent");
+            let status = match error {
+                crate::heap::HostError::ProfileBusy => StatusCode::SERVICE_UNAVAILABLE,
+                _ => StatusCode::INTERNAL_SERVER_ERROR,
+            };
+            failed(status, error.to_string())
+        })?;
+        let stacks = profile.stacks.len();
+        let body = profile.to_pprof(self.clock.since_epoch());
+        let took = self.clock.now() - start;
+        log!(
+            info,
+            target: "lowtide",
+            peer = peer(request).map(tracing::field::display),
+            stacks,
+            size = %crate::ByteSize::of(body.len()),
+            took = %crate::clock::short(took),
+            "heap profile sent"
+        );
+        let mut answer = Response::new(body);
+        for (name, value) in [
+            (CONTENT_TYPE, "application/octet-stream"),
+            (CONTENT_DISPOSITION, "attachment; filename=\"heap.pb.gz\""),
+        ] {
+            answer.headers_mut().insert(name, HeaderValue::from_static(value));
+        }
+        Ok(answer)
+    }
+}
+
+fn failed(status: StatusCode, detail: impl Into<Cow<'static, str>>) -> Denial {
+    Denial::new(status, "no heap profile", "profile", detail)
 }

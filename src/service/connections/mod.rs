@@ -215,16 +215,15 @@ impl ConnectionState {
 
     async fn wait(&self, flag: &AtomicBool) {
         poll_fn(|cx| {
+            // Under the lock: either this sees the flag, or `set` finds the waker.
+            let mut wakers = lock(&self.wakers);
             if flag.load(Ordering::Acquire) {
                 return Poll::Ready(());
             }
-            let mut wakers = lock(&self.wakers);
             if !wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
                 wakers.push(cx.waker().clone());
             }
-            drop(wakers);
-            // It may have been set meanwhile.
-            if flag.load(Ordering::Acquire) { Poll::Ready(()) } else { Poll::Pending }
+            Poll::Pending
         })
         .await;
     }

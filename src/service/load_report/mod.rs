@@ -1,17 +1,421 @@
 //! ORCA load reports, which load balancers read: how full this service is, and what it serves.
 //!
-//! `report` has the figures and their forms, and `reports` what a layer keeps of its responses and
-//! the report that it sends with them. The layer calls `reports` for each response. `service`
-//! streams the same reports to balancers that ask for them, as `request` says. The definitions are
-//! `xds.data.orca.v3` of github.com/cncf/xds, Envoy's parser of the header, and gRFC A51.
+//! This file counts the responses of a layer, and has the encoded report that they carry; `message`
+//! has its forms. `service` streams the same reports to balancers that ask for them. The
+//! definitions are `xds.data.orca.v3` of github.com/cncf/xds, Envoy's parser of the header, and
+//! gRFC A51.
 //!
-//! Invariant: a report is encoded at most once for each tick of the control loop, and once more
-//! when the service begins to shed. All other responses get a copy of shared bytes.
+//! The layer calls [`LoadReports::attach`] for each response that it returns. The control loop
+//! publishes utilizations ([`PressureState`]); the rest is counted here. Rates and utilizations are
+//! averages over the same time, since balancers divide one by the other.
+//!
+//! A service that sheds answers fast and holds little memory, so a balancer that does not know it
+//! would send more. Therefore, for [`SHED_SHOWN`] after a rejection and while requests wait, the
+//! utilization is at least 1, multiplied by the offered load divided by the admitted load. The
+//! weight that a balancer derives is then what the service can serve.
+//!
+//! Invariants: a report is encoded at most once for each tick of the control loop, and once more
+//! when the service begins to shed; all other responses get a copy of shared bytes. The report of a
+//! rejection says that the service sheds. No response waits for a lock that another holds for
+//! longer than it takes to encode a report.
 
-mod report;
-mod reports;
-mod request;
+mod message;
 mod service;
 
-pub(super) use reports::{Carrier, LoadReports};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use http_body::Body;
+use lowtide_admission::layer::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
+use lowtide_admission::{Admission, Budget, PressureState};
+
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, Moment};
+use crate::fork::Birth;
+use crate::memory::{is_ending, published_state};
+use crate::sync::{Mutex, lock};
+
+use message::{LoadReport, base64, framed};
+use service::Streams;
+
 pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
+
+/// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
+/// an error for each. Below it, the weight is in proportion to the rate of requests, so that an
+/// idle fleet keeps its shares.
+const UTILIZATION_MIN: f64 = 0.01;
+
+/// The header of responses, and the metadata of gRPC.
+static METRICS: HeaderName = HeaderName::from_static("endpoint-load-metrics");
+static METRICS_BIN: HeaderName = HeaderName::from_static("endpoint-load-metrics-bin");
+
+/// The utilization while requests are shed is at most this multiple of what it is otherwise.
+const DEMAND_MAX: f64 = 100.0;
+/// Without a control loop, a report is encoded when it is older than this.
+const AGE_MAX: Duration = Duration::from_millis(100);
+
+/// The reports of a layer and its clones.
+#[derive(Debug)]
+pub(super) struct LoadReports {
+    admission: Admission,
+    /// `None` if no control loop ticks.
+    state: Option<Arc<PressureState>>,
+    clock: Arc<dyn Clock>,
+    birth: Birth,
+    /// Responses, and the failures among them, since the start.
+    responses: AtomicU64,
+    errors: AtomicU64,
+    encoded: RwLock<Encoded>,
+    rates: Mutex<Rates>,
+    streams: Streams,
+}
+
+/// A report as it is sent.
+#[derive(Debug)]
+struct Encoded {
+    /// Its time, by [`LoadReports::time`].
+    at: u64,
+    /// The rejections that it knows.
+    sheds: u64,
+    /// `true` if it says that the service sheds.
+    is_shedding: bool,
+    header: HeaderValue,
+    metadata: HeaderValue,
+    /// The message of a stream, with its prefix.
+    message: Bytes,
+}
+
+/// How a response carries its report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Carrier {
+    /// In its head, which has it.
+    Head,
+    /// In the trailers of its body, which are still to come.
+    Trailers,
+}
+
+impl LoadReports {
+    pub(super) fn new(admission: Admission, clock: Arc<dyn Clock>) -> Self {
+        let (now, counts) = (clock.now(), counts(&admission, 0, 0));
+        let empty = Encoded {
+            at: 0,
+            sheds: counts[SHEDS],
+            is_shedding: false,
+            header: HeaderValue::from_static(""),
+            metadata: HeaderValue::from_static(""),
+            message: Bytes::new(),
+        };
+        let reports = Self {
+            state: published_state(&admission),
+            birth: Birth::now(),
+            responses: AtomicU64::new(0),
+            errors: AtomicU64::new(0),
+            encoded: RwLock::new(empty),
+            rates: Mutex::new(Rates::new(now, counts)),
+            streams: Streams::default(),
+            admission,
+            clock,
+        };
+        reports.encode(&mut lock(&reports.rates), reports.time());
+        reports
+    }
+
+    /// Counts a response and adds the report, in place of any that it has: one of another service
+    /// would be taken for this one's.
+    #[inline]
+    pub(super) fn attach<R: Body>(&self, response: &mut Response<R>) -> Carrier {
+        self.responses.fetch_add(1, Ordering::Relaxed);
+        let carrier = carrier(response);
+        if is_failure(response) {
+            self.errors.fetch_add(1, Ordering::Relaxed);
+        }
+        let headers = response.headers_mut();
+        match carrier {
+            None => {
+                headers.remove(&METRICS_BIN);
+                self.with_current(|encoded| headers.insert(&METRICS, encoded.header.clone()));
+                Carrier::Head
+            }
+            Some(Carrier::Head) => {
+                headers.remove(&METRICS);
+                self.put_metadata(headers);
+                Carrier::Head
+            }
+            Some(Carrier::Trailers) => {
+                headers.remove(&METRICS);
+                headers.remove(&METRICS_BIN);
+                Carrier::Trailers
+            }
+        }
+    }
+
+    /// Adds the report to the trailers of a gRPC response, and counts it if it failed.
+    pub(super) fn attach_to_trailers(&self, trailers: &mut HeaderMap) {
+        if is_grpc_failure(trailers) {
+            self.errors.fetch_add(1, Ordering::Relaxed);
+        }
+        trailers.remove(&METRICS);
+        self.put_metadata(trailers);
+    }
+
+    /// Returns the report as a message of gRPC; `None` in a forked child.
+    fn message(&self) -> Option<Bytes> {
+        self.with_current(|encoded| encoded.message.clone())
+    }
+
+    /// Returns `true` if a service streams the reports.
+    pub(super) fn has_streams(&self) -> bool {
+        self.streams.is_served.load(Ordering::Relaxed)
+    }
+
+    /// Returns `true` if the service shuts down, or is about to.
+    fn is_ending(&self) -> bool {
+        self.admission.is_closed() || is_ending(&self.admission)
+    }
+
+    /// Counts a request for which there is no response.
+    #[cold]
+    pub(super) fn count_failed_call(&self) {
+        self.responses.fetch_add(1, Ordering::Relaxed);
+        self.errors.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn put_metadata(&self, headers: &mut HeaderMap) {
+        self.with_current(|encoded| headers.insert(&METRICS_BIN, encoded.metadata.clone()));
+    }
+
+    /// Encodes the report again if it is stale, and uses it. Does nothing in a forked child, in
+    /// which a thread of the parent may hold the lock.
+    #[inline]
+    fn with_current<T>(&self, add: impl FnOnce(&Encoded) -> T) -> Option<T> {
+        if !self.birth.is_here() {
+            return None;
+        }
+        let time = self.time();
+        let mut encoded = self.encoded();
+        if self.is_stale(&encoded, time) {
+            drop(encoded);
+            self.refresh(time);
+            encoded = self.encoded();
+        }
+        Some(add(&encoded))
+    }
+
+    #[inline]
+    fn encoded(&self) -> RwLockReadGuard<'_, Encoded> {
+        self.encoded.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the time of the control loop's last tick, or without one the time, in nanoseconds.
+    #[inline]
+    fn time(&self) -> u64 {
+        let ticked = self.state.as_ref().map(|_| self.admission.state().last_tick());
+        let at = ticked.unwrap_or_else(|| self.clock.now());
+        u64::try_from(at.since_origin().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    #[inline]
+    fn is_stale(&self, encoded: &Encoded, time: u64) -> bool {
+        let is_old = if self.state.is_some() {
+            time != encoded.at
+        } else {
+            Duration::from_nanos(time.saturating_sub(encoded.at)) >= AGE_MAX
+        };
+        is_old || self.has_unreported_sheds(encoded)
+    }
+
+    /// Returns `true` if requests were rejected since the report was encoded, and it reports no
+    /// shedding.
+    #[inline]
+    fn has_unreported_sheds(&self, encoded: &Encoded) -> bool {
+        self.admission.state().sheds_total() != encoded.sheds && !encoded.is_shedding
+    }
+
+    /// Encodes the report, unless another thread does.
+    #[cold]
+    #[inline(never)]
+    fn refresh(&self, time: u64) {
+        let has_unreported_sheds = self.has_unreported_sheds(&self.encoded());
+        let mut rates = if has_unreported_sheds {
+            lock(&self.rates)
+        } else {
+            match self.rates.try_lock() {
+                Ok(rates) => rates,
+                Err(std::sync::TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(std::sync::TryLockError::WouldBlock) => return,
+            }
+        };
+        let is_stale = self.is_stale(&self.encoded(), time);
+        if is_stale {
+            self.encode(&mut rates, time);
+        }
+    }
+
+    fn encode(&self, rates: &mut Rates, time: u64) {
+        let now = self.clock.now();
+        let [responses, errors] =
+            [&self.responses, &self.errors].map(|count| count.load(Ordering::Relaxed));
+        let counts = counts(&self.admission, responses, errors);
+        rates.add(now, counts);
+        let is_shedding = self.admission.state().has_waiting()
+            || self.is_ending()
+            || rates.shed_at.is_some_and(|at| now - at < SHED_SHOWN);
+        let report = self.report(rates, is_shedding);
+        let message = report.message();
+        let value = |text: String| {
+            let value = HeaderValue::from_maybe_shared(Bytes::from(text));
+            value.unwrap_or_else(|_| HeaderValue::from_static(""))
+        };
+        let encoded = Encoded {
+            at: time,
+            sheds: counts[SHEDS],
+            is_shedding,
+            header: value(report.header()),
+            metadata: value(base64(&message)),
+            message: Bytes::from(framed(&message)),
+        };
+        *self.encoded.write().unwrap_or_else(PoisonError::into_inner) = encoded;
+    }
+
+    fn report(&self, rates: &Rates, is_shedding: bool) -> LoadReport {
+        let mut ledgers: Vec<_> =
+            self.state.iter().flat_map(|state| state.utilizations()).collect();
+        // Without a tick so far there is no average.
+        ledgers.resize(ledgers.len().max(2), None);
+        for (ledger, budget) in ledgers.iter_mut().zip([Budget::Host, Budget::Device]) {
+            *ledger = ledger.or_else(|| self.admission.ledger(budget).utilization());
+        }
+        let fullest = ledgers.iter().copied().flatten().reduce(f64::max);
+        let application_utilization = if is_shedding {
+            Some(fullest.unwrap_or(0.0).max(1.0) * rates.demand())
+        } else {
+            fullest.map(|fullest| fullest.max(UTILIZATION_MIN))
+        };
+        let mem_utilization = self.state.as_ref().and_then(|state| {
+            let (physical, limit) = (state.physical(), state.limit());
+            // Zero before the first sample.
+            let is_known = limit != ByteSize::MAX && !limit.is_zero();
+            is_known.then(|| part(physical, limit))
+        });
+        let [rps, eps, ..] = rates.averages();
+        LoadReport { mem_utilization, application_utilization, rps, eps, ledgers }
+    }
+}
+
+/// Returns a part of a whole, from 0 to 1.
+#[expect(clippy::cast_precision_loss, reason = "a ratio")]
+fn part(of: ByteSize, whole: ByteSize) -> f64 {
+    (of.get() as f64 / whole.get() as f64).min(1.0)
+}
+
+/// Returns where the report of a gRPC response belongs; `None` for other responses.
+fn carrier<R: Body>(response: &Response<R>) -> Option<Carrier> {
+    let kind =
+        response.headers().get(CONTENT_TYPE)?.as_bytes().strip_prefix(b"application/grpc")?;
+    // Others are for browsers, such as `application/grpc-web`, and send trailers as data.
+    if !matches!(kind, [] | [b'+' | b';', ..]) {
+        return None;
+    }
+    // A status in the head is the whole response.
+    let is_whole = response.headers().contains_key(&GRPC_STATUS) || response.body().is_end_stream();
+    Some(if is_whole { Carrier::Head } else { Carrier::Trailers })
+}
+
+static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+
+/// Returns `true` if the service is to blame for this response.
+fn is_failure<R>(response: &Response<R>) -> bool {
+    response.status().is_server_error() || is_grpc_failure(response.headers())
+}
+
+/// Returns `true` for the gRPC status of a failure of the service: `UNKNOWN`,
+/// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED`, `UNIMPLEMENTED`, `INTERNAL`, `UNAVAILABLE` or
+/// `DATA_LOSS`. With exhausted resources, those that OpenTelemetry counts as errors of a server.
+fn is_grpc_failure(headers: &HeaderMap) -> bool {
+    let status = headers.get(&GRPC_STATUS).map(HeaderValue::as_bytes);
+    matches!(status, Some(b"2" | b"4" | b"8" | b"12" | b"13" | b"14" | b"15"))
+}
+
+/// Counts since the start: responses, errors, rejections, and of each budget the bytes that were
+/// admitted and those that did not fit.
+type ResponseCounts = [u64; 7];
+
+/// The place of the rejections among the counts.
+const SHEDS: usize = 2;
+
+fn counts(admission: &Admission, responses: u64, errors: u64) -> ResponseCounts {
+    let bytes = |budget| {
+        admission.classes(budget).iter().fold([0; 2], |[admitted, rejected], class| {
+            [admitted + class.admitted_bytes_total, rejected + class.rejected_bytes_total]
+        })
+    };
+    let [[host, host_rejected], [device, device_rejected]] =
+        [Budget::Host, Budget::Device].map(bytes);
+    let sheds = admission.state().sheds_total();
+    [responses, errors, sheds, host, host_rejected, device, device_rejected]
+}
+
+/// The rates of counts, averaged over [`REPORT_WINDOW`].
+#[derive(Debug)]
+struct Rates {
+    at: Moment,
+    counts: ResponseCounts,
+    /// The time of the last rejection, as far as it was looked at.
+    shed_at: Option<Moment>,
+    /// The sums of rates by their weights, and of the weights.
+    sums: [f64; 7],
+    weight: f64,
+}
+
+impl Rates {
+    const fn new(now: Moment, counts: ResponseCounts) -> Self {
+        Self { at: now, counts, shed_at: None, sums: [0.0; 7], weight: 0.0 }
+    }
+
+    /// Adds what was counted since the last call.
+    #[expect(clippy::cast_precision_loss, reason = "counts of a few seconds")]
+    fn add(&mut self, now: Moment, counts: ResponseCounts) {
+        if counts[SHEDS] != self.counts[SHEDS] {
+            self.shed_at = Some(now);
+        }
+        let step = now - self.at;
+        if step.is_zero() {
+            return;
+        }
+        let before = std::mem::replace(&mut self.counts, counts);
+        self.at = now;
+        let weight = mean_weight(step, REPORT_WINDOW);
+        let counted = counts.into_iter().zip(before);
+        for (sum, (now, before)) in self.sums.iter_mut().zip(counted) {
+            let count = now.wrapping_sub(before);
+            *sum += weight * (count as f64 / step.as_secs_f64() - *sum);
+        }
+        self.weight += weight * (1.0 - self.weight);
+    }
+
+    /// Returns the rates of all counts, in each second.
+    fn averages(&self) -> [f64; 7] {
+        // The first response after the start is no rate yet.
+        let weight = self.weight.max(mean_weight(REPORT_WINDOW / 2, REPORT_WINDOW));
+        self.sums.map(|sum| sum / weight)
+    }
+
+    /// Returns the offered load divided by the admitted load, in requests or in the bytes of a
+    /// budget, whichever is larger: 1 if all is admitted. If large requests are rejected and small
+    /// ones fit, few requests are rejected but much of the memory that they ask for. A rejection
+    /// that the handler makes up for, such as one of a permit that was to grow, is no error and no
+    /// request.
+    fn demand(&self) -> f64 {
+        let [rps, eps, sheds, host, host_rejected, device, device_rejected] = self.averages();
+        let sheds = sheds.min(eps);
+        let admitted = [rps - sheds, host, device];
+        let rejected = [sheds, host_rejected, device_rejected];
+        let demands = admitted.iter().zip(rejected).filter(|(_, rejected)| *rejected > 0.0);
+        let demands = demands.map(|(admitted, rejected)| 1.0 + rejected / admitted.max(0.0));
+        demands.fold(1.0, f64::max).min(DEMAND_MAX)
+    }
+}

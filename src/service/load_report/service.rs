@@ -38,7 +38,7 @@ use super::super::rejection::{
     DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, put_grpc_status,
 };
 use super::LoadReports;
-use super::request::{PartialRequest, REQUEST_MAX};
+use super::message::{PartialRequest, REQUEST_MAX};
 
 /// The path of the gRPC method that streams load reports.
 pub const LOAD_REPORT_STREAM_PATH: &str = "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics";
@@ -82,21 +82,23 @@ impl<Q: Body> Service<Request<Q>> for LoadReportService {
 
 impl LoadReportService {
     fn answer<Q: Body>(&self, request: Request<Q>) -> Response<LoadReportStream<Q>> {
-        let kind = request.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-        if request.method() != Method::POST {
+        let of_http = |status| {
             let mut response = Response::new(LoadReportStream::empty());
-            *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
+            *response.status_mut() = status;
+            response
+        };
+        if request.method() != Method::POST {
+            let mut response = of_http(StatusCode::METHOD_NOT_ALLOWED);
             response.headers_mut().insert(ALLOW, HeaderValue::from_static("POST"));
             return response;
         }
         // "the server SHOULD respond with HTTP status of 415" (PROTOCOL-HTTP2.md of gRPC).
+        let kind = request.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
         if !kind.is_some_and(|kind| kind.starts_with(b"application/grpc")) {
-            let mut response = Response::new(LoadReportStream::empty());
-            *response.status_mut() = StatusCode::UNSUPPORTED_MEDIA_TYPE;
-            return response;
+            return of_http(StatusCode::UNSUPPORTED_MEDIA_TYPE);
         }
         let refused = |status, message: &str| {
-            let mut response = Response::new(LoadReportStream::empty());
+            let mut response = of_http(StatusCode::OK);
             put_grpc_status(response.headers_mut(), status, message);
             response
         };
@@ -165,15 +167,9 @@ impl<Q: Body> LoadReportStream<Q> {
         // Ends: each frame is a part of the request, and empty ones are counted below.
         for _ in 0..REQUEST_MAX {
             let Some(body) = request.as_mut().as_pin_mut() else { break };
-            let frame = match ready_or_return!(body.poll_frame(cx)) {
-                Some(Ok(frame)) => frame.into_data().ok(),
-                Some(Err(_)) | None => None,
-            };
-            let interval = match frame {
-                Some(data) => read.add(data),
-                None => Err(read.ended()),
-            };
-            match interval {
+            let frame = ready_or_return!(body.poll_frame(cx)).and_then(Result::ok);
+            let Some(data) = frame.and_then(|frame| frame.into_data().ok()) else { break };
+            match read.add(data) {
                 Ok(None) => {}
                 Ok(Some(interval)) => {
                     request.set(None);
@@ -206,10 +202,9 @@ impl<Q: Body> LoadReportStream<Q> {
         if now() < *this.due {
             place.wait(*this.due, cx.waker());
             // The control loop may have looked before that.
-            if now() < *this.due && !reports.is_ending() {
-                return Poll::Pending;
+            if now() >= *this.due || reports.is_ending() {
+                cx.waker().wake_by_ref();
             }
-            cx.waker().wake_by_ref();
             return Poll::Pending;
         }
         if request.is_some() {
@@ -217,8 +212,7 @@ impl<Q: Body> LoadReportStream<Q> {
             return Poll::Ready(Err((DEADLINE_EXCEEDED, text)));
         }
         *this.due = now() + *this.interval;
-        let ended = || (UNAVAILABLE, ENDING.to_owned());
-        Poll::Ready(reports.message().ok_or_else(ended))
+        Poll::Ready(reports.message().ok_or_else(|| (UNAVAILABLE, ENDING.to_owned())))
     }
 }
 
@@ -299,18 +293,12 @@ impl StreamSlot {
     /// Wakes the task when it is due, by the control loop's clock. It has to look at the time again
     /// after this.
     pub(super) fn wait(&self, due: Moment, waker: &Waker) {
-        let waker = waker.clone();
-        let before = {
-            let mut waiting = lock(&self.reports.streams.waiting);
-            let found = waiting.iter_mut().find(|(number, ..)| *number == self.number);
-            match found {
-                Some(place) => Some(std::mem::replace(place, (self.number, due, waker))),
-                None => {
-                    waiting.push((self.number, due, waker));
-                    None
-                }
-            }
-        };
+        let new = (self.number, due, waker.clone());
+        let mut waiting = lock(&self.reports.streams.waiting);
+        let at = waiting.iter().position(|(number, ..)| *number == self.number);
+        let before = at.map(|at| waiting.swap_remove(at));
+        waiting.push(new);
+        drop(waiting);
         drop(before);
     }
 }

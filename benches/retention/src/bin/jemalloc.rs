@@ -2,16 +2,12 @@
 
 use clap::Parser as _;
 use lowtide::BoxError;
-use retention::{Allocator, Cli, run};
+use retention::{Cli, run};
 use tikv_jemallocator::Jemalloc;
 
 #[global_allocator]
 static HEAP: Jemalloc = Jemalloc;
 
-struct Plain;
-
-impl Allocator for Plain {}
-
 fn main() -> Result<(), BoxError> {
-    run(&Cli::parse(), &Plain)
+    run(&Cli::parse(), &())
 }

@@ -3,15 +3,11 @@
 use clap::Parser as _;
 use lowtide::BoxError;
 use mimalloc::MiMalloc;
-use retention::{Allocator, Cli, run};
+use retention::{Cli, run};
 
 #[global_allocator]
 static HEAP: MiMalloc = MiMalloc;
 
-struct Plain;
-
-impl Allocator for Plain {}
-
 fn main() -> Result<(), BoxError> {
-    run(&Cli::parse(), &Plain)
+    run(&Cli::parse(), &())
 }

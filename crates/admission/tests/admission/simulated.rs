@@ -42,7 +42,6 @@ fn no_seed_is_killed_latches_oscillates_or_leaves_anything_behind() {
 fn days_of_traffic_leave_no_trace() {
     let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (2, 1800.0) };
     let month = days::run(7, count, seconds);
-    println!("seed 7: {} ticks, {:.0} jobs an hour", month.seen.ticks, month.jobs_per_hour);
     assert!(month.faults.is_empty(), "{:#?}", month.faults);
     assert!(month.seen.shed_mib() > 0.0, "no day had overload");
 }

@@ -175,7 +175,7 @@ impl<T: Pod> Buffer<T> {
             },
         };
         if let (None, Some(old)) = (block, self.owned.block) {
-            inner.run_now(|state| state.release(region, old));
+            inner.run_now(|state| state.release_after(region, old, &[]));
         }
         (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())

@@ -24,7 +24,7 @@ use crate::index::Span;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::Dependencies;
-use crate::state::region::{AllocTarget, Placement, Region, Search};
+use crate::state::region::{AllocTarget, Placement, Search};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 
@@ -215,55 +215,41 @@ pub(crate) async fn alloc(
     let region = target.region;
     // Cached memory is used before more is committed. That of other lanes would need a wait.
     if cx.surroundings.caches_hold()
-        && cx.with(|state| lacks_memory(state, region, &begun))
+        && cx.with(|state| match &begun {
+            Begun::Done(_) => false,
+            Begun::Placed(placed, _) => {
+                !state.region(region).segment.missing(placed.span).is_nothing()
+            }
+            Begun::NotPlaced => true,
+        })
         && cx.outside(|| cx.surroundings.empty_caches_for(target.taker)).await
     {
-        begun = cx.with(|state| begin_again(state, target, begun));
+        begun = cx.with(|state| {
+            // Memory was freed: a block that was placed gives its place up.
+            if let Begun::Placed(placed, claim) = begun {
+                state.cancel_placement(region, placed, claim);
+            }
+            begin(state, target)
+        });
     }
     let mut outcome = match begun {
         Begun::Done(placed) => Ok(placed),
         Begun::Placed(placed, claim) => complete(cx, target, placed, claim).await,
         Begun::NotPlaced => attempt(cx, target, Search::Usual).await,
     };
-    outcome = without_wait(cx, target, outcome).await;
+    // If a stream capture forbids a wait: memory that needs none, or that can be committed.
+    if outcome.as_ref().is_err_and(AllocFailure::is_by_capture) {
+        outcome = attempt(cx, target, Search::Clear).await;
+    }
     if outcome.as_ref().is_err_and(AllocFailure::is_shortage) {
-        outcome = run_ladder(cx, region, async |search| {
-            without_wait(cx, target, attempt(cx, target, search).await).await
-        })
-        .await;
+        let attempt = async |search| match attempt(cx, target, search).await {
+            Err(failure) if failure.is_by_capture() => attempt(cx, target, Search::Clear).await,
+            outcome => outcome,
+        };
+        outcome = run_ladder(cx, region, attempt).await;
     }
     if outcome.is_ok() {
         cx.with(|state| cx.surroundings.note_live(state.live(), state.limit.get()));
     }
     outcome
-}
-
-/// Retries an allocation for which a stream capture forbids a wait, with memory that needs none or
-/// can be committed.
-async fn without_wait(
-    cx: &OpContext<'_>,
-    target: AllocTarget,
-    outcome: Result<Placement, AllocFailure>,
-) -> Result<Placement, AllocFailure> {
-    match outcome {
-        Err(failure) if failure.is_by_capture() => attempt(cx, target, Search::Clear).await,
-        outcome => outcome,
-    }
-}
-
-/// Returns `true` if a block has no place, or a place without memory.
-fn lacks_memory(state: &ArenaState, region: Region, begun: &Begun) -> bool {
-    match begun {
-        Begun::Done(_) => false,
-        Begun::Placed(placed, _) => !state.region(region).segment.missing(placed.span).is_nothing(),
-        Begun::NotPlaced => true,
-    }
-}
-
-/// Makes the first step again, after memory was freed. A block that was placed gives its place up.
-fn begin_again(state: &mut ArenaState, target: AllocTarget, begun: Begun) -> Begun {
-    if let Begun::Placed(placed, claim) = begun {
-        state.cancel_placement(target.region, placed, claim);
-    }
-    begin(state, target)
 }

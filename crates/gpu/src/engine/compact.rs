@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
-use crate::state::compact::plan::{self, BatchLimit, CompactPlan, CompactTarget, Hold, LayoutPart};
+use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart};
 use crate::state::raw::RawUse;
 use crate::state::region_index::BlockName;
 use crate::types::Region;
@@ -89,15 +89,10 @@ pub(crate) fn names(state: &ArenaState, region: Region) -> BTreeMap<u64, BlockNa
     blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect()
 }
 
-/// Returns the bounds of a batch: one block on a driver that copies before its call returns, which
-/// a batch would not make faster.
-pub(crate) fn batch_limit(state: &ArenaState) -> BatchLimit {
-    if state.capabilities.asynchronous {
-        let [bytes, copies] = state.costs.copied_within(BLOCKED_MAX);
-        BatchLimit { bytes, copies }
-    } else {
-        BatchLimit { bytes: 0, copies: 0 }
-    }
+/// Returns the maximum bytes and copies of a batch: one block on a driver that copies before its
+/// call returns, which a batch would not make faster.
+pub(crate) fn batch_limit(state: &ArenaState) -> [u64; 2] {
+    if state.capabilities.asynchronous { state.costs.copied_within(BLOCKED_MAX) } else { [0, 0] }
 }
 
 /// Returns the blocks and free spans of one range of a region in address order.

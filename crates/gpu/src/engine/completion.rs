@@ -320,9 +320,8 @@ pub(crate) async fn complete_used(cx: &OpContext<'_>) -> Result<(), DeviceError>
     check_capturing(cx).await?;
     let is_known = cx.with(|state| {
         let is_ours = state.raw.is_empty() && state.outstanding.imported.count() == 0;
-        let is_known = state.sleep.is_use_known() && is_ours;
         state.streams.use_all_now();
-        is_known
+        state.sleep.is_use_known() && is_ours
     });
     if !(is_known && complete_by_events(cx).await?) {
         complete_all(cx).await?;

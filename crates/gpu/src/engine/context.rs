@@ -12,15 +12,14 @@
 #![expect(unsafe_code, reason = "the calls of drivers that take memory away are unsafe")]
 
 use std::cell::{Cell, RefCell};
-use std::fmt;
 use std::future::poll_fn;
 use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use super::callbacks::Callbacks;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::exec::callbacks::Callbacks;
 use crate::state::arena::ArenaState;
 use crate::state::region::PlacedRun;
 use crate::state::streams::{StreamEvent, StreamKey};
@@ -288,11 +287,5 @@ impl OpContext<'_> {
     ) -> impl Future<Output = Result<(), DriverError>> {
         // SAFETY: the event is the state's, which destroys events at its end only.
         self.outside(move || unsafe { self.driver.event_synchronize(event.handle) })
-    }
-}
-
-impl fmt::Debug for OpContext<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OpContext").finish_non_exhaustive()
     }
 }

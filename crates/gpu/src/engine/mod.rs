@@ -2,6 +2,7 @@
 
 pub(crate) mod access;
 pub(crate) mod alloc;
+pub(crate) mod callbacks;
 pub(crate) mod commit;
 pub(crate) mod compact;
 pub(crate) mod completion;

@@ -294,7 +294,7 @@ async fn copy_all(cx: &OpContext<'_>, batch: &mut Batch) {
     }
     let Err(error) = waited else { return };
     batch.is_unfinished = true;
-    batch.outcome.error.get_or_insert(error.into());
+    batch.outcome.error.get_or_insert_with(|| error.into());
     for taken in batch.taken.iter_mut().filter(|taken| taken.contents.is_some()) {
         let is_lost = taken.made.overlaps();
         taken.contents = Some(if is_lost { CopyOutcome::Lost } else { CopyOutcome::Undone });

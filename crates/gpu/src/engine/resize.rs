@@ -98,9 +98,9 @@ pub(crate) async fn copy_to(
                 pins.discard(new.id);
                 new.moves = Placement::STALE;
             }
-            state.release(region, old);
+            state.release_after(region, old, &[]);
         } else {
-            state.release(region, new);
+            state.release_after(region, new, &[]);
             state.events.push("alloc_failed", |line| {
                 let line = line.text("kind", "resize").text("region", region.name());
                 line.number("bytes", new.requested).text("why", "driver")

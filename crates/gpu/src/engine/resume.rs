@@ -14,13 +14,13 @@
 use std::task::Waker;
 use std::time::Duration;
 
+use super::callbacks::{is_within, is_within_budget};
 use super::completion::check_capturing;
 use super::context::OpContext;
 use super::release::release_granules;
 use super::shortage::call_for_room;
 use super::stores;
 use crate::driver::DriverError;
-use crate::exec::callbacks::{is_within, is_within_budget};
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Search};

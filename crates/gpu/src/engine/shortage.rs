@@ -8,12 +8,12 @@
 //!
 //! Invariant: each step is made at most once, except for divisions and the last, which have bounds.
 
+use super::callbacks::Called;
 use super::commit::ATTEMPTS_BESIDE;
 use super::compact::Layout;
 use super::completion::complete_all;
 use super::context::{OpContext, ShutCaches};
 use super::split::release_stuck;
-use crate::exec::callbacks::Called;
 use crate::index::End;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{AllocRequest, Region, Search};
@@ -215,10 +215,10 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
         for end in [End::Low, End::High] {
             let copied = cx.with(|state| {
                 let of = state.region(region);
-                let used = of.live() + of.pending.bytes();
+                let used = of.live() + of.pending.bytes;
                 let holes = of.segment.active().saturating_sub(used);
                 // No block moves to memory that the device may still use.
-                let helps = holes >= granule && of.pending.bytes() == 0;
+                let helps = holes >= granule && of.pending.bytes == 0;
                 helps.then(|| Layout::first(state, options, end, PARTS_MAX))
             });
             let Some(layout) = copied else { continue };

@@ -15,10 +15,10 @@
 //! wake.
 #![expect(unsafe_code, reason = "copies memory to stores and back")]
 
+use super::callbacks::call_budget;
 use super::completion::{is_any_capturing, own_stream};
 use super::context::OpContext;
 use crate::driver::DriverError;
-use crate::exec::callbacks::call_budget;
 use crate::state::arena::ArenaState;
 use crate::state::contents::OutgoingRun;
 use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};

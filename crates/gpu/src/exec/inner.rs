@@ -15,13 +15,13 @@ use std::{fmt, ptr};
 
 use crate::driver::{Capabilities, Driver};
 use crate::engine::alloc::{self, Begun};
+use crate::engine::callbacks::Callbacks;
 use crate::engine::completion::query_events;
 use crate::engine::context::{OpContext, ShutCaches, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::shortage::record_failure;
 use crate::engine::{raw_block, resize, stores};
 use crate::exec::cache_bins::BlockList;
-use crate::exec::callbacks::Callbacks;
 use crate::exec::executor::Executor;
 #[cfg(test)]
 use crate::exec::executor::StateSlot;

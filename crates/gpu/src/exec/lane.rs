@@ -216,6 +216,7 @@ impl fmt::Debug for LaneInner {
 }
 
 /// An event of a driver. Destroyed when this value is dropped.
+#[derive(Debug)]
 pub(crate) struct DriverEvent {
     driver: Arc<dyn Driver>,
     handle: EventHandle,
@@ -237,8 +238,7 @@ impl DriverEvent {
     /// # Errors
     /// The driver's; the marked work is unspecified then.
     pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
-        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
-        assert!(is_ours, "an event and a lane of two drivers");
+        self.assert_of(lane);
         // SAFETY: this owns the event, and the stream exists until the lane is dropped; both are of
         // this driver: asserted above.
         unsafe { self.driver.event_record(self.handle, lane.stream) }
@@ -261,6 +261,11 @@ impl DriverEvent {
         // SAFETY: this owns the event.
         unsafe { self.driver.event_synchronize(self.handle) }
     }
+
+    fn assert_of(&self, lane: &LaneInner) {
+        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
+        assert!(is_ours, "an event and a lane of two drivers");
+    }
 }
 
 impl Drop for DriverEvent {
@@ -270,11 +275,5 @@ impl Drop for DriverEvent {
             // SAFETY: this owns the event, and nothing can be called with it any more.
             let _ = unsafe { self.driver.event_destroy(self.handle) };
         }
-    }
-}
-
-impl fmt::Debug for DriverEvent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Event").field("handle", &self.handle).finish_non_exhaustive()
     }
 }

@@ -73,7 +73,8 @@ pub(crate) fn backings(
                     None => ByteSize::new(size.get() / 2),
                 };
                 // At most 148 steps, from 2^62 bytes down to one granule.
-                size = whole_below(less, granule);
+                let granules = less.get() / granule.get();
+                size = ByteSize::new(granules * granule.get()).max(granule);
             }
         }
     }
@@ -132,11 +133,6 @@ fn extent(size: ByteSize, granule: ByteSize) -> ByteSize {
     // Plus the share of small blocks.
     let whole = region_index::span_for(whole.unwrap_or(RESERVE_MAX).get(), granule.get());
     ByteSize::new(whole).min(RESERVE_MAX)
-}
-
-/// Returns whole granules, at least one, of at most `size`.
-fn whole_below(size: ByteSize, granule: ByteSize) -> ByteSize {
-    ByteSize::new(size.get() / granule.get() * granule.get()).max(granule)
 }
 
 /// Reserves the ranges of both regions, if this leaves a range of the size of `spare`.

@@ -417,11 +417,6 @@ impl ArenaState {
         }
     }
 
-    /// Frees a live block.
-    pub(crate) fn release(&mut self, region: Region, placed: Placement) {
-        self.release_after(region, placed, &[]);
-    }
-
     /// Adds the counts of a dropped cache, which is empty.
     pub(crate) fn add_cache(&mut self, tally: &CacheCounts) {
         debug_assert_eq!(tally.cached(), 0, "its blocks were freed");
@@ -433,7 +428,7 @@ impl ArenaState {
         }
     }
 
-    /// Frees a live block that these streams used.
+    /// Frees a live block that these streams used; unknown ones if there is none.
     pub(crate) fn release_after(
         &mut self,
         region: Region,
@@ -476,7 +471,7 @@ impl ArenaState {
         let captured = std::mem::take(&mut self.outstanding.captured);
         let bytes = ByteSize::new(captured.bytes());
         let Captured { blocks, imports } = captured;
-        blocks.into_iter().for_each(|(region, placed)| self.release(region, placed));
+        blocks.into_iter().for_each(|(region, placed)| self.release_after(region, placed, &[]));
         for at in imports {
             let after = self.uses(&[]);
             self.outstanding.imported.let_go(at.get(), after);
@@ -674,7 +669,7 @@ impl ArenaState {
 
     /// Returns the bytes that were freed and that the device may still use.
     pub(crate) fn pending(&self) -> u64 {
-        self.total(|region| region.pending.bytes())
+        self.total(|region| region.pending.bytes)
     }
 
     /// Records that a stream has completed all uses up to an epoch.

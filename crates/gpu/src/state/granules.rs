@@ -170,11 +170,6 @@ impl Granules {
         }
     }
 
-    /// Returns the age of the longest idle memory that may leave.
-    pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
-        self.idle_ages(ages).max()
-    }
-
     /// Returns the age of each granule that may leave: that of its handle, which is as old as its
     /// youngest granule. Takes a step for each of them, and for each 64 granules.
     pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {

@@ -110,15 +110,11 @@ pub(crate) struct Pending {
     entries: BTreeMap<u64, PendingSpan>,
     /// Every use of every entry, with the offset of the entry.
     by_use: BTreeSet<(StreamUse, u64)>,
-    bytes: u64,
+    /// The bytes of all entries.
+    pub(crate) bytes: u64,
 }
 
 impl Pending {
-    /// Returns the bytes of all entries.
-    pub(crate) const fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// Returns the approximate bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
         let uses = self.by_use.len() * (size_of::<StreamUse>() + size_of::<(StreamUse, u64)>());
@@ -316,7 +312,7 @@ mod tests {
         assert_eq!(parts, [span(10, 12), span(5, 10)]);
         let cuts = [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))];
         assert_eq!(taken.cuts, cuts);
-        assert_eq!(pending.bytes(), 23);
+        assert_eq!(pending.bytes, 23);
         pending.validate();
         assert!(pending.take(span(20, 30)).claim.parts.is_empty());
     }
@@ -336,7 +332,7 @@ mod tests {
         pending.validate();
         let taken = pending.take(span(10, 20));
         assert_eq!(taken.cuts, [(span(0, 10), span(10, 30)), (span(10, 20), span(20, 30))]);
-        assert_eq!(pending.bytes(), 30);
+        assert_eq!(pending.bytes, 30);
         pending.validate();
         assert_eq!(pending.complete(StreamKey::new(1), 3), [span(0, 10), span(20, 30)]);
     }
@@ -368,7 +364,7 @@ mod tests {
         assert_eq!(pending.complete(StreamKey::new(2), 4), []);
         assert_eq!(pending.complete(StreamKey::new(1), 9), [span(10, 20)]);
         assert_eq!(pending.complete(StreamKey::new(2), 5), [span(0, 10)]);
-        assert!(pending.bytes() == 0 && !pending.has(StreamKey::new(2)));
+        assert!(pending.bytes == 0 && !pending.has(StreamKey::new(2)));
         pending.validate();
     }
 }

@@ -184,10 +184,10 @@ impl RegionState {
         let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
-        let foreign = |place| pending.bytes() > 0 && pending.is_foreign(place, taker);
+        let foreign = |place| pending.bytes > 0 && pending.is_foreign(place, taker);
         let cost = |place| {
             let cost = segment.cost(place);
-            if pending.bytes() == 0 {
+            if pending.bytes == 0 {
                 return cost;
             }
             let foreign = u64::from(foreign(place));
@@ -265,7 +265,7 @@ impl RegionState {
 
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
     fn claim(&mut self, span: Span) -> Dependencies {
-        if self.pending.bytes() == 0 {
+        if self.pending.bytes == 0 {
             return Dependencies::default();
         }
         let taken = self.pending.take(span);
@@ -472,8 +472,8 @@ impl RegionState {
             idle: size(self.segment.idle()),
             committed: size(self.segment.backed()),
             reserved: size(self.segment.reserved()),
-            pending: size(self.pending.bytes()),
-            holes: size(self.segment.active() + asleep - live - self.pending.bytes()),
+            pending: size(self.pending.bytes),
+            holes: size(self.segment.active() + asleep - live - self.pending.bytes),
             largest_free: size(self.largest_free()),
         }
     }

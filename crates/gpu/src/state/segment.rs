@@ -333,7 +333,7 @@ impl Segment {
 
     /// Returns the age of the longest idle memory that may leave.
     pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
-        self.low.oldest(ages).max(self.high.oldest(ages))
+        self.idle_ages(ages).max()
     }
 
     /// Returns the age of each granule that may leave.

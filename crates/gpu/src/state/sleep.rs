@@ -9,7 +9,6 @@
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
@@ -275,15 +274,6 @@ impl Sleep {
     pub(crate) fn offloaded(&self) -> ByteSize {
         let saved = self.saved.iter().flat_map(|saved| &saved.stores);
         saved.map(|store| store.size).chain([self.idle.bytes()]).sum()
-    }
-}
-
-impl fmt::Debug for Sleep {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sleep")
-            .field("phase", &self.phase)
-            .field("offloaded", &self.offloaded())
-            .finish_non_exhaustive()
     }
 }
 

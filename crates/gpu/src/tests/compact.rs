@@ -434,7 +434,7 @@ fn aligned_blocks_stay_aligned() {
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
     inner.run_now(|state| state.region_mut(Region::Dynamic).pins.pin(first.id));
-    inner.run_now(|state| state.release(Region::Dynamic, gone));
+    inner.run_now(|state| state.release_after(Region::Dynamic, gone, &[]));
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {
         let told = |moved: Moved| {
@@ -444,8 +444,8 @@ fn aligned_blocks_stay_aligned() {
         arena.compact(options, told).expect("no error");
     }
     assert_eq!(moves, 1);
-    inner.run_now(|state| state.release(Region::Dynamic, block));
-    inner.run_now(|state| state.release(Region::Dynamic, first));
+    inner.run_now(|state| state.release_after(Region::Dynamic, block, &[]));
+    inner.run_now(|state| state.release_after(Region::Dynamic, first, &[]));
     arena.validate();
 }
 

@@ -10,8 +10,8 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Waker};
 
 use super::steps::StepSurroundings;
 use super::*;
+use crate::engine::callbacks::Callbacks;
 use crate::engine::context::{OpContext, OpRequest, step};
-use crate::exec::callbacks::Callbacks;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Search};
 use crate::state::sleep::SleepPhase;
 use crate::types::sleep::{Contents, SleepConfig, SleepOptions, SleepState};

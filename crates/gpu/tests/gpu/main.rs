@@ -5,6 +5,7 @@
 
 mod arena;
 #[path = "../../../../benches/index/chance.rs"]
+#[allow(dead_code, reason = "others use more of it")]
 mod chance;
 mod compact;
 mod contract;

@@ -20,12 +20,6 @@ use crate::index::{ALIGN, End, Span};
 /// The maximum number of windows to try to clear in one pass, the cheapest first. A guess.
 const WINDOWS_MAX: usize = 8;
 
-/// A stretch to clear, and the bytes of the blocks that touch it.
-struct MoveWindow {
-    span: Span,
-    bytes: u64,
-}
-
 /// Neighbouring gaps to join, and the blocks between them.
 struct GapRun {
     blocks: Vec<ModelBlock>,
@@ -70,12 +64,12 @@ fn pass(draft: &mut Draft, size: u64) {
 /// allows. Returns `true` if there is one.
 fn clear_a_window(draft: &mut Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> bool {
     let spared = draft.model.largest();
-    for window in windows(draft, parts, size, bytes_max) {
+    for (_, window) in windows(draft, parts, size, bytes_max) {
         let moves = draft.moves.len();
-        let mut touching = draft.model.touching(window.span);
+        let mut touching = draft.model.touching(window);
         touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
         let done = touching.into_iter().all(|block| {
-            let place = draft.place(block, window.span, spared);
+            let place = draft.place(block, window, spared);
             place.inspect(|&(to, _)| draft.relocate(block, to)).is_some()
         });
         if !done {
@@ -90,8 +84,9 @@ fn clear_a_window(draft: &mut Draft, parts: &[LayoutPart], size: u64, bytes_max:
     false
 }
 
-/// Returns the cheapest windows; of equal ones the highest first.
-fn windows(draft: &Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> Vec<MoveWindow> {
+/// Returns the cheapest windows, each with the bytes of the blocks that touch it; of equal ones the
+/// highest first.
+fn windows(draft: &Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> Vec<(u64, Span)> {
     // Sums before each part: the bytes of blocks, and the number of blocks that stay.
     let mut sums = Vec::with_capacity(parts.len() + 1);
     let mut sum = (0, 0);
@@ -104,7 +99,7 @@ fn windows(draft: &Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> Ve
     }
     sums.push(sum);
     let end = parts.last().map_or(0, |part| part.span.end());
-    let mut windows: Vec<MoveWindow> = Vec::new();
+    let mut windows = Vec::new();
     for part in parts.iter().filter(|part| part.hold.is_none()) {
         let starts = [Some(part.span.offset), part.span.end().checked_sub(size)];
         for offset in starts.into_iter().flatten() {
@@ -116,12 +111,12 @@ fn windows(draft: &Draft, parts: &[LayoutPart], size: u64, bytes_max: u64) -> Ve
             let last = parts.partition_point(|part| part.span.offset < span.end());
             let bytes = sums[last].0 - sums[first].0;
             if sums[last].1 == sums[first].1 && bytes <= bytes_max {
-                windows.push(MoveWindow { span, bytes });
+                windows.push((bytes, span));
             }
         }
     }
-    windows.sort_by_key(|window| (window.bytes, std::cmp::Reverse(window.span.offset)));
-    windows.dedup_by_key(|window| window.span.offset);
+    windows.sort_by_key(|&(bytes, span)| (bytes, std::cmp::Reverse(span.offset)));
+    windows.dedup_by_key(|(_, span)| span.offset);
     windows.truncate(WINDOWS_MAX);
     windows
 }

@@ -328,15 +328,9 @@ pub(super) fn places(
 // Invariant: no place of one block in a batch, old or new, overlaps a place of another, so the
 // moves of a batch need no order.
 
-/// The bounds of a batch. A move that exceeds them is a batch of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct BatchLimit {
-    pub(crate) bytes: u64,
-    pub(crate) copies: u64,
-}
-
-/// Returns the number of moves in the first batch of a plan: at least one, if there is a move.
-pub(crate) fn first_batch(moves: &[Move], limit: BatchLimit) -> usize {
+/// Returns the number of moves in the first batch of a plan, with at most these bytes and copies: at
+/// least one, if there is a move.
+pub(crate) fn first_batch(moves: &[Move], [bytes_max, copies_max]: [u64; 2]) -> usize {
     let (mut bytes, mut copies) = (0_u64, 0_u64);
     // The ends of the places, by offset.
     let mut places: BTreeMap<u64, u64> = BTreeMap::new();
@@ -346,7 +340,7 @@ pub(crate) fn first_batch(moves: &[Move], limit: BatchLimit) -> usize {
             places.range(..end).next_back().is_some_and(|(_, &other)| other > offset)
         };
         (bytes, copies) = (bytes + made.size, copies + made.copies());
-        let is_full = bytes > limit.bytes || copies > limit.copies;
+        let is_full = bytes > bytes_max || copies > copies_max;
         let depends = spans.iter().any(|span| is_used(span.offset, span.end()));
         if nth > 0 && (is_full || depends) {
             return nth;
@@ -375,13 +369,15 @@ pub(super) fn without_detours(moves: &[Move]) -> Vec<Move> {
     let mut made: Vec<Option<Move>> = Vec::with_capacity(moves.len());
     // The last move of each block that has moved, by the block's present offset.
     let mut last_moves: BTreeMap<u64, usize> = BTreeMap::new();
-    let mut left = LeftSpans::default();
+    // The spans that blocks have left, and that no block has used since. They do not overlap.
+    let mut left: BTreeMap<u64, u64> = BTreeMap::new();
     for (nth, &second) in moves.iter().enumerate() {
         let mut next = second;
         if let Some(before) = last_moves.remove(&second.from)
             && let Some(first) = made[before]
-            && left.take(first.source())
+            && left.get(&first.from) == Some(&first.size)
         {
+            left.remove(&first.from);
             let direct = Move { from: first.from, ..second };
             if direct.distance() == 0 || !direct.overlaps() {
                 made[before] = None;
@@ -392,37 +388,21 @@ pub(super) fn without_detours(moves: &[Move]) -> Vec<Move> {
             made.push(None); // back where it was
             continue;
         }
-        left.occupy(next.destination());
-        left.add(next.source());
+        occupy(&mut left, next.destination());
+        left.insert(next.from, next.size);
         last_moves.insert(next.to, nth);
         made.push(Some(next));
     }
     made.into_iter().flatten().collect()
 }
 
-/// Spans that blocks have left, and that no block has used since. They do not overlap.
-#[derive(Default)]
-struct LeftSpans(BTreeMap<u64, u64>);
-
-impl LeftSpans {
-    fn add(&mut self, span: Span) {
-        self.0.insert(span.offset, span.size);
-    }
-
-    /// Removes a span. Returns `false` if it is not there as a whole.
-    fn take(&mut self, span: Span) -> bool {
-        let is_there = self.0.get(&span.offset) == Some(&span.size);
-        is_there && self.0.remove(&span.offset).is_some()
-    }
-
-    /// Removes all spans of which a part is used now.
-    fn occupy(&mut self, used: Span) {
-        let overlapping = self.0.range(..used.end()).rev();
-        let overlapping = overlapping.take_while(|&(offset, size)| offset + size > used.offset);
-        let offsets: Vec<u64> = overlapping.map(|(&offset, _)| offset).collect();
-        for offset in offsets {
-            self.0.remove(&offset);
-        }
+/// Removes all spans of which a part is used now.
+fn occupy(left: &mut BTreeMap<u64, u64>, used: Span) {
+    let overlapping = left.range(..used.end()).rev();
+    let overlapping = overlapping.take_while(|&(offset, size)| offset + size > used.offset);
+    let offsets: Vec<u64> = overlapping.map(|(&offset, _)| offset).collect();
+    for offset in offsets {
+        left.remove(&offset);
     }
 }
 
@@ -430,7 +410,7 @@ impl LeftSpans {
 mod tests {
     use super::*;
 
-    const LIMIT: BatchLimit = BatchLimit { bytes: 35, copies: 8 };
+    const LIMIT: [u64; 2] = [35, 8];
 
     fn first(moves: &[(u64, u64, u64)]) -> usize {
         let moves: Vec<_> = moves.iter().map(|&(from, to, size)| Move { from, to, size }).collect();

@@ -357,12 +357,14 @@ fn a_forked_child_writes_nothing_to_page_locked_memory_of_its_parent() {
     end((fake, bed, arena, lane));
 }
 
-/// A few of the hundred thousand that the bench `faults` runs.
+/// The number of random schedules: a hundred thousand in `.ci/run --soak`.
+const SCHEDULES: u64 = if cfg!(lowtide_soak) { 100_000 } else { 60 };
+
 #[test]
 fn random_schedules_of_copies_never_race() {
     let fake = Fake::start(Options::default());
     let mut all = Done::default();
-    for seed in 0..lowtide_cuda_sim::sample(600) {
+    for seed in 0..SCHEDULES {
         let bed = pinned_schedule::Bed::new(&fake, u32::from(seed % 2 == 1), seed);
         match bed.run(seed) {
             Ok(done) => all.add(done),
