@@ -5,7 +5,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::value::{Bounds, Spelled, part, spelled};
+use super::value::{Bounds, Spelled, by_name, part, spelled};
 use crate::device::Contents;
 use crate::device::driver::DeviceUuid;
 
@@ -134,7 +134,7 @@ lowtide_core::named_enum! {
     }
 }
 
-lowtide_core::by_name!(DeviceBackend, "auto, virtual-memory, pool, plain or managed");
+by_name!(DeviceBackend, "auto, virtual-memory, pool, plain or managed");
 
 #[cfg(test)]
 mod tests {

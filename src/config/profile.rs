@@ -14,6 +14,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
+use super::value::by_name;
 use crate::bytes::ByteSize;
 use lowtide_admission::PurgeGrowth;
 use lowtide_heap as heap;
@@ -70,7 +71,7 @@ impl Profile {
     }
 }
 
-lowtide_core::by_name!(Profile, "low-memory, balanced or throughput");
+by_name!(Profile, "low-memory, balanced or throughput");
 
 /// A setting of ONNX Runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -62,20 +62,6 @@ macro_rules! named_enum {
     };
 }
 
-/// Implements `FromStr` of an enum of [`named_enum!`] with these words for the accepted names.
-#[macro_export]
-macro_rules! by_name {
-    ($name:ty, $expected:literal) => {
-        impl ::std::str::FromStr for $name {
-            type Err = &'static str;
-
-            fn from_str(text: &str) -> Result<Self, Self::Err> {
-                Self::ALL.into_iter().find(|it| it.name() == text).ok_or($expected)
-            }
-        }
-    };
-}
-
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use tracing::span::{Attributes, Id, Record};
