@@ -72,6 +72,7 @@ const GOALS: &[(&str, f64)] = &[
     ("index.virtual.two_ranges.load90.failures", 0.0),
     ("index.virtual.two_ranges.active_per_live.worst", 1.03),
     ("index.metadata.bytes_per_block", 64.0),
+    ("index.metadata.bytes_per_block_worst", 64.0),
     ("arena.pair.driver_calls", 0.0),
     ("arena.two_threads.contended_locks", 0.0),
     ("arena.virtual.load90.failures", 0.0),
@@ -197,6 +198,16 @@ fn virtual_memory(figures: &mut Figures) {
 }
 
 fn metadata(figures: &mut Figures) {
+    // The worst from a thousand blocks on, whenever the table of records has just grown.
+    let mut pool = Ours::new(POOL);
+    let mut worst: f64 = 0.0;
+    for blocks in 1..20_000 {
+        let _ = pool.alloc(256);
+        if blocks >= 1_000 {
+            worst = worst.max(pool.0.metadata() as f64 / f64::from(blocks));
+        }
+    }
+    figures.add("index.metadata.bytes_per_block_worst", worst, "bytes");
     let mut pool = Ours::new(POOL);
     Mix::filled(&mut pool, SEEDS[0], MIX_LIVE).play(&mut pool, STEPS);
     let each = pool.0.metadata() as f64 / pool.0.blocks().count() as f64;
