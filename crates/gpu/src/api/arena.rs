@@ -348,8 +348,9 @@ impl DeviceArena {
         self.inner.snapshot()
     }
 
-    /// Returns committed and idle memory at one instant, for sampling: no allocation, no driver
-    /// call, and the lock is held for a few additions. Zero in a forked child.
+    /// Returns committed and idle memory at one instant, for sampling: no driver call, at most one
+    /// allocation (a list of the lanes), and the lock is held for a few additions. Zero in a forked
+    /// child.
     #[must_use]
     pub fn glance(&self) -> ArenaGlance {
         if self.inner.check_here().is_err() {
