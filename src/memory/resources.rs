@@ -226,7 +226,7 @@ impl Memory {
     /// the arena may stay until the arena decays.
     ///
     /// ```
-    ///     /// use lowtide::device::Region;
+    /// use lowtide::device::Region;
     /// use lowtide::{ByteSize, Cost, Memory};
     ///
     /// let memory = Memory::builder().start()?;

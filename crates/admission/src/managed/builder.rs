@@ -103,7 +103,8 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// For idleness and pressure it runs on the one worker: until it returns, nothing else is
     /// purged, unloaded or published, and callers that acquire the resource wait. For an eviction
     /// it runs on a thread of its own, and the load waits for at most 30 s. Keep it short, and
-    /// bound its waits. It cannot acquire resources: that returns [`ResourceError::Unloading`].
+    /// bound its waits. It cannot acquire resources: that returns
+    /// [`ResourceError::Unloading`](super::ResourceError::Unloading).
     #[must_use]
     pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
         self.unload = Box::new(unload);
