@@ -68,7 +68,7 @@ const SETTLE: Duration = Duration::from_secs(3);
 /// The time over which CPU and allocations are counted.
 const COUNTED: Duration = Duration::from_secs(20);
 /// Pairs of services whose memory is compared.
-const PAIRS: usize = 7;
+const PAIRS: usize = 11;
 /// Requests in progress, each with a body that does not end.
 const REQUESTS: usize = 64;
 /// The length that each declares.

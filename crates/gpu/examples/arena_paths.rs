@@ -179,6 +179,8 @@ unsafe impl Driver for NoDriver {
             host_access: false,
             host_backed: false,
             unified: false,
+            #[cfg(lowtide_reference)]
+            same_address_wake: true,
             remap: false,
             asynchronous: false,
             page_locked: false,

@@ -50,7 +50,7 @@ const MISSED: &[(&str, f64)] = &[
     ("arena.drop.files", 23.0),
     ("arena.drop.functions", 90.0),
     ("arena.warm.files", 23.0),
-    ("arena.warm.functions", 118.0),
+    ("arena.warm.functions", 111.0),
     ("gpu.view.calls", 11.0),
     ("measured.layer.ratio", 1.08),
     ("measured.scope.peak.instructions", 390.0),

@@ -7,8 +7,8 @@
 //! the remaining granules are released as far as possible, and the arena sleeps: the copies are
 //! complete.
 //!
-//! This module does not decide when: callers of
-//! [`sleep_if_idle`](crate::DeviceArena::sleep_if_idle) do.
+//! `next_sleep` decides when an arena may sleep by itself; the control loop and
+//! [`sleep_if_idle`](crate::DeviceArena::sleep_if_idle) ask it.
 //!
 //! Invariants: every granule that was committed is marked until its call's result is recorded; when
 //! the arena is asleep, memory that is still committed was to stay, or the driver did not release

@@ -26,7 +26,8 @@ pub(crate) struct Executor {
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
-    birth: Birth,
+    /// In a forked child a thread that does not exist may hold the lock.
+    pub(crate) birth: Birth,
 }
 
 /// The slot of the state under the lock.
@@ -61,17 +62,11 @@ impl Executor {
         Self { guarded, changed, moves, birth: Birth::now() }
     }
 
-    /// Returns `false` in a forked child, in which a thread that does not exist may hold the lock.
-    #[inline]
-    pub(crate) fn is_here(&self) -> bool {
-        self.birth.is_here()
-    }
-
     /// Locks the state. Measures the wait if another thread holds the lock. Who changes the state
     /// publishes that before the lock is released.
     #[inline]
     pub(crate) fn lock(&self, clock: &dyn Clock) -> MutexGuard<'_, StateSlot> {
-        self.try_lock().unwrap_or_else(|| self.lock_contended(clock))
+        try_lock(&self.guarded).unwrap_or_else(|| self.lock_contended(clock))
     }
 
     #[cold]
@@ -84,7 +79,7 @@ impl Executor {
     }
 
     /// Locks the state if no other thread holds the lock.
-    #[inline]
+    #[cfg(all(test, not(lowtide_loom)))]
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, StateSlot>> {
         try_lock(&self.guarded)
     }
@@ -112,8 +107,9 @@ impl Executor {
     /// and notifies the threads that wait for a change.
     #[inline]
     pub(crate) fn publish(&self, slot: &StateSlot) {
+        let Some(state) = &slot.state else { return };
         for region in Region::ALL {
-            let (published, moves) = (&self.moves[region.number()], slot.region(region).moves);
+            let (published, moves) = (&self.moves[region.number()], state.region(region).moves);
             // Read first: a cache line that all threads write would slow down its readers.
             if published.load(Ordering::Relaxed) != moves {
                 published.store(moves, Ordering::Relaxed);
@@ -164,7 +160,7 @@ impl Executor {
                 ControlFlow::Continue(OpRequest::Outside) => {
                     drop(slot);
                     run_outside(cx, operation.as_mut());
-                    if !self.is_here() {
+                    if !self.birth.is_here() {
                         return end_in_child(cx, operation.as_mut());
                     }
                 }

@@ -344,7 +344,7 @@ impl ArenaInner {
     /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
     #[inline]
     pub(crate) fn check_here(&self) -> Result<(), DeviceError> {
-        if self.executor.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
+        if self.executor.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
     /// Changes or reads the state in one step, except in a forked child, which never takes the

@@ -33,17 +33,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(100);
 /// The last use of a granule, in parts of the decay time. Wraps after 4 million decay times; memory
 /// that is not checked for that long may stay one decay time longer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Stamp(u32);
-
-impl Stamp {
-    pub(crate) const fn new(part: u32) -> Self {
-        Self(part)
-    }
-
-    pub(crate) const fn get(self) -> u32 {
-        self.0
-    }
-}
+pub(crate) struct Stamp(pub(crate) u32);
 
 /// A moment in parts of the decay time, to compare stamps with.
 #[derive(Clone, Copy, Debug)]

@@ -164,7 +164,7 @@ impl Granules {
         for (at, mask) in masks(range.start.min(known)..range.end.min(known)) {
             let mut idle = mask & !self.words[at].touched;
             while idle != 0 {
-                self.partly[at * 64 + idle.trailing_zeros() as usize] = stamp.get();
+                self.partly[at * 64 + idle.trailing_zeros() as usize] = stamp.0;
                 idle &= idle - 1;
             }
         }
@@ -176,7 +176,7 @@ impl Granules {
         let words = self.words.iter().enumerate().take(self.idle_end.div_ceil(64));
         let idle =
             words.flat_map(|(at, word)| bits(word.may_leave()).map(move |bit| at * 64 + bit));
-        let age = move |granule: usize| ages.of(Stamp::new(self.partly[granule]));
+        let age = move |granule: usize| ages.of(Stamp(self.partly[granule]));
         // The handle and the age of the granule before.
         let mut last = (0..0, None);
         idle.filter_map(move |granule| {
@@ -444,7 +444,7 @@ impl Granules {
     /// Returns `true` if the granule may leave and, with ages, has expired.
     fn leaves(&self, granule: usize, ages: Option<Ages>) -> bool {
         self.is(granule, Word::may_leave)
-            && ages.is_none_or(|ages| ages.is_over(Stamp::new(self.partly[granule])))
+            && ages.is_none_or(|ages| ages.is_over(Stamp(self.partly[granule])))
     }
 
     /// Records that one handle backs these granules, which are being committed.
