@@ -572,9 +572,8 @@ impl AdmissionState {
         } else {
             self.book(Cost::host(bytes), Ledger::try_book)
         };
-        let booked = booked.map_err(|(budget, short)| {
-            self.why_no_room(budget, short, place, || RetryHint::Unknown)
-        })?;
+        let booked = booked
+            .map_err(|(budget, short)| self.refusal(budget, short, place, || RetryHint::Unknown))?;
         Ok(booked.host)
     }
 
@@ -761,12 +760,12 @@ impl AdmissionState {
         if budget == Budget::Host && short.asked <= self.host.ceiling() {
             self.lacked.fetch_min(short.asked.get(), Ordering::Relaxed);
         }
-        self.why_no_room(budget, short, place, make_room)
+        self.refusal(budget, short, place, make_room)
     }
 
     /// Returns the reason: the device is lost, the request can never fit, or it does not fit now.
     /// Unlike after [`AdmissionState::full`], the next tick does not make room for it.
-    fn why_no_room(
+    fn refusal(
         &self,
         budget: Budget,
         short: InsufficientBudget,
