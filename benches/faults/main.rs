@@ -1,8 +1,8 @@
 //! Services that real faults killed, in memory cgroups, with clients outside: how often the kernel
 //! kills them now, and what becomes of the requests.
 //!
-//! `cargo bench --bench faults` runs both parts; `-- readme` or `-- runaway` runs one. A process that
-//! survives by refusing everything shows in the numbers of requests that were served.
+//! `cargo bench --bench faults` runs both parts; `-- readme` or `-- runaway` runs one. A process
+//! that survives by refusing everything shows in the numbers of requests that were served.
 //!
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]

@@ -114,8 +114,8 @@ pub(crate) struct Measures {
     pub(crate) learned_goodput_mib: f64,
     /// The part of the offered bytes that was shed.
     shed_bytes: f64,
-    /// Requests that were shed after the first [`LEARNED`] ones of their class, and the number of all
-    /// requests after those.
+    /// Requests that were shed after the first [`LEARNED`] ones of their class, and the number of
+    /// all requests after those.
     pub(crate) learned_sheds: u64,
     pub(crate) learned_sent: u64,
     /// Of each class: its part of the served bytes over its part of the offered ones.

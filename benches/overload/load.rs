@@ -66,8 +66,8 @@ pub(crate) struct Seen {
     pub(crate) hold: f64,
 }
 
-/// Offers a load, and looks until it is over. A look that returns `false` ends the load. Returns the
-/// outcomes of the requests.
+/// Offers a load, and looks until it is over. A look that returns `false` ends the load. Returns
+/// the outcomes of the requests.
 pub(crate) fn offer(
     to: SocketAddr,
     offer: Offer,

@@ -26,8 +26,9 @@ const POLLS: u32 = 200_000;
 const REQUESTS: u32 = 10_000;
 
 /// The process that is counted: work for an account that does nothing (`idle`), that allocates and
-/// frees small blocks (`settled`), or more than 64 KiB (`peak`); and requests over HTTP/1, behind a layer that measures or one that does not. Those that
-/// end in `bare` do the same for no account and behind no layer.
+/// frees small blocks (`settled`), or more than 64 KiB (`peak`); and requests over HTTP/1, behind a
+/// layer that measures or one that does not. Those that end in `bare` do the same for no account
+/// and behind no layer.
 pub(crate) fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
     match counted {
         "hello" => return hello(Some(memory()?.admission()), steps),

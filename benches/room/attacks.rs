@@ -140,8 +140,8 @@ const LONG: usize = 8 << 10;
 /// Connections that are opened at a time.
 const AT_ONCE: usize = 256;
 
-/// Opens connections of HTTP/2, each once, and keeps them. Each sends the head of one request with a
-/// long header, and no body.
+/// Opens connections of HTTP/2, each once, and keeps them. Each sends the head of one request with
+/// a long header, and no body.
 pub(crate) fn send_heads(count: usize, to: SocketAddr) -> JoinSet<Result<(), BoxError>> {
     let slots = Arc::new(Semaphore::new(AT_ONCE));
     let long = "x".repeat(LONG);

@@ -1,8 +1,8 @@
 //! Load: real HTTP requests with real text, from a fixed number of concurrent connections.
 //!
 //! Closed loop: each connection sends its next request after it has read the last response. Texts
-//! are cut from this project's own at seeded places and shared, not copied, so the client itself uses almost
-//! no memory. Every response is read to its end and counted by its status.
+//! are cut from this project's own at seeded places and shared, not copied, so the client itself
+//! uses almost no memory. Every response is read to its end and counted by its status.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;

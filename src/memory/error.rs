@@ -350,7 +350,8 @@ fn gpus(devices: usize) -> String {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Diagnostic {
-    /// The subject: `configuration`, `heap`, `limit`, `signals`, `device`, `resources`; in a verdict
+    /// The subject: `configuration`, `heap`, `limit`, `signals`, `device`, `resources`; in a
+    /// verdict
     /// `exhausted`, `rejections`, `level`, `resource`, `leak`, `retained`, `untracked`, `device` or
     /// `eviction`.
     pub about: &'static str,

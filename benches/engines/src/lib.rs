@@ -99,8 +99,8 @@ pub trait Service {
 /// A figure, its value and its unit.
 type Figure = (&'static str, f64, &'static str);
 
-/// Runs the cycles and prints the medians of their figures, or obeys the standard input; whether the
-/// goals hold.
+/// Runs the cycles and prints the medians of their figures, or obeys the standard input; whether
+/// the goals hold.
 ///
 /// # Errors
 /// Those of the service, or that the kernel's files cannot be read.

@@ -28,8 +28,8 @@
 //! doubles with each `STEP` in which requests ran without a break. Time counts from when a body has
 //! arrived, since a request holds less than it will while its body arrives. It starts again when a
 //! request grows beyond its claim. It does not count while a request is polled, since the memory of
-//! a poll is measured when the poll ends. If no body arrives, a step takes `ARRIVING` times as long;
-//! so a client that sends nothing cannot block a route forever.
+//! a poll is measured when the poll ends. If no body arrives, a step takes `ARRIVING` times as
+//! long; so a client that sends nothing cannot block a route forever.
 //!
 //! Invariants: a claim from measurements is at most [`Room::limit`]; a mean is that of about the
 //! last `WINDOW` requests; at most `ROUTES_MAX` records, and one for all other routes; while slow
@@ -368,8 +368,8 @@ impl Compared {
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
     }
 
-    /// Admits the request if the need of its route is known or few requests run. Reads the time only
-    /// if needed.
+    /// Admits the request if the need of its route is known or few requests run. Reads the time
+    /// only if needed.
     ///
     /// # Errors
     /// The number of requests of the route that run, otherwise.
@@ -462,8 +462,8 @@ impl SlowStart {
         self.succeeded >= self.successes
     }
 
-    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the limit at the start.
-    /// [`SlowStart::leave`] ends the request.
+    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the
+    /// limit at the start. [`SlowStart::leave`] ends the request.
     fn enter(&mut self, first: u32, now: Moment) -> Result<(), u32> {
         // A client that reconnects at once after each failure makes no break.
         let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);

@@ -457,9 +457,9 @@ impl Ledger {
         ResourceHold { bytes, units: reserved.units, settled: false }
     }
 
-    /// Returns the allowance that `bytes` of a resource take at the current `K`, rounded up: zero for
-    /// zero bytes, which always fit, and all of it for [`ByteSize::MAX`]. So a resource of the same
-    /// size fits in the place of another.
+    /// Returns the allowance that `bytes` of a resource take at the current `K`, rounded up: zero
+    /// for zero bytes, which always fit, and all of it for [`ByteSize::MAX`]. So a resource of the
+    /// same size fits in the place of another.
     pub(crate) fn units_of(&self, bytes: ByteSize) -> u64 {
         match bytes {
             ByteSize::ZERO => 0,

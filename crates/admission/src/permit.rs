@@ -368,9 +368,9 @@ impl Drop for Permit {
 
 /// A request in the queue. Dropping it leaves the queue.
 ///
-/// The tower layer uses it, since it estimates the need of a request again at each attempt. Programs
-/// use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended requests that
-/// resume ([`Permit::resume`]).
+/// The tower layer uses it, since it estimates the need of a request again at each attempt.
+/// Programs use [`Admission::reserve`]. Loads wait in the same queue, and so do suspended requests
+/// that resume ([`Permit::resume`]).
 #[derive(Debug)]
 pub struct Waiting {
     state: &'static AdmissionState,

@@ -1,8 +1,8 @@
 //! The reclaim steps: who releases memory under pressure, in which order, and how often.
 //!
-//! Deciding ([`ReclaimPolicy::due`]) and doing ([`ReclaimStep::run`]) are separate. The control loop decides
-//! and never waits; the worker runs the steps. A reclaimer is known only by its trait: the budget
-//! that it relieves, its cost, and the level from which it runs.
+//! Deciding ([`ReclaimPolicy::due`]) and doing ([`ReclaimStep::run`]) are separate. The control
+//! loop decides and never waits; the worker runs the steps. A reclaimer is known only by its trait:
+//! the budget that it relieves, its cost, and the level from which it runs.
 //!
 //! Invariant: `start - end of the previous run >= pause`. The pause is [`PAUSE_MIN`] after a
 //! successful run. After a run that recovered less than a twentieth of the requested bytes it

@@ -124,9 +124,9 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Reserves address space, without memory, at a multiple of the granularity.
     ///
     /// # Errors
-    /// [`DriverError::Unsupported`] without [`Capabilities::virtual_memory`], as for the calls up to
-    /// [`Driver::remap`]; [`DriverError::OutOfMemory`] if no such range is free; a smaller one may
-    /// be.
+    /// [`DriverError::Unsupported`] without [`Capabilities::virtual_memory`], as for the calls up
+    /// to [`Driver::remap`]; [`DriverError::OutOfMemory`] if no such range is free; a smaller one
+    /// may be.
     fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
         let _ = size;
         Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })

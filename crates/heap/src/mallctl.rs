@@ -262,8 +262,8 @@ impl<T: Number, const N: usize> Key<T, N> {
 
     fn read_by(&self, numbers: &[usize; N]) -> Result<T, HostError> {
         // SAFETY: as in `exchange`. Numbers are those of a name, or have an arena's index below
-        // jemalloc's limit in place (`numbers_with`), or that of a size class, which jemalloc checks
-        // (`read_class`).
+        // jemalloc's limit in place (`numbers_with`), or that of a size class, which jemalloc
+        // checks (`read_class`).
         unsafe { self.read_raw(numbers, None) }
     }
 

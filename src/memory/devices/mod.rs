@@ -3,8 +3,9 @@
 //! The rest of `memory` reaches them only through the items of this file, where it has the feature
 //! `device`. [`Devices`] (`state`) is a field of `Shared`, and opens the devices. The parts:
 //! `device` is one of them, `select` chooses one, `arenas` and `slots` list arenas, `open` opens
-//! them, `release` and `shrink` release memory, `report` has the figures, `cuda` lists the processes
-//! on a device, `values` has what users see. What `state` is made of does not use `Shared`.
+//! them, `release` and `shrink` release memory, `report` has the figures, `cuda` lists the
+//! processes on a device, `values` has what users see. What `state` is made of does not use
+//! `Shared`.
 //!
 //! Invariant: no driver call under a lock of this module but that of openings (`slots`).
 

@@ -2,8 +2,8 @@
 //!
 //! Tables of function pointers and unmodified cudarc run against it without a GPU. It has two
 //! parts: a shared library (`cu*` as in cuda.h, and `fake_control` to configure it), and [`Fake`],
-//! which loads that library by its path and offers its commands as safe calls. A process has one library with
-//! one state; [`Fake::start`] gives it to one test at a time.
+//! which loads that library by its path and offers its commands as safe calls. A process has one
+//! library with one state; [`Fake::start`] gives it to one test at a time.
 //!
 //! It proves logic, never speed, and nothing about what the manual leaves open. Kernels are those
 //! of [`KERNELS`], by name; PTX is recognized and not run. Not modelled: peers, IPC, textures,

@@ -1,5 +1,5 @@
-//! `retention-pair heap|plain|nothing TIMES`: so many allocations of 64 bytes and their releases, of
-//! lowtide's allocator, of jemalloc's, or of none.
+//! `retention-pair heap|plain|nothing TIMES`: so many allocations of 64 bytes and their releases,
+//! of lowtide's allocator, of jemalloc's, or of none.
 //!
 //! Invariant: a loop of pairs differs from the empty one by the two calls and nothing else.
 #![expect(unsafe_code, reason = "allocators are called by hand")]

@@ -82,14 +82,15 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// Sets the time that a load may take. Default: 10 minutes; [`Duration::ZERO`] disables the
     /// timeout.
     ///
-    /// After the timeout, waiting callers get [`LoadFailure::TimedOut`], the reservation of the load
-    /// is released, and the next load may start after the [backoff](Self::backoff). A thread cannot
-    /// be stopped: the loader runs until it returns. The value that it then returns goes through
-    /// [`unload`](Self::unload) on the same thread and never becomes the value of another load. At
-    /// most 2 threads of a resource can hang in its loader. Until one of them returns, no further
-    /// load starts and acquiring fails at once.
+    /// After the timeout, waiting callers get [`LoadFailure::TimedOut`], the reservation of the
+    /// load is released, and the next load may start after the [backoff](Self::backoff). A thread
+    /// cannot be stopped: the loader runs until it returns. The value that it then returns goes
+    /// through [`unload`](Self::unload) on the same thread and never becomes the value of another
+    /// load. At most 2 threads of a resource can hang in its loader. Until one of them returns, no
+    /// further load starts and acquiring fails at once.
     ///
-    /// The timeout is detected by a call of [`Managed::unload_if_due`](super::Managed::unload_if_due). The worker of a
+    /// The timeout is detected by a call of
+    /// [`Managed::unload_if_due`](super::Managed::unload_if_due). The worker of a
     /// `lowtide::Memory` makes this call for registered resources.
     #[must_use]
     pub fn load_timeout(mut self, timeout: Duration) -> Self {

@@ -172,8 +172,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         begun.map_err(|(number, _, rejected)| cell.refuse_load(number, rejected))
     }
 
-    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for it.
-    /// Returns its number and cost with the rejection if there is no room.
+    /// Runs a load on this thread if it is `here`, otherwise on a new one, after making room for
+    /// it. Returns its number and cost with the rejection if there is no room.
     pub(super) fn begin(
         cell: &Arc<Self>,
         step: CallerStep<T>,

@@ -9,8 +9,8 @@
 //! Pressure stall information (PSI) of the own cgroup, the time its processes lost waiting for
 //! memory, is advisory: it is published and rejects nothing. The machine's own PSI is never read,
 //! because it includes other processes; so the root of the hierarchy, whose file is the machine's,
-//! does not count as an own cgroup. The kernel provides PSI on version 2, and on hybrid hosts in the
-//! unified hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
+//! does not count as an own cgroup. The kernel provides PSI on version 2, and on hybrid hosts in
+//! the unified hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
 //!
 //! Invariants: `count = current value of the file - value at the open`, never below zero;
 //! `full.total <= some.total`, as the kernel counts them.

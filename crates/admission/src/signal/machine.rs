@@ -6,8 +6,8 @@
 //! pages that are reserved are no memory for this process, and are subtracted. `sysinfo(2)` answers
 //! where `/proc/meminfo` is hidden.
 //!
-//! The CPUs are read once, at the open: the layout of threads and heap arenas depends on them at the
-//! start. Nothing here binds a thread or changes a quota.
+//! The CPUs are read once, at the open: the layout of threads and heap arenas depends on them at
+//! the start. Nothing here binds a thread or changes a quota.
 //!
 //! Invariants: `usable = MemTotal - Hugetlb`, and in mode 2 of `vm.overcommit_memory`
 //! `commit = CommitLimit`, compared with `Committed_AS + growth of this process since the look`;

@@ -184,7 +184,8 @@ impl Calls {
         stream: usize,
     ) -> DriverResult {
         let bytes = size.as_usize().unwrap_or(usize::MAX);
-        // SAFETY: so many bytes of host memory, which the driver writes (contract of this function).
+        // SAFETY: so many bytes of host memory, which the driver writes (contract of this
+        // function).
         let done = unsafe { self.copy_to_host(to.as_ptr(), from, bytes, stream) };
         done.map_err(|error| error.sized(size))
     }

@@ -94,8 +94,9 @@ impl DeviceArena {
     /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.
     ///
     /// No block moves while a lease is held: the compaction ends after the current batch
-    /// ([`CompactReport::is_busy`]), and entering waits only for that batch. Other threads allocate and free meanwhile.
-    /// Holds the lock to copy the metadata, O(blocks), and to record each batch.
+    /// ([`CompactReport::is_busy`]), and entering waits only for that batch. Other threads allocate
+    /// and free meanwhile. Holds the lock to copy the metadata, O(blocks), and to record each
+    /// batch.
     ///
     /// A driver without streams moves one block at a time. On a driver with streams, a batch has as
     /// many blocks as can be copied within about a millisecond by [`DeviceArena::set_costs`]; a

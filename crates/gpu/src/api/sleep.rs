@@ -62,7 +62,8 @@ impl DeviceArena {
     /// none per block. Host memory: whole granules of kept contents, rounded up to 64 KiB, reserved
     /// with the budget of [`DeviceArena::set_host_budget`] before the first copy.
     ///
-    /// A driver without [`virtual_memory`](crate::driver::Capabilities::virtual_memory) cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
+    /// A driver without [`virtual_memory`](crate::driver::Capabilities::virtual_memory) cannot
+    /// restore a live block at its address: an arena on it sleeps only if nothing is live.
     ///
     /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
     /// have no memory at their addresses until the arena is awake again.

@@ -89,8 +89,8 @@ impl RegionState {
     }
 }
 
-/// Returns runs of granules, which are in order, with the strongest treatment that a block wants for
-/// each granule. Granules that no block touches have nothing to keep.
+/// Returns runs of granules, which are in order, with the strongest treatment that a block wants
+/// for each granule. Granules that no block touches have nothing to keep.
 fn strongest(
     runs: impl Iterator<Item = Range<usize>>,
     blocks: impl Iterator<Item = (Range<usize>, Contents)>,

@@ -89,8 +89,9 @@ pub enum DeviceError {
         /// The longest free span of addresses, with or without memory.
         largest_span: ByteSize,
         /// The longest free span that [`DeviceArena::compact`](crate::DeviceArena::compact) would
-        /// make with [`CompactOptions::contiguous`](crate::CompactOptions::contiguous): a lower bound from a plan for
-        /// about the first hundred large blocks of the region. Costs as much as `recoverable` of
+        /// make with [`CompactOptions::contiguous`](crate::CompactOptions::contiguous): a lower
+        /// bound from a plan for about the first hundred large blocks of the region. Costs as much
+        /// as `recoverable` of
         /// `OutOfMemory`; equals `largest_span` if errors come too fast for a plan.
         compacted_span: ByteSize,
     },

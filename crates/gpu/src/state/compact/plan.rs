@@ -328,8 +328,8 @@ pub(super) fn places(
 // Invariant: no place of one block in a batch, old or new, overlaps a place of another, so the
 // moves of a batch need no order.
 
-/// Returns the number of moves in the first batch of a plan, with at most these bytes and copies: at
-/// least one, if there is a move.
+/// Returns the number of moves in the first batch of a plan, with at most these bytes and copies:
+/// at least one, if there is a move.
 pub(crate) fn first_batch(moves: &[Move], [bytes_max, copies_max]: [u64; 2]) -> usize {
     let (mut bytes, mut copies) = (0_u64, 0_u64);
     // The ends of the places, by offset.
