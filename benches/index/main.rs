@@ -82,6 +82,7 @@ const GOALS: &[(&str, f64)] = &[
 /// The same for what is timed.
 const TIMED: &[(&str, f64)] = &[
     ("index.random_mix.median_ns", 50.0),
+    ("index.holes_8192.median_ns", 300.0),
     ("arena.pair.median_ns", 60.0),
     ("arena.two_threads.wall_ratio_over_loop", 1.15),
 ];
@@ -117,6 +118,8 @@ fn times(figures: &mut Figures) {
     timed(figures, "", || Ours::new(POOL));
     timed(figures, "peer.offset-allocator.", || Offset::new(POOL, BLOCKS_MAX));
     timed(figures, "peer.rlsf.", || Tlsf::new(POOL));
+    let nanos = work::beside_holes(&mut Ours::new(POOL));
+    figures.add("index.holes_8192.median_ns", nanos, "ns");
 }
 
 fn timed<P: Peer>(figures: &mut Figures, prefix: &str, make: impl Fn() -> P) {

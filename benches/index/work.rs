@@ -111,6 +111,22 @@ pub(crate) fn pair<P: Peer>(peer: &mut P) -> f64 {
     median(&(0..200).map(|_| batch()).collect::<Vec<_>>())
 }
 
+/// Median nanoseconds of a request for 1000 KiB beside 8,192 holes of 520 KiB.
+pub(crate) fn beside_holes<P: Peer>(peer: &mut P) -> f64 {
+    let mut holes = Vec::new();
+    for _ in 0..8_192 {
+        holes.extend(peer.alloc(520 << 10));
+        let _ = peer.alloc(256);
+    }
+    holes.into_iter().for_each(|block| peer.free(block));
+    let mut timed = Timed { peer, clock: clock_nanos(), nanos: Vec::new() };
+    for _ in 0..2_001 {
+        let block = timed.alloc(1_000 << 10);
+        block.into_iter().for_each(|block| timed.peer.free(block));
+    }
+    median(&timed.nanos)
+}
+
 /// Failures of a mix at 90 % of the pool.
 pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
     let mut mix = Mix::filled(&mut peer, seed, LOAD90_LIVE);
