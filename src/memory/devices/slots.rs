@@ -229,38 +229,47 @@ impl ArenaSlot {
         act: SlotAction,
         options: &ArenaOptions,
         device_limit: ByteSize,
-        open: impl FnOnce(
+        open: impl Fn(
             &ArenaResolution,
             Option<&Arc<ManagedArena>>,
         ) -> Result<Arc<ManagedArena>, MemoryError>,
     ) -> Result<(ArenaReport, Option<Arc<ArenaGeneration>>), MemoryError> {
         options.check_supported()?;
         let _opening = lock(&self.opening);
-        let (layers, replaced) = {
+        // At most twice: while this thread opens, no other thread gives the slot an arena.
+        loop {
+            let (layers, replaced) = {
+                let mut state = lock(&self.state);
+                if act != SlotAction::Replace
+                    && let Some(report) = self.join(&mut state, act, options)
+                {
+                    return Ok((report, None));
+                }
+                let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
+                (self.layers(&state, act, options, device_limit), replaced)
+            };
+            let resolution = Arc::new(layers.resolve()?);
+            let opened = open(&resolution, replaced.as_ref());
             let mut state = lock(&self.state);
-            if act != SlotAction::Replace
-                && let Some(report) = self.join(&mut state, act, options)
-            {
-                return Ok((report, None));
+            if replaced.is_some() && state.serving.is_none() {
+                // The last user has left meanwhile, and the options of its arena do not apply.
+                drop(state); // before the arena, which calls the driver
+                continue;
             }
-            let replaced = state.serving.as_ref().map(|serving| Arc::clone(&serving.managed));
-            (self.layers(&state, act, options, device_limit), replaced)
-        };
-        let resolution = Arc::new(layers.resolve()?);
-        let opened = open(&resolution, replaced.as_ref())?;
-        let mut state = lock(&self.state);
-        self.arenas.add(&opened, replaced.as_ref())?;
-        let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
-        // `None` also if the last user has left meanwhile, which drains it.
-        let old = state.serving.replace(Arc::new(ArenaGeneration { resolution, managed: opened }));
-        state.layers = layers;
-        state.draining.extend(old.clone());
-        match act {
-            SlotAction::Use => state.users = 1, // there was no arena, and so no user
-            SlotAction::Share => state.shared = true,
-            SlotAction::Replace => state.shared |= old.is_none(),
+            let opened = opened?;
+            self.arenas.add(&opened, replaced.as_ref())?;
+            let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
+            let serving = Arc::new(ArenaGeneration { resolution, managed: opened });
+            let old = state.serving.replace(serving);
+            state.layers = layers;
+            state.draining.extend(old.clone());
+            match act {
+                SlotAction::Use => state.users = 1, // there was no arena, and so no user
+                SlotAction::Share => state.shared = true,
+                SlotAction::Replace => state.shared |= old.is_none(),
+            }
+            return Ok((report, old));
         }
-        Ok((report, old))
     }
 
     /// Counts another user of the serving arena; `None` if there is none.
@@ -429,4 +438,43 @@ pub struct SlotSnapshot {
     pub draining: Vec<ArenaSnapshot>,
     /// The serving pool, for pinned memory.
     pub pool: Option<PinnedSnapshot>,
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::config::DeviceChoice;
+    use crate::config::arena::ArenaKey;
+
+    fn options(key: &str, value: &str) -> ArenaOptions {
+        ArenaOptions::from_keys([(key, value)]).expect("valid")
+    }
+
+    #[test]
+    fn an_arena_that_is_left_while_its_replacement_opens_leaves_no_options() {
+        let builder = crate::Memory::builder().detached().device(DeviceChoice::Host);
+        let memory = builder.start().expect("starts");
+        let devices = memory.devices();
+        let slot = Slot::device("ep", 0);
+        let (session, wanted) =
+            (options("arena.max_mem", "8388608"), options("arena.extend_strategy", "1"));
+        let used = devices.use_arena(&slot, &session).expect("opened");
+        let (place, user, shared) =
+            (Arc::clone(&used.place), Cell::new(Some(used)), devices.shared());
+        let replaced = place.act(SlotAction::Replace, &wanted, ByteSize::MAX, |resolution, _| {
+            drop(user.take());
+            shared.open_apart(&place.device, resolution.config(shared.arena_config("new")))
+        });
+        let (report, old) = replaced.expect("opened");
+        assert!(old.is_none(), "it drains because its last user left");
+        let limit = report.resolution.get(ArenaKey::Limit);
+        assert_eq!(limit.source, ArenaSource::Default, "{limit:?}");
+        let strategy = report.resolution.get(ArenaKey::ExtendStrategy);
+        assert_eq!(strategy.source, ArenaSource::Replacement, "{strategy:?}");
+        let found = place.snapshot();
+        assert_eq!((found.shared, found.users), (true, 0));
+        assert_eq!(devices.arena_options(&slot), Some(report.resolution));
+    }
 }
