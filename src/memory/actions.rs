@@ -122,7 +122,7 @@ impl MaintenanceActions for MaintenanceExecutor {
         self.shared.maintain_devices(now);
         let start = self.shared.clock.now();
         let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
-        let published = Publication { snapshot: self.shared.snapshot(), entered };
+        let published = Arc::new(Publication { snapshot: self.shared.snapshot(), entered });
         let snapshot = &published.snapshot;
         self.watch.see(&published, &self.shared.events);
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
@@ -145,7 +145,6 @@ impl MaintenanceActions for MaintenanceExecutor {
                 self.hook.iter_mut().for_each(|hook| hook());
             }
         }
-        self.watch.keep(published);
     }
 }
 

@@ -12,6 +12,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::{ByteSize, prefix};
@@ -126,7 +127,9 @@ fn bounded(mut text: String) -> String {
 /// The last publication of the worker, to find the changes since then.
 #[derive(Debug)]
 pub(super) struct Watch {
-    seen: Option<Publication>,
+    seen: Option<Arc<Publication>>,
+    /// The OOM kills in the own cgroup that have been logged.
+    kills_logged: u64,
     episode: Option<Episode>,
     lines: TokenBucket,
 }
@@ -134,7 +137,7 @@ pub(super) struct Watch {
 impl Default for Watch {
     fn default() -> Self {
         let lines = TokenBucket::new(LINES.0, LINES.1, Moment::ORIGIN);
-        Self { seen: None, episode: None, lines }
+        Self { seen: None, kills_logged: 0, episode: None, lines }
     }
 }
 
@@ -167,9 +170,10 @@ fn text_of_sum(kind: &str, sum: u64) -> Option<String> {
 
 impl Watch {
     /// Adds an event for each change since the last publication, and logs changes that nothing else
-    /// logs.
-    pub(super) fn see(&mut self, now: &Publication, events: &EventLog) {
-        let before = self.seen.take().unwrap_or_else(|| now.at_start());
+    /// logs. Keeps the publication, so that a panic later on repeats nothing.
+    pub(super) fn see(&mut self, now: &Arc<Publication>, events: &EventLog) {
+        let before = self.seen.replace(Arc::clone(now));
+        let before = before.unwrap_or_else(|| Arc::new(now.at_start()));
         let (snapshot, was) = (&now.snapshot, &before.snapshot);
         now.since(&before, |kind, about, amount, text| {
             events.add_event(snapshot.since_epoch, kind, about, amount, text);
@@ -184,20 +188,16 @@ impl Watch {
             let (cgroup, was) = (snapshot.cgroup.as_deref(), was.cgroup.as_deref());
             log!(info, target: "lowtide", ?cgroup, ?was, "memory cgroup changed");
         }
-        let kills = |of: &MemorySnapshot| {
-            of.events.as_ref().map_or(0, |events| events.own.oom_kill.unwrap_or(0))
-        };
-        let killed = kills(snapshot).saturating_sub(kills(was));
+        // A count that cannot be read for a while is not logged again. A smaller one is of another
+        // cgroup.
+        let kills = snapshot.events.as_ref().and_then(|events| events.own.oom_kill);
+        let kills = kills.unwrap_or(self.kills_logged);
+        let killed = kills.saturating_sub(std::mem::replace(&mut self.kills_logged, kills));
         if killed > 0 {
             let (limit, physical) = (snapshot.limit(), snapshot.physical);
             log!(warn, target: "lowtide", killed, %limit, %physical, "processes OOM-killed");
         }
         self.log_rejections(now.new_rejections(&before), snapshot);
-    }
-
-    /// Keeps the publication for the next one.
-    pub(super) fn keep(&mut self, now: Publication) {
-        self.seen = Some(now);
     }
 
     fn log_level(&mut self, now: &Publication, before: &Publication) {
@@ -518,5 +518,18 @@ mod tests {
         let after = Publication { entered: [1, 1, 1, 1], ..before.clone() };
         let expected = ["level host: pressure none, was none, reached critical"];
         assert_eq!(told(&after, &before), expected);
+    }
+
+    #[test]
+    fn a_publication_is_told_once_even_if_nothing_follows_it() {
+        let memory = crate::Memory::builder().detached().start().expect("it needs nothing");
+        let (mut watch, events) = (Watch::default(), EventLog::default());
+        let first = Arc::new(published(&memory));
+        watch.see(&first, &events);
+        let told = events.all();
+        assert!(told.iter().any(|event| event.kind == "reject" && event.sum == 7), "{told:?}");
+        // The bug: after a panic of a recorder or a hook, all of it was told again.
+        watch.see(&first, &events);
+        assert_eq!(events.all(), told);
     }
 }
