@@ -129,7 +129,8 @@ unsafe impl Driver for HostDriver {
         }
         let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
         let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
-        // SAFETY: both parts are committed, and nothing writes to `from` or uses `to` meanwhile
+        // SAFETY: both parts are committed, or one is host memory of the caller's
+        // (`copy_from_host`, `copy_to_host`), and nothing writes to `from` or uses `to` meanwhile
         // (contract of `copy`). They do not overlap: checked above. Bytes have no alignment, and
         // every one of them is initialised (contract of `host_pointer`).
         unsafe { ptr::copy_nonoverlapping(from, to, length) };
@@ -144,7 +145,7 @@ unsafe impl Driver for HostDriver {
         _: StreamHandle,
     ) -> Result<(), DriverError> {
         // SAFETY: `from` is valid for reads and not written to, `to` is committed and not used
-        // otherwise (contract of `copy_from_host`).
+        // otherwise (contract of `copy_from_host`). This driver's `copy` takes any host memory.
         unsafe { self.copy(address_of(from), to, size) }
     }
 
@@ -156,7 +157,7 @@ unsafe impl Driver for HostDriver {
         _: StreamHandle,
     ) -> Result<(), DriverError> {
         // SAFETY: `to` is valid for writes and not used otherwise, `from` is committed and not
-        // written to (contract of `copy_to_host`).
+        // written to (contract of `copy_to_host`). This driver's `copy` takes any host memory.
         unsafe { self.copy(from, address_of(to), size) }
     }
 

@@ -341,7 +341,7 @@ unsafe impl Driver for CudaDriver {
         }
         // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
         // (contract of this call).
-        let store = unsafe { part.bytes() };
+        let store = unsafe { part.bytes_mut() };
         let put = &mut |offset, bytes: &[u8]| {
             store[index(offset)..][..bytes.len()].copy_from_slice(bytes);
         };
@@ -360,8 +360,8 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_from_host(part.start, to, from.size, stream) };
         }
-        // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
-        // (contract of this call).
+        // SAFETY: the store stays, and nothing writes to the part, until the copy is complete
+        // (contract of this call); another copy may read it.
         let store = unsafe { part.bytes() };
         let get = &mut |offset, bytes: &mut [u8]| {
             bytes.copy_from_slice(&store[index(offset)..][..bytes.len()]);
@@ -427,7 +427,8 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult
     bytes.ok_or(DriverError::Overlap { from, to, size })
 }
 
-// Host memory for offloading, addressed by number so that no slice of it can exist.
+// Host memory for offloading, addressed by number so that a slice of it exists only while a copy
+// is made.
 //
 // A store is mapped, touched by several threads on the device's NUMA node, and then registered:
 // that takes a third of the time of `cuMemHostAlloc`, and nothing fills it with zeros again. A
@@ -550,10 +551,19 @@ impl StorePart {
     /// Returns the bytes of a pageable store.
     ///
     /// # Safety
-    /// Nothing else accesses the part while the slice exists, and the store stays as long.
-    unsafe fn bytes<'a>(self) -> &'a mut [u8] {
+    /// Nothing writes to the part while the slice exists, and the store stays as long.
+    unsafe fn bytes<'a>(&self) -> &'a [u8] {
         // SAFETY: the part lies in a store (checked by `find`), and every byte is initialised, by
         // the kernel at least; the rest is the contract of this function.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.length) }
+    }
+
+    /// Returns the bytes of a pageable store, to write to them.
+    ///
+    /// # Safety
+    /// Nothing else accesses the part while the slice exists, and the store stays as long.
+    unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
+        // SAFETY: as in `bytes`.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 }

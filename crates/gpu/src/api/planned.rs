@@ -264,6 +264,9 @@ impl PlannedMemory {
         let mut slices: [&'a mut [u8]; N] = std::array::from_fn(|_| <&mut [u8]>::default());
         let mut next = order.into_iter().peekable();
         for (at, segment) in self.segments.iter_mut().enumerate() {
+            if next.peek().is_none_or(|nth| segments[*nth] != at) {
+                continue; // the contents of a segment that is not asked for may be lost
+            }
             let (mut rest, mut passed) = (segment.slice_mut(lease)?, 0);
             while let Some(nth) = next.next_if(|nth| segments[*nth] == at) {
                 let Range { start, end } = ranges[nth].clone();

@@ -290,6 +290,11 @@ impl Saved {
         self.runs.iter().map(place).collect()
     }
 
+    /// Returns `true` if a block still touches any of the granules.
+    pub(crate) fn is_touched<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> bool {
+        self.runs.iter().any(|saved| !of(saved.region).touched_runs(saved.run).is_empty())
+    }
+
     /// Returns the copies of the memory of a run that blocks still touch.
     pub(crate) fn touched_copies(
         &self,

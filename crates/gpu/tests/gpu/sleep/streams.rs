@@ -5,7 +5,7 @@ use lowtide_cuda_sim::{Call, Order, Outcome, Pattern, SimError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::driver::Driver as _;
-use lowtide_gpu::{DeviceError, Region, SleepState};
+use lowtide_gpu::{Contents, DeviceError, Region, SleepState};
 
 use super::states::NOW;
 use super::support::{Bed, MIB, at};
@@ -130,6 +130,25 @@ fn a_wake_while_a_stream_captures_is_refused_and_spoils_nothing() {
     bed.sim.graph_destroy(graph).expect("a graph");
     bed.assert_marked(&kept, 1);
     drop((kept, lane));
+    bed.end();
+}
+
+/// A wake without copies waits for nothing: a capture does not keep the arena asleep.
+#[test]
+fn a_wake_that_copies_nothing_back_succeeds_while_a_stream_captures() {
+    let bed = Bed::new(Order::Lazy);
+    let (kept, lane) = (bed.marked(MIB, Region::Stable, 1), bed.lane());
+    let mut lost = bed.marked(MIB, Region::Dynamic, 2);
+    lost.set_contents(Some(Contents::Discard)).expect("here");
+    bed.arena.sleep(NOW).expect("asleep");
+    drop(kept); // the only contents that were saved
+    bed.sim.begin_capture(bed.stream).expect("nothing captures");
+    let woken = bed.arena.wake().expect("it needs no wait");
+    assert_eq!((woken.memory, woken.copied), (ByteSize::mib(1), ByteSize::ZERO));
+    let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
+    bed.sim.graph_destroy(graph).expect("a graph");
+    assert!(lost.take_discarded());
+    drop((lost, lane));
     bed.end();
 }
 
