@@ -6,6 +6,7 @@
 //! and before the load ended, over that time. What was shed, and how the classes shared, is of all
 //! requests. A request without an outcome is failed: what was under way when its service died.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -58,6 +59,9 @@ pub(crate) struct Cell {
     pub(crate) one_copy: bool,
     /// The program of the policy `envoy80`.
     pub(crate) envoy: Option<PathBuf>,
+    /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
+    /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
+    pub(crate) waits_in_proxy: bool,
 }
 
 impl Cell {
@@ -65,15 +69,21 @@ impl Cell {
         ByteSize::new(self.limit_bytes)
     }
 
+    /// Starts the service, and waits until it prints the address of its proxy.
+    pub(crate) fn start(&self) -> Result<(Process, SocketAddr), BoxError> {
+        let mut command = own()?;
+        command.arg("--serve").arg(serde_json::to_string(self)?);
+        let mut service = Process::start_in_group(&command, self.limit())?;
+        let front = service.first_line()?;
+        Ok((service, front))
+    }
+
     /// Runs it, prints its outcome and adds its figures.
     pub(crate) fn run(&self, figures: &mut Figures) -> Result<Measures, BoxError> {
         let rate = self.load * self.mix.fits(self.limit());
         let mut offer = Offer::steady(self.mix, rate, self.lasts, self.seed);
         offer.sending = self.sending;
-        let mut command = own()?;
-        command.arg("--serve").arg(serde_json::to_string(self)?);
-        let mut service = Process::start_in_group(&command, self.limit())?;
-        let front = service.first_line()?;
+        let (mut service, front) = self.start()?;
         let folder = service.folder().ok_or("no cgroup")?.to_owned();
         let mut peak = ByteSize::ZERO;
         let seen = load::offer(front, offer.clone(), || {

@@ -14,6 +14,7 @@
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
+mod burst;
 mod cell;
 #[path = "../../examples/proxy/chance.rs"]
 mod chance;
@@ -57,6 +58,7 @@ lowtide::global_allocator!(balanced);
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "A service in a small memory cgroup, under more load than it can hold")]
+#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// These policies: none, rss10, static80 (percent), envoy80 (percent), lowtide.
     #[arg(long, value_delimiter = ',', default_value = "none,rss10,lowtide")]
@@ -94,6 +96,9 @@ struct Cli {
     /// Sheds where the load fits, and goodput beside the best static budget: 20 minutes.
     #[arg(long)]
     measured: bool,
+    /// 400 small requests at once, and the same with six at a time.
+    #[arg(long)]
+    burst: bool,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
     #[arg(long)]
     ci: bool,
@@ -134,9 +139,12 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         sending: Sending { body_millis: schedule::millis(cli.body), ..Sending::default() },
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
+        waits_in_proxy: false,
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
-    let held = if cli.ci {
+    let held = if cli.burst {
+        burst::run(&runner.base, &mut runner.figures)?
+    } else if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {
         runner.survive(runs)?
@@ -145,6 +153,5 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     } else {
         runner.chosen(cli)?
     };
-    runner.figures.print();
-    Ok(held && runner.lost == 0)
+    Ok(runner.figures.print() && held && runner.lost == 0)
 }

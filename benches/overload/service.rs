@@ -61,9 +61,10 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 /// The text service behind the policy, and the proxy before it.
 async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
     let policy: Policy = settings.policy.parse()?;
-    // Each policy has a recorder. Requests wait in front of the service, since the proxy and the
-    // service admit in one ledger.
-    let builder = Memory::builder().prometheus()?.max_wait(Duration::ZERO);
+    let mut builder = Memory::builder().prometheus()?; // each policy has a recorder
+    if !settings.waits_in_proxy {
+        builder = builder.max_wait(Duration::ZERO);
+    }
     let memory = (policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
     let routes = admitted(hold::routes(!settings.one_copy), policy, settings, memory.as_ref())?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
@@ -109,7 +110,9 @@ fn admitted(
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
             let layer = MemoryLayer::new(memory.admission().clone(), held);
-            if wrong > 0.0 {
+            if settings.waits_in_proxy {
+                routes.layer(layer.with_max_wait(Duration::ZERO))
+            } else if wrong > 0.0 {
                 routes.layer(layer)
             } else {
                 routes.layer(memory.layer().with_max_wait(Config::MAX_WAIT))

@@ -131,6 +131,7 @@ pub(super) const ROWS: &[Row] = &[
     row("room", "room.hostage.", Bench("room -- hostage")),
     row("room", "room.h2.", Bench("room -- h2")),
     row("room", "room.leak.", Bench("room -- leak")),
+    row("room", "room.burst", Bench("overload -- --burst")),
     renamed(
         row("room", "room.admission_over_atomics", Bench("control -- --parts admission")),
         &[("admission.one_over_atomics", "room.admission_over_atomics")],

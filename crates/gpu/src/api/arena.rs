@@ -349,8 +349,8 @@ impl DeviceArena {
     }
 
     /// Returns committed and idle memory at one instant, for sampling: no driver call, at most one
-    /// allocation (a list of the lanes), and the lock is held for a few additions. Zero in a forked
-    /// child.
+    /// allocation (a list of the lanes), and the lock is held for a few additions; over a driver with
+    /// segments, for one step per segment. Zero in a forked child.
     #[must_use]
     pub fn glance(&self) -> ArenaGlance {
         if self.inner.check_here().is_err() {
@@ -360,7 +360,8 @@ impl DeviceArena {
     }
 
     /// Returns the figures for a control loop, without an allocation or a driver call. The lock is
-    /// taken once, for a few additions. All zero in a forked child.
+    /// taken once, for a few additions; over a driver with segments, for one step per segment. All
+    /// zero in a forked child.
     #[doc(hidden)]
     #[must_use]
     pub fn control_figures(&self) -> ControlFigures {
