@@ -22,8 +22,8 @@
 //! # Admission
 //!
 //! A [`Memory`] has two threads, which measure memory, set how much may be admitted, return unused
-//! memory (a purge) and publish metrics. A request reserves its estimated bytes on its own thread.
-//! If they do not fit, it is rejected: 503 with `Retry-After`, or 413 if they can never fit.
+//! memory (a purge) and publish metrics. A request reserves its estimated bytes. If they do not
+//! fit in time, it is rejected: 503 with `Retry-After`, or at once 413 if they can never fit.
 //!
 //! ```
 //! use lowtide::{ByteSize, Cost, Memory};
@@ -46,9 +46,9 @@
 //! # Device memory
 //!
 //! With the feature `device`, an arena allocates buffers, which are read through a lease. Freed
-//! memory that stays unused for the decay time (`Builder::device_decay`) is released. An arena that
-//! goes to sleep releases its memory; waking restores the contents at the same addresses. On a
-//! GPU (feature `cuda`) buffers can be borrowed as cudarc slices; here they are in host memory.
+//! memory that stays unused for the decay time (`Builder::device_decay`) is released. A sleeping
+//! arena releases its memory; waking restores the contents at the same addresses. On a GPU (feature
+//! `cuda`) buffers can be borrowed as cudarc slices; here they stay in host memory.
 //!
 //! ```
 //! use lowtide::Memory;

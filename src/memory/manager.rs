@@ -25,8 +25,8 @@ use super::snapshot::MemorySnapshot;
 ///
 /// It runs while a handle exists: this one, a clone, or a handle from [`Memory::admission`], which
 /// every layer holds. Dropping the last handle without [`Memory::shutdown_blocking`] ends the
-/// threads and logs a warning. It waits for none but the flight recorder's, if that is on: up to
-/// 100 ms.
+/// threads and logs a warning. It waits only for the flight recorder's thread, if there is one, for
+/// up to 100 ms.
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};

@@ -108,8 +108,8 @@ impl<'a> MemoryReport<'a> {
         self.0.breakdown(&self.0.snapshot())
     }
 
-    /// Returns the answer to "where did the memory go, and is anything wrong?" in sentences, which
-    /// its `Display` output has in a line each. Costs a snapshot.
+    /// Returns the answer to "where did the memory go, and is anything wrong?" in sentences. Its
+    /// `Display` output has one sentence a line. Costs a snapshot.
     #[must_use]
     pub fn verdict(&self) -> Verdict {
         self.explain(&self.0.snapshot()).0

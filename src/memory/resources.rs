@@ -22,7 +22,7 @@ use super::own_arena::{OwnArena, OwnDevice};
 
 impl Memory {
     /// Returns a builder for a resource that is loaded on first use, with the configured idle time.
-    /// [`ResourceBuilder::register`] ends it.
+    /// [`ResourceBuilder::register`] registers it.
     ///
     /// The loader and the clean-up must not hold this `Memory`: the registry holds the loader, so
     /// both would keep each other and the threads alive until [`Memory::shutdown_blocking`] is
@@ -189,8 +189,8 @@ impl<T: Send + Sync + 'static> ResourceBuilder<T> {
     /// registered, with its loader, as long as the `Memory` lives. A loader that holds a `Memory`
     /// keeps it alive (see [`Memory::managed`]).
     ///
-    /// A cost above what the ceiling of the limit leaves beside the process is only a diagnostic,
-    /// because a cgroup's limit may be raised. Until then each acquire fails immediately with
+    /// A cost that does not fit below the ceiling next to the memory of the process is only a
+    /// diagnostic: a cgroup's limit may be raised. Until then each acquire fails immediately with
     /// [`ResourceError::Rejected`](crate::admission::ResourceError::Rejected) and
     /// [`Rejected::TooLarge`](crate::admission::Rejected::TooLarge), which has no retry time.
     ///

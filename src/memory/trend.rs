@@ -135,7 +135,7 @@ fn growth_per_hour(points: &[QuietPoint]) -> Option<f64> {
     slopes.get(slopes.len() / 2).copied()
 }
 
-/// The figures that tell if live memory leaks, and where.
+/// The figures that show if live memory leaks, and where.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LeakReport {

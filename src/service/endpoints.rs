@@ -151,8 +151,8 @@ impl Endpoints {
     /// force with its source), separated by commas. `?with=limit_advice&limit=256Mi` adds what a
     /// limit of 256 MiB would have done. An invalid query is 400.
     ///
-    /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped, which is no
-    /// text. It needs [`Endpoints::with_admin`] and an active heap profiler
+    /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped. It needs
+    /// [`Endpoints::with_admin`] and an active heap profiler
     /// ([`heap::profiler`](crate::heap::profiler)), and blocks for some milliseconds.
     ///
     /// ```

@@ -82,9 +82,8 @@ impl Estimate for (Cost, Priority) {
 ///
 /// A request without a body has the length 0: an HTTP/1 request that declares neither a length nor
 /// an encoding, and GET, HEAD, OPTIONS and TRACE of any version without either. An invalid length
-/// counts as not declared. If an outer layer has replaced the body, for example by what it
-/// decompresses to, the layer estimates by the length that this body tells, or as not declared if
-/// it tells none.
+/// counts as not declared. If an outer layer has replaced the body, for example to decompress it,
+/// the layer estimates by the length that the new body reports, or as not declared if it has none.
 ///
 /// ```
 /// use lowtide::ByteSize;

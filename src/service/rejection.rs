@@ -151,7 +151,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 }
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
-/// since not the request is too large. Retry-After is set if a retry may succeed
+/// because the request is not too large. Retry-After is set if a retry may succeed
 /// ([`ResourceError::retry_after`]). It is absent if an operator has to act first, for example if
 /// the resource's cost is above the ceiling.
 ///

@@ -100,7 +100,7 @@ impl From<Cost> for (Cost, Priority) {
     }
 }
 
-/// The reason why a request was not admitted, and the time after which to retry.
+/// The reason why a request was rejected or cancelled, and the time after which to retry.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejected {

@@ -94,8 +94,8 @@ pub use tally::{AdmissionStats, ClassStats, SizeClass};
 pub use usage::{MemoryUsage, RouteUsage};
 pub use watermark::{DeviceSample, Watermark};
 
-/// What a service's layer uses that measures its requests, suspends and cancels them, and reports
-/// load; other programs do not need it.
+/// For a layer of a service that measures its requests, suspends and cancels them, and reports
+/// load. Other programs do not need it.
 pub mod layer {
     pub use crate::large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
     pub use crate::maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};

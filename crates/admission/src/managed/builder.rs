@@ -98,7 +98,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
         self
     }
 
-    /// Sets the cleanup function. By default the value is dropped. It runs exactly once for each
+    /// Sets the clean-up. By default the value is dropped. It runs exactly once for each
     /// loaded value, however the value is unloaded.
     ///
     /// For idleness and pressure it runs on the one worker: until it returns, nothing else is
@@ -112,7 +112,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
         self
     }
 
-    /// Sets the scope within which loads and cleanups run, such as a separate heap arena. Default:
+    /// Sets the scope within which loads and clean-ups run, such as a separate heap arena. Default:
     /// `None`.
     #[must_use]
     pub fn load_scope(mut self, load_scope: Option<Arc<dyn LoadScope>>) -> Self {
@@ -192,10 +192,10 @@ impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
     }
 }
 
-/// A scope within which a resource's loads and cleanups run. It may act before and after them, on
+/// A scope within which a resource's loads and clean-ups run. It may act before and after them, on
 /// the thread that they run on.
 ///
-/// A load and the cleanup of its value alternate. They may run on different threads. A load that
+/// A load and the clean-up of its value alternate. They may run on different threads. A load that
 /// failed or panicked is followed by the next load. A load that timed out
 /// ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)) may still run during
 /// later ones; it keeps nothing.
@@ -204,7 +204,7 @@ pub trait LoadScope: Send + Sync {
     /// a failure, and not if the load timed out, since its value has then been cleaned up already.
     fn load(&self, load: &mut dyn FnMut() -> bool);
 
-    /// Runs a cleanup before it returns; a cleanup that it does not run is run afterwards. Returns
+    /// Runs a clean-up before it returns; one that it does not run is run afterwards. Returns
     /// the bytes that it released, if the scope can measure them; zero for a budget that it cannot
     /// measure.
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost>;

@@ -536,7 +536,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         permit
     }
 
-    /// Runs the cleanup. Returns the bytes released, or the panic's message.
+    /// Runs the clean-up. Returns the bytes released, or the panic's message.
     fn clean_up(&self, value: T) -> Result<Option<Cost>, String> {
         // The program's own code: it may close an arena, for example, which waits for the device.
         let _own = foreground();
@@ -729,10 +729,9 @@ impl<T> CellState<T> {
 }
 
 /// A guard. The resource stays loaded while a guard lives.
-///
-/// The fields are dropped in this order: the value is no longer shared when the count falls.
 #[must_use = "the resource may be unloaded when the guard is dropped"]
 pub struct Use<T: Send + Sync + 'static> {
+    // Fields are dropped in this order: the value is no longer shared when the count falls.
     value: Arc<T>,
     _counted: CountedGuard<T>,
 }

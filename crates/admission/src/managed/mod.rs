@@ -97,7 +97,7 @@ impl<T: Send + Sync + 'static> Managed<T> {
 
     /// Acquires a guard. Runs the loader on this thread if the resource is not loaded and no other
     /// thread loads it, otherwise waits for that load. Blocks for the duration of the load, or of
-    /// the cleanup of the previous copy. If there is no room for the load, it waits like
+    /// the clean-up of the previous copy. If there is no room for the load, it waits like
     /// [`Managed::acquire`], and the loader runs on a new thread. The thread that drives the
     /// control loop must not call it: it would wait forever.
     ///
@@ -180,7 +180,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for Managed<T> {
     }
 }
 
-/// What a program does itself that has no `Memory`, whose worker does it for registered resources.
+/// For programs without a `Memory`. The worker of a `Memory` does this for registered resources.
 impl<T: Send + Sync + 'static> Managed<T> {
     /// Returns the time when the resource may be unloaded for idleness, or when its load times out;
     /// [`Moment::NEVER`] if neither applies. Does not allocate.

@@ -93,7 +93,7 @@ pub struct ResourceStats {
     /// The last unload; `None` before.
     #[cfg_attr(feature = "serde", serde(skip))]
     pub last_unload: Option<LastUnload>,
-    /// Cleanups that panicked.
+    /// Clean-ups that panicked.
     pub unload_panics_total: u64,
     /// The time when the last guard was released; `None` before.
     pub last_used: Option<Moment>,
@@ -105,7 +105,7 @@ pub struct ResourceStats {
     pub due: Option<Moment>,
     /// The duration of the last successful load.
     pub load_time: Duration,
-    /// The duration of the last cleanup.
+    /// The duration of the last clean-up.
     pub unload_time: Duration,
     /// The bytes held right after the last load, if the load scope can measure them: a separate
     /// heap arena measures host memory, a separate device arena device memory. Zero for a budget
