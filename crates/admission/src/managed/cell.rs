@@ -15,6 +15,7 @@
 mod evict;
 
 use std::collections::BTreeMap;
+use std::convert::identity;
 use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ops::Deref;
@@ -320,6 +321,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         let held = self.parts.load_scope.as_ref().filter(|_| loaded.is_ok());
         let held = held.and_then(|load_scope| caught(|| load_scope.held()).unwrap_or_default());
+        // Before the lock: the text of a loader's error is foreign code.
+        let text = |error: &LoadFailure| caught(|| error.to_string()).unwrap_or_else(identity);
+        let failure = loaded.as_ref().err().map(text);
         let now = self.clock.now();
         let mut state = lock(&self.state);
         let Some(loading) = state.loading(number) else {
@@ -331,7 +335,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return;
         };
         let mut permit = loading.permit.take();
-        let failure = loaded.as_ref().err().map(ToString::to_string);
         match loaded {
             Ok(value) => {
                 // A hung loader may hold memory in the same arena.
