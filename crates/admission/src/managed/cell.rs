@@ -813,6 +813,7 @@ mod guard_tests {
     use std::time::Duration;
 
     use lowtide_core::clock::{Clock, ManualClock, Moment};
+    use lowtide_core::sync::{Mutex, lock};
 
     use crate::managed::{Managed, ResourceError};
 
@@ -923,6 +924,23 @@ mod guard_tests {
         let other = loaded.managed.clone();
         let unload = move |_| {
             let error = other.acquire_blocking().expect_err("in a cleanup");
+            assert!(matches!(error, ResourceError::Unloading { .. }), "{error:?}");
+        };
+        let managed = Managed::builder("b", || Ok(1)).unload(unload);
+        let managed = managed.build(Arc::new(ManualClock::new()), None);
+        drop(managed.acquire_blocking().expect("loads"));
+        assert!(managed.unload_now(Duration::ZERO).expect("has no guards"));
+        assert_eq!(managed.stats().unload_panics_total, 0);
+    }
+
+    #[test]
+    fn a_cleanup_that_ends_another_resource_is_still_one_afterwards() {
+        let (ends, other) = (Bed::new(), Bed::new());
+        ends.use_after(0);
+        let ends = Mutex::new(Some(ends));
+        let unload = move |_| {
+            drop(lock(&ends).take());
+            let error = other.managed.acquire_blocking().expect_err("in a cleanup");
             assert!(matches!(error, ResourceError::Unloading { .. }), "{error:?}");
         };
         let managed = Managed::builder("b", || Ok(1)).unload(unload);
