@@ -775,3 +775,51 @@ impl Drop for UnloadStep {
         }
     }
 }
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::future::Future as _;
+    use std::pin::pin;
+    use std::sync::atomic::AtomicBool;
+    use std::task::{Context, Wake, Waker};
+
+    use lowtide_core::clock::ManualClock;
+
+    use super::*;
+    use crate::admission::Admission;
+    use crate::managed::{Managed, Resources};
+
+    #[derive(Default)]
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn an_eviction_that_does_not_run_puts_all_back_and_wakes_those_who_wait() {
+        let limit = ByteSize::mib(100).saturating_add(ByteSize::kib(1));
+        let (admission, resources) = (Admission::with_limit(limit), Resources::new());
+        let clock = Arc::new(ManualClock::new());
+        resources.evict_for(&admission, clock.clone(), || {});
+        let cost = |mib| Cost::host(ByteSize::mib(mib));
+        let managed = Managed::builder("first", || Ok(1_u8)).cost(cost(60));
+        let managed = managed.build(clock, Some(admission.clone()));
+        resources.add(&managed).expect("the only one");
+        drop(managed.acquire_blocking().expect("fits"));
+        let reserved = || admission.ledger(Budget::Host).reserved_bytes();
+        let before = reserved();
+        let eviction = admission.state().reserve_or_evict(cost(90), false, &Arc::from("second"));
+        assert!(matches!(eviction, Ok(Eviction::Unloads(_))) && reserved() > before);
+        let (mut waits, woken) = (pin!(managed.acquire()), Arc::new(Woken::default()));
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut cx = Context::from_waker(&waker);
+        assert!(waits.as_mut().poll(&mut cx).is_pending() && !managed.stats().loaded);
+        drop(eviction);
+        assert_eq!((reserved(), managed.stats().loaded), (before, true));
+        assert!(woken.0.load(Ordering::SeqCst), "it is woken");
+        assert!(waits.as_mut().poll(&mut cx).is_ready());
+    }
+}

@@ -15,6 +15,7 @@
 mod evict;
 
 use std::collections::BTreeMap;
+use std::convert::identity;
 use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ops::Deref;
@@ -320,6 +321,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         let held = self.parts.load_scope.as_ref().filter(|_| loaded.is_ok());
         let held = held.and_then(|load_scope| caught(|| load_scope.held()).unwrap_or_default());
+        // Before the lock: the text of a loader's error is foreign code.
+        let text = |error: &LoadFailure| caught(|| error.to_string()).unwrap_or_else(identity);
+        let failure = loaded.as_ref().err().map(text);
         let now = self.clock.now();
         let mut state = lock(&self.state);
         let Some(loading) = state.loading(number) else {
@@ -331,7 +335,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return;
         };
         let mut permit = loading.permit.take();
-        let failure = loaded.as_ref().err().map(ToString::to_string);
         match loaded {
             Ok(value) => {
                 // A hung loader may hold memory in the same arena.
@@ -809,6 +812,7 @@ mod guard_tests {
     use std::time::Duration;
 
     use lowtide_core::clock::{Clock, ManualClock, Moment};
+    use lowtide_core::sync::{Mutex, lock};
 
     use crate::managed::{Managed, ResourceError};
 
@@ -919,6 +923,23 @@ mod guard_tests {
         let other = loaded.managed.clone();
         let unload = move |_| {
             let error = other.acquire_blocking().expect_err("in a cleanup");
+            assert!(matches!(error, ResourceError::Unloading { .. }), "{error:?}");
+        };
+        let managed = Managed::builder("b", || Ok(1)).unload(unload);
+        let managed = managed.build(Arc::new(ManualClock::new()), None);
+        drop(managed.acquire_blocking().expect("loads"));
+        assert!(managed.unload_now(Duration::ZERO).expect("has no guards"));
+        assert_eq!(managed.stats().unload_panics_total, 0);
+    }
+
+    #[test]
+    fn a_cleanup_that_ends_another_resource_is_still_one_afterwards() {
+        let (ends, other) = (Bed::new(), Bed::new());
+        ends.use_after(0);
+        let ends = Mutex::new(Some(ends));
+        let unload = move |_| {
+            drop(lock(&ends).take());
+            let error = other.managed.acquire_blocking().expect_err("in a cleanup");
             assert!(matches!(error, ResourceError::Unloading { .. }), "{error:?}");
         };
         let managed = Managed::builder("b", || Ok(1)).unload(unload);

@@ -541,6 +541,29 @@ fn an_unload_that_panics_makes_room_all_the_same() {
 }
 
 #[test]
+fn a_purge_after_the_unloads_that_panics_makes_room_all_the_same() {
+    let rig = Rig::with_limit(100);
+    rig.resources.evict_for(&rig.admission, rig.clock.clone(), || panic!("a purge panics"));
+    let (first, second) = (rig.model("first", 60), rig.model("second", 60));
+    drop(first.acquire_blocking().expect("fits"));
+    drop(second.acquire_blocking().expect("fits once the first is unloaded"));
+    assert_eq!((evictions(&first), first.stats().unload_panics_total), (1, 0));
+}
+
+/// It was loaded for a caller, who has not been polled since.
+#[test]
+fn a_model_that_somebody_waits_for_is_not_evicted_before_its_first_use() {
+    let rig = Rig::with_limit(100);
+    let (first, second) = (rig.model("first", 60), rig.model("second", 60));
+    let (mut waits, mut cx) = (Box::pin(first.acquire()), Context::from_waker(Waker::noop()));
+    assert!(waits.as_mut().poll(&mut cx).is_pending());
+    until("it is loaded", || first.stats().loaded);
+    refused(second.acquire_blocking());
+    assert!(waits.as_mut().poll(&mut cx).is_ready());
+    drop(second.acquire_blocking().expect("fits once the first is unloaded"));
+}
+
+#[test]
 fn an_unload_that_acquires_gets_a_typed_error_and_does_not_wait_for_itself() {
     let rig = Rig::with_limit(100);
     let wanted: Arc<Mutex<Option<Managed<()>>>> = Arc::default();

@@ -7,8 +7,8 @@ use std::future::Future as _;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, RawWaker, RawWakerVTable, Wake, Waker};
 use std::time::Duration;
 
@@ -101,6 +101,37 @@ fn an_error_that_panics_when_dropped_was_loading_for_ever() {
         assert_eq!((stats.loading, stats.loads_failed_total), (false, failures));
     }
     let _ = ManuallyDrop::new(managed); // it would drop the last error
+}
+
+/// An error whose text looks at the resource, and panics.
+#[derive(Debug)]
+struct Textless(Weak<OnceLock<Managed<u8>>>);
+
+impl fmt::Display for Textless {
+    fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let managed = self.0.upgrade();
+        let loads = managed.and_then(|managed| Some(managed.get()?.stats().loading));
+        panic!("an error panics, loading: {loads:?}");
+    }
+}
+
+impl Error for Textless {}
+
+/// The bug: the text was made for the log, with the lock held, before the load ended.
+#[test]
+fn an_error_that_panics_when_it_is_written_was_loading_for_ever() {
+    let managed = Arc::new(OnceLock::new());
+    let of = Arc::downgrade(&managed);
+    let built = Managed::builder("model", move || Err::<u8, _>(Textless(of.clone()).into()))
+        .backoff(Duration::ZERO, Duration::ZERO)
+        .build(Arc::new(ManualClock::new()), None);
+    let managed = managed.get_or_init(|| built);
+    for failures in 1..=2 {
+        let failed = catch_unwind(AssertUnwindSafe(|| managed.acquire_blocking().map(drop)));
+        assert!(matches!(failed, Ok(Err(ResourceError::Load { .. }))));
+        let stats = managed.stats();
+        assert_eq!((stats.loading, stats.loads_failed_total), (false, failures));
+    }
 }
 
 /// A waker that cannot be cloned.

@@ -10,6 +10,7 @@ mod handles;
 mod host;
 mod idle;
 mod known_bugs;
+mod mixed;
 mod moments;
 mod sharp;
 mod states;
