@@ -360,8 +360,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let (resource, took) = (&*self.parts.name, short(took));
             match failure {
                 None => {
-                    let held = measured.unwrap_or_default();
-                    let (host, device) = (held.host, held.device);
+                    let Cost { host, device, .. } = measured.unwrap_or_default();
                     log!(
                         info,
                         target: "lowtide",
@@ -421,8 +420,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         match self.parts.idle {
             Some(idle) if state.waiting == 0 => {
-                let used =
-                    state.stats.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
+                let used = state.stats.last_used.unwrap_or_default().max(state.loaded_at);
                 (used + idle).max(state.loaded_at + self.parts.min_residency)
             }
             _ => Moment::NEVER,

@@ -111,7 +111,7 @@ impl fmt::Display for Textless {
     fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
         let managed = self.0.upgrade();
         let loads = managed.and_then(|managed| Some(managed.get()?.stats().loading));
-        panic!("an error panics, loading: {loads:?}");
+        panic_any(format!("an error panics, loading: {loads:?}"))
     }
 }
 

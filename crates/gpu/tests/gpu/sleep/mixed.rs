@@ -45,10 +45,12 @@ fn mix(bed: &Bed, Kept(kept): &mut Kept, streams: [StreamHandle; 2]) -> Vec<Devi
     }
     let [one, other] = streams;
     // SAFETY: the simulation looks whether a stream is there.
-    let lanes = streams.map(|stream| act!(unsafe { arena.lane(stream) }));
+    let lanes = streams.map(|stream| unsafe { arena.lane(stream) });
+    let lanes = lanes.map(|lane| act!(lane));
     let size = ByteSize::kib(300);
     // SAFETY: as above.
-    let raw = act!(unsafe { arena.alloc_raw_on(one, size, ByteSize::new(256), Region::Dynamic) });
+    let raw = unsafe { arena.alloc_raw_on(one, size, ByteSize::new(256), Region::Dynamic) };
+    let raw = act!(raw);
     if let [Some(first), Some(second)] = &lanes {
         let used = act!(first.alloc::<u8>(MIB, Region::Dynamic));
         if let Some(mut used) = used {
@@ -61,9 +63,11 @@ fn mix(bed: &Bed, Kept(kept): &mut Kept, streams: [StreamHandle; 2]) -> Vec<Devi
     arena.validate();
     if let Some(block) = raw {
         // SAFETY: as above.
-        act!(unsafe { arena.record_use_on(block.at, other) });
+        let used = unsafe { arena.record_use_on(block.at, other) };
+        act!(used);
         // SAFETY: as above.
-        if act!(unsafe { arena.free_on(block.at, one) }).is_none() {
+        let freed = unsafe { arena.free_on(block.at, one) };
+        if act!(freed).is_none() {
             act!(arena.free(block.at));
         }
     }
@@ -82,7 +86,8 @@ fn mix(bed: &Bed, Kept(kept): &mut Kept, streams: [StreamHandle; 2]) -> Vec<Devi
     act!(kept[0].resize(MIB / 4));
     act!(arena.trim(ByteSize::mib(1)));
     // SAFETY: as above.
-    act!(unsafe { arena.end_stream(other) });
+    let ended = unsafe { arena.end_stream(other) };
+    act!(ended);
     drop(lanes);
     act!(arena.wait_for_pending());
     act!(arena.purge());
