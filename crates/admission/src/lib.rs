@@ -59,7 +59,6 @@ mod tally;
 mod unused;
 mod usage;
 mod waiting;
-mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
@@ -92,7 +91,6 @@ pub use signal::{
 };
 pub use tally::{AdmissionStats, ClassStats, SizeClass};
 pub use usage::{MemoryUsage, RouteUsage};
-pub use watermark::{DeviceSample, Watermark};
 
 /// For a layer of a service that measures its requests, suspends and cancels them, and reports
 /// load. Other programs do not need it.

@@ -22,12 +22,13 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
 use crate::sync::lock;
-use lowtide_admission::{Admission, Budget, DeviceSample, Level, Reclaim, Thresholds};
+use lowtide_admission::{Admission, Budget, Level, Reclaim, Thresholds};
 
 use super::arenas::{ManagedArena, is_loss};
 use super::device::{CountedIn, Device};
 use super::state::Devices;
 use super::values::{DeviceStatus, DevicesSnapshot};
+use super::watermark::DeviceSample;
 #[cfg(feature = "cuda")]
 use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 
