@@ -22,9 +22,8 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, ReclaimPolicy,
-    Resources, Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control,
-    run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Resources, Signal, SignalError,
+    SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap as heap;
 
@@ -271,10 +270,10 @@ impl Builder {
         let memory = Memory::of(Arc::clone(&shared), Arc::new(running(&shared)));
         let (queue, clock) = (Arc::clone(&shared.queue), Arc::clone(&shared.clock));
         let step = move || {
-            queue.push(maintenance.tick(clock.now()).jobs);
+            let _ = maintenance.tick(clock.now());
             let mut jobs = std::iter::from_fn(|| queue.pop()).take(JOBS_MAX);
             jobs.by_ref().for_each(|job| worker.run(job, &*clock));
-            queue.pending().is_empty() && worker.panics_total() == 0
+            queue.is_empty() && worker.panics_total() == 0
         };
         Ok((memory, step))
     }
@@ -329,17 +328,21 @@ impl Builder {
         };
         let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
-        let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        let (mut steps, has_devices) =
+            devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
-        let (steps, has_devices) = (Vec::new(), false);
+        let (mut steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
+        // Idle resources after idle memory of arenas, each for the budget that it relieves: at most
+        // four steps, fewer than the limit.
+        steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
         let mut maintenance = Maintenance::new(
             settings(&config, has_devices, heap.decay_interval),
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
-            reclaim_policy(steps, &resources),
+            steps,
         )?;
         #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
@@ -378,7 +381,7 @@ impl Builder {
         let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(actions));
         // The first sample is taken here, so that the first request finds a measured allowance.
-        shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
+        let _ = maintenance.tick(shared.clock.now());
         let background_threads = heap.background_threads;
         Ok(AssembledParts { shared, maintenance, worker, background_threads, recording })
     }
@@ -793,13 +796,6 @@ fn settings(
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
-}
-
-/// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn reclaim_policy(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> ReclaimPolicy {
-    steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
-    // At most four steps, fewer than the limit.
-    ReclaimPolicy::new(steps)
 }
 
 /// Logs the start, once.

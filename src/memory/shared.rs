@@ -345,7 +345,7 @@ impl Shared {
     /// Divides the physical memory of a snapshot among its holders.
     pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
         let routes = self.here(|shared| shared.admission.state().usage_by_route());
-        Breakdown::new(snapshot, routes.iter().map(|of| of.memory.live).sum())
+        Breakdown::new(snapshot, routes.iter().map(|of| of.live).sum())
     }
 
     /// Returns all figures; in a forked child only those that need no lock.

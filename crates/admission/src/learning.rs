@@ -38,7 +38,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -47,7 +47,7 @@ use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
 use crate::tally::SizeClass;
-use crate::usage::KeptUsage;
+use crate::usage::Usage;
 
 /// The number of requests in an average. An estimate: few enough to follow a change, and enough to
 /// measure a deviation.
@@ -203,7 +203,10 @@ struct RouteNeed {
     average: Mutex<Average>,
     slow_start: Arc<Mutex<SlowStart>>,
     lessons_min: u32,
-    usage: KeptUsage,
+    /// The record of the route's memory, or that of the first of several routes. It is kept here so
+    /// that most requests need no look-up.
+    usage: OnceLock<Arc<Usage>>,
+    is_of_one_route: bool,
 }
 
 /// The average of the last requests.
@@ -274,7 +277,8 @@ impl RouteNeed {
             average: Mutex::default(),
             slow_start: Arc::new(Mutex::new(SlowStart::new(lessons_min))),
             lessons_min,
-            usage: KeptUsage::new(is_of_one_route),
+            usage: OnceLock::new(),
+            is_of_one_route,
         }
     }
 
@@ -356,9 +360,22 @@ impl Compared {
         if self.is_minimum { claim.max(self.estimate) } else { claim }
     }
 
-    /// Returns the place for the record of the route's memory.
-    pub fn usage(&self) -> &KeptUsage {
-        &self.need.usage
+    /// Returns the record of the memory of the route of this method and name, if it is kept here.
+    #[inline]
+    pub fn usage<'a>(&self, name: impl FnOnce() -> (&'a str, &'a [u8])) -> Option<&Arc<Usage>> {
+        let usage = self.need.usage.get()?;
+        let is_kept = self.need.is_of_one_route || {
+            let (method, name) = name();
+            usage.is(method, name)
+        };
+        is_kept.then_some(usage)
+    }
+
+    /// Keeps the record here if it is of this route, and none is kept.
+    pub fn keep_usage(&self, usage: &Arc<Usage>, method: &str, name: &[u8]) {
+        if usage.is(method, name) {
+            let _ = self.need.usage.set(Arc::clone(usage));
+        }
     }
 
     /// Returns the most that one request is expected to hold: the mean, and the margin of a request

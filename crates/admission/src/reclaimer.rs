@@ -25,7 +25,7 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::Cost;
-use super::eviction::{Claimable, EvictionCause, EvictionClaim, Idle};
+use super::eviction::{Claimable, EvictionClaim, Idle};
 use super::managed::ResourceError;
 use super::permit::Permit;
 use super::reclaim::{ReclaimBackoff, elsewhere};
@@ -355,7 +355,7 @@ impl EvictionClaim for ReclaimCall {
         Cost::host(self.wanted)
     }
 
-    fn unload(self: Box<Self>, _: &EvictionCause) -> Option<Permit> {
+    fn unload(self: Box<Self>, _: &Arc<str>) -> Option<Permit> {
         let wanted = self.wanted;
         self.run(wanted);
         None

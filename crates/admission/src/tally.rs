@@ -9,7 +9,6 @@
 //! A sum that is read is never more than what happened, and exact when no thread counts.
 
 use std::cell::Cell;
-use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -302,8 +301,11 @@ impl AdmissionStats {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ClassStats {
-    /// The size class.
-    pub class: SizeClass,
+    /// The label of the class in metrics: its bound, such as `8MiB`, or `larger`.
+    pub class: &'static str,
+    /// The largest request of the class, [`ByteSize::MAX`] for the last class. A class has more than
+    /// half of it and at most all of it, the first one everything up to it. Bounds are powers of two.
+    pub bound: ByteSize,
     /// Requests admitted. Exempt requests are in no class.
     pub admitted_total: u64,
     /// Bytes of the admitted requests, as estimated at admission.
@@ -313,6 +315,11 @@ pub struct ClassStats {
     pub rejected_total: u64,
     /// Bytes of the rejected requests.
     pub rejected_bytes_total: u64,
+}
+
+impl ClassStats {
+    /// The number of classes.
+    pub const COUNT: usize = SizeClass::COUNT;
 }
 
 impl AdmissionStats {
@@ -346,16 +353,23 @@ pub(super) struct BudgetCounts {
 
 impl Default for BudgetCounts {
     fn default() -> Self {
-        let classes = SizeClass::all().map(|class| ClassStats { class, ..ClassStats::default() });
-        Self { classes, beside: 0 }
+        let empty = |of: SizeClass| ClassStats {
+            class: of.name(),
+            bound: of.bound(),
+            ..ClassStats::default()
+        };
+        Self { classes: SizeClass::all().map(empty), beside: 0 }
     }
 }
 
 impl BudgetCounts {
     /// Returns the smallest request of the smallest class in which one was admitted or did not fit.
     pub(super) fn smallest(&self) -> ByteSize {
-        let asked = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
-        self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
+        let asked = |class: &ClassStats| class.admitted_total + class.rejected_total > 0;
+        let before = self.classes.iter().position(asked).and_then(|at| at.checked_sub(1));
+        let below =
+            before.and_then(|at| self.classes.get(at)).map_or(ByteSize::ZERO, |of| of.bound);
+        below.saturating_add(ByteSize::new(1))
     }
 
     /// Returns the requests admitted since start, without exempt ones.
@@ -391,38 +405,20 @@ const NAMES: [&str; SizeClass::COUNT] = [
     "16GiB", "32GiB", "64GiB", "larger",
 ];
 
-/// A class of requests of similar size, for counting and for fairness: more than half of the bound
-/// and at most the bound, the first that is at least the size. Bounds are powers of two. One class
-/// holds everything up to the smallest bound, and one everything above the largest.
-///
-/// ```
-/// use lowtide_admission::ByteSize;
-/// use lowtide_admission::SizeClass;
-/// assert_eq!(SizeClass::of(ByteSize::mib(8)).name(), "8MiB");
-/// assert_eq!(SizeClass::of(ByteSize::mib(9)).name(), "16MiB");
-/// assert_eq!(SizeClass::of(ByteSize::ZERO).bound(), ByteSize::kib(16));
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SizeClass(u8);
-
-#[cfg(feature = "serde")]
-impl serde::Serialize for SizeClass {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.name())
-    }
-}
+/// A class of requests of similar size, for counting and for fairness ([`ClassStats::bound`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SizeClass(u8);
 
 impl SizeClass {
     /// The number of classes.
-    pub const COUNT: usize = Self::LAST as usize + 1;
+    pub(crate) const COUNT: usize = Self::LAST as usize + 1;
 
     const LAST: u32 = 23;
 
     /// Returns the class of a request of `bytes` bytes.
-    #[must_use]
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
-    pub const fn of(bytes: ByteSize) -> Self {
+    pub(crate) const fn of(bytes: ByteSize) -> Self {
         // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit,
         // set here, makes it zero.
         let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2();
@@ -430,23 +426,13 @@ impl SizeClass {
     }
 
     /// Returns all classes, from the smallest.
-    #[must_use]
-    pub fn all() -> [Self; Self::COUNT] {
+    pub(crate) fn all() -> [Self; Self::COUNT] {
         #[expect(clippy::cast_possible_truncation, reason = "there are few")]
         std::array::from_fn(|at| Self(at as u8))
     }
 
-    /// Returns the smallest non-empty request of the class.
-    pub(super) const fn least(self) -> ByteSize {
-        match self.0.checked_sub(1) {
-            Some(before) => Self(before).bound().saturating_add(ByteSize::new(1)),
-            None => ByteSize::new(1),
-        }
-    }
-
     /// Returns the largest request of the class, or [`ByteSize::MAX`] for the last class.
-    #[must_use]
-    pub const fn bound(self) -> ByteSize {
+    pub(crate) const fn bound(self) -> ByteSize {
         if self.0 as u32 >= Self::LAST {
             return ByteSize::MAX;
         }
@@ -454,20 +440,13 @@ impl SizeClass {
     }
 
     /// Returns the label in metrics: the bound, or `larger`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         NAMES.get(self.place()).copied().unwrap_or("larger")
     }
 
     /// Returns the index in a list of all classes.
     pub(crate) const fn place(self) -> usize {
         self.0 as usize
-    }
-}
-
-impl fmt::Display for SizeClass {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

@@ -128,24 +128,12 @@ impl Job {
 
 /// A set of jobs. Iterates from the most urgent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Jobs(u64);
+pub(super) struct Jobs(u64);
 
 impl Jobs {
     /// Adds a job. Ignores a step beyond the largest ladder.
-    pub fn insert(&mut self, job: Job) {
+    pub(super) fn insert(&mut self, job: Job) {
         self.0 |= job.place().map_or(0, |place| 1 << place);
-    }
-
-    /// Returns `true` if the set contains the job.
-    #[must_use]
-    pub fn contains(self, job: Job) -> bool {
-        job.place().is_some_and(|place| self.0 & (1 << place) != 0)
-    }
-
-    /// Returns `true` if the set is empty.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.0 == 0
     }
 }
 
@@ -170,8 +158,8 @@ pub struct JobQueue {
 impl JobQueue {
     /// Adds jobs and wakes the worker. A job that is already pending stays single. Does nothing
     /// after [`JobQueue::close`].
-    pub fn push(&self, jobs: Jobs) {
-        if !jobs.is_empty() && !self.is_closed() {
+    pub(super) fn push(&self, jobs: Jobs) {
+        if jobs.0 != 0 && !self.is_closed() {
             self.pending.fetch_or(jobs.0, Ordering::Release);
             self.bell.ring();
         }
@@ -197,10 +185,10 @@ impl JobQueue {
         }
     }
 
-    /// Returns the pending jobs.
+    /// Returns `true` if no job is pending.
     #[must_use]
-    pub fn pending(&self) -> Jobs {
-        Jobs(self.pending.load(Ordering::Acquire))
+    pub fn is_empty(&self) -> bool {
+        self.pending.load(Ordering::Acquire) == 0
     }
 
     /// Waits for a job and takes the most urgent one. Returns `None` once the queue is closed and

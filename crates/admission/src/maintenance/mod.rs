@@ -35,7 +35,7 @@ use super::exhaustion::{Exhaustion, ExhaustionSample};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::{Level, Thresholds};
-use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
+use super::reclaim::{Reclaim, ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
 use super::tally::AdmissionStats;
 use account::BudgetAccount;
@@ -43,7 +43,8 @@ use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, taken};
 
 pub use account::DeviceFigures;
-pub use jobs::{Job, JobQueue, Jobs, Trigger};
+use jobs::Jobs;
+pub use jobs::{Job, JobQueue, Trigger};
 pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use settings::{PurgeGrowth, Settings, SettingsError};
 pub use state::PressureState;
@@ -153,17 +154,6 @@ pub trait Sensor: Send {
 /// The shortest time between two looks at a fit in force. A guess: a look costs some 0.1 ms.
 const FIT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The decision of a tick.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tick {
-    /// The time of the next tick.
-    pub next: Moment,
-    /// The jobs to run until then.
-    pub jobs: Jobs,
-    /// `true` if memory may fill up soon: the next tick comes at its time, whatever ticks cost.
-    pub is_urgent: bool,
-}
-
 /// The state of the control loop. Owned by one thread.
 pub struct Maintenance {
     settings: Settings,
@@ -186,7 +176,8 @@ pub struct Maintenance {
     admitted: u64,
     quiet_since: Option<(Moment, Sample)>,
     purged_at: Moment,
-    /// The answer of the function of that name at this tick.
+    /// The answer of the function of that name at this tick. The next one then comes at its time,
+    /// whatever ticks cost.
     may_fill_up: bool,
     /// The smallest purgeable amount since the last purge began.
     purgeable_low: ByteSize,
@@ -209,16 +200,20 @@ pub struct Maintenance {
 }
 
 impl Maintenance {
-    /// Creates a loop that has not sampled yet.
+    /// Creates a loop that has not sampled yet. Under pressure it runs the reclaim steps in the
+    /// order of their cost; equal ones keep their order.
     ///
     /// # Errors
     /// [`SettingsError`] if a setting is invalid.
+    ///
+    /// # Panics
+    /// If there are more than 32 steps.
     pub fn new(
         settings: Settings,
         sensor: Box<dyn Sensor>,
         admission: Admission,
         resources: Resources,
-        policy: ReclaimPolicy,
+        steps: Vec<Arc<dyn Reclaim>>,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
@@ -229,7 +224,7 @@ impl Maintenance {
             sensor,
             admission,
             resources,
-            policy,
+            policy: ReclaimPolicy::new(steps),
             queue: Arc::default(),
             state: Arc::default(),
             purge: Arc::default(),
@@ -292,8 +287,15 @@ impl Maintenance {
         }
     }
 
-    /// Takes a sample and decides. Allocates nothing.
-    pub fn tick(&mut self, now: Moment) -> Tick {
+    /// Returns the time for which the last tick has planned the next one.
+    #[must_use]
+    pub const fn next_tick(&self) -> Moment {
+        self.planned
+    }
+
+    /// Takes a sample, decides, and posts the jobs to the queue. Returns them, the most urgent
+    /// first. Allocates nothing.
+    pub fn tick(&mut self, now: Moment) -> impl Iterator<Item = Job> + Clone + use<> {
         let freed = self.admission.state().unused.freed();
         let mut sample = self.sensor.sample(now);
         // A limit that was known still exists: a failed read must not admit requests.
@@ -361,7 +363,8 @@ impl Maintenance {
         self.last = Some(sample);
         self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
-        Tick { next, jobs, is_urgent: self.may_fill_up }
+        self.queue.push(jobs);
+        jobs
     }
 
     /// Returns the most memory that the process should use.
@@ -513,7 +516,7 @@ impl Maintenance {
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
         let (required, reserved) = (sample.required(), ledger.requests());
         let (unheld, resources) = (ledger.unheld(), ledger.resource_reservations());
-        let correction_factor = correction.correction_factor();
+        let correction_factor = correction.correction_factor;
         let (limit, other) = match sample.limit.is_known() {
             true => (sample.limit.bytes, correction.other),
             false => (ByteSize::MAX, required.saturating_sub(reserved.scaled(correction_factor))),

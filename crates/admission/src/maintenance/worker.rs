@@ -231,10 +231,7 @@ impl<'a> ControlLoop<'a> {
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
         let ticked = caught(|| self.maintenance.tick(now));
         let (next, is_urgent) = match ticked {
-            Ok(tick) => {
-                self.maintenance.queue.push(tick.jobs);
-                (tick.next, tick.is_urgent)
-            }
+            Ok(_) => (self.maintenance.next_tick(), self.maintenance.may_fill_up),
             Err(_) => (now + self.maintenance.settings.idle_tick, false),
         };
         let paced = self.pacer.next(now, clock.now() - now, next);
@@ -337,7 +334,7 @@ mod tests {
     fn run(turns: u32, maintenance: &mut Maintenance, worker: &mut Worker, clock: &ManualClock) {
         for _ in 0..turns {
             clock.advance(SECOND);
-            maintenance.queue().push(maintenance.tick(clock.now()).jobs);
+            let _ = maintenance.tick(clock.now());
             if let Some(job) = maintenance.queue().pop() {
                 worker.run(job, clock);
             }
@@ -351,7 +348,7 @@ mod tests {
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let (admission, resources) = (Admission::new(), Resources::new());
         let sensor = Box::new(LedgerFigures(Arc::clone(&world)));
-        let policy = ReclaimPolicy::default();
+        let policy = Vec::new();
         let maintenance = Maintenance::new(settings, sensor, admission, resources, policy);
         let maintenance = maintenance.expect("valid");
         let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
@@ -372,7 +369,7 @@ mod tests {
     fn dear(clock: &Arc<ManualClock>, sample: Sample, admission: Admission) -> Maintenance {
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let sensor = Box::new(Dear(Arc::clone(clock), sample));
-        let (resources, policy) = (Resources::new(), ReclaimPolicy::default());
+        let (resources, policy) = (Resources::new(), Vec::new());
         Maintenance::new(settings, sensor, admission, resources, policy).expect("valid")
     }
 
@@ -439,7 +436,10 @@ mod tests {
             rig(World { sample, due: 3, held, ..World::default() });
         let clock = ManualClock::new();
         run(1, &mut maintenance, &mut worker, &clock);
-        assert!(maintenance.queue().pending().contains(Job::SleepDevice), "for the next");
+        let queue = maintenance.queue();
+        let pending: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
+        assert!(pending.contains(&Job::SleepDevice), "for the next");
+        pending.into_iter().for_each(|job| queue.push_one(job));
         run(20, &mut maintenance, &mut worker, &clock);
         let done = lock(&world).done.clone();
         assert_eq!(done[..2], ["sleep", "purge"], "{done:?}");

@@ -33,10 +33,10 @@ use lowtide_core::sync::{Mutex, MutexGuard, caught, foreground, lock};
 
 use super::builder::{ManagedBuilder, is_unloading};
 use super::error::{LoadFailure, ResourceError};
-use super::resource::{AnyResource, LastUnload, RecentUses, ResourceStats, UnloadReason, score};
+use super::resource::{AnyResource, RecentUses, ResourceStats, UnloadReason, score};
 use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
-use crate::eviction::{Claimable, Eviction, EvictionCause, Idle};
+use crate::eviction::{Claimable, Eviction, Idle};
 use crate::permit::Permit;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
@@ -494,7 +494,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         &self,
         (value, mut permit): Loaded<T>,
         reason: UnloadReason,
-        cause: Option<&EvictionCause>,
+        cause: Option<&Arc<str>>,
     ) -> Option<Permit> {
         let start = self.clock.now();
         let recovered = self.clean_up(value);
@@ -515,7 +515,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.stats.unload_time = took;
         let at = start + took;
         let logs = state.lines.take(at).is_ok();
-        state.stats.last_unload = Some(LastUnload { at, reason, cause: cause.cloned() });
+        state.stats.last_unload = Some((at, reason));
+        if let Some(cause) = cause {
+            state.stats.last_eviction = Some(Arc::clone(cause));
+        }
         self.wake_all(state);
         if logs {
             let resource = &*self.parts.name;

@@ -20,7 +20,7 @@ use lowtide_core::sync::{Mutex, lock};
 use super::error::ResourceError;
 use crate::admission::Admission;
 use crate::cost::{Budget, Cost};
-use crate::eviction::{EvictionCause, EvictionSource, Evictor, Idle};
+use crate::eviction::{EvictionSource, Evictor, Idle};
 use crate::pressure::Level;
 use crate::reclaim::Reclaim;
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
@@ -40,27 +40,6 @@ lowtide_core::named_enum! {
         Manual = "manual",
         /// The service shut down.
         Shutdown = "shutdown",
-    }
-}
-
-/// The last unload of a resource.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LastUnload {
-    /// The time when it had ended.
-    pub at: Moment,
-    /// The reason.
-    pub reason: UnloadReason,
-    /// The caller that needed the room, with the figures at that time; `None` unless evicted.
-    pub cause: Option<EvictionCause>,
-}
-
-impl fmt::Display for LastUnload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.cause {
-            Some(cause) => cause.fmt(f),
-            None => write!(f, "unloaded: {}", self.reason.name()),
-        }
     }
 }
 
@@ -90,9 +69,11 @@ pub struct ResourceStats {
     pub loads_refused_total: u64,
     /// Unloads, in the order of [`UnloadReason::ALL`].
     pub unloads: [u64; UnloadReason::ALL.len()],
-    /// The last unload; `None` before.
-    #[cfg_attr(feature = "serde", serde(skip))]
-    pub last_unload: Option<LastUnload>,
+    /// The time when the last unload had ended, and its reason; `None` before.
+    pub last_unload: Option<(Moment, UnloadReason)>,
+    /// A sentence on the last eviction: the caller that needed the room, with the figures at that
+    /// time; `None` before.
+    pub last_eviction: Option<Arc<str>>,
     /// Clean-ups that panicked.
     pub unload_panics_total: u64,
     /// The time when the last guard was released; `None` before.

@@ -11,8 +11,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, Cost, ExhaustionPolicy, Job, Level, Limit, LimitSource, Maintenance,
-    MaintenanceActions, Managed, Permit, Priority, ReclaimPolicy, RejectReason, Rejected,
-    Resources, Sample, Sensor, Settings, Trigger,
+    MaintenanceActions, Managed, Permit, Priority, RejectReason, Rejected, Resources, Sample,
+    Sensor, Settings, Trigger,
 };
 use lowtide_core::sync::lock;
 
@@ -125,7 +125,7 @@ impl Rig {
             memory.sample.heap_live = base;
         });
         let (admission, resources) = (Admission::new(), Resources::new());
-        let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
+        let ladder = vec![resources.reclaimer(Budget::Host)];
         let sensor = Box::new(FakeSensor(memory.clone()));
         let clock = Arc::new(ManualClock::new());
         let maintenance =
@@ -148,11 +148,9 @@ impl Rig {
     fn step(&mut self) {
         let now = self.clock.now();
         if now >= self.next {
-            let tick = self.maintenance.tick(now);
-            assert!(tick.next > now);
-            self.next = tick.next;
-            self.posted.extend(tick.jobs.map(|job| (now, job)));
-            self.maintenance.queue().push(tick.jobs);
+            self.posted.extend(self.maintenance.tick(now).map(|job| (now, job)));
+            self.next = self.maintenance.next_tick();
+            assert!(self.next > now);
         }
         if let Some(job) = self.maintenance.queue().pop() {
             self.worker.run(job, &*self.clock);
@@ -423,9 +421,10 @@ fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
     let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
     let step = |rig: &mut Rig| {
         let now = rig.clock.now();
-        let tick = rig.maintenance.tick(now);
-        rig.clock.advance(tick.next - now);
-        tick.next - now
+        let _ = rig.maintenance.tick(now);
+        let step = rig.maintenance.next_tick() - now;
+        rig.clock.advance(step);
+        step
     };
     let _first = step(&mut rig);
     assert_eq!(step(&mut rig), 250 * MILLI);
@@ -468,9 +467,10 @@ fn steps_are_shortened_at_random_and_never_drawn_out() {
     let mut steps = Vec::new();
     for _ in 0..200 {
         let now = rig.clock.now();
-        let tick = rig.maintenance.tick(now);
-        rig.clock.advance(tick.next - now);
-        steps.push(tick.next - now);
+        let _ = rig.maintenance.tick(now);
+        let step = rig.maintenance.next_tick() - now;
+        rig.clock.advance(step);
+        steps.push(step);
     }
     steps.sort_unstable();
     let (least, most) = (steps[0], steps[199]);

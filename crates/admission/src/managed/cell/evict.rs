@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
-use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError};
+use crate::eviction::{Claimable, Eviction, EvictionClaim, EvictionError};
 use crate::permit::{Permit, Waiting};
 use crate::reclaim::PAUSE_MIN;
 use lowtide_core::bytes::ByteSize;
@@ -173,7 +173,7 @@ impl<T: Send + Sync + 'static> EvictionClaim for ResourceClaim<T> {
         permit.map_or(Cost::ZERO, Permit::cost)
     }
 
-    fn unload(mut self: Box<Self>, cause: &EvictionCause) -> Option<Permit> {
+    fn unload(mut self: Box<Self>, cause: &Arc<str>) -> Option<Permit> {
         self.cell.take_apart(self.loaded.take()?, UnloadReason::Eviction, Some(cause))
     }
 }
