@@ -10,5 +10,5 @@ pub use lowtide_admission::{
     LimitForecast, LimitHour, LimitSource, LoadFailure, LoadScope, Managed, ManagedBuilder,
     Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi, Reclaimable, Reclaimer,
     ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase, ResourceError,
-    ResourceStats, SettingsError, Signal, Signals, Stall, UnloadReason, Use,
+    ResourceStats, SettingsError, Signal, Signals, UnloadReason, Use,
 };

@@ -268,12 +268,12 @@ impl Builder {
         let parts = builder.assemble(config, ProcessClaim::of_none())?;
         let AssembledParts { shared, mut maintenance, mut worker, .. } = parts;
         let memory = Memory::of(Arc::clone(&shared), Arc::new(running(&shared)));
-        let (queue, clock) = (Arc::clone(&shared.queue), Arc::clone(&shared.clock));
+        let (state, clock) = (Arc::clone(&shared.state), Arc::clone(&shared.clock));
         let step = move || {
             let _ = maintenance.tick(clock.now());
-            let mut jobs = std::iter::from_fn(|| queue.pop()).take(JOBS_MAX);
+            let mut jobs = std::iter::from_fn(|| state.pop_job()).take(JOBS_MAX);
             jobs.by_ref().for_each(|job| worker.run(job, &*clock));
-            queue.is_empty() && worker.panics_total() == 0
+            !state.has_jobs() && worker.panics_total() == 0
         };
         Ok((memory, step))
     }
@@ -354,7 +354,6 @@ impl Builder {
             admission,
             resources,
             state: maintenance.state(),
-            queue: maintenance.queue(),
             #[cfg(feature = "device")]
             devices,
             heap: heap.probe,
@@ -608,7 +607,6 @@ fn running(shared: &Shared) -> RunningMemory {
     RunningMemory {
         is_ending: AtomicBool::new(false),
         threads,
-        queue: Arc::clone(&shared.queue),
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),
@@ -636,7 +634,7 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         }
         maintenance.wake_waiting();
         // No more decisions follow: the worker ends after its queue.
-        shared.queue.close();
+        shared.state.close();
     })?;
     if let Some(file) = recording {
         let recorder = FlightRecorder::new(&joined, file);

@@ -58,7 +58,7 @@ impl MemoryHeap<'_> {
     /// Requests a purge of the heap and the arenas by the worker, and returns immediately. Does
     /// nothing in a forked child, which has no worker.
     pub fn request_purge(&self) {
-        self.0.here(|shared| shared.queue.push_one(Job::Purge { trigger: Trigger::Manual }));
+        self.0.here(|shared| shared.state.post(Job::Purge { trigger: Trigger::Manual }));
     }
 
     /// Returns the heap's size classes, the smallest first; none if jemalloc's statistics cannot be

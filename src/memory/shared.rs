@@ -17,8 +17,7 @@ use crate::fork::Birth;
 use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, JobQueue, Mappings, PressureState, ResourceStats, Resources, Signal,
-    Signals, Trigger,
+    Admission, Budget, Mappings, PressureState, ResourceStats, Resources, Signal, Signals, Trigger,
 };
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
@@ -51,7 +50,6 @@ pub(super) struct Shared {
     pub(super) admission: Admission,
     pub(super) resources: Resources,
     pub(super) state: Arc<PressureState>,
-    pub(super) queue: Arc<JobQueue>,
     #[cfg(feature = "device")]
     pub(super) devices: Devices,
     pub(super) heap: Option<HeapProbe>,

@@ -212,10 +212,10 @@ impl World {
         if self.working.swap(true, Ordering::Relaxed) {
             return;
         }
-        let queue = lock(&self.maintenance).queue();
+        let state = lock(&self.maintenance).state();
         // Nobody else takes it: `working` says so.
         let mut worker = lock(&self.worker);
-        while let Some(job) = queue.pop() {
+        while let Some(job) = state.pop_job() {
             worker.run(job, &*self.clock);
         }
         self.working.store(false, Ordering::Relaxed);

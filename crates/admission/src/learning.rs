@@ -499,16 +499,6 @@ impl SlowStart {
         Ok(())
     }
 
-    /// Records that the body of a request has arrived.
-    fn arrive(&mut self, now: Moment) {
-        self.arrived.get_or_insert(now);
-    }
-
-    /// Begins work of a request.
-    fn begin_work(&mut self) {
-        self.working += 1;
-    }
-
     /// Ends work of a request. `grew` is `true` if the request grew beyond its claim by it.
     fn end_work(&mut self, grew: bool, now: Moment) {
         self.working = self.working.saturating_sub(1);
@@ -549,12 +539,12 @@ pub struct SlowStartPermit {
 impl SlowStartPermit {
     /// Records that its body has arrived.
     pub fn arrived(&self) {
-        lock(&self.slow_start).arrive(self.clock.now());
+        lock(&self.slow_start).arrived.get_or_insert(self.clock.now());
     }
 
     /// Records that it begins a piece of work.
     pub fn begins_work(&self) {
-        lock(&self.slow_start).begin_work();
+        lock(&self.slow_start).working += 1;
     }
 
     /// Records that it ends a piece of work, and if it grew beyond its claim by it.
@@ -803,7 +793,7 @@ mod slow_start_tests {
     fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
         let mut route = SlowStart::new(8);
         let mut running = 0;
-        route.arrive(Moment::ORIGIN);
+        route.arrived = Some(Moment::ORIGIN);
         for step in 0..STEPS {
             running += fill(&mut route, Moment::ORIGIN + STEP * step);
             assert_eq!(running, 1 << step);
@@ -817,13 +807,13 @@ mod slow_start_tests {
     fn time_does_not_count_while_one_works_or_grows() {
         let mut route = SlowStart::new(8);
         assert_eq!(fill(&mut route, Moment::ORIGIN), 1);
-        route.arrive(Moment::ORIGIN);
-        route.begin_work();
+        route.arrived = Some(Moment::ORIGIN);
+        route.working += 1;
         let second = Moment::ORIGIN + LASTS;
         assert_eq!(fill(&mut route, second), 0, "it works");
         route.end_work(true, second);
         assert_eq!(fill(&mut route, second), 0, "it has grown");
-        route.begin_work();
+        route.working += 1;
         route.end_work(false, second + STEP);
         assert_eq!(fill(&mut route, second + STEP), 1);
     }

@@ -104,6 +104,17 @@ pub struct ReclaimerStats {
     pub time_total: Duration,
 }
 
+impl ReclaimerStats {
+    /// Counts a panic. Returns the result of a call, zero for a panic.
+    fn count(&mut self, called: Result<ByteSize, String>) -> ByteSize {
+        called.unwrap_or_else(|message| {
+            self.panics_total += 1;
+            self.panic = Some(message);
+            ByteSize::ZERO
+        })
+    }
+}
+
 /// The reclaimers of a registry, by name. A name stays when its reclaimer is removed.
 #[derive(Default)]
 pub(super) struct Reclaimers {
@@ -300,14 +311,7 @@ impl Registered {
         let releasable = caught(|| (self.of.releasable)());
         self.is_asked.store(false, Ordering::Release);
         let mut stats = lock(&self.stats);
-        stats.releasable = match releasable {
-            Ok(releasable) => releasable,
-            Err(message) => {
-                stats.panics_total += 1;
-                stats.panic = Some(message);
-                ByteSize::ZERO
-            }
-        };
+        stats.releasable = stats.count(releasable);
         stats.releasable
     }
 }
@@ -337,11 +341,7 @@ impl ReclaimCall {
         let mut stats = lock(&registered.stats);
         stats.calls_total += 1;
         stats.time_total = stats.time_total.saturating_add(now - start);
-        let released = ran.unwrap_or_else(|message| {
-            stats.panics_total += 1;
-            stats.panic = Some(message);
-            ByteSize::ZERO
-        });
+        let released = stats.count(ran);
         stats.released_total = stats.released_total.saturating_add(released);
         stats.releasable = stats.releasable.saturating_sub(released);
         drop(stats);

@@ -139,10 +139,9 @@ impl Drop for Holding {
 /// Requests of one class in one budget.
 #[derive(Debug, Default)]
 struct ClassTally {
-    admitted: AtomicU64,
-    admitted_bytes: AtomicU64,
-    rejected: AtomicU64,
-    shed_bytes: AtomicU64,
+    /// Their number, and their bytes.
+    admitted: [AtomicU64; 2],
+    rejected: [AtomicU64; 2],
 }
 
 /// One stripe.
@@ -163,30 +162,19 @@ pub(super) struct Shard {
 impl Shard {
     /// Resets the counters. Called while no thread counts.
     pub(super) fn begin(&self) {
-        for class in self.classes.iter().flatten() {
-            let ClassTally { admitted, admitted_bytes, rejected, shed_bytes } = class;
-            for counter in [admitted, admitted_bytes, rejected, shed_bytes] {
-                counter.store(0, Ordering::Relaxed);
-            }
-        }
+        let classes = self.classes.iter().flatten();
+        let classes = classes.flat_map(|class| class.admitted.iter().chain(&class.rejected));
         let single = [&self.exempt, &self.finished, &self.outlived];
-        for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
-            counter.store(0, Ordering::Relaxed);
-        }
+        let single = single.into_iter().chain(&self.rejected).chain(&self.beside);
+        classes.chain(single).for_each(|counter| counter.store(0, Ordering::Relaxed));
     }
 
     /// Counts an admitted request with these bytes.
     #[inline]
     pub(super) fn admit(&self, place: ShardId, host: ByteSize, device: ByteSize) {
-        self.count(Budget::Host, host, |class| {
-            place.add(&class.admitted, 1);
-            place.add(&class.admitted_bytes, host.get());
-        });
+        self.count(place, Budget::Host, host, |class| &class.admitted);
         if !device.is_zero() {
-            self.count(Budget::Device, device, |class| {
-                place.add(&class.admitted, 1);
-                place.add(&class.admitted_bytes, device.get());
-            });
+            self.count(place, Budget::Device, device, |class| &class.admitted);
         }
     }
 
@@ -216,10 +204,7 @@ impl Shard {
             place.add(counter, 1);
         }
         if let Some((budget, bytes)) = full {
-            self.count(budget, bytes, |class| {
-                place.add(&class.rejected, 1);
-                place.add(&class.shed_bytes, bytes.get());
-            });
+            self.count(place, budget, bytes, |class| &class.rejected);
         }
     }
 
@@ -244,10 +229,18 @@ impl Shard {
     }
 
     #[inline]
-    fn count(&self, budget: Budget, bytes: ByteSize, add: impl Fn(&ClassTally)) {
+    fn count(
+        &self,
+        place: ShardId,
+        budget: Budget,
+        bytes: ByteSize,
+        of: impl Fn(&ClassTally) -> &[AtomicU64; 2],
+    ) {
         let classes = self.classes.get(budget as usize);
         if let Some(class) = classes.and_then(|list| list.get(SizeClass::of(bytes).place())) {
-            add(class);
+            let [requests, sum] = of(class);
+            place.add(requests, 1);
+            place.add(sum, bytes.get());
         }
     }
 }
@@ -334,7 +327,7 @@ impl AdmissionStats {
     pub(super) fn add(&mut self, tally: &Shard) {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let host = tally.classes.first().into_iter().flatten();
-        self.admitted_total += host.map(|class| read(&class.admitted)).sum::<u64>();
+        self.admitted_total += host.map(|class| read(&class.admitted[0])).sum::<u64>();
         self.admitted_total += read(&tally.exempt);
         self.outlived_bytes_total = self.outlived_bytes_total.wrapping_add(read(&tally.outlived));
         for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
@@ -384,10 +377,12 @@ impl BudgetCounts {
             *sum = sum.wrapping_add(counter.load(Ordering::Relaxed));
         };
         for (sum, class) in self.classes.iter_mut().zip(classes) {
-            add(&mut sum.admitted_total, &class.admitted);
-            add(&mut sum.admitted_bytes_total, &class.admitted_bytes);
-            add(&mut sum.rejected_total, &class.rejected);
-            add(&mut sum.rejected_bytes_total, &class.shed_bytes);
+            let ClassTally { admitted: [admitted, bytes], rejected: [rejected, shed_bytes] } =
+                class;
+            add(&mut sum.admitted_total, admitted);
+            add(&mut sum.admitted_bytes_total, bytes);
+            add(&mut sum.rejected_total, rejected);
+            add(&mut sum.rejected_bytes_total, shed_bytes);
         }
         if let Some(beside) = tally.beside.get(budget as usize) {
             add(&mut self.beside, beside);

@@ -145,7 +145,7 @@ impl Shared {
     /// Puts the arena to sleep that has been due longest. Returns `true` if more are due.
     pub(in crate::memory) fn sleep_next(&self, now: Moment) -> bool {
         // During a shutdown, arenas are not put to sleep.
-        if self.admission.is_closed() || self.queue.is_closed() {
+        if self.admission.is_closed() || self.state.is_closed() {
             return false;
         }
         let arenas = self.working_arenas().map(|arena| (arena.next_sleep(), arena));

@@ -96,8 +96,9 @@ pub(super) struct CellState<T> {
     loads_begun: u64,
     /// Loaders that have not returned since their loads were given up.
     hung: usize,
-    /// Loads that waited for room in vain, and why the last of them was rejected.
-    no_room: u64,
+    /// Loads that ended without a value and whose waiters get the error: that of the phase, or why
+    /// the last of them, which waited for room in vain, was rejected.
+    pub(super) ended: u64,
     refusal: Option<Rejected>,
     /// No load asks reclaimers before: they did not release enough.
     asks_from: Moment,
@@ -106,13 +107,6 @@ pub(super) struct CellState<T> {
     /// The counters and the last figures; what follows from the rest of the state is added when
     /// they are read.
     stats: ResourceStats,
-}
-
-/// The numbers of loads that have ended without a value.
-#[derive(Clone, Copy)]
-pub(super) struct EndedLoads {
-    failed: u64,
-    no_room: u64,
 }
 
 /// The next action of a caller.
@@ -126,7 +120,7 @@ pub(super) enum CallerStep<T: Send + Sync + 'static> {
 
 pub(super) struct Cell<T: Send + Sync + 'static> {
     parts: ManagedBuilder<T>,
-    clock: Arc<dyn Clock>,
+    pub(super) clock: Arc<dyn Clock>,
     admission: Option<Admission>,
     pub(super) birth: Birth,
     pub(super) state: Mutex<CellState<T>>,
@@ -151,7 +145,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             failures_in_a_row: 0,
             loads_begun: 0,
             hung: 0,
-            no_room: 0,
+            ended: 0,
             refusal: None,
             asks_from: Moment::ORIGIN,
             lines: TokenBucket::new(LINES.0, LINES.1, clock.now()),
@@ -166,7 +160,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if matches!(state.phase, ResourcePhase::Ready { .. }) && !state.closed {
             return Ok(());
         }
-        let seen = state.ended();
+        let seen = state.ended;
         let step = Self::step(cell, &mut state, seen)?;
         drop(state);
         let begun = Self::begin(cell, step, false);
@@ -196,7 +190,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     pub(super) fn step(
         cell: &Arc<Self>,
         state: &mut CellState<T>,
-        seen: EndedLoads,
+        seen: u64,
     ) -> Result<CallerStep<T>, ResourceError> {
         let name = || Arc::clone(&cell.parts.name);
         if state.closed {
@@ -205,7 +199,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if let Some(guard) = Self::guard(cell, state, true) {
             return Ok(CallerStep::Have(guard));
         }
-        if let Some(rejected) = state.refusal.as_ref().filter(|_| state.no_room > seen.no_room) {
+        let is_own = state.ended > seen;
+        if let Some(rejected) = state.refusal.as_ref().filter(|_| is_own) {
             return Err(ResourceError::Rejected { name: name(), rejected: rejected.clone() });
         }
         match &state.phase {
@@ -222,7 +217,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 // No further thread is started while so many hang; one of them may return at any
                 // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
-                if state.stats.loads_failed_total > seen.failed || now < *until || all_hang {
+                if is_own || now < *until || all_hang {
                     let pause = if all_hang { cell.parts.backoff[1] } else { Duration::ZERO };
                     let (failure, retry_in) = (failure.clone(), (*until - now).max(pause));
                     return Err(ResourceError::Load { name: name(), failure, retry_in });
@@ -305,7 +300,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return loaded;
         }
         if let Ok(value) = loaded
-            && caught(|| self.parts.clean_up(value)).is_err()
+            && self.parts.clean_up(value).is_err()
         {
             lock(&self.state).stats.unload_panics_total += 1;
         }
@@ -378,6 +373,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     fn fail(&self, state: &mut CellState<T>, failure: LoadFailure, now: Moment) {
         state.stats.loads_failed_total += 1;
+        (state.ended, state.refusal) = (state.ended + 1, None);
         state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
         let until = now + self.parts.pause(state.failures_in_a_row);
         state.phase = ResourcePhase::Failed { until, failure };
@@ -497,7 +493,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         cause: Option<&Arc<str>>,
     ) -> Option<Permit> {
         let start = self.clock.now();
-        let recovered = self.clean_up(value);
+        // The program's own code: it may close an arena, for example, which waits for the device.
+        let own = foreground();
+        let recovered = self.parts.take_apart(value);
+        drop(own);
         if !self.birth.is_here() {
             return None; // the clean-up forked, and this is the child
         }
@@ -538,13 +537,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             );
         }
         permit
-    }
-
-    /// Runs the clean-up. Returns the bytes released, or the panic's message.
-    fn clean_up(&self, value: T) -> Result<Option<Cost>, String> {
-        // The program's own code: it may close an arena, for example, which waits for the device.
-        let _own = foreground();
-        caught(|| self.parts.take_apart(value))
     }
 
     pub(super) fn check_here(&self) -> Result<(), ResourceError> {
@@ -689,7 +681,7 @@ impl<T: Send + Sync + 'static> Drop for Cell<T> {
             let _ = ManuallyDrop::new((value, permit));
             return;
         }
-        let _ = caught(|| Arc::into_inner(value).map(|value| self.parts.take_apart(value)));
+        let _ = Arc::into_inner(value).map(|value| self.parts.take_apart(value));
         drop(permit);
     }
 }
@@ -704,11 +696,6 @@ impl<T> CellState<T> {
             ResourcePhase::Loading(loading) if loading.number == number => Some(loading),
             _ => None,
         }
-    }
-
-    /// Returns the loads that have ended without a value so far.
-    pub(super) const fn ended(&self) -> EndedLoads {
-        EndedLoads { failed: self.stats.loads_failed_total, no_room: self.no_room }
     }
 
     fn ring_drainers(&self) {

@@ -15,7 +15,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
-use lowtide_core::sync::{Mutex, lock};
+use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
 use super::error::ResourceError;
 use crate::admission::Admission;
@@ -207,7 +207,12 @@ impl Resources {
     }
 
     fn all(&self) -> Vec<Arc<dyn AnyResource>> {
-        if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
+        self.here().map_or_else(Vec::new, |list| list.clone())
+    }
+
+    /// Returns the list, unless this is a forked child.
+    fn here(&self) -> Option<MutexGuard<'_, Vec<Arc<dyn AnyResource>>>> {
+        self.birth.is_here().then(|| lock(&self.list))
     }
 
     /// Returns the state and counters of all resources, in the order in which they were added.
@@ -234,29 +239,20 @@ impl Resources {
     /// Returns the time when the next resource is due. Does not allocate; checks each resource.
     #[must_use]
     pub fn next_due(&self) -> Moment {
-        if !self.birth.is_here() {
-            return Moment::NEVER;
-        }
-        let list = lock(&self.list);
-        list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
+        let due = self.here().and_then(|list| list.iter().map(|it| it.next_due()).min());
+        due.unwrap_or(Moment::NEVER)
     }
 
     /// Returns the number of loads that succeeded. Does not allocate; checks each resource.
     pub(crate) fn loads_total(&self) -> u64 {
-        if !self.birth.is_here() {
-            return 0;
-        }
-        lock(&self.list).iter().map(|resource| resource.stats().loads_ok_total).sum()
+        self.here().map_or(0, |list| list.iter().map(|it| it.stats().loads_ok_total).sum())
     }
 
     /// Returns the reservations of resources that may be evicted, now or after their minimum
     /// residency. Does not allocate; checks each resource.
     pub(crate) fn evictable(&self) -> Cost {
-        if !self.birth.is_here() {
-            return Cost::ZERO;
-        }
-        let list = lock(&self.list);
-        list.iter().fold(Cost::ZERO, |sum, resource| sum.and(resource.evictable()))
+        let sum = |sum: Cost, it: &Arc<dyn AnyResource>| sum.and(it.evictable());
+        self.here().map_or(Cost::ZERO, |list| list.iter().fold(Cost::ZERO, sum))
     }
 
     /// Unloads the resources that are due, on the calling thread, and returns their number.

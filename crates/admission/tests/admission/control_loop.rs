@@ -93,7 +93,7 @@ impl MaintenanceActions for FakeHands {
         self.0.with(|memory| {
             memory.decayed += 1;
             memory.in_background = lowtide_core::sync::is_background();
-            memory.sample.device_decay_due = Moment::NEVER;
+            memory.sample.device_decay_due = None;
         });
     }
 
@@ -152,7 +152,7 @@ impl Rig {
             self.next = self.maintenance.next_tick();
             assert!(self.next > now);
         }
-        if let Some(job) = self.maintenance.queue().pop() {
+        if let Some(job) = self.maintenance.state().pop_job() {
             self.worker.run(job, &*self.clock);
         }
         self.clock.advance(MILLI);
@@ -483,7 +483,7 @@ fn steps_are_shortened_at_random_and_never_drawn_out() {
 fn device_decay_and_publication_come_when_they_are_due() {
     let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
     let due = Moment::ORIGIN + Duration::from_millis(333);
-    rig.memory.with(|memory| memory.sample.device_decay_due = due);
+    rig.memory.with(|memory| memory.sample.device_decay_due = Some(due));
     rig.run(Duration::from_secs(10));
     assert_eq!(rig.memory.with(|memory| memory.decayed), 1);
     let at = rig.posted.iter().find(|(_, job)| *job == Job::DecayDevice).expect("posted").0;
@@ -497,9 +497,9 @@ fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_
     rig.memory.with(|memory| {
         memory.sample.limit = Limit::UNKNOWN;
         memory.sample.physical = ByteSize::gib(500);
-        memory.sample.device_limit = Some(ByteSize::gib(10));
-        memory.sample.device_committed = ByteSize::gib(4);
-        memory.sample.device_idle = ByteSize::gib(2);
+        memory.sample.device.limit = Some(ByteSize::gib(10));
+        memory.sample.device.committed = ByteSize::gib(4);
+        memory.sample.device.idle = ByteSize::gib(2);
     });
     rig.run(Duration::from_millis(600));
     assert_eq!(rig.admission.level(), Level::None);
@@ -553,7 +553,7 @@ fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
     let rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
     let Rig { clock, memory, mut maintenance, mut worker, .. } = rig;
     memory.with(|memory| memory.panics = true);
-    let (bell, stop, queue) = (Bell::new(), AtomicBool::new(false), maintenance.queue());
+    let (bell, stop, state) = (Bell::new(), AtomicBool::new(false), maintenance.state());
     thread::scope(|scope| {
         let control = scope.spawn(|| {
             lowtide_admission::run_control(&mut maintenance, &*clock, &bell, &stop);
@@ -572,7 +572,7 @@ fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
         }
         stop.store(true, Ordering::Release);
         bell.ring();
-        queue.close();
+        state.close();
         control.join().expect("no panic");
         worker.join().expect("no panic");
     });
@@ -898,7 +898,7 @@ fn a_lost_device_and_a_critical_level_saturate_a_service_and_no_limit_does_not()
         rig.memory.with(|memory| change(&mut memory.sample));
         saturation(&mut rig)
     };
-    assert!(with(|sample| sample.device_limit = Some(ByteSize::ZERO)) > 0.99);
+    assert!(with(|sample| sample.device.limit = Some(ByteSize::ZERO)) > 0.99);
     let critical = |sample: &mut Sample| {
         sample.physical = ByteSize::mib(250);
         sample.purgeable = ByteSize::mib(240);

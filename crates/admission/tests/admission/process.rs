@@ -30,7 +30,7 @@ impl Sensor for Machine {
             physical: signal.physical.saturating_add(ByteSize::mib(self.turn % 100)),
             purgeable: ByteSize::mib(50),
             limit: Limit::given(ByteSize::mib(110)),
-            device_decay_due: now,
+            device_decay_due: Some(now),
             ..Sample::default()
         }
     }
