@@ -539,7 +539,7 @@ pub struct SlowStartPermit {
 impl SlowStartPermit {
     /// Records that its body has arrived.
     pub fn arrived(&self) {
-        lock(&self.slow_start).arrived.get_or_insert(self.clock.now());
+        lock(&self.slow_start).arrived.get_or_insert_with(|| self.clock.now());
     }
 
     /// Records that it begins a piece of work.

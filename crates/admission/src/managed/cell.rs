@@ -281,10 +281,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Records that the loader has returned, so that the load no longer times out. Returns `true`
     /// if the value is still wanted.
     fn has_returned(&self, number: u64) -> bool {
-        if !self.birth.is_here() {
-            return true; // the loader forked, and this is the child: nothing is cleaned up here
-        }
-        let mut state = lock(&self.state);
+        // In a child that the loader forked nothing is cleaned up.
+        let Some(mut state) = self.here() else { return true };
         let Some(loading) = state.loading(number) else { return false };
         loading.deadline = Moment::NEVER;
         true
@@ -539,6 +537,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
         permit
     }
 
+    /// Returns the state; `None` in a forked child, where another thread may have held the lock.
+    fn here(&self) -> Option<MutexGuard<'_, CellState<T>>> {
+        self.birth.is_here().then(|| lock(&self.state))
+    }
+
     pub(super) fn check_here(&self) -> Result<(), ResourceError> {
         if self.birth.is_here() {
             return Ok(());
@@ -562,10 +565,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn next_due(&self) -> Moment {
-        if !self.birth.is_here() {
-            return Moment::NEVER;
-        }
-        let state = lock(&self.state);
+        let Some(state) = self.here() else { return Moment::NEVER };
         match &state.phase {
             ResourcePhase::Loading(loading) => loading.deadline,
             _ => self.due(&state),
@@ -601,8 +601,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn close(self: Arc<Self>, wait: Duration) -> Result<(), ResourceError> {
-        if self.birth.is_here() {
-            let mut state = lock(&self.state);
+        if let Some(mut state) = self.here() {
             state.closed = true;
             if matches!(&state.phase, ResourcePhase::Loading(loading) if loading.waits_for_room) {
                 state.phase = ResourcePhase::Empty;
@@ -613,13 +612,11 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn stats(&self) -> ResourceStats {
-        // In a forked child another thread may have held the lock.
-        if !self.birth.is_here() {
+        let Some(state) = self.here() else {
             let (name, cost) = (Arc::clone(&self.parts.name), self.parts.cost);
             return ResourceStats { name, cost, ..ResourceStats::default() };
-        }
+        };
         let now = self.clock.now();
-        let state = lock(&self.state);
         ResourceStats {
             loaded: matches!(state.phase, ResourcePhase::Ready { .. }),
             loading: matches!(state.phase, ResourcePhase::Loading(_)),
@@ -633,11 +630,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn idle(self: Arc<Self>) -> Option<Idle> {
-        if !self.birth.is_here() {
-            return None;
-        }
-        let now = self.clock.now();
-        let state = lock(&self.state);
+        let (state, now) = (self.here()?, self.clock.now());
         let stays = self.evictable_from(&state)?;
         let ResourcePhase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
         let cost = permit.cost();
@@ -655,10 +648,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn evictable(&self) -> Cost {
-        if !self.birth.is_here() {
-            return Cost::ZERO;
-        }
-        let state = lock(&self.state);
+        let Some(state) = self.here() else { return Cost::ZERO };
         match &state.phase {
             ResourcePhase::Ready { permit: Some(permit), .. }
                 if self.evictable_from(&state).is_some() =>
@@ -752,10 +742,7 @@ impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
 impl<T: Send + Sync + 'static> Drop for CountedGuard<T> {
     fn drop(&mut self) {
         let Self { cell, counts } = self;
-        if !cell.birth.is_here() {
-            return; // another thread may have held the lock when this process was forked
-        }
-        let mut state = lock(&cell.state);
+        let Some(mut state) = cell.here() else { return };
         state.guards -= 1;
         if *counts {
             let now = cell.clock.now();
@@ -776,10 +763,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// Takes a guard if the resource is loaded. It is a use if `counts` is set.
     pub(super) fn try_acquire(cell: &Arc<Self>, counts: bool) -> Option<Use<T>> {
-        if !cell.birth.is_here() {
-            return None;
-        }
-        Self::guard(cell, &mut lock(&cell.state), counts)
+        let mut state = cell.here()?;
+        Self::guard(cell, &mut state, counts)
     }
 
     /// Takes a guard if the resource is loaded and not closed.
