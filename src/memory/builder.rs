@@ -22,8 +22,8 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, LimitSource, Maintenance, Resources, Signal, SignalError,
-    SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, Resources, Signal,
+    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap as heap;
 
@@ -328,21 +328,17 @@ impl Builder {
         };
         let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
-        let (mut steps, has_devices) =
-            devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
-        let (mut steps, has_devices) = (Vec::new(), false);
+        let (steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
-        // Idle resources after idle memory of arenas, each for the budget that it relieves: at most
-        // four steps, fewer than the limit.
-        steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
         let mut maintenance = Maintenance::new(
             settings(&config, has_devices, heap.decay_interval),
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
-            steps,
+            reclaim_steps(steps, &resources),
         )?;
         #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
@@ -794,6 +790,13 @@ fn settings(
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
+}
+
+/// Adds the steps of idle resources, after those of idle memory of arenas: each for the budget that
+/// it relieves, and at most four in all.
+fn reclaim_steps(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Vec<Arc<dyn Reclaim>> {
+    steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
+    steps
 }
 
 /// Logs the start, once.
