@@ -10,9 +10,7 @@ use datafusion_common::DataFusionError;
 use datafusion_execution::memory_pool::{
     MemoryConsumer, MemoryLimit, MemoryPool, MemoryReservation,
 };
-use lowtide_admission::{
-    Admission, Budget, ByteSize, Cost, Level, RejectReason,
-};
+use lowtide_admission::{Admission, Budget, ByteSize, Cost, Level, RejectReason};
 use lowtide_datafusion::{AdmissionMemoryPool, DenyReason};
 
 const MIB: usize = 1 << 20;
