@@ -31,7 +31,7 @@ use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::compact::DeviceCosts;
 use crate::types::config::ArenaConfig;
 use crate::types::error::{DeviceError, Shortage};
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
+use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
 use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -359,25 +359,19 @@ impl DeviceArena {
         self.inner.glance()
     }
 
-    /// Returns the figures for a control loop, without an allocation or a driver call. The lock is
-    /// taken once, for a few additions; over a driver with segments, for one step per segment. All
-    /// zero in a forked child.
+    /// Returns what a control loop needs in each tick: committed memory, and idle memory without
+    /// that in handles that a block touches, which cannot be released now; then the times that
+    /// [`DeviceArena::next_decay`] and [`DeviceArena::next_sleep`] return. Makes neither an
+    /// allocation nor a driver call. The lock is taken once, for a few additions; over a driver
+    /// with segments, for one step per segment. Zero and never in a forked child.
     #[doc(hidden)]
     #[must_use]
-    pub fn control_figures(&self) -> ControlFigures {
-        let figures = self.inner.run_here(|state| ControlFigures {
-            committed: ByteSize::new(state.backed()),
-            idle: ByteSize::new(state.releasable()),
-            next_decay: self.inner.next_look(state),
-            next_sleep: next_sleep(state),
+    pub fn control_figures(&self) -> ([ByteSize; 2], [Moment; 2]) {
+        let figures = self.inner.run_here(|state| {
+            let sizes = [state.backed(), state.releasable()].map(ByteSize::new);
+            (sizes, [self.inner.next_look(state), next_sleep(state)])
         });
-        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
-        figures.unwrap_or(ControlFigures {
-            committed: none,
-            idle: none,
-            next_decay: never,
-            next_sleep: never,
-        })
+        figures.unwrap_or(([ByteSize::ZERO; 2], [Moment::NEVER; 2]))
     }
 
     /// Returns the driver's capabilities. Its granularity may be smaller than the arena's granule

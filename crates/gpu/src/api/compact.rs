@@ -20,7 +20,7 @@ use crate::engine::access;
 use crate::engine::compact::{Layout, batch_limit, names};
 use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_batch};
 use crate::exec::inner::ArenaInner;
-use crate::state::compact::plan::first_batch;
+use crate::state::compact::plan::{PASSES_MAX, first_batch};
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::Region;
@@ -155,20 +155,28 @@ impl DeviceArena {
         mut moved: impl FnMut(Moved),
     ) -> Result<CompactReport, DeviceErrorWith<CompactReport>> {
         let mut done = CompactReport::default();
-        let inner = self.inner();
-        if let Err(error) = inner.check_here() {
-            return Err(DeviceErrorWith { error, value: Box::new(done) });
+        match self.compact_in_turn(options, &mut done, &mut moved) {
+            Ok(()) => Ok(done),
+            Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
         }
+    }
+
+    fn compact_in_turn(
+        &self,
+        options: CompactOptions,
+        done: &mut CompactReport,
+        moved: &mut impl FnMut(Moved),
+    ) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        inner.check_here()?;
         let Some(_turn) = CompactionTurn::take(inner) else {
             done.is_busy = true;
-            return Ok(done);
+            return Ok(());
         };
         // Cached blocks are free.
         inner.empty_caches();
-        let outcome = make_moves(inner, options, &mut done, &mut moved);
-        if let Err(error) = inner.check_here() {
-            return Err(DeviceErrorWith { error, value: Box::new(done) });
-        }
+        let outcome = make_moves(inner, options, done, moved);
+        inner.check_here()?;
         let stopped = match &outcome {
             Ok(()) if done.is_busy => "busy",
             Ok(()) => "finished",
@@ -195,10 +203,7 @@ impl DeviceArena {
             "arena compacted"
         );
         inner.debug_validate();
-        match outcome {
-            Ok(()) => Ok(done),
-            Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
-        }
+        outcome
     }
 }
 
@@ -212,7 +217,7 @@ fn make_moves(
     let (layout, mut names, limit) = inner.run_now(|state| {
         (Layout::of(state, options), names(state, options.region), batch_limit(state))
     });
-    let plan = layout.plan(options);
+    let plan = layout.plan(options, PASSES_MAX);
     let (mut made_idle, mut made_active) = (0, 0);
     let mut rest = plan.moves.as_slice();
     while !rest.is_empty() {

@@ -64,22 +64,14 @@ impl Layout {
         Self { parts, segments, granule: state.bytes_of(1) }
     }
 
-    /// Plans a compaction.
-    pub(crate) fn plan(&self, options: CompactOptions) -> CompactPlan {
-        plan::plan(&self.parts, self.granule, self.target(options), options.budget.get())
-    }
-
-    /// Returns a lower bound of the gain of a compaction without a budget.
-    pub(crate) fn outlook(&self, options: CompactOptions) -> CompactPlan {
-        plan::outlook(&self.parts, self.granule, self.target(options))
-    }
-
-    fn target(&self, options: CompactOptions) -> CompactTarget<'_> {
-        match (options.contiguous, self.segments.as_deref()) {
+    /// Plans a compaction in at most this many passes.
+    pub(crate) fn plan(&self, options: CompactOptions, passes: usize) -> CompactPlan {
+        let target = match (options.contiguous, self.segments.as_deref()) {
             (Some(size), _) => CompactTarget::Contiguous(size.get()),
             (None, Some(segments)) => CompactTarget::Segments(segments),
             (None, None) => CompactTarget::Granules,
-        }
+        };
+        plan::plan(&self.parts, self.granule, target, options.budget.get(), passes)
     }
 }
 

@@ -48,29 +48,22 @@ pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress, is_captured: boo
 
 /// Calls the release functions of values that are dropped and whose work is complete. Calls at most
 /// as many as wait now, so that a function which imports and drops more does not keep this call
-/// running. Returns the number of calls.
-pub(crate) async fn release_imports(cx: &OpContext<'_>) -> u64 {
-    let mut called = 0;
-    let waiting = cx.with(|state| state.outstanding.imported.waiting());
-    while called < waiting {
+/// running.
+pub(crate) async fn release_imports(cx: &OpContext<'_>) {
+    for _ in 0..cx.with(|state| state.outstanding.imported.waiting()) {
         let due = cx.with(|state| {
             let streams = &state.streams;
             let due = state.outstanding.imported.take(|of| streams.is_done(of));
             state.totals.releases_total += u64::from(due.is_some());
             due
         });
-        let Some(due) = due else { break };
-        called += 1;
-        call_release(cx, due).await;
-    }
-    called
-}
-
-async fn call_release(cx: &OpContext<'_>, Due { at, size, release }: Due) {
-    let outcome = cx.outside(|| caught(|| release(at, size))).await;
-    if let Err(message) = outcome {
-        cx.with(|state| state.totals.release_panics_total += 1);
-        cx.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked")).await;
+        let Some(Due { at, size, release }) = due else { break };
+        let outcome = cx.outside(|| caught(|| release(at, size))).await;
+        if let Err(message) = outcome {
+            cx.with(|state| state.totals.release_panics_total += 1);
+            cx.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked"))
+                .await;
+        }
     }
 }
 

@@ -212,7 +212,7 @@ pub(super) fn is_busy(state: &ArenaState) -> bool {
 fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Move) -> bool {
     let region = state.region(options.region);
     // Checked first: if the block was freed, its memory may be gone too.
-    if region.index.span_of(id) != Ok(made.source()) {
+    if region.index.span_of(id) != Some(made.source()) {
         return false;
     }
     let fits = match hold(state, options, id, made.source()) {

@@ -15,6 +15,7 @@ use super::completion::complete_all;
 use super::context::{OpContext, ShutCaches};
 use super::split::release_stuck;
 use crate::index::End;
+use crate::state::compact::plan::OUTLOOK_PASSES;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{AllocRequest, Region, Search};
 use crate::types::compact::CompactOptions;
@@ -222,7 +223,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
                 helps.then(|| Layout::first(state, options, end, PARTS_MAX))
             });
             let Some(layout) = copied else { continue };
-            let [before, after] = cx.outside(|| layout.outlook(options)).await.active;
+            let [before, after] = cx.outside(|| layout.plan(options, OUTLOOK_PASSES)).await.active;
             granules += before.saturating_sub(after);
         }
     }
@@ -233,6 +234,6 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
 async fn planned_span(cx: &OpContext<'_>, region: Region, wanted: ByteSize) -> ByteSize {
     let options = CompactOptions { contiguous: Some(wanted), ..CompactOptions::new(region) };
     let layout = cx.with(|state| Layout::first(state, options, End::Low, PARTS_MAX));
-    let planned = cx.outside(|| layout.outlook(options)).await;
+    let planned = cx.outside(|| layout.plan(options, OUTLOOK_PASSES)).await;
     ByteSize::new(planned.largest[1])
 }

@@ -282,11 +282,10 @@ impl ArenaState {
         let idle = self.idle();
         let uses = self.uses(&[]);
         let resized = self.region_mut(region).begin_resize(placed, requested, uses);
-        debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         if self.idle() > idle {
             self.note_idle(region, placed.span);
         }
-        resized.ok().flatten()
+        resized
     }
 
     /// Records the result of committing the memory that a resized block grew by.
@@ -411,8 +410,8 @@ impl ArenaState {
         let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
         let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.parts.into_iter().map(left));
-        debug_assert!(gone.is_ok(), "a placed block is known to the index");
-        if gone == Ok(true) {
+        debug_assert!(gone.is_some(), "a placed block is known to the index");
+        if gone == Some(true) {
             self.note_idle(region, placed.span);
         }
     }
@@ -447,8 +446,8 @@ impl ArenaState {
         let uses = if is_unused { StreamUses::default() } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
-        debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
-        if let Ok(went_idle) = gone {
+        debug_assert!(gone.is_some(), "only its buffer frees a block, once");
+        if let Some(went_idle) = gone {
             self.totals.frees_total += 1;
             if went_idle {
                 self.note_idle(region, placed.span);
@@ -568,12 +567,12 @@ impl ArenaState {
         (region, request): (Region, AllocRequest),
         (cause, error): (Cause, &DeviceError),
     ) {
-        let failures = &mut self.totals.alloc_failures_total;
+        let totals = &mut self.totals;
         let (count, why) = match cause {
-            Cause::Limit { .. } => (&mut failures.limit, "limit"),
-            Cause::Device => (&mut failures.device, "device"),
-            Cause::Addresses => (&mut failures.addresses, "addresses"),
-            Cause::Driver => (&mut failures.driver, "driver"),
+            Cause::Limit { .. } => (&mut totals.alloc_failures_limit_total, "limit"),
+            Cause::Device => (&mut totals.alloc_failures_device_total, "device"),
+            Cause::Addresses => (&mut totals.alloc_failures_addresses_total, "addresses"),
+            Cause::Driver => (&mut totals.alloc_failures_driver_total, "driver"),
             Cause::Uncounted => return,
         };
         *count += 1;
@@ -589,7 +588,7 @@ impl ArenaState {
 
     /// Counts a request that is larger than its region.
     pub(crate) fn note_too_large(&mut self, region: Region, request: AllocRequest) {
-        self.totals.alloc_failures_total.addresses += 1;
+        self.totals.alloc_failures_addresses_total += 1;
         self.events
             .push("alloc_failed", |line| requested(line, region, request).text("why", "too_large"));
     }

@@ -402,7 +402,7 @@ impl<'a> World<'a> {
         let nth = self.pick(self.blocks.len());
         let (region, id) = (self.blocks[nth].region, self.blocks[nth].placed.id);
         let state = self.state();
-        let Ok(span) = state.region(region).index.span_of(id) else { return };
+        let Some(span) = state.region(region).index.span_of(id) else { return };
         let places = state.region(region).index.blocks();
         let free: Vec<_> = places.filter(|(_, name)| name.is_none()).map(|(at, _)| at).collect();
         let fits = free.iter().find(|at| at.size >= span.size && at.offset < span.offset);

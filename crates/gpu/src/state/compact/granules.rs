@@ -159,7 +159,7 @@ fn hull(blocks: &[ModelBlock]) -> Option<Span> {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, plan};
+    use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, PASSES_MAX, plan};
     use super::*;
     use crate::index::End;
     use crate::tests::compact::Chance;
@@ -222,7 +222,8 @@ mod tests {
         for _ in 0..2000 {
             let (parts, segments) = layout(&mut chance);
             let budget = if chance.below(2) == 0 { u64::MAX } else { chance.below(40_000) };
-            let plan = plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget);
+            let target = CompactTarget::Segments(&segments);
+            let plan = plan(&parts, GRANULE, target, budget, PASSES_MAX);
             let active = |blocks: &[Span]| -> Vec<bool> {
                 let touches =
                     |of: &Span, block: &Span| block.offset < of.end() && of.offset < block.end();
@@ -261,7 +262,8 @@ mod tests {
             wall(12_288),
         ];
         let segments = [0, 8192].map(|offset| Span { offset, size: 4096 });
-        let of = |budget| plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget).moves;
+        let target = CompactTarget::Segments(&segments);
+        let of = |budget| plan(&parts, GRANULE, target, budget, PASSES_MAX).moves;
         assert_eq!(of(u64::MAX), [Move { from: 8192, to: 2048, size: 256 }]);
         assert_eq!(of(255), []);
     }

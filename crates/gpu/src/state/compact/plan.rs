@@ -147,31 +147,13 @@ pub(crate) struct CompactPlan {
 /// Plans a compaction of a region. Its parts are in address order and tile the region.
 ///
 /// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
-/// something.
+/// something. With fewer `passes`, the gain is a lower bound of what more would gain.
 pub(crate) fn plan(
     parts: &[LayoutPart],
     granule: u64,
     target: CompactTarget<'_>,
     budget: u64,
-) -> CompactPlan {
-    plan_in(PASSES_MAX, parts, granule, target, budget)
-}
-
-/// Returns a lower bound of the gain of a plan without a budget: makes a plan with few passes.
-pub(crate) fn outlook(
-    parts: &[LayoutPart],
-    granule: u64,
-    target: CompactTarget<'_>,
-) -> CompactPlan {
-    plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
-}
-
-fn plan_in(
     passes: usize,
-    parts: &[LayoutPart],
-    granule: u64,
-    target: CompactTarget<'_>,
-    budget: u64,
 ) -> CompactPlan {
     debug_assert!(granule.is_power_of_two());
     let model = LayoutModel::new(parts, granule);
@@ -207,10 +189,10 @@ pub(super) struct Draft {
 }
 
 /// The maximum number of passes over all blocks. A guess.
-const PASSES_MAX: usize = 64;
+pub(crate) const PASSES_MAX: usize = 64;
 
 /// The number of passes if only the gain is of interest. A guess: the first gains most of it.
-const OUTLOOK_PASSES: usize = 1;
+pub(crate) const OUTLOOK_PASSES: usize = 1;
 
 /// The maximum number of copies for one block. A slide by a tiny part of the block takes a driver
 /// call for each such part, and gains no more than that part. A guess: a thousand calls of a few

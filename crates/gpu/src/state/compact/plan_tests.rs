@@ -4,7 +4,7 @@
 
 use lowtide_cuda_sim::sample;
 
-use super::plan::{CompactPlan, CompactTarget, Hold, LayoutPart, Move, plan};
+use super::plan::{CompactPlan, CompactTarget, Hold, LayoutPart, Move, PASSES_MAX, plan};
 use crate::index::{ALIGN, End, Span};
 
 const LOW: Hold = Hold::Moves { end: End::Low, align: ALIGN };
@@ -46,7 +46,7 @@ impl Cells {
     }
 
     fn plan(&self, target: CompactTarget<'_>, budget: u64) -> CompactPlan {
-        plan(&self.parts(), self.granule * ALIGN, target, budget.saturating_mul(ALIGN))
+        plan(&self.parts(), self.granule * ALIGN, target, budget.saturating_mul(ALIGN), PASSES_MAX)
     }
 
     /// Copies the pieces of each move, and checks that no cell is lost.
