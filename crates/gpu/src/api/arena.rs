@@ -2,7 +2,7 @@
 //! is needed.
 //!
 //! This file has the callers' interface: open, allocate, enter, limit, snapshot. The mechanisms are
-//! elsewhere: `engine::alloc` commits memory for blocks, `engine::release` releases idle memory,
+//! elsewhere: `engine::alloc` commits memory for blocks, `engine::commit` also releases idle memory,
 //! and `state` keeps the accounts. The arena owns no thread, and reads the clock only when memory
 //! becomes idle; callers release memory with [`DeviceArena::decay`].
 //!

@@ -21,7 +21,7 @@ use bytemuck::Pod;
 use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, Lease};
 use crate::driver::DeviceAddress;
-use crate::engine::access::resolve;
+use crate::engine::move_block::resolve;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 use crate::state::arena::ArenaState;

@@ -16,9 +16,8 @@ use lowtide_core::log;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::engine::access;
 use crate::engine::compact::{Layout, batch_limit, names};
-use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_batch};
+use crate::engine::move_block::{self, BatchOutcome, BatchRefusal, MovedBlock, move_batch};
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::{PASSES_MAX, first_batch};
 use crate::state::region_index::BlockName;
@@ -48,7 +47,7 @@ impl BlockPin {
     /// Pins a block, after waiting for the end of its move if it moves.
     pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
-            inner.run(async |cx| access::pin(cx, region, id).await);
+            inner.run(async |cx| move_block::pin(cx, region, id).await);
         }
         Self { inner: Arc::clone(inner), region, id, exported: None }
     }

@@ -1,6 +1,5 @@
 //! The operations of an arena, as sequences of steps on its state.
 
-pub(crate) mod access;
 pub(crate) mod alloc;
 pub(crate) mod callbacks;
 pub(crate) mod commit;
@@ -10,9 +9,6 @@ pub(crate) mod context;
 pub(crate) mod import;
 pub(crate) mod move_block;
 pub(crate) mod raw_block;
-pub(crate) mod release;
-pub(crate) mod remap;
-pub(crate) mod resize;
 pub(crate) mod resume;
 pub(crate) mod shortage;
 pub(crate) mod split;

@@ -428,3 +428,55 @@ fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2]
     let segment = &state.region(region).segment;
     [made.from, made.to].map(|offset| segment.address_of(offset))
 }
+
+// Finds the current place of a block, and waits for a move in progress.
+//
+// Invariant: a place that is returned under a lease stays until the lease ends.
+
+/// Waits until this block does not move.
+pub(crate) async fn wait_until_still(cx: &OpContext<'_>, region: Region, id: BlockName) {
+    cx.wait_while(|state| state.moves.is_moving(region, id)).await;
+}
+
+/// Returns the current place of a live block.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(crate) async fn resolve(
+    cx: &OpContext<'_>,
+    region: Region,
+    placed: Placement,
+) -> Result<Placement, DeviceError> {
+    wait_until_still(cx, region, placed.id).await;
+    cx.with(|state| {
+        check_whole(state, region, placed)?;
+        Ok(state.region(region).refreshed(placed))
+    })
+}
+
+/// Checks that the contents of a block were not lost in a move.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(crate) fn check_whole(
+    state: &ArenaState,
+    region: Region,
+    placed: Placement,
+) -> Result<(), DeviceError> {
+    if state.region(region).pins.is_lost(placed.id) {
+        let size = ByteSize::new(placed.span.size);
+        return Err(DeviceError::ContentsLost { region, size });
+    }
+    Ok(())
+}
+
+/// Pins a block after the end of a move in progress. A pinned block does not move.
+pub(crate) async fn pin(cx: &OpContext<'_>, region: Region, id: BlockName) {
+    wait_until_still(cx, region, id).await;
+    cx.with(|state| {
+        state.region_mut(region).pins.pin(id);
+        state
+            .events
+            .push("pin", |line| line.number("address", state.region(region).address_of(id)));
+    });
+}

@@ -2,9 +2,9 @@
 //!
 //! An unknown address is an error with the reason, and changes nothing.
 
-use super::access::wait_until_still;
 use super::alloc::{self, Begun};
 use super::context::OpContext;
+use super::move_block::wait_until_still;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::failure::AllocFailure;

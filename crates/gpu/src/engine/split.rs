@@ -21,12 +21,11 @@
 
 use std::time::Duration;
 
+use super::commit::{Pair, release_granules, remap};
 use super::compact::hold;
 use super::completion::{Proof, complete_live};
 use super::context::OpContext;
 use super::move_block::is_busy;
-use super::release::release_granules;
-use super::remap::{Pair, remap};
 use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::aging::Ages;

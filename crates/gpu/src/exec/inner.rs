@@ -20,7 +20,7 @@ use crate::engine::completion::query_events;
 use crate::engine::context::{OpContext, ShutCaches, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::shortage::record_failure;
-use crate::engine::{raw_block, resize, stores};
+use crate::engine::{raw_block, stores};
 use crate::exec::cache_bins::BlockList;
 use crate::exec::executor::Executor;
 #[cfg(test)]
@@ -743,7 +743,7 @@ impl ArenaInner {
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, DeviceError> {
-        let outcome = self.run(async |cx| resize::resize(cx, region, placed, requested).await);
+        let outcome = self.run(async |cx| alloc::resize(cx, region, placed, requested).await);
         let what =
             AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
         outcome.map_err(|failure| self.record_failure(region, failure, what))
@@ -762,7 +762,7 @@ impl ArenaInner {
     ) -> Result<Placement, DeviceError> {
         let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
         let new = self.alloc_block(region, wanted, None)?;
-        let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
+        let copied = self.run(async |cx| alloc::copy_to(cx, region, old, new).await);
         copied.map_err(Into::into)
     }
 }
