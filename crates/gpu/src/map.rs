@@ -196,7 +196,7 @@ fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionO
     let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
     let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
     let mut used: Vec<Span> = runs.iter().map(|(run, _)| *run).collect();
-    if !state.sleep.is_awake() || of.arriving > 0 || of.has_lost() {
+    if !state.sleep.is_awake() || of.arriving > 0 || of.pins.lost().next().is_some() {
         // Some blocks have no memory, and may lie in other cells.
         used.extend(of.live_spans_unordered());
     }

@@ -26,7 +26,7 @@ use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
 use crate::index::ALIGN;
 use crate::state::arena::ArenaState;
-use crate::state::event::RequestOrigin;
+use crate::state::event::{RequestOrigin, requested};
 use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::compact::DeviceCosts;
 use crate::types::config::ArenaConfig;
@@ -148,7 +148,7 @@ impl DeviceArena {
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| AllocRequest { origin, ..of });
-        let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard());
+        let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
         if let (Some(wanted), Some(shard)) = (wanted, shard)
             && let Some(mut owned) = self.kept(shard, region, wanted)
         {
@@ -167,7 +167,7 @@ impl DeviceArena {
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let shard = lane.and_then(|lane| lane.shard()).unwrap_or_else(|| self.shards.here());
+        let shard = lane.and_then(|lane| lane.shard.as_ref()).unwrap_or_else(|| self.shards.here());
         let shard = Arc::clone(shard);
         let taker = lane.and_then(|lane| lane.key);
         let block = match wanted {
@@ -356,7 +356,12 @@ impl DeviceArena {
         if self.inner.check_here().is_err() {
             return ArenaGlance::default();
         }
-        self.inner.glance()
+        let cached = self.inner.cached();
+        self.inner.run_now(|state| ArenaGlance {
+            live: ByteSize::new(state.live().saturating_sub(cached)),
+            committed: ByteSize::new(state.backed()),
+            idle: ByteSize::new(state.idle()),
+        })
     }
 
     /// Returns what a control loop needs in each tick: committed memory, and idle memory without
@@ -489,7 +494,7 @@ impl ArenaInner {
         }
     }
 
-    /// Counts a block that is larger than its region. Returns the error.
+    /// Counts a block that is larger than its region.
     pub(crate) fn refuse_too_large(
         &self,
         region: Region,
@@ -499,7 +504,12 @@ impl ArenaInner {
     ) {
         let align = align.get();
         let request = AllocRequest { size: bytes, align, requested: bytes, origin };
-        self.run_now(|state| state.note_too_large(region, request));
+        self.run_now(|state| {
+            state.totals.alloc_failures_addresses_total += 1;
+            state.events.push("alloc_failed", |line| {
+                requested(line, region, request).text("why", "too_large")
+            });
+        });
     }
 }
 

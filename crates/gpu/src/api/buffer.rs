@@ -112,7 +112,7 @@ impl<T: Pod> Buffer<T> {
     /// it is resized to zero elements.
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned if there
+        // SAFETY: `start` is aligned for T (asserted in `start`, or dangling and aligned if there
         // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
@@ -216,7 +216,7 @@ impl<T: Pod> Buffer<T> {
         let known = lane.known();
         // Buffers without a lane already wait for all device work.
         let lanes = &self.owned.lanes;
-        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.stream() == known.stream()) {
+        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.stream == known.stream) {
             self.add_lane(lane);
         }
         Ok(())
@@ -291,13 +291,9 @@ impl<T: Pod> Buffer<T> {
         self.inner().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
         let at = self.owned.place.get(self.inner(), self.region(), block)?;
-        self.pointer(at).ok_or_else(|| self.inner().no_host_access())
-    }
-
-    /// Returns the pointer to the block's address; `None` without host access.
-    fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
         assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        self.inner().driver.host_pointer(at).map(NonNull::cast)
+        let start = self.inner().driver.host_pointer(at).map(NonNull::cast);
+        start.ok_or_else(|| self.inner().no_host_access())
     }
 }
 
@@ -341,7 +337,6 @@ impl<T: Pod> fmt::Debug for Buffer<T> {
             .field("arena", &self.inner().name)
             .field("region", &self.region())
             .field("len", &self.len)
-            .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
 }

@@ -56,8 +56,8 @@ impl BlockPin {
     pub(crate) fn count_export(&mut self, bytes: u64) {
         self.exported = Some(bytes);
         self.inner.run_now(|state| {
-            state.outstanding.exported.count += 1;
-            state.outstanding.exported.bytes += bytes;
+            state.outstanding.exported_count += 1;
+            state.outstanding.exported_bytes += bytes;
         });
     }
 }
@@ -69,9 +69,9 @@ impl Drop for BlockPin {
         let Some(id) = self.id else { return };
         let _ = self.inner.run_here(|state| {
             if let Some(bytes) = self.exported {
-                state.outstanding.exported.count -= 1;
-                state.outstanding.exported.bytes -= bytes;
-                state.sleep.note_unused(self.inner.clock.now());
+                state.outstanding.exported_count -= 1;
+                state.outstanding.exported_bytes -= bytes;
+                state.sleep.left_at = state.sleep.left_at.max(self.inner.clock.now());
                 if state.capabilities.asynchronous {
                     state.sleep.used.insert(StreamKey::CONTEXT);
                 }

@@ -82,7 +82,10 @@ pub(crate) async fn ensure_committed(
                         continue;
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
-                        let left = attempts.unwrap_or_else(|| cx.with(|state| attempts_max(state)));
+                        let most = |state: &mut ArenaState| {
+                            ATTEMPTS_BESIDE + state.granules_for(state.releasable())
+                        };
+                        let left = attempts.unwrap_or_else(|| cx.with(most));
                         if left == 0 {
                             return Err(AllocFailure::of(Cause::Device, span.size));
                         }
@@ -100,11 +103,6 @@ pub(crate) async fn ensure_committed(
             ShortageOutcome::None(cause) => return Err(AllocFailure::of(cause, span.size)),
         }
     }
-}
-
-/// Returns the number of attempts of a commit on a full device.
-fn attempts_max(state: &ArenaState) -> u64 {
-    ATTEMPTS_BESIDE + state.granules_for(state.releasable())
 }
 
 /// Marks the missing runs of a placed span, none if nothing is missing, as committing, if they fit

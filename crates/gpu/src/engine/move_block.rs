@@ -129,7 +129,11 @@ pub(crate) async fn move_batch(
         }
         stopped => {
             batch.outcome.error = stopped.err();
-            cx.with(|state| batch.cancel_all(state));
+            for TakenPlace { placed, .. } in batch.taken.drain(..) {
+                cx.with(|state| {
+                    state.cancel_placement(options.region, placed, Dependencies::default());
+                });
+            }
         }
     }
     batch.outcome
@@ -248,13 +252,6 @@ impl Batch {
         let taken = self.taken.remove(nth);
         state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
         self.outcome.skipped += 1;
-    }
-
-    /// Returns all taken places.
-    fn cancel_all(&mut self, state: &mut ArenaState) {
-        for taken in self.taken.drain(..) {
-            state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
-        }
     }
 
     /// Marks the blocks that may still move as moving, and skips the others. Returns `false` if a
@@ -413,7 +410,7 @@ impl Batch {
             return;
         }
         if is_copied {
-            state.region_mut(region).pins.note_copied(id);
+            state.region_mut(region).pins.copied.push(id);
         }
         if contents == Some(CopyOutcome::Lost) {
             state.region_mut(region).lose(id);

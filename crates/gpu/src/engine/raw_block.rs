@@ -136,13 +136,6 @@ fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Le
     raw.add(stream)
 }
 
-/// Records the new size of a raw block that was resized in place.
-pub(crate) fn note_resized(state: &mut ArenaState, at: DeviceAddress, resized: Placement) {
-    let raw = state.raw.get_mut(&at);
-    debug_assert!(raw.is_some(), "only its owner resizes and frees it");
-    raw.into_iter().for_each(|raw| raw.placed = resized);
-}
-
 /// Returns the raw block at an address.
 ///
 /// # Errors
@@ -201,8 +194,8 @@ fn unknown(state: &ArenaState, at: DeviceAddress) -> DeviceError {
     for region in Region::ALL {
         let region = state.region(region);
         let Some(offset) = region.segment.offset_of(at) else { continue };
-        let around = region.block_around(offset);
-        return match around.filter(|span| span.offset < offset) {
+        let mut spans = region.live_spans();
+        return match spans.find(|span| span.offset < offset && offset < span.end()) {
             Some(span) => DeviceError::InteriorAddress {
                 at,
                 block: region.segment.address_of(span.offset),

@@ -190,7 +190,11 @@ async fn restore(
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
     // The wait for the copies would invalidate a capture.
-    if cx.with(|state| has_copies(state)) {
+    let has_copies = |state: &mut ArenaState| {
+        let saved = state.sleep.saved.as_ref();
+        saved.is_some_and(|saved| saved.is_touched(|of| &state.region(of).segment))
+    };
+    if cx.with(has_copies) {
         check_capturing(cx).await?;
     }
     let (mut restored, mut retries) = (ByteSize::ZERO, RETRIES);
@@ -389,12 +393,6 @@ fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     }
     incoming.runs.extend(mark_incoming(state, true));
     incoming.bytes() < before
-}
-
-/// Returns `true` if a block still touches memory whose contents are saved.
-fn has_copies(state: &ArenaState) -> bool {
-    let saved = state.sleep.saved.as_ref();
-    saved.is_some_and(|saved| saved.is_touched(|of| &state.region(of).segment))
 }
 
 /// Returns the copies of the saved contents of a run that blocks still touch.

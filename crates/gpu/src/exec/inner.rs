@@ -36,7 +36,7 @@ use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
+use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
@@ -185,11 +185,6 @@ impl ArenaCaches {
     /// Sets the decay time. If idle memory is released immediately, caches keep nothing.
     pub(crate) fn set_decay(&self, decay: DecayTime) {
         self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
-    }
-
-    /// Keeps caches empty while the arena sleeps.
-    pub(crate) fn set_asleep(&self, is_asleep: bool) {
-        self.set(|rules| rules.asleep = is_asleep);
     }
 
     /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
@@ -413,7 +408,7 @@ impl ArenaInner {
     }
 
     /// Returns the bytes in all caches, without locking them.
-    fn cached(&self) -> u64 {
+    pub(crate) fn cached(&self) -> u64 {
         self.shards().map(|shard| shard.cached()).sum()
     }
 
@@ -525,16 +520,6 @@ impl ArenaInner {
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }
 
-    /// Returns a few figures, without locking the caches.
-    pub(crate) fn glance(&self) -> ArenaGlance {
-        let cached = self.cached();
-        self.run_now(|state| ArenaGlance {
-            live: ByteSize::new(state.live().saturating_sub(cached)),
-            committed: ByteSize::new(state.backed()),
-            idle: ByteSize::new(state.idle()),
-        })
-    }
-
     pub(crate) fn validate(&self) {
         self.run_now(|state| state.validate());
         self.snapshot().validate();
@@ -561,7 +546,7 @@ impl Surroundings for ArenaInner {
         if !self.capabilities.asynchronous || cached > lock(&self.caches.rules).room_max.get() {
             return self.empty_caches();
         }
-        taker.is_some() && self.shards().any(|shard| shard.stream() == taker && shard.give_up())
+        taker.is_some() && self.shards().any(|shard| shard.stream == taker && shard.give_up())
     }
 
     fn note_live(&self, live: u64, limit: u64) {
@@ -584,7 +569,7 @@ impl Surroundings for ArenaInner {
     }
 
     fn set_asleep(&self, is_asleep: bool) {
-        self.caches.set_asleep(is_asleep);
+        self.caches.set(|rules| rules.asleep = is_asleep);
     }
 }
 

@@ -25,11 +25,11 @@ use lowtide_core::fork::Birth;
 /// A stream that the arena knows, for as long as the stream may be used.
 pub(crate) struct LaneInner {
     inner: Arc<ArenaInner>,
-    stream: StreamHandle,
+    pub(crate) stream: StreamHandle,
     /// The stream's key; `None` if the driver's work needs no order.
     pub(crate) key: Option<StreamKey>,
     /// The shard for blocks that only this lane used; `None` if the driver's work needs no order.
-    shard: Option<Arc<CacheShard>>,
+    pub(crate) shard: Option<Arc<CacheShard>>,
     /// The lane's number; `None` if the driver's work needs no order and nothing observes the
     /// arena.
     pub(crate) number: Option<LaneNumber>,
@@ -116,14 +116,6 @@ impl LaneInner {
         }
         let shard = key.map(|key| CacheShard::of_lane(inner, key));
         Self { inner: Arc::clone(inner), stream, key, shard, number, keeps }
-    }
-
-    pub(crate) const fn stream(&self) -> StreamHandle {
-        self.stream
-    }
-
-    pub(crate) const fn shard(&self) -> Option<&Arc<CacheShard>> {
-        self.shard.as_ref()
     }
 
     /// Returns this lane as a user of raw blocks.
@@ -238,7 +230,8 @@ impl DriverEvent {
     /// # Errors
     /// The driver's; the marked work is unspecified then.
     pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
-        self.assert_of(lane);
+        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
+        assert!(is_ours, "an event and a lane of two drivers");
         // SAFETY: this owns the event, and the stream exists until the lane is dropped; both are of
         // this driver: asserted above.
         unsafe { self.driver.event_record(self.handle, lane.stream) }
@@ -260,11 +253,6 @@ impl DriverEvent {
     pub(crate) fn wait(&self) -> Result<(), DriverError> {
         // SAFETY: this owns the event.
         unsafe { self.driver.event_synchronize(self.handle) }
-    }
-
-    fn assert_of(&self, lane: &LaneInner) {
-        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
-        assert!(is_ours, "an event and a lane of two drivers");
     }
 }
 

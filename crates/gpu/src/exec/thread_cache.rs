@@ -231,7 +231,7 @@ impl Drop for BlockHandle {
 pub(crate) struct CacheShard {
     pub(crate) inner: Arc<ArenaInner>,
     /// The stream, for a lane's shard.
-    stream: Option<StreamKey>,
+    pub(crate) stream: Option<StreamKey>,
     cache: SpinLock<ThreadCache>,
     /// Cached byte count, readable without the lock.
     cached: AtomicU64,
@@ -303,11 +303,6 @@ impl CacheShard {
         });
         drop(cache);
         self.inner.caches.remove(self);
-    }
-
-    /// Returns the stream, for a lane's shard.
-    pub(crate) const fn stream(&self) -> Option<StreamKey> {
-        self.stream
     }
 
     /// Frees the cached blocks in the arena. Returns `true` if there were any.

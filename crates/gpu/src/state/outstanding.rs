@@ -23,7 +23,9 @@ pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 /// The exports and imports of an arena, and what graphs may have captured.
 #[derive(Default)]
 pub(crate) struct Outstanding {
-    pub(crate) exported: Exports,
+    /// The number of exports, and the bytes of their blocks.
+    pub(crate) exported_count: u64,
+    pub(crate) exported_bytes: u64,
     pub(crate) imported: Imports,
     pub(crate) captured: Captured,
 }
@@ -41,14 +43,6 @@ impl Captured {
     pub(crate) fn bytes(&self) -> u64 {
         self.blocks.iter().map(|(_, placed)| placed.span.size).sum()
     }
-}
-
-/// The number and the bytes of exports.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Exports {
-    pub(crate) count: u64,
-    /// Bytes of the blocks.
-    pub(crate) bytes: u64,
 }
 
 /// An imported range.

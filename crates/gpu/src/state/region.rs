@@ -128,7 +128,7 @@ pub(crate) struct RegionState {
     pub(crate) index: RegionIndex,
     /// Wraps: a block that a cache kept and handed out again was allocated with one requested size,
     /// and is freed with another. Together with the caches' counts the sum is right.
-    requested: u64,
+    pub(super) requested: u64,
     live: u64,
     /// The bytes of blocks that have a place but no memory yet.
     pub(crate) arriving: u64,
@@ -158,11 +158,6 @@ impl RegionState {
 
     pub(crate) const fn live(&self) -> u64 {
         self.live
-    }
-
-    /// Adds a cache's sum of requested bytes, which wraps.
-    pub(crate) const fn add_requested(&mut self, requested: u64) {
-        self.requested = self.requested.wrapping_add(requested);
     }
 
     /// Returns the bytes of this metadata.
@@ -268,18 +263,18 @@ impl RegionState {
         if self.pending.bytes == 0 {
             return Dependencies::default();
         }
-        let taken = self.pending.take(span);
-        for (left, right) in taken.cuts {
+        let (claim, cuts) = self.pending.take(span);
+        for (left, right) in cuts {
             self.border_parts(left, right, |segment, left, right, both| {
                 segment.untouch(both);
                 segment.touch(left);
                 segment.touch(right);
             });
         }
-        for (part, _) in &taken.claim.parts {
+        for (part, _) in &claim.parts {
             self.segment.untouch(*part);
         }
-        taken.claim
+        claim
     }
 
     /// Records a touched span as pending, joined with its neighbours of the same uses. A segment of
@@ -419,11 +414,6 @@ impl RegionState {
         self.segment.touch(before);
     }
 
-    /// Returns the live block that covers an offset. Walks the blocks: for error reports.
-    pub(crate) fn block_around(&self, offset: u64) -> Option<Span> {
-        self.live_spans().find(|span| span.offset <= offset && offset < span.end())
-    }
-
     /// Returns `true` if both spans are on one side of the wall.
     pub(crate) fn is_of_one_range(&self, span: Span, other: Span) -> bool {
         let is_high = |span: Span| self.index.wall().is_some_and(|wall| span.offset > wall.offset);
@@ -484,11 +474,6 @@ impl RegionState {
     fn lost(&self) -> u64 {
         let spans = self.pins.lost().filter_map(|id| self.index.span_of(id));
         spans.map(|span| self.segment.bare_bytes(span)).sum()
-    }
-
-    /// Returns `true` if the contents of a block were lost.
-    pub(crate) fn has_lost(&self) -> bool {
-        self.pins.lost().next().is_some()
     }
 
     /// Returns the live spans without an order, in less time.

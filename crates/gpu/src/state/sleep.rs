@@ -96,13 +96,13 @@ pub(crate) struct Sleep {
     pub(crate) is_queueing: bool,
     /// The start of the period in which leases were held without a pause, and its end.
     pub(crate) leased_since: Moment,
-    left_at: Moment,
+    pub(crate) left_at: Moment,
     /// The time at which the arena was opened or last woken.
     awake_since: Moment,
     /// The arena does not fall asleep by itself before this time, because the last attempt failed.
     pub(crate) not_before: Moment,
     /// `true` if it was logged that the arena cannot sleep on its driver.
-    has_logged_unsupported: bool,
+    pub(crate) has_logged_unsupported: bool,
 }
 
 impl Sleep {
@@ -224,11 +224,6 @@ impl Sleep {
         self.wakers.remove(&wait)
     }
 
-    /// Records the last use of memory, once no lease is held.
-    pub(crate) fn note_unused(&mut self, now: Moment) {
-        self.left_at = self.left_at.max(now);
-    }
-
     /// Returns `true` if all streams used under leases until now are known.
     pub(crate) fn is_use_known(&self) -> bool {
         !self.used.contains(&StreamKey::CONTEXT)
@@ -239,12 +234,6 @@ impl Sleep {
         let idle_since = self.left_at + self.config.idle_after?;
         let due = idle_since.max(self.awake_since + self.config.min_awake);
         (self.phase == SleepPhase::Awake).then(|| due.max(self.not_before))
-    }
-
-    /// Records that the arena cannot sleep. Returns `true` the first time, so that it is logged
-    /// once.
-    pub(crate) fn note_unsupported(&mut self) -> bool {
-        !std::mem::replace(&mut self.has_logged_unsupported, true)
     }
 
     /// Returns `true` if a copy of a sleep or a wake may still use the arena's memory.

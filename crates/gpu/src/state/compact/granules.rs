@@ -90,12 +90,12 @@ fn granules(model: &LayoutModel) -> Vec<Span> {
     let mut granules: Vec<u64> = Vec::new();
     for part in model.parts() {
         if matches!(part.hold, Some(Hold::Moves { .. })) {
-            granules.push(part.span.offset / model.granule());
-            granules.push((part.span.end() - 1) / model.granule());
+            granules.push(part.span.offset / model.granule);
+            granules.push((part.span.end() - 1) / model.granule);
         }
     }
     granules.dedup();
-    let size = model.granule();
+    let size = model.granule;
     granules.into_iter().map(|granule| Span { offset: granule * size, size }).collect()
 }
 
@@ -110,7 +110,7 @@ fn clear(draft: &mut Draft, segments: Option<&[Span]>, candidate: ClearCandidate
     if !movable || !is_as_assessed || bytes > draft.left() {
         return false;
     }
-    let (moves, active, freed) = (draft.moves.len(), draft.model.active(), draft.model.alone(hull));
+    let (moves, active, freed) = (draft.moves.len(), draft.model.active, draft.model.alone(hull));
     // The largest blocks first, because the fewest holes can take them.
     touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
     let mut made_active = 0;
@@ -125,7 +125,7 @@ fn clear(draft: &mut Draft, segments: Option<&[Span]>, candidate: ClearCandidate
             _ => break,
         }
     }
-    let gained = segments.is_some() || draft.model.active() < active;
+    let gained = segments.is_some() || draft.model.active < active;
     let is_cleared = gained && draft.model.touching(candidate.area).is_empty();
     if !is_cleared {
         draft.undo(moves);

@@ -160,7 +160,7 @@ pub(crate) fn plan(
     let mut draft = Draft { model, moves: Vec::new(), bytes: 0, budget, passes };
     let active = |model: &LayoutModel| match target {
         CompactTarget::Segments(segments) => granules::active_bytes(model, segments) / granule,
-        CompactTarget::Granules | CompactTarget::Contiguous(_) => model.active(),
+        CompactTarget::Granules | CompactTarget::Contiguous(_) => model.active,
     };
     let before = [active(&draft.model), draft.largest()];
     match target {
