@@ -25,13 +25,14 @@ use crate::exec::lane::LaneInner;
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
 use crate::index::ALIGN;
+use crate::record::Recording;
 use crate::state::arena::ArenaState;
 use crate::state::event::{RequestOrigin, requested};
 use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::compact::DeviceCosts;
 use crate::types::config::ArenaConfig;
 use crate::types::error::{DeviceError, Shortage};
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
+use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
 use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -85,7 +86,7 @@ impl DeviceArena {
         let device = driver.device_memory().ok().flatten().map(|memory| memory.total);
         config.reserve = reserve::wanted(config.reserve, config.limit, device);
         let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
-        let recording = match config.recording(&*driver, &*clock, granule) {
+        let recording = match Recording::begin(&config, driver.backend(), &*clock, granule) {
             Ok(recording) => recording,
             Err(taken) => {
                 for ground in &backings {
@@ -343,7 +344,9 @@ impl DeviceArena {
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
         if self.inner.check_here().is_err() {
-            return ArenaSnapshot::unknown(self.name(), self.backend());
+            let regions = Region::ALL.map(|region| RegionSnapshot { region, ..Default::default() });
+            let (name, backend) = (self.name().to_owned(), self.backend());
+            return ArenaSnapshot { name, backend, regions, ..Default::default() };
         }
         self.inner.snapshot()
     }

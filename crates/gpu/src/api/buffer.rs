@@ -21,6 +21,7 @@ use bytemuck::Pod;
 use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, Lease};
 use crate::driver::DeviceAddress;
+use crate::engine::alloc::copy_to;
 use crate::engine::move_block::resolve;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
@@ -112,7 +113,7 @@ impl<T: Pod> Buffer<T> {
     /// it is resized to zero elements.
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted in `start`, or dangling and aligned if there
+        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned if there
         // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
@@ -170,7 +171,9 @@ impl<T: Pod> Buffer<T> {
                 None => {
                     let _lease = Lease::for_lanes(inner, self.owned.lanes.iter().cloned())?;
                     let old = inner.run(async |cx| resolve(cx, region, old).await)?;
-                    Some(inner.resize_by_copy(region, old, wanted)?)
+                    let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
+                    let new = inner.alloc_block(region, wanted, None)?;
+                    Some(inner.run(async |cx| copy_to(cx, region, old, new).await)?)
                 }
             },
         };
@@ -291,9 +294,13 @@ impl<T: Pod> Buffer<T> {
         self.inner().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
         let at = self.owned.place.get(self.inner(), self.region(), block)?;
+        self.pointer(at).ok_or_else(|| self.inner().no_host_access())
+    }
+
+    /// Returns the pointer to the block's address; `None` without host access.
+    fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
         assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        let start = self.inner().driver.host_pointer(at).map(NonNull::cast);
-        start.ok_or_else(|| self.inner().no_host_access())
+        self.inner().driver.host_pointer(at).map(NonNull::cast)
     }
 }
 
@@ -308,7 +315,7 @@ impl BlockPlace {
         region: Region,
         block: Placement,
     ) -> Result<DeviceAddress, DeviceError> {
-        let moves = inner.moves(region);
+        let moves = inner.executor.moves(region);
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }

@@ -270,8 +270,7 @@ impl PlannedMemory {
             let (mut rest, mut passed) = (segment.slice_mut(lease)?, 0);
             while let Some(nth) = next.next_if(|nth| segments[*nth] == at) {
                 let Range { start, end } = ranges[nth].clone();
-                assert!(passed <= start, "planned buffers overlap at offset {start}");
-                let (own, above) = rest[start - passed..].split_at_mut(end - start);
+                let (own, above) = rest[left_out(passed, start)..].split_at_mut(end - start);
                 (slices[nth], rest, passed) = (own, above, end);
             }
         }
@@ -286,4 +285,10 @@ impl PlannedMemory {
         let start = length(self.places[id.index()].offset);
         start..start.saturating_add(length(size.get()))
     }
+}
+
+/// Returns the bytes between one buffer and the next.
+fn left_out(end: usize, start: usize) -> usize {
+    assert!(end <= start, "planned buffers overlap at offset {start}");
+    start - end
 }

@@ -155,7 +155,11 @@ async fn make_room(
     // More granules must leave than the span needs only if the limit was lowered.
     let missing = cx.with(|state| state.region(region).segment.missing(span)).granules;
     if *remaps && granules <= missing {
-        let (moved, error) = remap_idle(cx, region, span, granules).await;
+        let pairs = cx.with(|state| begin_remap(state, region, span, granules));
+        let (moved, error) = remap(cx, pairs).await;
+        if let Some(error) = &error {
+            cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
+        }
         *remaps = error.is_none();
         if moved > 0 {
             return Ok(ShortageOutcome::Freed);
@@ -229,25 +233,6 @@ pub(super) struct Pair {
     pub(super) to: Run,
 }
 
-/// Moves the memory of idle granules to bare ones of a placed span, at most this many. Returns the
-/// granules moved, and the driver's error: the others must be committed in another way.
-///
-/// Holds the lock while it checks every idle granule. Makes at most [`CALLS_MAX`] driver calls,
-/// plus one for each gap in the bare granules.
-async fn remap_idle(
-    cx: &OpContext<'_>,
-    region: Region,
-    span: Span,
-    granules: u64,
-) -> (u64, Option<DriverError>) {
-    let pairs = cx.with(|state| begin_remap(state, region, span, granules));
-    let (moved, error) = remap(cx, pairs).await;
-    if let Some(error) = &error {
-        cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
-    }
-    (moved, error)
-}
-
 /// Moves the memory of marked pairs in order until a call fails, and records every result. Returns
 /// the granules moved, and the driver's error.
 pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> (u64, Option<DriverError>) {
@@ -269,7 +254,8 @@ pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> (u64, Option<
 }
 
 /// Marks up to this many idle granules as leaving, the longest idle ones first, and as many bare
-/// granules of a touched span as arriving.
+/// granules of a touched span as arriving: at most [`CALLS_MAX`] pairs, plus one for each gap in the
+/// bare granules. Holds the lock while it checks every idle granule.
 fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64) -> Vec<Pair> {
     if state.sleep.may_be_copied() {
         return Vec::new(); // a release waits for the copies first

@@ -49,16 +49,6 @@ pub(crate) fn insert(
     debug_assert!(before.is_none(), "two live blocks begin at one address");
 }
 
-/// Returns the stream of the user of a raw block that is about to be allocated. Until it is freed,
-/// or its allocation fails, the block counts as a guest.
-pub(crate) fn enter(state: &mut ArenaState, user: RawUser) -> Option<StreamKey> {
-    let stream = user.stream(&mut state.streams);
-    if user.is_guest() {
-        stream.into_iter().for_each(|stream| state.streams.add_guest(stream));
-    }
-    stream
-}
-
 /// The streams that a raw block was the last guest of, to be ended at once.
 pub(crate) type Left = Vec<StreamKey>;
 
@@ -133,7 +123,7 @@ fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Le
     {
         left.push(stream);
     }
-    raw.add(stream)
+    stream.is_none_or(|stream| raw.users.add(stream))
 }
 
 /// Returns the raw block at an address.

@@ -103,7 +103,16 @@ pub(crate) async fn call_for_room<T>(
         }
     }
     let arena = cx.with(|state| state.name.clone());
-    let (requested, bound, over) = figures(&failure);
+    let requested = match *failure.error {
+        DeviceError::OutOfMemory { requested, .. }
+        | DeviceError::OutOfAddresses { requested, .. } => requested,
+        _ => ByteSize::ZERO,
+    };
+    let (bound, over) = match failure.cause {
+        Cause::Limit { over } => (Bound::Limit, ByteSize::new(over)),
+        Cause::Addresses => (Bound::Addresses, ByteSize::ZERO),
+        Cause::Device | Cause::Driver | Cause::Uncounted => (Bound::Driver, ByteSize::ZERO),
+    };
     let shortage = Shortage { arena: &arena, region, requested, bound, over };
     let called = cx.outside(|| turn.call(&shortage)).await;
     let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
@@ -116,21 +125,6 @@ pub(crate) async fn call_for_room<T>(
     let outcome = if released { after_pending(cx, attempt).await } else { Err(failure) };
     drop(turn);
     outcome
-}
-
-/// Returns the figures of a failure for the callbacks.
-fn figures(failure: &AllocFailure) -> (ByteSize, Bound, ByteSize) {
-    let requested = match *failure.error {
-        DeviceError::OutOfMemory { requested, .. }
-        | DeviceError::OutOfAddresses { requested, .. } => requested,
-        _ => ByteSize::ZERO,
-    };
-    let (bound, over) = match failure.cause {
-        Cause::Limit { over } => (Bound::Limit, over),
-        Cause::Addresses => (Bound::Addresses, 0),
-        Cause::Device | Cause::Driver | Cause::Uncounted => (Bound::Driver, 0),
-    };
-    (requested, bound, ByteSize::new(over))
 }
 
 // Counts failed allocations, and adds the gain of a compaction to their errors.

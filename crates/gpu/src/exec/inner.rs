@@ -51,7 +51,7 @@ pub(crate) struct ArenaInner {
     pub(crate) name: String,
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) clock: Arc<dyn Clock>,
-    executor: Executor,
+    pub(crate) executor: Executor,
     pub(crate) capabilities: Capabilities,
     /// The smallest unit that the arena commits.
     pub(crate) granule: ByteSize,
@@ -84,7 +84,7 @@ const LITTLE_PART: u64 = 4;
 #[derive(Debug, Default)]
 pub(crate) struct ArenaCaches {
     /// The shards of threads; set once, when the arena is opened.
-    shards: OnceLock<Box<[Weak<CacheShard>]>>,
+    pub(crate) shards: OnceLock<Box<[Weak<CacheShard>]>>,
     /// The shards of lanes.
     lanes: Mutex<Vec<Weak<CacheShard>>>,
     /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
@@ -130,12 +130,6 @@ impl ArenaCaches {
         caches.set_room(room_max);
         caches.set_decay(decay);
         caches
-    }
-
-    /// Registers the shards of threads, once.
-    pub(crate) fn know(&self, shards: Box<[Weak<CacheShard>]>) {
-        let known = self.shards.set(shards);
-        debug_assert!(known.is_ok(), "the shards are made once");
     }
 
     /// Registers the shard of a lane.
@@ -262,16 +256,10 @@ impl ArenaInner {
         self.executor.run_now(&*self.clock, act)
     }
 
-    /// Returns the number of moved blocks of a region, without the lock.
-    #[inline]
-    pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.executor.moves(region)
-    }
-
     /// Returns `true` if this is the block's current place.
     #[inline]
     pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
-        placed.moves == self.moves(region)
+        placed.moves == self.executor.moves(region)
     }
 
     /// Returns `true` if the arena has a recorder. Thread caches are off then.
@@ -680,7 +668,10 @@ impl ArenaInner {
         let is_guest = user.is_some_and(RawUser::is_guest);
         let mut taker = None;
         let first = |state: &mut ArenaState| {
-            taker = user.and_then(|user| raw_block::enter(state, user));
+            taker = user.and_then(|user| user.stream(&mut state.streams));
+            // Until it is freed, or its allocation fails, the block counts as a guest.
+            let guest = taker.filter(|_| is_guest);
+            guest.into_iter().for_each(|stream| state.streams.add_guest(stream));
             let target = AllocTarget { region, wanted, taker };
             let begun = alloc::begin(state, target);
             self.caches.note_live(state.live(), state.limit.get());
@@ -693,16 +684,12 @@ impl ArenaInner {
         let rest = async |cx: &OpContext<'_>, begun| raw_block::alloc(cx, begun, is_guest).await;
         self.run_after(first, rest).map_err(|failure| {
             let error = self.record_failure(region, failure, wanted);
-            self.leave_guest(taker.filter(|_| is_guest));
+            let guest = taker.filter(|_| is_guest);
+            let left =
+                self.run_here(|state| guest.filter(|&stream| state.streams.leave_guest(stream)));
+            self.end_streams(left.ok().flatten().as_slice());
             error
         })
-    }
-
-    /// Records that a raw block is not a guest of a stream after all.
-    #[cold]
-    fn leave_guest(&self, stream: Option<StreamKey>) {
-        let leave = |state: &mut ArenaState| stream.filter(|&key| state.streams.leave_guest(key));
-        self.end_streams(self.run_here(leave).ok().flatten().as_slice());
     }
 
     /// Counts a failure, and returns the error for the caller.
@@ -732,22 +719,5 @@ impl ArenaInner {
         let what =
             AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
         outcome.map_err(|failure| self.record_failure(region, failure, what))
-    }
-
-    /// Allocates a larger block, copies the contents of a live block to it, and frees the old
-    /// block. The caller holds a lease, so neither block moves.
-    ///
-    /// # Errors
-    /// The errors of an allocation, or the driver's if the copy fails; the old block is unchanged.
-    pub(crate) fn resize_by_copy(
-        &self,
-        region: Region,
-        old: Placement,
-        wanted: AllocRequest,
-    ) -> Result<Placement, DeviceError> {
-        let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
-        let new = self.alloc_block(region, wanted, None)?;
-        let copied = self.run(async |cx| alloc::copy_to(cx, region, old, new).await);
-        copied.map_err(Into::into)
     }
 }

@@ -114,7 +114,9 @@ impl LaneInner {
                 number = Some(state.open_lane(stream));
             });
         }
-        let shard = key.map(|key| CacheShard::of_lane(inner, key));
+        // Known to the arena until `CacheShard::retire`.
+        let shard = key.map(|_| Arc::new(CacheShard::new(Arc::clone(inner), key)));
+        shard.iter().for_each(|shard| inner.caches.add(shard));
         Self { inner: Arc::clone(inner), stream, key, shard, number, keeps }
     }
 
@@ -230,8 +232,7 @@ impl DriverEvent {
     /// # Errors
     /// The driver's; the marked work is unspecified then.
     pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
-        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
-        assert!(is_ours, "an event and a lane of two drivers");
+        self.assert_of(lane);
         // SAFETY: this owns the event, and the stream exists until the lane is dropped; both are of
         // this driver: asserted above.
         unsafe { self.driver.event_record(self.handle, lane.stream) }
@@ -253,6 +254,11 @@ impl DriverEvent {
     pub(crate) fn wait(&self) -> Result<(), DriverError> {
         // SAFETY: this owns the event.
         unsafe { self.driver.event_synchronize(self.handle) }
+    }
+
+    fn assert_of(&self, lane: &LaneInner) {
+        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
+        assert!(is_ours, "an event and a lane of two drivers");
     }
 }
 

@@ -241,7 +241,8 @@ pub(crate) struct CacheShard {
 }
 
 impl CacheShard {
-    fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
+    /// Creates a shard, of a lane if it has a stream.
+    pub(crate) fn new(inner: Arc<ArenaInner>, stream: Option<StreamKey>) -> Self {
         let cache = SpinLock::new(ThreadCache::default());
         Self {
             inner,
@@ -268,13 +269,6 @@ impl CacheShard {
             // The stream waited for the view's uses before the block was cached.
             let _ = view::discard(&self.inner, Some(kept));
         }
-    }
-
-    /// Creates the shard of a lane. The arena knows it until [`CacheShard::retire`].
-    pub(crate) fn of_lane(inner: &Arc<ArenaInner>, stream: StreamKey) -> Arc<Self> {
-        let shard = Arc::new(Self::new(Arc::clone(inner), Some(stream)));
-        inner.caches.add(&shard);
-        shard
     }
 
     /// Returns the maximum bytes that the shard's cache may keep now.
@@ -385,7 +379,8 @@ impl CacheShards {
     pub(crate) fn new(inner: &Arc<ArenaInner>) -> Self {
         let shards: Box<[_]> =
             (0..shards()).map(|_| Arc::new(CacheShard::new(Arc::clone(inner), None))).collect();
-        inner.caches.know(shards.iter().map(Arc::downgrade).collect());
+        let known = inner.caches.shards.set(shards.iter().map(Arc::downgrade).collect());
+        debug_assert!(known.is_ok(), "the shards are made once");
         Self(shards)
     }
 

@@ -160,12 +160,6 @@ pub struct ArenaGlance {
 }
 
 impl ArenaSnapshot {
-    /// Returns the figures in a forked child: only the name and the backend are known.
-    pub(crate) fn unknown(name: &str, backend: Backend) -> Self {
-        let regions = Region::ALL.map(|region| RegionSnapshot { region, ..Default::default() });
-        Self { name: name.to_owned(), backend, regions, ..Self::default() }
-    }
-
     /// Returns the number of failed allocations by reason, with each reason's name in metrics.
     #[must_use]
     pub const fn alloc_failures(&self) -> [(&'static str, u64); 4] {
