@@ -16,8 +16,9 @@ use lowtide_core::log;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::engine::compact::{Layout, batch_limit, names};
-use crate::engine::move_block::{self, BatchOutcome, BatchRefusal, MovedBlock, move_batch};
+use crate::engine::move_block::{
+    self, BatchOutcome, BatchRefusal, Layout, MovedBlock, batch_limit, move_batch, names,
+};
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::{PASSES_MAX, first_batch};
 use crate::state::region_index::BlockName;

@@ -3,7 +3,6 @@
 pub(crate) mod alloc;
 pub(crate) mod callbacks;
 pub(crate) mod commit;
-pub(crate) mod compact;
 pub(crate) mod completion;
 pub(crate) mod context;
 pub(crate) mod import;

@@ -10,9 +10,9 @@
 
 use super::callbacks::Called;
 use super::commit::ATTEMPTS_BESIDE;
-use super::compact::Layout;
 use super::completion::complete_all;
 use super::context::{OpContext, ShutCaches};
+use super::move_block::Layout;
 use super::split::release_stuck;
 use crate::index::End;
 use crate::state::compact::plan::OUTLOOK_PASSES;

@@ -22,10 +22,9 @@
 use std::time::Duration;
 
 use super::commit::{Pair, release_granules, remap};
-use super::compact::hold;
 use super::completion::{Proof, complete_live};
 use super::context::OpContext;
-use super::move_block::is_busy;
+use super::move_block::{hold, is_busy};
 use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::aging::Ages;

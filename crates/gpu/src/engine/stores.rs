@@ -20,8 +20,9 @@ use super::completion::{is_any_capturing, own_stream};
 use super::context::OpContext;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::state::contents::OutgoingRun;
-use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};
+use crate::state::sleep::{
+    HostReservation, OutgoingRun, Saved, SleepPhase, SleepStore, StoredCopy, lay_out,
+};
 use crate::types::Region;
 use crate::types::error::{DeviceError, captures, is_captures};
 use crate::types::sleep::{Contents, HostBudget, SleepOptions};

@@ -21,13 +21,12 @@ use crate::engine::context::{OpContext, ShutCaches, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::shortage::record_failure;
 use crate::engine::{raw_block, stores};
-use crate::exec::cache_bins::BlockList;
 use crate::exec::executor::Executor;
 #[cfg(test)]
 use crate::exec::executor::StateSlot;
 use crate::exec::lane::Lanes;
 use crate::exec::reserve;
-use crate::exec::thread_cache::CacheShard;
+use crate::exec::thread_cache::{BlockList, CacheShard};
 use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
 use crate::state::event::RequestOrigin;
