@@ -11,7 +11,7 @@ use std::mem::ManuallyDrop;
 use super::context::OpContext;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
-use crate::state::outstanding::{Due, Release};
+use crate::state::outstanding::Release;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
@@ -57,7 +57,7 @@ pub(crate) async fn release_imports(cx: &OpContext<'_>) {
             state.totals.releases_total += u64::from(due.is_some());
             due
         });
-        let Some(Due { at, size, release }) = due else { break };
+        let Some((at, size, release)) = due else { break };
         let outcome = cx.outside(|| caught(|| release(at, size))).await;
         if let Err(message) = outcome {
             cx.with(|state| state.totals.release_panics_total += 1);
@@ -73,7 +73,7 @@ pub(crate) async fn end_imports(cx: &OpContext<'_>) -> (u64, ByteSize) {
     release_imports(cx).await;
     let mut left = (0, ByteSize::ZERO);
     while let Some(due) = cx.with(|state| state.outstanding.imported.take_any()) {
-        let Due { size, release, .. } = due;
+        let (_, size, release) = due;
         left = (left.0 + 1, left.1.saturating_add(size));
         // The function is foreign code, and nothing may unwind out of a drop.
         let _ = cx.outside(|| caught(|| drop(release))).await;

@@ -362,8 +362,8 @@ async fn end(cx: &OpContext<'_>, batch: &mut Batch) {
                 let uses = uses.clone().filter(|_| taken.contents.is_some());
                 batch.undo_move(state, taken, uses, freed.is_some());
             }
-            if let Some(freed) = freed {
-                state.release_after(batch.options.region, freed.placed, &freed.streams);
+            if let Some((placed, streams)) = freed {
+                state.release_after(batch.options.region, placed, &streams);
             }
         }
         stream

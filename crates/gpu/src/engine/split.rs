@@ -284,8 +284,8 @@ fn end(state: &mut ArenaState, region: Region, is_lost: bool) {
         if is_lost {
             state.region_mut(region).lose(id);
         }
-        if let Some(freed) = freed {
-            state.release_after(region, freed.placed, &freed.streams);
+        if let Some((placed, streams)) = freed {
+            state.release_after(region, placed, &streams);
         }
     }
 }

@@ -18,16 +18,9 @@ use crate::types::sleep::Contents;
 #[derive(Debug)]
 pub(crate) struct MovingBatch {
     region: Region,
-    /// The blocks, and what the owner has freed meanwhile.
-    pub(crate) blocks: BTreeMap<BlockName, Option<DeferredRelease>>,
-}
-
-/// The release of a block that its owner has freed while it moved.
-#[derive(Clone, Debug)]
-pub(crate) struct DeferredRelease {
-    pub(crate) placed: Placement,
-    /// The streams that used the block; none if they are unknown.
-    pub(crate) streams: Vec<StreamKey>,
+    /// The blocks; of each that its owner has freed meanwhile, the place, and the streams that used
+    /// it, none if they are unknown.
+    pub(crate) blocks: BTreeMap<BlockName, Option<(Placement, Vec<StreamKey>)>>,
 }
 
 impl MovingBatch {
@@ -72,7 +65,7 @@ impl MoveState {
             return false;
         };
         debug_assert!(freed.is_none(), "only its owner frees a block, once");
-        *freed = Some(DeferredRelease { placed, streams: streams.to_vec() });
+        *freed = Some((placed, streams.to_vec()));
         true
     }
 

@@ -17,7 +17,7 @@
 //! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
 //! they were placed from. The plan is good, not optimal: the optimum is a packing problem.
 //!
-//! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
+//! Invariants: `sum of move sizes <= budget`; no fewer granules are idle after the moves
 //! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
 //! neither would grow, the plan is empty or a part of one that a larger budget completes.
 
@@ -136,8 +136,6 @@ impl Move {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CompactPlan {
     pub(crate) moves: Vec<Move>,
-    /// The bytes that are moved. A slide counts once.
-    pub(crate) bytes: u64,
     /// The granules that a block touches, or whose segment a block touches, before and after.
     pub(crate) active: [u64; 2],
     /// The largest free span, before and after.
@@ -175,7 +173,7 @@ pub(crate) fn plan(
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
     let active = [before[0], active(&draft.model)];
     let largest = [before[1], draft.largest()];
-    CompactPlan { bytes: draft.bytes, moves: draft.moves, active, largest }
+    CompactPlan { moves: draft.moves, active, largest }
 }
 
 /// A plan in the making.
