@@ -111,16 +111,14 @@ pub use api::lane::{Lane, Lease};
 pub use api::planned::PlannedMemory;
 pub use api::raw::RawBlock;
 pub use driver::host::HostDriver;
-pub use map::{OccupancyCell, RegionOccupancy, SegmentMap};
+pub use map::{RegionOccupancy, SegmentMap};
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedCopy, PinnedKind, PinnedPool, PinnedSnapshot};
 pub use types::Region;
 pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Moved};
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, DeviceErrorWith, Shortage};
 pub use types::sleep::{Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState};
-#[doc(hidden)]
-pub use types::snapshot::ControlFigures;
-pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
+pub use types::snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
 #[cfg(all(test, lowtide_loom))]
 mod models;
