@@ -55,6 +55,21 @@ impl Default for Nvml {
     }
 }
 
+/// Returns NVML's text for a result.
+#[unsafe(no_mangle)]
+extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
+    let text = match code {
+        3 => c"Not Supported",
+        4 => c"Insufficient Permissions",
+        9 => c"Driver Not Loaded",
+        12 => c"NVML Shared Library Not Found",
+        15 => c"GPU is lost",
+        18 => c"Driver/library version mismatch",
+        _ => c"Unknown Error",
+    };
+    text.as_ptr()
+}
+
 /// `true` while the lists of computing processes do not return, as with some faults of a device.
 static HELD: Mutex<bool> = Mutex::new(false);
 static RELEASED: Condvar = Condvar::new();
