@@ -318,7 +318,7 @@ fn a_listener_that_panics_fails_neither_the_start_nor_the_end_of_a_governor() {
     let fake = Fake::start(LAZY);
     let (context, stream) = stream();
     let before = current();
-    let opened = listened(|| try_open());
+    let opened = listened(try_open);
     drop(opened.expect("the listener's panic is not the governor's"));
     assert_eq!((current(), fake.numbers(0).pools), (before, 0));
     let governor = open();
