@@ -41,7 +41,7 @@
 //! use std::sync::Arc;
 //! use std::thread;
 //! use std::time::Duration;
-//! use lowtide_gpu::clock::{Bell, Clock, SystemClock, Wake};
+//! use lowtide_gpu::clock::{Bell, Clock, SystemClock};
 //! use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
 //!
 //! let (clock, stop) = (Arc::new(SystemClock::new()), Bell::new());
@@ -54,7 +54,7 @@
 //!             let now = clock.now();
 //!             arena.decay(now)?;
 //!             let due = arena.next_decay().min(now + Duration::from_millis(250));
-//!             if clock.wait_until(&stop, due) == Wake::Rung {
+//!             if clock.wait_until(&stop, due) {
 //!                 return Ok(());
 //!             }
 //!         }
