@@ -8,10 +8,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::ffi::{CString, c_int, c_void};
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -19,12 +15,11 @@ use std::ptr;
 use std::sync::Arc;
 
 use clap::{Parser, ValueEnum};
+use common::callgrind;
+use common::figures::Figures;
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, DeviceArena, HostDriver, Region};
-
-use crate::common::callgrind;
-use crate::common::figures::Figures;
 
 /// Pairs of the shorter run.
 const PAIRS: u32 = 50_000;
@@ -34,8 +29,8 @@ const STREAM: usize = 100;
 /// The most instructions that C may add to a pair.
 const GOAL: f64 = 150.0;
 
+/// What the C ABI costs.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What the C ABI costs")]
 struct Cli {
     /// Be the process whose instructions are counted.
     #[arg(long, hide = true)]

@@ -7,10 +7,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Barrier;
@@ -18,15 +14,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use common::figures::{Figures, count, median, quantile};
+use common::process::nanos_of;
 use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::device::Region;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, Managed, Signals};
 use lowtide_heap::{HeapProbe, thread_totals};
 use tokio::sync::Semaphore;
-
-use crate::common::figures::{Figures, count, median, quantile};
-use crate::common::process::nanos_of;
 
 lowtide::global_allocator!(balanced);
 
@@ -41,8 +36,8 @@ enum Part {
     Sampler,
 }
 
+/// What admission, sampling and managed resources cost.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What admission, sampling and managed resources cost")]
 struct Cli {
     /// These parts alone.
     #[arg(long, value_delimiter = ',')]

@@ -6,20 +6,19 @@
 //! days, so that two such periods differ only by the arena's state.
 //!
 //! Invariant: the clock never passes the time of a due decay or sleep.
-#![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
-use std::sync::Arc;
 use std::time::Duration;
 
+use common::figures::count;
+use common::sim::Bed;
 use lowtide::{BoxError, ByteSize};
-use lowtide_cuda_sim::{DriverCosts, Pattern, SimDriver, SimOptions};
+use lowtide_cuda_sim::{Pattern, SimOptions};
 use lowtide_gpu::clock::{Clock as _, ManualClock, Moment};
 use lowtide_gpu::driver::{Driver as _, StreamHandle};
-use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, Lane, Region, SleepConfig, SleepState};
+use lowtide_gpu::{ArenaConfig, Buffer, Lane, Region, SleepConfig, SleepState};
 
-use crate::common::figures::count as exact;
 use crate::sim::chance::Chance;
-use crate::sim::load::{DAY, Load, Shape};
+use crate::sim::scenario::{DAY, Load, Shape};
 
 /// The load: requests a second at its peak.
 const LOAD: Load = Load { low: 0.0, high: 0.5, shape: Shape::Days { day: DAY } };
@@ -38,7 +37,7 @@ const SLEEPS_AFTER: Duration = Duration::from_secs(1800);
 
 /// A day.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Day {
+struct Day {
     /// Committed and live memory, summed over its seconds without sleep.
     committed: f64,
     live: f64,
@@ -52,30 +51,9 @@ pub(crate) struct Day {
 /// A value of a day.
 type Of = fn(&Day) -> f64;
 
-/// Compares the mean of each value in the last period with that in the second: pools fill in the
-/// first. Returns the relative differences; fewer than three periods are not compared.
-pub(crate) fn drifts(days: &[Day]) -> Vec<(&'static str, f64)> {
-    let of: [(_, Of); 4] = [
-        ("committed_per_live", |day| day.committed / day.live),
-        ("driver_calls", |day| day.calls),
-        ("table_bytes", |day| day.tables),
-        ("driver_objects", |day| day.objects),
-    ];
-    let mut periods = days.chunks_exact(PERIOD).skip(1);
-    let (Some(first), Some(last)) = (periods.next(), periods.next_back()) else {
-        return Vec::new();
-    };
-    let drift = |(name, of): (_, Of)| {
-        let [first, last] = [first, last].map(|days| days.iter().map(of).sum::<f64>());
-        (name, last / first - 1.0)
-    };
-    of.into_iter().map(drift).collect()
-}
-
 struct World {
-    sim: Arc<SimDriver>,
+    bed: Bed,
     clock: ManualClock,
-    arena: DeviceArena,
     lane: Lane,
     stream: StreamHandle,
     seed: u64,
@@ -85,40 +63,57 @@ struct World {
     day: Day,
 }
 
-/// Runs so many days, and closes the arena.
-pub(crate) fn run(seed: u64, days: usize) -> Result<Vec<Day>, BoxError> {
+/// Runs so many days, and closes the arena. Compares the mean of each value in the last period with
+/// that in the second: pools fill in the first. Returns the relative differences; fewer than three
+/// periods are not compared.
+pub(crate) fn drifts(seed: u64, days: usize) -> Result<Vec<(&'static str, f64)>, BoxError> {
     let mut world = World::new(seed)?;
-    let days = (0..days).map(|day| world.day(day)).collect::<Result<_, _>>()?;
-    let World { sim, arena, lane, stream, model, left, .. } = world;
-    drop((model, left, lane));
-    arena.close()?;
-    drop(arena);
-    sim.stream_destroy(stream)?;
-    sim.run_all();
-    if sim.faults_total() > 0 || !sim.leaks().is_empty() {
-        return Err(format!("{:?}, {:?}", sim.faults(), sim.leaks()).into());
-    }
-    Ok(days)
+    let days = (0..days).map(|day| world.day(day)).collect::<Result<Vec<_>, _>>()?;
+    world.close()?;
+    let of: [(_, Of); 4] = [
+        ("committed_per_live", |day| day.committed / day.live),
+        ("driver_calls", |day| day.calls),
+        ("table_bytes", |day| day.tables),
+        ("driver_objects", |day| day.objects),
+    ];
+    let mut periods = days.chunks_exact(PERIOD).skip(1);
+    let (Some(first), Some(last)) = (periods.next(), periods.next_back()) else {
+        return Ok(Vec::new());
+    };
+    let drift = |(name, of): (_, Of)| {
+        let [first, last] = [first, last].map(|days| days.iter().map(of).sum::<f64>());
+        (name, last / first - 1.0)
+    };
+    Ok(of.into_iter().map(drift).collect())
 }
 
 impl World {
     fn new(seed: u64) -> Result<Self, BoxError> {
-        let options = SimOptions { costs: DriverCosts::zero(), ..SimOptions::default() };
-        let sim = Arc::new(SimDriver::new(options));
-        let clock = sim.clock();
         let sleep = SleepConfig { idle_after: Some(SLEEPS_AFTER), ..SleepConfig::default() };
         let config = ArenaConfig { sleep, ..ArenaConfig::new("days") };
-        let arena = DeviceArena::open(Arc::clone(&sim) as _, Arc::new(clock.clone()), config)?;
-        let stream = sim.stream_create()?;
-        // SAFETY: the stream is destroyed after the lane.
-        let lane = unsafe { arena.lane(stream) }?;
+        let bed = Bed::open(SimOptions::default(), config)?;
+        let stream = bed.sim.stream_create()?;
+        let (clock, lane) = (bed.sim.clock(), bed.lane(stream)?);
         let (chance, day) = (Chance::new(seed), Day::default());
         let (model, left) = (Vec::new(), Vec::new());
-        Ok(Self { sim, clock, arena, lane, stream, seed, chance, model, left, day })
+        Ok(Self { bed, clock, lane, stream, seed, chance, model, left, day })
+    }
+
+    fn close(self) -> Result<(), BoxError> {
+        let Self { bed, lane, stream, model, left, .. } = self;
+        drop((model, left, lane));
+        bed.arena.close()?;
+        drop(bed.arena);
+        bed.sim.stream_destroy(stream)?;
+        bed.sim.run_all();
+        if bed.sim.faults_total() > 0 || !bed.sim.leaks().is_empty() {
+            return Err(format!("{:?}, {:?}", bed.sim.faults(), bed.sim.leaks()).into());
+        }
+        Ok(())
     }
 
     fn day(&mut self, nth: usize) -> Result<Day, BoxError> {
-        let calls = self.sim.calls_total();
+        let calls = self.bed.sim.calls_total();
         self.day = Day::default();
         self.chance = Chance::new(self.seed ^ (nth % PERIOD) as u64);
         for minute in 0..MINUTES {
@@ -143,7 +138,7 @@ impl World {
             self.pass(Duration::from_secs(60) - apart * requests)?;
             self.look();
         }
-        self.day.calls = exact(self.sim.calls_total() - calls);
+        self.day.calls = count(self.bed.sim.calls_total() - calls);
         Ok(self.day)
     }
 
@@ -158,7 +153,7 @@ impl World {
             let size = ByteSize::mib(1).scaled(self.chance.around(SIZES.0, SIZES.1));
             let block = self.block(size, Region::Dynamic)?;
             if let Some(at) = block.address(&lease)? {
-                self.sim.fill(self.stream, at, ByteSize::new(64), Pattern::new(1))?;
+                self.bed.sim.fill(self.stream, at, ByteSize::new(64), Pattern::new(1))?;
             }
             blocks.push(block);
         }
@@ -168,7 +163,7 @@ impl World {
             self.left.extend(blocks.pop().map(|block| (self.clock.now() + time, block)));
         }
         drop(blocks);
-        self.sim.run_all();
+        self.bed.sim.run_all();
         Ok(())
     }
 
@@ -177,9 +172,9 @@ impl World {
         let end = self.clock.now() + time;
         loop {
             let now = self.clock.now();
-            let due = self.arena.next_decay().min(self.arena.next_sleep()).clamp(now, end);
-            let glance = self.arena.glance();
-            if self.arena.state() == SleepState::Awake {
+            let due = self.bed.arena.next_decay().min(self.bed.arena.next_sleep()).clamp(now, end);
+            let glance = self.bed.arena.glance();
+            if self.bed.arena.state() == SleepState::Awake {
                 let seconds = (due - now).as_secs_f64();
                 self.day.committed += glance.committed.as_f64() * seconds;
                 self.day.live += glance.live.as_f64() * seconds;
@@ -189,15 +184,15 @@ impl World {
                 self.left.retain(|(until, _)| *until > end);
                 return Ok(());
             }
-            self.arena.decay(due)?;
-            self.arena.sleep_if_idle(due)?;
+            self.bed.arena.decay(due)?;
+            self.bed.arena.sleep_if_idle(due)?;
         }
     }
 
     fn look(&mut self) {
-        let leaks = self.sim.leaks();
+        let leaks = self.bed.sim.leaks();
         let objects = leaks.reservations + leaks.handles + leaks.events + leaks.host_stores;
-        self.day.objects = self.day.objects.max(exact(objects as u64));
-        self.day.tables = self.day.tables.max(self.arena.snapshot().metadata.as_f64());
+        self.day.objects = self.day.objects.max(count(objects as u64));
+        self.day.tables = self.day.tables.max(self.bed.arena.snapshot().metadata.as_f64());
     }
 }

@@ -9,30 +9,25 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod arena;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
 #[allow(dead_code, reason = "the tests use more of it")]
 mod sim;
 
 use std::process::ExitCode;
 
 use clap::Parser;
+use common::figures::{Figures, count};
 
-use crate::common::figures::{Figures, count as exact};
 use crate::sim::advice::{self, Advised, LOADS};
-use crate::sim::claims;
-use crate::sim::days;
-use crate::sim::load::MIXES;
-use crate::sim::scenario::Scenario;
+use crate::sim::scenario::{MIXES, Scenario};
+use crate::sim::{claims, days};
 
 /// Seconds of traffic that are recorded for an advice.
 const ADVISED_S: f64 = 300.0;
 /// The relative difference that is accepted between two periods of the arena.
 const ARENA_DRIFT: f64 = 0.005;
 
+/// The whole controller in virtual time.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "The whole controller in virtual time")]
 struct Cli {
     /// The number of scenarios.
     #[arg(long, default_value_t = 3000)]
@@ -64,7 +59,7 @@ fn main() -> ExitCode {
 }
 
 /// All seeds; how many failed.
-fn scenarios(cli: &Cli, figures: &mut Figures) -> usize {
+fn scenarios(cli: &Cli, figures: &mut Figures) -> u64 {
     let mut failed = 0;
     for seed in cli.from..cli.from + cli.seeds {
         if let Err(failure) = claims::judge(&Scenario::of(seed)) {
@@ -72,54 +67,45 @@ fn scenarios(cli: &Cli, figures: &mut Figures) -> usize {
             eprintln!("{failure}");
         }
     }
-    figures.add("controller.runs", exact(cli.seeds), "runs");
+    figures.add("controller.runs", count(cli.seeds), "runs");
     failed
 }
 
 /// Compares the advice on smaller limits with their effect. Returns the number of killed runs.
-fn advised(seeds: u64, figures: &mut Figures) -> usize {
-    let mut killed = 0;
-    let mut sums = [0.0; 5];
+fn advised(seeds: u64, figures: &mut Figures) -> u64 {
+    let (mut killed, mut all) = (0, Vec::new());
     for mix in MIXES {
         for (load, of) in LOADS {
             for seed in 0..seeds {
                 let Some(advised) = advice::compare(seed, mix, of, ADVISED_S) else { continue };
                 println!("{} {load}, seed {seed}: {advised:?}", mix.name);
                 let Advised { smallest, half, .. } = advised;
-                let more = [smallest.predicted, smallest.real, half.predicted, half.real, 1.0];
-                sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
-                killed += usize::from(advised.killed);
+                all.push([smallest.predicted, smallest.real, half.predicted, half.real]);
+                killed += u64::from(advised.killed);
             }
         }
     }
-    for (name, sum) in
-        ["smallest.predicted", "smallest.real", "half.predicted", "half.real"].into_iter().zip(sums)
-    {
-        figures.add(
-            format!("questions.advice.{name}_percent"),
-            100.0 * sum / sums[4].max(1.0),
-            "%",
-        );
+    let names = ["smallest.predicted", "smallest.real", "half.predicted", "half.real"];
+    for (at, name) in names.into_iter().enumerate() {
+        let mean = all.iter().map(|one| one[at]).sum::<f64>() / count(all.len().max(1) as u64);
+        figures.add(format!("questions.advice.{name}_percent"), 100.0 * mean, "%");
     }
     killed
 }
 
 /// Runs days of the controller and of an arena. Returns 1 if they failed.
-fn virtual_days(seed: u64, days: u32, figures: &mut Figures) -> usize {
-    let month = days::run(seed, days, sim::load::DAY);
+fn virtual_days(seed: u64, days: u32, figures: &mut Figures) -> u64 {
+    let month = days::run(seed, days, sim::scenario::DAY);
     let mut add = |name: &str, value, unit| {
         figures.add(format!("controller.days.{name}"), value, unit);
     };
     add("allowance_drift", month.allowance_drift, "MiB");
     add("physical_drift", month.physical_drift, "MiB");
     let mut faults = month.faults;
-    match arena::run(seed, usize::try_from(days).unwrap_or(0)) {
-        Ok(all) => {
-            for (name, drift) in arena::drifts(&all) {
-                if drift.abs() > ARENA_DRIFT {
-                    faults.push(format!("{name} drifts by {drift}"));
-                }
-            }
+    match arena::drifts(seed, days as usize) {
+        Ok(drifts) => {
+            let drifting = drifts.into_iter().filter(|(_, drift)| drift.abs() > ARENA_DRIFT);
+            faults.extend(drifting.map(|(name, drift)| format!("{name} drifts by {drift}")));
         }
         Err(error) => faults.push(format!("the arena: {error}")),
     }
@@ -127,9 +113,5 @@ fn virtual_days(seed: u64, days: u32, figures: &mut Figures) -> usize {
         eprintln!("{days} days, seed {seed}: {fault}");
     }
     add("held", f64::from(if faults.is_empty() { days } else { 0 }), "days");
-    usize::from(!faults.is_empty())
-}
-
-fn count(number: usize) -> f64 {
-    exact(number as u64)
+    u64::from(!faults.is_empty())
 }

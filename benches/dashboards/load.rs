@@ -10,10 +10,10 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use bytes::Bytes;
+use common::http::{Http, client};
 use lowtide::BoxError;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
-use crate::common::http::{Http, client};
 use crate::process::post;
 
 /// A part of the load, for each proxy: its name and seconds, the clients that send texts without a

@@ -15,16 +15,9 @@
     reason = "real processes, and the time at which they are asked"
 )]
 
-mod boards;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
 mod judge;
 mod load;
-mod named;
 mod process;
-#[path = "../proxy/mod.rs"]
-mod proxy;
 mod soak;
 
 use std::io::{Seek as _, Write as _};
@@ -33,18 +26,18 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use clap::Parser;
+use common::process::free_port;
 use lowtide::BoxError;
 use tokio::time::sleep;
 
-use crate::common::process::free_port;
 use crate::judge::Report;
 use crate::process::{Prometheus, Proxy};
 
 /// The proxy, as `cargo build --release --example proxy` makes it.
 const PROXY: &str = "target/release/examples/proxy";
 
-#[derive(Clone, Debug, Parser)]
-#[command(about = "The dashboards against a real Prometheus and the proxy under load")]
+/// The dashboards against a real Prometheus and the proxy under load.
+#[derive(Debug, Parser)]
 struct Cli {
     /// The simulation as a shared library: a second proxy finds its device in it.
     #[arg(long)]
@@ -103,9 +96,8 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
         proxy.lives()?;
     }
     check_metrics(&proxies[0].metrics().await?, &mut report)?;
-    let (queries, rules, time) = (boards::read()?, boards::rules()?, from..to);
-    judge::boards(&prometheus, &queries, &time, &mut report).await?;
-    judge::rules(&prometheus, &rules, &time, &mut report).await?;
+    judge::boards(&prometheus, &(from..to), &mut report).await?;
+    judge::rules(&prometheus, &(from..to), &mut report).await?;
     if let Some(command) = &cli.then {
         let status = Command::new("sh")
             .args(["-c", command])

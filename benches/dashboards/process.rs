@@ -13,12 +13,11 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::Bytes;
+use common::http::{Http, client, send};
+use common::process::{Process, free_port};
 use http::Request;
 use lowtide::BoxError;
 use serde_json::Value;
-
-use crate::common::http::{Http, client, send};
-use crate::common::process::{Process, free_port};
 
 /// The settings of the proxies: small and impatient, so that within a minute all happens that
 /// happens in a day elsewhere. For the C library, they are those of the image, and the stacks of
@@ -46,7 +45,7 @@ pub(crate) static ANSWERED: AtomicUsize = AtomicUsize::new(0);
 
 /// The text of an address, where the answer is a good one.
 pub(crate) async fn get(url: &str) -> Result<String, BoxError> {
-    let body = crate::common::http::get(&client(), url).await?;
+    let body = common::http::get(&client(), url).await?;
     Ok(String::from_utf8_lossy(&body).into_owned())
 }
 

@@ -11,6 +11,9 @@ use std::time::Duration;
 use std::{fs, io};
 
 use bytes::Bytes;
+use common::figures::{Figures, count as number, median};
+use common::http::client;
+use common::process::{free_port, kernel_value};
 use lowtide::BoxError;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -18,9 +21,6 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
-use crate::common::figures::{Figures, count as number, median};
-use crate::common::http::client;
-use crate::common::process::{free_port, kernel_value};
 use crate::load;
 use crate::process::{ANSWERED, Proxy, get, post};
 
@@ -53,7 +53,7 @@ pub(crate) async fn run(lasts: Duration) -> Result<bool, BoxError> {
         let (lasts, least) = (humantime::format_duration(lasts), humantime::format_duration(least));
         return Err(format!("a soak of {lasts}: expected at least {least}").into());
     }
-    let program = crate::proxy::program()?;
+    let program = common::build_proxy()?;
     let target = free_port()?;
     let mut proxy = Proxy::start(&program, target, None)?;
     let (start, mut counts) = (Instant::now(), Vec::new());
@@ -64,7 +64,7 @@ pub(crate) async fn run(lasts: Duration) -> Result<bool, BoxError> {
         guests.await?;
         proxy.lives()?;
         let counted = count(&proxy, target).await?;
-        println!("{:>6.0} s {counted:.1?}", start.elapsed().as_secs_f64());
+        println!("{:.0?} {counted:.1?}", start.elapsed());
         counts.push((start.elapsed(), counted));
         load::run(&[target], rest).await?;
     }

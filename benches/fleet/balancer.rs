@@ -6,15 +6,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use common::http::{Http, client, get};
+use common::process::{Process, free_port};
 use http::Request;
 use http_body_util::Full;
 use lowtide::BoxError;
 use serde_json::Value;
 
-use crate::common::http::{Http, client, get};
-use crate::common::process::{Process, free_port};
-use crate::envoy;
-use crate::hold::HOLD_HEADER;
+use crate::load::HOLD_HEADER;
 
 const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");
 const REPORT_HEADER: &str = "endpoint-load-metrics";
@@ -61,7 +60,7 @@ impl Balancer {
         let (front, admin) = (free_port()?, free_port()?);
         let configuration = configuration(policy, is_quick, [front, admin], services)?;
         let balancer = Self {
-            _envoy: envoy::start(program, &configuration, front)?,
+            _envoy: common::start_envoy(program, &configuration, front)?,
             front,
             admin,
             services: services.to_vec(),

@@ -13,6 +13,8 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
 
+use common::figures::{Figures, count};
+use common::sim::Bed;
 use cudarc::driver::CudaContext;
 use lowtide::BoxError;
 use lowtide_cuda_sim::SimOptions;
@@ -23,8 +25,6 @@ use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, Lane, Region};
 
 use crate::check::program::cuarena::{LOOPS, Loops};
-use crate::common::figures::{Figures, count};
-use crate::common::sim::Bed;
 
 /// Rounds of the cases.
 const ROUNDS: usize = 60;

@@ -12,21 +12,16 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::io::Read as _;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use common::figures::{Figures, count, median};
+use common::own;
+use common::process::{Process, kernel_value, threads};
 use lowtide::memory::Builder;
 use lowtide::{BoxError, Memory};
-
-use crate::common::figures::{Figures, count, median};
-use crate::common::own;
-use crate::common::process::{Process, kernel_value, threads};
 
 lowtide::global_allocator!(balanced);
 
@@ -45,8 +40,8 @@ const THREADS: f64 = 2.0;
 const RESIDENT_MAX_MIB: f64 = 2.0;
 const START_MAX_MS: f64 = 10.0;
 
+/// What the crate costs a service that does nothing.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What the crate costs a service that does nothing")]
 struct Cli {
     /// Watch for 6 seconds in place of 32.
     #[arg(long)]

@@ -12,13 +12,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::Instant;
 
+use common::figures::{Figures, median};
+use common::peers::Peer;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, HostDriver, Region};
 
-use crate::common::figures::{Figures, median};
-use crate::peers::Peer;
 use crate::work::{self, LOAD90_LIVE, LOAD90_STEPS, MIX_LIVE, Mix, SEEDS};
 
 /// Operations of a thread in one round.

@@ -13,24 +13,16 @@
 mod arena;
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-#[path = "../peers/mod.rs"]
-#[allow(dead_code, reason = "another bench uses more of them")]
-mod peers;
-mod pools;
 mod work;
 
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
+use common::callgrind;
+use common::figures::{Figures, median};
+use common::peers::{Bfc, CuArena, Extend, Offset, Peer};
 
-use crate::common::callgrind;
-use crate::common::figures::{Figures, median};
-use crate::peers::{Bfc, CuArena, Extend, Offset, Peer};
-use crate::pools::{Nobody, Ours, Tlsf, virtual_load90};
-use crate::work::{MIX_LIVE, Mix, POOL, SEEDS};
+use crate::work::{MIX_LIVE, Mix, Nobody, Ours, POOL, SEEDS, Tlsf, virtual_load90};
 
 /// Steps of the timed mix.
 const STEPS: usize = 1_000_000;
@@ -50,8 +42,8 @@ enum Counted {
     Nobody,
 }
 
+/// What the block index costs and how well it places.
 #[derive(Clone, Copy, Debug, Parser)]
-#[command(about = "What the block index costs and how well it places")]
 struct Cli {
     /// Play the mix and end: the process whose instructions are counted.
     #[arg(long, hide = true)]

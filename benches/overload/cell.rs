@@ -10,15 +10,13 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use common::figures::{Figures, count, part, quantile};
+use common::process::{self, Process};
 use lowtide::{BoxError, ByteSize};
 use serde::{Deserialize, Serialize};
 
-use crate::common::figures::{Figures, count, part, quantile};
-use crate::common::own;
-use crate::common::process::{self, Process};
 use crate::load::{self, Fate, Seen};
-use crate::mix::{CLASSES, HOLD, Mix};
-use crate::schedule::{Offer, Sending};
+use crate::offer::{CLASSES, HOLD, Mix, Offer, Policy, Sending};
 
 /// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -38,8 +36,7 @@ pub(crate) fn check() -> Result<(), String> {
 /// A cell to be run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Cell {
-    /// The name of the policy that admits requests.
-    pub(crate) policy: String,
+    pub(crate) policy: Policy,
     /// Times what fits.
     pub(crate) load: f64,
     /// Which sizes.
@@ -71,11 +68,7 @@ impl Cell {
 
     /// Starts the service, and waits until it prints the address of its proxy.
     pub(crate) fn start(&self) -> Result<(Process, SocketAddr), BoxError> {
-        let mut command = own()?;
-        command.arg("--serve").arg(serde_json::to_string(self)?);
-        let mut service = Process::start_in_group(&command, self.limit())?;
-        let front = service.first_line()?;
-        Ok((service, front))
+        common::serve(&["--serve", &serde_json::to_string(self)?], self.limit())
     }
 
     /// Runs it, prints its outcome and adds its figures.
@@ -97,7 +90,7 @@ impl Cell {
         measures.peak_mib = peak.as_f64() / MIB;
         println!("{} seed {}: {measures:.2?}", self.name(), self.seed);
         measures.tell(&format!("overload.{}", self.name()), figures);
-        if self.policy == "lowtide" && measures.died {
+        if self.policy == Policy::Lowtide && measures.died {
             println!("FAILED: the service under lowtide did not survive {}", self.name());
         }
         Ok(measures)
@@ -105,8 +98,10 @@ impl Cell {
 
     /// Its name in figures: all static budgets are one policy.
     fn name(&self) -> String {
-        let is_static = self.policy.starts_with("static");
-        let policy = if is_static { "static" } else { &self.policy };
+        let policy = match self.policy {
+            Policy::Static(_) => "static".to_owned(),
+            other => other.to_string(),
+        };
         let mut name = format!("{policy}.{}x.{}", self.load, self.mix.name());
         if (self.estimate - 1.0).abs() > 1e-9 {
             name += &format!(".estimate_{}", self.estimate);
@@ -156,7 +151,7 @@ impl Measures {
         let [all_offered, all_served] = [offered, served].map(|of| of.iter().sum::<f64>());
         // The steady part in milliseconds; all of it where the load is too short for one.
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
-        let (hold, to) = (millis(HOLD[1]), millis(offer.lasts()));
+        let (hold, to) = (millis(HOLD[1]), millis(offer.lasts));
         let from = if to > hold * 1.5 { hold } else { 0.0 };
         let goodput_since = |from: f64| {
             let in_time = |one: &&Seen| {

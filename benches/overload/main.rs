@@ -14,28 +14,19 @@
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
-mod burst;
 mod cell;
 #[path = "../../examples/proxy/chance.rs"]
 mod chance;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
-#[path = "../envoy/mod.rs"]
-mod envoy_process;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
-mod hold;
 mod load;
-mod mix;
 #[path = "../../examples/proxy/model.rs"]
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
 mod modes;
-mod policy;
-mod schedule;
+mod offer;
 mod service;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
@@ -45,19 +36,17 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
+use common::figures::Figures;
 use lowtide::{BoxError, ByteSize};
 
 use crate::cell::Cell;
-use crate::common::figures::Figures;
-use crate::mix::Mix;
 use crate::modes::Runner;
-use crate::policy::Policy;
-use crate::schedule::Sending;
+use crate::offer::{Mix, Policy, Sending};
 
 lowtide::global_allocator!(balanced);
 
+/// A service in a small memory cgroup, under more load than it can hold.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "A service in a small memory cgroup, under more load than it can hold")]
 #[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// These policies: none, rss10, static80 (percent), envoy80 (percent), lowtide.
@@ -129,21 +118,21 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     common::process::raise_descriptors()?;
     let usual = if cli.survive.is_some() || cli.measured { 30 } else { 10 };
     let base = Cell {
-        policy: String::new(),
+        policy: Policy::None,
         load: 0.0,
         mix: cli.mix,
         estimate: cli.estimate,
         limit_bytes: cli.limit.get(),
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
-        sending: Sending { body_millis: schedule::millis(cli.body), ..Sending::default() },
+        sending: Sending { body: cli.body, ..Sending::default() },
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
         waits_in_proxy: false,
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
     let held = if cli.burst {
-        burst::run(&runner.base, &mut runner.figures)?
+        modes::burst(&runner.base, &mut runner.figures)?
     } else if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {

@@ -15,6 +15,7 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse as _;
+use common::process::free_port;
 use lowtide::config::Config;
 use lowtide::metrics::prometheus;
 use lowtide::service::MemoryLayer;
@@ -25,9 +26,8 @@ use tokio::sync::watch;
 
 use crate::app::{self, FORWARD_COST};
 use crate::cell::Cell;
-use crate::common::process::free_port;
-use crate::policy::Policy;
-use crate::{envoy_process, hold, mix};
+use crate::load;
+use crate::offer::{Policy, held};
 
 /// The part of the limit at which a threshold on the resident set rejects, and its interval.
 const THRESHOLD: f64 = 0.85;
@@ -41,13 +41,13 @@ const CONNECTIONS: usize = 1024;
 /// Serves until standard input ends. Prints its address when requests are welcome.
 pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
     let settings: Cell = serde_json::from_str(settings)?;
-    if let Policy::Envoy(percent) = settings.policy.parse()? {
+    if let Policy::Envoy(percent) = settings.policy {
         let front = free_port()?;
         let configuration = ENVOY
             .replace("PORT", &front.port().to_string())
             .replace("THRESHOLD", &(f64::from(percent) / 100.0).to_string());
         let program = settings.envoy.ok_or("no --envoy")?;
-        let mut envoy = envoy_process::start(&program, &configuration, front)?;
+        let mut envoy = common::start_envoy(&program, &configuration, front)?;
         println!("{front}");
         return Err(format!("Envoy ended: {}", envoy.child.wait()?).into());
     }
@@ -60,13 +60,12 @@ pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
 
 /// The text service behind the policy, and the proxy before it.
 async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
-    let policy: Policy = settings.policy.parse()?;
     let mut builder = Memory::builder().prometheus()?; // each policy has a recorder
     if !settings.waits_in_proxy {
         builder = builder.max_wait(Duration::ZERO);
     }
-    let memory = (policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
-    let routes = admitted(hold::routes(!settings.one_copy), policy, settings, memory.as_ref())?;
+    let memory = (settings.policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
+    let routes = admitted(load::routes(!settings.one_copy), settings, memory.as_ref())?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let back = listener.local_addr()?;
     // With the proxy's own bound on hyper's buffers, which no request books: else connections that
@@ -85,31 +84,26 @@ async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
     app::start(options, memory, || prometheus::render().unwrap_or_default()).await
 }
 
-fn admitted(
-    routes: Router,
-    policy: Policy,
-    settings: &Cell,
-    memory: Option<&Memory>,
-) -> Result<Router, BoxError> {
+fn admitted(routes: Router, settings: &Cell, memory: Option<&Memory>) -> Result<Router, BoxError> {
     let wrong = settings.estimate;
-    let held = move |head: &Parts| {
+    let estimate = move |head: &Parts| {
         let length = head.headers.get("content-length").and_then(|text| text.to_str().ok());
         let body = ByteSize::new(length.and_then(|text| text.parse().ok()).unwrap_or(0));
-        Cost::host(mix::held(body).scaled(wrong))
+        Cost::host(held(body).scaled(wrong))
     };
-    Ok(match policy {
+    Ok(match settings.policy {
         Policy::None | Policy::Envoy(_) => routes,
         Policy::Rss10 => below_threshold(routes)?,
         Policy::Static(percent) => {
             let part = f64::from(percent) / 100.0;
             let admission = Admission::with_limit(settings.limit().scaled(part));
             // The proxy has no layer of its own then: its part is booked here as well.
-            let whole = move |head: &Parts| held(head).and_host(FORWARD_COST);
+            let whole = move |head: &Parts| estimate(head).and_host(FORWARD_COST);
             routes.layer(MemoryLayer::new(admission, whole))
         }
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
-            let layer = MemoryLayer::new(memory.admission().clone(), held);
+            let layer = MemoryLayer::new(memory.admission().clone(), estimate);
             if settings.waits_in_proxy {
                 routes.layer(layer.with_max_wait(Duration::ZERO))
             } else if wrong > 0.0 {

@@ -11,9 +11,6 @@
 
 #[path = "../../crates/planner/tests/planner/brute.rs"]
 mod brute;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
 #[path = "../../crates/planner/tests/planner/peers.rs"]
 mod peers;
 #[path = "../../crates/planner/tests/planner/random.rs"]
@@ -26,13 +23,13 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use common::figures::{self, Figures};
+use common::process::kernel_value;
 use flate2::read::GzDecoder;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
 use lowtide_planner::{Demand, Heuristic, LifetimeEnds, Plan, PlanBudget, Planner, Problem};
 
-use crate::common::figures::{self, Figures};
-use crate::common::process::kernel_value;
 use crate::random::{Gaps, Kind};
 
 /// The capacity of the instances of MiniMalloc's challenging set.
@@ -70,8 +67,8 @@ const SEGMENT: u64 = 256 << 10;
 /// Buffers of the problem by which one rule is timed.
 const RULE_BUFFERS: u64 = 454;
 
+/// What the lifetime planner makes of the instances of its field.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What the lifetime planner makes of the instances of its field")]
 struct Cli {
     /// The number of times that each instance is solved.
     #[arg(long, default_value_t = 5)]

@@ -13,6 +13,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use common::figures::Figures;
+use common::http::client_of;
+use common::own;
 use http::Request;
 use http_body_util::{BodyExt as _, Full};
 use lowtide::admission::Cost;
@@ -25,10 +28,6 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::NoOwner;
-use crate::cases::{CASES, Case, MIB, Peak, Upload};
-use crate::common::figures::Figures;
-use crate::common::http::client_of;
-use crate::common::own;
 use crate::handlers::{self, Stage};
 
 /// Requests at once.
@@ -105,9 +104,9 @@ fn error(found: f64, truth: f64) -> f64 {
 /// Returns the peak of a request by construction; `None` if that is unknown.
 fn peak_of(case: &Case) -> Option<f64> {
     Some(match case.peak {
-        Peak::Bytes(bytes) => bytes as f64,
-        Peak::Unknown => return None,
-        Peak::Parsed => {
+        Known(bytes) => bytes as f64,
+        Unknown => return None,
+        Parsed => {
             let text = body(case.upload);
             let parse = || serde_json::from_slice::<serde_json::Value>(&text);
             let account = Arc::new(Account::new(NoOwner));
@@ -255,7 +254,7 @@ pub(crate) async fn be_clients(order: Order) -> Result<(), BoxError> {
 
 /// Returns a body of about this length; JSON is records of five fields.
 fn body(upload: Upload) -> Bytes {
-    let Upload::Json(bytes) = upload else { return vec![b'x'; upload.bytes()].into() };
+    let Json(bytes) = upload else { return vec![b'x'; upload.bytes()].into() };
     let mut text = String::from("[");
     for id in 0_u32.. {
         if text.len() >= bytes {
@@ -273,4 +272,99 @@ fn body(upload: Upload) -> Bytes {
     }
     text.push(']');
     text.into()
+}
+
+// The cases: handlers, their bodies, and what their requests hold by construction.
+
+/// Bytes of a MiB.
+pub(crate) const MIB: usize = 1 << 20;
+
+/// The body of a request.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum Upload {
+    Nothing,
+    Letters(usize),
+    Json(usize),
+}
+
+impl Upload {
+    pub(crate) const fn bytes(self) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Letters(bytes) | Self::Json(bytes) => bytes,
+        }
+    }
+}
+
+/// The bytes that a request holds at its peak.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Peak {
+    Known(usize),
+    /// Depends on the speed of the connection.
+    Unknown,
+    /// The body, and what parsing it needs, which is measured apart.
+    Parsed,
+}
+
+/// Requests of one kind.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    /// The path of its handler.
+    pub(crate) path: &'static str,
+    pub(crate) upload: Upload,
+    pub(crate) peak: Peak,
+}
+
+const fn case(name: &'static str, path: &'static str, upload: Upload, peak: Peak) -> Case {
+    Case { name, path, upload, peak }
+}
+
+use Peak::{Known, Parsed, Unknown};
+use Upload::{Json, Letters, Nothing};
+
+/// All cases.
+pub(crate) const CASES: [Case; 22] = [
+    case("collects 1 MiB", "collect", Letters(MIB), Known(2 * MIB)),
+    case("collects 5 MiB", "collect", Letters(5 * MIB), Known(10 * MIB)),
+    case("collects 20 MiB", "collect", Letters(20 * MIB), Known(40 * MIB)),
+    case("reads 1 MiB into a prepared Vec", "prepared", Letters(MIB), Known(MIB)),
+    case("reads 20 MiB into a prepared Vec", "prepared", Letters(20 * MIB), Known(20 * MIB)),
+    // A Vec doubles its capacity: 16 MiB while 32 are allocated.
+    case("reads 20 MiB into a Vec that grows", "growing", Letters(20 * MIB), Known(48 * MIB)),
+    case("keeps 5 MiB of frames", "frames", Letters(5 * MIB), Known(5 * MIB)),
+    case("parses 5 MiB of JSON", "json", Json(5 * MIB), Parsed),
+    case("reads 20 MiB and drops them", "drain", Letters(20 * MIB), Known(0)),
+    case("answers with its body, 20 MiB", "pass", Letters(20 * MIB), Unknown),
+    case("pushes 20 MiB onto a Vec", "pushes", Nothing, Known(48 * MIB)),
+    case("frees 20 MiB in the same poll", "transient", Nothing, Known(20 * MIB)),
+    case("frees 20 times 1 MiB in a poll", "churn", Nothing, Known(MIB)),
+    case("spawn_blocking, scoped", "blocking", Nothing, Known(10 * MIB)),
+    case("four tasks, scoped", "tasks", Nothing, Known(12 * MIB)),
+    case("gives 8 MiB to another task", "given", Nothing, Known(8 * MIB)),
+    case("takes 8 MiB from another task", "taken", Nothing, Known(8 * MIB)),
+    case("puts 4 MiB into a cache", "cached", Nothing, Known(4 * MIB)),
+    // The clients read these answers late.
+    case("answers 20 MiB", "answer", Nothing, Known(20 * MIB)),
+    case("answers 20 MiB of a constant", "answer_constant", Nothing, Known(0)),
+    case("streams 20 MiB in pieces of 256 KiB", "stream", Nothing, Unknown),
+    case("streams 20 MiB in pieces of 4 KiB", "stream_small", Nothing, Unknown),
+];
+
+impl Case {
+    /// Returns `true` if its client reads the answer late.
+    pub(crate) fn reads_late(&self) -> bool {
+        self.path.starts_with("answer") || self.path.starts_with("stream")
+    }
+
+    /// The bytes that it hands to others.
+    pub(crate) fn handed(&self) -> usize {
+        if self.path == "given" { 8 * MIB } else { 0 }
+    }
+
+    /// The case without memory of the handler: it reads the body and drops it, if there is one.
+    pub(crate) fn baseline(mut self) -> Self {
+        self.path = if self.upload.bytes() > 0 { "drain" } else { "hello" };
+        self
+    }
 }

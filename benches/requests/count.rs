@@ -6,6 +6,8 @@
 use std::hint::black_box;
 use std::sync::Arc;
 
+use common::callgrind;
+use common::figures::Figures;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
@@ -18,8 +20,6 @@ use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::NoOwner;
-use crate::common::callgrind;
-use crate::common::figures::Figures;
 
 /// Polls of the shorter run, and requests. Threads of the process add some 500,000 instructions.
 const POLLS: u32 = 200_000;

@@ -20,7 +20,7 @@ use lowtide::service::{RequestPermit, scope, scope_blocking};
 use lowtide_core::sync::lock;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::cases::MIB;
+use crate::accuracy::MIB;
 
 /// The pieces of a streamed answer.
 const PIECE: usize = 256 << 10;

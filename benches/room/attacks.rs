@@ -5,14 +5,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::http::{client, get};
 use lowtide::BoxError;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep};
-
-use crate::common::http::{client, get};
 
 /// The bodies that a silent attacker announces: at most, and at least.
 const BODY_MAX: usize = 8 << 20;

@@ -9,9 +9,6 @@
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
 #[path = "../../crates/gpu/tests/gpu/schedules/harness/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod harness;
@@ -21,16 +18,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use clap::Parser;
+use common::figures::{Figures, count};
 use lowtide::clock::{Clock as _, SystemClock};
 
-use crate::common::figures::{Figures, count};
 use crate::harness::Schedule;
 
 /// Failures of a thread that are shown in full.
 const SHOWN: u64 = 5;
 
+/// Random schedules of an arena beside streams, over the simulation.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "Random schedules of an arena beside streams, over the simulation")]
 struct Cli {
     /// The number of schedules.
     #[arg(long, default_value_t = 20_000)]

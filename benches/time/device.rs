@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use common::figures::{Figures, count};
+use common::sim::Bed;
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_cuda_sim::{Pattern, SimOptions};
@@ -14,8 +16,6 @@ use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
 
 use crate::chance::Chance;
-use crate::common::figures::{Figures, count};
-use crate::common::sim::Bed;
 
 /// Requests, each on a stream of its own.
 const REQUESTS: u64 = 1_000;

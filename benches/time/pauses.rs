@@ -16,14 +16,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::figures::{Figures, count};
+use common::player::Player;
+use common::trace::Trace;
 use lowtide_gpu::clock::{Clock as _, Moment};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, DeviceError, HostDriver};
 
 use crate::chance::Chance;
-use crate::common::figures::{Figures, count};
-use crate::player::Player;
-use crate::trace::Trace;
 
 /// From one event of a burst to the next.
 const EVENT_APART: Duration = Duration::from_micros(10);

@@ -7,25 +7,31 @@
 #![expect(clippy::disallowed_methods, reason = "it idles in real time")]
 
 #[path = "../../common/figures.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod figures;
 #[path = "../../engines/src/process.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the other bench uses more of it")]
 mod process;
-mod requests;
-mod server;
-mod similarities;
+#[path = "../../engines/src/burst.rs"]
+#[allow(dead_code, reason = "texts have no mask")]
+mod burst;
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 pub(crate) use plain::BoxError;
+use lowtide_candle::api::Answer;
+use plain::BoxError;
+use serde::Deserialize;
 
+use crate::process::Proc;
 use self::figures::{Figures, quantile};
-use self::requests::Words;
-use self::server::{Program, Server};
 
 const CYCLES: u64 = 3;
 /// Pairs of bursts, unless the command line says otherwise.
@@ -60,7 +66,7 @@ fn main() -> Result<ExitCode, BoxError> {
     let words = Words::read(model)?;
 
     let mut figures = Figures::default();
-    let is_right = similarities::check(&mut Server::start(lowtide, model, NEVER)?)?;
+    let is_right = check(&mut Server::start(lowtide, model, NEVER)?)?;
     for (name, program) in [
         ("engines.candle", lowtide),
         ("peers.candle.glibc", plain(glibc, "")),
@@ -160,4 +166,191 @@ fn cpu_ratios(
         ratios.push(ours / theirs);
     }
     Ok(ratios)
+}
+
+// The requests of a burst: the shapes of `benches/engines`, as texts of whole words.
+
+/// The part of `tokenizer.json` that has the vocabulary.
+#[derive(Deserialize)]
+struct File {
+    model: Model,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    vocab: BTreeMap<String, usize>,
+}
+
+/// Words that are one token each.
+#[derive(Debug)]
+pub(crate) struct Words(Vec<String>);
+
+impl Words {
+    /// Reads them from the folder of a model.
+    pub(crate) fn read(model: &Path) -> Result<Self, BoxError> {
+        let file: File = serde_json::from_slice(&fs::read(model.join("tokenizer.json"))?)?;
+        let is_word =
+            |word: &String| word.len() > 2 && word.bytes().all(|b| b.is_ascii_lowercase());
+        let words: Vec<_> = file.model.vocab.into_keys().filter(is_word).collect();
+        if words.is_empty() { Err("the vocabulary has no words".into()) } else { Ok(Self(words)) }
+    }
+
+    /// The bodies of one burst.
+    pub(crate) fn burst(&self, seed: u64) -> Vec<Vec<u8>> {
+        burst::of(seed).map(|batch| self.body(&batch)).collect()
+    }
+
+    fn body(&self, batch: &burst::Batch) -> Vec<u8> {
+        // The tokenizer adds a start and an end to each row.
+        let rows = batch.ids.chunks(batch.length).map(|row| &row[..row.len().saturating_sub(2)]);
+        let word = |id: &i64| &*self.0[usize::try_from(*id).unwrap_or(0) % self.0.len()];
+        let texts: Vec<_> =
+            rows.map(|row| row.iter().map(word).collect::<Vec<_>>().join(" ")).collect();
+        serde_json::json!({ "texts": texts }).to_string().into_bytes()
+    }
+}
+
+// A server in a process of its own: its start, and requests to it.
+
+/// How a server is started.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Program<'a> {
+    pub(crate) path: &'a Path,
+    /// The idle time is a variable, not an argument.
+    pub(crate) is_lowtide: bool,
+    /// `_RJEM_MALLOC_CONF`.
+    pub(crate) jemalloc: &'a str,
+}
+
+/// A running server, which is killed when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Server {
+    child: Child,
+    pub(crate) kernel: Proc,
+    stream: BufReader<TcpStream>,
+}
+
+impl Server {
+    /// Starts it, and connects.
+    pub(crate) fn start(program: Program<'_>, model: &Path, idle: u64) -> Result<Self, BoxError> {
+        let mut command = Command::new(program.path);
+        command.arg(model).arg("127.0.0.1:0").stdout(Stdio::piped());
+        if program.is_lowtide {
+            command.env("LOWTIDE_IDLE_UNLOAD", format!("{idle}s"));
+        } else {
+            command.arg(idle.to_string());
+        }
+        if !program.jemalloc.is_empty() {
+            command.env("_RJEM_MALLOC_CONF", program.jemalloc);
+        }
+        let mut child = command.spawn()?;
+        let mut line = String::new();
+        let output = child.stdout.take().ok_or("no output of the server")?;
+        BufReader::new(output).read_line(&mut line)?;
+        let address = line.trim().strip_prefix("listening on http://");
+        let connected = address.map(TcpStream::connect);
+        match connected {
+            Some(Ok(stream)) => {
+                stream.set_nodelay(true)?;
+                let kernel = Proc(child.id().to_string());
+                Ok(Self { child, kernel, stream: BufReader::new(stream) })
+            }
+            other => {
+                child.kill()?;
+                Err(format!("{} does not serve: {other:?}", program.path.display()).into())
+            }
+        }
+    }
+
+    /// Sends a body of JSON, and returns the status and the body of the answer.
+    pub(crate) fn post(&mut self, path: &str, body: &[u8]) -> Result<(u16, Vec<u8>), BoxError> {
+        let mut request = format!(
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+             Content-Length: {}\r\n\r\n",
+            body.len()
+        )
+        .into_bytes();
+        request.extend(body);
+        self.stream.get_mut().write_all(&request)?;
+        self.answer()
+    }
+
+    fn answer(&mut self) -> Result<(u16, Vec<u8>), BoxError> {
+        let mut line = String::new();
+        self.stream.read_line(&mut line)?;
+        let status = line.split(' ').nth(1).ok_or("no status in the answer")?.parse()?;
+        let mut length = 0;
+        loop {
+            line.clear();
+            self.stream.read_line(&mut line)?;
+            let head = line.trim().to_ascii_lowercase();
+            if head.is_empty() {
+                break;
+            }
+            if let Some(value) = head.strip_prefix("content-length:") {
+                length = value.trim().parse()?;
+            }
+        }
+        let mut body = vec![0; length];
+        self.stream.read_exact(&mut body)?;
+        Ok((status, body))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+// Compares the server's vectors with those that ONNX Runtime computes of the same weights
+// (`similarities.json`, which `similarities.py` wrote).
+
+/// The largest difference that is rounding.
+const MOST: f64 = 2e-6;
+
+#[derive(Deserialize)]
+struct Expected {
+    sentences: Vec<String>,
+    /// The cosine similarity of each sentence with each.
+    similarities: Vec<Vec<f64>>,
+    /// The first numbers of each vector.
+    first_numbers: Vec<Vec<f64>>,
+}
+
+/// Whether the server's answer is right. All sentences are in one request, so the shorter ones are
+/// padded.
+pub(crate) fn check(server: &mut Server) -> Result<bool, BoxError> {
+    let expected: Expected = serde_json::from_str(include_str!("../similarities.json"))?;
+    let body = serde_json::json!({ "texts": expected.sentences });
+    let (status, answer) = server.post("/embed", body.to_string().as_bytes())?;
+    if status != 200 {
+        return Err(format!("answer {status}: {}", String::from_utf8_lossy(&answer)).into());
+    }
+    let Answer { vectors } = serde_json::from_slice(&answer)?;
+    let most = largest_difference(&vectors, &expected)?;
+    let is_right = most <= MOST;
+    let verdict = if is_right { "agree" } else { "differ" };
+    println!("candle and ONNX Runtime {verdict}: at most {most:.1e} apart");
+    Ok(is_right)
+}
+
+fn largest_difference(vectors: &[Vec<f32>], expected: &Expected) -> Result<f64, BoxError> {
+    let count = expected.sentences.len();
+    if vectors.len() != count || vectors.iter().any(|vector| vector.len() != vectors[0].len()) {
+        return Err(format!("{} vectors for {count} sentences", vectors.len()).into());
+    }
+    let product = |a: &[f32], b: &[f32]| -> f64 {
+        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+    };
+    let by_pair = vectors.iter().zip(&expected.similarities).flat_map(|(vector, row)| {
+        vectors.iter().zip(row).map(|(other, value)| product(vector, other) - value)
+    });
+    let by_number = vectors.iter().zip(&expected.first_numbers).flat_map(|(vector, first)| {
+        vector.iter().zip(first).map(|(number, value)| f64::from(*number) - value)
+    });
+    // A difference that is no number is the largest.
+    let worst = |most: f64, one: f64| if one.abs() <= most { most } else { one.abs() };
+    Ok(by_pair.chain(by_number).fold(0.0, worst))
 }

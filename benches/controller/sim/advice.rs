@@ -11,9 +11,7 @@ use lowtide_admission::clock::Moment;
 use lowtide_admission::{ByteSize, LimitAdvice, RejectReason, Settings};
 
 use super::claims;
-use super::load::{Load, Mix, Shape};
-use super::plant::MIB;
-use super::scenario::Scenario;
+use super::scenario::{Load, MIB, Mix, Scenario, Shape};
 use super::world::World;
 
 /// MiB of the limit of the record.
@@ -74,7 +72,6 @@ fn rejected(scenario: &Scenario, limit: ByteSize) -> Option<f64> {
     let seen = claims::run(&smaller, Settings::default());
     let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
     let rejected: u64 = reasons.iter().map(|reason| seen.reasons[*reason as usize]).sum();
-    let offered: u64 = seen.offered.iter().map(|class| class.requests).sum();
-    let part = ByteSize::new(rejected).as_f64() / ByteSize::new(offered.max(1)).as_f64();
+    let part = ByteSize::new(rejected).as_f64() / ByteSize::new(seen.offered.max(1)).as_f64();
     seen.killed.is_none().then_some(part)
 }

@@ -10,9 +10,8 @@ use std::time::Duration;
 use lowtide_admission::Settings;
 use lowtide_admission::clock::Moment;
 
-use super::load::{Load, MIXES, Shape};
-use super::scenario::{Kind, Scenario};
-use super::seen::{Look, Seen};
+use super::claims::{Look, Seen};
+use super::scenario::{Kind, Load, MIXES, Scenario, Shape};
 use super::world::World;
 
 /// Looks a day, one an hour; nights are compared at three o'clock.
@@ -32,22 +31,16 @@ pub(crate) struct Month {
     pub(crate) faults: Vec<String>,
 }
 
-/// The scenario of so many days of so many seconds.
-pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
-    let steady = Scenario::steady(seed, MIXES[0], 1.0, 1.0);
-    Scenario {
+/// Runs so many days of so many seconds.
+pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
+    let scenario = Scenario {
         kind: Kind::Days,
         load: Load { low: 0.0, high: 4.0, shape: Shape::Days { day } },
         lasts: day * f64::from(days),
         resource: Some(0.2),
         measured: true,
-        ..steady
-    }
-}
-
-/// Runs so many days of so many seconds.
-pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
-    let scenario = month(seed, days, day);
+        ..Scenario::steady(seed, MIXES[0], 1.0, 1.0)
+    };
     let world = World::new(scenario.clone(), Settings::default());
     world.play(Moment::after_origin(Duration::from_secs_f64(scenario.lasts)));
     let seen = world.finish();

@@ -9,7 +9,7 @@
 
 mod burst;
 #[path = "../../common/figures.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod figures;
 pub mod process;
 
@@ -18,8 +18,8 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use lowtide_ort::ort;
 use lowtide_ort::ort::session::Session;
+use lowtide_ort::ort;
 
 use crate::burst::Batch;
 use crate::figures::{Figures, count, quantile};

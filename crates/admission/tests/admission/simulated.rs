@@ -14,8 +14,7 @@ use lowtide_admission::{Settings, Thresholds};
 use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
 use sim::days;
-use sim::load::{Load, MIXES, Shape};
-use sim::scenario::{Kind, Late, Scenario};
+use sim::scenario::{Kind, Late, Load, MIXES, Scenario, Shape};
 
 /// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
 /// more.
@@ -43,7 +42,7 @@ fn days_of_traffic_leave_no_trace() {
     let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (2, 1800.0) };
     let month = days::run(7, count, seconds);
     assert!(month.faults.is_empty(), "{:#?}", month.faults);
-    assert!(month.seen.shed_mib() > 0.0, "no day had overload");
+    assert!(month.seen.shed_mib > 0.0, "no day had overload");
 }
 
 /// Four times what fits, and from the eighth second on a quarter of it.
@@ -76,7 +75,7 @@ fn page_cache_alone_sheds_nothing() {
         let mut scenario = Scenario::steady(seed, MIXES[0], 1.0, 0.3);
         scenario.build.files = 0.99;
         let seen = run(&scenario, Settings::default());
-        assert_eq!(seen.shed_mib(), 0.0, "seed {seed}");
+        assert_eq!(seen.shed_mib, 0.0, "seed {seed}");
         assert_eq!(seen.levels, [], "seed {seed}");
     }
 }
