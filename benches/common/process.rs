@@ -3,12 +3,11 @@
 //! Invariant: a process ends with its value, and its cgroup after it.
 #![expect(clippy::disallowed_methods, reason = "processes are waited for")]
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::str::FromStr;
 use std::sync::mpsc::{self, Receiver};
@@ -238,30 +237,23 @@ pub fn kernel_value(file: impl AsRef<Path>, key: &str) -> Result<u64, BoxError> 
     number.ok_or_else(|| format!("no {key}").into())
 }
 
-/// A thread: its name, its nanoseconds on a CPU, and how often it was put on one.
-pub type Thread = (String, u64, u64);
-
-/// Returns the threads of a process by their ids. Its ticks of `stat` are 10 ms, which is more than
-/// an idle second costs; these times are `schedstat`'s.
-pub fn threads(process: u32) -> Result<BTreeMap<PathBuf, Thread>, BoxError> {
-    let mut threads = BTreeMap::new();
+/// Returns the name of each thread of a process and its nanoseconds on a CPU, by `schedstat`. The ticks
+/// of its `stat` are 10 ms, which is more than an idle second costs.
+pub fn threads(process: u32) -> Result<Vec<(String, u64)>, BoxError> {
+    let mut threads = Vec::new();
     for entry in fs::read_dir(format!("/proc/{process}/task"))? {
         let folder = entry?.path();
         let read = |name: &str| fs::read_to_string(folder.join(name));
         // One that ended since it was listed has no files.
         let (Ok(name), Ok(text)) = (read("comm"), read("schedstat")) else { continue };
-        // Nanoseconds on a CPU, nanoseconds waiting for one, turns.
-        let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<_>, _>>()?;
-        let [nanos, _, turns] = numbers[..] else {
-            return Err("schedstat has other fields".into());
-        };
-        threads.insert(folder, (name.trim().to_owned(), nanos, turns));
+        let nanos = text.split_whitespace().next().ok_or("schedstat has other fields")?;
+        threads.push((name.trim().to_owned(), nanos.parse()?));
     }
     Ok(threads)
 }
 
 /// Returns the nanoseconds on a CPU of the thread of this process with this name.
 pub fn nanos_of(name: &str) -> Result<u64, BoxError> {
-    let thread = threads(std::process::id())?.into_values().find(|thread| thread.0 == name);
+    let thread = threads(std::process::id())?.into_iter().find(|thread| thread.0 == name);
     Ok(thread.ok_or_else(|| format!("no thread {name}"))?.1)
 }

@@ -42,10 +42,7 @@ struct Cli {
     /// These parts alone.
     #[arg(long, value_delimiter = ',')]
     parts: Vec<Part>,
-    /// One round, and a small process to sample.
-    #[arg(long)]
-    quick: bool,
-    /// Judges no time, and leaves out what measures nothing else.
+    /// Judges no time: one round, and a small process to sample.
     #[arg(long)]
     counted: bool,
 }
@@ -68,7 +65,7 @@ const READINGS: usize = 2000;
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::new(cli.counted);
-        let rounds = if cli.quick { 1 } else { 9 };
+        let rounds = if cli.counted { 1 } else { 9 };
         let wanted = |part| cli.parts.is_empty() || cli.parts.contains(&part);
         if wanted(Part::Admission) {
             admission(rounds, &mut figures)?;
@@ -77,7 +74,7 @@ fn main() -> ExitCode {
             managed(rounds, &mut figures)?;
         }
         if wanted(Part::Sampler) {
-            sampler(cli.quick, &mut figures)?;
+            sampler(cli.counted, &mut figures)?;
         }
         Ok(figures.print())
     })

@@ -16,7 +16,6 @@
 )]
 
 mod judge;
-mod load;
 mod process;
 mod soak;
 
@@ -82,13 +81,13 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
     let mut proxies = vec![Proxy::start(PROXY.as_ref(), targets[0], None)?];
     let prometheus = Prometheus::start(folder.path(), &targets)?;
     let from = judge::now()?;
-    let (first, rest) = load::PHASES.split_at(3);
-    load::run(&targets[..1], first).await?;
+    let (first, rest) = process::PHASES.split_at(3);
+    process::run(&targets[..1], first).await?;
     // A second one comes while the first works, as in a fleet that grows.
     if let Some(library) = &cli.fake_driver {
         proxies.push(Proxy::start(PROXY.as_ref(), targets[1], Some(library))?);
     }
-    load::run(&targets, rest).await?;
+    process::run(&targets, rest).await?;
     // Two scrapes more, so that the end is in.
     sleep(Duration::from_secs(3)).await;
     let (to, mut report) = (judge::now()?, Report::default());

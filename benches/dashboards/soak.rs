@@ -21,8 +21,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
-use crate::load;
-use crate::process::{ANSWERED, Proxy, get, post};
+use crate::process::{self, ANSWERED, Proxy, get, post};
 
 /// The time before counts are judged: caches and pools fill in it.
 const WARM_UP: Duration = Duration::from_secs(600);
@@ -59,14 +58,14 @@ pub(crate) async fn run(lasts: Duration) -> Result<bool, BoxError> {
     let (start, mut counts) = (Instant::now(), Vec::new());
     while start.elapsed() < lasts {
         let guests = tokio::spawn(guests(target, counts.len()));
-        let (busy, rest) = load::PHASES.split_at(BUSY_PHASES);
-        load::run(&[target], busy).await?;
+        let (busy, rest) = process::PHASES.split_at(BUSY_PHASES);
+        process::run(&[target], busy).await?;
         guests.await?;
         proxy.lives()?;
         let counted = count(&proxy, target).await?;
         println!("{:.0?} {counted:.1?}", start.elapsed());
         counts.push((start.elapsed(), counted));
-        load::run(&[target], rest).await?;
+        process::run(&[target], rest).await?;
     }
     let judged = counts.iter().filter(|(at, _)| *at > WARM_UP).map(|(_, counted)| *counted);
     let judged: Vec<_> = judged.collect();
@@ -116,17 +115,23 @@ async fn guests(target: SocketAddr, round: usize) {
     let mut guests = JoinSet::new();
     for _ in 0..4 {
         let small = Bytes::from_static(&[b'a'; 200]);
-        guests.spawn(load::ask(client.clone(), of("/echo"), "text/plain", small, end));
+        guests.spawn(process::ask(client.clone(), of("/echo"), "text/plain", small, end));
     }
     let upload = Bytes::from(vec![b'a'; 4 << 20]);
-    guests.spawn(load::ask(client.clone(), of("/echo"), "application/octet-stream", upload, end));
-    let (url, text) = (of("/embed"), format!("\"{}\"", load::text(16 << 10)));
+    guests.spawn(process::ask(
+        client.clone(),
+        of("/echo"),
+        "application/octet-stream",
+        upload,
+        end,
+    ));
+    let (url, text) = (of("/embed"), format!("\"{}\"", process::text(16 << 10)));
     let large = format!("{{\"texts\": [{}]}}", vec![text; 64].join(","));
     let strangers = client.clone();
     guests.spawn(async move {
         // After the arena has slept.
         sleep_until(start + GUESTS / 2).await;
-        load::ask(client, url, "application/json", large.into(), end).await;
+        process::ask(client, url, "application/json", large.into(), end).await;
     });
     guests.spawn(async move {
         for nth in 0..STRANGERS {

@@ -17,7 +17,7 @@ mod work;
 
 use std::process::ExitCode;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use common::callgrind;
 use common::figures::{Figures, median};
 use common::peers::{Bfc, CuArena, Extend, Offset, Peer};
@@ -33,21 +33,12 @@ const COUNTED: u32 = 50_000;
 /// Blocks, free ones counted, that `offset-allocator` is told to be ready for: its default.
 const BLOCKS_MAX: u32 = 1 << 17;
 
-/// The allocators whose instructions are counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Counted {
-    Ours,
-    OffsetAllocator,
-    Rlsf,
-    Nobody,
-}
-
 /// What the block index costs and how well it places.
-#[derive(Clone, Copy, Debug, Parser)]
+#[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// Play the mix and end: the process whose instructions are counted.
+    /// Play the mix on this allocator and end: the process whose instructions are counted.
     #[arg(long, hide = true)]
-    be: Option<Counted>,
+    be: Option<String>,
     #[arg(long, hide = true, default_value_t = 0)]
     steps: usize,
     /// Judges no time, and leaves out what measures nothing else.
@@ -81,7 +72,7 @@ const TIMED: &[(&str, f64)] = &[
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        if let Some(who) = cli.be {
+        if let Some(who) = &cli.be {
             be(who, cli.steps);
             return Ok(true);
         }
@@ -124,32 +115,27 @@ fn timed<P: Peer>(figures: &mut Figures, prefix: &str, make: impl Fn() -> P) {
 }
 
 /// The process that is counted: plays so many steps of the mix.
-fn be(who: Counted, steps: usize) {
+fn be(who: &str, steps: usize) {
     fn run<P: Peer>(mut peer: P, steps: usize) {
         Mix::filled(&mut peer, SEEDS[0], MIX_LIVE).play(&mut peer, steps);
     }
     match who {
-        Counted::Ours => run(Ours::new(POOL), steps),
-        Counted::OffsetAllocator => run(Offset::new(POOL, BLOCKS_MAX), steps),
-        Counted::Rlsf => run(Tlsf::new(POOL), steps),
-        Counted::Nobody => run(Nobody, steps),
+        "ours" => run(Ours::new(POOL), steps),
+        "offset-allocator" => run(Offset::new(POOL, BLOCKS_MAX), steps),
+        "rlsf" => run(Tlsf::new(POOL), steps),
+        _ => run(Nobody, steps),
     }
 }
 
 /// Instructions of an operation of the mix, less those of a loop without an allocator: what chance
 /// and bookkeeping of the bench cost is not counted.
 fn instructions(figures: &mut Figures) {
-    let of = |who: Counted| {
-        let name = who.to_possible_value().map(|value| value.get_name().to_owned());
-        callgrind::per_step(&["--be", &name.unwrap_or_default(), "--steps"], COUNTED)
-    };
-    for (prefix, who) in [
-        ("", Counted::Ours),
-        ("peer.offset-allocator.", Counted::OffsetAllocator),
-        ("peer.rlsf.", Counted::Rlsf),
-    ] {
+    let of = |who: &str| callgrind::per_step(&["--be", who, "--steps"], COUNTED);
+    for (prefix, who) in
+        [("", "ours"), ("peer.offset-allocator.", "offset-allocator"), ("peer.rlsf.", "rlsf")]
+    {
         let name = format!("{prefix}index.random_mix.instructions");
-        match of(who).and_then(|all| Ok(all - of(Counted::Nobody)?)) {
+        match of(who).and_then(|all| Ok(all - of("nobody")?)) {
             Ok(count) => figures.add(name, count, "instructions"),
             Err(why) => println!("skipped: {name}: {why}"),
         }

@@ -25,7 +25,6 @@ mod load;
 #[path = "../../examples/proxy/model.rs"]
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
-mod modes;
 mod offer;
 mod service;
 #[path = "../../examples/proxy/upstream.rs"]
@@ -39,8 +38,7 @@ use clap::Parser;
 use common::figures::Figures;
 use lowtide::{BoxError, ByteSize};
 
-use crate::cell::Cell;
-use crate::modes::Runner;
+use crate::cell::{Cell, Runner};
 use crate::offer::{Mix, Policy, Sending};
 
 lowtide::global_allocator!(balanced);
@@ -132,7 +130,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
     let held = if cli.burst {
-        modes::burst(&runner.base, &mut runner.figures)?
+        cell::burst(&runner.base, &mut runner.figures)?
     } else if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {

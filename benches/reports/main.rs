@@ -9,15 +9,14 @@
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
-mod grpc;
-
 use std::cell::Cell;
 use std::convert::Infallible;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::future::{Future as _, Ready, ready};
 use std::hint::black_box;
+use std::path::Path;
 use std::pin::pin;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -27,14 +26,18 @@ use clap::Parser;
 use common::counting::Counting;
 use common::figures::{Figures, median};
 use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderValue, Request, Response, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame};
 use http_body_util::{Empty, Full, StreamBody};
-use lowtide::admission::Cost;
+use lowtide::admission::{Budget, Cost, Permit, Priority};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::service::{MemoryLayer, RequestBody};
+use lowtide::service::{LOAD_REPORT_STREAM_PATH, MemoryLayer, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
+use tokio::task::JoinHandle;
+use tonic::service::Routes;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
 use tower::{Layer as _, Service};
 
 #[global_allocator]
@@ -53,7 +56,7 @@ struct Cli {
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| match &cli.python {
-        Some(python) => grpc::read(python),
+        Some(python) => read(python),
         None => measure(cli.counted),
     })
 }
@@ -90,13 +93,15 @@ fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
     ready(Ok(response))
 }
 
+fn trailers() -> HeaderMap {
+    HeaderMap::from_iter([(HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"))])
+}
+
 /// A response of gRPC: its trailers.
 fn grpc(
     _: Received,
 ) -> Ready<Result<Response<impl Body<Data = Bytes, Error = Infallible>>, Infallible>> {
-    let mut trailers = HeaderMap::new();
-    trailers.insert("grpc-status", HeaderValue::from_static("0"));
-    let trailers = futures_util::stream::iter([Ok(Frame::trailers(trailers))]);
+    let trailers = futures_util::stream::iter([Ok(Frame::trailers(trailers()))]);
     let mut response = Response::new(StreamBody::new(trailers));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     ready(Ok(response))
@@ -125,9 +130,10 @@ fn time(calls: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(CALLS)
 }
 
-fn layer(memory: &Memory, reports: bool) -> MemoryLayer<Cost> {
+/// Returns a layer with reports, and the same without.
+fn layers(memory: &Memory) -> [MemoryLayer<Cost>; 2] {
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(ByteSize::kib(64)));
-    if reports { layer.with_load_reports() } else { layer }
+    [layer.clone().with_load_reports(), layer]
 }
 
 /// Measures, only what is counted if it says so, and returns whether the goals held.
@@ -147,11 +153,9 @@ fn measure(is_counted: bool) -> Result<bool, BoxError> {
 
 /// Returns the nanoseconds that a report costs a response, the most of both protocols.
 fn costs(memory: &Memory) -> f64 {
-    let mut with = layer(memory, true).layer(tower::service_fn(plain));
-    let mut without = layer(memory, false).layer(tower::service_fn(plain));
+    let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(plain)));
     let most = compare(&mut || call(&mut with), &mut || call(&mut without));
-    let mut with = layer(memory, true).layer(tower::service_fn(grpc));
-    let mut without = layer(memory, false).layer(tower::service_fn(grpc));
+    let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(grpc)));
     most.max(compare(&mut || call(&mut with), &mut || call(&mut without)))
 }
 
@@ -168,8 +172,7 @@ fn compare(with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
 
 /// Returns the further allocations of a response with a report.
 fn allocations(memory: &Memory) -> f64 {
-    let mut with = layer(memory, true).layer(tower::service_fn(plain));
-    let mut without = layer(memory, false).layer(tower::service_fn(plain));
+    let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(plain)));
     let count = |calls: &mut dyn FnMut()| {
         // The first calls of a route are measured.
         (0..CALLS).for_each(|_| calls());
@@ -179,4 +182,75 @@ fn allocations(memory: &Memory) -> f64 {
     };
     let [with, without] = [count(&mut || call(&mut with)), count(&mut || call(&mut without))];
     (with as f64 - without as f64) / f64::from(CALLS)
+}
+
+// grpcio, the gRPC library of Python, reads the reports of tonic servers: a client and a decoder
+// that are not ours.
+//
+// Its core takes the trailer for itself and shows it to no program. So it balances calls between
+// two servers by their weights, of which one has little memory left; and it reads a stream with
+// the messages of the package `xds-protos`.
+
+/// The method that the script calls. It answers with the name of the server.
+const NAME: &str = "/test.Server/Name";
+
+/// The parts of the allowances of both servers that are reserved for other work.
+const RESERVED: [(&str, f64); 2] = [("free", 0.1), ("full", 0.9)];
+
+/// One server.
+struct Instance {
+    memory: Memory,
+    address: String,
+    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    _reserved: Permit,
+}
+
+impl Instance {
+    async fn start(name: &'static str, reserved: f64, is_detached: bool) -> Result<Self, BoxError> {
+        let builder = Memory::builder().device(DeviceChoice::None);
+        // A process has one that is not detached.
+        let builder = if is_detached { builder.detached() } else { builder };
+        let memory = builder.memory_limit(ByteSize::gib(4)).start()?;
+        let allowance = memory.admission().ledger(Budget::Host).allowance();
+        let cost = Cost::host(allowance.scaled(reserved));
+        let reserved = memory.admission().try_admit_with(cost, Priority::Exempt)?;
+        let cost = Cost::host(ByteSize::kib(64));
+        let layer = MemoryLayer::new(memory.admission().clone(), cost).with_load_reports();
+        let streams = layer.load_report_service();
+        let answer = tower::service_fn(async move |_: Request<axum::body::Body>| {
+            let message = [&[0, 0, 0, 0, 4], name.as_bytes()].concat();
+            let frames = [Frame::data(Bytes::from(message)), Frame::trailers(trailers())];
+            let frames = futures_util::stream::iter(frames.map(Ok::<_, Infallible>));
+            let response = Response::builder().header("content-type", "application/grpc");
+            let body = axum::body::Body::new(StreamBody::new(frames));
+            Ok::<_, Infallible>(response.body(body).expect("a valid head"))
+        });
+        let routes = axum::Router::new()
+            .route_service(NAME, answer)
+            .route_service(LOAD_REPORT_STREAM_PATH, streams);
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+        let address = listener.local_addr()?.to_string();
+        let server = Server::builder().layer(layer).add_routes(Routes::from(routes));
+        let serving = tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+        Ok(Self { memory, address, serving, _reserved: reserved })
+    }
+}
+
+/// Serves, and runs the script. Returns whether it read all.
+#[tokio::main]
+async fn read(python: &OsStr) -> Result<bool, BoxError> {
+    let mut instances = Vec::new();
+    for (name, reserved) in RESERVED {
+        instances.push(Instance::start(name, reserved, !instances.is_empty()).await?);
+    }
+    let mut command = Command::new(python);
+    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("reports/read.py"));
+    command.args(instances.iter().map(|instance| &instance.address));
+    let status = tokio::task::spawn_blocking(move || command.status()).await??;
+    for instance in instances {
+        instance.serving.abort();
+        let _ = instance.memory.shutdown(Duration::from_secs(5)).await;
+    }
+    println!("figure fleet.grpc.read {}", u8::from(status.success()));
+    Ok(status.success())
 }

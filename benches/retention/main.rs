@@ -28,7 +28,6 @@ use lowtide::heap::HeapProfile;
 use crate::callgrind::callgrind;
 use crate::figures::{Figures, count};
 use crate::process::{Process, kernel_value};
-use crate::{CONF, Contestant};
 
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

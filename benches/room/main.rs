@@ -10,7 +10,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-mod attacks;
 mod cache;
 mod hostage;
 mod leak;

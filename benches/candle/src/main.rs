@@ -16,7 +16,6 @@ mod process;
 #[allow(dead_code, reason = "texts have no mask")]
 mod burst;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -25,13 +24,13 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-pub(crate) use plain::BoxError;
 use lowtide_candle::api::Answer;
 use plain::BoxError;
 use serde::Deserialize;
+use serde_json::Value;
 
+use crate::figures::{Figures, quantile};
 use crate::process::Proc;
-use self::figures::{Figures, quantile};
 
 const CYCLES: u64 = 3;
 /// Pairs of bursts, unless the command line says otherwise.
@@ -94,7 +93,7 @@ type Figure = (&'static str, f64, &'static str);
 fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<[Figure; 8], BoxError> {
     let base = server.kernel.anonymous_mib()?;
     server.kernel.reset_peak()?;
-    embed(server, br#"{"texts":["tide"]}"#)?;
+    server.embed(br#"{"texts":["tide"]}"#)?;
     let loaded = server.kernel.anonymous_mib()?;
     let faults = server.kernel.used()?.faults;
     let times = burst(server, words, seed)?;
@@ -119,18 +118,10 @@ fn cycle(server: &mut Server, words: &Words, seed: u64) -> Result<[Figure; 8], B
 fn burst(server: &mut Server, words: &Words, seed: u64) -> Result<Vec<f64>, BoxError> {
     let timed = |body: Vec<u8>| {
         let start = Instant::now();
-        embed(server, &body)?;
+        server.embed(&body)?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     };
     words.burst(seed).into_iter().map(timed).collect()
-}
-
-fn embed(server: &mut Server, body: &[u8]) -> Result<Vec<u8>, BoxError> {
-    let (status, answer) = server.post("/embed", body)?;
-    if status == 200 {
-        return Ok(answer);
-    }
-    Err(format!("answer {status}: {}", String::from_utf8_lossy(&answer)).into())
 }
 
 /// Returns the CPU times of a burst and of the idle time after it with lowtide, relative to
@@ -170,33 +161,24 @@ fn cpu_ratios(
 
 // The requests of a burst: the shapes of `benches/engines`, as texts of whole words.
 
-/// The part of `tokenizer.json` that has the vocabulary.
-#[derive(Deserialize)]
-struct File {
-    model: Model,
-}
-
-#[derive(Deserialize)]
-struct Model {
-    vocab: BTreeMap<String, usize>,
-}
-
 /// Words that are one token each.
 #[derive(Debug)]
-pub(crate) struct Words(Vec<String>);
+struct Words(Vec<String>);
 
 impl Words {
     /// Reads them from the folder of a model.
-    pub(crate) fn read(model: &Path) -> Result<Self, BoxError> {
-        let file: File = serde_json::from_slice(&fs::read(model.join("tokenizer.json"))?)?;
+    fn read(model: &Path) -> Result<Self, BoxError> {
+        let file: Value = serde_json::from_slice(&fs::read(model.join("tokenizer.json"))?)?;
+        let vocabulary = file["model"]["vocab"].as_object().ok_or("no vocabulary")?;
         let is_word =
-            |word: &String| word.len() > 2 && word.bytes().all(|b| b.is_ascii_lowercase());
-        let words: Vec<_> = file.model.vocab.into_keys().filter(is_word).collect();
+            |word: &&String| word.len() > 2 && word.bytes().all(|b| b.is_ascii_lowercase());
+        let mut words: Vec<_> = vocabulary.keys().filter(is_word).cloned().collect();
+        words.sort_unstable();
         if words.is_empty() { Err("the vocabulary has no words".into()) } else { Ok(Self(words)) }
     }
 
     /// The bodies of one burst.
-    pub(crate) fn burst(&self, seed: u64) -> Vec<Vec<u8>> {
+    fn burst(&self, seed: u64) -> Vec<Vec<u8>> {
         burst::of(seed).map(|batch| self.body(&batch)).collect()
     }
 
@@ -214,25 +196,25 @@ impl Words {
 
 /// How a server is started.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Program<'a> {
-    pub(crate) path: &'a Path,
+struct Program<'a> {
+    path: &'a Path,
     /// The idle time is a variable, not an argument.
-    pub(crate) is_lowtide: bool,
+    is_lowtide: bool,
     /// `_RJEM_MALLOC_CONF`.
-    pub(crate) jemalloc: &'a str,
+    jemalloc: &'a str,
 }
 
 /// A running server, which is killed when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Server {
+struct Server {
     child: Child,
-    pub(crate) kernel: Proc,
+    kernel: Proc,
     stream: BufReader<TcpStream>,
 }
 
 impl Server {
     /// Starts it, and connects.
-    pub(crate) fn start(program: Program<'_>, model: &Path, idle: u64) -> Result<Self, BoxError> {
+    fn start(program: Program<'_>, model: &Path, idle: u64) -> Result<Self, BoxError> {
         let mut command = Command::new(program.path);
         command.arg(model).arg("127.0.0.1:0").stdout(Stdio::piped());
         if program.is_lowtide {
@@ -248,8 +230,7 @@ impl Server {
         let output = child.stdout.take().ok_or("no output of the server")?;
         BufReader::new(output).read_line(&mut line)?;
         let address = line.trim().strip_prefix("listening on http://");
-        let connected = address.map(TcpStream::connect);
-        match connected {
+        match address.map(TcpStream::connect) {
             Some(Ok(stream)) => {
                 stream.set_nodelay(true)?;
                 let kernel = Proc(child.id().to_string());
@@ -262,38 +243,29 @@ impl Server {
         }
     }
 
-    /// Sends a body of JSON, and returns the status and the body of the answer.
-    pub(crate) fn post(&mut self, path: &str, body: &[u8]) -> Result<(u16, Vec<u8>), BoxError> {
-        let mut request = format!(
-            "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
-             Content-Length: {}\r\n\r\n",
-            body.len()
-        )
-        .into_bytes();
-        request.extend(body);
-        self.stream.get_mut().write_all(&request)?;
-        self.answer()
-    }
-
-    fn answer(&mut self) -> Result<(u16, Vec<u8>), BoxError> {
-        let mut line = String::new();
-        self.stream.read_line(&mut line)?;
-        let status = line.split(' ').nth(1).ok_or("no status in the answer")?.parse()?;
-        let mut length = 0;
-        loop {
-            line.clear();
-            self.stream.read_line(&mut line)?;
-            let head = line.trim().to_ascii_lowercase();
-            if head.is_empty() {
-                break;
-            }
-            if let Some(value) = head.strip_prefix("content-length:") {
+    /// Sends a body of JSON, and returns the body of the answer, which must be a good one.
+    fn embed(&mut self, body: &[u8]) -> Result<Vec<u8>, BoxError> {
+        let length = body.len();
+        let head = format!(
+            "POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+             Content-Length: {length}\r\n\r\n"
+        );
+        self.stream.get_mut().write_all(&[head.as_bytes(), body].concat())?;
+        let (mut status, mut line, mut length) = (String::new(), String::new(), 0);
+        self.stream.read_line(&mut status)?;
+        // An empty line, or the end of the connection, ends the head.
+        while self.stream.read_line(&mut line)? > 2 {
+            if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
                 length = value.trim().parse()?;
             }
+            line.clear();
         }
         let mut body = vec![0; length];
         self.stream.read_exact(&mut body)?;
-        Ok((status, body))
+        if status.starts_with("HTTP/1.1 200 ") {
+            return Ok(body);
+        }
+        Err(format!("answer {}: {}", status.trim(), String::from_utf8_lossy(&body)).into())
     }
 }
 
@@ -321,13 +293,10 @@ struct Expected {
 
 /// Whether the server's answer is right. All sentences are in one request, so the shorter ones are
 /// padded.
-pub(crate) fn check(server: &mut Server) -> Result<bool, BoxError> {
+fn check(server: &mut Server) -> Result<bool, BoxError> {
     let expected: Expected = serde_json::from_str(include_str!("../similarities.json"))?;
     let body = serde_json::json!({ "texts": expected.sentences });
-    let (status, answer) = server.post("/embed", body.to_string().as_bytes())?;
-    if status != 200 {
-        return Err(format!("answer {status}: {}", String::from_utf8_lossy(&answer)).into());
-    }
+    let answer = server.embed(body.to_string().as_bytes())?;
     let Answer { vectors } = serde_json::from_slice(&answer)?;
     let most = largest_difference(&vectors, &expected)?;
     let is_right = most <= MOST;
