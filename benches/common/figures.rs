@@ -69,11 +69,6 @@ impl Figures {
         goals.iter().for_each(|(name, most)| self.set_goal(name, Goal::AtMost(*most)));
     }
 
-    /// Forgets figures of these names.
-    pub fn forget(&mut self, goals: &[(&str, f64)]) {
-        self.all.retain(|one| goals.iter().all(|(name, _)| *name != one.name));
-    }
-
     fn set_goal(&mut self, name: &str, goal: Goal) {
         let of_name = self.all.iter_mut().filter(|one| one.name == name);
         of_name.for_each(|figure| figure.goal = Some(goal));

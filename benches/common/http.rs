@@ -33,10 +33,8 @@ pub async fn send(
 }
 
 /// Returns the answer to a `GET`, which must be a good one.
-pub async fn get(http: &Http, url: &str) -> Result<Bytes, BoxError> {
+pub async fn get(http: &Http, url: &str) -> Result<String, BoxError> {
     let (status, body) = send(http, Request::get(url), Bytes::new()).await?;
-    if status.is_success() {
-        return Ok(body);
-    }
-    Err(format!("{url}: {status}: {}", String::from_utf8_lossy(&body)).into())
+    let body = String::from_utf8_lossy(&body).into_owned();
+    if status.is_success() { Ok(body) } else { Err(format!("{url}: {status}: {body}").into()) }
 }

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use bytes::Bytes;
-use common::http::{Http, client, send};
+use common::http::{Http, client, get, send};
 use common::process::{Process, free_port};
 use http::Request;
 use lowtide::BoxError;
@@ -44,12 +44,6 @@ const SETTINGS: [(&str, &str); 14] = [
 
 /// Posts that were answered.
 pub(crate) static ANSWERED: AtomicUsize = AtomicUsize::new(0);
-
-/// The text of an address, where the answer is a good one.
-pub(crate) async fn get(url: &str) -> Result<String, BoxError> {
-    let body = common::http::get(&client(), url).await?;
-    Ok(String::from_utf8_lossy(&body).into_owned())
-}
 
 /// Posts a body and reads the answer away; its status, and 0 where the connection broke.
 pub(crate) async fn post(http: &Http, url: &str, kind: &str, body: Bytes) -> u16 {
@@ -107,7 +101,7 @@ impl Proxy {
 
     /// Returns its metrics as Prometheus scrapes them.
     pub(crate) async fn metrics(&self) -> Result<String, BoxError> {
-        get(&format!("http://{}/metrics", self.address)).await
+        get(&client(), &format!("http://{}/metrics", self.address)).await
     }
 }
 
@@ -158,7 +152,7 @@ impl Prometheus {
 
     /// Returns the value of `data` in an answer of its interface.
     pub(crate) async fn api(&self, path: &str) -> Result<Value, BoxError> {
-        let text = get(&format!("{}/api/v1/{path}", self.url())).await?;
+        let text = get(&client(), &format!("{}/api/v1/{path}", self.url())).await?;
         let mut answer: Value = serde_json::from_str(&text)?;
         Ok(answer["data"].take())
     }

@@ -284,7 +284,7 @@ async fn load_runaway(address: SocketAddr) -> Result<(Option<u16>, u64, Report),
     // Without a report it was killed.
     let report = get_from(&http, &url("report")).await;
     let report =
-        report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_slice(&text))?;
+        report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_str(&text))?;
     Ok((status, counts.failed.load(Relaxed), report))
 }
 

@@ -204,11 +204,11 @@ impl Run {
             let mib = limit.get() >> 20;
             add(&format!("requests_{mib}"), count(last.requests - first.requests), "requests");
         }
-        let in_time = |one: &&load::Seen| at.contains(&Duration::from_secs_f64(one.at / 1e3));
+        let in_time = |one: &&load::Seen| at.contains(&one.arrival.at);
         let with = |fate| seen.iter().filter(in_time).filter(move |one| one.fate == fate);
         let [served, shed] =
             [Fate::Served, Fate::Shed].map(|fate| count(with(fate).count() as u64));
-        let bytes = with(Fate::Served).map(|one| one.bytes).sum();
+        let bytes = with(Fate::Served).map(|one| one.arrival.size.get()).sum();
         let goodput = count(bytes) / ByteSize::mib(1).as_f64() / self.lasts.as_secs_f64();
         add("goodput_mib_s", goodput, "MiB/s");
         add("shed", shed, "requests");
@@ -323,7 +323,7 @@ impl Balancer {
     fn seen(&self) -> Result<Vec<Seen>, BoxError> {
         let url = format!("http://{}/clusters?format=json", self.admin);
         let text = self.runtime.block_on(get(&self.client, &url))?;
-        let text: Value = serde_json::from_slice(&text)?;
+        let text: Value = serde_json::from_str(&text)?;
         let hosts = text.pointer("/cluster_statuses/0/host_statuses").and_then(Value::as_array);
         let hosts = hosts.ok_or_else(|| format!("Envoy names no services: {text}"))?;
         let of = |service: &SocketAddr| {

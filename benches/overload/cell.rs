@@ -143,9 +143,9 @@ pub(crate) struct Measures {
 impl Measures {
     /// Of this offer and what came of it.
     fn of(offer: &Offer, seen: &[Seen]) -> Self {
-        let class_of = |class: usize| seen.iter().filter(move |one| one.class == class);
+        let class_of = |class: usize| seen.iter().filter(move |one| one.arrival.class == class);
         let with = |class, fate| class_of(class).filter(move |one| one.fate == fate);
-        let bytes = |class, fate| count(with(class, fate).map(|one| one.bytes).sum());
+        let bytes = |class, fate| count(with(class, fate).map(|one| one.arrival.size.get()).sum());
         // Offered is what the schedule says: what was under way when the time was up is in no tally.
         let arrivals = offer.arrivals();
         let offered: [f64; CLASSES.len()] = std::array::from_fn(|class| {
@@ -154,27 +154,26 @@ impl Measures {
         });
         let served: [f64; CLASSES.len()] = std::array::from_fn(|class| bytes(class, Fate::Served));
         let [all_offered, all_served] = [offered, served].map(|of| of.iter().sum::<f64>());
-        // The steady part in milliseconds; all of it where the load is too short for one.
-        let millis = |time: Duration| time.as_secs_f64() * 1e3;
-        let (hold, to) = (millis(HOLD[1]), millis(offer.lasts));
-        let from = if to > hold * 1.5 { hold } else { 0.0 };
-        let goodput_since = |from: f64| {
+        // The steady part; all of it where the load is too short for one.
+        let (hold, to) = (HOLD[1], offer.lasts);
+        let from = if to > hold.mul_f64(1.5) { hold } else { Duration::ZERO };
+        let goodput_since = |from: Duration| {
             let in_time = |one: &&Seen| {
-                one.fate == Fate::Served && (from..=to).contains(&(one.at + one.took))
+                one.fate == Fate::Served && (from..=to).contains(&(one.arrival.at + one.took))
             };
-            let bytes = seen.iter().filter(in_time).map(|one| one.bytes).sum();
-            1e3 * count(bytes) / MIB / (to - from)
+            let bytes = seen.iter().filter(in_time).map(|one| one.arrival.size.get()).sum();
+            count(bytes) / MIB / (to - from).as_secs_f64()
         };
         let learned = (0..CLASSES.len()).flat_map(|class| {
             let mut all: Vec<_> = class_of(class).collect();
-            all.sort_by(|one, other| one.at.total_cmp(&other.at));
+            all.sort_by_key(|one| one.arrival.at);
             all.into_iter().skip(LEARNED)
         });
         let learned: Vec<_> = learned.collect();
         let shed = (0..CLASSES.len()).map(|class| bytes(class, Fate::Shed)).sum();
         Self {
             goodput_mib: goodput_since(from),
-            learned_goodput_mib: goodput_since(from.max(to / 2.0)),
+            learned_goodput_mib: goodput_since(from.max(to / 2)),
             shed_bytes: part(shed, all_offered),
             learned_sent: learned.len() as u64,
             learned_sheds: learned.iter().filter(|one| one.fate == Fate::Shed).count() as u64,
@@ -182,8 +181,9 @@ impl Measures {
                 part(part(served[class], all_served), part(offered[class], all_offered))
             }),
             p99s_ms: std::array::from_fn(|class| {
-                let late = with(class, Fate::Served).map(|one| one.took - one.hold);
-                quantile(&late.collect::<Vec<_>>(), 0.99)
+                let late = with(class, Fate::Served)
+                    .map(|one| one.took.as_secs_f64() - one.arrival.hold.as_secs_f64());
+                1e3 * quantile(&late.collect::<Vec<_>>(), 0.99)
             }),
             ..Self::default()
         }

@@ -46,21 +46,13 @@ pub(crate) enum Fate {
     Failed,
 }
 
-/// One request, times in milliseconds.
+/// One request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
-    /// Its class.
-    pub(crate) class: usize,
-    /// Bytes of its body.
-    pub(crate) bytes: u64,
-    /// The outcome of the request.
+    pub(crate) arrival: Arrival,
     pub(crate) fate: Fate,
-    /// When it was to be sent, since the start.
-    pub(crate) at: f64,
-    /// From that time to the end of the answer.
-    pub(crate) took: f64,
-    /// For which it was to hold its memory.
-    pub(crate) hold: f64,
+    /// From the time at which it was to be sent to the end of the answer.
+    pub(crate) took: Duration,
 }
 
 /// Offers a load, and looks until it is over. A look that returns `false` ends the load. Returns
@@ -105,13 +97,13 @@ async fn send_all(to: SocketAddr, offer: Offer, all: &mut Vec<Seen>) {
             all.push(seen);
         }
         if under_way.len() >= UNDER_WAY_MAX {
-            all.push(seen(arrival, Fate::Failed, Duration::ZERO));
+            all.push(Seen { arrival, fate: Fate::Failed, took: Duration::ZERO });
             continue;
         }
         let sender = Arc::clone(&sender);
         under_way.spawn(async move {
             let fate = sender.send(arrival).await.unwrap_or(Fate::Failed);
-            seen(arrival, fate, time.elapsed())
+            Seen { arrival, fate, took: time.elapsed() }
         });
     }
     let end = start + offer.lasts + offer.sending.body + HOLD[1] + DRAIN;
@@ -158,18 +150,6 @@ impl Sender {
             StatusCode::SERVICE_UNAVAILABLE => Fate::Shed,
             _ => Fate::Failed,
         })
-    }
-}
-
-fn seen(arrival: Arrival, fate: Fate, took: Duration) -> Seen {
-    let millis = |time: Duration| time.as_secs_f64() * 1e3;
-    Seen {
-        class: arrival.class,
-        bytes: arrival.size.get(),
-        fate,
-        at: millis(arrival.at),
-        took: millis(took),
-        hold: millis(arrival.hold),
     }
 }
 

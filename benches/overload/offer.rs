@@ -184,7 +184,7 @@ pub(crate) fn unit(bits: u64) -> f64 {
     f64::from(u32::try_from(bits >> 32).unwrap_or(0)) / (f64::from(u32::MAX) + 1.0)
 }
 
-/// A policy that admits requests; `service` makes them work.
+/// A policy that admits requests; `admitted` makes them work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Policy {
     /// Nothing: every request is served.

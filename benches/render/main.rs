@@ -1,5 +1,5 @@
 //! Render: what an answer of `/metrics` and of `/memory` costs, with few blocks and with many; and
-//! what the two threads behind it take (`loops`).
+//! what the two threads behind it take.
 //!
 //! A real `Memory` on the host driver, with a recorder for Prometheus; an arena with a thousand
 //! blocks of a few hundred bytes, then with a million. `/memory` is asked for as the page does,

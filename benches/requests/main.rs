@@ -13,7 +13,6 @@ mod accuracy;
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "another bench draws sizes too")]
 mod chance;
-mod handlers;
 
 use std::hint::black_box;
 use std::process::ExitCode;

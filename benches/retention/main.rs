@@ -310,12 +310,6 @@ fn expect(process: &mut Process, word: &str) -> Result<String, BoxError> {
     Ok(rest.ok_or_else(|| format!("it said {line:?}: expected {word:?}"))?.to_owned())
 }
 
-/// The value of `name=value` in what it said.
-fn field(said: &str, name: &str) -> Result<f64, BoxError> {
-    let value = said.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-    Ok(value.ok_or_else(|| format!("it said {said:?}: no {name}"))?.parse()?)
-}
-
 /// Runs one of them. Returns its values by the ends of their figures' names.
 fn run(who: &Contestant, plan: &Plan) -> Result<Vec<(String, f64)>, BoxError> {
     let [operations, held] = [plan.operations, plan.held].map(|number| number.to_string());
@@ -333,17 +327,23 @@ fn run(who: &Contestant, plan: &Plan) -> Result<Vec<(String, f64)>, BoxError> {
     let begun = seconds()?;
     let said = expect(&mut process, "idle")?;
     let end = Instant::now();
-    let mut found = vec![("peak_mib".to_owned(), mib("VmHWM:")?)];
-    found.push(("live_mib".to_owned(), field(&said, "live")? / 1_048_576.0));
-    for name in ["p50", "p95", "p99"] {
-        found.push((format!("{name}_us"), field(&said, name)?));
-    }
+    let numbers = said.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
+    let [operations, live, p50, p95, p99] = numbers[..] else {
+        return Err(format!("it said {said:?}: expected five numbers").into());
+    };
+    let mut found = vec![
+        ("peak_mib".to_owned(), mib("VmHWM:")?),
+        ("live_mib".to_owned(), live / 1_048_576.0),
+        ("p50_us".to_owned(), p50),
+        ("p95_us".to_owned(), p95),
+        ("p99_us".to_owned(), p99),
+    ];
     for look in plan.looks {
         let due = end + Duration::from_secs(*look);
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
         found.push((format!("resident_{look}s_mib"), mib("VmRSS:")?));
         if *look == CPU_LOOK {
-            let each = (seconds()? - begun) * 1e6 / field(&said, "operations")?;
+            let each = (seconds()? - begun) * 1e6 / operations;
             found.push(("cpu_us".to_owned(), each));
         }
     }

@@ -1,7 +1,7 @@
 //! Attacks that hold memory or connections hostage, and what honest clients get meanwhile.
 //!
 //! A service runs as a child process with a limit of 256 MiB: the proxy of `examples/proxy`, or a
-//! service of HTTP/2 ([`crate::attacked`]). Honest clients send requests at a fixed rate that it
+//! service of HTTP/2 ([`serve`]). Honest clients send requests at a fixed rate that it
 //! serves, whether or not the last ones were answered, first alone and then under attack; the ratio
 //! of both is the figure. A request is served if its whole answer, with status 200, arrives within
 //! five seconds. None is sent twice.
@@ -342,7 +342,6 @@ async fn hold(to: SocketAddr, attack: Attack, length: usize) -> Result<(), BoxEr
 async fn longest_text(to: SocketAddr) -> Result<u64, BoxError> {
     loop {
         let text = get(&client(), &format!("http://{to}/metrics")).await?;
-        let text = String::from_utf8_lossy(&text);
         let metric = |name| {
             let name = format!("lowtide_admission_{name}_bytes{{budget=\"host\"}} ");
             text.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok())

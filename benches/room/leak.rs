@@ -168,7 +168,7 @@ impl Service {
     /// Returns what it says of its memory.
     async fn host(&self) -> Result<Value, BoxError> {
         let text = get(&self.http, &format!("http://{}/memory", self.address)).await?;
-        Ok(serde_json::from_slice::<Value>(&text)?["host"].take())
+        Ok(serde_json::from_str::<Value>(&text)?["host"].take())
     }
 }
 

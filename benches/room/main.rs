@@ -104,7 +104,7 @@ fn schedules(run: u64, from: u64, figures: &mut Figures) {
     figures.at_most("room.schedules.failed", count(failed), "schedules", 0.0);
 }
 
-// Prints the figures of evictions under requests by Zipf's law; [`crate::zipf`] serves them.
+// The figures of evictions under requests by Zipf's law; `zipf` serves them.
 
 /// The least part of the hits of the best of LRU, LFU and GDSF in each case, as means of its seeds.
 const HIT_RATIO_MIN: f64 = 0.97;

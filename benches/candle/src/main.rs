@@ -12,9 +12,6 @@ mod figures;
 #[path = "../../engines/src/process.rs"]
 #[allow(dead_code, unreachable_pub, reason = "the other bench uses more of it")]
 mod process;
-#[path = "../../engines/src/burst.rs"]
-#[allow(dead_code, reason = "texts have no mask")]
-mod burst;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -179,10 +176,10 @@ impl Words {
 
     /// The bodies of one burst.
     fn burst(&self, seed: u64) -> Vec<Vec<u8>> {
-        burst::of(seed).map(|batch| self.body(&batch)).collect()
+        process::batches(seed).map(|batch| self.body(&batch)).collect()
     }
 
-    fn body(&self, batch: &burst::Batch) -> Vec<u8> {
+    fn body(&self, batch: &process::Batch) -> Vec<u8> {
         // The tokenizer adds a start and an end to each row.
         let rows = batch.ids.chunks(batch.length).map(|row| &row[..row.len().saturating_sub(2)]);
         let word = |id: &i64| &*self.0[usize::try_from(*id).unwrap_or(0) % self.0.len()];

@@ -26,9 +26,9 @@ pub(crate) fn judge(scenario: &Scenario) -> Result<Seen, String> {
     if faults.is_empty() {
         return Ok(seen);
     }
-    let (seed, kind, faults) = (scenario.seed, scenario.kind.name(), faults.join("\n  "));
+    let (seed, kind, faults) = (scenario.seed, scenario.kind, faults.join("\n  "));
     let again = format!("cargo bench --bench controller -- --from {seed} --seeds 1 --days 0");
-    Err(format!("seed {seed}, {kind}:\n  {faults}\n  {scenario:?}\n  again: {again}"))
+    Err(format!("seed {seed}, {kind:?}:\n  {faults}\n  {scenario:?}\n  again: {again}"))
 }
 
 /// Runs a scenario: its load and what comes after it.

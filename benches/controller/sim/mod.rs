@@ -2,11 +2,10 @@
 //!
 //! `scenario` is what a seed means: the process in its cgroup, and what is offered. `world` joins them
 //! with the crate's own loop, admission, worker and resource; `claims` says what must hold. `days` runs
-//! a month, `advice` tries the limits that are advised, `fit` lowers a limit. No policy is written here.
+//! a month, and tries the limits that are advised; `fit` lowers a limit. No policy is written here.
 //!
 //! Invariant: the same seed gives the same run, on every machine with the same floats.
 
-pub(crate) mod advice;
 #[path = "../../index/chance.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "other simulations have it too")]
 pub(crate) mod chance;

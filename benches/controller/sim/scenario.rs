@@ -40,10 +40,6 @@ impl Kind {
     /// Those that seeds take turns in.
     pub(crate) const ALL: [Self; 5] =
         [Self::Overload, Self::Fall, Self::Fits, Self::Change, Self::Wild];
-
-    pub(crate) fn name(self) -> String {
-        format!("{self:?}").to_lowercase()
-    }
 }
 
 /// The error of estimates: a request holds `estimate x factor`, more or less.
@@ -83,15 +79,6 @@ pub(crate) struct Sampler {
     pub(crate) stale: bool,
     /// One tick in so many begins a moment in which no limit can be read.
     pub(crate) blind: Option<f64>,
-}
-
-/// Somebody else in the cgroup.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Neighbour {
-    /// The most that it holds, as a part of the limit.
-    pub(crate) part: f64,
-    /// The time that it takes to grow to that; then it leaves, and so on.
-    pub(crate) within: f64,
 }
 
 /// A managed model.
@@ -134,7 +121,9 @@ pub(crate) struct Scenario {
     pub(crate) sampler: Sampler,
     /// The longest delay of the worker's start.
     pub(crate) worker_late: Duration,
-    pub(crate) neighbour: Option<Neighbour>,
+    /// Somebody else in the cgroup: the most that it holds, as a part of the limit, and the seconds in
+    /// which it grows to that; then it leaves, and so on.
+    pub(crate) neighbour: Option<(f64, f64)>,
     /// The limit is another part of the first one from a second on.
     pub(crate) limits: Vec<(f64, f64)>,
     /// One request in so many needs a model; `None` where there is none.
@@ -239,7 +228,7 @@ impl Scenario {
                 if chance.happens(0.5) {
                     let part = chance.between(0.02, 0.2);
                     let within = part / chance.between(0.005, 0.03);
-                    self.neighbour = Some(Neighbour { part, within });
+                    self.neighbour = Some((part, within));
                 }
                 if chance.happens(0.4) {
                     self.limits = vec![(4.0, 0.95), (5.0, 0.9), (6.0, 0.85), (9.0, 1.2)];

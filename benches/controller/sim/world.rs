@@ -227,8 +227,8 @@ impl World {
         let state = &mut *lock(&self.state);
         let (now, second) = (state.now, state.now.since_origin().as_secs_f64());
         let first = self.scenario.build.limit;
-        if let Some(neighbour) = self.scenario.neighbour {
-            let part = (second / neighbour.within).fract() * neighbour.part;
+        if let Some((most, within)) = self.scenario.neighbour {
+            let part = (second / within).fract() * most;
             let stays = second < self.scenario.lasts;
             state.plant.set_neighbour(now, if stays { part * first } else { 0.0 });
         }

@@ -186,7 +186,7 @@ pub fn run(cli: &Cli, allocator: &dyn Allocator) -> Result<(), BoxError> {
         allocator.settle();
         let operations = cli.threads * cli.operations * 2 * WAVES;
         let [p50, p95, p99] = [0.5, 0.95, 0.99].map(|part| latency.percentile(part) / 1e3);
-        println!("idle operations={operations} live={live} p50={p50} p95={p95} p99={p99}");
+        println!("idle {operations} {live} {p50} {p95} {p99}");
         let ended = std::io::stdin().read_to_end(&mut Vec::new());
         end.wait();
         Ok(ended.map(drop)?)

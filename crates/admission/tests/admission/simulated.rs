@@ -11,9 +11,8 @@ use std::time::Duration;
 
 use lowtide_admission::{Settings, Thresholds};
 
-use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
-use sim::days;
+use sim::days::{self, LOADS};
 use sim::scenario::{Kind, Late, Load, MIXES, Scenario, Shape};
 
 /// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
@@ -121,7 +120,7 @@ fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
 #[test]
 fn the_smallest_advised_limit_rejects_next_to_nothing_and_half_of_it_about_what_is_predicted() {
     for (name, load) in LOADS {
-        let advised = advice::compare(7, MIXES[1], load, 120.0).expect("enough requests");
+        let advised = days::compare(7, MIXES[1], load, 120.0).expect("enough requests");
         println!("{name}, seed 7: {advised:?}");
         assert!(!advised.killed, "{name}");
         assert!(advised.smallest.real < 0.002, "{name}");
