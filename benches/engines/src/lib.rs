@@ -17,8 +17,8 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort;
+use lowtide_ort::ort::session::Session;
 
 use crate::figures::{Figures, count, quantile};
 use crate::process::{AnonymousPeak, Batch, Proc};

@@ -4,11 +4,11 @@
 #![expect(clippy::disallowed_methods, reason = "a variable chooses how it runs")]
 
 use engines::{Arguments, BoxError, Service};
+use lowtide_ort::ort;
 use lowtide_ort::ort::environment::Environment;
 use lowtide_ort::ort::ep::CPU;
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::session::builder::SessionBuilder;
-use lowtide_ort::ort;
 
 #[global_allocator]
 static HEAP: std::alloc::System = std::alloc::System;
