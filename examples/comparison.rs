@@ -17,7 +17,7 @@ mod chance;
 #[path = "comparison/load.rs"]
 mod load;
 #[path = "../benches/common/process.rs"]
-#[allow(dead_code, reason = "benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "benches use more of it")]
 mod process;
 #[path = "comparison/report.rs"]
 mod report;

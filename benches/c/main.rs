@@ -8,23 +8,18 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::ffi::{CString, c_int, c_void};
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::ptr;
 use std::sync::Arc;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+use common::callgrind;
+use common::figures::Figures;
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, DeviceArena, HostDriver, Region};
-
-use crate::common::callgrind;
-use crate::common::figures::Figures;
 
 /// Pairs of the shorter run.
 const PAIRS: u32 = 50_000;
@@ -34,30 +29,21 @@ const STREAM: usize = 100;
 /// The most instructions that C may add to a pair.
 const GOAL: f64 = 150.0;
 
+/// What the C ABI costs.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What the C ABI costs")]
 struct Cli {
     /// Be the process whose instructions are counted.
     #[arg(long, hide = true)]
-    be: Option<Kind>,
+    be: Option<String>,
     #[arg(long, hide = true, default_value_t = 0)]
     pairs: usize,
 }
 
-/// A kind of pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Kind {
-    Rust,
-    C,
-    /// As PyTorch calls it.
-    Torch,
-}
-
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        match cli.be {
-            Some(Kind::Rust) => rust(cli.pairs)?,
-            Some(kind) => c(kind, cli.pairs)?,
+        match cli.be.as_deref() {
+            Some("rust") => rust(cli.pairs)?,
+            Some(kind) => c(kind == "torch", cli.pairs)?,
             None => return Ok(measure()?),
         }
         Ok(true)
@@ -67,18 +53,13 @@ fn main() -> ExitCode {
 /// Measures the figures; returns whether the goals hold.
 fn measure() -> Result<bool, String> {
     let mut figures = Figures::default();
-    let rust = instructions(Kind::Rust)?;
-    let [c, torch] = [instructions(Kind::C)? - rust, instructions(Kind::Torch)? - rust];
+    let of = |kind: &str| callgrind::per_step(&["--be", kind, "--pairs"], PAIRS);
+    let rust = of("rust")?;
+    let [c, torch] = [of("c")? - rust, of("torch")? - rust];
     figures.add("engines.rust.pair_instructions", rust, "instructions");
     figures.add("engines.torch.pair_instructions", torch, "instructions");
     figures.at_most("engines.c.pair_instructions", c, "instructions", GOAL);
     Ok(figures.print())
-}
-
-/// Returns the instructions of a pair.
-fn instructions(kind: Kind) -> Result<f64, String> {
-    let name = kind.to_possible_value().map(|value| value.get_name().to_owned());
-    callgrind::per_step(&["--be", &name.unwrap_or_default(), "--pairs"], PAIRS)
 }
 
 /// The pairs in Rust.
@@ -102,8 +83,8 @@ type Free = unsafe extern "C" fn(u64, c_int, *mut c_void, *mut c_void) -> c_int;
 type TorchAlloc = unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
 type TorchFree = unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
 
-/// The pairs through the library.
-fn c(kind: Kind, pairs: usize) -> Result<(), BoxError> {
+/// The pairs through the library, by its own functions or as PyTorch calls it.
+fn c(is_torch: bool, pairs: usize) -> Result<(), BoxError> {
     // Cargo built it beside this program.
     let path = std::env::current_exe()?.with_file_name("liblowtide_c.so");
     let path = CString::new(path.to_string_lossy().as_bytes())?;
@@ -147,7 +128,7 @@ fn c(kind: Kind, pairs: usize) -> Result<(), BoxError> {
     let torch_alloc = function!(c"lowtide_torch_alloc", TorchAlloc);
     let torch_free = function!(c"lowtide_torch_free", TorchFree);
     for _ in 0..pairs {
-        if kind == Kind::Torch {
+        if is_torch {
             let size = black_box(SIZE.cast_signed());
             // SAFETY: the host driver has no streams.
             let block = unsafe { torch_alloc(size, 0, stream) };

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::process::Command;
 
 /// Returns a command that runs a program under callgrind.
-pub(crate) fn callgrind(program: impl AsRef<OsStr>) -> Command {
+pub fn callgrind(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]).arg(program);
     command
@@ -14,7 +14,7 @@ pub(crate) fn callgrind(program: impl AsRef<OsStr>) -> Command {
 ///
 /// # Errors
 /// There is no valgrind, or it counted nothing.
-pub(crate) fn instructions(command: &mut Command) -> Result<f64, String> {
+pub fn instructions(command: &mut Command) -> Result<f64, String> {
     let output = command.output().map_err(|_| "no valgrind".to_owned())?;
     let text = String::from_utf8_lossy(&output.stderr);
     let line = text.lines().find_map(|line| line.split_once("Collected : "));
@@ -27,7 +27,7 @@ pub(crate) fn instructions(command: &mut Command) -> Result<f64, String> {
 ///
 /// # Errors
 /// Those of [`instructions`].
-pub(crate) fn per_step(arguments: &[&str], steps: u32) -> Result<f64, String> {
+pub fn per_step(arguments: &[&str], steps: u32) -> Result<f64, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let of = |steps: u32| {
         let mut command = callgrind(&program);

@@ -1,11 +1,12 @@
 //! The crate's allocator, which calls a function before each allocation, so that a bench can count.
+#![expect(unsafe_code, reason = "an allocator passes on what it gets")]
 
 use std::alloc::{GlobalAlloc, Layout};
 
 use lowtide::heap::Heap;
 
 /// The allocator, with the function that it calls. The function must not allocate.
-pub(crate) struct Counting(pub(crate) fn());
+pub struct Counting(pub fn());
 
 // SAFETY: all is passed on to an allocator as it came.
 unsafe impl GlobalAlloc for Counting {

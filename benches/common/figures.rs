@@ -17,7 +17,7 @@ struct Figure {
 
 /// The measured values, in the order in which they were added first.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Figures {
+pub struct Figures {
     all: Vec<Figure>,
     /// `true` if no time is judged.
     is_counted: bool,
@@ -25,17 +25,17 @@ pub(crate) struct Figures {
 
 impl Figures {
     /// Returns none, of which times are judged or not.
-    pub(crate) fn new(is_counted: bool) -> Self {
+    pub fn new(is_counted: bool) -> Self {
         Self { all: Vec::new(), is_counted }
     }
 
     /// Adds a figure that depends on the speed of the machine and must not exceed `goal`.
-    pub(crate) fn timed(&mut self, name: &str, value: f64, unit: &'static str, goal: f64) {
+    pub fn timed(&mut self, name: &str, value: f64, unit: &'static str, goal: f64) {
         self.at_most(name, value, unit, if self.is_counted { f64::INFINITY } else { goal });
     }
 
     /// Adds a value. A figure that was added several times is the median of its values.
-    pub(crate) fn add(&mut self, name: impl Into<String>, value: f64, unit: &'static str) {
+    pub fn add(&mut self, name: impl Into<String>, value: f64, unit: &'static str) {
         let name = name.into();
         match self.all.iter_mut().find(|one| one.name == name) {
             Some(figure) => figure.values.push(value),
@@ -44,13 +44,7 @@ impl Figures {
     }
 
     /// Adds a figure whose value must not exceed `goal`.
-    pub(crate) fn at_most(
-        &mut self,
-        name: impl Into<String>,
-        value: f64,
-        unit: &'static str,
-        goal: f64,
-    ) {
+    pub fn at_most(&mut self, name: impl Into<String>, value: f64, unit: &'static str, goal: f64) {
         let name = name.into();
         self.add(name.as_str(), value, unit);
         if goal.is_finite() {
@@ -59,31 +53,20 @@ impl Figures {
     }
 
     /// Adds a figure whose value must be at least `goal`.
-    pub(crate) fn at_least(
-        &mut self,
-        name: impl Into<String>,
-        value: f64,
-        unit: &'static str,
-        goal: f64,
-    ) {
+    pub fn at_least(&mut self, name: impl Into<String>, value: f64, unit: &'static str, goal: f64) {
         let name = name.into();
         self.add(name.as_str(), value, unit);
         self.set_floor(&name, goal);
     }
 
     /// Sets the least that a figure may be, if it was measured.
-    pub(crate) fn set_floor(&mut self, name: &str, least: f64) {
+    pub fn set_floor(&mut self, name: &str, least: f64) {
         self.set_goal(name, Goal::AtLeast(least));
     }
 
     /// Sets the most that figures may be. Those that were not measured have no goal.
-    pub(crate) fn set_goals(&mut self, goals: &[(&str, f64)]) {
+    pub fn set_goals(&mut self, goals: &[(&str, f64)]) {
         goals.iter().for_each(|(name, most)| self.set_goal(name, Goal::AtMost(*most)));
-    }
-
-    /// Forgets figures of these names.
-    pub(crate) fn forget(&mut self, goals: &[(&str, f64)]) {
-        self.all.retain(|one| goals.iter().all(|(name, _)| *name != one.name));
     }
 
     fn set_goal(&mut self, name: &str, goal: Goal) {
@@ -92,18 +75,18 @@ impl Figures {
     }
 
     /// Returns a figure's value.
-    pub(crate) fn of(&self, name: &str) -> Option<f64> {
+    pub fn of(&self, name: &str) -> Option<f64> {
         self.all.iter().find(|one| one.name == name).map(|one| median(&one.values))
     }
 
     /// Returns all values of a figure.
-    pub(crate) fn each(&self, name: &str) -> &[f64] {
+    pub fn each(&self, name: &str) -> &[f64] {
         self.all.iter().find(|one| one.name == name).map_or(&[], |one| &one.values)
     }
 
     /// Prints every figure and every goal. Returns `true` if all goals held.
     #[expect(clippy::print_stdout, reason = "figures are for other programs")]
-    pub(crate) fn print(&self) -> bool {
+    pub fn print(&self) -> bool {
         let mut all_held = true;
         for Figure { name, values, unit, goal } in &self.all {
             let value = median(values);
@@ -122,7 +105,7 @@ impl Figures {
 }
 
 /// Returns the value below which this part of the values lies; 0 without any.
-pub(crate) fn quantile(values: &[f64], part: f64) -> f64 {
+pub fn quantile(values: &[f64], part: f64) -> f64 {
     let mut values = values.to_vec();
     values.sort_unstable_by(f64::total_cmp);
     let last = count(values.len().saturating_sub(1) as u64);
@@ -132,17 +115,17 @@ pub(crate) fn quantile(values: &[f64], part: f64) -> f64 {
 }
 
 /// Returns the value in the middle.
-pub(crate) fn median(values: &[f64]) -> f64 {
+pub fn median(values: &[f64]) -> f64 {
     quantile(values, 0.5)
 }
 
 /// Converts a count.
 #[expect(clippy::cast_precision_loss, reason = "counts and bytes of one run are far below 2^52")]
-pub(crate) fn count(number: u64) -> f64 {
+pub fn count(number: u64) -> f64 {
     number as f64
 }
 
 /// Returns a part of a whole; 0 of nothing.
-pub(crate) fn part(part: f64, whole: f64) -> f64 {
+pub fn part(part: f64, whole: f64) -> f64 {
     if whole > 0.0 { part / whole } else { 0.0 }
 }

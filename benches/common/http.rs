@@ -9,20 +9,20 @@ use hyper_util::rt::TokioExecutor;
 use lowtide::BoxError;
 
 /// A client that keeps connections open.
-pub(crate) type Http = Client<HttpConnector, Full<Bytes>>;
+pub type Http = Client<HttpConnector, Full<Bytes>>;
 
-pub(crate) fn client() -> Http {
+pub fn client() -> Http {
     client_of(false)
 }
 
 /// A client that sends no request twice, over HTTP/1 or HTTP/2.
-pub(crate) fn client_of(is_http2: bool) -> Http {
+pub fn client_of(is_http2: bool) -> Http {
     let mut builder = Client::builder(TokioExecutor::new());
     builder.http2_only(is_http2).retry_canceled_requests(false).build_http()
 }
 
 /// Sends a request, and reads the whole answer.
-pub(crate) async fn send(
+pub async fn send(
     http: &Http,
     request: Builder,
     body: impl Into<Bytes>,
@@ -33,10 +33,8 @@ pub(crate) async fn send(
 }
 
 /// Returns the answer to a `GET`, which must be a good one.
-pub(crate) async fn get(http: &Http, url: &str) -> Result<Bytes, BoxError> {
+pub async fn get(http: &Http, url: &str) -> Result<String, BoxError> {
     let (status, body) = send(http, Request::get(url), Bytes::new()).await?;
-    if status.is_success() {
-        return Ok(body);
-    }
-    Err(format!("{url}: {status}: {}", String::from_utf8_lossy(&body)).into())
+    let body = String::from_utf8_lossy(&body).into_owned();
+    if status.is_success() { Ok(body) } else { Err(format!("{url}: {status}: {body}").into()) }
 }

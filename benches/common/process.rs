@@ -3,12 +3,11 @@
 //! Invariant: a process ends with its value, and its cgroup after it.
 #![expect(clippy::disallowed_methods, reason = "processes are waited for")]
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::str::FromStr;
 use std::sync::mpsc::{self, Receiver};
@@ -19,7 +18,7 @@ use lowtide::{BoxError, ByteSize};
 
 #[path = "../../examples/comparison/cgroup.rs"]
 mod cgroup;
-pub(crate) use self::cgroup::Group;
+pub use self::cgroup::Group;
 
 /// The longest time until a process prints a line, and until it accepts connections.
 const LINE_PATIENCE: Duration = Duration::from_secs(300);
@@ -29,20 +28,20 @@ const LOOKS_MAX: u32 = 1000;
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// A process, which is killed with its value.
-pub(crate) struct Process {
-    pub(crate) child: Child,
+pub struct Process {
+    pub child: Child,
     group: Option<Group>,
     lines: Option<Receiver<String>>,
 }
 
 impl Process {
     /// Starts a program, which may read its standard input until its end, and writes to a pipe.
-    pub(crate) fn start(mut command: Command) -> Result<Self, BoxError> {
+    pub fn start(mut command: Command) -> Result<Self, BoxError> {
         Self::spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))
     }
 
     /// Starts a program.
-    pub(crate) fn spawn(command: &mut Command) -> Result<Self, BoxError> {
+    pub fn spawn(command: &mut Command) -> Result<Self, BoxError> {
         let child = command.spawn();
         let child = child.map_err(|error| format!("{:?}: {error}", command.get_program()))?;
         Ok(Self { child, group: None, lines: None })
@@ -50,7 +49,7 @@ impl Process {
 
     /// Starts a program in a memory cgroup with this limit. If no cgroup can be made, the program
     /// only gets the limit by `LOWTIDE_MEMORY_LIMIT`.
-    pub(crate) fn start_in_group(command: &Command, limit: ByteSize) -> Result<Self, BoxError> {
+    pub fn start_in_group(command: &Command, limit: ByteSize) -> Result<Self, BoxError> {
         let group = group(limit).ok();
         let entrance = group.as_ref().map_or_else(|| "/dev/null".into(), Group::entrance);
         // A shell enters and becomes the program, so that no memory is charged elsewhere.
@@ -73,23 +72,23 @@ impl Process {
     }
 
     /// Returns the folder of its cgroup, if it has one.
-    pub(crate) fn folder(&self) -> Option<&Path> {
+    pub fn folder(&self) -> Option<&Path> {
         self.group.as_ref().map(|group| &*group.folder)
     }
 
     /// Changes the limit of its cgroup.
-    pub(crate) fn set_limit(&self, limit: ByteSize) -> std::io::Result<()> {
+    pub fn set_limit(&self, limit: ByteSize) -> std::io::Result<()> {
         self.folder().map_or(Ok(()), |folder| cgroup::set_limit(folder, limit.get()))
     }
 
     /// Waits for its first line, and reads it.
-    pub(crate) fn first_line<T: FromStr>(&mut self) -> Result<T, BoxError> {
+    pub fn first_line<T: FromStr>(&mut self) -> Result<T, BoxError> {
         let line = self.line()?;
         line.trim().parse().map_err(|_| format!("a process said {line:?}").into())
     }
 
     /// Waits for its next line.
-    pub(crate) fn line(&mut self) -> Result<String, BoxError> {
+    pub fn line(&mut self) -> Result<String, BoxError> {
         if let Some(output) = self.child.stdout.take() {
             let (tell, lines) = mpsc::channel();
             self.lines = Some(lines);
@@ -104,7 +103,7 @@ impl Process {
     }
 
     /// Reads all that it prints, until it ends.
-    pub(crate) fn output(&mut self) -> Result<String, BoxError> {
+    pub fn output(&mut self) -> Result<String, BoxError> {
         let mut text = String::new();
         let output = self.child.stdout.take();
         output.ok_or("no pipe from the process")?.read_to_string(&mut text)?;
@@ -112,7 +111,7 @@ impl Process {
     }
 
     /// Waits until it accepts connections.
-    pub(crate) fn accepts(&mut self, at: SocketAddr) -> Result<(), BoxError> {
+    pub fn accepts(&mut self, at: SocketAddr) -> Result<(), BoxError> {
         let end = Instant::now() + START_PATIENCE;
         while TcpStream::connect(at).is_err() {
             if let Some(status) = self.ended() {
@@ -127,25 +126,25 @@ impl Process {
     }
 
     /// Ends its standard input, and waits for its end.
-    pub(crate) fn finish(&mut self) -> Result<(), BoxError> {
+    pub fn finish(&mut self) -> Result<(), BoxError> {
         drop(self.child.stdin.take());
         let status = self.child.wait()?;
         if status.success() { Ok(()) } else { Err(format!("it ended: {status}").into()) }
     }
 
     /// Waits for its end. Returns `true` if it was killed.
-    pub(crate) fn is_killed(&mut self) -> std::io::Result<bool> {
+    pub fn is_killed(&mut self) -> std::io::Result<bool> {
         Ok(self.child.wait()?.signal() == Some(libc::SIGKILL))
     }
 
     /// Returns its exit status if it has ended.
-    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
+    pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
     }
 
     /// Kills it. Returns the number of processes of its cgroup that the kernel killed for memory,
     /// and at least 1 if it had ended before.
-    pub(crate) fn end(mut self) -> u64 {
+    pub fn end(mut self) -> u64 {
         let has_ended = u64::from(self.ended().is_some());
         self.folder().and_then(oom_kills).unwrap_or(0).max(has_ended)
     }
@@ -171,7 +170,7 @@ impl Drop for Process {
 /// # Errors
 /// The kernel's.
 #[expect(unsafe_code, reason = "the C library's limits")]
-pub(crate) fn raise_descriptors() -> std::io::Result<()> {
+pub fn raise_descriptors() -> std::io::Result<()> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: a place for the limit.
     let mut failed = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
@@ -184,7 +183,7 @@ pub(crate) fn raise_descriptors() -> std::io::Result<()> {
 }
 
 /// Makes a memory cgroup with this limit, or says why none can be made here.
-pub(crate) fn group(limit: ByteSize) -> Result<Group, String> {
+pub fn group(limit: ByteSize) -> Result<Group, String> {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -192,13 +191,13 @@ pub(crate) fn group(limit: ByteSize) -> Result<Group, String> {
 }
 
 /// Returns an address of this machine that was free a moment ago.
-pub(crate) fn free_port() -> std::io::Result<SocketAddr> {
+pub fn free_port() -> std::io::Result<SocketAddr> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()
 }
 
 /// Returns the memory of a cgroup without page cache, as lowtide counts it:
 /// `max(usage - inactive_file - active_file, anon + shmem)`.
-pub(crate) fn working_set(folder: &Path) -> Option<ByteSize> {
+pub fn working_set(folder: &Path) -> Option<ByteSize> {
     let stat = fs::read_to_string(folder.join("memory.stat")).ok()?;
     let usage = usage(folder)?.get();
     // Version 1 has the sums over the folders below under names of their own.
@@ -210,14 +209,14 @@ pub(crate) fn working_set(folder: &Path) -> Option<ByteSize> {
 }
 
 /// Returns all that a cgroup is charged with, page cache too.
-pub(crate) fn usage(folder: &Path) -> Option<ByteSize> {
+pub fn usage(folder: &Path) -> Option<ByteSize> {
     let read = |name: &&str| fs::read_to_string(folder.join(name)).ok();
     let text = ["memory.current", "memory.usage_in_bytes"].iter().find_map(read)?;
     Some(ByteSize::new(text.trim().parse().ok()?))
 }
 
 /// Returns the number of processes of a cgroup that the kernel has killed for memory.
-pub(crate) fn oom_kills(folder: &Path) -> Option<u64> {
+pub fn oom_kills(folder: &Path) -> Option<u64> {
     let read = |name: &&str| fs::read_to_string(folder.join(name)).ok();
     let text = ["memory.events", "memory.oom_control"].iter().find_map(read)?;
     value(&text, "oom_kill")
@@ -231,37 +230,30 @@ fn value(text: &str, key: &str) -> Option<u64> {
 
 /// Returns the number after a key in a file of the kernel, such as `VmRSS:` in
 /// `/proc/self/status`.
-pub(crate) fn kernel_value(file: impl AsRef<Path>, key: &str) -> Result<u64, BoxError> {
+pub fn kernel_value(file: impl AsRef<Path>, key: &str) -> Result<u64, BoxError> {
     let text = fs::read_to_string(file)?;
     let line = text.lines().find_map(|line| line.strip_prefix(key));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     number.ok_or_else(|| format!("no {key}").into())
 }
 
-/// A thread: its name, its nanoseconds on a CPU, and how often it was put on one.
-pub(crate) type Thread = (String, u64, u64);
-
-/// Returns the threads of a process by their ids. Its ticks of `stat` are 10 ms, which is more than
-/// an idle second costs; these times are `schedstat`'s.
-pub(crate) fn threads(process: u32) -> Result<BTreeMap<PathBuf, Thread>, BoxError> {
-    let mut threads = BTreeMap::new();
+/// Returns the name of each thread of a process and its nanoseconds on a CPU, by `schedstat`. The ticks
+/// of its `stat` are 10 ms, which is more than an idle second costs.
+pub fn threads(process: u32) -> Result<Vec<(String, u64)>, BoxError> {
+    let mut threads = Vec::new();
     for entry in fs::read_dir(format!("/proc/{process}/task"))? {
         let folder = entry?.path();
         let read = |name: &str| fs::read_to_string(folder.join(name));
         // One that ended since it was listed has no files.
         let (Ok(name), Ok(text)) = (read("comm"), read("schedstat")) else { continue };
-        // Nanoseconds on a CPU, nanoseconds waiting for one, turns.
-        let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<_>, _>>()?;
-        let [nanos, _, turns] = numbers[..] else {
-            return Err("schedstat has other fields".into());
-        };
-        threads.insert(folder, (name.trim().to_owned(), nanos, turns));
+        let nanos = text.split_whitespace().next().ok_or("schedstat has other fields")?;
+        threads.push((name.trim().to_owned(), nanos.parse()?));
     }
     Ok(threads)
 }
 
 /// Returns the nanoseconds on a CPU of the thread of this process with this name.
-pub(crate) fn nanos_of(name: &str) -> Result<u64, BoxError> {
-    let thread = threads(std::process::id())?.into_values().find(|thread| thread.0 == name);
+pub fn nanos_of(name: &str) -> Result<u64, BoxError> {
+    let thread = threads(std::process::id())?.into_iter().find(|thread| thread.0 == name);
     Ok(thread.ok_or_else(|| format!("no thread {name}"))?.1)
 }

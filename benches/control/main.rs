@@ -7,10 +7,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Barrier;
@@ -18,15 +14,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use common::figures::{Figures, count, median, quantile};
+use common::process::nanos_of;
 use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::device::Region;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, Managed, Signals};
 use lowtide_heap::{HeapProbe, thread_totals};
 use tokio::sync::Semaphore;
-
-use crate::common::figures::{Figures, count, median, quantile};
-use crate::common::process::nanos_of;
 
 lowtide::global_allocator!(balanced);
 
@@ -41,16 +36,13 @@ enum Part {
     Sampler,
 }
 
+/// What admission, sampling and managed resources cost.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What admission, sampling and managed resources cost")]
 struct Cli {
     /// These parts alone.
     #[arg(long, value_delimiter = ',')]
     parts: Vec<Part>,
-    /// One round, and a small process to sample.
-    #[arg(long)]
-    quick: bool,
-    /// Judges no time, and leaves out what measures nothing else.
+    /// Judges no time: one round, and a small process to sample.
     #[arg(long)]
     counted: bool,
 }
@@ -73,7 +65,7 @@ const READINGS: usize = 2000;
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::new(cli.counted);
-        let rounds = if cli.quick { 1 } else { 9 };
+        let rounds = if cli.counted { 1 } else { 9 };
         let wanted = |part| cli.parts.is_empty() || cli.parts.contains(&part);
         if wanted(Part::Admission) {
             admission(rounds, &mut figures)?;
@@ -82,7 +74,7 @@ fn main() -> ExitCode {
             managed(rounds, &mut figures)?;
         }
         if wanted(Part::Sampler) {
-            sampler(cli.quick, &mut figures)?;
+            sampler(cli.counted, &mut figures)?;
         }
         Ok(figures.print())
     })

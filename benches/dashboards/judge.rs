@@ -6,12 +6,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use common::figures::{Figures, count};
 use lowtide::BoxError;
 use serde_json::Value;
 
-use crate::boards::{Query, Rule};
-use crate::common::figures::{Figures, count};
-use crate::named::{PANELS, RULES};
 use crate::process::Prometheus;
 
 /// Seconds since the Unix epoch.
@@ -65,9 +63,9 @@ enum Found {
 /// Series without a number at any time are none.
 fn found(data: &Value) -> Found {
     let mut found = Found::Nothing;
-    for series in data["result"].as_array().map_or(&[][..], Vec::as_slice) {
-        let values = series["values"].as_array().map_or(&[][..], Vec::as_slice);
-        let numbers = values.iter().filter_map(|pair| pair[1].as_str()?.parse::<f64>().ok());
+    for series in list(&data["result"]) {
+        let numbers =
+            list(&series["values"]).iter().filter_map(|pair| pair[1].as_str()?.parse::<f64>().ok());
         let numbers: Vec<_> = numbers.filter(|number| !number.is_nan()).collect();
         let Some(first) = numbers.first() else { continue };
         if numbers.iter().any(|number| (number - first).abs() > f64::EPSILON) {
@@ -81,12 +79,11 @@ fn found(data: &Value) -> Found {
 /// Asks every query of every panel and annotation.
 pub(crate) async fn boards(
     prometheus: &Prometheus,
-    queries: &[Query],
     time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let (mut bad, mut excused) = (BTreeSet::new(), BTreeSet::new());
-    for query in queries {
+    let (queries, mut bad, mut excused) = (read()?, BTreeSet::new(), BTreeSet::new());
+    for query in &queries {
         let (what, is_empty) = match found(&prometheus.range(&query.expr, time).await?) {
             Found::Nothing => ("no series", true),
             Found::Constant if !query.is_annotation => ("no series that changes", false),
@@ -126,27 +123,150 @@ pub(crate) async fn boards(
 /// Each recording rule has made series, each alert was evaluated, and nothing failed.
 pub(crate) async fn rules(
     prometheus: &Prometheus,
-    rules: &[Rule],
     time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let mut without = 0;
-    for rule in rules.iter().filter(|rule| rule.records) {
-        if found(&prometheus.range(&rule.name, time).await?) == Found::Nothing {
-            let why = RULES.iter().find(|(name, _)| *name == rule.name).map(|(_, why)| *why);
-            let fault = format!("{}: no series", rule.name);
-            without += usize::from(report.fault(fault, why));
+    let (mut all, mut without) = (0, 0);
+    let groups = prometheus.api("rules").await?;
+    for rule in list(&groups["groups"]).iter().flat_map(|group| list(&group["rules"])) {
+        let name = text(&rule["name"]);
+        all += 1;
+        report
+            .expect(rule["health"] == "ok", || format!("{name}: not evaluated, or with an error"));
+        if rule["type"] == "recording"
+            && found(&prometheus.range(&name, time).await?) == Found::Nothing
+        {
+            let why = RULES.iter().find(|(known, _)| *known == name).map(|(_, why)| *why);
+            without += usize::from(report.fault(format!("{name}: no series"), why));
         }
     }
-    let groups = prometheus.api("rules").await?;
-    let groups = groups["groups"].as_array().cloned().unwrap_or_default();
-    let evaluated: Vec<_> =
-        groups.iter().flat_map(|group| group["rules"].as_array().cloned()).flatten().collect();
-    for rule in rules {
-        let ok = evaluated.iter().any(|one| one["name"] == rule.name && one["health"] == "ok");
-        report.expect(ok, || format!("{}: not evaluated, or with an error", rule.name));
-    }
-    report.figure("rules", rules.len());
+    report.expect(all > 0, || "Prometheus has read no rules".to_owned());
+    report.figure("rules", all);
     report.figure("rules_without_series", without);
     Ok(())
 }
+
+// The queries of the shipped dashboards. Invariant: a query that Grafana would send is in the list,
+// its variables replaced by what they stand for when all is chosen.
+
+/// The dashboards.
+const FILES: [&str; 3] = ["overview", "device", "detail"];
+/// Variables, and what they stand for. A range holds five scrapes; the shown time is the load's.
+const VARIABLES: [(&str, &str); 7] = [
+    ("$__rate_interval", "5s"),
+    ("$__range", "80s"),
+    ("$namespace", ".*"),
+    ("$job", ".*"),
+    ("$pod", ".*"),
+    ("$instance", ".*"),
+    ("$device", ".*"),
+];
+
+/// One query of a panel or an annotation.
+#[derive(Clone, Debug)]
+struct Query {
+    board: &'static str,
+    title: String,
+    is_annotation: bool,
+    /// The letter in its panel; empty for an annotation.
+    letter: String,
+    expr: String,
+}
+
+impl Query {
+    /// Its panel or annotation.
+    fn panel(&self) -> (bool, &str, &str) {
+        (self.is_annotation, self.board, &self.title)
+    }
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The queries of all dashboards.
+fn read() -> Result<Vec<Query>, BoxError> {
+    let mut queries = Vec::new();
+    for board in FILES {
+        let path = crate::root().join(format!("dashboards/{board}.json"));
+        let json = std::fs::read_to_string(&path);
+        let json = json.map_err(|error| format!("{}: {error}", path.display()))?;
+        let json: Value = serde_json::from_str(&json)?;
+        let mut add = |title: &Value, is_annotation, of: &Value| {
+            let mut expr = text(&of["expr"]);
+            for (name, value) in VARIABLES {
+                expr = expr.replace(name, value);
+            }
+            let (title, letter) = (text(title), text(&of["refId"]));
+            queries.push(Query { board, title, is_annotation, letter, expr });
+        };
+        for panel in list(&json["panels"]) {
+            list(&panel["targets"]).iter().for_each(|of| add(&panel["title"], false, of));
+        }
+        for of in list(&json["annotations"]["list"]) {
+            add(&of["name"], true, of);
+        }
+    }
+    Ok(queries)
+}
+
+// Series that may be empty or constant on a machine without a GPU, each with its reason.
+// Invariant: what is not named here has series that change.
+
+/// Queries of a panel that may lack something.
+#[derive(Clone, Copy, Debug)]
+struct Named {
+    title: &'static str,
+    /// The letters of its queries.
+    letters: &'static str,
+    /// `true` if they may have no series at all; otherwise they may have none that changes.
+    may_be_empty: bool,
+    why: &'static str,
+}
+
+const fn constant(title: &'static str, letters: &'static str, why: &'static str) -> Named {
+    Named { title, letters, may_be_empty: false, why }
+}
+
+const fn empty(title: &'static str, letters: &'static str, why: &'static str) -> Named {
+    Named { title, letters, may_be_empty: true, why }
+}
+
+const LIMIT: &str = "a limit stands while the process lives";
+const CGROUP: &str = "needs a memory cgroup of its own, and one that reaches its limit";
+const STAND_IN: &str = "the simulated device has one size, and its context uses no memory";
+const FAULTLESS: &str = "an error that the load does not cause";
+const MOMENT: &str = "activations live briefly, and samples fall between two of them";
+const TRUSTED: &str = "the proxy trusts its estimates, and its ceiling is set";
+const SHORTAGE: &str = "an arena is never short here: admission rejects requests before";
+const LIVES: &str = "no process ends and starts under the same address";
+
+/// The panels and annotations.
+const PANELS: &[Named] = &[
+    empty("restart", "", LIVES),
+    empty("OOM kill", "", CGROUP),
+    empty("OOM kills", "A", CGROUP),
+    constant("Diagnostics", "A", "diagnostics are found at the start"),
+    constant("Physical memory and limit", "D", LIMIT),
+    constant("Heap after quiet times", "AB", "needs more than an hour of data"),
+    constant("Reserved and allowance", "C", TRUSTED),
+    constant("Budget of the first device", "C", LIMIT),
+    constant("Correction factor", "A", TRUSTED),
+    empty("Failures", "A", SHORTAGE),
+    empty("Failures", "BCD", FAULTLESS),
+    constant("Device memory by owner", "BC", STAND_IN),
+    empty("Limits and stalls", "AB", CGROUP),
+    constant("Waits and suspensions", "B", "bodies arrive at once here"),
+    constant("Heap by kind", "F", "no page is muzzy in the profile balanced"),
+    constant("Idle, holes and pending, by arena", "C", MOMENT),
+];
+
+/// Recording rules that may make no series.
+const RULES: &[(&str, &str)] = &[
+    ("instance:lowtide_pressure_limit_fast:hours", "needs an hour of data"),
+    ("instance:lowtide_pressure_limit_slow:hours", "needs six hours of data"),
+];

@@ -7,10 +7,6 @@
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -22,6 +18,9 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use clap::{Parser, ValueEnum};
+use common::figures::{Figures, count};
+use common::http::{Http, client, get as get_from, send};
+use common::process::group;
 use http::{Request, StatusCode};
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
@@ -31,10 +30,6 @@ use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
-
-use crate::common::figures::{Figures, count};
-use crate::common::http::{Http, client, get as get_from, send};
-use crate::common::process::{Process, group};
 
 /// The limit of a service.
 const LIMIT: ByteSize = ByteSize::mib(256);
@@ -52,8 +47,8 @@ enum Part {
     Runaway,
 }
 
+/// Known faults, reproduced.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "Known faults, reproduced")]
 struct Cli {
     /// Runs this part alone.
     part: Option<Part>,
@@ -88,15 +83,6 @@ fn main() -> ExitCode {
         }
         Ok(figures.print())
     })
-}
-
-/// Starts this program as the service of a part, and waits until it prints its address.
-fn start(part: &str) -> Result<(Process, SocketAddr), BoxError> {
-    let mut command = common::own()?;
-    command.args([part, "--serve"]);
-    let mut service = Process::start_in_group(&command, LIMIT)?;
-    let address = service.first_line()?;
-    Ok((service, address))
 }
 
 /// Serves the routes at an address that it prints.
@@ -180,7 +166,7 @@ fn readme(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(
     ] {
         let mut kills = 0;
         for _ in 0..runs {
-            let (service, address) = start("readme")?;
+            let (service, address) = common::serve(&["readme", "--serve"], LIMIT)?;
             let [small, big] = runtime.block_on(load_readme(address, &body));
             kills += service.end();
             figures.add(format!("faults.readme.{kind}small_served"), small, "requests/run");
@@ -263,7 +249,7 @@ fn runaway(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<
     let runs = if is_sample { 2 } else { 20 };
     let (mut ended, mut harmed) = (0, 0);
     for run in 1..=runs {
-        let (service, address) = start("runaway")?;
+        let (service, address) = common::serve(&["runaway", "--serve"], LIMIT)?;
         let (status, failed, report) = runtime.block_on(load_runaway(address))?;
         let is_killed = service.end() > 0;
         println!("{run}: {status:?}, {failed} failed, {report:?}, killed: {is_killed}");
@@ -298,7 +284,7 @@ async fn load_runaway(address: SocketAddr) -> Result<(Option<u16>, u64, Report),
     // Without a report it was killed.
     let report = get_from(&http, &url("report")).await;
     let report =
-        report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_slice(&text))?;
+        report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_str(&text))?;
     Ok((status, counts.failed.load(Relaxed), report))
 }
 

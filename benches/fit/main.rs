@@ -9,29 +9,44 @@
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-mod service;
 #[path = "../controller/sim/mod.rs"]
 #[allow(dead_code, reason = "the bench `controller` uses more of it")]
 mod sim;
-mod stage;
 
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use axum::Router;
+use axum::extract::State;
+use axum::http::request::Parts;
+use axum::http::{StatusCode, Uri};
+use axum::routing::get;
+use bytes::Bytes;
 use clap::Parser;
-use lowtide::BoxError;
+use common::figures::{Figures, count};
+use common::http::{Http, client, send};
+use common::process::{Process, oom_kills, usage};
+use http::Request;
+use lowtide::admission::{Cost, Managed};
+use lowtide::clock::SystemClock;
+use lowtide::service::{Admin, Endpoints, MemoryLayer};
+use lowtide::{BoxError, ByteSize, Memory};
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
 
-use crate::common::figures::{Figures, count};
+use crate::sim::chance::Chance;
 
 lowtide::global_allocator!(balanced);
 
 /// The longest time until the service fits.
 const SECONDS_MAX: f64 = 5.0;
 
+/// The admin command fit: schedules in virtual time, runs in a cgroup.
 #[derive(Debug, Parser)]
-#[command(about = "The admin command fit: schedules in virtual time, runs in a cgroup")]
 struct Cli {
     /// The number of random schedules.
     #[arg(long, default_value_t = 100)]
@@ -50,7 +65,7 @@ struct Cli {
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         if cli.serve {
-            return service::serve().map(|()| true);
+            return serve().map(|()| true);
         }
         let mut figures = Figures::default();
         let schedules = schedules(&cli, &mut figures);
@@ -87,7 +102,7 @@ fn runs(runs: u64, figures: &mut Figures) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (mut seconds, mut kills) = (0.0_f64, 0);
     for nth in 0..runs {
-        let (of_run, killed) = runtime.block_on(stage::run(nth))?;
+        let (of_run, killed) = runtime.block_on(run(nth))?;
         seconds = seconds.max(of_run);
         kills += killed;
     }
@@ -96,4 +111,195 @@ fn runs(runs: u64, figures: &mut Figures) -> Result<(), BoxError> {
         figures.at_most("fleet.fit.kills", count(kills), "kills", 0.0);
     }
     Ok(())
+}
+
+// One run in a real cgroup: a service under load fits in half of its limit, the limit is lowered
+// as soon as it says so, and raised again later. The load goes on all the time.
+//
+// Invariant: the cgroup is gone when the run is over.
+
+/// The limit of the cgroup, and the smaller one.
+const LIMIT: ByteSize = ByteSize::gib(1);
+const FIT: ByteSize = ByteSize::mib(512);
+/// Requests a second. They hold 4.5 MiB for half a second on average: 270 MiB in addition to four
+/// models of 100 MiB each.
+const RATE: f64 = 120.0;
+/// The load before the fit, and in the smaller limit.
+const PHASE: Duration = Duration::from_secs(4);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// The longest time for something that the service should do at once.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// Runs it once. Returns the seconds from the command to its success, and the processes that the
+/// kernel killed, or 1 if this one has ended.
+pub(crate) async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
+    let (mut service, at) = common::serve(&["--serve"], LIMIT)?;
+    let folder = service.folder().ok_or("no cgroup can be made here")?.to_owned();
+    let http = client();
+    let load = tokio::spawn(load(http.clone(), at, Chance::new(nth)));
+    let staged = stage(&service, &folder, at, &http).await;
+    load.abort();
+    let kills = oom_kills(&folder).unwrap_or_default();
+    let kills = kills.max(u64::from(service.ended().is_some()));
+    match staged {
+        Ok(seconds) => Ok((seconds, kills)),
+        // A run that could not go on because the process was killed says so.
+        Err(error) if kills > 0 => {
+            println!("{error}");
+            Ok((f64::NAN, kills))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+async fn stage(
+    service: &Process,
+    folder: &Path,
+    at: SocketAddr,
+    http: &Http,
+) -> Result<f64, BoxError> {
+    tokio::time::sleep(PHASE).await;
+    let before = usage(folder).ok_or("no usage")?;
+    let start = Instant::now();
+    let told = ask(http, at, "POST", &format!("/memory/fit?limit={}", FIT.get())).await?;
+    let id = told["admin_task"].as_u64().ok_or_else(|| told.to_string())?;
+    let text = |task: &Value, key: &str| task[key].as_str().unwrap_or_default().to_owned();
+    let is_over = |figures: &Value| {
+        let list = figures["admin_tasks"]["list"].as_array()?;
+        let task = list.iter().find(|task| task["id"] == id)?;
+        matches!(&*text(task, "state"), "done" | "failed").then(|| task.clone())
+    };
+    let task = until(http, at, is_over).await?;
+    let seconds = start.elapsed().as_secs_f64();
+    let outcome = text(&task, "outcome");
+    if text(&task, "state") == "failed" {
+        return Err(outcome.into());
+    }
+    let after = usage(folder).ok_or("no usage")?;
+    println!("{outcome}; usage {before} before, {after} after {seconds:.2} s");
+    if after >= FIT {
+        return Err(format!("a kubelet would refuse: usage {after}").into());
+    }
+    service.set_limit(FIT)?;
+    tokio::time::sleep(PHASE).await;
+    service.set_limit(LIMIT)?;
+    let follows = |figures: &Value| {
+        let ceiling = figures["host"]["budget"]["ceiling_bytes"].as_u64()?;
+        (ceiling >= LIMIT.scaled(0.8).get()).then_some(())
+    };
+    until(http, at, follows).await?;
+    Ok(seconds)
+}
+
+/// Looks at the figures until this finds something.
+async fn until<T>(
+    http: &Http,
+    at: SocketAddr,
+    mut find: impl FnMut(&Value) -> Option<T>,
+) -> Result<T, BoxError> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let figures = ask(http, at, "GET", "/memory?with=admin_tasks").await?;
+        if let Some(found) = find(&figures) {
+            return Ok(found);
+        }
+        if Instant::now() > deadline {
+            return Err(format!("not within {PATIENCE:?}: {}", figures["admin_tasks"]).into());
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+async fn ask(http: &Http, at: SocketAddr, method: &str, path: &str) -> Result<Value, BoxError> {
+    let request = Request::builder().method(method).uri(format!("http://{at}{path}"));
+    let (_, body) = send(http, request.header("lowtide-admin", "1"), Bytes::new()).await?;
+    Ok(serde_json::from_slice(&body)?)
+}
+
+/// An open loop of requests: half of them use a model, mostly the first.
+async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
+    let mut requests = JoinSet::new();
+    let mut next = tokio::time::Instant::now();
+    loop {
+        next += Duration::from_secs_f64(chance.gap(RATE));
+        tokio::time::sleep_until(next).await;
+        while requests.try_join_next().is_some() {}
+        let (kib, millis) = (chance.between(1024.0, 8192.0), chance.between(200.0, 800.0));
+        let mut uri = format!("http://{at}/work?kib={kib:.0}&ms={millis:.0}");
+        if chance.happens(0.5) {
+            let nth = if chance.happens(0.8) { 0 } else { chance.pick(&[1, 2, MODELS - 1]) };
+            uri.push_str(&format!("&model={nth}"));
+        }
+        let http = http.clone();
+        requests.spawn(async move { send(&http, Request::get(uri), Bytes::new()).await.is_ok() });
+    }
+}
+
+// The service, in a process of its own: models, and requests that hold memory for a while.
+//
+// `GET /work?kib=4096&ms=500&model=1` allocates so much, holds it for so long, and uses that
+// model meanwhile. It ends when its standard input does.
+
+/// The models, and what each holds.
+pub(crate) const MODELS: usize = 4;
+const WEIGHTS: ByteSize = ByteSize::mib(100);
+/// The longest time that a request waits for room.
+const MAX_WAIT: Duration = Duration::from_secs(1);
+
+/// Serves. Prints its address.
+pub(crate) fn serve() -> Result<(), BoxError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .on_thread_start(lowtide::memory::on_thread_start)
+        .on_thread_park(lowtide::heap::on_thread_park)
+        .build()?;
+    let memory = Memory::builder().without_environment().start()?;
+    let models = (0..MODELS).map(|nth| model(&memory, nth)).collect::<Result<Vec<_>, _>>()?;
+    let estimate = |head: &Parts| Cost::host(ByteSize::kib(number(&head.uri, "kib").unwrap_or(0)));
+    let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_max_wait(MAX_WAIT);
+    let admin = Admin::loopback(Arc::new(SystemClock::new()));
+    let endpoints = Endpoints::new(Some(memory)).with_admin(admin).into_routes();
+    let routes = Router::new()
+        .route("/work", get(work))
+        .with_state(Arc::<[_]>::from(models))
+        .layer(layer)
+        .merge(endpoints);
+    let service = routes.into_make_service_with_connect_info::<SocketAddr>();
+    let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
+    let at = listener.local_addr()?;
+    println!("{at}");
+    runtime.spawn(async move { axum::serve(listener, service).await });
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    Ok(())
+}
+
+fn model(memory: &Memory, nth: usize) -> Result<Managed<Vec<u8>>, BoxError> {
+    let load = || Ok(vec![1; WEIGHTS.as_usize().unwrap_or_default()]);
+    let model = memory.managed(&format!("model-{nth}"), load).cost(Cost::host(WEIGHTS));
+    Ok(model.register()?)
+}
+
+async fn work(State(models): State<Arc<[Managed<Vec<u8>>]>>, uri: Uri) -> StatusCode {
+    let model = number(&uri, "model").and_then(|nth| models.get(usize::try_from(nth).ok()?));
+    let guard = match model {
+        Some(model) => match model.acquire().await {
+            Ok(guard) => Some(guard),
+            Err(_) => return StatusCode::SERVICE_UNAVAILABLE,
+        },
+        None => None,
+    };
+    let kib = number(&uri, "kib").and_then(|kib| usize::try_from(kib).ok());
+    let held = vec![2_u8; kib.unwrap_or(0) << 10];
+    tokio::time::sleep(Duration::from_millis(number(&uri, "ms").unwrap_or(0))).await;
+    let sum = held.iter().step_by(4096).chain(guard.iter().flat_map(|guard| guard.first()));
+    if sum.fold(0_u8, |sum, byte| sum ^ byte) > 3 {
+        StatusCode::IM_A_TEAPOT
+    } else {
+        StatusCode::OK
+    }
+}
+
+fn number(uri: &Uri, name: &str) -> Option<u64> {
+    let pairs = uri.query()?.split('&').filter_map(|pair| pair.split_once('='));
+    pairs.into_iter().find(|(key, _)| *key == name)?.1.parse().ok()
 }

@@ -16,55 +16,54 @@
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
-mod balancer;
 #[path = "../../examples/proxy/chance.rs"]
 mod chance;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
-#[path = "../envoy/mod.rs"]
-mod envoy;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
-#[path = "../overload/hold.rs"]
-mod hold;
 #[path = "../overload/load.rs"]
 #[allow(dead_code, reason = "the bench `overload` reads more of a request")]
 mod load;
-#[path = "../overload/mix.rs"]
-#[allow(dead_code, reason = "the bench `overload` computes what fits one service")]
-mod mix;
 #[path = "../../examples/proxy/model.rs"]
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
-mod run;
-#[path = "../overload/schedule.rs"]
-mod schedule;
-mod service;
+#[path = "../overload/offer.rs"]
+#[allow(dead_code, reason = "the bench `overload` computes what fits one service")]
+mod offer;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use clap::Parser;
-use lowtide::BoxError;
+use common::figures::{Figures, count, part};
+use common::http::{Http, client, get};
+use common::process::{Process, free_port};
+use http::Request;
+use http_body_util::Full;
+use lowtide::admission::Admission;
+use lowtide::{BoxError, ByteSize, Memory};
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
 
-use crate::balancer::POLICIES;
-use crate::common::figures::{Figures, part};
-use crate::run::Run;
+use crate::app::serve::{Phase, serve as serve_routes};
+use crate::load::{Fate, HOLD_HEADER};
+use crate::offer::{BASE, CEILING, HOLD, Mix, Offer, Sending};
 
 lowtide::global_allocator!(balanced);
 
 /// How often each policy is measured, each time with another seed.
 const PAIRS: u32 = 3;
 
+/// Three services with different memory limits behind Envoy.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "Three services with different memory limits behind Envoy")]
 struct Cli {
     /// Envoy's program.
     #[arg(long, value_name = "FILE")]
@@ -78,7 +77,7 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| if cli.serve { service::serve() } else { measure(&cli) })
+    common::main(|cli: Cli| if cli.serve { serve() } else { measure(&cli) })
 }
 
 /// Measures all pairs, and prints the figures. Returns `true` if no service was killed and, with
@@ -124,4 +123,276 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
     }
     figures.print();
     Ok(all_held)
+}
+
+/// The limits of the services.
+const LIMITS: [ByteSize; 3] = [ByteSize::mib(128), ByteSize::mib(256), ByteSize::mib(512)];
+/// Memory that each service holds from its start, such as a cache or a small model.
+const RESIDENT: ByteSize = ByteSize::mib(32);
+/// The memory that requests hold on average, in parts of what the services can hold.
+const LOAD: f64 = 0.95;
+const MIX: Mix = Mix::Small;
+/// The body, collected whole, and a copy of it.
+const COPIES: u32 = 2;
+/// Further copies of its body that each request holds.
+const MORE_COPIES: u32 = 2;
+/// The time for which load is offered after the time that counts, so that the last requests meet
+/// the same load as the others.
+const AFTER: Duration = Duration::from_secs(3);
+/// The time between two looks at the weights.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// The settings of a run: three services with the same settings, Envoy, and load from this process.
+#[derive(Clone, Debug)]
+struct Run {
+    envoy: PathBuf,
+    seed: u64,
+    /// The time that does not count.
+    warm: Duration,
+    /// The time that counts.
+    lasts: Duration,
+    /// `true` if Envoy's blackout period is 2 s.
+    is_quick: bool,
+}
+
+/// The outcome of a run, of the time that counts: bodies of the requests that were served in MiB/s,
+/// requests that were shed, and those that were shed or failed.
+type Outcome = [f64; 3];
+
+/// Requests a second. The room of a service is a model for choosing the load, with lowtide's first
+/// ceiling.
+fn rate() -> f64 {
+    let hold = (HOLD[0] + HOLD[1]).as_secs_f64() / 2.0;
+    let held = MIX.mean(|body| body.as_f64()) * f64::from(COPIES + MORE_COPIES);
+    let room = |limit: ByteSize| {
+        limit.scaled(CEILING).saturating_sub(BASE).saturating_sub(RESIDENT).as_f64()
+    };
+    LOAD * LIMITS.map(room).iter().sum::<f64>() / (hold * held)
+}
+
+impl Run {
+    /// Measures a policy, and adds its figures. Returns the outcome, and `true` if a service was
+    /// killed.
+    fn measure(&self, policy: &str, figures: &mut Figures) -> Result<(Outcome, bool), BoxError> {
+        let services = LIMITS.map(|limit| common::serve(&["--serve"], limit)).into_iter();
+        let services = services.collect::<Result<Vec<_>, _>>()?;
+        let (services, addresses): (Vec<_>, Vec<_>) = services.into_iter().unzip();
+        let balancer = Balancer::start(&self.envoy, policy, self.is_quick, &addresses)?;
+        balancer.check_reports()?;
+        let mut offer = Offer::steady(MIX, rate(), self.warm + self.lasts + AFTER, self.seed);
+        offer.sending = Sending { copies: MORE_COPIES, ..Sending::default() };
+        let at = self.warm..self.warm + self.lasts;
+        let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count();
+        let offered = count(offered as u64);
+        let (start, mut looks) = (Instant::now(), Vec::new());
+        let seen = load::offer(balancer.front, offer, || {
+            let seen = balancer.seen()?;
+            if at.contains(&start.elapsed()) {
+                looks.push(seen);
+            }
+            std::thread::sleep(LOOK_EVERY);
+            Ok(true)
+        })?;
+        let mut add = |name: &str, value, unit| {
+            figures.add(format!("fleet.{policy}.{name}"), value, unit);
+        };
+        let oom_kills: u64 = services.into_iter().map(Process::end).sum();
+        add("oom_kills", count(oom_kills), "kills");
+        let ends = looks.first().zip(looks.last());
+        let pairs = ends.into_iter().flat_map(|(first, last)| first.iter().zip(last));
+        for (limit, (first, last)) in LIMITS.iter().zip(pairs) {
+            let mib = limit.get() >> 20;
+            add(&format!("requests_{mib}"), count(last.requests - first.requests), "requests");
+        }
+        let in_time = |one: &&load::Seen| at.contains(&one.arrival.at);
+        let with = |fate| seen.iter().filter(in_time).filter(move |one| one.fate == fate);
+        let [served, shed] =
+            [Fate::Served, Fate::Shed].map(|fate| count(with(fate).count() as u64));
+        let bytes = with(Fate::Served).map(|one| one.arrival.size.get()).sum();
+        let goodput = count(bytes) / ByteSize::mib(1).as_f64() / self.lasts.as_secs_f64();
+        add("goodput_mib_s", goodput, "MiB/s");
+        add("shed", shed, "requests");
+        // Those without an answer count as not served.
+        Ok(([goodput, shed, offered - served], oom_kills > 0))
+    }
+}
+
+/// Is a service: `POST /hold` behind lowtide's layer, with the settings of a user who sets none but load
+/// reports. Prints its address, and serves until standard input ends.
+fn serve() -> Result<bool, BoxError> {
+    let resident = vec![1_u8; RESIDENT.as_usize().unwrap_or(0)];
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let (address, _phase) = runtime.block_on(start())?;
+    println!("{address}");
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    drop(resident);
+    Ok(true)
+}
+
+async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {
+    let memory = Memory::builder().start()?;
+    let layer = memory.layer().with_load_reports();
+    let routes = load::routes(true).layer(layer);
+    let routes = routes.merge(memory.routes());
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+    let address = listener.local_addr()?;
+    let (phase, phases) = watch::channel(Phase::Serving);
+    // With the proxy's bound on hyper's buffers, which no request reserves.
+    serve_routes(listener, routes, None, &Admission::new(), phases);
+    Ok((address, phase))
+}
+
+const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");
+const REPORT_HEADER: &str = "endpoint-load-metrics";
+/// The longest time until Envoy's health checks have found all services.
+const HEALTH_PATIENCE: Duration = Duration::from_secs(10);
+/// The time between two looks.
+const HEALTH_EVERY: Duration = Duration::from_millis(100);
+
+/// The load balancing policies of Envoy, as figures name them, and their types: all services in turn;
+/// weighted round robin by the load that services report, which is that of `deploy/envoy`; the
+/// service with fewer requests under way, of two that are drawn.
+const POLICIES: [(&str, &str); 3] = [
+    ("round_robin", "round_robin.v3.RoundRobin"),
+    ("orca", ""),
+    ("least_request", "least_request.v3.LeastRequest"),
+];
+
+/// A service as Envoy sees it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    /// Requests so far.
+    requests: u64,
+    is_healthy: bool,
+}
+
+/// An Envoy that runs.
+struct Balancer {
+    _envoy: Process,
+    front: SocketAddr,
+    admin: SocketAddr,
+    services: Vec<SocketAddr>,
+    client: Http,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Balancer {
+    /// Starts Envoy in front of these services, and waits until it has found all of them healthy.
+    fn start(
+        program: &Path,
+        policy: &str,
+        is_quick: bool,
+        services: &[SocketAddr],
+    ) -> Result<Self, BoxError> {
+        let (front, admin) = (free_port()?, free_port()?);
+        let configuration = configuration(policy, is_quick, [front, admin], services)?;
+        let balancer = Self {
+            _envoy: common::start_envoy(program, &configuration, front)?,
+            front,
+            admin,
+            services: services.to_vec(),
+            client: client(),
+            runtime: tokio::runtime::Builder::new_current_thread().enable_all().build()?,
+        };
+        let end = Instant::now() + HEALTH_PATIENCE;
+        while !balancer.seen()?.iter().all(|service| service.is_healthy) {
+            if Instant::now() > end {
+                return Err("Envoy found no healthy services".into());
+            }
+            std::thread::sleep(HEALTH_EVERY);
+        }
+        Ok(balancer)
+    }
+
+    /// Checks that each service reports its load, and that Envoy keeps the reports from clients.
+    fn check_reports(&self) -> Result<(), BoxError> {
+        let services = self.services.iter().map(|at| (at, true));
+        for (at, is_expected) in services.chain([(&self.front, false)]) {
+            let request = Request::post(format!("http://{at}/hold")).header(HOLD_HEADER, 0);
+            let request = request.body(Full::<Bytes>::default())?;
+            let answer = self.runtime.block_on(self.client.request(request))?;
+            let is_shown = answer.headers().contains_key(REPORT_HEADER);
+            if is_shown != is_expected || !answer.status().is_success() {
+                return Err(format!("{at}: {}, load report: {is_shown}", answer.status()).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns what Envoy says about each service, in their order.
+    fn seen(&self) -> Result<Vec<Seen>, BoxError> {
+        let url = format!("http://{}/clusters?format=json", self.admin);
+        let text = self.runtime.block_on(get(&self.client, &url))?;
+        let text: Value = serde_json::from_str(&text)?;
+        let hosts = text.pointer("/cluster_statuses/0/host_statuses").and_then(Value::as_array);
+        let hosts = hosts.ok_or_else(|| format!("Envoy names no services: {text}"))?;
+        let of = |service: &SocketAddr| {
+            let port = |host: &&Value| {
+                let port = host.pointer("/address/socket_address/port_value");
+                port.and_then(Value::as_u64) == Some(service.port().into())
+            };
+            let host = hosts.iter().find(port);
+            host.map(read).ok_or_else(|| format!("Envoy does not know {service}").into())
+        };
+        self.services.iter().map(of).collect()
+    }
+}
+
+/// Reads the status of a service. Numbers that are 0 are left out.
+fn read(host: &Value) -> Seen {
+    let stats = host["stats"].as_array().map_or(&[][..], Vec::as_slice);
+    let stat = |name: &str| {
+        let found = stats.iter().find(|stat| stat["name"] == name);
+        let text = found.and_then(|stat| stat["value"].as_str());
+        text.and_then(|text| text.parse().ok()).unwrap_or(0)
+    };
+    let health = &host["health_status"];
+    Seen {
+        requests: stat("rq_total"),
+        is_healthy: health["failed_active_health_check"] != true
+            && health["eds_health_status"] == "HEALTHY",
+    }
+}
+
+/// Returns the configuration of `deploy/envoy` with this policy and these addresses, without
+/// retries, and if it is to be quick with a blackout period of 2 s.
+fn configuration(
+    policy: &str,
+    is_quick: bool,
+    [front, admin]: [SocketAddr; 2],
+    services: &[SocketAddr],
+) -> Result<String, String> {
+    let mut text = CONFIGURATION.to_owned();
+    // Replaces from the begin of one text up to another.
+    let mut set = |from: &str, to: &str, by: &str| {
+        let start = text.find(from).ok_or_else(|| format!("envoy.yaml has no {from:?}"))?;
+        let end = text[start..].find(to).ok_or_else(|| format!("envoy.yaml has no {to:?}"))?;
+        text.replace_range(start..start + end, by);
+        Ok::<_, String>(())
+    };
+    set("port_value: 9901", " }", &format!("port_value: {}", admin.port()))?;
+    set("port_value: 10000", " }", &format!("port_value: {}", front.port()))?;
+    set("type: STRICT_DNS", "\n", "type: STATIC")?;
+    let endpoints = services.iter().map(|at| {
+        let (ip, port) = (at.ip(), at.port());
+        format!(
+            "- endpoint: {{ address: {{ socket_address: {{ address: {ip}, port_value: {port} }} }} \
+             , health_check_config: {{ port_value: {port} }} }}"
+        )
+    });
+    let endpoints = endpoints.collect::<Vec<_>>().join("\n        ");
+    set("- endpoint: {", "\n", &endpoints)?;
+    set("retry_policy:", "# Envoy keeps a copy", "\n                ")?;
+    let kind = POLICIES.iter().find(|(name, _)| *name == policy).map_or("", |(_, kind)| kind);
+    if !kind.is_empty() {
+        let package = "type.googleapis.com/envoy.extensions.load_balancing_policies";
+        let typed = format!(
+            "typed_extension_config: {{ name: envoy.load_balancing_policies.{policy}, \
+             typed_config: {{ \"@type\": {package}.{kind} }} }}\n"
+        );
+        set("typed_extension_config:", "    health_checks:", &typed)?;
+    } else if is_quick {
+        set("blackout_period: 10s", "\n", "blackout_period: 2s")?;
+    }
+    Ok(text)
 }

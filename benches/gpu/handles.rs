@@ -6,6 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use common::figures::{Figures, count};
+use common::player::Player;
+use common::sim::Bed;
+use common::trace::{self, Trace};
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::driver::TouchedMemory;
 use lowtide::{BoxError, ByteSize};
@@ -14,11 +18,7 @@ use lowtide_cuda_sim::{Call, SimOptions};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, Contents, Region, SleepOptions};
 
-use crate::common::figures::{Figures, count};
-use crate::common::sim::Bed;
 use crate::device_schedules::chance::Chance;
-use crate::player::Player;
-use crate::trace::{self, Trace};
 
 /// The bytes that are live.
 const LIVE: ByteSize = ByteSize::gib(40);

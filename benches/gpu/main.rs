@@ -6,34 +6,34 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stderr, reason = "a program that shows something")]
 
+extern crate common;
+
 mod check;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-mod compact;
 mod device_schedules;
 mod handles;
 mod lanes;
-#[path = "../replay/player.rs"]
-mod player;
-#[path = "../replay/trace.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod trace;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::thread;
+use std::time::Duration;
 
 use clap::Parser;
+use common::figures::{Figures, count};
+use common::sim::Bed;
 use lowtide::BoxError;
-
-use crate::common::figures::Figures;
+use lowtide_core::clock::Clock as _;
+use lowtide_core::sync::background;
+use lowtide_cuda_sim::{Call, Order, Outcome, Pattern, SimOptions};
+use lowtide_gpu::driver::Driver as _;
+use lowtide_gpu::{ArenaConfig, Buffer, CompactOptions, Lane, Moved, Region, SleepConfig};
 
 type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
 const PARTS: &[(&str, Measure)] = &[
     ("binary", check::binary),
-    ("compact", compact::measure),
+    ("compact", compact),
     ("devices", devices),
     ("killed", check::killed),
     ("leases", handles::leases),
@@ -45,8 +45,8 @@ const PARTS: &[(&str, Measure)] = &[
     ("wake", handles::wake),
 ];
 
+/// Figures of an arena on a GPU, over the simulation.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "Figures of an arena on a GPU, over the simulation")]
 struct Cli {
     /// Measures only this part; may be repeated.
     #[arg(long, value_name = "NAME", value_parser = part_names())]
@@ -98,6 +98,114 @@ fn devices(figures: &mut Figures) -> Result<(), BoxError> {
         running.into_iter().map(thread::ScopedJoinHandle::join).sum::<Result<usize, _>>()
     });
     let all = all.map_err(|_| "a thread panicked")?;
-    figures.at_most("gpu.devices.faults", common::figures::count(all as u64), "faults", 0.0);
+    figures.at_most("gpu.devices.faults", count(all as u64), "faults", 0.0);
+    Ok(())
+}
+
+// Compaction, decay and idle sleep with several streams: context waits and driver calls.
+//
+// Lanes allocate blocks in turn and write to them; one block in eight stays. The worker's calls
+// and a compaction follow. Each live block is checked at its new address.
+
+const LANES: usize = 4;
+/// The blocks that stay live, and their size.
+const KEPT: usize = 1_000;
+const SIZE: usize = 64 << 10;
+/// One block in eight stays.
+const ONE_IN: usize = 8;
+
+/// Live blocks that each have a pattern, and their lanes.
+struct Blocks {
+    bed: Bed,
+    lanes: Vec<Lane>,
+    live: Vec<(usize, Buffer<u8>)>,
+}
+
+impl Blocks {
+    fn new() -> Result<Self, BoxError> {
+        let options = SimOptions { order: Order::Lazy, ..Default::default() };
+        let sleep = SleepConfig { idle_after: Some(Duration::from_secs(60)), ..Default::default() };
+        let bed = Bed::open(options, ArenaConfig { sleep, ..ArenaConfig::new("compact") })?;
+        let lanes = (0..LANES).map(|_| bed.lane(bed.sim.stream_create()?));
+        let lanes = lanes.collect::<Result<Vec<_>, _>>()?;
+        let mut live = Vec::new();
+        for nth in 0..KEPT * ONE_IN {
+            let lane = &lanes[nth % LANES];
+            let block = lane.alloc::<u8>(SIZE, Region::Dynamic)?;
+            let lease = lane.enter()?;
+            let at = block.address(&lease)?.ok_or("a block without an address")?;
+            bed.sim.fill(lane.stream(), at, block.bytes(), Pattern::new(nth as u64))?;
+            drop(lease);
+            live.push((nth, block));
+        }
+        // A stride that is no multiple of the number of lanes keeps blocks of every lane.
+        live.retain(|(nth, _)| nth % ONE_IN == nth / ONE_IN % ONE_IN);
+        Ok(Self { bed, lanes, live })
+    }
+
+    /// Does the work that the worker does with an arena, four times: cached blocks leave at the
+    /// second, and the next records the events of their last uses.
+    fn work(&self, later: Duration) -> Result<bool, BoxError> {
+        let _background = background();
+        let clock = self.bed.sim.clock();
+        let mut has_slept = false;
+        for _ in 0..4 {
+            self.bed.sim.advance(1 << 20);
+            clock.advance(later);
+            self.bed.arena.decay(clock.now())?;
+            has_slept |= self.bed.arena.sleep_if_idle(clock.now())?.is_some();
+        }
+        Ok(has_slept)
+    }
+
+    /// Checks every live block. Returns the number of blocks with wrong bytes.
+    fn wrong(&self) -> Result<usize, BoxError> {
+        let (sim, mut checks) = (&self.bed.sim, Vec::new());
+        for (nth, block) in &self.live {
+            let lane = &self.lanes[nth % LANES];
+            let lease = lane.enter()?;
+            let at = block.address(&lease)?.ok_or("a block without an address")?;
+            checks.push(sim.check(lane.stream(), at, block.bytes(), Pattern::new(*nth as u64))?);
+        }
+        sim.run_all();
+        let is_wrong = |ticket: &_| sim.outcome(*ticket) != Outcome::Held;
+        Ok(checks.iter().filter(|ticket| is_wrong(ticket)).count())
+    }
+}
+
+fn compact(figures: &mut Figures) -> Result<(), BoxError> {
+    let blocks = Blocks::new()?;
+    let sim = &blocks.bed.sim;
+    blocks.work(Duration::from_secs(1))?;
+    // Later work of the streams, which the compaction waits for.
+    let unproved = blocks.wrong()?;
+    let calls = || {
+        let copies = sim.calls(Call::Copy) + sim.calls(Call::CopyAsync);
+        (count(copies), count(sim.calls_total()))
+    };
+    let before = calls();
+    // The number of moves of each block, by the block's first address.
+    let mut moves: BTreeMap<_, u64> = BTreeMap::new();
+    let mut first = BTreeMap::new();
+    let options = CompactOptions::new(Region::Dynamic);
+    let done = blocks.bed.arena.compact(options, |Moved { from, to, .. }| {
+        let origin = first.remove(&from).unwrap_or(from);
+        first.insert(to, origin);
+        *moves.entry(origin).or_default() += 1;
+    })?;
+    let after = calls();
+    let wrong = unproved + blocks.wrong()?;
+    blocks.work(Duration::from_secs(1))?;
+    let has_slept = blocks.work(Duration::from_secs(100))?;
+    let faults = sim.faults_total();
+    if wrong > 0 || faults > 0 || done.moves == 0 || !has_slept {
+        return Err(format!("{wrong} blocks wrong, {faults} faults, slept: {has_slept}").into());
+    }
+    let (made, waits) = (count(done.moves), count(sim.calls(Call::Synchronize)));
+    figures.at_most("gpu.context_waits", waits, "calls", 0.0);
+    let per_block = made / count(moves.len() as u64);
+    figures.add("gpu.compact.moves_per_block", per_block, "moves");
+    figures.add("gpu.compact.copies_per_move", (after.0 - before.0) / made, "copies");
+    figures.add("gpu.compact.calls_per_move", (after.1 - before.1) / made, "calls");
     Ok(())
 }

@@ -12,21 +12,16 @@
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::io::Read as _;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use common::figures::{Figures, count, median};
+use common::own;
+use common::process::{Process, kernel_value, threads};
 use lowtide::memory::Builder;
 use lowtide::{BoxError, Memory};
-
-use crate::common::figures::{Figures, count, median};
-use crate::common::own;
-use crate::common::process::{Process, kernel_value, threads};
 
 lowtide::global_allocator!(balanced);
 
@@ -45,19 +40,16 @@ const THREADS: f64 = 2.0;
 const RESIDENT_MAX_MIB: f64 = 2.0;
 const START_MAX_MS: f64 = 10.0;
 
+/// What the crate costs a service that does nothing.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What the crate costs a service that does nothing")]
 struct Cli {
-    /// Watch for 6 seconds in place of 32.
-    #[arg(long)]
-    quick: bool,
     /// Be an idle process of this kind.
     #[arg(long, hide = true)]
     be: Option<String>,
     /// Start, say how long that took, and end.
     #[arg(long, hide = true)]
     start: bool,
-    /// Judges the number of threads alone.
+    /// Judges the number of threads alone, and watches for 6 seconds in place of 32.
     #[arg(long)]
     counted: bool,
 }
@@ -65,7 +57,7 @@ struct Cli {
 fn main() -> ExitCode {
     common::main(|cli: Cli| match &cli.be {
         Some(kind) => be(kind, cli.start).map(|()| true),
-        None => measure(cli.quick, cli.counted),
+        None => measure(cli.counted),
     })
 }
 
@@ -110,8 +102,8 @@ fn start(kind: &str, only: Option<&str>) -> Result<(Process, f64), BoxError> {
 fn look(process: &Process) -> Result<[f64; 4], BoxError> {
     let id = process.child.id();
     let threads = threads(id)?;
-    let nanos = threads.values().map(|thread| thread.1).sum();
-    let ours = threads.values().filter(|thread| thread.0.starts_with("lowtide-")).count();
+    let nanos = threads.iter().map(|thread| thread.1).sum();
+    let ours = threads.iter().filter(|thread| thread.0.starts_with("lowtide-")).count();
     // Read last: it walks the process's pages.
     let mib =
         |key| kernel_value(format!("/proc/{id}/smaps_rollup"), key).map(|kib| count(kib) / 1024.0);
@@ -121,8 +113,8 @@ fn look(process: &Process) -> Result<[f64; 4], BoxError> {
 
 /// Measures everything and prints it; whether every goal held. Each figure is the median over the
 /// processes of a kind, or the difference of two medians.
-fn measure(quick: bool, counted: bool) -> Result<bool, BoxError> {
-    let watched = Duration::from_secs(if quick { 6 } else { 32 });
+fn measure(counted: bool) -> Result<bool, BoxError> {
+    let watched = Duration::from_secs(if counted { 6 } else { 32 });
     let mut figures = Figures::new(counted);
     let mut idlers = Vec::new();
     for _ in 0..OF_EACH {

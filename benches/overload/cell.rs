@@ -8,17 +8,20 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use common::figures::{Figures, count, part, quantile};
+use common::http::{client, send};
+use common::process::{self, Process};
+use futures_util::future::join_all;
+use http::{Request, StatusCode};
 use lowtide::{BoxError, ByteSize};
 use serde::{Deserialize, Serialize};
 
-use crate::common::figures::{Figures, count, part, quantile};
-use crate::common::own;
-use crate::common::process::{self, Process};
+use crate::Cli;
+use crate::chance::Chance;
 use crate::load::{self, Fate, Seen};
-use crate::mix::{CLASSES, HOLD, Mix};
-use crate::schedule::{Offer, Sending};
+use crate::offer::{CLASSES, HOLD, Mix, Offer, Policy, Sending};
 
 /// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
@@ -38,8 +41,7 @@ pub(crate) fn check() -> Result<(), String> {
 /// A cell to be run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Cell {
-    /// The name of the policy that admits requests.
-    pub(crate) policy: String,
+    pub(crate) policy: Policy,
     /// Times what fits.
     pub(crate) load: f64,
     /// Which sizes.
@@ -71,11 +73,7 @@ impl Cell {
 
     /// Starts the service, and waits until it prints the address of its proxy.
     pub(crate) fn start(&self) -> Result<(Process, SocketAddr), BoxError> {
-        let mut command = own()?;
-        command.arg("--serve").arg(serde_json::to_string(self)?);
-        let mut service = Process::start_in_group(&command, self.limit())?;
-        let front = service.first_line()?;
-        Ok((service, front))
+        common::serve(&["--serve", &serde_json::to_string(self)?], self.limit())
     }
 
     /// Runs it, prints its outcome and adds its figures.
@@ -97,7 +95,7 @@ impl Cell {
         measures.peak_mib = peak.as_f64() / MIB;
         println!("{} seed {}: {measures:.2?}", self.name(), self.seed);
         measures.tell(&format!("overload.{}", self.name()), figures);
-        if self.policy == "lowtide" && measures.died {
+        if self.policy == Policy::Lowtide && measures.died {
             println!("FAILED: the service under lowtide did not survive {}", self.name());
         }
         Ok(measures)
@@ -105,8 +103,10 @@ impl Cell {
 
     /// Its name in figures: all static budgets are one policy.
     fn name(&self) -> String {
-        let is_static = self.policy.starts_with("static");
-        let policy = if is_static { "static" } else { &self.policy };
+        let policy = match self.policy {
+            Policy::Static(_) => "static".to_owned(),
+            other => other.to_string(),
+        };
         let mut name = format!("{policy}.{}x.{}", self.load, self.mix.name());
         if (self.estimate - 1.0).abs() > 1e-9 {
             name += &format!(".estimate_{}", self.estimate);
@@ -143,9 +143,9 @@ pub(crate) struct Measures {
 impl Measures {
     /// Of this offer and what came of it.
     fn of(offer: &Offer, seen: &[Seen]) -> Self {
-        let class_of = |class: usize| seen.iter().filter(move |one| one.class == class);
+        let class_of = |class: usize| seen.iter().filter(move |one| one.arrival.class == class);
         let with = |class, fate| class_of(class).filter(move |one| one.fate == fate);
-        let bytes = |class, fate| count(with(class, fate).map(|one| one.bytes).sum());
+        let bytes = |class, fate| count(with(class, fate).map(|one| one.arrival.size.get()).sum());
         // Offered is what the schedule says: what was under way when the time was up is in no tally.
         let arrivals = offer.arrivals();
         let offered: [f64; CLASSES.len()] = std::array::from_fn(|class| {
@@ -154,27 +154,26 @@ impl Measures {
         });
         let served: [f64; CLASSES.len()] = std::array::from_fn(|class| bytes(class, Fate::Served));
         let [all_offered, all_served] = [offered, served].map(|of| of.iter().sum::<f64>());
-        // The steady part in milliseconds; all of it where the load is too short for one.
-        let millis = |time: Duration| time.as_secs_f64() * 1e3;
-        let (hold, to) = (millis(HOLD[1]), millis(offer.lasts()));
-        let from = if to > hold * 1.5 { hold } else { 0.0 };
-        let goodput_since = |from: f64| {
+        // The steady part; all of it where the load is too short for one.
+        let (hold, to) = (HOLD[1], offer.lasts);
+        let from = if to > hold.mul_f64(1.5) { hold } else { Duration::ZERO };
+        let goodput_since = |from: Duration| {
             let in_time = |one: &&Seen| {
-                one.fate == Fate::Served && (from..=to).contains(&(one.at + one.took))
+                one.fate == Fate::Served && (from..=to).contains(&(one.arrival.at + one.took))
             };
-            let bytes = seen.iter().filter(in_time).map(|one| one.bytes).sum();
-            1e3 * count(bytes) / MIB / (to - from)
+            let bytes = seen.iter().filter(in_time).map(|one| one.arrival.size.get()).sum();
+            count(bytes) / MIB / (to - from).as_secs_f64()
         };
         let learned = (0..CLASSES.len()).flat_map(|class| {
             let mut all: Vec<_> = class_of(class).collect();
-            all.sort_by(|one, other| one.at.total_cmp(&other.at));
+            all.sort_by_key(|one| one.arrival.at);
             all.into_iter().skip(LEARNED)
         });
         let learned: Vec<_> = learned.collect();
         let shed = (0..CLASSES.len()).map(|class| bytes(class, Fate::Shed)).sum();
         Self {
             goodput_mib: goodput_since(from),
-            learned_goodput_mib: goodput_since(from.max(to / 2.0)),
+            learned_goodput_mib: goodput_since(from.max(to / 2)),
             shed_bytes: part(shed, all_offered),
             learned_sent: learned.len() as u64,
             learned_sheds: learned.iter().filter(|one| one.fate == Fate::Shed).count() as u64,
@@ -182,8 +181,9 @@ impl Measures {
                 part(part(served[class], all_served), part(offered[class], all_offered))
             }),
             p99s_ms: std::array::from_fn(|class| {
-                let late = with(class, Fate::Served).map(|one| one.took - one.hold);
-                quantile(&late.collect::<Vec<_>>(), 0.99)
+                let late = with(class, Fate::Served)
+                    .map(|one| one.took.as_secs_f64() - one.arrival.hold.as_secs_f64());
+                1e3 * quantile(&late.collect::<Vec<_>>(), 0.99)
             }),
             ..Self::default()
         }
@@ -202,4 +202,226 @@ impl Measures {
         add("goodput_mib_s", self.goodput_mib, "MiB/s");
         add("learned_goodput_mib_s", self.learned_goodput_mib, "MiB/s");
     }
+}
+
+// Which cells are run: what was chosen, the drawn runs, the comparison, the check.
+//
+// It decides what is run and nothing of what comes of it, but for the check, which is none where
+// the load does not kill.
+
+/// Loads of the runs that are drawn.
+const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
+/// Estimates of the runs that are drawn; 0 gives none.
+const DRAWN: [f64; 6] = [0.0, 0.0, 0.25, 0.5, 1.0, 4.0];
+/// Times in which their bodies are sent.
+const BODIES: [Duration; 3] = [Duration::ZERO, SLOW, Duration::from_secs(3)];
+/// The time in which a body is sent slowly.
+const SLOW: Duration = Duration::from_secs(1);
+/// Seeds of the comparison with static budgets, and those budgets in percent of the limit.
+const SEEDS: u64 = 6;
+const STATIC: [u32; 8] = [60, 64, 68, 72, 76, 80, 84, 88];
+
+/// What all cells share, and the results.
+pub(crate) struct Runner {
+    pub(crate) base: Cell,
+    pub(crate) figures: Figures,
+    /// The number of lowtide's services that did not live to the end.
+    pub(crate) lost: u64,
+}
+
+impl Runner {
+    /// Runs a cell of this policy, load and estimate with another seed.
+    fn run(
+        &mut self,
+        policy: Policy,
+        load: f64,
+        estimate: f64,
+        more: u64,
+    ) -> Result<Measures, BoxError> {
+        let seed = self.base.seed + more;
+        let cell = Cell { policy, load, estimate, seed, ..self.base.clone() };
+        let measures = cell.run(&mut self.figures)?;
+        self.lost += u64::from(measures.died && policy == Policy::Lowtide);
+        Ok(measures)
+    }
+
+    /// Every combination of what was given.
+    pub(crate) fn chosen(&mut self, cli: &Cli) -> Result<bool, BoxError> {
+        for &load in &cli.load {
+            for &policy in &cli.policy {
+                self.run(policy, load, cli.estimate, 0)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Runs of lowtide, drawn by the seed.
+    pub(crate) fn survive(&mut self, runs: u32) -> Result<bool, BoxError> {
+        let mut chance = Chance(self.base.seed);
+        let mut draw = |count: usize| usize::try_from(chance.bits() >> 33).unwrap_or(0) % count;
+        let mut kills = 0;
+        for run in 0..runs {
+            let (load, mix) = (HIGH[draw(HIGH.len())], Mix::ALL[draw(Mix::ALL.len())]);
+            let estimate = DRAWN[draw(DRAWN.len())];
+            self.base.mix = mix;
+            self.base.sending = Sending {
+                body: BODIES[draw(BODIES.len())],
+                is_chunked: draw(4) == 0,
+                copies: 0,
+                has_giants: draw(4) == 0,
+            };
+            println!("{:?}", self.base.sending);
+            kills += self.run(Policy::Lowtide, load, estimate, run.into())?.oom_kills;
+        }
+        self.figures.add("overload.survive.runs", f64::from(runs), "runs");
+        self.figures.add("overload.survive.oom_kills", count(kills), "kills");
+        Ok(true)
+    }
+
+    /// The seeds of a policy with bodies of this time, up to the first that it does not survive.
+    fn seeds(
+        &mut self,
+        policy: Policy,
+        estimate: f64,
+        body: Duration,
+    ) -> Result<(Vec<Measures>, bool), BoxError> {
+        let mut all = Vec::new();
+        self.base.sending.body = body;
+        for more in 0..SEEDS {
+            let measures = self.run(policy, 4.0, estimate, more)?;
+            if measures.died {
+                break;
+            }
+            all.push(measures);
+        }
+        let survives = all.len() as u64 == SEEDS;
+        Ok((all, survives))
+    }
+
+    /// Sheds of lowtide where the load fits, and its goodput beside the best static budget that
+    /// survives each seed with quick and with slow bodies, and beside a threshold on the resident
+    /// set. Requests have no estimate, or a right one.
+    pub(crate) fn measured(&mut self) -> Result<bool, BoxError> {
+        let (mut sheds, mut sent) = (0, 0);
+        for (estimate, more) in [(0.0, 0), (0.0, 1), (1.0, 0), (1.0, 1)] {
+            let measures = self.run(Policy::Lowtide, 1.0, estimate, more)?;
+            sheds += measures.learned_sheds;
+            sent += measures.learned_sent;
+        }
+        let (slow, _) = self.seeds(Policy::Lowtide, 0.0, SLOW)?;
+        // Last, so that the cell's own figures are those of quick bodies.
+        let (quick, _) = self.seeds(Policy::Lowtide, 0.0, Duration::ZERO)?;
+        let (rss10, _) = self.seeds(Policy::Rss10, 1.0, Duration::ZERO)?;
+        let mut best = None;
+        // Ends: the lower budgets hold less than the limit.
+        for percent in STATIC.into_iter().rev() {
+            let fixed = Policy::Static(percent);
+            if let (quick, true) = self.seeds(fixed, 1.0, Duration::ZERO)?
+                && let (slow, true) = self.seeds(fixed, 1.0, SLOW)?
+            {
+                best = Some((percent, quick, slow));
+                break;
+            }
+        }
+        let (percent, fixed_quick, fixed_slow) =
+            best.ok_or("no static budget survives each seed, with quick and with slow bodies")?;
+        let [ours, fixed, ours_slow, fixed_slow, threshold] =
+            [&quick, &fixed_quick, &slow, &fixed_slow, &rss10].map(|runs| goodput(runs));
+        let mut add = |name: &str, value, unit| {
+            self.figures.add(format!("measured.{name}"), value, unit);
+        };
+        add("1x.shed_ratio", part(count(sheds), count(sent)), "ratio");
+        add("4x.goodput_mib_s", ours, "MiB/s");
+        add("4x.static_goodput_mib_s", fixed, "MiB/s");
+        add("4x.static_percent", f64::from(percent), "%");
+        add("4x.goodput_ratio", part(ours, fixed), "ratio");
+        add("4x.slow.goodput_mib_s", ours_slow, "MiB/s");
+        add("4x.slow.static_goodput_mib_s", fixed_slow, "MiB/s");
+        add("4x.slow.goodput_ratio", part(ours_slow, fixed_slow), "ratio");
+        add("4x.rss10_goodput_mib_s", threshold, "MiB/s");
+        add("4x.over_rss10_ratio", part(ours, threshold), "ratio");
+        for (class, name) in CLASSES.into_iter().enumerate() {
+            let shares: Vec<_> = quick.iter().map(|measures| measures.shares[class]).collect();
+            add(&format!("4x.share.{name}"), quantile(&shares, 0.5), "ratio");
+        }
+        Ok(true)
+    }
+
+    /// Three short runs of lowtide, and one without admission: where that one lives, the load was
+    /// none.
+    pub(crate) fn ci(&mut self) -> Result<bool, BoxError> {
+        for (load, mix, estimate) in
+            [(2.0, Mix::Small, 2.0), (4.0, Mix::Heavy, 1.0), (8.0, Mix::Large, 0.5)]
+        {
+            self.base.mix = mix;
+            self.run(Policy::Lowtide, load, estimate, 0)?;
+        }
+        self.base.mix = Mix::Heavy;
+        let bound = self.run(Policy::None, 4.0, 1.0, 0)?.oom_kills > 0;
+        if !bound {
+            println!("FAILED: without admission nothing was OOM-killed: the load is too low");
+        }
+        Ok(bound)
+    }
+}
+
+/// The mean goodput of runs once everything is learned, in MiB/s.
+fn goodput(runs: &[Measures]) -> f64 {
+    part(runs.iter().map(|measures| measures.learned_goodput_mib).sum(), count(runs.len() as u64))
+}
+
+// A burst: 400 small requests to `/embed` at once, and the same with six at a time. A client that keeps a queue of its own is what a service without one expects. The service's
+// queue should need about as long. Both runs use one service, one after the other; the model is
+// loaded before.
+
+/// The requests of a burst.
+const REQUESTS: usize = 400;
+/// The requests at once of the client that has a queue.
+const AT_ONCE: usize = 6;
+/// The texts of a request: enough that the work outweighs the new connections of a burst.
+const TEXTS: usize = 32;
+/// The longest time for all of them.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs both, and adds the figures. Returns `true` if the service survived.
+pub(crate) fn burst(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
+    let cell = Cell { policy: Policy::Lowtide, waits_in_proxy: true, ..base.clone() };
+    let (service, to) = cell.start()?;
+    let runtime = tokio::runtime::Runtime::new()?;
+    let both = async {
+        embed_all(to, 1, 1).await; // loads the model
+        let queued = embed_all(to, REQUESTS, AT_ONCE).await;
+        (queued, embed_all(to, REQUESTS, REQUESTS).await)
+    };
+    let both = runtime.block_on(async { tokio::time::timeout(PATIENCE, both).await })?;
+    let ((queued, queue_time), (served, time)) = both;
+    let kills = service.end();
+    println!("{queued} of {REQUESTS} with {AT_ONCE} at a time in {queue_time:.2} s");
+    figures.at_least("room.burst400.served", count(served), "requests", 396.0);
+    figures.at_most("room.burst400.over_queue_ratio", time / queue_time, "ratio", 1.5);
+    figures.at_most("room.burst400.kills", count(kills), "kills", 0.0);
+    Ok(kills == 0)
+}
+
+/// Sends so many requests, so many at once. Returns the number served, and the seconds.
+async fn embed_all(to: SocketAddr, requests: usize, at_once: usize) -> (u64, f64) {
+    let http = client();
+    let text = "the sea draws back and returns ".repeat(20);
+    let body = serde_json::json!({ "texts": vec![text; TEXTS] }).to_string();
+    let start = Instant::now();
+    let lines = (0..at_once).map(|line| {
+        let (http, body) = (http.clone(), body.clone());
+        async move {
+            let mut served = 0;
+            for _ in (line..requests).step_by(at_once) {
+                let request = Request::post(format!("http://{to}/embed"));
+                let request = request.header("content-type", "application/json");
+                let answer = send(&http, request, body.clone()).await;
+                served += u64::from(answer.is_ok_and(|(status, _)| status == StatusCode::OK));
+            }
+            served
+        }
+    });
+    let served = join_all(lines).await.into_iter().sum();
+    (served, start.elapsed().as_secs_f64())
 }

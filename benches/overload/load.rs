@@ -10,23 +10,22 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::Router;
+use axum::body::Body;
+use axum::routing::post;
 use bytes::Bytes;
 use futures_util::{StreamExt as _, stream};
-use http_body_util::{BodyExt as _, StreamBody, combinators::UnsyncBoxBody};
-use hyper::body::Frame;
-use hyper::header::CONTENT_LENGTH;
-use hyper::{Method, Request, StatusCode};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
+use http::header::CONTENT_LENGTH;
+use http::{Request, StatusCode};
+use http_body_util::BodyExt as _;
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
 use lowtide::BoxError;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use crate::hold::{COPIES_HEADER, HOLD_HEADER};
-use crate::mix::HOLD;
-use crate::schedule::{Arrival, GIANT, Offer, Sending, millis};
+use crate::offer::{Arrival, GIANT, HOLD, Offer, Sending};
 
 /// After the longest hold, answers are waited for this long.
 const DRAIN: Duration = Duration::from_millis(1500);
@@ -35,8 +34,6 @@ const UNDER_WAY_MAX: usize = 4096;
 /// Bytes that are sent in one piece at most: views of one copy, so that a request under way
 /// weighs next to nothing on this side.
 const PIECE: usize = 64 << 10;
-
-type Body = UnsyncBoxBody<Bytes, Infallible>;
 
 /// The outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,21 +46,13 @@ pub(crate) enum Fate {
     Failed,
 }
 
-/// One request, times in milliseconds.
+/// One request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
-    /// Its class.
-    pub(crate) class: usize,
-    /// Bytes of its body.
-    pub(crate) bytes: u64,
-    /// The outcome of the request.
+    pub(crate) arrival: Arrival,
     pub(crate) fate: Fate,
-    /// When it was to be sent, since the start.
-    pub(crate) at: f64,
-    /// From that time to the end of the answer.
-    pub(crate) took: f64,
-    /// For which it was to hold its memory.
-    pub(crate) hold: f64,
+    /// From the time at which it was to be sent to the end of the answer.
+    pub(crate) took: Duration,
 }
 
 /// Offers a load, and looks until it is over. A look that returns `false` ends the load. Returns
@@ -108,17 +97,16 @@ async fn send_all(to: SocketAddr, offer: Offer, all: &mut Vec<Seen>) {
             all.push(seen);
         }
         if under_way.len() >= UNDER_WAY_MAX {
-            all.push(seen(arrival, Fate::Failed, Duration::ZERO));
+            all.push(Seen { arrival, fate: Fate::Failed, took: Duration::ZERO });
             continue;
         }
         let sender = Arc::clone(&sender);
         under_way.spawn(async move {
             let fate = sender.send(arrival).await.unwrap_or(Fate::Failed);
-            seen(arrival, fate, time.elapsed())
+            Seen { arrival, fate, took: time.elapsed() }
         });
     }
-    let body = Duration::from_millis(offer.sending.body_millis);
-    let end = start + offer.lasts() + body + HOLD[1] + DRAIN;
+    let end = start + offer.lasts + offer.sending.body + HOLD[1] + DRAIN;
     while let Ok(Some(Ok(seen))) = timeout_at(end, under_way.join_next()).await {
         all.push(seen);
     }
@@ -135,23 +123,18 @@ impl Sender {
     /// Sends one request, and reads its answer to the end.
     async fn send(&self, arrival: Arrival) -> Result<Fate, BoxError> {
         let length = arrival.size.as_usize().unwrap_or(0);
-        let pieces = (0..length.div_ceil(PIECE)).map(|at| {
-            let piece = self.piece.slice(..PIECE.min(length - at * PIECE));
-            Ok::<_, Infallible>(Frame::data(piece))
-        });
+        let pieces = (0..length.div_ceil(PIECE))
+            .map(|at| Ok::<_, Infallible>(self.piece.slice(..PIECE.min(length - at * PIECE))));
         let pieces: Vec<_> = pieces.collect();
-        let body = Duration::from_millis(self.sending.body_millis);
-        let gap = body / u32::try_from(pieces.len()).unwrap_or(u32::MAX).max(1);
+        let gap = self.sending.body / u32::try_from(pieces.len()).unwrap_or(u32::MAX).max(1);
         let paced = stream::iter(pieces).then(move |piece| async move {
             if !gap.is_zero() {
                 tokio::time::sleep(gap).await;
             }
             piece
         });
-        let mut request = Request::builder()
-            .method(Method::POST)
-            .uri(format!("http://{}/hold", self.to))
-            .header(HOLD_HEADER, millis(arrival.hold));
+        let mut request = Request::post(format!("http://{}/hold", self.to))
+            .header(HOLD_HEADER, arrival.hold.as_millis().to_string());
         if !self.sending.is_chunked {
             request = request.header(CONTENT_LENGTH, length);
         }
@@ -159,13 +142,9 @@ impl Sender {
         if copies > 0 {
             request = request.header(COPIES_HEADER, copies);
         }
-        let request = request.body(StreamBody::new(paced).boxed_unsync())?;
-        let answer = self.client.request(request).await?;
+        let answer = self.client.request(request.body(Body::from_stream(paced))?).await?;
         let status = answer.status();
-        let mut body = answer.into_body();
-        while let Some(frame) = body.frame().await {
-            frame?;
-        }
+        answer.into_body().collect().await?;
         Ok(match status {
             status if status.is_success() => Fate::Served,
             StatusCode::SERVICE_UNAVAILABLE => Fate::Shed,
@@ -174,14 +153,55 @@ impl Sender {
     }
 }
 
-fn seen(arrival: Arrival, fate: Fate, took: Duration) -> Seen {
-    let millis = |time: Duration| time.as_secs_f64() * 1e3;
-    Seen {
-        class: arrival.class,
-        bytes: arrival.size.get(),
-        fate,
-        at: millis(arrival.at),
-        took: millis(took),
-        hold: millis(arrival.hold),
+// `POST /hold`: collects the body whole, keeps a second copy as large as it, and holds both for as
+// long as the request asks. It is what makes memory, and not the processor, the shortage. It admits
+// nothing: that is for the layer in front of it. Invariant: the memory of a request is freed before it
+// is answered.
+
+/// The header that says for how many milliseconds.
+pub(crate) const HOLD_HEADER: &str = "x-hold-millis";
+/// The header that says how many further copies of the body it holds.
+const COPIES_HEADER: &str = "x-copies";
+
+/// The route. A request may hold its body once.
+pub(crate) fn routes(is_copied: bool) -> Router {
+    Router::new().route("/hold", post(move |request: Request<Body>| hold(request, is_copied)))
+}
+
+async fn hold(request: Request<Body>, is_copied: bool) -> (StatusCode, &'static str) {
+    let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
+    let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
+    let copies = header(&request, COPIES_HEADER).unwrap_or(0);
+    let Some(asked) = asked else {
+        return (StatusCode::BAD_REQUEST, "a hold is needed\n");
+    };
+    let Some(text) = collected(request.into_body(), length).await else {
+        return (StatusCode::BAD_REQUEST, "the body ended early\n");
+    };
+    let mut more = Vec::new();
+    for _ in 0..copies {
+        more.push(text.clone());
+        // As a parser that grows its result over many polls.
+        tokio::task::yield_now().await;
     }
+    let copy = if is_copied { text.clone() } else { Vec::new() };
+    tokio::time::sleep(asked).await;
+    // Read after the wait, so that both are held until here.
+    let whole = !is_copied || copy == text;
+    drop((text, copy, more));
+    if whole { (StatusCode::OK, "held\n") } else { (StatusCode::BAD_REQUEST, "not the same\n") }
+}
+
+async fn collected(mut body: Body, length: Option<usize>) -> Option<Vec<u8>> {
+    let mut text = Vec::with_capacity(length.unwrap_or(0));
+    while let Some(frame) = body.frame().await {
+        if let Ok(data) = frame.ok()?.into_data() {
+            text.extend_from_slice(&data);
+        }
+    }
+    length.is_none_or(|length| text.len() == length).then_some(text)
+}
+
+fn header(request: &Request<Body>, name: &str) -> Option<u64> {
+    request.headers().get(name)?.to_str().ok()?.parse().ok()
 }

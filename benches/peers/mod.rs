@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use offset_allocator::{Allocation, Allocator};
 
 /// A block allocator over offsets.
-pub(crate) trait Peer {
+pub trait Peer {
     /// A handle by which a live block is freed.
     type Handle;
 
@@ -111,7 +111,7 @@ impl Blocks {
 /// tail. A freed block joins its free neighbours and never the tail, as in cuArena: a pool in
 /// which everything was freed stays cut up to where it once reached.
 #[derive(Clone, Debug)]
-pub(crate) struct CuArena {
+pub struct CuArena {
     capacity: u64,
     /// The tail begins here.
     tail: u64,
@@ -122,13 +122,13 @@ impl CuArena {
     const ALIGN: u64 = 128;
 
     /// An empty pool of so many bytes, rounded down to 128.
-    pub(crate) fn new(capacity: u64) -> Self {
+    pub fn new(capacity: u64) -> Self {
         let blocks = Blocks::new(Self::ALIGN, 32, false);
         Self { capacity: capacity / Self::ALIGN * Self::ALIGN, tail: 0, blocks }
     }
 
     /// Bytes of all live blocks, after rounding.
-    pub(crate) const fn live(&self) -> u64 {
+    pub const fn live(&self) -> u64 {
         self.blocks.live
     }
 }
@@ -159,7 +159,7 @@ impl Peer for CuArena {
 
 /// The growth of ONNX Runtime's arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Extend {
+pub enum Extend {
     /// By doubling (`kNextPowerOfTwo`, its default).
     NextPowerOfTwo,
     /// By what is asked for (`kSameAsRequested`).
@@ -176,7 +176,7 @@ pub(crate) enum Extend {
 ///
 /// Invariant: `taken = sum of segments <= limit`.
 #[derive(Clone, Debug)]
-pub(crate) struct Bfc {
+pub struct Bfc {
     extend: Extend,
     limit: u64,
     taken: u64,
@@ -201,7 +201,7 @@ impl Bfc {
     const POWER_OF_TWO_MAX: u64 = 1 << 30;
 
     /// An arena that has taken nothing and may take `limit` bytes.
-    pub(crate) fn new(extend: Extend, limit: u64) -> Self {
+    pub fn new(extend: Extend, limit: u64) -> Self {
         Self {
             extend,
             limit,
@@ -214,17 +214,17 @@ impl Bfc {
     }
 
     /// Bytes of all live blocks, after rounding.
-    pub(crate) const fn live(&self) -> u64 {
+    pub const fn live(&self) -> u64 {
         self.blocks.live
     }
 
     /// Bytes taken from the device: the sum of the segments.
-    pub(crate) const fn taken(&self) -> u64 {
+    pub const fn taken(&self) -> u64 {
         self.taken
     }
 
     /// Gives back every segment without a live block, but for the first where the arena doubles.
-    pub(crate) fn shrink(&mut self) {
+    pub fn shrink(&mut self) {
         let (doubles, blocks) = (self.extend == Extend::NextPowerOfTwo, &mut self.blocks);
         self.segments.retain(|&at, &mut size| {
             let is_kept = doubles && at == 0 || blocks.all[&at] != (size, false);
@@ -287,14 +287,14 @@ impl Peer for Bfc {
 ///
 /// It rounds requests up to a bin and never looks into the bin below. A pool of 64 GiB and the
 /// blocks of 256 bytes and more in it fit its 32 bits.
-pub(crate) struct Offset(Allocator);
+pub struct Offset(Allocator);
 
 impl Offset {
     const UNIT: u64 = 256;
 
     /// An empty pool of so many bytes, rounded down to 256, for at most so many blocks, free ones
     /// counted. It has 2^32 units at most.
-    pub(crate) fn new(capacity: u64, blocks_max: u32) -> Self {
+    pub fn new(capacity: u64, blocks_max: u32) -> Self {
         let units = u32::try_from(capacity / Self::UNIT).unwrap_or(u32::MAX);
         Self(Allocator::with_max_allocs(units, blocks_max))
     }

@@ -5,12 +5,6 @@
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(unsafe_code, reason = "an allocator that counts, and the name of a thread")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-#[path = "../common/counting.rs"]
-mod counting;
-
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -22,19 +16,18 @@ use axum::body::{Body, Bytes};
 use axum::http::Request;
 use axum::routing::post;
 use clap::Parser;
+use common::counting::Counting;
+use common::figures::{Figures, count, median};
+use common::own;
+use common::process::{Process, kernel_value, nanos_of};
 use lowtide::{BoxError, ByteSize, Memory};
 use tower::ServiceExt as _;
-
-use crate::common::figures::{Figures, count, median};
-use crate::common::own;
-use crate::common::process::{Process, kernel_value, nanos_of};
-use crate::counting::Counting;
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting(note_allocation);
 
+/// What the flight recorder costs.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What the flight recorder costs")]
 struct Cli {
     /// Be a service under steady load, or an idle one.
     #[arg(long, hide = true)]

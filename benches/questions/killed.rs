@@ -14,10 +14,6 @@
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fs;
@@ -28,12 +24,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, Subcommand};
+use common::figures::{Figures, count};
+use common::own;
+use common::process::{self, Process, kernel_value};
 use lowtide::heap::{AllocationProfile, take_profile};
 use lowtide::{BoxError, ByteSize, Memory};
-
-use crate::common::figures::{Figures, count};
-use crate::common::own;
-use crate::common::process::{self, Process, kernel_value};
 
 lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
 
@@ -58,8 +53,8 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// The time between two looks.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
+/// What a killed service leaves: the cause, and the function that grew.
 #[derive(Debug, Parser)]
-#[command(about = "What a killed service leaves: the cause, and the function that grew")]
 struct Cli {
     #[command(subcommand)]
     part: Option<Part>,

@@ -12,21 +12,16 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Barrier;
 
 use clap::{Parser, Subcommand};
+use common::callgrind;
+use common::figures::{Figures, median};
 use lowtide::BoxError;
 use lowtide::heap::{self, Profiler};
 use procfs::process::Process;
-
-use crate::common::callgrind;
-use crate::common::figures::{Figures, median};
 
 lowtide::global_allocator!(balanced);
 

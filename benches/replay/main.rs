@@ -7,28 +7,19 @@
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a file is no trace.
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-#[path = "../peers/mod.rs"]
-#[allow(dead_code, reason = "another bench uses more of them")]
-mod peers;
-mod player;
 mod rivals;
-#[allow(dead_code, reason = "another bench uses more of it")]
-mod trace;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Parser;
+use common::figures::{Figures, count};
+use common::peers;
+use common::player::Player;
+use common::trace::{self, Trace};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, HostDriver};
-
-use crate::common::figures::{Figures, count};
-use crate::player::Player;
-use crate::trace::Trace;
 
 /// Goals of the project's own traces: what a trace of a few blocks needs is a granule, and no
 /// fault.
@@ -44,8 +35,8 @@ const DEFAULT_DECAY: [(&str, f64, f64); 5] = [
     ("gpt2-train", 1.144, 89.0),
 ];
 
+/// What recorded allocations of model code need of the device.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What recorded allocations of model code need of the device")]
 struct Cli {
     /// Recordings to replay in place of the project's own traces: JSON lines, plain or compressed
     /// with gzip.

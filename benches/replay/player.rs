@@ -12,14 +12,14 @@ use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, Region};
 use crate::trace::{Event, Trace};
 
 /// An arena in the middle of a trace.
-pub(crate) struct Player {
-    pub(crate) arena: DeviceArena,
-    pub(crate) clock: Arc<ManualClock>,
+pub struct Player {
+    pub arena: DeviceArena,
+    pub clock: Arc<ManualClock>,
     buffers: Vec<Option<Buffer<u8>>>,
 }
 
 impl Player {
-    pub(crate) fn new(
+    pub fn new(
         trace: &Trace,
         driver: Arc<dyn Driver>,
         config: ArenaConfig,
@@ -29,7 +29,7 @@ impl Player {
         Ok(Self { arena, clock, buffers: (0..trace.blocks).map(|_| None).collect() })
     }
 
-    pub(crate) fn play(&mut self, event: Event) -> Result<(), DeviceError> {
+    pub fn play(&mut self, event: Event) -> Result<(), DeviceError> {
         match event {
             Event::Alloc { block, bytes } => {
                 // 64 bits are all that a length has on the platforms of the host driver.
@@ -42,7 +42,7 @@ impl Player {
     }
 
     /// Releases what is due now. Each turn releases something, or is the last.
-    pub(crate) fn decay(&self) -> Result<(), DeviceError> {
+    pub fn decay(&self) -> Result<(), DeviceError> {
         let now = self.clock.now();
         while self.arena.next_decay() <= now && !self.arena.decay(now)?.is_zero() {}
         Ok(())

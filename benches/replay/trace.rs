@@ -20,7 +20,7 @@ const GZIP: [u8; 2] = [0x1f, 0x8b];
 const BLOCK_MAX: u64 = 1 << 48;
 
 /// The project's own traces.
-pub(crate) fn own() -> [PathBuf; 5] {
+pub fn own() -> [PathBuf; 5] {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
     ["bert-embed", "gpt2-generate", "llama-generate", "vit-images", "gpt2-train"]
         .map(|name| folder.join(format!("{name}.jsonl.gz")))
@@ -28,25 +28,25 @@ pub(crate) fn own() -> [PathBuf; 5] {
 
 /// An event of a block; blocks are numbered from 0 in the order of their allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
+pub enum Event {
     Alloc { block: usize, bytes: u64 },
     Free { block: usize },
 }
 
 /// A whole trace.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Trace {
+pub struct Trace {
     /// Its file's name without `.gz` and one more extension, blanks as dashes.
-    pub(crate) name: String,
-    pub(crate) events: Vec<Event>,
+    pub name: String,
+    pub events: Vec<Event>,
     /// The number of blocks that are allocated in it.
-    pub(crate) blocks: usize,
+    pub blocks: usize,
     /// The most that is live at once: the sum of what was asked for.
-    pub(crate) live_peak: u64,
+    pub live_peak: u64,
     /// The most blocks that are live at once.
-    pub(crate) blocks_peak: usize,
+    pub blocks_peak: usize,
     /// The events before which a mark stands.
-    pub(crate) marks: Vec<usize>,
+    pub marks: Vec<usize>,
 }
 
 /// A line of a recording.
@@ -78,7 +78,7 @@ impl Trace {
     ///
     /// # Errors
     /// The system's, or the line that is wrong and what was expected.
-    pub(crate) fn open(path: &Path) -> Result<Self, String> {
+    pub fn open(path: &Path) -> Result<Self, String> {
         let failed = |error: std::io::Error| format!("{}: {error}", path.display());
         let mut file = BufReader::new(File::open(path).map_err(failed)?);
         let is_gzip = file.fill_buf().map_err(failed)?.starts_with(&GZIP);

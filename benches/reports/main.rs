@@ -5,29 +5,46 @@
 //! `.ci/grpc` installs them and does this.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(unsafe_code, reason = "an allocator that counts")]
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-mod cost;
-#[path = "../common/counting.rs"]
-mod counting;
-mod grpc;
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::future::{Future as _, Ready, ready};
+use std::hint::black_box;
+use std::path::Path;
+use std::pin::pin;
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
 
-use std::ffi::OsString;
-use std::process::ExitCode;
-
+use bytes::Bytes;
 use clap::Parser;
+use common::counting::Counting;
+use common::figures::{Figures, median};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version};
+use http_body::{Body, Frame};
+use http_body_util::{Empty, Full, StreamBody};
+use lowtide::admission::{Budget, Cost, Permit, Priority};
+use lowtide::clock::ManualClock;
+use lowtide::config::DeviceChoice;
+use lowtide::service::{LOAD_REPORT_STREAM_PATH, MemoryLayer, RequestBody};
+use lowtide::{BoxError, ByteSize, Memory};
+use tokio::task::JoinHandle;
+use tonic::service::Routes;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+use tower::{Layer as _, Service};
 
 #[global_allocator]
-static ALLOCATOR: counting::Counting = counting::Counting(cost::note_allocation);
+static ALLOCATOR: Counting = Counting(note_allocation);
 
+/// What load reports cost, and that a gRPC client reads them.
 #[derive(Debug, Parser)]
-#[command(about = "What load reports cost, and that a gRPC client reads them")]
 struct Cli {
     /// Let the gRPC client of this Python interpreter read reports.
     #[arg(long)]
@@ -39,7 +56,201 @@ struct Cli {
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| match &cli.python {
-        Some(python) => grpc::read(python),
-        None => cost::measure(cli.counted),
+        Some(python) => read(python),
+        None => measure(cli.counted),
     })
+}
+
+// The time and the allocations of a load report for each response.
+//
+// The same call through the layer, with and without the report, in turns: the median of many
+// rounds, less the other. The control loop ticks in real time, so reports are encoded as they are
+// in a service; allocations are counted with a clock that stands still.
+
+/// The calls of one round, and the rounds of each way.
+const CALLS: u32 = 2_000;
+const ROUNDS: usize = 201;
+
+thread_local! {
+    /// The allocations of this thread.
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Counts an allocation of the calling thread.
+fn note_allocation() {
+    // A thread that ends may allocate after its values are gone.
+    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+}
+
+/// The report may take this long.
+const GOAL: f64 = 200.0;
+
+type Received = Request<RequestBody<Empty<Bytes>>>;
+
+fn plain(_: Received) -> Ready<Result<Response<Full<Bytes>>, Infallible>> {
+    let mut response = Response::new(Full::new(Bytes::from_static(b"hello")));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain"));
+    ready(Ok(response))
+}
+
+fn trailers() -> HeaderMap {
+    HeaderMap::from_iter([(HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"))])
+}
+
+/// A response of gRPC: its trailers.
+fn grpc(
+    _: Received,
+) -> Ready<Result<Response<impl Body<Data = Bytes, Error = Infallible>>, Infallible>> {
+    let trailers = futures_util::stream::iter([Ok(Frame::trailers(trailers()))]);
+    let mut response = Response::new(StreamBody::new(trailers));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    ready(Ok(response))
+}
+
+/// Calls a service once, and reads its response.
+fn call<S, R>(service: &mut S)
+where
+    S: Service<Request<Empty<Bytes>>, Response = Response<R>, Error = Infallible>,
+    R: Body,
+{
+    let mut request = Request::new(Empty::new());
+    *request.version_mut() = Version::HTTP_2;
+    let mut cx = Context::from_waker(Waker::noop());
+    let Poll::Ready(Ok(response)) = pin!(service.call(request)).poll(&mut cx) else { return };
+    let mut body = pin!(response.into_body());
+    while let Poll::Ready(Some(frame)) = body.as_mut().poll_frame(&mut cx) {
+        black_box(frame.is_ok());
+    }
+}
+
+/// Returns the nanoseconds of one call.
+fn time(calls: &mut dyn FnMut()) -> f64 {
+    let start = Instant::now();
+    (0..CALLS).for_each(|_| calls());
+    start.elapsed().as_nanos() as f64 / f64::from(CALLS)
+}
+
+/// Returns a layer with reports, and the same without.
+fn layers(memory: &Memory) -> [MemoryLayer<Cost>; 2] {
+    let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(ByteSize::kib(64)));
+    [layer.clone().with_load_reports(), layer]
+}
+
+/// Measures, only what is counted if it says so, and returns whether the goals held.
+fn measure(is_counted: bool) -> Result<bool, BoxError> {
+    let mut figures = Figures::default();
+    let builder = || Memory::builder().device(DeviceChoice::None).memory_limit(ByteSize::gib(4));
+    if !is_counted {
+        let memory = builder().start()?;
+        figures.at_most("fleet.report_ns", costs(&memory), "ns", GOAL);
+        let _ = memory.shutdown_blocking(Duration::from_secs(5));
+    }
+    let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
+    figures.at_most("fleet.report.allocations", allocations(&memory), "allocations", 0.0);
+    let _ = memory.shutdown_blocking(Duration::from_secs(5));
+    Ok(figures.print())
+}
+
+/// Returns the nanoseconds that a report costs a response, the most of both protocols.
+fn costs(memory: &Memory) -> f64 {
+    let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(plain)));
+    let most = compare(&mut || call(&mut with), &mut || call(&mut without));
+    let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(grpc)));
+    most.max(compare(&mut || call(&mut with), &mut || call(&mut without)))
+}
+
+/// Returns what the report costs.
+fn compare(with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
+        times[0].push(time(with));
+        times[1].push(time(without));
+    }
+    let [with, without] = times.map(|times| median(&times));
+    with - without
+}
+
+/// Returns the further allocations of a response with a report.
+fn allocations(memory: &Memory) -> f64 {
+    let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(plain)));
+    let count = |calls: &mut dyn FnMut()| {
+        // The first calls of a route are measured.
+        (0..CALLS).for_each(|_| calls());
+        let before = ALLOCATIONS.get();
+        (0..CALLS).for_each(|_| calls());
+        ALLOCATIONS.get() - before
+    };
+    let [with, without] = [count(&mut || call(&mut with)), count(&mut || call(&mut without))];
+    (with as f64 - without as f64) / f64::from(CALLS)
+}
+
+// grpcio, the gRPC library of Python, reads the reports of tonic servers: a client and a decoder
+// that are not ours.
+//
+// Its core takes the trailer for itself and shows it to no program. So it balances calls between
+// two servers by their weights, of which one has little memory left; and it reads a stream with
+// the messages of the package `xds-protos`.
+
+/// The method that the script calls. It answers with the name of the server.
+const NAME: &str = "/test.Server/Name";
+
+/// The parts of the allowances of both servers that are reserved for other work.
+const RESERVED: [(&str, f64); 2] = [("free", 0.1), ("full", 0.9)];
+
+/// One server.
+struct Instance {
+    memory: Memory,
+    address: String,
+    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    _reserved: Permit,
+}
+
+impl Instance {
+    async fn start(name: &'static str, reserved: f64, is_detached: bool) -> Result<Self, BoxError> {
+        let builder = Memory::builder().device(DeviceChoice::None);
+        // A process has one that is not detached.
+        let builder = if is_detached { builder.detached() } else { builder };
+        let memory = builder.memory_limit(ByteSize::gib(4)).start()?;
+        let allowance = memory.admission().ledger(Budget::Host).allowance();
+        let cost = Cost::host(allowance.scaled(reserved));
+        let reserved = memory.admission().try_admit_with(cost, Priority::Exempt)?;
+        let cost = Cost::host(ByteSize::kib(64));
+        let layer = MemoryLayer::new(memory.admission().clone(), cost).with_load_reports();
+        let streams = layer.load_report_service();
+        let answer = tower::service_fn(async move |_: Request<axum::body::Body>| {
+            let message = [&[0, 0, 0, 0, 4], name.as_bytes()].concat();
+            let frames = [Frame::data(Bytes::from(message)), Frame::trailers(trailers())];
+            let frames = futures_util::stream::iter(frames.map(Ok::<_, Infallible>));
+            let response = Response::builder().header("content-type", "application/grpc");
+            let body = axum::body::Body::new(StreamBody::new(frames));
+            Ok::<_, Infallible>(response.body(body).expect("a valid head"))
+        });
+        let routes = axum::Router::new()
+            .route_service(NAME, answer)
+            .route_service(LOAD_REPORT_STREAM_PATH, streams);
+        let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+        let address = listener.local_addr()?.to_string();
+        let server = Server::builder().layer(layer).add_routes(Routes::from(routes));
+        let serving = tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+        Ok(Self { memory, address, serving, _reserved: reserved })
+    }
+}
+
+/// Serves, and runs the script. Returns whether it read all.
+#[tokio::main]
+async fn read(python: &OsStr) -> Result<bool, BoxError> {
+    let mut instances = Vec::new();
+    for (name, reserved) in RESERVED {
+        instances.push(Instance::start(name, reserved, !instances.is_empty()).await?);
+    }
+    let mut command = Command::new(python);
+    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("reports/read.py"));
+    command.args(instances.iter().map(|instance| &instance.address));
+    let status = tokio::task::spawn_blocking(move || command.status()).await??;
+    for instance in instances {
+        instance.serving.abort();
+        let _ = instance.memory.shutdown(Duration::from_secs(5)).await;
+    }
+    println!("figure fleet.grpc.read {}", u8::from(status.success()));
+    Ok(status.success())
 }

@@ -10,28 +10,35 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod accuracy;
-mod cases;
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "another bench draws sizes too")]
 mod chance;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-mod count;
-mod handlers;
-mod learned;
 
+use std::hint::black_box;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
-use lowtide::BoxError;
+use common::callgrind;
+use common::figures::Figures;
+use hyper::server::conn::http1;
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use lowtide::admission::Admission;
+use lowtide::clock::ManualClock;
+use lowtide::config::DeviceChoice;
+use lowtide::heap::Account;
+use lowtide::service::{ContentLength, MemoryLayer};
+use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::learning::{Kind, Needs, Room};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use crate::common::figures::Figures;
+use crate::chance::Chance;
 
 lowtide::global_allocator!(balanced);
 
+/// What the layer attributes to requests, and what that costs.
 #[derive(Debug, Parser)]
-#[command(about = "What the layer attributes to requests, and what that costs")]
 struct Cli {
     /// Only instructions.
     #[arg(long)]
@@ -53,16 +60,160 @@ fn main() -> ExitCode {
 /// Returns whether every goal held.
 fn run(cli: &Cli) -> Result<bool, BoxError> {
     if let Some(counted) = &cli.be {
-        return count::be(counted, cli.steps).map(|()| true);
+        return be(counted, cli.steps).map(|()| true);
     }
     if let Some(order) = &cli.client {
         return accuracy::be_clients(serde_json::from_str(order)?).map(|()| true);
     }
     let mut figures = Figures::default();
-    learned::measure(&mut figures);
+    learned(&mut figures);
     if !cli.count {
         accuracy::measure(&mut figures)?;
     }
-    count::measure(&mut figures)?;
+    instructions(&mut figures)?;
     Ok(figures.print())
+}
+
+// How many requests a route takes to learn: until what it reserves stays within 10 % of the true
+// mean of their needs.
+
+/// Routes, each with its own random needs.
+const ROUTES: u64 = 200;
+/// Requests of a route.
+const REQUESTS: usize = 400;
+/// The accepted error.
+const ERROR_MAX: f64 = 0.1;
+/// Requests until the error is accepted, in nine of ten routes.
+const GOAL: f64 = 30.0;
+
+/// Returns the need of a request: around 10 MiB, most of them within 15 % of that.
+fn need(chance: &mut Chance) -> f64 {
+    let sum: f64 = (0..4).map(|_| chance.unit()).sum();
+    10.0 * 1024.0 * 1024.0 * (0.7 + 0.15 * sum)
+}
+
+/// Measures it.
+fn learned(figures: &mut Figures) {
+    let truth = {
+        let mut chance = Chance::new(7);
+        (0..100_000).map(|_| need(&mut chance)).sum::<f64>() / 100_000.0
+    };
+    let mut after: Vec<_> = (1..=ROUTES).map(|seed| requests(seed, truth)).collect();
+    after.sort_unstable();
+    let most = after.get(after.len() * 90 / 100).copied().unwrap_or(REQUESTS);
+    figures.at_most("measured.learned_after_requests", most as f64, "requests", GOAL);
+}
+
+/// Returns the number of requests after which the claim of a route stays near the truth.
+fn requests(seed: u64, truth: f64) -> usize {
+    let (needs, mut chance) = (Needs::default(), Chance::new(seed));
+    let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
+    let request = needs.of(kind, ByteSize::mib(1), false);
+    let mut wrong = 0;
+    for nth in 1..=REQUESTS {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "of some MiB")]
+        request.learn(ByteSize::new(need(&mut chance) as u64));
+        let claim = request.claim(Room::UNLIMITED).as_f64();
+        if (claim / truth - 1.0).abs() > ERROR_MAX {
+            wrong = nth;
+        }
+    }
+    wrong
+}
+
+// Instructions of the layer, counted by callgrind in processes of their own.
+//
+// A run of more polls or requests, less a run of fewer, less the same without the layer: so the
+// start of a process and the work itself do not count.
+
+/// Polls of the shorter run, and requests. Threads of the process add some 500,000 instructions.
+const POLLS: u32 = 200_000;
+const HELLOS: u32 = 10_000;
+
+/// The process that is counted: work for an account that does nothing (`idle`), that allocates and
+/// frees small blocks (`settled`), or more than 64 KiB (`peak`); and requests over HTTP/1, behind a
+/// layer that measures or one that does not. Those that end in `bare` do the same for no account
+/// and behind no layer.
+fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
+    match counted {
+        "hello" => return hello(Some(memory()?.admission()), steps),
+        "hello-unmeasured" => {
+            return hello(Some(&Admission::with_limit(ByteSize::gib(1))), steps);
+        }
+        "hello-bare" => return hello(None, steps),
+        work => {
+            let (of, is_measured) =
+                work.strip_suffix("-bare").map_or((work, true), |work| (work, false));
+            let (blocks, bytes) = match of {
+                "idle" => (0, 0),
+                "settled" => (5, 64),
+                _ => (5, 16 << 10),
+            };
+            let account = Arc::new(Account::new((), |_, _| ()));
+            let step = || {
+                (0..black_box(blocks))
+                    .for_each(|_| drop(black_box(Vec::<u8>::with_capacity(bytes))));
+            };
+            for _ in 0..steps {
+                if is_measured { account.run(step) } else { step() }
+            }
+            black_box(account);
+        }
+    }
+    Ok(())
+}
+
+fn memory() -> Result<Memory, BoxError> {
+    // Time stands still, so that the threads of the `Memory` sleep.
+    let clock = Arc::new(ManualClock::new());
+    Ok(Memory::builder().clock(clock).device(DeviceChoice::None).start()?)
+}
+
+/// Serves as many requests on one connection.
+#[tokio::main(flavor = "current_thread")]
+async fn hello(admission: Option<&Admission>, requests: usize) -> Result<(), BoxError> {
+    let routes = axum::Router::new().route("/", axum::routing::get(async || "hello world"));
+    let routes = match admission {
+        Some(admission) => {
+            routes.layer(MemoryLayer::new(admission.clone(), ContentLength::default()))
+        }
+        None => routes,
+    };
+    let (mut client, server) = tokio::io::duplex(4096);
+    let service = TowerToHyperService::new(routes);
+    tokio::spawn(http1::Builder::new().serve_connection(TokioIo::new(server), service));
+    let mut answer = [0; 4096];
+    for _ in 0..requests {
+        client.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n").await?;
+        let mut read = 0;
+        while !answer[..read].ends_with(b"hello world") {
+            let more = client.read(&mut answer[read..]).await?;
+            if more == 0 {
+                return Err("the connection ended".into());
+            }
+            read += more;
+        }
+    }
+    Ok(())
+}
+
+/// Counts everything, and adds the figures.
+fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
+    let count = |counted: &str| {
+        let steps = if counted.starts_with("hello") { HELLOS } else { POLLS };
+        callgrind::per_step(&["--be", counted, "--steps"], steps)
+    };
+    let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
+    let mut add = |name: &str, value, unit, most| {
+        figures.at_most(format!("measured.{name}"), value, unit, most);
+    };
+    let settled = more("settled")?;
+    let (bare, unmeasured) = (count("hello-bare")?, count("hello-unmeasured")?);
+    add("scope.instructions", more("idle")?, "instructions", 60.0);
+    add("scope.settled.instructions", settled, "instructions", 130.0);
+    add("scope.peak.instructions", more("peak")? - settled, "instructions", 350.0);
+    add("hello.instructions", bare, "instructions", f64::INFINITY);
+    add("hello.admitted_ratio", unmeasured / bare, "x", f64::INFINITY);
+    add("layer.ratio", count("hello")? / unmeasured, "x", 1.02);
+    Ok(())
 }

@@ -5,27 +5,29 @@
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../common/callgrind.rs"]
-#[allow(dead_code, reason = "other benches count steps of themselves")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod callgrind;
 #[path = "../common/figures.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod figures;
 #[path = "../common/process.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod process;
-mod watch;
 
-use std::process::ExitCode;
+use std::fs;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use lowtide::BoxError;
 use lowtide::heap::HeapProfile;
 
 use crate::callgrind::callgrind;
-use crate::figures::Figures;
-use crate::watch::{Plan, rounds};
+use crate::figures::{Figures, count};
+use crate::process::{Process, kernel_value};
 
 /// The parts of the bench, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -38,8 +40,8 @@ enum Part {
     Documents,
 }
 
+/// What allocators keep after a burst, and what giving it back costs.
 #[derive(Clone, Debug, Parser)]
-#[command(about = "What allocators keep after a burst, and what giving it back costs")]
 struct Cli {
     /// The number of runs of each.
     #[arg(long, default_value_t = 3)]
@@ -244,4 +246,107 @@ fn pair(figures: &mut Figures) {
         }
         failed => println!("skipped: {failed:?}"),
     }
+}
+
+// The burst of one allocator after the other, watched from outside.
+//
+// Processor time is that of the whole process from the beginning of the traffic until 2 s after
+// its end: what an allocator leaves for later, or to threads of its own, is counted.
+//
+// Invariant: one process is measured at a time.
+
+/// The look at which processor time is taken.
+const CPU_LOOK: u64 = 2;
+/// Ticks of `stat` in a second: `USER_HZ`, 100 on every Linux that Rust runs on.
+const TICKS: f64 = 100.0;
+
+/// The size of the burst, and the time for which it is watched.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    /// The prefix of the figures.
+    pub(crate) prefix: &'static str,
+    pub(crate) kind: &'static str,
+    /// Operations of a thread in each phase, and the requests that it holds.
+    pub(crate) operations: u32,
+    pub(crate) held: u32,
+    /// Seconds after the end of the traffic at which resident memory is read.
+    pub(crate) looks: &'static [u64],
+}
+
+/// Runs all of them, in turn, so many times. Each goes first as often as the other.
+pub(crate) fn rounds(
+    figures: &mut Figures,
+    plan: &Plan,
+    contestants: &[Contestant],
+    rounds: usize,
+) -> Result<(), BoxError> {
+    for round in 1..=rounds {
+        for nth in 0..contestants.len() {
+            let at = if round % 2 == 0 { contestants.len() - 1 - nth } else { nth };
+            let who = &contestants[at];
+            let found = run(who, plan).map_err(|error| format!("{}: {error}", who.name))?;
+            println!("{} {round} of {rounds}: {:<18} {found:.2?}", plan.prefix, who.name);
+            for (end, value) in found {
+                let unit = if end.ends_with("_us") { "us" } else { "MiB" };
+                figures.add(format!("{}.{}.{end}", plan.prefix, who.name), value, unit);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Starts one of them.
+fn start(who: &Contestant, arguments: &[&str]) -> Result<Process, BoxError> {
+    let mut command = Command::new(who.program);
+    command.args(arguments).args((!who.way.is_empty()).then_some(&who.way));
+    command.env_remove("MALLOC_CONF").env_remove(CONF).envs(who.variable.clone());
+    Process::start(command)
+}
+
+/// Reads the next line of a process, which begins with this word, and returns the rest of it.
+fn expect(process: &mut Process, word: &str) -> Result<String, BoxError> {
+    let line = process.line()?;
+    let rest = line.strip_prefix(word);
+    Ok(rest.ok_or_else(|| format!("it said {line:?}: expected {word:?}"))?.to_owned())
+}
+
+/// Runs one of them. Returns its values by the ends of their figures' names.
+fn run(who: &Contestant, plan: &Plan) -> Result<Vec<(String, f64)>, BoxError> {
+    let [operations, held] = [plan.operations, plan.held].map(|number| number.to_string());
+    let mut process = start(who, &[plan.kind, "4", &operations, &held])?;
+    expect(&mut process, "traffic")?;
+    let home = format!("/proc/{}", process.child.id());
+    // Those of all its threads, those that ended too.
+    let seconds = || {
+        let text = fs::read_to_string(format!("{home}/stat"))?;
+        let (_, fields) = text.rsplit_once(')').ok_or("stat has no name")?;
+        let ticks = fields.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
+        Ok::<_, BoxError>(ticks.sum::<Result<f64, _>>()? / TICKS)
+    };
+    let mib = |key| kernel_value(format!("{home}/status"), key).map(|kib| count(kib) / 1024.0);
+    let begun = seconds()?;
+    let said = expect(&mut process, "idle")?;
+    let end = Instant::now();
+    let numbers = said.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
+    let [operations, live, p50, p95, p99] = numbers[..] else {
+        return Err(format!("it said {said:?}: expected five numbers").into());
+    };
+    let mut found = vec![
+        ("peak_mib".to_owned(), mib("VmHWM:")?),
+        ("live_mib".to_owned(), live / 1_048_576.0),
+        ("p50_us".to_owned(), p50),
+        ("p95_us".to_owned(), p95),
+        ("p99_us".to_owned(), p99),
+    ];
+    for look in plan.looks {
+        let due = end + Duration::from_secs(*look);
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        found.push((format!("resident_{look}s_mib"), mib("VmRSS:")?));
+        if *look == CPU_LOOK {
+            let each = (seconds()? - begun) * 1e6 / operations;
+            found.push(("cpu_us".to_owned(), each));
+        }
+    }
+    process.finish()?;
+    Ok(found)
 }

@@ -14,6 +14,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use common::figures::{Figures, count};
+use common::own;
+use common::process::Process;
 use http::{Extensions, Request, Response, StatusCode};
 use http_body_util::{Empty, Full};
 use lowtide::admission::{Cost, Reclaimable, RejectReason};
@@ -23,9 +26,6 @@ use lowtide_core::sync::lock;
 use tokio::time::{Instant, sleep};
 use tower::{Layer as _, Service as _, ServiceExt as _};
 
-use crate::common::figures::{Figures, count};
-use crate::common::own;
-use crate::common::process::Process;
 use crate::zipf::Chance;
 
 /// The limit of the service.

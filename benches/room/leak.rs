@@ -15,17 +15,16 @@ use axum::Router;
 use axum::extract::Path;
 use axum::routing::post;
 use bytes::Bytes;
+use common::figures::Figures;
+use common::http::{Http, client, get, send};
+use common::own;
+use common::process::Process;
 use http::{Request, StatusCode};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_core::sync::lock;
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-
-use crate::common::figures::Figures;
-use crate::common::http::{Http, client, get, send};
-use crate::common::own;
-use crate::common::process::Process;
 
 /// The limit of the service.
 const LIMIT: ByteSize = ByteSize::mib(128);
@@ -169,7 +168,7 @@ impl Service {
     /// Returns what it says of its memory.
     async fn host(&self) -> Result<Value, BoxError> {
         let text = get(&self.http, &format!("http://{}/memory", self.address)).await?;
-        Ok(serde_json::from_slice::<Value>(&text)?["host"].take())
+        Ok(serde_json::from_str::<Value>(&text)?["host"].take())
     }
 }
 

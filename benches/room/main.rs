@@ -10,32 +10,26 @@
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-mod attacked;
-mod attacks;
 mod cache;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
-mod common;
-mod evictions;
 mod hostage;
 mod leak;
-#[path = "../proxy/mod.rs"]
-mod proxy;
 mod schedules;
 mod zipf;
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use common::figures::{Figures, count};
 use lowtide::BoxError;
 
-use crate::common::figures::{Figures, count};
+use crate::zipf::{CASES, Compared, FAULTS, Hits, NAMES};
 
 lowtide::global_allocator!(balanced);
 
+/// Requests that wait for room, evictions, caches, leaks and hostile clients.
 #[derive(Debug, Parser)]
-#[command(about = "Requests that wait for room, evictions, caches, leaks and hostile clients")]
 struct Cli {
     #[command(subcommand)]
     part: Part,
@@ -85,12 +79,12 @@ fn run(part: &Part) -> Result<bool, BoxError> {
     let mut figures = Figures::default();
     match part {
         Part::Schedules { count, from } => schedules(*count, *from, &mut figures),
-        Part::Zipf => evictions::measure(&mut figures),
+        Part::Zipf => evictions(&mut figures),
         Part::Hostage => hostage::measure(&mut figures)?,
         Part::H2 => hostage::measure_connections(&mut figures)?,
         Part::Cache => cache::measure(&mut figures)?,
         Part::Leak => leak::measure(&mut figures)?,
-        Part::ServeAttacked { at } => attacked::serve(*at)?,
+        Part::ServeAttacked { at } => hostage::serve(*at)?,
         Part::ServeCache { registered } => cache::serve(*registered)?,
         Part::ServeLeaking => leak::serve()?,
     }
@@ -108,4 +102,35 @@ fn schedules(run: u64, from: u64, figures: &mut Figures) {
     }
     figures.add("room.schedules.run", count(run), "schedules");
     figures.at_most("room.schedules.failed", count(failed), "schedules", 0.0);
+}
+
+// The figures of evictions under requests by Zipf's law; `zipf` serves them.
+
+/// The least part of the hits of the best of LRU, LFU and GDSF in each case, as means of its seeds.
+const HIT_RATIO_MIN: f64 = 0.97;
+
+/// The requests of each case, and its seeds.
+const REQUESTS: usize = 100_000;
+const SEEDS: RangeInclusive<u64> = 1..=10;
+
+/// Adds the figures of the cases.
+fn evictions(figures: &mut Figures) {
+    let mut faults = [0; FAULTS.len()];
+    let mut least = Hits { requests: f64::INFINITY, load_time: f64::INFINITY };
+    for case in CASES {
+        let all: Vec<_> = SEEDS.map(|seed| zipf::compare(case, seed, REQUESTS)).collect();
+        for compared in &all {
+            faults.iter_mut().zip(compared.faults).for_each(|(sum, more)| *sum += more);
+        }
+        let mean = Compared::mean(&all);
+        least = least.with(mean.ratio(), f64::min);
+        for (name, hits) in NAMES.into_iter().zip(mean.hits) {
+            figures.add(format!("room.zipf.{}.{name}", case.name), hits.requests, "ratio");
+        }
+    }
+    for (name, found) in FAULTS.into_iter().zip(faults) {
+        figures.at_most(format!("room.zipf.{name}"), count(found), "requests", 0.0);
+    }
+    figures.at_least("room.zipf.hit_ratio", least.requests, "of_the_best", HIT_RATIO_MIN);
+    figures.add("room.zipf.saved_ratio", least.load_time, "of_the_best");
 }

@@ -20,8 +20,7 @@ use lowtide_admission::{Admission, Budget, ByteSize, Cost, Permit, Priority, Rej
 use lowtide_core::sync::lock;
 
 #[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "another bench draws sizes too")]
-#[allow(clippy::duplicate_mod, reason = "other simulations have it too")]
+#[allow(dead_code, clippy::duplicate_mod, reason = "other simulations have it too")]
 mod chance;
 use self::chance::Chance;
 

@@ -11,8 +11,7 @@
 #![allow(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 
 #[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "another bench draws sizes too")]
-#[allow(clippy::duplicate_mod, reason = "the tests run the controller's simulation too")]
+#[allow(dead_code, clippy::duplicate_mod, reason = "other simulations have it too")]
 mod chance;
 
 use std::collections::BTreeMap;

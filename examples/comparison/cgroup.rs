@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 
 /// A memory cgroup below the present one, removed on drop once it is empty.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub struct Group {
     /// Its folder.
-    pub(crate) folder: PathBuf,
+    pub folder: PathBuf,
 }
 
 impl Group {
     /// Creates a cgroup with a limit.
-    pub(crate) fn make(name: &str, limit_bytes: u64) -> Result<Self, String> {
+    pub fn make(name: &str, limit_bytes: u64) -> Result<Self, String> {
         let (home, v2) = home()?;
         let folder = home.join(name);
         let fault = |what: &str, error: std::io::Error| format!("{what}: {error}");
@@ -30,7 +30,7 @@ impl Group {
     }
 
     /// The file into which a process writes its id to enter.
-    pub(crate) fn entrance(&self) -> PathBuf {
+    pub fn entrance(&self) -> PathBuf {
         self.folder.join("cgroup.procs")
     }
 }

@@ -18,17 +18,11 @@ mod device_schedules;
 mod embed;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
-#[path = "../../benches/overload/mix.rs"]
-#[allow(dead_code, reason = "the bench uses more of it")]
-mod mix;
 #[path = "../../examples/proxy/model.rs"]
 mod model;
-#[path = "../../benches/overload/policy.rs"]
+#[path = "../../benches/overload/offer.rs"]
 #[allow(dead_code, reason = "the bench uses more of it")]
-mod policy;
-#[path = "../../benches/overload/schedule.rs"]
-#[allow(dead_code, reason = "the bench uses more of it")]
-mod schedule;
+mod offer;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 

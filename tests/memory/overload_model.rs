@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 
-use crate::mix::{BASE, CEILING, HOLD, Mix, taken};
-use crate::policy::Policy;
-use crate::schedule::Offer;
+use crate::offer::{BASE, CEILING, CLASSES, HOLD, Mix, Offer, Policy, taken};
 
 const LIMIT: ByteSize = ByteSize::mib(256);
 
@@ -55,7 +53,7 @@ fn the_same_offer_gives_the_same_requests_at_its_rate() {
     // Poisson: 4000, five deviations at most.
     assert!((3684..=4316).contains(&one.len()), "{}", one.len());
     let classes: BTreeSet<usize> = one.iter().map(|arrival| arrival.class).collect();
-    assert_eq!(classes.len(), crate::mix::CLASSES.len());
+    assert_eq!(classes.len(), CLASSES.len());
 }
 
 #[test]

@@ -5,10 +5,10 @@
 use std::time::Duration;
 
 use lowtide_admission::clock::Moment;
-use lowtide_admission::{Level, RejectReason, Settings};
+use lowtide_admission::learning::LESSONS_MIN;
+use lowtide_admission::{ByteSize, Level, RejectReason, Settings, Trigger};
 
 use super::scenario::{Kind, Scenario};
-use super::seen::Seen;
 use super::world::World;
 
 /// Seconds without load at the end of a run.
@@ -26,9 +26,9 @@ pub(crate) fn judge(scenario: &Scenario) -> Result<Seen, String> {
     if faults.is_empty() {
         return Ok(seen);
     }
-    let (seed, kind, faults) = (scenario.seed, scenario.kind.name(), faults.join("\n  "));
+    let (seed, kind, faults) = (scenario.seed, scenario.kind, faults.join("\n  "));
     let again = format!("cargo bench --bench controller -- --from {seed} --seeds 1 --days 0");
-    Err(format!("seed {seed}, {kind}:\n  {faults}\n  {scenario:?}\n  again: {again}"))
+    Err(format!("seed {seed}, {kind:?}:\n  {faults}\n  {scenario:?}\n  again: {again}"))
 }
 
 /// Runs a scenario: its load and what comes after it.
@@ -40,60 +40,50 @@ pub(crate) fn run(scenario: &Scenario, settings: Settings) -> Seen {
 
 /// Returns the claims that do not hold.
 pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
-    let mut faults = Vec::new();
-    let mut claim = |holds: bool, what: &dyn Fn() -> String| {
-        if !holds {
-            faults.push(what());
-        }
-    };
-    claim(seen.killed.is_none(), &|| format!("killed at {:.3} s", seen.killed.unwrap_or_default()));
-    claim(!seen.beyond, &|| "the plant held more than its limit and lived".to_owned());
-    claim(seen.hasty == 0, &|| format!("{} purges came before their pace", seen.hasty));
-    let exhausted = seen.reasons[RejectReason::Exhausted as usize];
-    claim(exhausted == 0, &|| format!("{exhausted} are shed for a leak that is none"));
-    claim(seen.end.panics == 0, &|| format!("{} jobs panicked", seen.end.panics));
-    claim(seen.end.reserved.is_zero() && seen.end.held == 0, &|| {
-        format!("{} stay booked by {} requests", seen.end.reserved, seen.end.held)
-    });
-    claim(seen.end.standing.is_zero(), &|| format!("{} stay standing", seen.end.standing));
-    claim(seen.end.live < 0.01, &|| format!("{:.1} MiB stay live", seen.end.live));
-    claim(seen.end.level == Level::None, &|| format!("the level stays {}", seen.end.level));
-    claim(seen.end.admits, &|| "a fiftieth of the limit is shed in an idle service".to_owned());
-    let kept = 16.0_f64.max(0.25 * (seen.end.base + seen.end.live)) + 0.5;
-    claim(seen.end.dirty <= kept, &|| {
-        format!("{:.1} MiB stay dirty in an idle service", seen.end.dirty)
-    });
-    claim(seen.wasted == 0 || scenario.may_waste(), &|| {
-        format!(
-            "{} were shed that had had room for 250 ms, the last one at {:.2} s, by reason {:?}",
-            seen.wasted,
-            seen.last_wasted.unwrap_or_default(),
-            seen.reasons,
-        )
-    });
+    let (end, exhausted) = (&seen.end, seen.reasons[RejectReason::Exhausted as usize]);
+    let kept = 16.0_f64.max(0.25 * (end.base + end.live)) + 0.5;
+    let mut claims = vec![
+        (seen.killed.is_none(), format!("killed at {:?} s", seen.killed)),
+        (!seen.beyond, "the plant held more than its limit and lived".to_owned()),
+        (seen.hasty == 0, format!("{} purges came before their pace", seen.hasty)),
+        (exhausted == 0, format!("{exhausted} are shed for a leak that is none")),
+        (end.panics == 0, format!("{} jobs panicked", end.panics)),
+        (
+            end.reserved.is_zero() && end.held == 0,
+            format!("{} stay booked by {} requests", end.reserved, end.held),
+        ),
+        (end.standing.is_zero(), format!("{} stay standing", end.standing)),
+        (end.live < 0.01, format!("{:.1} MiB stay live", end.live)),
+        (end.level == Level::None, format!("the level stays {}", end.level)),
+        (end.admits, "a fiftieth of the limit is shed in an idle service".to_owned()),
+        (end.dirty <= kept, format!("{:.1} MiB stay dirty in an idle service", end.dirty)),
+        (
+            seen.wasted == 0 || scenario.may_waste(),
+            format!(
+                "{} were shed that had had room for 250 ms, the last one at {:?} s, by reason {:?}",
+                seen.wasted, seen.last_wasted, seen.reasons,
+            ),
+        ),
+    ];
+    // In steady overload levels change once a second at most.
+    let changes = seen.changes_per_second(2.0, scenario.lasts);
+    let steady = (changes <= 1.0, format!("{changes:.2} changes of level a second"));
     match scenario.kind {
-        Kind::Overload => steady(scenario, seen, &mut claim),
+        Kind::Overload => claims.push(steady),
         Kind::Fits => {
-            let part = seen.learned.shed_ratio();
-            claim(part <= 0.01, &|| format!("{:.2} % of what fits is shed", 100.0 * part));
-            claim(seen.learned.small == 0, &|| {
-                format!("{} small ones of what fits are shed", seen.learned.small)
-            });
+            let [offered, shed] = seen.learned_mib;
+            let (part, small) = (shed / offered.max(1e-9), seen.learned_small);
+            claims.push((part <= 0.01, format!("{:.2} % of what fits is shed", 100.0 * part)));
+            claims.push((small == 0, format!("{small} small ones of what fits are shed")));
         }
         Kind::Change => {
-            steady(scenario, seen, &mut claim);
             let settles = settles(scenario, seen);
-            claim(settles <= SETTLES_WITHIN, &|| format!("K settles in {settles:.1} s"));
+            claims.push(steady);
+            claims.push((settles <= SETTLES_WITHIN, format!("K settles in {settles:.1} s")));
         }
         Kind::Fall | Kind::Wild | Kind::Days | Kind::Fit => {}
     }
-    faults
-}
-
-/// In steady overload levels change once a second at most.
-fn steady(scenario: &Scenario, seen: &Seen, claim: &mut dyn FnMut(bool, &dyn Fn() -> String)) {
-    let changes = seen.changes_per_second(2.0, scenario.lasts);
-    claim(changes <= 1.0, &|| format!("{changes:.2} changes of level a second"));
+    claims.into_iter().filter(|(holds, _)| !holds).map(|(_, what)| what).collect()
 }
 
 /// Returns the seconds from the change of truth to the last look at which K was further than a
@@ -121,5 +111,152 @@ impl Scenario {
     pub(super) fn largest(&self, second: f64) -> f64 {
         let truth = self.truth.at(second) * (1.0 + self.truth.noise);
         self.mix.largest() * truth.max(1.0)
+    }
+}
+
+// The observations of a run.
+
+/// The state when the load has been over for ten seconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct End {
+    pub(crate) reserved: ByteSize,
+    pub(crate) standing: ByteSize,
+    pub(crate) held: u64,
+    pub(crate) panics: u64,
+    /// `true` if a fiftieth of the limit is admitted.
+    pub(crate) admits: bool,
+    pub(crate) level: Level,
+    pub(crate) live: f64,
+    pub(crate) dirty: f64,
+    pub(crate) base: f64,
+}
+
+/// One look at what is learned.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Look {
+    pub(crate) second: f64,
+    pub(crate) k: f64,
+    /// MiB.
+    pub(crate) allowance: f64,
+    pub(crate) reserved: f64,
+    pub(crate) physical: f64,
+    /// The reservation of a request of 1 MiB, as its route has taught.
+    pub(crate) claim: f64,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    /// `true` if requests are measured.
+    is_measured: bool,
+    pub(crate) offered: u64,
+    /// Of each class of sizes.
+    pub(crate) served: [u64; 3],
+    pub(crate) shed_mib: f64,
+    /// MiB that were offered and shed after the first seconds, of the classes that are known: until
+    /// then estimates count twice, or few requests run, because nothing has been measured. And how
+    /// many of the smallest class were shed.
+    learned_mib: [f64; 2],
+    learned_small: u64,
+    /// Of those shed, by reason in the order of [`RejectReason::ALL`].
+    pub(crate) reasons: [u64; RejectReason::ALL.len()],
+    /// When the last one was shed, and the last one that would have fitted for a quarter of a
+    /// second by then.
+    pub(crate) last_shed: Option<f64>,
+    last_wasted: Option<f64>,
+    pub(crate) wasted: u64,
+    /// Since when there has been room for each that comes.
+    roomy_since: Option<f64>,
+    pub(crate) jobs: u64,
+    /// Changes of level: the second, and the new one.
+    pub(crate) levels: Vec<(f64, Level)>,
+    pub(crate) looks: Vec<Look>,
+    purge_ended: Option<Moment>,
+    /// MiB at the last two samples, and when a purge was decided.
+    dirty: [f64; 2],
+    wanted: f64,
+    /// Purges of the loop that began sooner than 100 ms after the one before, for little.
+    pub(crate) hasty: u64,
+    /// `true` if the page cache ever was beyond the limit: the plant is wrong.
+    beyond: bool,
+    pub(crate) killed: Option<f64>,
+    pub(crate) end: End,
+}
+
+/// The shortest pause between two purges that the loop decides on.
+const PACE: Duration = Duration::from_millis(100);
+/// MiB that are worth a purge within it: lowtide's default.
+const WORTH: f64 = 16.0;
+/// From this second on something has been learned: two lives of requests are over.
+const LEARNED: f64 = 6.0;
+/// After so long with room a shed is a wasted one.
+const ROOMY: f64 = 0.25;
+
+impl Seen {
+    pub(super) fn new(is_measured: bool) -> Self {
+        Self { is_measured, ..Self::default() }
+    }
+
+    pub(super) fn offers(&mut self, class: usize, mib: f64, second: f64, roomy: bool) {
+        self.offered += 1;
+        if self.knows(class, second) {
+            self.learned_mib[0] += mib;
+        }
+        if !roomy {
+            self.roomy_since = None;
+        } else if self.roomy_since.is_none() {
+            self.roomy_since = Some(second);
+        }
+    }
+
+    pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: RejectReason) {
+        self.shed_mib += mib;
+        self.reasons[reason as usize] += 1;
+        if self.knows(class, second) {
+            self.learned_mib[1] += mib;
+            self.learned_small += u64::from(class == 0);
+        }
+        self.last_shed = Some(second);
+        let may_know = !self.is_measured || self.knows(class, second);
+        if may_know && self.roomy_since.is_some_and(|since| second - since > ROOMY) {
+            self.last_wasted = Some(second);
+            self.wasted += 1;
+        }
+    }
+
+    /// Returns `true` if the first seconds are over, and the need of a class is known if it is
+    /// measured.
+    fn knows(&self, class: usize, second: f64) -> bool {
+        let is_known = self.served[class] >= u64::from(LESSONS_MIN);
+        second >= LEARNED && (is_known || !self.is_measured)
+    }
+
+    /// The loop sees what is dirty now, or saw at the tick before.
+    pub(super) const fn samples(&mut self, dirty: f64) {
+        self.dirty = [dirty, self.dirty[0]];
+    }
+
+    /// The loop decides on a purge.
+    pub(super) const fn decides(&mut self) {
+        self.wanted = self.dirty[0].max(self.dirty[1]);
+    }
+
+    pub(super) fn purge_begins(&mut self, trigger: Trigger, now: Moment, within: bool) {
+        let paced = !matches!(trigger, Trigger::Manual | Trigger::Unload);
+        let hasty = self.purge_ended.is_some_and(|ended| now - ended < PACE);
+        self.hasty += u64::from(paced && hasty && self.wanted < WORTH);
+        self.beyond |= !within;
+    }
+
+    pub(super) fn purge_ends(&mut self, trigger: Trigger, now: Moment) {
+        if !matches!(trigger, Trigger::Manual | Trigger::Unload) {
+            self.purge_ended = Some(now);
+        }
+    }
+
+    /// Changes of level a second between two seconds.
+    fn changes_per_second(&self, from: f64, to: f64) -> f64 {
+        let within = self.levels.iter().filter(|(at, _)| (from..to).contains(at)).count();
+        f64::from(u32::try_from(within).unwrap_or(u32::MAX)) / (to - from)
     }
 }

@@ -8,12 +8,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use lowtide_admission::clock::Moment;
 use lowtide_admission::fit::{Fit, FitSample, FitStep};
 use lowtide_admission::{Budget, Cost, Job, Permit, Settings, Trigger, Use};
 use lowtide_core::sync::lock;
 
-use super::plant::{MIB, bytes};
-use super::scenario::{BEFORE, FitPlan, Kind, Scenario};
+use super::scenario::{BEFORE, FitPlan, Kind, MIB, Scenario, bytes};
 use super::world::{Weight, World};
 
 const MILLI: Duration = Duration::from_millis(1);
@@ -84,7 +84,7 @@ pub(crate) fn run(seed: u64) -> Result<Fitted, String> {
     if step == FitStep::Failed {
         return Ok(seen);
     }
-    let before = {
+    let before: u64 = {
         let state = &mut *lock(&stage.world.state);
         seen.seconds = Some((state.now - start).as_secs_f64());
         let usage = state.plant.usage();
@@ -92,11 +92,11 @@ pub(crate) fn run(seed: u64) -> Result<Fitted, String> {
             return Err(format!("it was reached with {usage} MiB of {target}: {seen:?}"));
         }
         state.plant.lower(state.now, limit);
-        state.seen.served.map(|class| class.requests)
+        state.seen.served.iter().sum()
     };
     stage.play(AFTER)?;
     let state = lock(&stage.world.state);
-    seen.served = state.seen.served.iter().zip(before).map(|(now, then)| now.requests - then).sum();
+    seen.served = state.seen.served.iter().sum::<u64>() - before;
     if state.fitted.is_some() { Err("the fit is still in force".to_owned()) } else { Ok(seen) }
 }
 
@@ -162,7 +162,7 @@ impl Stage {
 
 impl World {
     /// What `lowtide::memory` does, over the plant.
-    pub(super) fn tend_fit(&self, now: lowtide_admission::clock::Moment) {
+    pub(super) fn tend_fit(&self, now: Moment) {
         let ledger = self.admission.ledger(Budget::Host);
         let uses = self.resources.stats().iter().any(|stats| stats.loaded);
         let promised = ledger.unheld().saturating_add(ledger.loading());

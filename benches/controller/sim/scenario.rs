@@ -4,11 +4,13 @@
 //!
 //! Invariant: the same seed is the same scenario.
 
+use std::f64::consts::TAU;
 use std::time::Duration;
 
+use lowtide_admission::clock::Moment;
+use lowtide_admission::{ByteSize, Limit, Sample};
+
 use super::chance::Chance;
-use super::load::{DAY, Load, MIXES, Mix, Shape};
-use super::plant::Build;
 
 /// The part of the limit that a controller with default settings fills.
 pub(crate) const CEILING: f64 = 0.80;
@@ -38,10 +40,6 @@ impl Kind {
     /// Those that seeds take turns in.
     pub(crate) const ALL: [Self; 5] =
         [Self::Overload, Self::Fall, Self::Fits, Self::Change, Self::Wild];
-
-    pub(crate) fn name(self) -> String {
-        format!("{self:?}").to_lowercase()
-    }
 }
 
 /// The error of estimates: a request holds `estimate x factor`, more or less.
@@ -81,15 +79,6 @@ pub(crate) struct Sampler {
     pub(crate) stale: bool,
     /// One tick in so many begins a moment in which no limit can be read.
     pub(crate) blind: Option<f64>,
-}
-
-/// Somebody else in the cgroup.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Neighbour {
-    /// The most that it holds, as a part of the limit.
-    pub(crate) part: f64,
-    /// The time that it takes to grow to that; then it leaves, and so on.
-    pub(crate) within: f64,
 }
 
 /// A managed model.
@@ -132,7 +121,9 @@ pub(crate) struct Scenario {
     pub(crate) sampler: Sampler,
     /// The longest delay of the worker's start.
     pub(crate) worker_late: Duration,
-    pub(crate) neighbour: Option<Neighbour>,
+    /// Somebody else in the cgroup: the most that it holds, as a part of the limit, and the seconds in
+    /// which it grows to that; then it leaves, and so on.
+    pub(crate) neighbour: Option<(f64, f64)>,
     /// The limit is another part of the first one from a second on.
     pub(crate) limits: Vec<(f64, f64)>,
     /// One request in so many needs a model; `None` where there is none.
@@ -193,12 +184,10 @@ impl Scenario {
             change: None,
         };
         let sampler = Sampler::draw(chance);
+        // In this order, in which chance is drawn.
         let mut scenario = Self {
-            seed,
             kind,
             build,
-            mix,
-            load: Load::constant(high),
             lasts: 12.0,
             truth,
             arrives: chance.between(0.02, 0.5),
@@ -207,11 +196,7 @@ impl Scenario {
             measured: true,
             sampler,
             worker_late: chance.pick(&[Duration::ZERO, Duration::from_millis(20)]),
-            neighbour: None,
-            limits: Vec::new(),
-            resource: None,
-            models: Vec::new(),
-            fit: None,
+            ..Self::steady(seed, mix, 1.0, high)
         };
         scenario.make(chance, high);
         scenario
@@ -220,7 +205,7 @@ impl Scenario {
     /// Sets the properties of its kind.
     fn make(&mut self, chance: &mut Chance, high: f64) {
         match self.kind {
-            Kind::Overload => {}
+            Kind::Overload | Kind::Days => {}
             Kind::Fall => {
                 self.load = Load { low: high, high: 0.25, shape: Shape::Step { at: 8.0 } };
             }
@@ -243,7 +228,7 @@ impl Scenario {
                 if chance.happens(0.5) {
                     let part = chance.between(0.02, 0.2);
                     let within = part / chance.between(0.005, 0.03);
-                    self.neighbour = Some(Neighbour { part, within });
+                    self.neighbour = Some((part, within));
                 }
                 if chance.happens(0.4) {
                     self.limits = vec![(4.0, 0.95), (5.0, 0.9), (6.0, 0.85), (9.0, 1.2)];
@@ -254,10 +239,6 @@ impl Scenario {
                 if chance.happens(0.3) {
                     self.sampler.blind = Some(0.002);
                 }
-            }
-            Kind::Days => {
-                self.load = Load { low: 0.0, high: 4.0, shape: Shape::Days { day: DAY } };
-                self.resource = Some(0.2);
             }
             Kind::Fit => self.make_fit(chance),
         }
@@ -328,4 +309,316 @@ impl Sampler {
             Late::Sometimes(_) => chance.time(Duration::ZERO, millis(2)),
         }
     }
+}
+
+// The offered load, an open loop: the requests at each time, in parts of what fits, and their sizes.
+
+/// Bodies of three sizes: MiB, and the part of requests that has them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Mix {
+    pub(crate) name: &'static str,
+    pub(crate) classes: [(f64, f64); 3],
+}
+
+/// The mixes.
+pub(crate) const MIXES: [Mix; 3] = [
+    Mix { name: "usual", classes: [(0.0625, 0.70), (1.0, 0.25), (8.0, 0.05)] },
+    Mix { name: "small", classes: [(0.015_625, 0.70), (0.25, 0.25), (4.0, 0.05)] },
+    Mix { name: "large", classes: [(0.25, 0.70), (2.0, 0.25), (16.0, 0.05)] },
+];
+
+impl Mix {
+    /// MiB of a request on average.
+    pub(crate) fn mean(&self) -> f64 {
+        self.classes.iter().map(|(mib, part)| mib * part).sum()
+    }
+
+    /// MiB of the largest body.
+    pub(crate) const fn largest(&self) -> f64 {
+        self.classes[2].0
+    }
+
+    /// The class of a request.
+    pub(crate) fn draw(&self, chance: &mut Chance) -> usize {
+        let unit = chance.unit();
+        if unit < self.classes[0].1 {
+            0
+        } else {
+            usize::from(unit >= self.classes[0].1 + self.classes[1].1) + 1
+        }
+    }
+}
+
+/// The shape of a load over seconds: where it lies between its low and its high value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Shape {
+    /// Always high.
+    Constant,
+    /// High from a second on.
+    Step { at: f64 },
+    /// From low to high within these seconds.
+    Ramp { within: f64 },
+    /// Both in turn, half of the period each.
+    Square { period: f64 },
+    /// Between both, a sine.
+    Sine { period: f64 },
+    /// Low but for a short time in each period.
+    Spikes { period: f64, width: f64 },
+    /// A service's days, of so many seconds: nothing at night, a morning, a peak, an afternoon.
+    Days { day: f64 },
+}
+
+/// A function of time, in parts of what fits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Load {
+    pub(crate) low: f64,
+    pub(crate) high: f64,
+    pub(crate) shape: Shape,
+}
+
+/// Seconds of a day.
+pub(crate) const DAY: f64 = 86_400.0;
+
+impl Load {
+    pub(crate) const fn constant(high: f64) -> Self {
+        Self { low: high, high, shape: Shape::Constant }
+    }
+
+    /// One of all but days.
+    pub(crate) fn draw(chance: &mut Chance) -> Self {
+        let (low, high) = (chance.between(0.0, 0.5), chance.around(1.0, 8.0));
+        let period = chance.around(0.5, 10.0);
+        let (times, shape) = match chance.next() % 6 {
+            0 => (1.0, Shape::Constant),
+            1 => (1.0, Shape::Step { at: 6.0 }),
+            2 => (1.0, Shape::Ramp { within: 10.0 }),
+            3 => (1.0, Shape::Square { period }),
+            4 => (1.0, Shape::Sine { period }),
+            _ => (2.0, Shape::Spikes { period, width: period * 0.1 }),
+        };
+        Self { low, high: times * high, shape }
+    }
+
+    /// Returns this load multiplied by `factor`.
+    pub(crate) fn times(self, factor: f64) -> Self {
+        Self { low: factor * self.low, high: factor * self.high, ..self }
+    }
+
+    /// The load at this second.
+    pub(crate) fn at(self, second: f64) -> f64 {
+        let of = |is_high: bool| f64::from(u8::from(is_high));
+        let part = match self.shape {
+            Shape::Constant => 1.0,
+            Shape::Step { at } => of(second >= at),
+            Shape::Ramp { within } => (second / within).min(1.0),
+            Shape::Square { period } => of((second / period).fract() >= 0.5),
+            Shape::Sine { period } => (TAU * second / period).cos().mul_add(-0.5, 0.5),
+            Shape::Spikes { period, width } => of((second / period).fract() * period < width),
+            Shape::Days { day } => of_day((second / day).fract() * 24.0),
+        };
+        if part < 1.0 { (self.high - self.low).mul_add(part, self.low) } else { self.high }
+    }
+
+    /// For how long the load stays about the same, in seconds.
+    pub(crate) const fn grain(self) -> f64 {
+        match self.shape {
+            Shape::Days { day } => day / 20_000.0,
+            _ => 0.02,
+        }
+    }
+}
+
+/// The part of a day's peak at this hour.
+fn of_day(hour: f64) -> f64 {
+    match hour {
+        // A few requests an hour in the morning and in the evening.
+        6.0..9.0 => 0.0005,
+        9.0..9.5 => (hour - 9.0) * 2.0 * 0.25,
+        9.5..10.0 => 0.25,
+        // Overload for some minutes.
+        12.0..12.1 => 1.0,
+        12.1..12.2 => 0.2,
+        15.0..15.5 => 0.1,
+        18.0..22.0 => 0.0002,
+        _ => 0.0,
+    }
+}
+
+// The process in its cgroup: what it holds, what its allocator keeps, and when the kernel kills.
+//
+// Amounts are MiB. Freed bytes stay with their thread up to a bound, leave holes in pages that
+// stay active, and else make pages dirty; the next allocation takes thread caches, holes and dirty
+// pages before it touches new memory, as jemalloc does. Dirty pages go along a time constant, or
+// never. The page cache takes what is left of the limit and gives it up to whoever touches memory.
+// The plant admits nothing and purges nothing by itself.
+//
+// Invariants: `physical = base + live + cached + holes + dirty + neighbour`; the kernel kills where
+// `physical > limit`, since nothing but page cache can be reclaimed.
+
+/// Bytes of a MiB.
+pub(crate) const MIB: f64 = 1_048_576.0;
+
+/// The properties of the process.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Build {
+    /// The cgroup's limit at the start.
+    pub(crate) limit: f64,
+    /// The memory that the process holds without requests.
+    pub(crate) base: f64,
+    /// The time constant by which dirty pages go, in seconds; `None` for never.
+    pub(crate) decay: Option<f64>,
+    /// The most freed bytes that threads keep.
+    pub(crate) caches: f64,
+    /// The part of freed bytes that leaves holes.
+    pub(crate) holes: f64,
+    /// The part of the limit that files would fill.
+    pub(crate) files: f64,
+}
+
+impl Build {
+    pub(crate) fn draw(chance: &mut Chance, limit: f64) -> Self {
+        Self {
+            limit,
+            base: chance.between(0.04, 0.15) * limit,
+            decay: chance.pick(&[None, Some(0.3), Some(1.0), Some(10.0)]),
+            caches: chance.between(0.0, 0.015) * limit,
+            holes: chance.between(0.0, 0.05),
+            files: chance.pick(&[0.0, 0.3, 1.0]),
+        }
+    }
+}
+
+/// The process and its cgroup at one instant.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Plant {
+    pub(crate) build: Build,
+    pub(crate) limit: f64,
+    pub(crate) live: f64,
+    cached: f64,
+    holes: f64,
+    pub(crate) dirty: f64,
+    pub(crate) neighbour: f64,
+    /// By when the dirty pages have decayed.
+    decayed_at: Moment,
+    pub(crate) killed: Option<Moment>,
+}
+
+impl Plant {
+    pub(crate) fn new(build: Build) -> Self {
+        Self { build, limit: build.limit, ..Self::default() }
+    }
+
+    pub(crate) fn physical(&self) -> f64 {
+        self.build.base + self.live + self.cached + self.holes + self.dirty + self.neighbour
+    }
+
+    /// Returns the charge of the cgroup, with the page cache.
+    pub(crate) fn usage(&self) -> f64 {
+        let files = (self.build.files * self.limit).min(self.limit - self.physical());
+        self.physical() + files.max(0.0)
+    }
+
+    /// A thread allocates and touches it.
+    pub(crate) fn allocate(&mut self, now: Moment, mib: f64) {
+        self.decay(now);
+        let mut fresh = mib;
+        for kept in [&mut self.cached, &mut self.holes, &mut self.dirty] {
+            let taken = fresh.min(*kept);
+            *kept -= taken;
+            fresh -= taken;
+        }
+        self.live += mib;
+        self.look(now);
+    }
+
+    pub(crate) fn free(&mut self, now: Moment, mib: f64) {
+        self.decay(now);
+        self.live = (self.live - mib).max(0.0);
+        let cached = mib.min(self.build.caches - self.cached);
+        let holes = (mib - cached) * self.build.holes;
+        self.cached += cached;
+        self.holes += holes;
+        self.dirty += mib - cached - holes;
+    }
+
+    /// A purge gives back at most this much; says how much it was.
+    pub(crate) fn give_back(&mut self, now: Moment, most: f64) -> f64 {
+        self.decay(now);
+        let given = most.min(self.dirty);
+        self.dirty -= given;
+        given
+    }
+
+    /// Threads give back this part of what they keep.
+    pub(crate) fn recall(&mut self, part: f64) {
+        let given = self.cached * part;
+        self.cached -= given;
+        self.dirty += given;
+    }
+
+    pub(crate) fn set_neighbour(&mut self, now: Moment, mib: f64) {
+        self.decay(now);
+        self.neighbour = mib;
+        self.look(now);
+    }
+
+    /// Another limit, where the kernel accepts it: it refuses one that leaves no room for what is
+    /// held (version 1), and an operator who sees to that leaves some.
+    pub(crate) fn set_limit(&mut self, now: Moment, mib: f64) -> bool {
+        self.decay(now);
+        let accepts = mib >= self.limit || self.physical() <= 0.82 * mib;
+        if accepts {
+            self.limit = mib;
+        }
+        accepts
+    }
+
+    /// The kernel's limit falls, whatever is held.
+    pub(crate) fn lower(&mut self, now: Moment, mib: f64) {
+        self.limit = mib;
+        self.look(now);
+    }
+
+    /// Returns a sensor's reading, without a limit if that cannot be read.
+    pub(crate) fn sample(&mut self, now: Moment, knows_limit: bool) -> Sample {
+        self.decay(now);
+        let limit = if knows_limit { Limit::given(bytes(self.limit)) } else { Limit::UNKNOWN };
+        let active = self.build.base + self.live + self.cached + self.holes;
+        Sample {
+            physical: bytes(self.physical()),
+            purgeable: bytes(self.dirty),
+            cached: bytes(self.cached),
+            anonymous: bytes(active + self.dirty),
+            untracked_anonymous: bytes(self.dirty),
+            limit,
+            heap_live: bytes(self.build.base + self.live),
+            heap_active: bytes(active),
+            ..Sample::default()
+        }
+    }
+
+    fn decay(&mut self, now: Moment) {
+        if let Some(constant) = self.build.decay {
+            let passed = (now - self.decayed_at).as_secs_f64();
+            if passed > 0.0 && self.dirty > 0.0 {
+                self.dirty *= (-passed / constant).exp();
+                if self.dirty < 1e-3 {
+                    self.dirty = 0.0;
+                }
+            }
+        }
+        self.decayed_at = now;
+    }
+
+    fn look(&mut self, now: Moment) {
+        let part = self.physical() / self.limit;
+        if part > 1.0 && self.killed.is_none() {
+            self.killed = Some(now);
+        }
+    }
+}
+
+/// An amount in bytes.
+pub(crate) fn bytes(mib: f64) -> ByteSize {
+    ByteSize::mib(1).scaled(mib.max(0.0))
 }

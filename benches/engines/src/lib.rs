@@ -7,9 +7,8 @@
 //! Invariant: the requests are the same in every program and in every run.
 #![expect(clippy::disallowed_methods, reason = "it idles in real time")]
 
-mod burst;
 #[path = "../../common/figures.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod figures;
 pub mod process;
 
@@ -21,9 +20,8 @@ use std::time::{Duration, Instant};
 use lowtide_ort::ort;
 use lowtide_ort::ort::session::Session;
 
-use crate::burst::Batch;
 use crate::figures::{Figures, count, quantile};
-use crate::process::{AnonymousPeak, Proc};
+use crate::process::{AnonymousPeak, Batch, Proc};
 
 /// Any error ends the program.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -205,7 +203,7 @@ struct Burst {
 
 /// Runs a burst. A thread that watches the memory takes CPU time, too.
 fn burst(service: &mut dyn Service, seed: u64, is_watched: bool) -> Result<Burst, BoxError> {
-    let batches: Vec<_> = burst::of(seed).collect();
+    let batches: Vec<_> = process::batches(seed).collect();
     let mut milliseconds = Vec::with_capacity(batches.len());
     let peak = AnonymousPeak::default();
     let before = Proc::own().used()?;
@@ -252,5 +250,5 @@ fn infer(session: &mut Session, batch: &Batch) -> Result<(), BoxError> {
 /// # Errors
 /// ONNX Runtime's.
 pub fn answer(session: &mut Session, seed: u64) -> Result<(), BoxError> {
-    infer(session, &burst::one(seed))
+    infer(session, &process::batch(seed))
 }

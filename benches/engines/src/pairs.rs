@@ -12,7 +12,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use engines::BoxError;
 
 #[path = "../../common/figures.rs"]
-#[allow(dead_code, reason = "other benches use more of it")]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod figures;
 
 use crate::figures::{count, median, quantile};

@@ -15,10 +15,10 @@ use crate::tree::root;
 /// Arguments of Cargo. Each command takes less than half a minute, without what it builds.
 const SHORT: &[&str] = &[
     "bench --locked --bench c",
-    "bench --locked --bench control -- --counted --quick",
+    "bench --locked --bench control -- --counted",
     "bench --locked --bench fit -- --runs 0",
     "bench --locked --bench gpu -- --part compact --part leases --part views --part wake",
-    "bench --locked --bench idle -- --counted --quick",
+    "bench --locked --bench idle -- --counted",
     "bench --locked --bench index -- --counted",
     "bench --locked --bench plan -- --counted --ci",
     "bench --locked --bench render -- --counted",

@@ -11,11 +11,9 @@ use std::time::Duration;
 
 use lowtide_admission::{Settings, Thresholds};
 
-use sim::advice::{self, LOADS};
 use sim::claims::{self, judge, run};
-use sim::days;
-use sim::load::{Load, MIXES, Shape};
-use sim::scenario::{Kind, Late, Scenario};
+use sim::days::{self, LOADS};
+use sim::scenario::{Kind, Late, Load, MIXES, Scenario, Shape};
 
 /// The number of random scenarios: some seconds without optimisation. `benches/controller` runs
 /// more.
@@ -43,7 +41,7 @@ fn days_of_traffic_leave_no_trace() {
     let (count, seconds) = if cfg!(lowtide_soak) { (4, 7200.0) } else { (2, 1800.0) };
     let month = days::run(7, count, seconds);
     assert!(month.faults.is_empty(), "{:#?}", month.faults);
-    assert!(month.seen.shed_mib() > 0.0, "no day had overload");
+    assert!(month.seen.shed_mib > 0.0, "no day had overload");
 }
 
 /// Four times what fits, and from the eighth second on a quarter of it.
@@ -76,7 +74,7 @@ fn page_cache_alone_sheds_nothing() {
         let mut scenario = Scenario::steady(seed, MIXES[0], 1.0, 0.3);
         scenario.build.files = 0.99;
         let seen = run(&scenario, Settings::default());
-        assert_eq!(seen.shed_mib(), 0.0, "seed {seed}");
+        assert_eq!(seen.shed_mib, 0.0, "seed {seed}");
         assert_eq!(seen.levels, [], "seed {seed}");
     }
 }
@@ -122,7 +120,7 @@ fn a_loop_without_dwell_time_or_with_marks_beyond_the_limit_is_found() {
 #[test]
 fn the_smallest_advised_limit_rejects_next_to_nothing_and_half_of_it_about_what_is_predicted() {
     for (name, load) in LOADS {
-        let advised = advice::compare(7, MIXES[1], load, 120.0).expect("enough requests");
+        let advised = days::compare(7, MIXES[1], load, 120.0).expect("enough requests");
         println!("{name}, seed 7: {advised:?}");
         assert!(!advised.killed, "{name}");
         assert!(advised.smallest.real < 0.002, "{name}");

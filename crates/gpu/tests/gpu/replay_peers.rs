@@ -5,12 +5,12 @@
 //! its word about files that are none.
 
 #[path = "../../../../benches/peers/mod.rs"]
-#[allow(dead_code, reason = "the benches use more of them")]
+#[allow(dead_code, unreachable_pub, reason = "the benches use more of them")]
 mod peers;
 #[path = "../../../../benches/replay/rivals.rs"]
 mod rivals;
 #[path = "../../../../benches/replay/trace.rs"]
-#[allow(dead_code, reason = "the bench uses more of it")]
+#[allow(dead_code, unreachable_pub, reason = "the bench uses more of it")]
 mod trace;
 
 use std::io::Write as _;

@@ -1,0 +1,110 @@
+//! What the benches share: how they start, figures and goals, processes, requests over HTTP,
+//! recorded allocations, and an arena over the simulation.
+//!
+//! Programs of other packages include single files.
+#![allow(
+    missing_docs,
+    missing_debug_implementations,
+    clippy::missing_errors_doc,
+    reason = "for the benches alone"
+)]
+
+pub mod callgrind;
+pub mod counting;
+pub mod figures;
+pub mod http;
+#[path = "../peers/mod.rs"]
+pub mod peers;
+#[path = "../replay/player.rs"]
+pub mod player;
+pub mod process;
+pub mod sim;
+#[path = "../replay/trace.rs"]
+pub mod trace;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use lowtide::{BoxError, ByteSize};
+
+use crate::process::Process;
+
+/// Runs a bench with its command line. Exit codes: 0 if it returns `true`; 1 if it returns `false`
+/// or an error.
+///
+/// `cargo test --all-targets` starts benches too, without `--bench` and with arguments of its own:
+/// then nothing runs.
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
+pub fn main<C: Parser>(run: impl FnOnce(C) -> Result<bool, BoxError>) -> ExitCode {
+    let (bench, arguments): (Vec<_>, Vec<_>) = std::env::args().partition(|word| word == "--bench");
+    if bench.is_empty() {
+        println!("a bench, not a test: run it with `cargo bench`");
+        return ExitCode::SUCCESS;
+    }
+    // Status 2 says that something cannot be tried here.
+    let arguments = match C::try_parse_from(arguments) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    match run(arguments) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Returns a command that runs this program again.
+pub fn own() -> Result<Command, BoxError> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("--bench");
+    Ok(command)
+}
+
+/// Starts this program with these arguments as a service under this limit, and waits until it prints
+/// its address.
+pub fn serve(arguments: &[&str], limit: ByteSize) -> Result<(Process, SocketAddr), BoxError> {
+    let mut command = own()?;
+    command.args(arguments);
+    let mut service = Process::start_in_group(&command, limit)?;
+    let address = service.first_line()?;
+    Ok((service, address))
+}
+
+/// Builds the proxy with the profile of this program, and returns its path.
+pub fn build_proxy() -> Result<PathBuf, BoxError> {
+    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+    let status = Command::new(env!("CARGO"))
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+        .args(["build", "--locked", "--quiet", "--example", "proxy", "--profile", profile])
+        .status()?;
+    if !status.success() {
+        return Err(format!("the proxy was not built: {status}").into());
+    }
+    // This program lies in `deps`, beside `examples`.
+    let own = std::env::current_exe()?;
+    let folder = own.parent().and_then(Path::parent).ok_or("this program lies in no folder")?;
+    Ok(folder.join("examples/proxy"))
+}
+
+/// Starts Envoy with this configuration and waits until it listens at its address. It ends with
+/// this process, even if this process is killed.
+pub fn start_envoy(
+    program: &Path,
+    configuration: &str,
+    front: SocketAddr,
+) -> Result<Process, BoxError> {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL"]).arg(program);
+    command.args(["--disable-hot-restart", "--concurrency", "2", "--log-level", "error"]);
+    let mut envoy = Process::spawn(command.args(["--config-yaml", configuration]))?;
+    envoy.accepts(front)?;
+    Ok(envoy)
+}
