@@ -26,12 +26,13 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, Denial, PROFILE, check_host, wrong_method};
+use super::admin::{Admin, PROFILE, check_host, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
 use super::json::{self, JsonPart, PartContext};
-use super::query::{Format, Query, QueryError};
+use super::query::{Format, Query, invalid_value};
+use super::rejection::Problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -185,7 +186,7 @@ impl Endpoints {
         let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {
-            self.asked(request).unwrap_or_else(|error| Denial::from(error).answer())
+            self.asked(request).unwrap_or_else(|problem| problem.answer())
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
@@ -259,13 +260,13 @@ impl Endpoints {
         answer(status(ready), JSON, pretty(&body))
     }
 
-    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, QueryError> {
+    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, Problem> {
         let query = Query::read(request.uri().query(), &["format", "limit", "with"])?;
         let format = match query.get("format") {
             None => Format::preferred(request.headers()),
             Some("json") => Format::Json,
             Some("html") => Format::Html,
-            Some(other) => return Err(QueryError::value("format", other, "json or html")),
+            Some(other) => return Err(invalid_value("format", other, "json or html")),
         };
         let parts = json::read(query.get("with").unwrap_or_default())?;
         let limit = query.get("limit").map(|text| json::read_limit(text, &parts)).transpose()?;

@@ -13,15 +13,13 @@ use std::borrow::Cow;
 use std::fmt;
 use std::hint::black_box;
 use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
 
 use crate::config::{ConfigError, Fault};
-use http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
+use http::header::{AUTHORIZATION, HOST, ORIGIN};
 use http::uri::Authority;
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
 
-use crate::service::query::QueryError;
-use crate::service::rejection::{problem, with_retry_after};
+use crate::service::rejection::Problem;
 
 /// The header that every admin request needs. A page of another origin may not send it unless this
 /// service allows that, which it never does.
@@ -36,62 +34,21 @@ const FORWARDED: [&str; 6] =
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
 
-/// Why a request is rejected, as problem+json.
-#[derive(Clone, Debug)]
-pub(in crate::service) struct Denial {
-    status: StatusCode,
-    title: &'static str,
-    pub(super) reason: &'static str,
-    detail: Cow<'static, str>,
-    retry_after: Option<Duration>,
-}
-
-impl Denial {
-    pub(super) fn new(
-        status: StatusCode,
-        title: &'static str,
-        reason: &'static str,
-        detail: impl Into<Cow<'static, str>>,
-    ) -> Self {
-        Self { status, title, reason, detail: detail.into(), retry_after: None }
-    }
-
-    pub(super) fn retry_after(self, time: Duration) -> Self {
-        Self { retry_after: Some(time), ..self }
-    }
-
-    pub(in crate::service) fn answer(&self) -> Response<String> {
-        let answer = problem(self.status, self.title, self.reason, &self.detail);
-        let mut answer = with_retry_after(answer, self.retry_after);
-        if self.status == StatusCode::UNAUTHORIZED {
-            let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
-            answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);
-        }
-        answer
-    }
-}
-
-impl From<QueryError> for Denial {
-    fn from(error: QueryError) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, "invalid query", "query", error.to_string())
-    }
-}
-
-fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Denial {
-    Denial::new(StatusCode::FORBIDDEN, "not allowed", reason, detail)
+fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Problem {
+    Problem::new(StatusCode::FORBIDDEN, "not allowed", reason, detail)
 }
 
 /// Returns the refusal of a request that is not local, for this reason.
-fn not_local(reason: &'static str, why: &str) -> Denial {
+fn not_local(reason: &'static str, why: &str) -> Problem {
     refuse(reason, format!("admin requests are local only: {why}"))
 }
 
-fn no_host() -> Denial {
+fn no_host() -> Problem {
     refuse("host", "missing or ambiguous host: expected one Host header")
 }
 
 /// Checks the authorization of a request: with the token if there is one, otherwise local only.
-pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Denial> {
+pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Problem> {
     let headers = request.headers();
     let host = host(headers, request.uri()).ok_or_else(no_host)?;
     check_site(headers, &host)?;
@@ -100,7 +57,7 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
     }
     if let Some(token) = token {
         let wrong = "missing or wrong token: expected `Authorization: Bearer <token>`";
-        let denial = || Denial::new(StatusCode::UNAUTHORIZED, "token required", "token", wrong);
+        let denial = || Problem::new(StatusCode::UNAUTHORIZED, "token required", "token", wrong);
         return has_token(headers, token).then_some(()).ok_or_else(denial);
     }
     let unknown = "the client's address is unknown (serve with \
@@ -124,7 +81,7 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
 pub(in crate::service) fn check_host<B>(
     request: &Request<B>,
     names: &[String],
-) -> Result<(), Denial> {
+) -> Result<(), Problem> {
     let (headers, uri) = (request.headers(), request.uri());
     if !headers.contains_key(HOST) && uri.authority().is_none() {
         return Ok(());
@@ -160,7 +117,7 @@ fn authority(text: &str) -> Option<Authority> {
 }
 
 /// Checks the headers with which browsers describe the origin of a request; no page can set them.
-fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Denial> {
+fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Problem> {
     let is_own_site = headers.get_all("sec-fetch-site").iter().all(|site| site == "same-origin");
     let is_own = |origin: &HeaderValue| {
         let origin: Uri = origin.to_str().ok()?.parse().ok()?;

@@ -33,11 +33,11 @@ use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
-use super::query::{Query, QueryError};
-use super::rejection::problem;
+use super::query::{self, Query, invalid_value};
+use super::rejection::Problem;
 
 pub use guard::Peer;
-pub(super) use guard::{Denial, check_host, is_secret};
+pub(super) use guard::{check_host, is_secret};
 
 use guard::AdminToken;
 
@@ -145,7 +145,7 @@ impl Admin {
     }
 
     /// Checks the authorization of a request, and the rate limit.
-    fn authorize<B>(&self, request: &Request<B>) -> Result<(), Denial> {
+    fn authorize<B>(&self, request: &Request<B>) -> Result<(), Problem> {
         guard::check(request, self.token.as_ref())?;
         let taken = lock(&self.buckets).commands.take(self.clock.now());
         let detail = || format!("rate limit: {} requests at once, then one per second", COMMANDS.0);
@@ -158,7 +158,7 @@ impl Admin {
         request: &Request<B>,
         memory: Option<&Memory>,
         name: &'static str,
-    ) -> Result<Response<String>, Denial> {
+    ) -> Result<Response<String>, Problem> {
         self.authorize(request)?;
         let Some(memory) = memory else {
             return Ok(ended("memory is not managed in this process").answer());
@@ -180,7 +180,7 @@ impl Admin {
     }
 
     /// Logs a rejection, unless many were logged recently, and returns the answer.
-    fn denied<B>(&self, request: &Request<B>, denial: &Denial) -> Response<String> {
+    fn denied<B>(&self, request: &Request<B>, denial: &Problem) -> Response<String> {
         let unlogged = {
             let mut buckets = lock(&self.buckets);
             if buckets.logged.take(self.clock.now()).is_err() {
@@ -201,13 +201,14 @@ fn peer<B>(request: &Request<B>) -> Option<SocketAddr> {
 }
 
 /// Returns the denial of a request above a rate limit.
-fn too_many(wait: Duration, detail: String) -> Denial {
+fn too_many(wait: Duration, detail: String) -> Problem {
     let (status, title) = (StatusCode::TOO_MANY_REQUESTS, "too many admin requests");
-    Denial::new(status, title, "rate", detail).retry_after(wait.max(Duration::from_secs(1)))
+    let retry_after = Some(wait.max(Duration::from_secs(1)));
+    Problem { retry_after, ..Problem::new(status, title, "rate", detail) }
 }
 
 /// Parses the command of this name from the query.
-fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
+fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Problem> {
     let arena = |query: Option<&str>| {
         let query = Query::read(query, &["arena"])?;
         query.need("arena").map(str::to_owned)
@@ -216,9 +217,8 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
         "trim" => {
             let query = Query::read(query, &["arena", "keep"])?;
             let text = query.get("keep").unwrap_or("0");
-            let keep = text.parse().map_err(|error: ParseByteSizeError| {
-                QueryError::value("keep", text, error.expected)
-            })?;
+            let invalid = |error: ParseByteSizeError| invalid_value("keep", text, error.expected);
+            let keep = text.parse().map_err(invalid)?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
         "sleep" => AdminCommand::Sleep { arena: arena(query)? },
@@ -236,23 +236,23 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
 }
 
 /// Parses the command `fit`.
-fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
+fn fit(query: Option<&str>) -> Result<AdminCommand, Problem> {
     let query = Query::read(query, &["limit", "within", "page_cache"])?;
     let limit = match query.need("limit")? {
         "none" => None,
         text => Some(text.parse().map_err(|error: ParseByteSizeError| {
-            QueryError::value("limit", text, format!("{}, or none", error.expected))
+            invalid_value("limit", text, format!("{}, or none", error.expected))
         })?),
     };
     let within = match query.get("within") {
         None => AdminCommand::FIT_WITHIN,
         Some(text) => humantime::parse_duration(text)
-            .map_err(|_| QueryError::value("within", text, "a duration such as 30s or 2m"))?,
+            .map_err(|_| invalid_value("within", text, "a duration such as 30s or 2m"))?,
     };
     let counts_page_cache = match query.get("page_cache") {
         None | Some("count") => true,
         Some("ignore") => false,
-        Some(other) => return Err(QueryError::value("page_cache", other, "count or ignore")),
+        Some(other) => return Err(invalid_value("page_cache", other, "count or ignore")),
     };
     Ok(AdminCommand::Fit { limit, within, counts_page_cache })
 }
@@ -260,33 +260,32 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
 pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
-    let mut response = problem(status, "method not allowed", "method", &detail);
+    let mut response = Problem::new(status, "method not allowed", "method", detail).answer();
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     response
 }
 
 /// Returns why a command was not accepted.
-fn not_asked(error: &MemoryError) -> Denial {
+fn not_asked(error: &MemoryError) -> Problem {
     let text = error.to_string();
     match error {
         MemoryError::UnknownArena { .. } | MemoryError::UnknownResource { .. } => {
-            Denial::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
+            Problem::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
         }
-        MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => {
-            Denial::new(StatusCode::BAD_REQUEST, "invalid query", "query", text)
-        }
+        MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => query::invalid(text),
         MemoryError::TooManyTasks { .. } => {
             let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
-            Denial::new(status, title, "full", text).retry_after(Duration::from_secs(1))
+            let retry_after = Some(Duration::from_secs(1));
+            Problem { retry_after, ..Problem::new(status, title, "full", text) }
         }
         _ => ended(text),
     }
 }
 
-fn ended(detail: impl Into<Cow<'static, str>>) -> Denial {
+fn ended(detail: impl Into<Cow<'static, str>>) -> Problem {
     let status = StatusCode::SERVICE_UNAVAILABLE;
-    let denial = Denial::new(status, "not available", "ended", detail);
-    denial.retry_after(Duration::from_secs(30))
+    let retry_after = Some(Duration::from_secs(30));
+    Problem { retry_after, ..Problem::new(status, "not available", "ended", detail) }
 }
 
 /// The burst of profiles, and the time until another one is taken. An estimate.
@@ -308,7 +307,7 @@ impl Admin {
         refusal.map(String::into_bytes)
     }
 
-    fn check_profile<B>(&self, request: &Request<B>) -> Result<(), Denial> {
+    fn check_profile<B>(&self, request: &Request<B>) -> Result<(), Problem> {
         Query::read(request.uri().query(), &[])?;
         let detail = match profiler() {
             Profiler::Active { .. } => {
@@ -324,12 +323,12 @@ impl Admin {
                  the process starts"
             }
         };
-        Err(Denial::new(StatusCode::NOT_FOUND, "no heap profiler", "profiler", detail))
+        Err(Problem::new(StatusCode::NOT_FOUND, "no heap profiler", "profiler", detail))
     }
 
     #[cfg(not(feature = "profiling"))]
     #[expect(clippy::unused_self, reason = "as in a build with the profiler")]
-    fn take_profile<B>(&self, _: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
+    fn take_profile<B>(&self, _: &Request<B>) -> Result<Response<Vec<u8>>, Problem> {
         // Another crate built the profiler in.
         let detail =
             "this build of lowtide cannot convert profiles: expected the feature `profiling`";
@@ -337,7 +336,7 @@ impl Admin {
     }
 
     #[cfg(feature = "profiling")]
-    fn take_profile<B>(&self, request: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
+    fn take_profile<B>(&self, request: &Request<B>) -> Result<Response<Vec<u8>>, Problem> {
         let start = self.clock.now();
         let profile = crate::heap::take_profile().map_err(|error| {
             let peer = peer(request).map(tracing::field::display);
@@ -371,6 +370,6 @@ impl Admin {
     }
 }
 
-fn failed(status: StatusCode, detail: impl Into<Cow<'static, str>>) -> Denial {
-    Denial::new(status, "no heap profile", "profile", detail)
+fn failed(status: StatusCode, detail: impl Into<Cow<'static, str>>) -> Problem {
+    Problem::new(status, "no heap profile", "profile", detail)
 }
