@@ -28,9 +28,7 @@ const PURGES_MAX: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(20);
 
 fn main() -> Result<(), BoxError> {
-    if !heap::is_global() {
-        return Err("another allocator serves this program".into());
-    }
+    assert!(heap::is_global(), "another allocator serves this program");
     // Settings that could not be applied, with their causes, such as a variable that overrides
     // them.
     for difference in heap::apply(&heap::HeapProfile::Balanced.settings())? {
@@ -62,15 +60,9 @@ fn main() -> Result<(), BoxError> {
     show("purged", &after);
     println!("\nthe purge released {released}");
 
-    if full.live < before.live.saturating_add(TAKEN) {
-        return Err(
-            format!("live is {}: expected at least the {TAKEN} allocated", full.live).into()
-        );
-    }
+    assert!(full.live >= before.live.saturating_add(TAKEN), "{} live: expected more", full.live);
     let left = after.resident.saturating_sub(before.resident);
-    if left > LEFT_MAX {
-        return Err(format!("{left} are left after the purge: expected at most {LEFT_MAX}").into());
-    }
+    assert!(left <= LEFT_MAX, "{left} are left after the purge: expected at most {LEFT_MAX}");
     Ok(())
 }
 

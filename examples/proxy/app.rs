@@ -14,21 +14,18 @@ pub(crate) mod serve;
 pub(crate) mod silence;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
 use axum::extract::{ConnectInfo, Request};
+use axum::http::Uri;
 use axum::http::request::Parts;
-use axum::http::{StatusCode, Uri};
-use axum::response::{IntoResponse, Response};
-use axum::routing::{any, get, post};
+use axum::routing::post;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, FromArgMatches as _};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, Endpoints, Peer};
+use lowtide::service::{Admin, Endpoints};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -110,7 +107,7 @@ pub(crate) struct Running {
     pub(crate) operators: SocketAddr,
     /// The model.
     pub(crate) model: ManagedModel,
-    endpoints: Arc<Endpoints>,
+    memory: Option<Memory>,
     phase: watch::Sender<Phase>,
     servers: Vec<JoinHandle<()>>,
     /// The built-in upstream, and its phase: it ends after the proxy's own requests.
@@ -124,7 +121,7 @@ impl Running {
     /// A connection that is closed while it is idle may be closed just as the client sends its next
     /// request, which is lost then. An answer with `Connection: close` tells the client in time.
     pub(crate) async fn drain(&self, time: Duration) {
-        self.endpoints.set_ending();
+        self.memory.iter().for_each(Memory::set_ending);
         self.phase.send_replace(Phase::Draining);
         tokio::time::sleep(time).await;
     }
@@ -189,35 +186,32 @@ pub(crate) async fn start(
     let embedder = Embedder::new(model.clone());
     let mut endpoints =
         Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
-    let mut own = Endpoints::PATHS.to_vec();
     if let Some(admin) = options.admin {
         endpoints = endpoints.with_admin(admin);
-        own.extend(Endpoints::ADMIN_PATHS);
     }
     let managed = memory.is_some();
-    let endpoints = Arc::new(endpoints);
-    let for_operators = |routes| operators_routes(routes, own, Arc::clone(&endpoints));
     let (phase, phases) = watch::channel(Phase::Serving);
     let mut servers = Vec::new();
     // The small upstream admits in the same ledger: requests wait in front of it, and not for the
     // little that forwarding them takes as well.
-    let forward_waits = own_upstream.is_none();
+    let waits = own_upstream.is_none();
     let grace = options.limits.body_timeout;
     let reports = options.load_reports;
-    let mut routes = clients_routes(forward, embedder, memory, forward_waits, grace, reports);
+    let mut routes = clients_routes(forward, embedder, memory.as_ref(), waits, grace, reports);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
-        let theirs = for_operators(Router::new());
+        let theirs = endpoints.into_routes();
         servers.push(serve(listener, theirs, Some(limits), &admission, phases.clone()));
         operators = at;
     } else {
-        routes = for_operators(routes);
+        // Outside the memory layer.
+        routes = routes.merge(endpoints.into_routes());
     }
     let limits = Some(options.limits.within_descriptors());
     servers.push(serve(front, routes, limits, &admission, phases));
     tracing::info!(%address, %operators, %upstream, managed, "the proxy is listening");
-    Ok(Running { address, operators, model, endpoints, phase, servers, own_upstream })
+    Ok(Running { address, operators, model, memory, phase, servers, own_upstream })
 }
 
 async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
@@ -231,7 +225,7 @@ async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
 fn clients_routes(
     forward: Forward,
     embedder: Embedder,
-    memory: Option<Memory>,
+    memory: Option<&Memory>,
     forward_waits: bool,
     grace: Duration,
     reports: bool,
@@ -271,29 +265,6 @@ fn clients_routes(
         forward = forward.layer(layer);
     }
     embed.merge(forward)
-}
-
-/// Adds the routes at these paths, outside the memory layer.
-fn operators_routes(routes: Router, own: Vec<&'static str>, endpoints: Arc<Endpoints>) -> Router {
-    let answer = move |mut request: Request| {
-        let endpoints = endpoints.clone();
-        async move {
-            if let Some(ConnectInfo(peer)) = request.extensions().get().copied() {
-                request.extensions_mut().insert(Peer(peer));
-            }
-            let answer = endpoints.answer_request(&request);
-            answer.map_or_else(not_found, |answer| answer.map(Body::from))
-        }
-    };
-    own.into_iter().fold(routes, |routes, path| {
-        // A verb says itself which methods it has.
-        let is_verb = Endpoints::ADMIN_PATHS.contains(&path);
-        routes.route(path, if is_verb { any(answer.clone()) } else { get(answer.clone()) })
-    })
-}
-
-fn not_found() -> Response {
-    StatusCode::NOT_FOUND.into_response()
 }
 
 fn content_length(request: &Parts) -> Option<u64> {

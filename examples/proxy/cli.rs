@@ -220,10 +220,7 @@ async fn serve(cli: Cli) -> Result<(), BoxError> {
         }
     }
     let ended = running.stop(cli.grace).await;
-    // It waits for threads, which an asynchronous thread must not.
-    let report =
-        tokio::task::spawn_blocking(move || memory.shutdown_blocking(Duration::from_secs(5)))
-            .await?;
+    let report = memory.shutdown(Duration::from_secs(5)).await;
     tracing::info!(all_requests_ended = ended, %report, "stopped");
     // Other outstanding work is no reason to be restarted.
     if report.exhausted { Err(report.into()) } else { Ok(()) }
