@@ -14,6 +14,7 @@ pub(crate) mod serve;
 pub(crate) mod silence;
 
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::Router;
@@ -21,11 +22,11 @@ use axum::extract::{ConnectInfo, Request};
 use axum::http::Uri;
 use axum::http::request::Parts;
 use axum::routing::post;
-use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, FromArgMatches as _};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, Endpoints};
+use lowtide::service::Endpoints;
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -79,9 +80,13 @@ pub(crate) struct Options {
     #[arg(long, env = "PROXY_LOAD_REPORTS", default_value = "off")]
     #[arg(value_parser = PossibleValuesParser::new(["off", "text"]).map(|name| name == "text"))]
     pub(crate) load_reports: bool,
-    /// The admin commands that are accepted; `None` for none.
-    #[arg(skip)]
-    pub(crate) admin: Option<Admin>,
+    /// Accept admin commands (purge, trim, sleep, wake, unload, fit) from this machine,
+    /// under /memory.
+    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
+    pub(crate) admin: bool,
+    /// Accept admin commands with the token in this file: 32 to 256 characters, in one line.
+    #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE", global = true)]
+    pub(crate) admin_token_file: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -91,6 +96,13 @@ impl Default for Options {
         let matches = command.get_matches_from(["proxy", "--listen=127.0.0.1:0"]);
         Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
     }
+}
+
+/// The token in a file, which ends with a line's end or without.
+pub(crate) fn token_text(file: &Path) -> Result<String, BoxError> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
+    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
 fn upstream(text: &str) -> Result<Uri, String> {
@@ -151,6 +163,15 @@ pub(crate) async fn start(
     render: impl Fn() -> String + Send + Sync + 'static,
 ) -> Result<Running, BoxError> {
     // First what may well fail, so that nothing is left of a start that did.
+    let mut endpoints =
+        Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
+    if options.admin {
+        endpoints = endpoints.with_local_admin();
+    }
+    if let Some(file) = &options.admin_token_file {
+        let accepted = endpoints.with_admin_token(&token_text(file)?);
+        endpoints = accepted.map_err(|error| format!("{}: {error}", file.display()))?;
+    }
     let (front, address) = listen(options.listen).await?;
     let aside = match options.operators {
         Some(at) => Some(listen(at).await?),
@@ -184,11 +205,6 @@ pub(crate) async fn start(
     let forward = Forward::new(&upstream)?.with_response_timeout(response_timeout);
     let model = ManagedModel::open(&options.model, options.idle_unload, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
-    let mut endpoints =
-        Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
-    if let Some(admin) = options.admin {
-        endpoints = endpoints.with_admin(admin);
-    }
     let managed = memory.is_some();
     let (phase, phases) = watch::channel(Phase::Serving);
     let mut servers = Vec::new();

@@ -26,7 +26,7 @@ mod scoped;
 mod time_limits;
 mod usage;
 
-pub use admin::{Admin, Peer};
+pub use admin::Peer;
 pub use body::{RequestBody, ResponseBody, ResponseBodyError};
 pub use connections::{
     Connection, ConnectionBody, ConnectionFuture, ConnectionService, Connections,

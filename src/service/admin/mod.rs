@@ -4,7 +4,7 @@
 //! thread, which it blocks for some milliseconds. It reveals names of files and addresses, so it
 //! needs the authorization of commands.
 //!
-//! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
+//! Off unless [`Endpoints`](super::Endpoints) are created with admin commands. This module checks
 //! authorization and rate; the worker executes the command ([`MemoryAdmin::run`](crate::memory::MemoryAdmin::run)). It never reads
 //! a body.
 //!
@@ -26,7 +26,6 @@ use serde_json::json;
 
 use crate::bytes::ParseByteSizeError;
 use crate::clock::Clock;
-use crate::config::ConfigError;
 use crate::heap::{Profiler, profiler};
 use crate::memory::{AdminCommand, Memory, MemoryError};
 use crate::rate::TokenBucket;
@@ -37,9 +36,7 @@ use super::query::{self, Query, invalid_value};
 use super::rejection::Problem;
 
 pub use guard::Peer;
-pub(super) use guard::{check_host, is_secret};
-
-use guard::AdminToken;
+pub(super) use guard::{AdminToken, check_host, is_secret};
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
@@ -48,35 +45,13 @@ const COMMANDS: (u32, Duration) = (10, Duration::from_secs(1));
 /// fill the log.
 const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
 
-/// Settings of the admin commands.
-///
-/// ```
-/// use std::sync::Arc;
-/// use http::{Request, StatusCode};
-/// use lowtide::Memory;
-/// use lowtide::clock::SystemClock;
-/// use lowtide::service::{Admin, Endpoints, Peer};
-///
-/// let memory = Memory::builder().start()?;
-/// let admin = Admin::loopback(Arc::new(SystemClock::new()));
-/// let endpoints = Endpoints::new(Some(memory)).with_admin(admin);
-/// let request = Request::post("/memory/purge")
-///     .header("host", "localhost:8080")
-///     .header("lowtide-admin", "1")
-///     .extension(Peer(([127, 0, 0, 1], 50_000).into()))
-///     .body(())?;
-/// let answer = endpoints.answer_request(&request).expect("one of its paths");
-/// assert_eq!(answer.status(), StatusCode::ACCEPTED);
-/// # Ok::<(), lowtide::BoxError>(())
-/// ```
-#[derive(Debug)]
-pub struct Admin {
+/// The admin commands that are accepted.
+pub(super) struct Admin {
     token: Option<AdminToken>,
     clock: Arc<dyn Clock>,
     buckets: Mutex<Buckets>,
 }
 
-#[derive(Debug)]
 struct Buckets {
     commands: TokenBucket,
     profiles: TokenBucket,
@@ -86,37 +61,8 @@ struct Buckets {
 }
 
 impl Admin {
-    /// Accepts commands only from this machine, without a token: requests whose [`Peer`] is a
-    /// loopback address, whose host is `localhost` or a loopback address, and that did not pass a
-    /// proxy.
-    ///
-    /// Every user of this machine who can open a connection can send commands.
-    #[must_use]
-    pub fn loopback(clock: Arc<dyn Clock>) -> Self {
-        Self::new(clock, None)
-    }
-
-    /// Accepts commands with the token, from any address including this machine: `Authorization:
-    /// Bearer` and the token, for example from `openssl rand -hex 32`. Use TLS in front of the
-    /// service; otherwise the token can be read on the network.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use lowtide::clock::SystemClock;
-    /// use lowtide::service::Admin;
-    ///
-    /// let error = Admin::with_token(Arc::new(SystemClock::new()), "hunter2").unwrap_err();
-    /// assert_eq!(error.to_string(), "admin token of 7 bytes: expected 32 to 256 bytes");
-    /// ```
-    ///
-    /// # Errors
-    /// [`ConfigError`] unless the token is 32 to 256 printable ASCII characters without spaces. It
-    /// does not contain the token.
-    pub fn with_token(clock: Arc<dyn Clock>, token: &str) -> Result<Self, ConfigError> {
-        Ok(Self::new(clock, Some(AdminToken::new(token)?)))
-    }
-
-    fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
+    /// Accepts commands with this token, or without one from this machine.
+    pub(super) fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
         let bucket = |(burst, every)| TokenBucket::new(burst, every, clock.now());
         let (commands, logged) = (bucket(COMMANDS), bucket(LOGGED));
         let profiles = bucket(PROFILES);
