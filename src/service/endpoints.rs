@@ -35,7 +35,7 @@ use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, s
 use super::devices::{self, Maps};
 use super::json::{self, JsonPart, PartContext};
 use super::query::{Format, Query, invalid_value};
-use super::rejection::Problem;
+use super::rejection::Denial;
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -309,7 +309,7 @@ impl Endpoints {
         answer(status(ready), JSON, pretty(&body))
     }
 
-    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, Problem> {
+    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, Denial> {
         let query = Query::read(request.uri().query(), &["format", "limit", "with"])?;
         let format = match query.get("format") {
             None => Format::preferred(request.headers()),

@@ -26,7 +26,7 @@ use super::devices;
 #[cfg(feature = "device")]
 use super::devices::Maps;
 use super::query::{given_twice, invalid_value};
-use super::rejection::Problem;
+use super::rejection::Denial;
 
 /// The maximum number of size classes, and of mapped files.
 const ROWS_MAX: usize = 16;
@@ -78,7 +78,7 @@ const PARTS: &[JsonPart] = &[
 ];
 
 /// Parses names of parts, separated by commas.
-pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, Problem> {
+pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, Denial> {
     let mut parts: Vec<&JsonPart> = Vec::new();
     for name in text.split(',').filter(|name| !name.is_empty()) {
         let known = PARTS.iter().find(|(known, _)| *known == name);
@@ -95,7 +95,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, Problem> {
 }
 
 /// Parses the limit for which advice is asked, of a query with these parts.
-pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Problem> {
+pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Denial> {
     let expected = if parts.iter().all(|(name, _)| *name != LIMIT_ADVICE) {
         "with=limit_advice in the same query"
     } else {

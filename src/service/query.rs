@@ -7,21 +7,21 @@ use std::fmt;
 use http::header::ACCEPT;
 use http::{HeaderMap, StatusCode};
 
-use super::rejection::Problem;
+use super::rejection::Denial;
 
 /// The maximum length of a query, in bytes.
 const QUERY_MAX: usize = 4096;
 
 /// Returns the problem of an invalid query, with a sentence that says what is wrong.
-pub(super) fn invalid(sentence: String) -> Problem {
-    Problem::new(StatusCode::BAD_REQUEST, "invalid query", "query", sentence)
+pub(super) fn invalid(sentence: String) -> Denial {
+    Denial::new(StatusCode::BAD_REQUEST, "invalid query", "query", sentence)
 }
 
-pub(super) fn invalid_value(name: &str, value: &str, expected: impl fmt::Display) -> Problem {
+pub(super) fn invalid_value(name: &str, value: &str, expected: impl fmt::Display) -> Denial {
     invalid(format!("{name}={value:?}: expected {expected}"))
 }
 
-pub(super) fn given_twice(name: &str) -> Problem {
+pub(super) fn given_twice(name: &str) -> Denial {
     invalid(format!("{name:?} is given twice in the query: expected it once"))
 }
 
@@ -31,10 +31,7 @@ pub(super) struct Query(Vec<(&'static str, String)>);
 
 impl Query {
     /// Parses a query with these parameters.
-    pub(super) fn read(
-        text: Option<&str>,
-        names: &'static [&'static str],
-    ) -> Result<Self, Problem> {
+    pub(super) fn read(text: Option<&str>, names: &'static [&'static str]) -> Result<Self, Denial> {
         let text = text.unwrap_or_default();
         if text.len() > QUERY_MAX {
             let length = text.len();
@@ -65,14 +62,14 @@ impl Query {
         self.0.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str())
     }
 
-    pub(super) fn need(&self, name: &str) -> Result<&str, Problem> {
+    pub(super) fn need(&self, name: &str) -> Result<&str, Denial> {
         let missing = || format!("query parameter {name:?} is missing: expected ?{name}=...");
         self.get(name).ok_or_else(|| invalid(missing()))
     }
 }
 
 /// Decodes percent-encoded text, with `+` for a space as in forms and `URLSearchParams`.
-fn decoded(text: &str) -> Result<String, Problem> {
+fn decoded(text: &str) -> Result<String, Denial> {
     let encoding = || invalid("the query is not percent-encoded UTF-8".to_owned());
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();

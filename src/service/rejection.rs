@@ -147,7 +147,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
         _ => (unavailable, NO_MEMORY, Some(rejected.retry_after().unwrap_or(MIN_WAIT))),
     };
     let (reason, detail) = (rejected.reason().name(), detail(rejected));
-    Problem { status, title, reason, detail, retry_after }.answer()
+    Denial { status, title, reason, detail, retry_after }.answer()
 }
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
@@ -178,12 +178,12 @@ pub fn unavailable(error: &ResourceError) -> Response<String> {
     };
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
     let retry_after = error.retry_after().map(|time| time.max(MIN_WAIT));
-    Problem { status, title, reason: error.reason(), detail, retry_after }.answer()
+    Denial { status, title, reason: error.reason(), detail, retry_after }.answer()
 }
 
 /// Why a request is not served, as problem+json (RFC 9457).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Problem {
+pub(super) struct Denial {
     pub(super) status: StatusCode,
     pub(super) title: &'static str,
     pub(super) reason: &'static str,
@@ -191,7 +191,7 @@ pub(super) struct Problem {
     pub(super) retry_after: Option<Duration>,
 }
 
-impl Problem {
+impl Denial {
     pub(super) fn new(
         status: StatusCode,
         title: &'static str,
@@ -310,8 +310,8 @@ mod tests {
     /// The bug: a wait without end was an overflow, which is a panic with debug assertions.
     #[test]
     fn a_wait_without_end_is_announced_as_a_day() {
-        let full = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "full", "full", "");
-        let answer = Problem { retry_after: Some(Duration::MAX), ..full }.answer();
+        let full = Denial::new(StatusCode::SERVICE_UNAVAILABLE, "full", "full", "");
+        let answer = Denial { retry_after: Some(Duration::MAX), ..full }.answer();
         assert_eq!(answer.headers()[RETRY_AFTER], "86400");
     }
 

@@ -18,7 +18,7 @@ use http::header::{AUTHORIZATION, HOST, ORIGIN};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
 
-use crate::service::rejection::Problem;
+use crate::service::rejection::Denial;
 
 /// The header that every admin request needs. A page of another origin may not send it unless this
 /// service allows that, which it never does.
@@ -33,21 +33,21 @@ const FORWARDED: [&str; 6] =
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
 
-fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Problem {
-    Problem::new(StatusCode::FORBIDDEN, "not allowed", reason, detail)
+fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Denial {
+    Denial::new(StatusCode::FORBIDDEN, "not allowed", reason, detail)
 }
 
 /// Returns the refusal of a request that is not local, for this reason.
-fn not_local(reason: &'static str, why: &str) -> Problem {
+fn not_local(reason: &'static str, why: &str) -> Denial {
     refuse(reason, format!("admin requests are local only: {why}"))
 }
 
-fn no_host() -> Problem {
+fn no_host() -> Denial {
     refuse("host", "missing or ambiguous host: expected one Host header")
 }
 
 /// Checks the authorization of a request: with the token if there is one, otherwise local only.
-pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Problem> {
+pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Denial> {
     let headers = request.headers();
     let host = host(headers, request.uri()).ok_or_else(no_host)?;
     check_site(headers, &host)?;
@@ -56,7 +56,7 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
     }
     if let Some(token) = token {
         let wrong = "missing or wrong token: expected `Authorization: Bearer <token>`";
-        let denial = || Problem::new(StatusCode::UNAUTHORIZED, "token required", "token", wrong);
+        let denial = || Denial::new(StatusCode::UNAUTHORIZED, "token required", "token", wrong);
         return has_token(headers, token).then_some(()).ok_or_else(denial);
     }
     let unknown = "the client's address is unknown (serve with \
@@ -80,7 +80,7 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
 pub(in crate::service) fn check_host<B>(
     request: &Request<B>,
     names: &[String],
-) -> Result<(), Problem> {
+) -> Result<(), Denial> {
     let (headers, uri) = (request.headers(), request.uri());
     if !headers.contains_key(HOST) && uri.authority().is_none() {
         return Ok(());
@@ -116,7 +116,7 @@ fn authority(text: &str) -> Option<Authority> {
 }
 
 /// Checks the headers with which browsers describe the origin of a request; no page can set them.
-fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Problem> {
+fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Denial> {
     let is_own_site = headers.get_all("sec-fetch-site").iter().all(|site| site == "same-origin");
     let is_own = |origin: &HeaderValue| {
         let origin: Uri = origin.to_str().ok()?.parse().ok()?;

@@ -33,7 +33,7 @@ use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
 use super::query::{self, Query, invalid_value};
-use super::rejection::Problem;
+use super::rejection::Denial;
 
 pub use guard::Peer;
 pub(super) use guard::{AdminToken, check_host, is_secret};
@@ -91,7 +91,7 @@ impl Admin {
     }
 
     /// Checks the authorization of a request, and the rate limit.
-    fn authorize<B>(&self, request: &Request<B>) -> Result<(), Problem> {
+    fn authorize<B>(&self, request: &Request<B>) -> Result<(), Denial> {
         guard::check(request, self.token.as_ref())?;
         let taken = lock(&self.buckets).commands.take(self.clock.now());
         let detail = || format!("rate limit: {} requests at once, then one per second", COMMANDS.0);
@@ -104,7 +104,7 @@ impl Admin {
         request: &Request<B>,
         memory: Option<&Memory>,
         name: &'static str,
-    ) -> Result<Response<String>, Problem> {
+    ) -> Result<Response<String>, Denial> {
         self.authorize(request)?;
         let Some(memory) = memory else {
             return Ok(ended("memory is not managed in this process").answer());
@@ -126,7 +126,7 @@ impl Admin {
     }
 
     /// Logs a rejection, unless many were logged recently, and returns the answer.
-    fn denied<B>(&self, request: &Request<B>, denial: &Problem) -> Response<String> {
+    fn denied<B>(&self, request: &Request<B>, denial: &Denial) -> Response<String> {
         let unlogged = {
             let mut buckets = lock(&self.buckets);
             if buckets.logged.take(self.clock.now()).is_err() {
@@ -147,14 +147,14 @@ fn peer<B>(request: &Request<B>) -> Option<SocketAddr> {
 }
 
 /// Returns the denial of a request above a rate limit.
-fn too_many(wait: Duration, detail: String) -> Problem {
+fn too_many(wait: Duration, detail: String) -> Denial {
     let (status, title) = (StatusCode::TOO_MANY_REQUESTS, "too many admin requests");
     let retry_after = Some(wait.max(Duration::from_secs(1)));
-    Problem { retry_after, ..Problem::new(status, title, "rate", detail) }
+    Denial { retry_after, ..Denial::new(status, title, "rate", detail) }
 }
 
 /// Parses the command of this name from the query.
-fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Problem> {
+fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
     let arena = |query: Option<&str>| {
         let query = Query::read(query, &["arena"])?;
         query.need("arena").map(str::to_owned)
@@ -182,7 +182,7 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Problem> {
 }
 
 /// Parses the command `fit`.
-fn fit(query: Option<&str>) -> Result<AdminCommand, Problem> {
+fn fit(query: Option<&str>) -> Result<AdminCommand, Denial> {
     let query = Query::read(query, &["limit", "within", "page_cache"])?;
     let limit = match query.need("limit")? {
         "none" => None,
@@ -206,32 +206,32 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, Problem> {
 pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
-    let mut response = Problem::new(status, "method not allowed", "method", detail).answer();
+    let mut response = Denial::new(status, "method not allowed", "method", detail).answer();
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     response
 }
 
 /// Returns why a command was not accepted.
-fn not_asked(error: &MemoryError) -> Problem {
+fn not_asked(error: &MemoryError) -> Denial {
     let text = error.to_string();
     match error {
         MemoryError::UnknownArena { .. } | MemoryError::UnknownResource { .. } => {
-            Problem::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
+            Denial::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
         }
         MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => query::invalid(text),
         MemoryError::TooManyTasks { .. } => {
             let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
             let retry_after = Some(Duration::from_secs(1));
-            Problem { retry_after, ..Problem::new(status, title, "full", text) }
+            Denial { retry_after, ..Denial::new(status, title, "full", text) }
         }
         _ => ended(text),
     }
 }
 
-fn ended(detail: impl Into<Cow<'static, str>>) -> Problem {
+fn ended(detail: impl Into<Cow<'static, str>>) -> Denial {
     let status = StatusCode::SERVICE_UNAVAILABLE;
     let retry_after = Some(Duration::from_secs(30));
-    Problem { retry_after, ..Problem::new(status, "not available", "ended", detail) }
+    Denial { retry_after, ..Denial::new(status, "not available", "ended", detail) }
 }
 
 /// The burst of profiles, and the time until another one is taken. An estimate.
@@ -253,7 +253,7 @@ impl Admin {
         refusal.map(String::into_bytes)
     }
 
-    fn check_profile<B>(&self, request: &Request<B>) -> Result<(), Problem> {
+    fn check_profile<B>(&self, request: &Request<B>) -> Result<(), Denial> {
         Query::read(request.uri().query(), &[])?;
         let detail = match profiler() {
             Profiler::Active { .. } => {
@@ -269,12 +269,12 @@ impl Admin {
                  the process starts"
             }
         };
-        Err(Problem::new(StatusCode::NOT_FOUND, "no heap profiler", "profiler", detail))
+        Err(Denial::new(StatusCode::NOT_FOUND, "no heap profiler", "profiler", detail))
     }
 
     #[cfg(not(feature = "profiling"))]
     #[expect(clippy::unused_self, reason = "as in a build with the profiler")]
-    fn take_profile<B>(&self, _: &Request<B>) -> Result<Response<Vec<u8>>, Problem> {
+    fn take_profile<B>(&self, _: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
         // Another crate built the profiler in.
         let detail =
             "this build of lowtide cannot convert profiles: expected the feature `profiling`";
@@ -282,7 +282,7 @@ impl Admin {
     }
 
     #[cfg(feature = "profiling")]
-    fn take_profile<B>(&self, request: &Request<B>) -> Result<Response<Vec<u8>>, Problem> {
+    fn take_profile<B>(&self, request: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
         let start = self.clock.now();
         let profile = crate::heap::take_profile().map_err(|error| {
             let peer = peer(request).map(tracing::field::display);
@@ -316,6 +316,6 @@ impl Admin {
     }
 }
 
-fn failed(status: StatusCode, detail: impl Into<Cow<'static, str>>) -> Problem {
-    Problem::new(status, "no heap profile", "profile", detail)
+fn failed(status: StatusCode, detail: impl Into<Cow<'static, str>>) -> Denial {
+    Denial::new(status, "no heap profile", "profile", detail)
 }
