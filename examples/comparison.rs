@@ -9,7 +9,7 @@
 //! The concurrency limit of 8 is tuned to this load: all 12 large requests at once exceed the
 //! memory limit. It counts requests, so small ones wait behind large ones. If large and small
 //! requests have routes of their own, a limit for each route avoids that.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "proxy/chance.rs"]
@@ -29,7 +29,6 @@ mod run;
 #[path = "comparison/service.rs"]
 mod service;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum as _};
@@ -61,24 +60,16 @@ struct Cli {
     serve: Option<Setup>,
 }
 
-fn main() -> ExitCode {
+fn main() -> Result<(), BoxError> {
     let cli = Cli::parse();
-    let done = match cli.serve {
-        Some(setup) => service::serve(setup).map(|()| true),
+    match cli.serve {
+        Some(setup) => service::serve(setup),
         None => compare(Duration::from_secs(cli.seconds)),
-    };
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("comparison: {error}");
-            ExitCode::FAILURE
-        }
     }
 }
 
-/// Runs each setup and prints the results. Returns whether all bounds hold.
-fn compare(lasts: Duration) -> Result<bool, BoxError> {
+/// Runs each setup and prints the results. Fails if a bound does not hold.
+fn compare(lasts: Duration) -> Result<(), BoxError> {
     println!(
         "a service that parses JSON under a limit of {LIMIT}; for {} s {BIG_CLIENTS} clients\n\
          send bodies of {BIG} and {SMALL_CLIENTS} send bodies of {SMALL}",
@@ -102,10 +93,5 @@ fn compare(lasts: Duration) -> Result<bool, BoxError> {
     if outcomes.iter().all(|(_, outcome)| outcome.killed_after.is_none()) {
         println!("This load does not exceed the limit on this machine: nothing was killed.");
     }
-    println!("\nmust hold");
-    let bounds = report::bounds(&outcomes);
-    for (holds, text) in &bounds {
-        println!("  {}  {text}", if *holds { "ok    " } else { "FAILED" });
-    }
-    Ok(bounds.iter().all(|(holds, _)| *holds))
+    requests::must_hold(&report::bounds(&outcomes))
 }

@@ -62,16 +62,15 @@ fn main() -> Result<(), BoxError> {
     show("purged", &after);
     println!("\nthe purge released {released}");
 
-    if full.live < before.live.saturating_add(TAKEN) {
-        return Err(
-            format!("live is {}: expected at least the {TAKEN} allocated", full.live).into()
-        );
-    }
-    let left = after.resident.saturating_sub(before.resident);
-    if left > LEFT_MAX {
-        return Err(format!("{left} are left after the purge: expected at most {LEFT_MAX}").into());
-    }
+    check(&before, &full, &after);
     Ok(())
+}
+
+/// Panics unless the blocks were live, and the purge has released them.
+fn check(before: &HeapSnapshot, full: &HeapSnapshot, after: &HeapSnapshot) {
+    assert!(full.live >= before.live.saturating_add(TAKEN), "{} live: expected more", full.live);
+    let left = after.resident.saturating_sub(before.resident);
+    assert!(left <= LEFT_MAX, "{left} are left after the purge: expected at most {LEFT_MAX}");
 }
 
 fn show(when: &str, heap: &HeapSnapshot) {

@@ -57,7 +57,7 @@ async fn main() -> Result<(), BoxError> {
         request.await??;
     }
     show(&memory, "eight requests at once");
-    expect(loads(&memory) == 1, "loaded once for all waiting requests")?;
+    expect_loads(&memory, 1); // once for all waiting requests
 
     until(|| committed(&memory) == ByteSize::ZERO, "the idle model and its memory are released")
         .await?;
@@ -65,17 +65,16 @@ async fn main() -> Result<(), BoxError> {
 
     answer(arena.clone(), model.clone()).await?;
     show(&memory, "another request");
-    expect(loads(&memory) == 2, "loaded again")?;
+    expect_loads(&memory, 2);
 
     // One that can never fit is refused when it is registered, and all else goes on.
     let large = register(&memory, &arena, "too large", ByteSize::gib(1));
     let refused = large.err().ok_or("a model of 1 GiB fits into 256 MiB")?;
     println!("    refused: {refused}");
     answer(arena, model).await?;
-    let end = tokio::task::spawn_blocking(move || memory.shutdown_blocking(Duration::from_secs(5)))
-        .await?;
+    let end = memory.shutdown(Duration::from_secs(5)).await;
     println!("shut down: {end}");
-    expect(end.is_clean(), "nothing is outstanding")
+    Ok(end.into_result()?)
 }
 
 fn register(
@@ -92,6 +91,10 @@ fn register(
 
 fn loads(memory: &Memory) -> u64 {
     memory.snapshot().resources.iter().map(|resource| resource.loads_ok_total).sum()
+}
+
+fn expect_loads(memory: &Memory, count: u64) {
+    assert_eq!(loads(memory), count, "loads of the model");
 }
 
 fn committed(memory: &Memory) -> ByteSize {
@@ -111,8 +114,4 @@ async fn until(mut holds: impl FnMut() -> bool, what: &str) -> Result<(), BoxErr
         }
     };
     tokio::time::timeout(PATIENCE, wait).await.map_err(|_| format!("did not happen: {what}").into())
-}
-
-fn expect(holds: bool, what: &str) -> Result<(), BoxError> {
-    if holds { Ok(()) } else { Err(format!("expectation failed: {what}").into()) }
 }

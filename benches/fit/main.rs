@@ -32,7 +32,7 @@ use common::process::{Process, oom_kills, usage};
 use http::Request;
 use lowtide::admission::{Cost, Managed};
 use lowtide::clock::SystemClock;
-use lowtide::service::{Admin, Endpoints, MemoryLayer};
+use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -257,8 +257,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
     let models = (0..MODELS).map(|nth| model(&memory, nth)).collect::<Result<Vec<_>, _>>()?;
     let estimate = |head: &Parts| Cost::host(ByteSize::kib(number(&head.uri, "kib").unwrap_or(0)));
     let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_max_wait(MAX_WAIT);
-    let admin = Admin::loopback(Arc::new(SystemClock::new()));
-    let endpoints = Endpoints::new(Some(memory)).with_admin(admin).into_routes();
+    let endpoints = Endpoints::new(Some(memory)).with_local_admin().into_routes();
     let routes = Router::new()
         .route("/work", get(work))
         .with_state(Arc::<[_]>::from(models))

@@ -236,7 +236,7 @@ impl Clock for Watch {
         let is_rung = self.clock.wait_until(bell, until);
         let allocated = thread_totals().map_or(0, |it| it.0);
         BEGUN.set(Some((Instant::now(), allocated)));
-        wake
+        is_rung
     }
 }
 

@@ -14,21 +14,19 @@ pub(crate) mod serve;
 pub(crate) mod silence;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
 use axum::extract::{ConnectInfo, Request};
+use axum::http::Uri;
 use axum::http::request::Parts;
-use axum::http::{StatusCode, Uri};
-use axum::response::{IntoResponse, Response};
-use axum::routing::{any, get, post};
-use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use axum::routing::post;
+use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, FromArgMatches as _};
 use lowtide::ByteSize;
 use lowtide::admission::{Admission, Cost};
-use lowtide::service::{Admin, Endpoints, Peer};
+use lowtide::service::Endpoints;
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -82,9 +80,13 @@ pub(crate) struct Options {
     #[arg(long, env = "PROXY_LOAD_REPORTS", default_value = "off")]
     #[arg(value_parser = PossibleValuesParser::new(["off", "text"]).map(|name| name == "text"))]
     pub(crate) load_reports: bool,
-    /// The admin commands that are accepted; `None` for none.
-    #[arg(skip)]
-    pub(crate) admin: Option<Admin>,
+    /// Accept admin commands (purge, trim, sleep, wake, unload, fit) from this machine,
+    /// under /memory.
+    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
+    pub(crate) admin: bool,
+    /// Accept admin commands with the token in this file: 32 to 256 characters, in one line.
+    #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE", global = true)]
+    pub(crate) admin_token_file: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -94,6 +96,13 @@ impl Default for Options {
         let matches = command.get_matches_from(["proxy", "--listen=127.0.0.1:0"]);
         Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
     }
+}
+
+/// The token in a file, which ends with a line's end or without.
+pub(crate) fn token_text(file: &Path) -> Result<String, BoxError> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
+    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
 fn upstream(text: &str) -> Result<Uri, String> {
@@ -110,7 +119,7 @@ pub(crate) struct Running {
     pub(crate) operators: SocketAddr,
     /// The model.
     pub(crate) model: ManagedModel,
-    endpoints: Arc<Endpoints>,
+    memory: Option<Memory>,
     phase: watch::Sender<Phase>,
     servers: Vec<JoinHandle<()>>,
     /// The built-in upstream, and its phase: it ends after the proxy's own requests.
@@ -124,7 +133,7 @@ impl Running {
     /// A connection that is closed while it is idle may be closed just as the client sends its next
     /// request, which is lost then. An answer with `Connection: close` tells the client in time.
     pub(crate) async fn drain(&self, time: Duration) {
-        self.endpoints.set_ending();
+        self.memory.iter().for_each(Memory::set_ending);
         self.phase.send_replace(Phase::Draining);
         tokio::time::sleep(time).await;
     }
@@ -154,6 +163,15 @@ pub(crate) async fn start(
     render: impl Fn() -> String + Send + Sync + 'static,
 ) -> Result<Running, BoxError> {
     // First what may well fail, so that nothing is left of a start that did.
+    let mut endpoints =
+        Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
+    if options.admin {
+        endpoints = endpoints.with_local_admin();
+    }
+    if let Some(file) = &options.admin_token_file {
+        let accepted = endpoints.with_admin_token(&token_text(file)?);
+        endpoints = accepted.map_err(|error| format!("{}: {error}", file.display()))?;
+    }
     let (front, address) = listen(options.listen).await?;
     let aside = match options.operators {
         Some(at) => Some(listen(at).await?),
@@ -187,37 +205,29 @@ pub(crate) async fn start(
     let forward = Forward::new(&upstream)?.with_response_timeout(response_timeout);
     let model = ManagedModel::open(&options.model, options.idle_unload, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
-    let mut endpoints =
-        Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
-    let mut own = Endpoints::PATHS.to_vec();
-    if let Some(admin) = options.admin {
-        endpoints = endpoints.with_admin(admin);
-        own.extend(Endpoints::ADMIN_PATHS);
-    }
     let managed = memory.is_some();
-    let endpoints = Arc::new(endpoints);
-    let for_operators = |routes| operators_routes(routes, own, Arc::clone(&endpoints));
     let (phase, phases) = watch::channel(Phase::Serving);
     let mut servers = Vec::new();
     // The small upstream admits in the same ledger: requests wait in front of it, and not for the
     // little that forwarding them takes as well.
-    let forward_waits = own_upstream.is_none();
+    let waits = own_upstream.is_none();
     let grace = options.limits.body_timeout;
     let reports = options.load_reports;
-    let mut routes = clients_routes(forward, embedder, memory, forward_waits, grace, reports);
+    let mut routes = clients_routes(forward, embedder, memory.as_ref(), waits, grace, reports);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
-        let theirs = for_operators(Router::new());
+        let theirs = endpoints.into_routes();
         servers.push(serve(listener, theirs, Some(limits), &admission, phases.clone()));
         operators = at;
     } else {
-        routes = for_operators(routes);
+        // Outside the memory layer.
+        routes = routes.merge(endpoints.into_routes());
     }
     let limits = Some(options.limits.within_descriptors());
     servers.push(serve(front, routes, limits, &admission, phases));
     tracing::info!(%address, %operators, %upstream, managed, "the proxy is listening");
-    Ok(Running { address, operators, model, endpoints, phase, servers, own_upstream })
+    Ok(Running { address, operators, model, memory, phase, servers, own_upstream })
 }
 
 async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
@@ -231,7 +241,7 @@ async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
 fn clients_routes(
     forward: Forward,
     embedder: Embedder,
-    memory: Option<Memory>,
+    memory: Option<&Memory>,
     forward_waits: bool,
     grace: Duration,
     reports: bool,
@@ -271,29 +281,6 @@ fn clients_routes(
         forward = forward.layer(layer);
     }
     embed.merge(forward)
-}
-
-/// Adds the routes at these paths, outside the memory layer.
-fn operators_routes(routes: Router, own: Vec<&'static str>, endpoints: Arc<Endpoints>) -> Router {
-    let answer = move |mut request: Request| {
-        let endpoints = endpoints.clone();
-        async move {
-            if let Some(ConnectInfo(peer)) = request.extensions().get().copied() {
-                request.extensions_mut().insert(Peer(peer));
-            }
-            let answer = endpoints.answer_request(&request);
-            answer.map_or_else(not_found, |answer| answer.map(Body::from))
-        }
-    };
-    own.into_iter().fold(routes, |routes, path| {
-        // A verb says itself which methods it has.
-        let is_verb = Endpoints::ADMIN_PATHS.contains(&path);
-        routes.route(path, if is_verb { any(answer.clone()) } else { get(answer.clone()) })
-    })
-}
-
-fn not_found() -> Response {
-    StatusCode::NOT_FOUND.into_response()
 }
 
 fn content_length(request: &Parts) -> Option<u64> {

@@ -10,23 +10,18 @@ mod fit;
 use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal as _, Write as _};
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::header::AUTHORIZATION;
 use axum::http::{Request, StatusCode};
-use clap::builder::BoolishValueParser;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use http_body_util::{BodyExt as _, Empty};
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use lowtide::clock::SystemClock;
 use lowtide::memory::Shutdown;
 use lowtide::metrics::prometheus;
-use lowtide::service::Admin;
 use lowtide::{BoxError, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -60,13 +55,6 @@ struct Cli {
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
-    /// Accept admin commands (purge, trim, sleep, wake, unload, fit) from this machine,
-    /// under /memory.
-    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new(), global = true)]
-    admin: bool,
-    /// Accept admin commands with the token in this file: 32 to 256 characters, in one line.
-    #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE", global = true)]
-    admin_token_file: Option<PathBuf>,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -80,13 +68,6 @@ enum Command {
     /// limit of its container is lowered in place. Shows the progress, and exits with 0 if it fits,
     /// and 1 with the reason if not. Needs --admin there, or the file of --admin-token-file here.
     Fit(fit::Fit),
-}
-
-/// The token in a file, which ends with a line's end or without.
-fn token_text(file: &Path) -> Result<String, BoxError> {
-    let text = std::fs::read_to_string(file)
-        .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
-    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
 /// Runs the program with these arguments, the first of which is its name, and prints its error.
@@ -104,7 +85,8 @@ pub(crate) fn run(name: &str, arguments: impl Iterator<Item = OsString>) -> u8 {
 fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
     let cli = Cli::parse_from(arguments);
     // Not clap's `conflicts_with`: a variable that says `false` would be a conflict to that.
-    if cli.admin && cli.admin_token_file.is_some() {
+    let token_file = &cli.options.admin_token_file;
+    if cli.options.admin && token_file.is_some() {
         let text = "--admin (PROXY_ADMIN) accepts commands from this machine: expected it or \
             --admin-token-file (PROXY_ADMIN_TOKEN_FILE), not both";
         Cli::command().error(ErrorKind::ArgumentConflict, text).exit();
@@ -119,7 +101,7 @@ fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
         None => runtime.block_on(serve(cli)),
         Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.for_operators())),
         Some(Command::Fit(ref fit)) => {
-            let token = cli.admin_token_file.as_deref().map(token_text).transpose()?;
+            let token = token_file.as_deref().map(app::token_text).transpose()?;
             runtime.block_on(fit.run(cli.for_operators(), token.as_deref()))
         }
     }
@@ -188,21 +170,13 @@ fn wake(runtime: &Handle) {
 }
 
 async fn serve(cli: Cli) -> Result<(), BoxError> {
-    let clock = Arc::new(SystemClock::new());
-    let admin = match &cli.admin_token_file {
-        Some(file) => {
-            let admin = Admin::with_token(clock, &token_text(file)?);
-            Some(admin.map_err(|error| format!("{}: {error}", file.display()))?)
-        }
-        None => cli.admin.then(|| Admin::loopback(clock)),
-    };
     let workers = Handle::current();
     let memory = Memory::builder()
         .prometheus()?
         .after_tcache_flush_request(move || wake(&workers))
         .start()?;
     let operators = cli.options.operators.filter(|at| *at != cli.options.listen);
-    let options = app::Options { operators, admin, ..cli.options };
+    let options = app::Options { operators, ..cli.options };
     // Installed before it listens: a client that sees it listening may send a signal.
     let terminated = memory.terminated()?;
     let render = || prometheus::render().unwrap_or_default();
@@ -220,10 +194,7 @@ async fn serve(cli: Cli) -> Result<(), BoxError> {
         }
     }
     let ended = running.stop(cli.grace).await;
-    // It waits for threads, which an asynchronous thread must not.
-    let report =
-        tokio::task::spawn_blocking(move || memory.shutdown_blocking(Duration::from_secs(5)))
-            .await?;
+    let report = memory.shutdown(Duration::from_secs(5)).await;
     tracing::info!(all_requests_ended = ended, %report, "stopped");
     // Other outstanding work is no reason to be restarted.
     if report.exhausted { Err(report.into()) } else { Ok(()) }

@@ -103,6 +103,17 @@ impl Tally {
     }
 }
 
+/// Prints the bounds: whether each holds, and its text with the measured value. Fails if one does
+/// not.
+pub(crate) fn must_hold(bounds: &[(bool, String)]) -> Result<(), BoxError> {
+    println!("\nmust hold");
+    for (holds, text) in bounds {
+        println!("  {}  {text}", if *holds { "ok    " } else { "FAILED" });
+    }
+    let all = bounds.iter().all(|(holds, _)| *holds);
+    if all { Ok(()) } else { Err("a bound does not hold".into()) }
+}
+
 /// Sends requests from so many connections while it goes on; `request` makes one for a turn.
 pub(crate) async fn send(
     connections: usize,

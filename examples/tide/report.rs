@@ -14,18 +14,15 @@ const TWIN_PART: u64 = 3;
 const RETURN_BYTES: u64 = 8 << 20;
 const REGIONS: u64 = 2;
 
-/// A bound: whether it holds, its text, and the measured value.
-pub(crate) type Bound = (bool, String, String);
-
 /// Every bound, measured. An error if a run lacks a stage.
 pub(crate) fn bounds(
     managed: &Outcome,
     twin: &Outcome,
     half: &Outcome,
-) -> Result<Vec<Bound>, String> {
+) -> Result<Vec<(bool, String)>, String> {
     let mut bounds = Vec::new();
     let mut bound = |holds: bool, what: String, measured: String| {
-        bounds.push((holds, what, measured));
+        bounds.push((holds, format!("{what}:\n          {measured}")));
     };
     let peak = managed.water(stage::BURST)?.heap_live;
     let idle = managed.water(stage::QUIET_10)?;

@@ -115,8 +115,6 @@ pub(crate) struct Answers {
 pub(crate) struct Outcome {
     /// The stages in order.
     pub(crate) rows: Vec<Row>,
-    /// Memory over time.
-    pub(crate) samples: Vec<Sample>,
     /// Responses other than 2xx and 503 with Retry-After, by kind.
     pub(crate) other: Vec<(String, u64)>,
     /// Requests that admission rejected, by reason.
@@ -157,15 +155,6 @@ pub(crate) mod stage {
     pub(crate) const UNLOADED: &str = "idle, model unloaded";
 }
 
-/// Memory while a run goes on.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Sample {
-    /// Seconds since the start of the run.
-    pub(crate) seconds: f64,
-    /// Memory now.
-    pub(crate) water: Water,
-}
-
 /// Makes a run, and prints some samples of it.
 pub(crate) async fn run(kind: Kind) -> Result<Outcome, BoxError> {
     let limit = match kind {
@@ -186,6 +175,7 @@ pub(crate) async fn run(kind: Kind) -> Result<Outcome, BoxError> {
         signals: Signals::open(),
         memory: memory.clone(),
         start: Instant::now(),
+        samples: 0,
         outcome: Outcome {
             granule: running.model.arena.capabilities().granularity.get(),
             ..Outcome::default()
@@ -229,6 +219,7 @@ struct Gauge {
     running: Running,
     memory: Option<Memory>,
     start: Instant,
+    samples: usize,
     outcome: Outcome,
 }
 
@@ -264,16 +255,16 @@ impl Gauge {
             if water.heap_live >= peak.heap_live {
                 peak = water;
             }
-            let sample = Sample { seconds: self.start.elapsed().as_secs_f64(), water };
-            if self.outcome.samples.len().is_multiple_of(SAMPLES_PER_LINE) {
-                self.show(stage, sample);
+            if self.samples.is_multiple_of(SAMPLES_PER_LINE) {
+                self.show(stage, &water);
             }
-            self.outcome.samples.push(sample);
+            self.samples += 1;
         }
         Ok(peak)
     }
 
-    fn show(&self, stage: &str, Sample { seconds, water }: Sample) {
+    fn show(&self, stage: &str, water: &Water) {
+        let seconds = self.start.elapsed().as_secs_f64();
         let size = |bytes| ByteSize::new(bytes).to_string();
         let level = self.memory.as_ref().map(|memory| memory.level().to_string());
         println!(

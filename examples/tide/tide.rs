@@ -5,7 +5,7 @@
 //! half of the limit. Each run is a process of its own, which nothing of another has warmed. It
 //! ends with a table and the bounds that must hold, and fails if one does not. It takes at most 90
 //! seconds.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../proxy/app.rs"]
@@ -13,7 +13,6 @@
 mod app;
 #[path = "../proxy/chance.rs"]
 mod chance;
-mod chart;
 #[path = "../proxy/embed.rs"]
 mod embed;
 #[path = "../proxy/forward.rs"]
@@ -27,8 +26,7 @@ mod run;
 mod upstream;
 
 use std::io::{BufRead as _, BufReader};
-use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, Stdio};
 
 use clap::Parser;
 use lowtide::BoxError;
@@ -41,32 +39,20 @@ static HEAP: lowtide::heap::Heap = lowtide::heap::Heap;
 #[derive(Clone, Debug, Parser)]
 #[command(about = "Watch a service's memory rise under load and go back down")]
 struct Cli {
-    /// Also draw the memory of both runs over time into this SVG file.
-    #[arg(long, value_name = "FILE")]
-    chart: Option<PathBuf>,
     /// Run only this, and print its outcome as a line of JSON.
     #[arg(long, hide = true)]
     only: Option<Kind>,
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let done = match cli.only {
-        Some(kind) => child(kind).map(|()| true),
-        None => parent(&cli),
-    };
-    match done {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("tide: {error}");
-            ExitCode::FAILURE
-        }
+fn main() -> Result<(), BoxError> {
+    match Cli::parse().only {
+        Some(kind) => child(kind),
+        None => parent(),
     }
 }
 
-/// Runs everything; whether all bounds hold.
-fn parent(cli: &Cli) -> Result<bool, BoxError> {
+/// Runs everything. Fails if a bound does not hold.
+fn parent() -> Result<(), BoxError> {
     println!(
         "a proxy under load: {CONNECTIONS} connections, {TEXT_SIZE} of text each, a model of \
          {WEIGHTS},\nlimit {LIMIT}\n"
@@ -74,18 +60,8 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
     let managed = spawn(Kind::Managed)?;
     let twin = spawn(Kind::Defaults)?;
     let half = spawn(Kind::Half)?;
-    if let Some(file) = &cli.chart {
-        chart::draw(file, &managed.samples, &twin.samples)
-            .map_err(|error| format!("{}: {error}", file.display()))?;
-    }
-    println!("\n{}", report::table(&managed, &twin));
-    let bounds = report::bounds(&managed, &twin, &half)?;
-    println!("must hold");
-    for (holds, what, measured) in &bounds {
-        let word = if *holds { "ok    " } else { "FAILED" };
-        println!("  {word}  {what}:\n          {measured}");
-    }
-    Ok(bounds.iter().all(|(holds, ..)| *holds))
+    print!("\n{}", report::table(&managed, &twin));
+    load::must_hold(&report::bounds(&managed, &twin, &half)?)
 }
 
 /// One run in this process, for a parent that reads its outcome.

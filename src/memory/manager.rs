@@ -157,10 +157,9 @@ impl Memory {
         self.0.shared.snapshot()
     }
 
-    /// Returns the time on the manager's clock.
-    #[cfg(all(feature = "service", feature = "device"))]
-    pub(crate) fn now(&self) -> Moment {
-        self.0.shared.clock.now()
+    #[cfg(feature = "service")]
+    pub(crate) fn clock(&self) -> Arc<dyn crate::clock::Clock> {
+        Arc::clone(&self.0.shared.clock)
     }
 
     /// Returns a moment on the wall clock, since the Unix epoch.

@@ -135,7 +135,7 @@ struct CachedMaps {
 impl Maps {
     /// Returns the maps of all arenas.
     pub(super) fn of(&self, memory: &Memory) -> Value {
-        let (now, names) = (memory.now(), memory.arena_names());
+        let (now, names) = (memory.clock().now(), memory.arena_names());
         // In a forked child there are none, and a thread of the parent may hold the lock.
         if names.is_empty() {
             return json!([]);

@@ -7,12 +7,13 @@
 //! readiness: they wake when used. `/memory` is JSON, or the live page for clients that prefer
 //! HTML; the commands below it are those of `admin`.
 //!
-//! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
+//! Invariant: without admin commands no answer changes anything.
 
 use std::fmt;
 use std::time::Duration;
 #[cfg(feature = "axum")]
-use std::{net::SocketAddr, sync::Arc};
+use std::net::SocketAddr;
+use std::sync::Arc;
 
 #[cfg(feature = "axum")]
 use axum::body::Body;
@@ -21,18 +22,21 @@ use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
+use crate::clock::SystemClock;
+use crate::config::ConfigError;
 use crate::memory::{Breakdown, Memory, MemorySnapshot};
 use crate::metrics::record as read;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, Denial, PROFILE, check_host, wrong_method};
+use super::admin::{Admin, AdminToken, PROFILE, Peer, check_host, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
 use super::json::{self, JsonPart, PartContext};
-use super::query::{Format, Query, QueryError};
+use super::query::{Format, Query, invalid_value};
+use super::rejection::Denial;
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -63,7 +67,7 @@ impl Endpoints {
     /// The paths of the endpoints, for [`MemoryLayer::exempt_paths`](super::MemoryLayer).
     pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
 
-    /// The additional paths with [`Endpoints::with_admin`].
+    /// The additional paths with admin commands.
     pub const ADMIN_PATHS: &[&str] = &[
         "/memory/purge",
         #[cfg(feature = "device")]
@@ -98,12 +102,58 @@ impl Endpoints {
         self
     }
 
-    /// Enables admin commands, which are disabled by default. Their paths are
-    /// [`Endpoints::ADMIN_PATHS`]; use [`Endpoints::answer_request`] for them.
+    /// Accepts admin commands from this machine, without a token: requests whose [`Peer`] is a
+    /// loopback address, whose host is `localhost` or a loopback address, and that did not pass a
+    /// proxy. Every user of this machine who can open a connection can send commands.
+    ///
+    /// By default none are accepted. Their paths are [`Endpoints::ADMIN_PATHS`]; use
+    /// [`Endpoints::answer_request`] for them.
+    ///
+    /// ```
+    /// use http::{Request, StatusCode};
+    /// use lowtide::Memory;
+    /// use lowtide::service::{Endpoints, Peer};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let endpoints = Endpoints::new(Some(memory)).with_local_admin();
+    /// let request = Request::post("/memory/purge")
+    ///     .header("host", "localhost:8080")
+    ///     .header("lowtide-admin", "1")
+    ///     .extension(Peer(([127, 0, 0, 1], 50_000).into()))
+    ///     .body(())?;
+    /// let answer = endpoints.answer_request(&request).expect("one of its paths");
+    /// assert_eq!(answer.status(), StatusCode::ACCEPTED);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
     #[must_use]
-    pub fn with_admin(mut self, admin: Admin) -> Self {
-        self.admin = Some(admin);
-        self
+    pub fn with_local_admin(self) -> Self {
+        self.with_admin(None)
+    }
+
+    /// Accepts admin commands with the token, from any address including this machine:
+    /// `Authorization: Bearer` and the token, for example from `openssl rand -hex 32`. Use TLS in
+    /// front of the service; otherwise the token can be read on the network.
+    ///
+    /// ```
+    /// use lowtide::service::Endpoints;
+    ///
+    /// let error = Endpoints::new(None).with_admin_token("hunter2").unwrap_err();
+    /// assert_eq!(error.to_string(), "admin token of 7 bytes: expected 32 to 256 bytes");
+    /// ```
+    ///
+    /// # Errors
+    /// [`ConfigError`] unless the token is 32 to 256 printable ASCII characters without spaces. It
+    /// does not contain the token.
+    pub fn with_admin_token(self, token: &str) -> Result<Self, ConfigError> {
+        Ok(self.with_admin(Some(AdminToken::new(token)?)))
+    }
+
+    fn with_admin(self, token: Option<AdminToken>) -> Self {
+        let clock = match &self.memory {
+            Some(memory) => memory.clock(),
+            None => Arc::new(SystemClock::new()),
+        };
+        Self { admin: Some(Admin::new(clock, token)), ..self }
     }
 
     /// Adds host names under which `/memory` and `/metrics` are answered. Ports are ignored, and
@@ -153,7 +203,7 @@ impl Endpoints {
     /// limit of 256 MiB would have done. An invalid query is 400.
     ///
     /// `/memory/profile` answers with the live heap by call stack for `pprof`, gzipped. It needs
-    /// [`Endpoints::with_admin`] and an active heap profiler
+    /// admin commands and an active heap profiler
     /// ([`heap::profiler`](crate::heap::profiler)), and blocks for some milliseconds.
     ///
     /// ```
@@ -186,7 +236,7 @@ impl Endpoints {
         let answer = if let Some(refusal) = refusal {
             refusal
         } else if path == "/memory" {
-            self.asked(request).unwrap_or_else(|error| Denial::from(error).answer())
+            self.asked(request).unwrap_or_else(|problem| problem.answer())
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
             self.answer(path).or_else(command)?
@@ -260,13 +310,13 @@ impl Endpoints {
         answer(status(ready), JSON, pretty(&body))
     }
 
-    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, QueryError> {
+    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, Denial> {
         let query = Query::read(request.uri().query(), &["format", "limit", "with"])?;
         let format = match query.get("format") {
             None => Format::preferred(request.headers()),
             Some("json") => Format::Json,
             Some("html") => Format::Html,
-            Some(other) => return Err(QueryError::value("format", other, "json or html")),
+            Some(other) => return Err(invalid_value("format", other, "json or html")),
         };
         let parts = json::read(query.get("with").unwrap_or_default())?;
         let limit = query.get("limit").map(|text| json::read_limit(text, &parts)).transpose()?;
@@ -360,7 +410,7 @@ fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
     let peer =
         request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|peer| peer.0);
     if let Some(peer) = peer {
-        request.extensions_mut().insert(super::Peer(peer));
+        request.extensions_mut().insert(Peer(peer));
     }
     match endpoints.answer_request(&request) {
         Some(answer) => answer.map(Body::from),

@@ -8,7 +8,7 @@
 
 use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::request::Parts;
-use http::{HeaderName, Method, Version};
+use http::{HeaderName, HeaderValue, Method, Version};
 use http_body::{Body, SizeHint};
 
 use crate::bytes::ByteSize;
@@ -19,7 +19,7 @@ pub(super) const UNDECLARED: ByteSize = ByteSize::mib(2);
 
 /// Estimates the memory of a request from its head. Implemented for a [`Cost`], or a [`Cost`] and a
 /// [`Priority`], which is the same for every request, and for closures that return either.
-/// Ready-made estimators are [`ContentLength`] and [`FromHeader`].
+/// Ready-made estimators are [`ContentLength`] and [`from_header`].
 ///
 /// ```
 /// use http::request::Parts;
@@ -220,61 +220,37 @@ fn scaled(length: ByteSize, factor: f64) -> ByteSize {
     if length == ByteSize::MAX && factor >= 1.0 { length } else { length.scaled(factor) }
 }
 
-/// Reads the estimate from a header, in bytes or with a unit such as `512KiB`. The header must be
-/// set by a gateway or by trusted clients, because it determines the reservation.
+/// Returns an estimator that reads the estimate from a header, in bytes or with a unit such as
+/// `512KiB`, and takes this amount for requests without it. The header must be set by a gateway or
+/// by trusted clients, because it determines the reservation.
 ///
 /// If there are several such headers, the largest value counts. An invalid value is ignored.
 ///
 /// ```
 /// use http::HeaderName;
+/// use http::request::Parts;
 /// use lowtide::ByteSize;
-/// use lowtide::service::{Estimate, FromHeader};
+/// use lowtide::admission::Priority;
+/// use lowtide::service::{Estimate, from_header};
 ///
 /// let name = HeaderName::from_static("x-memory-needed");
-/// let estimate = FromHeader::new(name, ByteSize::mib(1)).least(ByteSize::kib(16));
+/// let by_header = from_header(name, ByteSize::mib(1));
+/// let low = move |head: &Parts| (by_header(head), Priority::Low); // rejected first
 /// let of = |request: http::request::Builder| {
-///     estimate.estimate(&request.body(()).unwrap().into_parts().0).0.host
+///     low.estimate(&request.body(()).unwrap().into_parts().0).0.host
 /// };
 /// assert_eq!(of(http::Request::get("/").header("x-memory-needed", "24MiB")), ByteSize::mib(24));
-/// assert_eq!(of(http::Request::get("/").header("x-memory-needed", "0")), ByteSize::kib(16));
 /// assert_eq!(of(http::Request::get("/")), ByteSize::mib(1));
 /// ```
-#[derive(Clone, Debug)]
-pub struct FromHeader {
+pub fn from_header(
     name: HeaderName,
     unknown: ByteSize,
-    least: ByteSize,
-    priority: Priority,
-}
-
-impl FromHeader {
-    /// Creates an estimator by this header, with a default amount for requests without it.
-    #[must_use]
-    pub const fn new(name: HeaderName, unknown: ByteSize) -> Self {
-        Self { name, unknown, least: ByteSize::ZERO, priority: Priority::Normal }
-    }
-
-    /// Sets the minimum estimate.
-    #[must_use]
-    pub const fn least(mut self, least: ByteSize) -> Self {
-        self.least = least;
-        self
-    }
-
-    /// Sets the priority.
-    #[must_use]
-    pub const fn priority(mut self, priority: Priority) -> Self {
-        self.priority = priority;
-        self
-    }
-}
-
-impl Estimate for FromHeader {
-    fn estimate(&self, head: &Parts) -> (Cost, Priority) {
-        let amount = |value: &http::HeaderValue| {
+) -> impl Fn(&Parts) -> Cost + Clone + Send + Sync + 'static {
+    move |head| {
+        let amount = |value: &HeaderValue| {
             number(value.as_bytes()).or_else(|| value.to_str().ok()?.parse().ok())
         };
-        let said = head.headers.get_all(&self.name).iter().filter_map(amount).max();
-        (Cost::host(said.unwrap_or(self.unknown).max(self.least)), self.priority)
+        let said = head.headers.get_all(&name).iter().filter_map(amount).max();
+        Cost::host(said.unwrap_or(unknown))
     }
 }

@@ -38,21 +38,19 @@ const CEILING_PART: u64 = 16;
 /// The exempt paths of one layer, and the memory held by their requests. Clones share the latter.
 #[derive(Clone, Debug)]
 pub(super) struct ExemptPaths {
-    paths: Arc<BTreeSet<Cow<'static, str>>>,
+    paths: BTreeSet<Cow<'static, str>>,
     held: Arc<AtomicU64>,
 }
 
 impl ExemptPaths {
     /// Returns the paths of health checks.
     pub(super) fn of_health() -> Self {
-        let paths = HEALTH_PATHS.into_iter().map(Cow::Borrowed).collect();
-        Self { paths: Arc::new(paths), held: Arc::default() }
+        Self { paths: HEALTH_PATHS.map(Cow::Borrowed).into(), held: Arc::default() }
     }
 
     /// Adds paths.
     pub(super) fn add<P: Into<String>>(&mut self, paths: impl IntoIterator<Item = P>) {
-        let paths = paths.into_iter().map(|path| Cow::Owned(path.into()));
-        self.paths = Arc::new(self.paths.iter().cloned().chain(paths).collect());
+        self.paths.extend(paths.into_iter().map(|path| Cow::Owned(path.into())));
     }
 
     /// Returns `true` if requests for this path are exempt.

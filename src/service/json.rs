@@ -25,7 +25,8 @@ use super::answer::{limit, seconds};
 use super::devices;
 #[cfg(feature = "device")]
 use super::devices::Maps;
-use super::query::QueryError;
+use super::query::{given_twice, invalid_value};
+use super::rejection::Denial;
 
 /// The maximum number of size classes, and of mapped files.
 const ROWS_MAX: usize = 16;
@@ -77,16 +78,16 @@ const PARTS: &[JsonPart] = &[
 ];
 
 /// Parses names of parts, separated by commas.
-pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, QueryError> {
+pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, Denial> {
     let mut parts: Vec<&JsonPart> = Vec::new();
     for name in text.split(',').filter(|name| !name.is_empty()) {
         let known = PARTS.iter().find(|(known, _)| *known == name);
         let part = known.ok_or_else(|| {
             let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
-            QueryError::value("with", name, names.join(", "))
+            invalid_value("with", name, names.join(", "))
         })?;
         if parts.iter().any(|(other, _)| *other == name) {
-            return Err(QueryError::twice(part.0));
+            return Err(given_twice(part.0));
         }
         parts.push(part);
     }
@@ -94,7 +95,7 @@ pub(super) fn read(text: &str) -> Result<Vec<&'static JsonPart>, QueryError> {
 }
 
 /// Parses the limit for which advice is asked, of a query with these parts.
-pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, QueryError> {
+pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Denial> {
     let expected = if parts.iter().all(|(name, _)| *name != LIMIT_ADVICE) {
         "with=limit_advice in the same query"
     } else {
@@ -104,7 +105,7 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, Qu
             Err(error) => error.expected,
         }
     };
-    Err(QueryError::value("limit", text, expected))
+    Err(invalid_value("limit", text, expected))
 }
 
 /// Returns the admin tasks; null if admin commands are disabled.

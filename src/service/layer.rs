@@ -51,7 +51,7 @@ use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
 use super::body::{RequestBody, ResponseBody};
-use super::connections::ConnectionHandle;
+use super::connections::ConnectionState;
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
@@ -700,7 +700,7 @@ impl LayerSettings {
         if priority == Priority::Exempt || !self.admission.is_managed() {
             return None;
         }
-        let connection = head.extensions.get::<ConnectionHandle>().cloned();
+        let connection = head.extensions.get::<Arc<ConnectionState>>().cloned();
         Some(Box::new(TimeLimits::new(self.max_hold, self.min_data_rate, connection)))
     }
 

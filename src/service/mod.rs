@@ -26,7 +26,7 @@ mod scoped;
 mod time_limits;
 mod usage;
 
-pub use admin::{Admin, Peer};
+pub use admin::Peer;
 pub use body::{RequestBody, ResponseBody, ResponseBodyError};
 pub use connections::{
     Connection, ConnectionBody, ConnectionFuture, ConnectionService, Connections,
@@ -34,10 +34,10 @@ pub use connections::{
 #[cfg(feature = "tokio")]
 pub use connections::{ConnectionListener, ConnectionStream};
 pub use endpoints::Endpoints;
-pub use estimate::{ContentLength, Estimate, FromHeader};
+pub use estimate::{ContentLength, Estimate, from_header};
 pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
-pub use load_report::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
+pub use load_report::{LOAD_REPORT_STREAM_PATH, LoadReportService};
 pub use permit::RequestPermit;
 pub use rejection::{DRAIN_MAX, rejection, unavailable};
 pub use scoped::{scope, scope_blocking};

@@ -4,28 +4,25 @@
 
 use std::fmt;
 
-use http::HeaderMap;
 use http::header::ACCEPT;
-use thiserror::Error;
+use http::{HeaderMap, StatusCode};
+
+use super::rejection::Denial;
 
 /// The maximum length of a query, in bytes.
 const QUERY_MAX: usize = 4096;
 
-/// The reason that a query is invalid, as a sentence.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{0}")]
-pub(super) struct QueryError(String);
+/// Returns the problem of an invalid query, with a sentence that says what is wrong.
+pub(super) fn invalid(sentence: String) -> Denial {
+    Denial::new(StatusCode::BAD_REQUEST, "invalid query", "query", sentence)
+}
 
-impl QueryError {
-    /// Creates the error of an invalid value.
-    pub(super) fn value(name: &str, value: &str, expected: impl fmt::Display) -> Self {
-        Self(format!("{name}={value:?}: expected {expected}"))
-    }
+pub(super) fn invalid_value(name: &str, value: &str, expected: impl fmt::Display) -> Denial {
+    invalid(format!("{name}={value:?}: expected {expected}"))
+}
 
-    /// Creates the error of a name that is given twice.
-    pub(super) fn twice(name: &str) -> Self {
-        Self(format!("{name:?} is given twice in the query: expected it once"))
-    }
+pub(super) fn given_twice(name: &str) -> Denial {
+    invalid(format!("{name:?} is given twice in the query: expected it once"))
 }
 
 /// The values of the query parameters, each of which is known and given at most once.
@@ -34,16 +31,11 @@ pub(super) struct Query(Vec<(&'static str, String)>);
 
 impl Query {
     /// Parses a query with these parameters.
-    pub(super) fn read(
-        text: Option<&str>,
-        names: &'static [&'static str],
-    ) -> Result<Self, QueryError> {
+    pub(super) fn read(text: Option<&str>, names: &'static [&'static str]) -> Result<Self, Denial> {
         let text = text.unwrap_or_default();
         if text.len() > QUERY_MAX {
             let length = text.len();
-            return Err(QueryError(format!(
-                "query of {length} bytes: expected at most {QUERY_MAX}"
-            )));
+            return Err(invalid(format!("query of {length} bytes: expected at most {QUERY_MAX}")));
         }
         let mut found: Vec<(&'static str, String)> = Vec::new();
         for pair in text.split('&').filter(|pair| !pair.is_empty()) {
@@ -56,10 +48,10 @@ impl Query {
                     [first @ .., last] => format!("{} or {last}", first.join(", ")),
                 };
                 let unknown = format!("unknown query parameter {name:?}: expected {expected}");
-                return Err(QueryError(unknown));
+                return Err(invalid(unknown));
             };
             if found.iter().any(|(other, _)| *other == name) {
-                return Err(QueryError::twice(name));
+                return Err(given_twice(name));
             }
             found.push((name, value));
         }
@@ -70,15 +62,15 @@ impl Query {
         self.0.iter().find(|(other, _)| *other == name).map(|(_, value)| value.as_str())
     }
 
-    pub(super) fn need(&self, name: &str) -> Result<&str, QueryError> {
+    pub(super) fn need(&self, name: &str) -> Result<&str, Denial> {
         let missing = || format!("query parameter {name:?} is missing: expected ?{name}=...");
-        self.get(name).ok_or_else(|| QueryError(missing()))
+        self.get(name).ok_or_else(|| invalid(missing()))
     }
 }
 
 /// Decodes percent-encoded text, with `+` for a space as in forms and `URLSearchParams`.
-fn decoded(text: &str) -> Result<String, QueryError> {
-    let encoding = || QueryError("the query is not percent-encoded UTF-8".to_owned());
+fn decoded(text: &str) -> Result<String, Denial> {
+    let encoding = || invalid("the query is not percent-encoded UTF-8".to_owned());
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {
@@ -187,7 +179,7 @@ mod tests {
         assert!(Query::read(None, NAMES).expect("none").get("arena").is_none());
         assert_eq!(query.need("arena"), Ok("a b/c dä"));
         let missing = read("").and_then(|query| query.need("keep").map(drop)).expect_err("missing");
-        assert_eq!(missing.to_string(), "query parameter \"keep\" is missing: expected ?keep=...");
+        assert_eq!(missing.detail, "query parameter \"keep\" is missing: expected ?keep=...");
         let encoding = "the query is not percent-encoded UTF-8";
         for (text, error) in [
             ("arena=%", encoding),
@@ -197,9 +189,9 @@ mod tests {
             ("arena=1&arena=2", "\"arena\" is given twice in the query: expected it once"),
             ("x=1", "unknown query parameter \"x\": expected arena or keep"),
         ] {
-            assert_eq!(read(text).expect_err(text).to_string(), error);
+            assert_eq!(read(text).expect_err(text).detail, error);
         }
         let long = "a".repeat(QUERY_MAX + 1);
-        assert!(read(&long).expect_err("long").to_string().contains("expected at most 4096"));
+        assert!(read(&long).expect_err("long").detail.contains("expected at most 4096"));
     }
 }

@@ -23,7 +23,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Buf;
-use http::header::{CONTENT_TYPE, EXPECT, RETRY_AFTER};
+use http::header::{CONTENT_TYPE, EXPECT, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
 use http_body::Body;
@@ -146,8 +146,8 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
         Rejected::HeldTooLong { .. } => (unavailable, TIMEOUT, None),
         _ => (unavailable, NO_MEMORY, Some(rejected.retry_after().unwrap_or(MIN_WAIT))),
     };
-    let answer = problem(status, title, rejected.reason().name(), &detail(rejected));
-    with_retry_after(answer, retry_after)
+    let (reason, detail) = (rejected.reason().name(), detail(rejected));
+    Denial { status, title, reason, detail, retry_after }.answer()
 }
 
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
@@ -177,41 +177,53 @@ pub fn unavailable(error: &ResourceError) -> Response<String> {
         other => other.to_string().into(),
     };
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
-    let answer = problem(status, title, error.reason(), &detail);
-    with_retry_after(answer, error.retry_after().map(|time| time.max(MIN_WAIT)))
+    let retry_after = error.retry_after().map(|time| time.max(MIN_WAIT));
+    Denial { status, title, reason: error.reason(), detail, retry_after }.answer()
 }
 
-/// Creates an answer as problem+json (RFC 9457).
-pub(super) fn problem(
-    status: StatusCode,
-    title: &str,
-    reason: &str,
-    detail: &str,
-) -> Response<String> {
-    let body = serde_json::json!({
-        "title": title,
-        "status": status.as_u16(),
-        "reason": reason,
-        "detail": detail,
-    });
-    let mut response = Response::new(format!("{body}\n"));
-    *response.status_mut() = status;
-    let kind = HeaderValue::from_static("application/problem+json");
-    response.headers_mut().insert(CONTENT_TYPE, kind);
-    response
+/// Why a request is not served, as problem+json (RFC 9457).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Denial {
+    pub(super) status: StatusCode,
+    pub(super) title: &'static str,
+    pub(super) reason: &'static str,
+    pub(super) detail: Cow<'static, str>,
+    pub(super) retry_after: Option<Duration>,
 }
 
-/// Adds Retry-After, in whole seconds, if a time above zero is given.
-pub(super) fn with_retry_after(
-    mut answer: Response<String>,
-    time: Option<Duration>,
-) -> Response<String> {
-    if let Some(time) = time.filter(|time| !time.is_zero()) {
-        let time = time.min(RETRY_MAX);
-        let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
-        answer.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+impl Denial {
+    pub(super) fn new(
+        status: StatusCode,
+        title: &'static str,
+        reason: &'static str,
+        detail: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self { status, title, reason, detail: detail.into(), retry_after: None }
     }
-    answer
+
+    /// Returns the answer, with Retry-After in whole seconds if a time above zero is set.
+    pub(super) fn answer(&self) -> Response<String> {
+        let body = serde_json::json!({
+            "title": self.title,
+            "status": self.status.as_u16(),
+            "reason": self.reason,
+            "detail": self.detail,
+        });
+        let mut response = Response::new(format!("{body}\n"));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        if let Some(time) = self.retry_after.filter(|time| !time.is_zero()) {
+            let time = time.min(RETRY_MAX);
+            let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
+            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
+            headers.insert(WWW_AUTHENTICATE, challenge);
+        }
+        response
+    }
 }
 
 /// The maximum length of a rejected request's body that is read; a longer body breaks the
@@ -298,7 +310,8 @@ mod tests {
     /// The bug: a wait without end was an overflow, which is a panic with debug assertions.
     #[test]
     fn a_wait_without_end_is_announced_as_a_day() {
-        let answer = with_retry_after(Response::new(String::new()), Some(Duration::MAX));
+        let full = Denial::new(StatusCode::SERVICE_UNAVAILABLE, "full", "full", "");
+        let answer = Denial { retry_after: Some(Duration::MAX), ..full }.answer();
         assert_eq!(answer.headers()[RETRY_AFTER], "86400");
     }
 

@@ -34,7 +34,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::{Admission, Rejected, layer::LargeRequest};
 
-use super::connections::{ConnectionHandle, Overdue};
+use super::connections::{ConnectionState, Overdue};
 
 /// The time limits of a request.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ pub(super) struct TimeLimits {
     max_hold: Option<Duration>,
     /// The pace of the request's body, and of the response.
     paces: Option<(Pace, Pace)>,
-    connection: Option<ConnectionHandle>,
+    connection: Option<Arc<ConnectionState>>,
     /// The parts of the response that are not sent.
     unsent: AtomicU32,
     is_cut: AtomicBool,
@@ -58,7 +58,7 @@ impl TimeLimits {
     pub(super) fn new(
         max_hold: Option<Duration>,
         rate: Option<MinDataRate>,
-        connection: Option<ConnectionHandle>,
+        connection: Option<Arc<ConnectionState>>,
     ) -> Self {
         Self {
             max_hold,
@@ -105,7 +105,7 @@ impl TimeLimits {
 
     /// Ends the response.
     pub(super) fn cut(&self) {
-        *lock(&self.overdue) = self.connection.as_ref().map(ConnectionHandle::overdue);
+        *lock(&self.overdue) = self.connection.as_ref().map(ConnectionState::overdue);
         self.is_cut.store(true, Ordering::SeqCst);
         // One of this and the drop of the last part, which stores and loads the other way round,
         // sees the other.

@@ -163,7 +163,7 @@ impl fmt::Debug for RouteLabel {
 /// # let request = authenticated(Request::new(()), &Tenant::new("acme"));
 /// # assert_eq!(request.extensions().get::<Tenant>().unwrap().name(), "acme");
 /// ```
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tenant(Arc<str>);
 
 impl Tenant {
@@ -177,11 +177,5 @@ impl Tenant {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0
-    }
-}
-
-impl fmt::Debug for Tenant {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Tenant").field(&self.name()).finish()
     }
 }

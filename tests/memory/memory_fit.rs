@@ -10,7 +10,7 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{ExhaustionPolicy, Profile};
 use lowtide::decay::DecayTime;
 use lowtide::memory::{AdminCommand, AdminTask, AdminTaskState, Builder, MemoryError};
-use lowtide::service::{Admin, Endpoints, Peer};
+use lowtide::service::{Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
     Budget, Cost, Limit, LimitSource, Managed, Reclaimable, RejectReason, UnloadReason,
@@ -409,8 +409,7 @@ fn the_command_is_read_from_the_query_and_its_progress_is_in_the_figures() {
     let service = Service::start();
     service.tree.hold(640);
     let _guard = service.model("used", 100, Duration::ZERO).acquire_blocking().expect("loads");
-    let own: Arc<dyn Clock> = service.clock.clone();
-    let endpoints = Endpoints::new(Some(service.memory.clone())).with_admin(Admin::loopback(own));
+    let endpoints = Endpoints::new(Some(service.memory.clone())).with_local_admin();
     let ask = |request: http::request::Builder| {
         let peer = Peer(([127, 0, 0, 1], 50_000).into());
         let request = request.header("host", "localhost").header("lowtide-admin", "1");

@@ -8,11 +8,11 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
 use http::{Method, Request, Response, StatusCode};
-use lowtide::clock::{Clock, ManualClock};
+use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Region, SleepState};
 use lowtide::memory::{AdminTask, AdminTaskState};
-use lowtide::service::{Admin, Endpoints, Peer};
+use lowtide::service::{Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
 use serde_json::Value;
 use test_fork::test;
@@ -35,14 +35,13 @@ struct Service {
 impl Service {
     fn start(token: Option<&str>) -> Self {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
-        let own: Arc<dyn Clock> = clock.clone();
-        let builder = Memory::builder().clock(own.clone()).signals(tree.open());
+        let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::Host).start().expect("starts");
-        let admin = match token {
-            None => Admin::loopback(own),
-            Some(token) => Admin::with_token(own, token).expect("a token"),
+        let endpoints = Endpoints::new(Some(memory.clone()));
+        let endpoints = match token {
+            None => endpoints.with_local_admin(),
+            Some(token) => endpoints.with_admin_token(token).expect("a token"),
         };
-        let endpoints = Endpoints::new(Some(memory.clone())).with_admin(admin);
         Self { memory, clock, endpoints, _tree: tree }
     }
 
@@ -125,10 +124,8 @@ impl Asked {
 /// As routes of axum: the address of the client is what axum puts into the request.
 #[test]
 fn routes_hear_who_comes_from_this_machine_by_the_address_that_axum_adds() {
-    let Service { memory, clock, endpoints, _tree } = Service::start(None);
-    drop(endpoints);
-    let admin = Admin::loopback(clock as Arc<dyn Clock>);
-    let routes = Endpoints::new(Some(memory.clone())).with_admin(admin).into_routes::<()>();
+    let Service { memory, endpoints, _tree, .. } = Service::start(None);
+    let routes = endpoints.into_routes::<()>();
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     let status = |from: Option<&str>| {
         let asked = Request::post("/memory/purge").header("host", "localhost:8080");
@@ -153,7 +150,7 @@ fn no_verb_is_heard_unless_it_is_enabled() {
     for path in ["purge", "trim", "sleep", "wake", "unload"] {
         assert!(post(path).of(&endpoints).is_none(), "{path} is the application's");
     }
-    let unmanaged = Endpoints::new(None).with_admin(Admin::loopback(Arc::new(ManualClock::new())));
+    let unmanaged = Endpoints::new(None).with_local_admin();
     let response = post("purge").of(&unmanaged).expect("an answer");
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(post("reset").of(&unmanaged).is_none(), "no verb");

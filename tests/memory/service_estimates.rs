@@ -13,8 +13,8 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{Empty, Full};
 use lowtide::ByteSize;
 use lowtide::service::{
-    ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, FromHeader, MemoryLayer, RequestBody,
-    RequestPermit,
+    ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, MemoryLayer, RequestBody, RequestPermit,
+    from_header,
 };
 use lowtide_admission::learning::{Compared, Kind, Needs, ROUTES_MAX, Room};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority};
@@ -95,12 +95,12 @@ fn a_body_of_unknown_length_is_told_from_no_body() {
 #[test]
 fn a_header_says_what_is_needed_and_nonsense_says_nothing() {
     let name = HeaderName::from_static("x-memory-needed");
-    let estimate = FromHeader::new(name, ByteSize::mib(1)).least(ByteSize::new(10));
+    let estimate = from_header(name, ByteSize::mib(1));
     let with = |value: &str| Request::get("/").header("x-memory-needed", value);
     for (value, expected) in [
         ("4096", ByteSize::kib(4)),
         ("512m", ByteSize::mib(512)),
-        ("0", ByteSize::new(10)),
+        ("0", ByteSize::ZERO),
         ("18446744073709551616", ByteSize::MAX),
         ("much", ByteSize::mib(1)),
         ("", ByteSize::mib(1)),

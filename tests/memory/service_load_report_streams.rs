@@ -14,10 +14,8 @@ use http_body::{Body, Frame};
 use http_body_util::{Empty, Full, StreamBody};
 use lowtide::clock::{Bell, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::service::{
-    LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream, MemoryLayer, RequestBody,
-};
-use lowtide::{ByteSize, Memory};
+use lowtide::service::{LOAD_REPORT_STREAM_PATH, LoadReportService, MemoryLayer, RequestBody};
+use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Admission, Cost};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -52,12 +50,12 @@ impl Bed {
     }
 
     /// Opens a stream with this message as its request, and its prefix.
-    fn open(&self, message: &[u8]) -> Stream<Full<Bytes>> {
+    fn open(&self, message: &[u8]) -> Stream {
         Stream::open(&self.service, Full::new(Bytes::from(framed(message))))
     }
 
     /// Lets time pass until the stream is woken.
-    fn until_woken<Q: Body>(&self, what: &str, stream: &mut Stream<Q>) -> Duration {
+    fn until_woken(&self, what: &str, stream: &mut Stream) -> Duration {
         let start = self.clock_now();
         advance_until(&self.clock, TICK, what, || stream.is_woken());
         self.clock_now() - start
@@ -85,9 +83,9 @@ fn request<Q>(body: Q) -> Request<Q> {
 }
 
 /// A stream that is polled by hand.
-struct Stream<Q> {
+struct Stream {
     head: HeaderMap,
-    body: Pin<Box<LoadReportStream<Q>>>,
+    body: Pin<Box<dyn Body<Data = Bytes, Error = BoxError> + Send>>,
     /// Rung when the stream is woken.
     woken: Arc<Bell>,
 }
@@ -100,15 +98,15 @@ enum Polled {
     Ended(String, String),
 }
 
-impl<Q: Body> Stream<Q> {
-    fn open(service: &LoadReportService, body: Q) -> Self {
+impl Stream {
+    fn open(service: &LoadReportService, body: impl Body + Send + 'static) -> Self {
         let response: Response<_> = now(service.clone().call(request(body))).expect("infallible");
         assert_eq!(
             (response.status().as_u16(), &response.headers()["content-type"]),
             (200, &"application/grpc".parse().expect("valid"))
         );
         let (head, body) = response.into_parts();
-        Self { head: head.headers, body: Box::pin(body), woken: Bell::new() }
+        Self { head: head.headers, body, woken: Bell::new() }
     }
 
     fn poll(&mut self) -> Polled {
@@ -301,7 +299,7 @@ fn under_the_layer_a_stream_is_exempt() {
     let body = Full::new(Bytes::from(framed(&every(1))));
     let response =
         now(bed.layer.layer(bed.service.clone()).call(request(body))).expect("infallible");
-    assert!(!response.headers().contains_key("grpc-status"), "{response:?}");
+    assert!(!response.headers().contains_key("grpc-status"), "{:?}", response.headers());
     let mut body = Box::pin(response.into_body());
     let frame = body.as_mut().poll_frame(&mut Context::from_waker(Waker::noop()));
     assert!(matches!(frame, Poll::Ready(Some(Ok(frame))) if frame.is_data()), "a report");

@@ -9,7 +9,7 @@ use lowtide::admission::Cost;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Contents, Region, SleepOptions};
-use lowtide::service::{Admin, Endpoints};
+use lowtide::service::Endpoints;
 use lowtide::{ByteSize, Memory};
 use serde_json::{Value, json};
 use test_fork::test;
@@ -209,7 +209,7 @@ fn the_figures_are_told_alone_unless_parts_are_asked_for() {
         assert_eq!(with.as_object().map(|it| it.len()), alone.as_object().map(|it| it.len() + 1));
     }
     assert_eq!(told(&endpoints, ALL)["admin_tasks"], Value::Null, "no commands are heard");
-    let hears = Endpoints::new(Some(memory.clone())).with_admin(Admin::loopback(clock.clone()));
+    let hears = Endpoints::new(Some(memory.clone())).with_local_admin();
     let admin_tasks = json!({ "needs_token": false, "list": [] });
     assert_eq!(told(&hears, ALL)["admin_tasks"], admin_tasks);
     assert!(memory.shutdown_blocking(SOON).is_clean());

@@ -5,8 +5,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use http::{Method, Request, Response};
-use lowtide::clock::{Clock, ManualClock};
-use lowtide::service::{Admin, Endpoints, Peer};
+use lowtide::Memory;
+use lowtide::clock::ManualClock;
+use lowtide::service::{Endpoints, Peer};
 use serde_json::Value;
 use test_fork::test;
 
@@ -24,8 +25,8 @@ fn reason(answer: &Response<Vec<u8>>) -> (u16, Value) {
 
 fn with_admin() -> (Endpoints, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::new());
-    let admin = Admin::loopback(Arc::clone(&clock) as Arc<dyn Clock>);
-    (Endpoints::new(None).with_admin(admin), clock)
+    let memory = Memory::builder().detached().clock(clock.clone()).start().expect("it starts");
+    (Endpoints::new(Some(memory)).with_local_admin(), clock)
 }
 
 #[test]

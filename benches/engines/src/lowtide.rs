@@ -8,11 +8,11 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
-use lowtide::admission::Cost;
+use lowtide::admission::{Cost, Managed};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
 use lowtide_ort::ort::session::Session;
-use lowtide_ort::{ManagedSession, Runtime};
+use lowtide_ort::{LoadedSession, Runtime};
 
 lowtide::global_allocator!(balanced);
 
@@ -25,7 +25,7 @@ const MIB: f64 = 1_048_576.0;
 
 struct Lowtide {
     memory: Memory,
-    model: ManagedSession,
+    model: Managed<LoadedSession>,
 }
 
 impl Service for Lowtide {

@@ -23,7 +23,7 @@ use lowtide::admission::{Budget, Managed, ResourceError, ResourceStats};
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Cost, Memory};
 use lowtide_candle::embedder::Embedder;
-use lowtide_ort::{ManagedSession, Runtime};
+use lowtide_ort::{LoadedSession, Runtime};
 
 lowtide::global_allocator!(balanced);
 
@@ -43,7 +43,7 @@ const PARTS: [f64; 4] = [12.0, 18.0, 22.0, 25.0];
 const TEXT: &str = "the tide comes in twice a day and takes back what it had left";
 
 struct Models {
-    sessions: Vec<ManagedSession>,
+    sessions: Vec<Managed<LoadedSession>>,
     embedder: Managed<Embedder>,
 }
 

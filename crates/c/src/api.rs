@@ -10,11 +10,11 @@
 use std::ffi::{c_char, c_int, c_void};
 
 use lowtide_gpu::ByteSize;
-use lowtide_gpu_driver::DeviceAddress;
+use lowtide_gpu_driver::{DeviceAddress, StreamHandle};
 
 use crate::blocks;
 use crate::failure::{self, Outcome, Status, guard, not_null};
-use crate::options::{Block, Config, Options, Statistics, check_room, write};
+use crate::options::{Block, Config, Options, Statistics, check_room, invalid, write};
 use crate::registry::{self, StreamRef};
 
 /// The version of the functions and structs that this header describes. It changes if a program
@@ -39,6 +39,15 @@ pub(crate) fn stream(pointer: StreamPointer) -> StreamRef {
 
 pub(crate) fn address(pointer: *mut c_void) -> DeviceAddress {
     DeviceAddress::new(pointer.addr() as u64)
+}
+
+/// As [`guard`], for a function that takes the address of a block: NULL succeeds.
+#[inline(always)]
+pub(crate) fn guard_block(
+    block: *mut c_void,
+    act: impl FnOnce(DeviceAddress) -> Outcome<()>,
+) -> Status {
+    guard(|| if block.is_null() { Ok(()) } else { act(address(block)) })
 }
 
 pub(crate) fn pointer(at: Option<DeviceAddress>) -> *mut c_void {
@@ -169,13 +178,8 @@ pub unsafe extern "C" fn lowtide_free(
     block: *mut c_void,
     stream: StreamPointer,
 ) -> Status {
-    guard(|| {
-        if block.is_null() {
-            return Ok(());
-        }
-        let stream = self::stream(stream);
-        blocks::free(allocator, device, address(block), stream)
-    })
+    let stream = self::stream(stream);
+    guard_block(block, |at| blocks::free(allocator, device, at, stream))
 }
 
 /// Records that work on a stream uses a block of another stream. The memory is reused after the
@@ -213,7 +217,15 @@ pub unsafe extern "C" fn lowtide_end_stream(
     device: c_int,
     stream: StreamPointer,
 ) -> Status {
-    guard(|| blocks::end_stream(allocator, device, self::stream(stream)))
+    guard(|| {
+        let (device, stream) =
+            (registry::opened(allocator, device)?, self::stream(stream).handle());
+        if let (Some(device), Some(stream)) = (device, stream) {
+            // SAFETY: the contract of this function.
+            unsafe { device.arena.end_stream(stream) }?;
+        }
+        Ok(())
+    })
 }
 
 /// Tells that a stream begins (`is_capturing` 1) or ends (0) the capture of a CUDA graph; call it
@@ -231,7 +243,12 @@ pub extern "C" fn lowtide_set_capturing(
     stream: StreamPointer,
     is_capturing: c_int,
 ) -> Status {
-    guard(|| blocks::set_capturing(allocator, device, self::stream(stream), is_capturing != 0))
+    guard(|| {
+        let device = registry::device(allocator, device)?;
+        let stream = self::stream(stream).handle().filter(|&stream| stream != StreamHandle::LEGACY);
+        let stream = stream.ok_or_else(|| invalid("stream", 0, "one that can capture"))?;
+        Ok(device.arena.set_capturing(stream, is_capturing != 0)?)
+    })
 }
 
 /// Frees the memory that graphs of a device have captured, or of all for `LOWTIDE_ALL_DEVICES`. It
@@ -247,7 +264,14 @@ pub unsafe extern "C" fn lowtide_release_captured(
     released: *mut u64,
 ) -> Status {
     guard(|| {
-        let release = || blocks::release_captured(allocator, device).map(ByteSize::get);
+        let release = || {
+            let mut released = ByteSize::ZERO;
+            for arena in blocks::named(allocator, device)? {
+                // SAFETY: the contract of this function.
+                released = released.saturating_add(unsafe { arena.release_captured() }?);
+            }
+            Ok(released.get())
+        };
         // SAFETY: the contract of this function.
         unsafe { store(released, 0, release) }
     })
@@ -333,7 +357,10 @@ pub extern "C" fn lowtide_set_limit(
     device: c_int,
     limit_bytes: u64,
 ) -> Status {
-    guard(|| blocks::set_limit(allocator, device, ByteSize::new(limit_bytes)))
+    guard(|| {
+        registry::device(allocator, device)?.arena.set_limit(ByteSize::new(limit_bytes));
+        Ok(())
+    })
 }
 
 /// Fills in the figures of a device, or the sum over all for `LOWTIDE_ALL_DEVICES`. A device that
@@ -354,10 +381,4 @@ pub unsafe extern "C" fn lowtide_get_statistics(
         // SAFETY: the contract of this function.
         unsafe { write(out, "out", &figures) }
     })
-}
-
-/// Returns the failure for a size that is below zero.
-pub(crate) fn size_of_signed(size: isize) -> Outcome<usize> {
-    let negative = |_| crate::options::invalid("size", size as i64, "0 or more");
-    usize::try_from(size).map_err(negative)
 }

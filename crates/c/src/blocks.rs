@@ -1,16 +1,16 @@
-//! What the C functions do with blocks: allocate, free, record a use, look up, shrink, count.
+//! What several C functions do with blocks: allocate, free, record a use, look up, shrink, count.
 //!
 //! It takes checked values and Rust types; `api`, `torch` and `onnxruntime` convert those of C.
 //!
 //! Invariant: a block is freed on the device that it was allocated on, and no other block with it.
-#![expect(unsafe_code, reason = "only the caller knows that a stream or a graph exists")]
+#![expect(unsafe_code, reason = "only the caller knows that a stream exists")]
 
 use lowtide_gpu::{ByteSize, DeviceArena, DeviceError, RawBlock, Region};
-use lowtide_gpu_driver::{DeviceAddress, StreamHandle};
+use lowtide_gpu_driver::DeviceAddress;
 
 use crate::api::LOWTIDE_ALL_DEVICES as ALL_DEVICES;
 use crate::failure::{Failure, Outcome, failed_total};
-use crate::options::{Statistics, invalid};
+use crate::options::Statistics;
 use crate::registry::{self, StreamRef};
 
 /// The alignment of blocks for which none is asked: that of `cudaMalloc`, and the unit to which an
@@ -71,38 +71,6 @@ pub(crate) fn record_use(
     Ok(())
 }
 
-/// Ends a stream that is about to be destroyed.
-pub(crate) fn end_stream(handle: u64, device: i32, stream: StreamRef) -> Outcome<()> {
-    if let (Some(device), Some(stream)) = (registry::opened(handle, device)?, stream.handle()) {
-        // SAFETY: the caller of the C function vouches for the stream.
-        unsafe { device.arena.end_stream(stream) }?;
-    }
-    Ok(())
-}
-
-/// Records that a stream captures a graph from now on, or no more; opens the device.
-pub(crate) fn set_capturing(
-    handle: u64,
-    device: i32,
-    stream: StreamRef,
-    captures: bool,
-) -> Outcome<()> {
-    let device = registry::device(handle, device)?;
-    let named = stream.handle().filter(|&stream| stream != StreamHandle::LEGACY);
-    let stream = named.ok_or_else(|| invalid("stream", 0, "one that can capture"))?;
-    Ok(device.arena.set_capturing(stream, captures)?)
-}
-
-/// Frees what graphs of the named devices have captured; returns its bytes.
-pub(crate) fn release_captured(handle: u64, device: i32) -> Outcome<ByteSize> {
-    let mut released = ByteSize::ZERO;
-    for arena in named(handle, device)? {
-        // SAFETY: the caller of the C function vouches for the graphs.
-        released = released.saturating_add(unsafe { arena.release_captured() }?);
-    }
-    Ok(released)
-}
-
 /// Returns the block that contains an address, and its device.
 pub(crate) fn find(handle: u64, at: DeviceAddress) -> Outcome<(i32, RawBlock)> {
     for (device, arena) in registry::devices(handle)? {
@@ -154,28 +122,8 @@ pub(crate) fn statistics(handle: u64, device: i32) -> Outcome<Statistics> {
     Ok(sum)
 }
 
-/// Sets the limit of committed memory of a device; opens the device.
-pub(crate) fn set_limit(handle: u64, device: i32, limit: ByteSize) -> Outcome<()> {
-    registry::device(handle, device)?.arena.set_limit(limit);
-    Ok(())
-}
-
-/// Sets the limit to a share of the device's memory; opens the device.
-pub(crate) fn set_fraction(handle: u64, device: i32, fraction: f64) -> Outcome<()> {
-    if !(0.0..=1.0).contains(&fraction) {
-        // Shown in thousandths; a value that is no number as 0.
-        #[expect(clippy::cast_possible_truncation, reason = "saturates")]
-        let thousandths = (fraction * 1000.0) as i64;
-        return Err(invalid("fraction in thousandths", thousandths, "0 to 1000"));
-    }
-    let device = registry::device(handle, device)?;
-    let memory = device.driver.device_memory()?;
-    device.arena.set_limit(memory.map_or(ByteSize::MAX, |memory| memory.total.scaled(fraction)));
-    Ok(())
-}
-
 /// Returns the arenas of a device, or of all devices for -1. A device that is not open has none.
-fn named(handle: u64, device: i32) -> Outcome<Vec<DeviceArena>> {
+pub(crate) fn named(handle: u64, device: i32) -> Outcome<Vec<DeviceArena>> {
     if device != ALL_DEVICES {
         registry::number_of(device)?;
     }

@@ -4,9 +4,7 @@
 //! needs no copy.
 //!
 //! Invariant: the buffer ends in NUL, and holds at most [`TEXT_MAX`] bytes with it.
-#![expect(unsafe_code, reason = "a buffer of the thread is read by its address")]
-
-use std::cell::UnsafeCell;
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt::{self, Write as _};
 use std::mem::ManuallyDrop;
@@ -257,19 +255,15 @@ fn refuse(failure: &Failure) -> Status {
     failure.status()
 }
 
-/// The text of the last failure of a thread.
-struct Text {
-    bytes: UnsafeCell<[u8; TEXT_MAX]>,
-}
-
 thread_local! {
-    // Without a destructor: its address stays valid until the thread has ended.
-    static LAST: Text = const { Text { bytes: UnsafeCell::new([0; TEXT_MAX]) } };
+    /// The text of the last failure of this thread. Without a destructor: its address stays valid
+    /// until the thread has ended.
+    static LAST: Cell<[u8; TEXT_MAX]> = const { Cell::new([0; TEXT_MAX]) };
 }
 
 /// Returns the text of the last failure of this thread; empty before the first.
 pub(crate) fn last() -> *const c_char {
-    LAST.try_with(|last| last.bytes.get().cast::<c_char>().cast_const()).unwrap_or(c"".as_ptr())
+    LAST.try_with(|last| last.as_ptr().cast::<c_char>().cast_const()).unwrap_or(c"".as_ptr())
 }
 
 #[cold]
@@ -278,11 +272,8 @@ fn note(text: fmt::Arguments<'_>) {
     let mut written = Bounded { bytes: [0; TEXT_MAX], len: 0 };
     // A `Display` that panics leaves what was written so far.
     let _ = catch_unwind(AssertUnwindSafe(|| written.write_fmt(text)));
-    let _ = LAST.try_with(|last| {
-        // SAFETY: only this thread reaches the cell, and no reference into it exists: `last` gives
-        // its address to C, which reads it between calls on this thread.
-        unsafe { *last.bytes.get() = written.bytes };
-    });
+    // C reads it between calls on this thread.
+    let _ = LAST.try_with(|last| last.set(written.bytes));
 }
 
 /// Takes as much text as fits before the NUL, in whole characters.
@@ -313,6 +304,7 @@ pub(crate) fn not_null<T>(pointer: *const T, argument: &'static str) -> Outcome<
 }
 
 #[cfg(test)]
+#[expect(unsafe_code, reason = "the text is read by its address")]
 mod tests {
     use super::*;
 

@@ -13,7 +13,7 @@ use std::sync::{PoisonError, RwLock};
 
 use lowtide_gpu::ByteSize;
 
-use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, stream};
+use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, guard_block, pointer, stream};
 use crate::blocks;
 use crate::failure::{Status, guard, guard_address};
 use crate::registry::{self, StreamRef, default_handle};
@@ -56,11 +56,8 @@ pub extern "C" fn lowtide_ort_alloc(size: usize) -> *mut c_void {
 /// As for `lowtide_free`; the last use of the block was queued on the bound stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowtide_ort_free(block: *mut c_void) {
-    guard(|| {
-        if block.is_null() {
-            return Ok(());
-        }
-        let (handle, at, (device, stream)) = (default_handle()?, address(block), bound());
+    guard_block(block, |at| {
+        let (handle, (device, stream)) = (default_handle()?, bound());
         match blocks::free(handle, device, at, stream) {
             // It is of a device that was bound before; the stream is of another device.
             Err(failure) if failure.status() == Status::ForeignAddress => {

@@ -8,7 +8,7 @@
 //! Invariant: no byte beyond the caller's `struct_size` is read or written.
 #![expect(unsafe_code, reason = "structs of the caller are read and written by address")]
 
-use std::ffi::{CStr, c_char};
+use std::ffi::c_char;
 use std::time::Duration;
 
 use lowtide_gpu::decay::DecayTime;
@@ -216,21 +216,13 @@ pub(crate) unsafe fn write<T: Versioned>(
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
     pub(crate) is_host: bool,
-    name: String,
-    limit: ByteSize,
-    reserve: Option<ByteSize>,
-    decay: Option<DecayTime>,
+    /// That of each arena, but for its name.
+    arena: ArenaConfig,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self {
-            is_host: false,
-            name: "c".to_owned(),
-            limit: ByteSize::MAX,
-            reserve: None,
-            decay: None,
-        }
+        Self { is_host: false, arena: ArenaConfig::new("c") }
     }
 }
 
@@ -241,12 +233,13 @@ impl Config {
     /// NULL, or options of as many bytes as their first field says, whose name is NULL or may be
     /// read up to its NUL.
     pub(crate) unsafe fn read(options: *const Options) -> Outcome<Self> {
+        let mut config = Self::default();
         if options.is_null() {
-            return Ok(Self::default());
+            return Ok(config);
         }
         // SAFETY: the contract of this function.
         let options = unsafe { read(options, "options") }?;
-        let is_host = match options.backend {
+        config.is_host = match options.backend {
             LOWTIDE_BACKEND_CUDA => false,
             LOWTIDE_BACKEND_HOST => true,
             other => return Err(invalid("options.backend", other, "0 (CUDA) or 1 (host)")),
@@ -254,29 +247,30 @@ impl Config {
         if options.reserved != 0 {
             return Err(invalid("options.reserved", options.reserved, "0"));
         }
-        let name = if options.name.is_null() {
-            "c".to_owned()
-        } else {
+        let arena = &mut config.arena;
+        if !options.name.is_null() {
             // SAFETY: the contract of this function.
-            unsafe { text(options.name, "options.name") }?
+            arena.name = unsafe { text(options.name, "options.name") }?;
+        }
+        if options.limit_bytes > 0 {
+            arena.limit = ByteSize::new(options.limit_bytes);
+        }
+        if options.reserve_bytes > 0 {
+            arena.reserve = ByteSize::new(options.reserve_bytes);
+        }
+        arena.decay = match options.decay_ms {
+            0 => arena.decay,
+            LOWTIDE_DECAY_NEVER => DecayTime::Never,
+            LOWTIDE_DECAY_IMMEDIATE => DecayTime::AtOnce,
+            millis => DecayTime::from_duration(Duration::from_millis(millis)),
         };
-        let limit = if options.limit_bytes == 0 { u64::MAX } else { options.limit_bytes };
-        let reserve = (options.reserve_bytes > 0).then(|| ByteSize::new(options.reserve_bytes));
-        let decay = match options.decay_ms {
-            0 => None,
-            LOWTIDE_DECAY_NEVER => Some(DecayTime::Never),
-            LOWTIDE_DECAY_IMMEDIATE => Some(DecayTime::AtOnce),
-            millis => Some(DecayTime::from_duration(Duration::from_millis(millis))),
-        };
-        Ok(Self { is_host, name, limit: ByteSize::new(limit), reserve, decay })
+        Ok(config)
     }
 
     /// Returns the configuration of a device's arena.
     pub(crate) fn of_device(&self, device: usize) -> ArenaConfig {
-        let mut config = ArenaConfig::new(format!("{}:{device}", self.name));
-        config.limit = self.limit;
-        config.reserve = self.reserve.unwrap_or(config.reserve);
-        config.decay = self.decay.unwrap_or(config.decay);
+        let mut config = self.arena.clone();
+        config.name = format!("{}:{device}", config.name);
         config
     }
 }
@@ -294,20 +288,14 @@ pub(crate) fn invalid(
 /// # Safety
 /// The text may be read up to its NUL, or its first [`NAME_MAX`] bytes.
 unsafe fn text(from: *const c_char, argument: &'static str) -> Outcome<String> {
-    let mut bytes = Vec::new();
-    let wrong = || Box::new(Failure::InvalidText { argument, most: NAME_MAX });
-    for offset in 0..NAME_MAX {
-        // SAFETY: no NUL came before, so this byte may be read.
-        let at = unsafe { from.cast::<u8>().add(offset) };
-        // SAFETY: as above.
-        let byte = unsafe { at.read() };
-        bytes.push(byte);
-        if byte == 0 {
-            let text = CStr::from_bytes_with_nul(&bytes).map_err(|_| wrong())?;
-            return Ok(text.to_str().map_err(|_| wrong())?.to_owned());
-        }
+    // SAFETY: the contract of this function; it stops at the NUL.
+    let length = unsafe { libc::strnlen(from, NAME_MAX) };
+    // SAFETY: so many bytes were just read.
+    let bytes = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), length) };
+    match str::from_utf8(bytes) {
+        Ok(text) if length < NAME_MAX => Ok(text.to_owned()),
+        _ => Err(Failure::InvalidText { argument, most: NAME_MAX }.into()),
     }
-    Err(wrong())
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use lowtide_gpu::{DeviceArena, DeviceError, HostDriver};
 use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
 use lowtide_gpu_driver::{DeviceAddress, Driver, Guarded, StreamHandle};
 use spin::Yield;
-use spin::rwlock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use spin::rwlock::RwLock;
 
 use crate::decay;
 use crate::failure::{Failure, Outcome, Status};
@@ -90,14 +90,6 @@ static DEFAULT: AtomicU64 = AtomicU64::new(0);
 /// device is opened once, and none is opened while its allocator is closed.
 static CHANGES: Mutex<()> = Mutex::new(());
 
-fn read() -> RwLockReadGuard<'static, RegistryState> {
-    STATE.read()
-}
-
-fn write() -> RwLockWriteGuard<'static, RegistryState, Yield> {
-    STATE.write()
-}
-
 /// Set in the child of a fork after the first allocator was opened.
 static IS_CHILD: AtomicBool = AtomicBool::new(false);
 
@@ -138,14 +130,6 @@ impl RegistryState {
     fn device(&self, handle: u64, number: usize) -> Outcome<Option<&Arc<OpenDevice>>> {
         Ok(self.find(handle)?.devices.get(number).and_then(Option::as_ref))
     }
-
-    /// Returns a device that is open; `None` if the allocator or the device is not.
-    #[inline(always)]
-    fn known(&self, handle: u64, device: i32) -> Option<&Arc<OpenDevice>> {
-        let slot = Some(&self.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
-        #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
-        slot.devices.get(device as usize)?.as_ref()
-    }
 }
 
 #[inline]
@@ -158,11 +142,6 @@ const fn slot_of(handle: u64) -> usize {
 }
 
 #[cold]
-fn no_such_device(device: i32) -> Box<Failure> {
-    Failure::InvalidDevice { device, last: DEVICES_MAX - 1 }.into()
-}
-
-#[cold]
 fn no_such_handle(handle: u64) -> Box<Failure> {
     Failure::InvalidHandle { handle }.into()
 }
@@ -170,7 +149,7 @@ fn no_such_handle(handle: u64) -> Box<Failure> {
 #[inline]
 pub(crate) fn number_of(device: i32) -> Outcome<usize> {
     let number = usize::try_from(device).ok().filter(|&number| number < DEVICES_MAX);
-    number.ok_or_else(|| no_such_device(device))
+    number.ok_or_else(|| Failure::InvalidDevice { device, last: DEVICES_MAX - 1 }.into())
 }
 
 /// Opens an allocator; returns its handle. Opens no device.
@@ -183,7 +162,7 @@ pub(crate) fn open(config: Config) -> Outcome<u64> {
         let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     });
     decay::start()?;
-    let mut state = write();
+    let mut state = STATE.write();
     let Some(at) = state.slots.iter().position(|slot| slot.config.is_none()) else {
         let (count, hint) = (ALLOCATORS_MAX, "close those that are not used");
         return Err(Failure::TooMany { count, what: "allocators", hint }.into());
@@ -197,7 +176,7 @@ pub(crate) fn open(config: Config) -> Outcome<u64> {
 /// Makes an allocator the default one of the process.
 pub(crate) fn set_default(handle: u64) -> Outcome<()> {
     check_here()?;
-    let state = write();
+    let state = STATE.write();
     state.find(handle)?;
     if ![0, handle].contains(&DEFAULT.load(Ordering::Relaxed)) {
         return Err(Failure::DefaultIsSet.into());
@@ -237,7 +216,7 @@ fn make_default() -> Outcome<u64> {
 
 /// Takes an allocator out; its handle is not valid any more.
 fn forget(handle: u64) -> Outcome<Vec<Option<Arc<OpenDevice>>>> {
-    let mut state = write();
+    let mut state = STATE.write();
     let slot = state.find_mut(handle)?;
     slot.config = None;
     let devices = std::mem::take(&mut slot.devices);
@@ -273,7 +252,7 @@ pub(crate) fn close(handle: u64) -> Outcome<()> {
 /// Returns the open devices of an allocator, with their numbers.
 pub(crate) fn devices(handle: u64) -> Outcome<Vec<(i32, DeviceArena)>> {
     check_here()?;
-    let state = read();
+    let state = STATE.read();
     let devices = state.find(handle)?.devices.iter().zip(0..);
     let opened = |(device, number): (&Option<Arc<OpenDevice>>, i32)| {
         Some((number, device.as_ref()?.arena.clone()))
@@ -283,7 +262,7 @@ pub(crate) fn devices(handle: u64) -> Outcome<Vec<(i32, DeviceArena)>> {
 
 /// Returns every arena of the process.
 pub(crate) fn arenas() -> Vec<DeviceArena> {
-    let state = read();
+    let state = STATE.read();
     let devices = state.slots.iter().flat_map(|slot| &slot.devices).flatten();
     devices.map(|device| device.arena.clone()).collect()
 }
@@ -302,7 +281,7 @@ pub(crate) fn device(handle: u64, device: i32) -> Outcome<Arc<OpenDevice>> {
 fn slow_device(handle: u64, device: i32) -> Outcome<Arc<OpenDevice>> {
     let number = number_of(device)?;
     open_device(handle, number)?;
-    let found = read().device(handle, number)?.cloned();
+    let found = STATE.read().device(handle, number)?.cloned();
     found.ok_or_else(|| no_such_handle(handle))
 }
 
@@ -321,17 +300,20 @@ pub(crate) fn device_of(handle: u64, device: i32, at: DeviceAddress) -> Outcome<
 pub(crate) fn opened(handle: u64, device: i32) -> Outcome<Option<Arc<OpenDevice>>> {
     check_here()?;
     let number = number_of(device)?;
-    Ok(read().device(handle, number)?.cloned())
+    Ok(STATE.read().device(handle, number)?.cloned())
 }
 
 /// Returns an open device; `None` if it is not open, or the lock is taken.
 #[inline(always)]
 fn known(handle: u64, device: i32) -> Option<Arc<OpenDevice>> {
-    STATE.try_read()?.known(handle, device).cloned()
+    let state = STATE.try_read()?;
+    let slot = Some(&state.slots[slot_of(handle)]).filter(|slot| slot.handle == handle)?;
+    #[expect(clippy::cast_sign_loss, reason = "a number below zero is beyond all devices")]
+    slot.devices.get(device as usize)?.clone()
 }
 
 fn is_open(handle: u64, number: usize) -> Outcome<bool> {
-    Ok(read().device(handle, number)?.is_some())
+    Ok(STATE.read().device(handle, number)?.is_some())
 }
 
 fn open_device(handle: u64, number: usize) -> Outcome<()> {
@@ -342,7 +324,7 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     if is_open(handle, number)? {
         return Ok(());
     }
-    let config = read().find(handle)?.config.clone().ok_or_else(|| no_such_handle(handle))?;
+    let config = STATE.read().find(handle)?.config.clone().ok_or_else(|| no_such_handle(handle))?;
     let driver: Arc<dyn Driver> = if config.is_host {
         Arc::new(HostDriver::new())
     } else {
@@ -353,7 +335,7 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
         Arc::new(Guarded::new(Arc::new(driver)))
     };
     let arena = DeviceArena::open(Arc::clone(&driver), decay::clock(), config.of_device(number))?;
-    let mut state = write();
+    let mut state = STATE.write();
     let devices = &mut state.find_mut(handle)?.devices;
     if devices.len() <= number {
         devices.resize(number + 1, None);

@@ -12,10 +12,11 @@ use std::ffi::{c_int, c_void};
 
 use lowtide_gpu::ByteSize;
 
-use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, pointer, size_of_signed, stream};
+use crate::api::{LOWTIDE_ALL_DEVICES, StreamPointer, address, guard_block, pointer, stream};
 use crate::blocks;
 use crate::failure::{guard, guard_address};
-use crate::registry::default_handle;
+use crate::options::invalid;
+use crate::registry::{self, default_handle};
 
 /// PyTorch's `alloc_fn`. Returns NULL for a size of 0 and after a failure (`lowtide_last_error`).
 ///
@@ -28,7 +29,7 @@ pub unsafe extern "C" fn lowtide_torch_alloc(
     stream: StreamPointer,
 ) -> *mut c_void {
     guard_address(|| {
-        let size = size_of_signed(size)?;
+        let size = usize::try_from(size).map_err(|_| invalid("size", size as i64, "0 or more"))?;
         let at = blocks::alloc(default_handle()?, device, size, 0, self::stream(stream))?;
         Ok(pointer(at))
     })
@@ -46,12 +47,8 @@ pub unsafe extern "C" fn lowtide_torch_free(
     stream: StreamPointer,
 ) {
     let _ = size;
-    guard(|| {
-        if block.is_null() {
-            return Ok(());
-        }
-        blocks::free(default_handle()?, device, address(block), self::stream(stream))
-    });
+    let stream = self::stream(stream);
+    guard_block(block, |at| blocks::free(default_handle()?, device, at, stream));
 }
 
 /// For `set_record_stream_fn`, which is required if tensors are used on several streams. The
@@ -61,12 +58,9 @@ pub unsafe extern "C" fn lowtide_torch_free(
 /// As for `lowtide_record_use`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowtide_torch_record_stream(block: *mut c_void, stream: StreamPointer) {
-    guard(|| {
-        if block.is_null() {
-            return Ok(());
-        }
+    guard_block(block, |at| {
         let handle = default_handle()?;
-        let (device, found) = blocks::find(handle, address(block))?;
+        let (device, found) = blocks::find(handle, at)?;
         blocks::record_use(handle, device, found.at, self::stream(stream))
     });
 }
@@ -101,5 +95,18 @@ pub unsafe extern "C" fn lowtide_torch_base_alloc(
 /// For `set_memory_fraction_fn`: limits a device to a share of its memory, 0 to 1.
 #[unsafe(no_mangle)]
 pub extern "C" fn lowtide_torch_memory_fraction(fraction: f64, device: c_int) {
-    guard(|| blocks::set_fraction(default_handle()?, device, fraction));
+    guard(|| {
+        let handle = default_handle()?;
+        if !(0.0..=1.0).contains(&fraction) {
+            // Shown in thousandths; a value that is no number as 0.
+            #[expect(clippy::cast_possible_truncation, reason = "saturates")]
+            let thousandths = (fraction * 1000.0) as i64;
+            return Err(invalid("fraction in thousandths", thousandths, "0 to 1000"));
+        }
+        let device = registry::device(handle, device)?;
+        let memory = device.driver.device_memory()?;
+        let limit = memory.map_or(ByteSize::MAX, |memory| memory.total.scaled(fraction));
+        device.arena.set_limit(limit);
+        Ok(())
+    });
 }

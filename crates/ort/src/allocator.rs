@@ -186,7 +186,7 @@ impl MemorySource {
         let (device, number) = match self {
             Self::Cpu(_) => (AllocationDevice::CPU, 0),
             #[cfg(feature = "cuda")]
-            Self::Cuda(arena) => (AllocationDevice::CUDA, arena.device()),
+            Self::Cuda(arena) => (AllocationDevice::CUDA, arena.device),
         };
         // An allocator of the type `Arena` cannot be registered.
         MemoryInfo::new(device, number, AllocatorType::Device, MemoryType::Default)
@@ -242,7 +242,7 @@ unsafe fn of<'a>(this: *const sys::OrtAllocator) -> &'a OrtAllocator {
 }
 
 /// Calls `act`, or returns null if it panics.
-fn guarded(act: impl FnOnce() -> *mut c_void) -> *mut c_void {
+fn guarded<T>(act: impl FnOnce() -> *mut T) -> *mut T {
     catch_unwind(AssertUnwindSafe(act)).unwrap_or(ptr::null_mut())
 }
 
@@ -271,12 +271,8 @@ unsafe extern "system" fn reserve(this: *const sys::OrtAllocator, size: usize) -
 unsafe extern "system" fn free(this: *mut sys::OrtAllocator, start: *mut c_void) {
     // SAFETY: as above.
     let allocator = unsafe { of(this) };
-    let _ = guarded(|| {
-        if let Some(start) = NonNull::new(start.cast()) {
-            allocator.release(start);
-        }
-        ptr::null_mut()
-    });
+    let release = || NonNull::new(start.cast()).into_iter().for_each(|it| allocator.release(it));
+    let _ = catch_unwind(AssertUnwindSafe(release));
 }
 
 unsafe extern "system" fn memory_info(this: *const sys::OrtAllocator) -> *const sys::OrtMemoryInfo {
@@ -290,11 +286,7 @@ unsafe extern "system" fn stats(
 ) -> sys::OrtStatusPtr {
     // SAFETY: as above.
     let allocator = unsafe { of(this) };
-    let mut pairs = ptr::null_mut();
-    let _ = guarded(|| {
-        pairs = key_values(&allocator.stats());
-        ptr::null_mut()
-    });
+    let pairs = guarded(|| key_values(&allocator.stats()));
     // SAFETY: ONNX Runtime passes a place for a pointer, and releases what is there.
     unsafe { out.write(pairs) };
     sys::OrtStatusPtr(ptr::null_mut())
@@ -435,7 +427,7 @@ mod tests {
 
     #[test]
     fn a_panic_does_not_unwind_into_c() {
-        assert!(guarded(|| panic!("within an allocation")).is_null());
+        assert!(guarded::<c_void>(|| panic!("within an allocation")).is_null());
     }
 
     #[test]

@@ -38,7 +38,7 @@ static ARENAS: Mutex<Vec<DeviceArena>> = Mutex::new(Vec::new());
 #[derive(Debug)]
 pub(crate) struct CudaArena {
     arena: DeviceArena,
-    device: i32,
+    pub(crate) device: i32,
     /// The last allocation failed.
     is_failing: AtomicBool,
 }
@@ -102,11 +102,6 @@ impl CudaArena {
         }
     }
 
-    /// Returns the number of the device.
-    pub(crate) const fn device(&self) -> i32 {
-        self.device
-    }
-
     /// Allocates a block. Logs the first failure after a success.
     pub(crate) fn alloc(&self, size: usize, purpose: Purpose) -> Option<FoundBlock> {
         let found = self.try_alloc(size, purpose);
@@ -150,8 +145,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::Runtime;
     use crate::real::{library, run, small_model, wait_until};
-    use crate::{ManagedSession, Runtime};
     use lowtide::Memory;
     use lowtide::config::DeviceChoice;
     use lowtide::cudarc::driver::{CudaContext, CudaStream, result};
@@ -379,7 +374,7 @@ mod tests {
         let runtime = Runtime::open(&memory, library).unwrap();
         let allocator = runtime.register_cuda(arena.clone()).unwrap();
         let (_folder, model) = small_model();
-        let session: ManagedSession = runtime.session("small", &model).register().unwrap();
+        let session = runtime.session("small", &model).register().unwrap();
         let loaded = session.acquire_blocking().unwrap();
         run(&mut loaded.lock(), 10).unwrap(); // on the CPU, with the allocator of the CPU
         assert_eq!(allocator.stats().allocs, 0);
@@ -408,7 +403,7 @@ mod tests {
         let runtime = Runtime::open(&memory, library).unwrap();
         let first = runtime.register_cuda(arena.clone()).unwrap();
         let (_folder, model) = small_model();
-        let session: ManagedSession = runtime.session("small", &model).register().unwrap();
+        let session = runtime.session("small", &model).register().unwrap();
         let loaded = session.acquire_blocking().unwrap();
         let of_session = Allocator::new(&loaded.lock(), cuda_info(0)).unwrap();
         let tensor = Tensor::<f32>::new(&of_session, [BYTES / 4]).unwrap();

@@ -50,7 +50,7 @@ pub use blocks::RunArena;
 pub use error::OrtError;
 pub use ort;
 pub use runtime::Runtime;
-pub use session::{LoadedSession, ManagedSession};
+pub use session::LoadedSession;
 
 #[cfg(test)]
 lowtide::global_allocator!(balanced);

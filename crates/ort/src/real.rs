@@ -108,7 +108,7 @@ fn a_session_is_loaded_once_and_returns_all_when_it_is_unloaded() {
     let Some((memory, runtime)) = opened() else { return };
     let (_folder, model) = small_model();
     let session = runtime.session("small", &model).idle(Duration::from_secs(3_600));
-    let session: ManagedSession = session.register().unwrap();
+    let session = session.register().unwrap();
     assert!(!session.stats().loaded);
     std::thread::scope(|scope| {
         for _ in 0..8 {

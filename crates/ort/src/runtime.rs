@@ -28,7 +28,7 @@ use ort::sys::OrtApiBase;
 use super::allocator::{MemorySource, OrtAllocator};
 use super::blocks::RunArena;
 use super::error::{OLDEST_MINOR, OrtError, failed, text};
-use super::session::{Configure, LoadedSession, Loader, SessionSettings};
+use super::session::{Configure, LoadedSession, Loader, SessionContext, SessionSettings};
 use super::{session, verify};
 
 /// The name of the arena for the memory of runs.
@@ -43,14 +43,8 @@ static ENVIRONMENT: Mutex<Option<Environment>> = Mutex::new(None);
 /// ONNX Runtime in this process. Cheap to clone.
 #[derive(Clone)]
 pub struct Runtime {
-    shared: Arc<RuntimeShared>,
-}
-
-struct RuntimeShared {
-    environment: Environment,
+    sessions: Arc<SessionContext>,
     allocator: &'static OrtAllocator,
-    settings: SessionSettings,
-    version: Arc<str>,
     memory: Memory,
 }
 
@@ -104,11 +98,10 @@ impl Runtime {
         let allocator = register.map_err(failed("register the allocator"))?;
         let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
         let settings = SessionSettings::of(memory.config().profile.value, cpus);
-        let version: Arc<str> = version.into();
         verify::observe(&environment, allocator, &settings, &version)?;
-        let shared =
-            RuntimeShared { environment, allocator, settings, version, memory: memory.clone() };
-        Ok(Self { shared: Arc::new(shared) })
+        let sessions =
+            SessionContext { environment, settings, version, memory: memory.downgrade() };
+        Ok(Self { sessions: Arc::new(sessions), allocator, memory: memory.clone() })
     }
 }
 
@@ -168,19 +161,11 @@ impl Runtime {
         model: PathBuf,
         configure: Option<Box<Configure>>,
     ) -> ResourceBuilder<LoadedSession> {
-        let shared = &self.shared;
         let cost = Cost::host(ByteSize::new(session::bytes_on_disk(&model)));
-        let loader = Loader {
-            name: name.to_owned(),
-            model,
-            environment: shared.environment.clone(),
-            settings: shared.settings.clone(),
-            version: Arc::clone(&shared.version),
-            memory: shared.memory.downgrade(),
-            configure,
-        };
+        let context = Arc::clone(&self.sessions);
+        let loader = Loader { name: name.to_owned(), model, context, configure };
         let of_unload = name.to_owned();
-        let builder = shared.memory.managed(name, move || loader.load());
+        let builder = self.memory.managed(name, move || loader.load());
         builder.cost(cost).unload(move |loaded| session::unload(&of_unload, loaded))
     }
 
@@ -204,33 +189,33 @@ impl Runtime {
     /// earlier call or of a provider library; [`OrtError::Runtime`].
     #[cfg(feature = "cuda")]
     pub fn register_cuda(&self, arena: DeviceArena) -> Result<&'static OrtAllocator, OrtError> {
-        super::cuda::register(&self.shared.environment, arena)
+        super::cuda::register(&self.sessions.environment, arena)
     }
 
     /// Returns the version of ONNX Runtime, such as `1.32.0`.
     #[must_use]
     pub fn version(&self) -> &str {
-        &self.shared.version
+        &self.sessions.version
     }
 
     /// Returns the allocator that all sessions use for the CPU.
     #[must_use]
     pub fn allocator(&self) -> &'static OrtAllocator {
-        self.shared.allocator
+        self.allocator
     }
 
     /// Returns the environment, for sessions that are not managed.
     #[must_use]
     pub fn environment(&self) -> &Environment {
-        &self.shared.environment
+        &self.sessions.environment
     }
 }
 
 impl fmt::Debug for Runtime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Runtime")
-            .field("version", &self.shared.version)
-            .field("allocator", &self.shared.allocator)
+            .field("version", &self.sessions.version)
+            .field("allocator", &self.allocator)
             .finish_non_exhaustive()
     }
 }

@@ -14,7 +14,6 @@ use std::time::Duration;
 use std::{fmt, fs, io};
 
 use lowtide::BoxError;
-use lowtide::admission::Managed;
 use lowtide::config::{OrtSetting, Profile};
 use lowtide::memory::WeakMemory;
 use ort::environment::{Environment, ThreadManager};
@@ -24,12 +23,8 @@ use ort::session::builder::SessionBuilder;
 use super::blocks;
 use super::error::{OrtError, text};
 
-/// A session that is loaded on first use and unloaded when idle.
-///
-/// `acquire().await` or `acquire_blocking()` returns a guard, which keeps the session loaded.
-pub type ManagedSession = Managed<LoadedSession>;
-
-/// A loaded session of ONNX Runtime.
+/// A loaded session of ONNX Runtime: `acquire().await` or `acquire_blocking()` of the registered
+/// session returns a guard, which keeps it loaded.
 ///
 /// Copy the results out of a run. A value that is moved out of the outputs keeps the session, with
 /// its threads and its memory, after the unload.
@@ -62,14 +57,19 @@ impl fmt::Debug for LoadedSession {
 pub(crate) type Configure =
     dyn Fn(SessionBuilder) -> Result<SessionBuilder, BoxError> + Send + Sync;
 
+/// What all sessions of a runtime have in common.
+pub(crate) struct SessionContext {
+    pub(crate) environment: Environment,
+    pub(crate) settings: SessionSettings,
+    pub(crate) version: String,
+    pub(crate) memory: WeakMemory,
+}
+
 /// All that a load needs.
 pub(crate) struct Loader {
     pub(crate) name: String,
     pub(crate) model: PathBuf,
-    pub(crate) environment: Environment,
-    pub(crate) settings: SessionSettings,
-    pub(crate) version: Arc<str>,
-    pub(crate) memory: WeakMemory,
+    pub(crate) context: Arc<SessionContext>,
     pub(crate) configure: Option<Box<Configure>>,
 }
 
@@ -92,7 +92,7 @@ impl Loader {
             self.check_threads(threads.started())?;
         }
         // The copies of the model that the load made are freed by now.
-        if let Some(memory) = self.memory.upgrade() {
+        if let Some(memory) = self.context.memory.upgrade() {
             let _ = memory.heap().purge();
         }
         Ok(LoadedSession { session: Mutex::new(session), threads })
@@ -100,8 +100,9 @@ impl Loader {
 
     fn builder(&self, threads: &PoolThreads) -> Result<SessionBuilder, OrtError> {
         let cannot = |cause| OrtError::Runtime { act: "create a session", cause };
-        let builder = Session::builder(&self.environment).map_err(|error| cannot(text(&error)))?;
-        let builder = self.settings.apply(builder).map_err(cannot)?;
+        let SessionContext { environment, settings, .. } = &*self.context;
+        let builder = Session::builder(environment).map_err(|error| cannot(text(&error)))?;
+        let builder = settings.apply(builder).map_err(cannot)?;
         builder.with_thread_manager(threads.clone()).map_err(|error| cannot(text(&error)))
     }
 
@@ -116,12 +117,13 @@ impl Loader {
     }
 
     fn check_threads(&self, started: usize) -> Result<(), OrtError> {
-        match (self.settings.pool_threads(), self.settings.get(INTRA_THREADS)) {
+        let SessionContext { settings, version, .. } = &*self.context;
+        match (settings.pool_threads(), settings.get(INTRA_THREADS)) {
             (Some(expected), Some(value)) if started != expected => Err(OrtError::NotInForce {
                 key: INTRA_THREADS,
                 value: value.to_owned(),
                 observed: format!("{started} threads of the pool (expected {expected})"),
-                version: self.version.to_string(),
+                version: version.clone(),
             }),
             _ => Ok(()),
         }

@@ -5,8 +5,8 @@
 //!
 //! Invariant: the memory of a call is bounded by [`ROWS_MAX`] rows of the longest text.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::{fmt, fs};
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
@@ -15,54 +15,11 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::bert::{Bert, Config};
 
+/// Any error of a load.
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
 /// Rows that are computed at once; more texts are computed one part after the other.
 pub const ROWS_MAX: usize = 8;
-
-/// An error of loading a model.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum LoadError {
-    /// A file is missing or cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: std::io::Error,
-    },
-    /// `config.json` is not a configuration of BERT.
-    #[error("{} is not a configuration of BERT: {source}", path.display())]
-    Config {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: serde_json::Error,
-    },
-    /// The heads of the attention do not divide the size of a vector.
-    #[error("{heads} heads do not divide vectors of {hidden} numbers")]
-    Heads {
-        /// The heads.
-        heads: usize,
-        /// The size of a vector.
-        hidden: usize,
-    },
-    /// `tokenizer.json` is not a tokenizer.
-    #[error("{} is not a tokenizer: {source}", path.display())]
-    Tokenizer {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: tokenizers::Error,
-    },
-    /// The weights are damaged, or are those of another model.
-    #[error("{} does not have the weights of the configuration: {source}", path.display())]
-    Weights {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: candle_core::Error,
-    },
-}
 
 /// An error of embedding texts.
 #[derive(Debug, Error)]
@@ -78,20 +35,9 @@ pub enum EmbedError {
         /// The most tokens.
         most: usize,
     },
-    /// The tokenizer failed.
-    #[error("cannot split text {index} into tokens: {source}")]
-    Tokens {
-        /// The number of the text, from 0.
-        index: usize,
-        /// The cause.
-        source: tokenizers::Error,
-    },
-    /// The encoder failed.
+    /// The tokenizer or the encoder failed.
     #[error("cannot compute the vectors: {0}")]
-    Compute(#[from] candle_core::Error),
-    /// A vector has a number that is not finite.
-    #[error("the model answers with a number that is not finite")]
-    NotFinite,
+    Failed(#[from] BoxError),
 }
 
 /// A tokenizer, and an encoder in the memory of a device.
@@ -107,17 +53,17 @@ impl Embedder {
     /// Loads the model in `folder` to the device.
     ///
     /// # Errors
-    /// [`LoadError`]
-    pub fn load(folder: &Path, device: &Device) -> Result<Self, LoadError> {
+    /// A file is missing, damaged, or of another model: the text names it, and what it is not.
+    pub fn load(folder: &Path, device: &Device) -> Result<Self, BoxError> {
         let path = folder.join("config.json");
         let config: Config = serde_json::from_slice(&read(&path)?)
-            .map_err(|source| LoadError::Config { path, source })?;
+            .map_err(|error| is_not(&path, "is not a configuration of BERT", &error))?;
         let (heads, hidden) = (config.num_attention_heads, config.hidden_size);
         if heads == 0 || hidden % heads != 0 {
-            return Err(LoadError::Heads { heads, hidden });
+            return Err(format!("{heads} heads do not divide vectors of {hidden} numbers").into());
         }
-        let tokenizer = tokenizer(folder.join("tokenizer.json"))?;
-        let bert = weights(folder.join("model.safetensors"), &config, device)?;
+        let tokenizer = tokenizer(&folder.join("tokenizer.json"))?;
+        let bert = weights(&folder.join("model.safetensors"), &config, device)?;
         let most_tokens = config.max_position_embeddings;
         Ok(Self { tokenizer, bert, device: device.clone(), most_tokens })
     }
@@ -138,12 +84,13 @@ impl Embedder {
 
     fn tokens(&self, index: usize, text: &str) -> Result<Encoding, EmbedError> {
         let encoded = self.tokenizer.encode_fast(text, true);
-        let encoded = encoded.map_err(|source| EmbedError::Tokens { index, source })?;
+        let encoded = encoded.map_err(|error| format!("text {index} has no tokens: {error}"));
+        let encoded = encoded.map_err(BoxError::from)?;
         let (tokens, most) = (encoded.len(), self.most_tokens);
         if tokens > most { Err(EmbedError::TooLong { index, tokens, most }) } else { Ok(encoded) }
     }
 
-    fn part(&self, rows: &[Encoding]) -> Result<Vec<Vec<f32>>, EmbedError> {
+    fn part(&self, rows: &[Encoding]) -> Result<Vec<Vec<f32>>, BoxError> {
         // An empty text has a start and an end; one token keeps the mean of none defined.
         let length = rows.iter().map(Encoding::len).max().unwrap_or(0).max(1);
         let padded = |of: &Encoding, values: fn(&Encoding) -> &[u32]| -> Vec<u32> {
@@ -158,38 +105,39 @@ impl Embedder {
         let mask = Tensor::from_vec(mask, shape, &self.device)?;
         let vectors: Vec<Vec<f32>> = self.bert.embed(&ids, &mask)?.to_vec2()?;
         if vectors.iter().flatten().any(|number| !number.is_finite()) {
-            return Err(EmbedError::NotFinite);
+            return Err("the model answers with a number that is not finite".into());
         }
         Ok(vectors)
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
-    fs::read(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })
+fn is_not(path: &Path, what: &str, cause: &dyn fmt::Display) -> String {
+    format!("{} {what}: {cause}", path.display())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    fs::read(path).map_err(|error| is_not(path, "cannot be read", &error))
 }
 
 /// Reads the tokenizer, without the padding and the limit that its file sets: texts are padded
 /// here, and a text that is too long is an error.
-fn tokenizer(path: PathBuf) -> Result<Tokenizer, LoadError> {
-    let failed = |path, source| LoadError::Tokenizer { path, source };
-    let read = Tokenizer::from_bytes(read(&path)?);
-    let mut tokenizer = read.map_err(|source| failed(path.clone(), source))?;
+fn tokenizer(path: &Path) -> Result<Tokenizer, String> {
+    let failed = |error: tokenizers::Error| is_not(path, "is not a tokenizer", &error);
+    let mut tokenizer = Tokenizer::from_bytes(read(path)?).map_err(failed)?;
     tokenizer.with_padding(None);
-    tokenizer.with_truncation(None).map_err(|source| failed(path, source))?;
+    tokenizer.with_truncation(None).map_err(failed)?;
     Ok(tokenizer)
 }
 
 /// Maps the file while its tensors are copied, so that the peak of a load is one copy.
-fn weights(path: PathBuf, config: &Config, device: &Device) -> Result<Bert, LoadError> {
+fn weights(path: &Path, config: &Config, device: &Device) -> Result<Bert, String> {
     // candle's error for a missing file would not tell it from a damaged one.
-    if let Err(source) = fs::File::open(&path) {
-        return Err(LoadError::Read { path, source });
-    }
-    let files = [&path];
+    fs::File::open(path).map_err(|error| is_not(path, "cannot be read", &error))?;
+    let files = [path];
     #[expect(unsafe_code, reason = "candle offers no other way to read without a second copy")]
     // SAFETY: nothing writes or truncates the file during a load. docs/ENGINES.md states that
     // condition for the folder of a model.
     let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, device) };
     let bert = mapped.and_then(|weights| Bert::new(config, &weights));
-    bert.map_err(|source| LoadError::Weights { path, source })
+    bert.map_err(|error| is_not(path, "does not have the weights of the configuration", &error))
 }

@@ -36,7 +36,7 @@ pub fn router(memory: &Memory, folder: PathBuf, device: &Device) -> Result<Route
         if device.is_cpu() { (MODEL, ByteSize::ZERO) } else { (ByteSize::ZERO, MODEL) };
     let (loads, unloads) = (device.clone(), device.clone());
     let model = memory
-        .managed("embedder", move || Ok(Embedder::load(&folder, &loads)?))
+        .managed("embedder", move || Embedder::load(&folder, &loads))
         .cost(Cost::host(host).and_device(on_device))
         .unload(move |model| {
             drop(model);

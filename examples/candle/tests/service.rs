@@ -15,7 +15,7 @@ use futures_util::stream;
 use lowtide::clock::ManualClock;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_candle::api::{Answer, BODY_MAX, TEXTS_MAX};
-use lowtide_candle::embedder::{EmbedError, Embedder, LoadError, ROWS_MAX};
+use lowtide_candle::embedder::{EmbedError, Embedder, ROWS_MAX};
 use lowtide_candle::service::router;
 use serde_json::{Value, json};
 use tower::ServiceExt as _;
@@ -68,20 +68,20 @@ fn a_text_that_is_too_long_is_refused_by_its_number() -> Result<(), BoxError> {
 }
 
 /// Changes a file of a new model, and returns the error of its load.
-fn error_of(change: impl Fn(&Path) -> Result<(), BoxError>) -> Result<LoadError, BoxError> {
+fn error_of(change: impl Fn(&Path) -> Result<(), BoxError>) -> Result<String, BoxError> {
     let folder = model()?;
     change(folder.path())?;
-    Ok(Embedder::load(folder.path(), &Device::Cpu).map(drop).err().ok_or("it was loaded")?)
+    let error = Embedder::load(folder.path(), &Device::Cpu).map(drop).err();
+    Ok(error.ok_or("it was loaded")?.to_string())
 }
 
 #[test]
-fn a_model_that_is_missing_or_damaged_is_a_typed_error() -> Result<(), BoxError> {
+fn a_model_that_is_missing_or_damaged_is_an_error_that_names_its_file() -> Result<(), BoxError> {
     for name in ["config.json", "tokenizer.json", "model.safetensors"] {
         let error = error_of(|folder| Ok(fs::remove_file(folder.join(name))?))?;
-        assert!(matches!(error, LoadError::Read { .. }), "{name}: {error}");
-        assert!(error.to_string().contains(name), "{error}");
+        assert!(error.contains(&format!("{name} cannot be read: ")), "{error}");
         let empty = error_of(|folder| Ok(fs::write(folder.join(name), "")?))?;
-        assert!(!matches!(empty, LoadError::Read { .. }), "{name}: {empty}");
+        assert!(empty.contains(name) && !empty.contains("cannot be read"), "{empty}");
     }
     let path = |folder: &Path| folder.join("model.safetensors");
     let cut = error_of(|folder| {
@@ -96,15 +96,16 @@ fn a_model_that_is_missing_or_damaged_is_a_typed_error() -> Result<(), BoxError>
     let tensor = error_of(|folder| write_weights(&path(folder), &shapes()[1..]))?;
     let huge_header = error_of(|folder| Ok(fs::write(path(folder), [0xff; 64])?))?;
     for error in [&cut, &shape, &tensor, &huge_header] {
-        assert!(matches!(error, LoadError::Weights { .. }), "{error}");
+        let expected = "model.safetensors does not have the weights of the configuration: ";
+        assert!(error.contains(expected), "{error}");
     }
-    assert!(tensor.to_string().contains("word_embeddings"), "{tensor}");
+    assert!(tensor.contains("word_embeddings"), "{tensor}");
     let heads = error_of(|folder| {
         let config = fs::read_to_string(folder.join("config.json"))?;
         let config = config.replace("\"num_attention_heads\":2", "\"num_attention_heads\":3");
         Ok(fs::write(folder.join("config.json"), config)?)
     })?;
-    assert_eq!(heads.to_string(), "3 heads do not divide vectors of 8 numbers");
+    assert_eq!(heads, "3 heads do not divide vectors of 8 numbers");
     Ok(())
 }
 

@@ -14,7 +14,7 @@ use lowtide::admission::{Managed, ResourceError, Use};
 use lowtide::{BoxError, ByteSize, Cost, Memory, ResourceBuilder};
 use lowtide_ort::ort::session::Session;
 use lowtide_ort::ort::value::Tensor;
-use lowtide_ort::{LoadedSession, ManagedSession, Runtime, ort};
+use lowtide_ort::{LoadedSession, Runtime, ort};
 use thiserror::Error;
 use tokenizers::{Tokenizer, TruncationParams};
 
@@ -75,7 +75,7 @@ impl ModelError {
 /// The session and the tokenizer as resources that are loaded on first use.
 #[derive(Clone, Debug)]
 pub(crate) struct ManagedModel {
-    pub(crate) session: ManagedSession,
+    pub(crate) session: Managed<LoadedSession>,
     tokenizer: Managed<Tokenizer>,
 }
 

@@ -7,21 +7,18 @@
 //! machine. Requests for figures are checked for the same reason ([`check_host`]).
 //!
 //! Invariants: a request passes only if each check has passed; only the last check reads the token,
-//! in constant time; neither `Debug` nor an error contains any byte of the token.
+//! in constant time; no error contains any byte of the token.
 
 use std::borrow::Cow;
-use std::fmt;
 use std::hint::black_box;
 use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
 
 use crate::config::{ConfigError, Fault};
-use http::header::{AUTHORIZATION, HOST, ORIGIN, WWW_AUTHENTICATE};
+use http::header::{AUTHORIZATION, HOST, ORIGIN};
 use http::uri::Authority;
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
+use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
 
-use crate::service::query::QueryError;
-use crate::service::rejection::{problem, with_retry_after};
+use crate::service::rejection::Denial;
 
 /// The header that every admin request needs. A page of another origin may not send it unless this
 /// service allows that, which it never does.
@@ -35,47 +32,6 @@ const FORWARDED: [&str; 6] =
 /// Without it, no request counts as local.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
-
-/// Why a request is rejected, as problem+json.
-#[derive(Clone, Debug)]
-pub(in crate::service) struct Denial {
-    status: StatusCode,
-    title: &'static str,
-    pub(super) reason: &'static str,
-    detail: Cow<'static, str>,
-    retry_after: Option<Duration>,
-}
-
-impl Denial {
-    pub(super) fn new(
-        status: StatusCode,
-        title: &'static str,
-        reason: &'static str,
-        detail: impl Into<Cow<'static, str>>,
-    ) -> Self {
-        Self { status, title, reason, detail: detail.into(), retry_after: None }
-    }
-
-    pub(super) fn retry_after(self, time: Duration) -> Self {
-        Self { retry_after: Some(time), ..self }
-    }
-
-    pub(in crate::service) fn answer(&self) -> Response<String> {
-        let answer = problem(self.status, self.title, self.reason, &self.detail);
-        let mut answer = with_retry_after(answer, self.retry_after);
-        if self.status == StatusCode::UNAUTHORIZED {
-            let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
-            answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);
-        }
-        answer
-    }
-}
-
-impl From<QueryError> for Denial {
-    fn from(error: QueryError) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, "invalid query", "query", error.to_string())
-    }
-}
 
 fn refuse(reason: &'static str, detail: impl Into<Cow<'static, str>>) -> Denial {
     Denial::new(StatusCode::FORBIDDEN, "not allowed", reason, detail)
@@ -205,8 +161,7 @@ fn address(host: &str) -> Option<IpAddr> {
 }
 
 /// A token of 32 to 256 printable ASCII characters.
-#[derive(Clone)]
-pub(super) struct AdminToken(Box<str>);
+pub(in crate::service) struct AdminToken(Box<str>);
 
 /// The name of a token in errors.
 const TOKEN: &str = "admin token";
@@ -221,7 +176,7 @@ impl AdminToken {
     ///
     /// # Errors
     /// [`ConfigError`] if the text is no token. It does not contain the text.
-    pub(super) fn new(text: &str) -> Result<Self, ConfigError> {
+    pub(in crate::service) fn new(text: &str) -> Result<Self, ConfigError> {
         // No value: that is the secret.
         let bad = |problem| Err(ConfigError { faults: vec![Fault::of_name(TOKEN, problem)] });
         let length = text.len();
@@ -245,12 +200,6 @@ pub(in crate::service) fn is_secret(secret: &[u8], given: &[u8]) -> bool {
         difference = black_box(difference); // so that no early end is made of it
     }
     difference == 0
-}
-
-impl fmt::Debug for AdminToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("AdminToken(..)")
-    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -279,14 +228,12 @@ mod tests {
     #[test]
     fn what_is_no_token_is_said_without_showing_it() {
         let secret = "correct horse battery staple and more";
-        let error = |text: &str| AdminToken::new(text).expect_err("invalid").to_string();
+        let error = |text: &str| AdminToken::new(text).map(drop).expect_err("bad").to_string();
         let expected = "expected printable ASCII characters without spaces";
         assert_eq!(error(secret), format!("byte 7 of the admin token: {expected}"));
         for length in [31, 257] {
             let expected = format!("admin token of {length} bytes: expected 32 to 256 bytes");
             assert_eq!(error(&"a".repeat(length)), expected);
         }
-        let token = AdminToken::new(&"s3cret".repeat(6)).expect("right");
-        assert_eq!(format!("{token:?}"), "AdminToken(..)");
     }
 }

@@ -4,7 +4,7 @@
 //! thread, which it blocks for some milliseconds. It reveals names of files and addresses, so it
 //! needs the authorization of commands.
 //!
-//! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
+//! Off unless [`Endpoints`](super::Endpoints) are created with admin commands. This module checks
 //! authorization and rate; the worker executes the command ([`MemoryAdmin::run`](crate::memory::MemoryAdmin::run)). It never reads
 //! a body.
 //!
@@ -26,20 +26,17 @@ use serde_json::json;
 
 use crate::bytes::ParseByteSizeError;
 use crate::clock::Clock;
-use crate::config::ConfigError;
 use crate::heap::{Profiler, profiler};
 use crate::memory::{AdminCommand, Memory, MemoryError};
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
 
 use super::answer::{JSON, answer, pretty};
-use super::query::{Query, QueryError};
-use super::rejection::problem;
+use super::query::{self, Query, invalid_value};
+use super::rejection::Denial;
 
 pub use guard::Peer;
-pub(super) use guard::{Denial, check_host, is_secret};
-
-use guard::AdminToken;
+pub(super) use guard::{AdminToken, check_host, is_secret};
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
@@ -48,35 +45,13 @@ const COMMANDS: (u32, Duration) = (10, Duration::from_secs(1));
 /// fill the log.
 const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
 
-/// Settings of the admin commands.
-///
-/// ```
-/// use std::sync::Arc;
-/// use http::{Request, StatusCode};
-/// use lowtide::Memory;
-/// use lowtide::clock::SystemClock;
-/// use lowtide::service::{Admin, Endpoints, Peer};
-///
-/// let memory = Memory::builder().start()?;
-/// let admin = Admin::loopback(Arc::new(SystemClock::new()));
-/// let endpoints = Endpoints::new(Some(memory)).with_admin(admin);
-/// let request = Request::post("/memory/purge")
-///     .header("host", "localhost:8080")
-///     .header("lowtide-admin", "1")
-///     .extension(Peer(([127, 0, 0, 1], 50_000).into()))
-///     .body(())?;
-/// let answer = endpoints.answer_request(&request).expect("one of its paths");
-/// assert_eq!(answer.status(), StatusCode::ACCEPTED);
-/// # Ok::<(), lowtide::BoxError>(())
-/// ```
-#[derive(Debug)]
-pub struct Admin {
+/// The admin commands that are accepted.
+pub(super) struct Admin {
     token: Option<AdminToken>,
     clock: Arc<dyn Clock>,
     buckets: Mutex<Buckets>,
 }
 
-#[derive(Debug)]
 struct Buckets {
     commands: TokenBucket,
     profiles: TokenBucket,
@@ -86,37 +61,8 @@ struct Buckets {
 }
 
 impl Admin {
-    /// Accepts commands only from this machine, without a token: requests whose [`Peer`] is a
-    /// loopback address, whose host is `localhost` or a loopback address, and that did not pass a
-    /// proxy.
-    ///
-    /// Every user of this machine who can open a connection can send commands.
-    #[must_use]
-    pub fn loopback(clock: Arc<dyn Clock>) -> Self {
-        Self::new(clock, None)
-    }
-
-    /// Accepts commands with the token, from any address including this machine: `Authorization:
-    /// Bearer` and the token, for example from `openssl rand -hex 32`. Use TLS in front of the
-    /// service; otherwise the token can be read on the network.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use lowtide::clock::SystemClock;
-    /// use lowtide::service::Admin;
-    ///
-    /// let error = Admin::with_token(Arc::new(SystemClock::new()), "hunter2").unwrap_err();
-    /// assert_eq!(error.to_string(), "admin token of 7 bytes: expected 32 to 256 bytes");
-    /// ```
-    ///
-    /// # Errors
-    /// [`ConfigError`] unless the token is 32 to 256 printable ASCII characters without spaces. It
-    /// does not contain the token.
-    pub fn with_token(clock: Arc<dyn Clock>, token: &str) -> Result<Self, ConfigError> {
-        Ok(Self::new(clock, Some(AdminToken::new(token)?)))
-    }
-
-    fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
+    /// Accepts commands with this token, or without one from this machine.
+    pub(super) fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
         let bucket = |(burst, every)| TokenBucket::new(burst, every, clock.now());
         let (commands, logged) = (bucket(COMMANDS), bucket(LOGGED));
         let profiles = bucket(PROFILES);
@@ -203,11 +149,12 @@ fn peer<B>(request: &Request<B>) -> Option<SocketAddr> {
 /// Returns the denial of a request above a rate limit.
 fn too_many(wait: Duration, detail: String) -> Denial {
     let (status, title) = (StatusCode::TOO_MANY_REQUESTS, "too many admin requests");
-    Denial::new(status, title, "rate", detail).retry_after(wait.max(Duration::from_secs(1)))
+    let retry_after = Some(wait.max(Duration::from_secs(1)));
+    Denial { retry_after, ..Denial::new(status, title, "rate", detail) }
 }
 
 /// Parses the command of this name from the query.
-fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
+fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
     let arena = |query: Option<&str>| {
         let query = Query::read(query, &["arena"])?;
         query.need("arena").map(str::to_owned)
@@ -216,9 +163,8 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
         "trim" => {
             let query = Query::read(query, &["arena", "keep"])?;
             let text = query.get("keep").unwrap_or("0");
-            let keep = text.parse().map_err(|error: ParseByteSizeError| {
-                QueryError::value("keep", text, error.expected)
-            })?;
+            let invalid = |error: ParseByteSizeError| invalid_value("keep", text, error.expected);
+            let keep = text.parse().map_err(invalid)?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
         "sleep" => AdminCommand::Sleep { arena: arena(query)? },
@@ -236,23 +182,23 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
 }
 
 /// Parses the command `fit`.
-fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
+fn fit(query: Option<&str>) -> Result<AdminCommand, Denial> {
     let query = Query::read(query, &["limit", "within", "page_cache"])?;
     let limit = match query.need("limit")? {
         "none" => None,
         text => Some(text.parse().map_err(|error: ParseByteSizeError| {
-            QueryError::value("limit", text, format!("{}, or none", error.expected))
+            invalid_value("limit", text, format!("{}, or none", error.expected))
         })?),
     };
     let within = match query.get("within") {
         None => AdminCommand::FIT_WITHIN,
         Some(text) => humantime::parse_duration(text)
-            .map_err(|_| QueryError::value("within", text, "a duration such as 30s or 2m"))?,
+            .map_err(|_| invalid_value("within", text, "a duration such as 30s or 2m"))?,
     };
     let counts_page_cache = match query.get("page_cache") {
         None | Some("count") => true,
         Some("ignore") => false,
-        Some(other) => return Err(QueryError::value("page_cache", other, "count or ignore")),
+        Some(other) => return Err(invalid_value("page_cache", other, "count or ignore")),
     };
     Ok(AdminCommand::Fit { limit, within, counts_page_cache })
 }
@@ -260,7 +206,7 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, QueryError> {
 pub(super) fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
-    let mut response = problem(status, "method not allowed", "method", &detail);
+    let mut response = Denial::new(status, "method not allowed", "method", detail).answer();
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     response
 }
@@ -272,12 +218,11 @@ fn not_asked(error: &MemoryError) -> Denial {
         MemoryError::UnknownArena { .. } | MemoryError::UnknownResource { .. } => {
             Denial::new(StatusCode::NOT_FOUND, "unknown name", "unknown", text)
         }
-        MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => {
-            Denial::new(StatusCode::BAD_REQUEST, "invalid query", "query", text)
-        }
+        MemoryError::FitLimit { .. } | MemoryError::FitTime { .. } => query::invalid(text),
         MemoryError::TooManyTasks { .. } => {
             let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
-            Denial::new(status, title, "full", text).retry_after(Duration::from_secs(1))
+            let retry_after = Some(Duration::from_secs(1));
+            Denial { retry_after, ..Denial::new(status, title, "full", text) }
         }
         _ => ended(text),
     }
@@ -285,8 +230,8 @@ fn not_asked(error: &MemoryError) -> Denial {
 
 fn ended(detail: impl Into<Cow<'static, str>>) -> Denial {
     let status = StatusCode::SERVICE_UNAVAILABLE;
-    let denial = Denial::new(status, "not available", "ended", detail);
-    denial.retry_after(Duration::from_secs(30))
+    let retry_after = Some(Duration::from_secs(30));
+    Denial { retry_after, ..Denial::new(status, "not available", "ended", detail) }
 }
 
 /// The burst of profiles, and the time until another one is taken. An estimate.

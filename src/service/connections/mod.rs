@@ -89,17 +89,12 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// ```
 #[derive(Clone, Debug)]
 pub struct Connections {
-    settings: ConnectionSettings,
-    table: Arc<Mutex<ConnectionTable>>,
-}
-
-#[derive(Clone, Debug)]
-struct ConnectionSettings {
     admission: Admission,
     most: usize,
     estimate: ByteSize,
     grace: Duration,
     clock: Arc<dyn Clock>,
+    table: Arc<Mutex<ConnectionTable>>,
 }
 
 #[derive(Debug, Default)]
@@ -153,9 +148,10 @@ impl ConnectionTable {
     }
 }
 
-/// A connection, shared by its handle, its stream and its requests.
+/// A connection, shared by its handle, its stream and its requests, which have it in their
+/// extensions.
 #[derive(Debug, Default)]
-struct ConnectionState {
+pub(super) struct ConnectionState {
     /// The time of the last byte, in nanoseconds since the clock's origin.
     moved: AtomicU64,
     /// Requests that the server works on.
@@ -206,6 +202,17 @@ impl ConnectionState {
         self.overdue.load(Ordering::Relaxed) > 0 && !keeps
     }
 
+    /// Has the connection closed, unless what is returned is dropped before.
+    pub(super) fn overdue(self: &Arc<Self>) -> Overdue {
+        self.overdue.fetch_add(1, Ordering::Relaxed);
+        Overdue(Arc::clone(self))
+    }
+
+    fn close(&self, reason: CloseReason) {
+        reason.count();
+        self.set(&self.is_closed);
+    }
+
     fn set(&self, flag: &AtomicBool) {
         if !flag.swap(true, Ordering::AcqRel) {
             let wakers = std::mem::take(&mut *lock(&self.wakers));
@@ -235,14 +242,14 @@ impl Connections {
     /// number. Keeps the [`Memory`](crate::Memory) of the admission running.
     #[must_use]
     pub fn new(admission: &Admission, most: usize) -> Self {
-        let settings = ConnectionSettings {
+        Self {
             admission: admission.clone(),
             most,
             estimate: ESTIMATE,
             grace: GRACE,
             clock: Arc::new(SystemClock::new()),
-        };
-        Self { settings, table: Arc::default() }
+            table: Arc::default(),
+        }
     }
 
     /// Sets the memory that one connection may hold in its buffers. The default is 64 KiB, that of
@@ -250,7 +257,7 @@ impl Connections {
     /// window and a frame.
     #[must_use]
     pub fn with_estimate(mut self, estimate: ByteSize) -> Self {
-        self.settings.estimate = estimate;
+        self.estimate = estimate;
         self
     }
 
@@ -259,7 +266,7 @@ impl Connections {
     /// its connection, but only when all places are taken, most of them by such requests.
     #[must_use]
     pub fn with_grace(mut self, grace: Duration) -> Self {
-        self.settings.grace = grace;
+        self.grace = grace;
         self
     }
 
@@ -267,16 +274,15 @@ impl Connections {
     #[doc(hidden)]
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
-        self.settings.clock = clock;
+        self.clock = clock;
         self
     }
 
     /// Returns the number of connections that may be open now.
     fn most(&self) -> usize {
-        let ConnectionSettings { admission, most, estimate, .. } = &self.settings;
-        let ceiling = admission.ledger(Budget::Host).ceiling().get();
-        let fit = ceiling / PART / estimate.get().max(1);
-        usize::try_from(fit).unwrap_or(usize::MAX).min(*most).max(1)
+        let ceiling = self.admission.ledger(Budget::Host).ceiling().get();
+        let fit = ceiling / PART / self.estimate.get().max(1);
+        usize::try_from(fit).unwrap_or(usize::MAX).min(self.most).max(1)
     }
 
     /// Opens a connection, and closes another one for it if that is necessary and possible. Returns
@@ -296,8 +302,7 @@ impl Connections {
     /// Like [`Connections::open`], without counting. Returns the earliest time at which another
     /// connection may be closed.
     fn try_open(&self) -> Result<Connection, Moment> {
-        let (now, most) = (self.settings.clock.now(), self.most());
-        let grace = self.settings.grace;
+        let (now, most, grace) = (self.clock.now(), self.most(), self.grace);
         let mut displaced = None;
         let mut table = lock(&self.table);
         if table.open.len() >= most {
@@ -308,7 +313,7 @@ impl Connections {
             displaced = Some(table.open.swap_remove(at));
         }
         let state = Arc::new(ConnectionState::default());
-        self.settings.progress(&state);
+        self.progress(&state);
         table.open.push(Arc::clone(&state));
         drop(table);
         OPEN.fetch_add(1, Ordering::Relaxed);
@@ -324,7 +329,7 @@ impl Connections {
     /// closes those whose clients have taken nothing of their responses for longer than the grace
     /// period. Looks at most every 100 ms. A `ConnectionListener` calls it.
     pub fn tend(&self) {
-        let ConnectionSettings { admission, grace, clock, .. } = &self.settings;
+        let Self { admission, grace, clock, .. } = self;
         let now = clock.now();
         let mut table = lock(&self.table);
         if now < table.tend_at {
@@ -349,17 +354,14 @@ impl Connections {
         stalled.iter().for_each(|state| state.close(CloseReason::Stalled));
         waiting.into_iter().for_each(Waker::wake);
     }
-}
 
-/// The connection of a request, in the request's extensions.
-#[derive(Clone, Debug)]
-pub(super) struct ConnectionHandle(Arc<ConnectionState>);
+    fn progress(&self, state: &ConnectionState) {
+        state.moved.store(self.now(), Ordering::Relaxed);
+    }
 
-impl ConnectionHandle {
-    /// Has the connection closed, unless what is returned is dropped before.
-    pub(super) fn overdue(&self) -> Overdue {
-        self.0.overdue.fetch_add(1, Ordering::Relaxed);
-        Overdue(Arc::clone(&self.0))
+    /// Returns the time in nanoseconds since the clock's origin.
+    fn now(&self) -> u64 {
+        u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 }
 
@@ -370,13 +372,6 @@ pub(super) struct Overdue(Arc<ConnectionState>);
 impl Drop for Overdue {
     fn drop(&mut self) {
         self.0.overdue.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl ConnectionState {
-    fn close(&self, reason: CloseReason) {
-        reason.count();
-        self.set(&self.is_closed);
     }
 }
 
@@ -391,7 +386,7 @@ pub struct Connection {
 impl Connection {
     /// Records that a byte was read or written. Reads the clock and takes no lock.
     pub fn progress(&self) {
-        self.connections.settings.progress(&self.state);
+        self.connections.progress(&self.state);
     }
 
     /// Waits until the connection is to be closed at once: drop what serves it.
@@ -404,17 +399,6 @@ impl Connection {
     /// response says `connection: close`.
     pub async fn ending(&self) {
         self.state.wait(&self.state.is_ending).await;
-    }
-}
-
-impl ConnectionSettings {
-    fn progress(&self, state: &ConnectionState) {
-        state.moved.store(self.now(), Ordering::Relaxed);
-    }
-
-    /// Returns the time in nanoseconds since the clock's origin.
-    fn now(&self) -> u64 {
-        u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 }
 

@@ -22,7 +22,7 @@ use tower_service::Service;
 
 use lowtide_admission::{Admission, Level};
 
-use super::{Connection, ConnectionHandle, ConnectionState};
+use super::{Connection, ConnectionState};
 
 /// The handler waits for the request's body.
 const RECEIVES: u8 = 1;
@@ -45,15 +45,11 @@ impl OpenRequest {
 
     /// Sets or clears a reason to wait for the client.
     fn set(&self, reason: u8, is_set: bool) {
-        let (before, after);
-        if is_set {
-            before = self.waits.fetch_or(reason, Ordering::Relaxed);
-            after = before | reason;
-        } else {
-            before = self.waits.fetch_and(!reason, Ordering::Relaxed);
-            after = before & !reason;
-        }
-        self.count(before, after);
+        let before = match is_set {
+            true => self.waits.fetch_or(reason, Ordering::Relaxed),
+            false => self.waits.fetch_and(!reason, Ordering::Relaxed),
+        };
+        self.count(before, if is_set { before | reason } else { before & !reason });
     }
 
     /// Counts the request by its new reasons to wait.
@@ -83,7 +79,7 @@ impl Connection {
     /// connection with its next response at level high and above. Takes some allocations
     /// for each request, and no lock.
     pub fn service<S>(&self, inner: S) -> ConnectionService<S> {
-        let admission = self.connections.settings.admission.clone();
+        let admission = self.connections.admission.clone();
         ConnectionService { inner, state: Arc::clone(&self.state), admission }
     }
 }
@@ -110,7 +106,7 @@ where
     }
 
     fn call(&mut self, mut request: Request<Q>) -> Self::Future {
-        request.extensions_mut().insert(ConnectionHandle(Arc::clone(&self.state)));
+        request.extensions_mut().insert(Arc::clone(&self.state));
         let (version, open) = (request.version(), OpenRequest::new(&self.state));
         let is_arriving = !request.body().is_end_stream();
         self.state.has_unread.store(is_arriving, Ordering::Relaxed);

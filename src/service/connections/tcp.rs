@@ -35,9 +35,7 @@ use crate::clock::Moment;
 use crate::service::DRAIN_MAX;
 use crate::sync::lock;
 
-use super::{
-    CloseReason, Connection, ConnectionSettings, ConnectionState, Connections, PACE, TEND_EVERY,
-};
+use super::{CloseReason, Connection, ConnectionState, Connections, PACE, TEND_EVERY};
 
 /// The time for which no further connection is accepted after one was refused. A client that
 /// connects again at once waits in the queue of the listener meanwhile, and costs little.
@@ -130,7 +128,7 @@ impl ConnectionListener {
     /// again.
     pub async fn accept(&mut self) -> io::Result<(Connection, ConnectionStream, SocketAddr)> {
         let Self { listener, connections, waiting, accepts_at } = self;
-        let ConnectionSettings { clock, grace, .. } = &connections.settings;
+        let Connections { clock, grace, .. } = &*connections;
         loop {
             connections.tend();
             let now = clock.now();
@@ -142,11 +140,10 @@ impl ConnectionListener {
                     Ok(connection) => {
                         let Some((stream, from, _)) = waiting.pop_front() else { continue };
                         let state = Arc::clone(&connection.state);
-                        let settings = connections.settings.clone();
                         let stream = ConnectionStream {
                             stream,
                             state,
-                            settings,
+                            connections: connections.clone(),
                             has_shut_down: false,
                             discarded: 0,
                             timer: None,
@@ -211,7 +208,7 @@ impl Connections {
 pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
-    settings: ConnectionSettings,
+    connections: Connections,
     has_shut_down: bool,
     /// The bytes that were discarded after the shutdown.
     discarded: u64,
@@ -230,7 +227,7 @@ impl ConnectionStream {
     fn written(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         self.state.is_blocked.store(written.is_pending(), Ordering::Relaxed);
         if matches!(written, Poll::Ready(Ok(1..))) {
-            self.settings.progress(&self.state);
+            self.connections.progress(&self.state);
         }
         written
     }
@@ -245,7 +242,7 @@ impl AsyncRead for ConnectionStream {
         let before = buffer.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
         if buffer.filled().len() > before {
-            self.settings.progress(&self.state);
+            self.connections.progress(&self.state);
         }
         Poll::Ready(Ok(()))
     }
@@ -297,7 +294,7 @@ impl AsyncWrite for ConnectionStream {
             }
             this.discarded += buffer.filled().len() as u64;
             let timer = this.timer.get_or_insert_with(|| {
-                let now = this.settings.now().max(1);
+                let now = this.connections.now().max(1);
                 this.state.lingers_since.store(now, Ordering::Relaxed);
                 Box::pin(sleep(LINGER_TIME))
             });

@@ -8,10 +8,9 @@
 //! Of a request only `report_interval` counts; names of request costs are accepted, and no costs
 //! are reported.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
-use bytes::Buf;
+use bytes::{Buf, BufMut as _};
 
 /// One report. `None` for what is unknown, because no limit is.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -63,16 +62,10 @@ impl LoadReport {
 
     /// Returns the value of the header `endpoint-load-metrics`.
     pub(super) fn header(&self) -> String {
-        let mut text = String::from("TEXT ");
-        for (nth, (name, value)) in self.fields().enumerate() {
-            let comma = if nth == 0 { "" } else { ", " };
-            // Writing to a string does not fail.
-            let _ = write!(text, "{comma}{name}:{}", rounded(value));
-        }
-        for (name, value) in self.named_metrics() {
-            let _ = write!(text, ", named_metrics.{name}:{}", rounded(value));
-        }
-        text
+        let fields = self.fields().map(|(name, value)| format!("{name}:{}", rounded(value)));
+        let named = self.named_metrics();
+        let named = named.map(|(name, value)| format!("named_metrics.{name}:{}", rounded(value)));
+        format!("TEXT {}", fields.chain(named).collect::<Vec<_>>().join(", "))
     }
 
     /// Returns the message `xds.data.orca.v3.OrcaLoadReport`.
@@ -99,11 +92,11 @@ pub(super) fn framed(message: &[u8]) -> Vec<u8> {
 }
 
 /// The numbers of the fields of `OrcaLoadReport`.
-pub(super) const MEM_UTILIZATION: u8 = 2;
-pub(super) const RPS_FRACTIONAL: u8 = 6;
-pub(super) const EPS: u8 = 7;
-pub(super) const NAMED_METRICS: u8 = 8;
-pub(super) const APPLICATION_UTILIZATION: u8 = 9;
+const MEM_UTILIZATION: u8 = 2;
+const RPS_FRACTIONAL: u8 = 6;
+const EPS: u8 = 7;
+const NAMED_METRICS: u8 = 8;
+const APPLICATION_UTILIZATION: u8 = 9;
 
 /// The wire types: 8 bytes, and bytes with their length in front.
 const FIXED64: u8 = 1;
@@ -115,21 +108,18 @@ const fn tag(field: u8, wire_type: u8) -> u8 {
 }
 
 /// Appends a field of type `double`.
-pub(super) fn put_double(field: u8, value: f64, into: &mut Vec<u8>) {
+fn put_double(field: u8, value: f64, into: &mut Vec<u8>) {
     if value != 0.0 {
         into.push(tag(field, FIXED64));
         into.extend_from_slice(&value.to_le_bytes());
     }
 }
 
-/// Appends an entry of a field of type `map<string, double>`. The name has at most 100 bytes, so
-/// that each length is one byte.
-pub(super) fn put_entry(field: u8, name: &str, value: f64, into: &mut Vec<u8>) {
+/// Appends an entry of a field of type `map<string, double>`. The name is that of a ledger, of less
+/// than 100 bytes, so that each length is one byte.
+fn put_entry(field: u8, name: &str, value: f64, into: &mut Vec<u8>) {
     let name = name.as_bytes();
-    let Some(length) = u8::try_from(name.len()).ok().filter(|length| *length <= 100) else {
-        debug_assert!(false, "a name of {} bytes", name.len());
-        return;
-    };
+    let length = u8::try_from(name.len()).unwrap_or_default();
     // The tags of both fields, the length of the name, and the value.
     into.extend_from_slice(&[tag(field, LENGTH_DELIMITED), length + 11]);
     into.extend_from_slice(&[tag(1, LENGTH_DELIMITED), length]);
@@ -163,7 +153,7 @@ const INTERVAL_MAX: Duration = Duration::from_secs(3600);
 /// The longest request. The names of costs may need some place.
 pub(super) const REQUEST_MAX: usize = 4096;
 /// The prefix of a message: a flag for compression and the length.
-pub(super) const PREFIX: usize = 5;
+const PREFIX: usize = 5;
 
 const NANOS_MAX: u32 = 999_999_999;
 
@@ -180,10 +170,7 @@ impl PartialRequest {
             if missing == 0 {
                 break;
             }
-            let chunk = data.chunk();
-            let count = chunk.len().min(missing);
-            self.0.extend_from_slice(chunk.get(..count).unwrap_or_default());
-            data.advance(count);
+            self.0.put((&mut data).take(missing));
         }
         if self.0.len() < PREFIX || self.0.len() < self.length()? {
             return Ok(None);

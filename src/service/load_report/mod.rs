@@ -42,7 +42,7 @@ use crate::sync::{Mutex, lock};
 use message::{LoadReport, base64, framed};
 use service::Streams;
 
-pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReportStream};
+pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService};
 
 /// The least utilization of a service with a limit. Balancers ignore a report of 0, and Envoy logs
 /// an error for each. Below it, the weight is in proportion to the rate of requests, so that an

@@ -13,7 +13,6 @@
 //! [`REQUEST_MAX`] bytes, and one report. No waker is called with the lock held.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::future::{Ready, ready};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -59,6 +58,9 @@ const UNIMPLEMENTED: u16 = 12;
 #[derive(Clone, Debug)]
 pub struct LoadReportService(Arc<LoadReports>);
 
+/// The body of a response.
+type ReportBody = Pin<Box<dyn Body<Data = Bytes, Error = BoxError> + Send>>;
+
 impl LoadReportService {
     pub(in crate::service) fn new(reports: &Arc<LoadReports>) -> Self {
         StreamTimer::register(reports);
@@ -66,8 +68,8 @@ impl LoadReportService {
     }
 }
 
-impl<Q: Body> Service<Request<Q>> for LoadReportService {
-    type Response = Response<LoadReportStream<Q>>;
+impl<Q: Body + Send + 'static> Service<Request<Q>> for LoadReportService {
+    type Response = Response<ReportBody>;
     type Error = Infallible;
     type Future = Ready<Result<Self::Response, Infallible>>;
 
@@ -81,9 +83,10 @@ impl<Q: Body> Service<Request<Q>> for LoadReportService {
 }
 
 impl LoadReportService {
-    fn answer<Q: Body>(&self, request: Request<Q>) -> Response<LoadReportStream<Q>> {
+    fn answer<Q: Body + Send + 'static>(&self, request: Request<Q>) -> Response<ReportBody> {
         let of_http = |status| {
-            let mut response = Response::new(LoadReportStream::empty());
+            let mut response: Response<ReportBody> =
+                Response::new(Box::pin(LoadReportStream::<Q>::empty()));
             *response.status_mut() = status;
             response
         };
@@ -102,12 +105,12 @@ impl LoadReportService {
             put_grpc_status(response.headers_mut(), status, message);
             response
         };
-        let mut response = if self.0.state.is_none() {
+        let mut response: Response<ReportBody> = if self.0.state.is_none() {
             refused(UNIMPLEMENTED, "load reports are not streamed without a running Memory")
         } else if self.0.is_ending() {
             refused(UNAVAILABLE, ENDING)
         } else if let Some(place) = Streams::acquire(&self.0) {
-            Response::new(LoadReportStream::new(request.into_body(), place))
+            Response::new(Box::pin(LoadReportStream::new(request.into_body(), place)))
         } else {
             let text = format!("{STREAMS_MAX} streams of load reports exist: expected no more");
             refused(RESOURCE_EXHAUSTED, &text)
@@ -121,8 +124,7 @@ impl LoadReportService {
 const ENDING: &str = "the service is shutting down";
 
 pin_project! {
-    /// The body of a response of [`LoadReportService`].
-    pub struct LoadReportStream<Q> {
+    struct LoadReportStream<Q> {
         // `None` once the request was read.
         #[pin]
         request: Option<Q>,
@@ -132,12 +134,6 @@ pin_project! {
         interval: Duration,
         // The time of the next report, or while the request arrives that of its timeout.
         due: Moment,
-    }
-}
-
-impl<Q> fmt::Debug for LoadReportStream<Q> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadReportStream").field("due", &self.due).finish_non_exhaustive()
     }
 }
 

@@ -3,13 +3,10 @@
 //!
 //! The timeouts of these proxies are short, so that they pass within the test; no time is asserted.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::admission::Level;
-use lowtide::clock::SystemClock;
-use lowtide::service::Admin;
 use tokio::task::JoinHandle;
 
 use super::support::{Managed, WEIGHTS, ask, embed, get, post, unmanaged};
@@ -243,7 +240,7 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
     let options = Options {
         upstream: Some(upstream.uri("")),
         operators: Some(([127, 0, 0, 1], 0).into()),
-        admin: Some(Admin::loopback(Arc::new(SystemClock::new()))),
+        admin: true,
         model: Settings { weights: WEIGHTS, ..Options::default().model },
         ..Options::default()
     };

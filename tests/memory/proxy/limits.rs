@@ -59,7 +59,7 @@ async fn operators_are_answered_when_nobody_else_is() {
     assert_eq!(memory["device"]["arenas"][0]["name"], "embedder");
     drop(permits);
     let refused = ask(proxy.at, post("/metrics", "text/plain", "x")).await;
-    assert_eq!((refused.status(), refused.header("allow").as_deref()), (405, Some("GET,HEAD")));
+    assert_eq!((refused.status(), refused.header("allow").as_deref()), (405, Some("GET, HEAD")));
     proxy.end().await;
 }
 

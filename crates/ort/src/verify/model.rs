@@ -25,58 +25,40 @@ fn with_weights(weight: impl Fn(&str, &[usize]) -> Vec<u8>) -> Vec<u8> {
     ];
     let weights =
         [weight("a", &[WIDTH, WIDTH]), weight("b", &[WIDTH, WIDTH]), weight("c", &[WIDTH])];
-    let mut graph = ProtoMessage::default();
-    nodes.iter().for_each(|node| graph.bytes(1, node));
-    graph.bytes(2, b"check");
-    weights.iter().for_each(|weight| graph.bytes(5, weight));
-    graph.bytes(11, &value("in"));
-    graph.bytes(12, &value("out"));
-    let mut opset = ProtoMessage::default();
-    opset.number(2, OPSET);
-    let mut model = ProtoMessage::default();
-    model.number(1, IR);
-    model.bytes(7, &graph.0);
-    model.bytes(8, &opset.0);
-    model.0
+    let graph = nodes.iter().fold(ProtoMessage::default(), |graph, node| graph.bytes(1, node));
+    let graph = graph.bytes(2, b"check");
+    let graph = weights.iter().fold(graph, |graph, weight| graph.bytes(5, weight));
+    let graph = graph.bytes(11, &value("in")).bytes(12, &value("out"));
+    let opset = ProtoMessage::default().number(2, OPSET);
+    ProtoMessage::default().number(1, IR).bytes(7, &graph.0).bytes(8, &opset.0).0
 }
 
 /// `NodeProto`.
 fn node(operator: &str, inputs: &[&str], output: &str) -> Vec<u8> {
-    let mut node = ProtoMessage::default();
-    inputs.iter().for_each(|input| node.bytes(1, input.as_bytes()));
-    node.bytes(2, output.as_bytes());
-    node.bytes(4, operator.as_bytes());
-    node.0
+    let inputs = inputs.iter().map(|input| input.as_bytes());
+    let node = inputs.fold(ProtoMessage::default(), |node, input| node.bytes(1, input));
+    node.bytes(2, output.as_bytes()).bytes(4, operator.as_bytes()).0
+}
+
+/// `TensorProto` of floats, without its values.
+fn tensor(name: &str, shape: &[usize]) -> ProtoMessage {
+    let tensor = shape.iter().fold(ProtoMessage::default(), |it, &len| it.number(1, len as u64));
+    tensor.number(2, FLOAT).bytes(8, name.as_bytes())
 }
 
 /// `TensorProto` of ones.
 fn weight(name: &str, shape: &[usize]) -> Vec<u8> {
-    let mut tensor = ProtoMessage::default();
-    shape.iter().for_each(|&len| tensor.number(1, len as u64));
-    tensor.number(2, FLOAT);
-    tensor.bytes(8, name.as_bytes());
-    tensor.bytes(9, &1.0_f32.to_le_bytes().repeat(shape.iter().product()));
-    tensor.0
+    tensor(name, shape).bytes(9, &1.0_f32.to_le_bytes().repeat(shape.iter().product())).0
 }
 
 /// `ValueInfoProto` of rows of floats.
 fn value(name: &str) -> Vec<u8> {
-    let mut rows = ProtoMessage::default();
-    rows.bytes(2, b"rows");
-    let mut columns = ProtoMessage::default();
-    columns.number(1, WIDTH as u64);
-    let mut shape = ProtoMessage::default();
-    shape.bytes(1, &rows.0);
-    shape.bytes(1, &columns.0);
-    let mut tensor = ProtoMessage::default();
-    tensor.number(1, FLOAT);
-    tensor.bytes(2, &shape.0);
-    let mut kind = ProtoMessage::default();
-    kind.bytes(1, &tensor.0);
-    let mut value = ProtoMessage::default();
-    value.bytes(1, name.as_bytes());
-    value.bytes(2, &kind.0);
-    value.0
+    let rows = ProtoMessage::default().bytes(2, b"rows");
+    let columns = ProtoMessage::default().number(1, WIDTH as u64);
+    let shape = ProtoMessage::default().bytes(1, &rows.0).bytes(1, &columns.0);
+    let tensor = ProtoMessage::default().number(1, FLOAT).bytes(2, &shape.0);
+    let kind = ProtoMessage::default().bytes(1, &tensor.0);
+    ProtoMessage::default().bytes(1, name.as_bytes()).bytes(2, &kind.0).0
 }
 
 /// A protobuf message under construction.
@@ -85,24 +67,24 @@ struct ProtoMessage(Vec<u8>);
 
 impl ProtoMessage {
     /// Adds a field of wire type 0.
-    fn number(&mut self, field: u64, value: u64) {
-        self.varint(field << 3);
-        self.varint(value);
+    fn number(self, field: u64, value: u64) -> Self {
+        self.varint(field << 3).varint(value)
     }
 
     /// Adds a field of wire type 2: a text, bytes or a message.
-    fn bytes(&mut self, field: u64, value: &[u8]) {
-        self.varint(field << 3 | 2);
-        self.varint(value.len() as u64);
-        self.0.extend_from_slice(value);
+    fn bytes(self, field: u64, value: &[u8]) -> Self {
+        let mut message = self.varint(field << 3 | 2).varint(value.len() as u64);
+        message.0.extend_from_slice(value);
+        message
     }
 
-    fn varint(&mut self, mut value: u64) {
+    fn varint(mut self, mut value: u64) -> Self {
         while value >= 0x80 {
             self.0.push(value.to_le_bytes()[0] | 0x80);
             value >>= 7;
         }
         self.0.push(value.to_le_bytes()[0]);
+        self
     }
 }
 
@@ -112,20 +94,14 @@ pub(crate) fn external(file: &str) -> (Vec<u8>, Vec<u8>) {
     let data = std::cell::RefCell::new(Vec::new());
     let model = with_weights(|name, shape| {
         let bytes = 1.0_f32.to_le_bytes().repeat(shape.iter().product());
-        let mut tensor = ProtoMessage::default();
-        shape.iter().for_each(|&len| tensor.number(1, len as u64));
-        tensor.number(2, FLOAT);
-        tensor.bytes(8, name.as_bytes());
         let (offset, length) = (data.borrow().len().to_string(), bytes.len().to_string());
+        let mut tensor = tensor(name, shape);
         for (key, value) in [("location", file), ("offset", &offset), ("length", &length)] {
-            let mut entry = ProtoMessage::default();
-            entry.bytes(1, key.as_bytes());
-            entry.bytes(2, value.as_bytes());
-            tensor.bytes(13, &entry.0);
+            let entry = ProtoMessage::default().bytes(1, key.as_bytes());
+            tensor = tensor.bytes(13, &entry.bytes(2, value.as_bytes()).0);
         }
-        tensor.number(14, 1); // `EXTERNAL`
         data.borrow_mut().extend_from_slice(&bytes);
-        tensor.0
+        tensor.number(14, 1).0 // `EXTERNAL`
     });
     (model, data.into_inner())
 }
@@ -136,9 +112,7 @@ mod tests {
 
     #[test]
     fn numbers_are_written_in_groups_of_seven_bits() {
-        let mut message = ProtoMessage::default();
-        message.number(1, 300);
-        message.bytes(2, b"ab");
+        let message = ProtoMessage::default().number(1, 300).bytes(2, b"ab");
         assert_eq!(message.0, [0x08, 0xac, 0x02, 0x12, 2, b'a', b'b']);
     }
 
