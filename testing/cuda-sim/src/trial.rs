@@ -14,6 +14,7 @@ use std::ptr::NonNull;
 use std::thread;
 use std::time::Duration;
 
+use crate::model::Answer;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock as _, SystemClock};
 use lowtide_core::sync::{Condvar, Mutex, lock, wait};
@@ -67,6 +68,24 @@ impl Seen {
                 self.faults.push(format!("{size} bytes left at {at:#x} of a handle of {was:?}"));
             }
         }
+    }
+
+    /// Counts a call. `Some` if it is to fail: `true` as memory that has run out, else as a refusal.
+    fn count(&mut self) -> Option<bool> {
+        let nth = self.calls;
+        self.calls += 1;
+        if self.fails_from.is_some_and(|from| from <= nth) {
+            return Some(false);
+        }
+        if let Some((odds, state)) = &mut self.odds {
+            *state ^= *state << 13;
+            *state ^= *state >> 7;
+            *state ^= *state << 17;
+            if state.is_multiple_of(*odds) {
+                return Some((*state >> 40) % 2 == 0);
+            }
+        }
+        self.failure.filter(|failure| failure.nth == nth).map(|failure| failure.out_of_memory)
     }
 
     /// Host memory of a kind, or of both.
@@ -200,39 +219,14 @@ impl FaultInjectingDriver {
     }
 
     /// Counts a call, and fails it if a failure is due.
-    fn call(&self, name: &'static str, size: ByteSize) -> Result<(), DriverError> {
-        let mut seen = lock(&self.seen);
-        let nth = seen.calls;
-        seen.calls += 1;
-        if seen.fails_from.is_some_and(|from| from <= nth) {
-            return Err(refused(name));
-        }
-        if let Some((odds, state)) = &mut seen.odds {
-            *state ^= *state << 13;
-            *state ^= *state >> 7;
-            *state ^= *state << 17;
-            if state.is_multiple_of(*odds) {
-                let out_of_memory = (*state >> 40) % 2 == 0;
-                return Err(if out_of_memory {
-                    DriverError::OutOfMemory { call: name, requested: size }
-                } else {
-                    refused(name)
-                });
-            }
-        }
-        match seen.failure {
-            Some(failure) if failure.nth == nth => Err(if failure.out_of_memory {
-                DriverError::OutOfMemory { call: name, requested: size }
-            } else {
-                refused(name)
-            }),
-            _ => Ok(()),
+    fn call(&self, call: &'static str, requested: ByteSize) -> Answer {
+        let message = "a trial".to_owned();
+        match lock(&self.seen).count() {
+            None => Ok(()),
+            Some(true) => Err(DriverError::OutOfMemory { call, requested }),
+            Some(false) => Err(DriverError::Refused { call, code: 1, message }),
         }
     }
-}
-
-fn refused(call: &'static str) -> DriverError {
-    DriverError::Refused { call, code: 1, message: "a trial".to_owned() }
 }
 
 /// Returns the address and the size of each handle of a range.
@@ -257,14 +251,14 @@ unsafe impl Driver for FaultInjectingDriver {
         self.capabilities
     }
 
-    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
         self.call("reserve", size)?;
         let at = self.host.reserve(size)?;
         lock(&self.seen).reserved.insert(at.get(), size.get());
         Ok(at)
     }
 
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         self.call("unreserve", size)?;
         let mut seen = lock(&self.seen);
         let whole = seen.reserved.remove(&at.get()) == Some(size.get());
@@ -277,12 +271,7 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.unreserve(at, size) }
     }
 
-    unsafe fn commit(
-        &self,
-        at: DeviceAddress,
-        size: ByteSize,
-        handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         self.wait_while_held();
         self.call("commit", size)?;
         let mut seen = lock(&self.seen);
@@ -307,12 +296,7 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.commit(at, size, handle) }
     }
 
-    unsafe fn decommit(
-        &self,
-        at: DeviceAddress,
-        size: ByteSize,
-        handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         self.wait_while_held();
         self.call("decommit", size)?;
         // The memory is released before the metadata changes, so that a premature commit is seen.
@@ -338,7 +322,7 @@ unsafe impl Driver for FaultInjectingDriver {
         to: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         self.wait_while_held();
         self.call("remap", size)?;
         let mut seen = lock(&self.seen);
@@ -367,12 +351,7 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.decommit(from, size, handle) }
     }
 
-    unsafe fn copy(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         self.wait_while_held();
         self.call("copy", size)?;
         let mut seen = lock(&self.seen);
@@ -391,7 +370,7 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.copy(from, to, size) }
     }
 
-    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
         self.wait_while_held();
         self.call("host_alloc", size)?;
         let mut seen = lock(&self.seen);
@@ -413,12 +392,7 @@ unsafe impl Driver for FaultInjectingDriver {
         Ok(at)
     }
 
-    unsafe fn host_free(
-        &self,
-        at: NonNull<u8>,
-        size: ByteSize,
-        memory: HostMemory,
-    ) -> Result<(), DriverError> {
+    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
         self.wait_while_held();
         self.call("host_free", size)?;
         let mut seen = lock(&self.seen);
