@@ -148,6 +148,12 @@ impl Memory {
         Some(at)
     }
 
+    /// Notes a reservation that was made elsewhere.
+    pub(super) fn add_reservation(&mut self, Range { at, size }: Range) {
+        self.reservations.insert(at, Reservation { size, own: false });
+        self.reserved += size;
+    }
+
     fn take_addresses(&mut self, size: u64, alignment: u64, own: bool) -> Option<u64> {
         let mut at = self.space.at.checked_next_multiple_of(alignment)?;
         for (start, taken) in &self.reservations {
