@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use engines::{Arguments, BoxError, Service};
-use lowtide::admission::{Cost, };
+use lowtide::admission::Cost;
 use lowtide::config::DeviceChoice;
 use lowtide::{ByteSize, Memory};
 use lowtide_ort::ort::session::Session;
