@@ -59,7 +59,7 @@ fn line(signals: &Signals) -> String {
         [high, max, oom, oom_kill].map(count).join(",")
     };
     let psi = signals.psi();
-    let total = |psi: Psi| psi.some.total.as_micros().to_string();
+    let total = |psi: Psi| psi.some_total.as_micros().to_string();
     format!(
         "cgroup={} limit={} source={} physical={} rss={} charged={} own={} above={} psi={}",
         signals.cgroup().map_or_else(|| "-".to_owned(), |folder| folder.display().to_string()),

@@ -6,10 +6,9 @@
 
 pub use lowtide_admission::{
     Admission, AdmissionStats, BoundScope, Budget, CeilingParts, ClassStats, Cost, Cpus,
-    EventCounts, EvictionCause, Freshness, LastUnload, Ledger, Level, LevelWatch, Limit,
-    LimitAdvice, LimitBound, LimitForecast, LimitHour, LimitSource, LoadFailure, LoadScope,
-    Managed, ManagedBuilder, Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi,
-    Reclaimable, Reclaimer, ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase,
-    Requester, ResourceError, ResourceStats, RouteUsage, SettingsError, Signal, Signals, SizeClass,
-    Stall, UnloadReason, Use,
+    EventCounts, Freshness, Ledger, Level, LevelWatch, Limit, LimitAdvice, LimitBound,
+    LimitForecast, LimitHour, LimitSource, LoadFailure, LoadScope, Managed, ManagedBuilder,
+    Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi, Reclaimable, Reclaimer,
+    ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase, ResourceError,
+    ResourceStats, SettingsError, Signal, Signals, UnloadReason, Use,
 };

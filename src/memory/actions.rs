@@ -255,15 +255,15 @@ impl MaintenanceExecutor {
         to.connections();
         let routes = admission.state().usage_by_route();
         for of in &routes {
-            let labels = [label("method", of.method), label("route", &of.route)];
-            record::route(&of.memory, &mut to.to(&labels));
+            let labels = [label("method", of.method), label("route", &of.name)];
+            record::route(of, &mut to.to(&labels));
         }
         if to.has_detail() {
-            for (name, memory) in admission.state().usage_by_tenant() {
-                record::tenant(&memory, &mut to.to(&[label("tenant", &name)]));
+            for of in admission.state().usage_by_tenant() {
+                record::tenant(&of, &mut to.to(&[label("tenant", &of.name)]));
             }
         }
-        let requests = routes.iter().map(|route| route.memory.live).sum();
+        let requests = routes.iter().map(|route| route.live).sum();
         to.put(name::PRESSURE_PART, &[], Breakdown::new(snapshot, requests).by_label());
     }
 

@@ -53,7 +53,7 @@ impl MemoryAdmin<'_> {
     pub fn run(&self, command: AdminCommand) -> Result<u64, MemoryError> {
         let shared = self.0;
         shared.check_here()?;
-        if shared.admission.is_closed() || shared.queue.is_closed() {
+        if shared.admission.is_closed() || shared.state.is_closed() {
             return Err(MemoryError::Ended);
         }
         command.check()?;
@@ -66,8 +66,8 @@ impl MemoryAdmin<'_> {
             on_arena => return Err(no_arena(on_arena)),
         }
         let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
-        shared.queue.push_one(Job::AdminTask);
-        if shared.queue.is_closed() {
+        shared.state.post(Job::AdminTask);
+        if shared.state.is_closed() {
             // The queue closed in between, and may have dropped the job.
             return shared.admin_tasks.keep_if_begun(id);
         }
@@ -158,7 +158,7 @@ impl Shared {
 
     fn unload_named(&self, name: &str) -> Result<String, String> {
         if self.resources.unload(name, UnloadReason::Manual) {
-            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
+            self.state.post(Job::Purge { trigger: Trigger::Unload });
             return Ok("unloaded".to_owned());
         }
         Err(match self.resource_named(name).map_err(|error| error.to_string())? {

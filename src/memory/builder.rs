@@ -22,9 +22,8 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, ReclaimPolicy,
-    Resources, Signal, SignalError, SignalTracker, Signals, Trigger, Worker, run_control,
-    run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, Resources, Signal,
+    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap as heap;
 
@@ -269,12 +268,12 @@ impl Builder {
         let parts = builder.assemble(config, ProcessClaim::of_none())?;
         let AssembledParts { shared, mut maintenance, mut worker, .. } = parts;
         let memory = Memory::of(Arc::clone(&shared), Arc::new(running(&shared)));
-        let (queue, clock) = (Arc::clone(&shared.queue), Arc::clone(&shared.clock));
+        let (state, clock) = (Arc::clone(&shared.state), Arc::clone(&shared.clock));
         let step = move || {
-            queue.push(maintenance.tick(clock.now()).jobs);
-            let mut jobs = std::iter::from_fn(|| queue.pop()).take(JOBS_MAX);
+            let _ = maintenance.tick(clock.now());
+            let mut jobs = std::iter::from_fn(|| state.pop_job()).take(JOBS_MAX);
             jobs.by_ref().for_each(|job| worker.run(job, &*clock));
-            queue.pending().is_empty() && worker.panics_total() == 0
+            !state.has_jobs() && worker.panics_total() == 0
         };
         Ok((memory, step))
     }
@@ -339,7 +338,7 @@ impl Builder {
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
-            reclaim_policy(steps, &resources),
+            reclaim_steps(steps, &resources),
         )?;
         #[cfg(feature = "device")]
         devices.add_budgets(&mut maintenance);
@@ -351,7 +350,6 @@ impl Builder {
             admission,
             resources,
             state: maintenance.state(),
-            queue: maintenance.queue(),
             #[cfg(feature = "device")]
             devices,
             heap: heap.probe,
@@ -378,7 +376,7 @@ impl Builder {
         let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(actions));
         // The first sample is taken here, so that the first request finds a measured allowance.
-        shared.queue.push(maintenance.tick(shared.clock.now()).jobs);
+        let _ = maintenance.tick(shared.clock.now());
         let background_threads = heap.background_threads;
         Ok(AssembledParts { shared, maintenance, worker, background_threads, recording })
     }
@@ -605,7 +603,6 @@ fn running(shared: &Shared) -> RunningMemory {
     RunningMemory {
         is_ending: AtomicBool::new(false),
         threads,
-        queue: Arc::clone(&shared.queue),
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),
@@ -633,7 +630,7 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         }
         maintenance.wake_waiting();
         // No more decisions follow: the worker ends after its queue.
-        shared.queue.close();
+        shared.state.close();
     })?;
     if let Some(file) = recording {
         let recorder = FlightRecorder::new(&joined, file);
@@ -795,11 +792,11 @@ fn settings(
     }
 }
 
-/// Reclaims idle memory of arenas first, then idle resources: each for the budget that it relieves.
-fn reclaim_policy(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> ReclaimPolicy {
+/// Adds the steps of idle resources, after those of idle memory of arenas: each for the budget that
+/// it relieves, and at most four in all.
+fn reclaim_steps(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Vec<Arc<dyn Reclaim>> {
     steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
-    // At most four steps, fewer than the limit.
-    ReclaimPolicy::new(steps)
+    steps
 }
 
 /// Logs the start, once.

@@ -21,9 +21,7 @@ use crate::clock::Moment;
 use crate::device::ArenaSnapshot;
 use crate::rate::TokenBucket;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{
-    AdmissionStats, LastUnload, Level, RejectReason, ResourceStats, UnloadReason,
-};
+use lowtide_admission::{AdmissionStats, Level, RejectReason, ResourceStats, UnloadReason};
 
 use super::snapshot::MemorySnapshot;
 
@@ -391,9 +389,9 @@ fn resource_since(
     for why in UnloadReason::ALL {
         if now.unloads_total(why) > was.map_or(0, |of| of.unloads_total(why)) {
             let kind = if why == UnloadReason::Eviction { "evict" } else { "unload" };
-            let last = now.last_unload.as_ref().filter(|last| last.reason == why);
-            let unknown = || format!("unloaded: {}", why.name());
-            tell(kind, &now.name, last.map_or_else(unknown, LastUnload::to_string));
+            let cause = now.last_eviction.as_deref().filter(|_| why == UnloadReason::Eviction);
+            let text = cause.map_or_else(|| format!("unloaded: {why}"), ToOwned::to_owned);
+            tell(kind, &now.name, text);
         }
     }
     if rose(|of| of.loads_ok_total) {
@@ -482,7 +480,6 @@ mod tests {
         snapshot.signal.limit.bytes = ByteSize::mib(512);
         (snapshot.admission.rejected[0], snapshot.admission.rejected[1]) = (1, 10);
         snapshot.resources[0].loads_failed_total = 1;
-        snapshot.resources[0].last_unload = None;
         let mut reclaimer = ReclaimerStats::default();
         (reclaimer.name, reclaimer.calls_total) = ("c".into(), 2);
         reclaimer.released_total = ByteSize::mib(3);

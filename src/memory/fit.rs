@@ -89,7 +89,7 @@ impl Shared {
             *in_force = Some(FitTask { fit, id, command: command.clone() });
             self.signals.set_fit(Some(fit.limit));
         }
-        self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+        self.state.post(Job::Purge { trigger: Trigger::Manual });
         log!(
             info,
             target: "lowtide",
@@ -135,7 +135,7 @@ impl Shared {
                 let (_, holders) = self.holders(&sample, &fit);
                 self.admin_tasks.edit(id, |task| task.progress = holders);
                 if release.is_some() && !sample.purgeable.is_zero() {
-                    self.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+                    self.state.post(Job::Purge { trigger: Trigger::Manual });
                 }
                 // The worker purges if something was released.
                 if let Some(beyond) = release.filter(|beyond| !beyond.is_zero()) {

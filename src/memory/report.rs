@@ -5,9 +5,7 @@
 
 use std::time::Duration;
 
-use lowtide_admission::{
-    Job, LimitAdvice, Mappings, MemoryUsage, RequestMemory, RouteUsage, Trigger,
-};
+use lowtide_admission::{Job, LimitAdvice, Mappings, MemoryUsage, RequestMemory, Trigger};
 use lowtide_heap::HeapSizeClass;
 
 use super::breakdown::Breakdown;
@@ -60,7 +58,7 @@ impl MemoryHeap<'_> {
     /// Requests a purge of the heap and the arenas by the worker, and returns immediately. Does
     /// nothing in a forked child, which has no worker.
     pub fn request_purge(&self) {
-        self.0.here(|shared| shared.queue.push_one(Job::Purge { trigger: Trigger::Manual }));
+        self.0.here(|shared| shared.state.post(Job::Purge { trigger: Trigger::Manual }));
     }
 
     /// Returns the heap's size classes, the smallest first; none if jemalloc's statistics cannot be
@@ -168,14 +166,14 @@ impl<'a> MemoryReport<'a> {
     /// one named `other` for the rest. A route is a method and a pattern that axum matched, a gRPC
     /// method, or else the first segment of the path. Empty in a forked child.
     #[must_use]
-    pub fn usage_by_route(&self) -> Vec<RouteUsage> {
+    pub fn usage_by_route(&self) -> Vec<MemoryUsage> {
         self.0.here(|shared| shared.admission.state().usage_by_route())
     }
 
     /// Returns the memory of measured requests by tenant (`service::Tenant`), the largest first: at
     /// most 32 tenants, and one named `other` for the rest. Empty in a forked child.
     #[must_use]
-    pub fn usage_by_tenant(&self) -> Vec<(String, MemoryUsage)> {
+    pub fn usage_by_tenant(&self) -> Vec<MemoryUsage> {
         self.0.here(|shared| shared.admission.state().usage_by_tenant())
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, JobQueue, PressureState};
+use lowtide_admission::{Admission, PressureState};
 
 use super::error::{Shutdown, StartError};
 use super::events::EventLog;
@@ -24,7 +24,6 @@ use super::flight::{Flight, RunEnd};
 /// these are not kept alive after a shutdown.
 pub(super) struct RunningMemory {
     pub(super) threads: Threads,
-    pub(super) queue: Arc<JobQueue>,
     pub(super) claim: Arc<ProcessClaim>,
     /// `true` once the service is about to end, for its readiness.
     pub(super) is_ending: AtomicBool,
@@ -33,7 +32,6 @@ pub(super) struct RunningMemory {
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
     pub(super) events: Arc<EventLog>,
     pub(super) flight: Arc<Flight>,
-    #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
     pub(super) state: Arc<PressureState>,
 }
 
@@ -174,7 +172,7 @@ impl Drop for RunningMemory {
         let was_running = self.threads.is_running();
         let panics = std::thread::panicking();
         self.flight.end(if panics { RunEnd::Panicked } else { RunEnd::Dropped });
-        self.queue.close();
+        self.state.close();
         self.threads.end();
         self.threads.wait_for_recorder();
         self.claim.release();

@@ -17,8 +17,7 @@ use crate::fork::Birth;
 use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, JobQueue, Mappings, PressureState, ResourceStats, Resources, Signal,
-    Signals, Trigger,
+    Admission, Budget, Mappings, PressureState, ResourceStats, Resources, Signal, Signals, Trigger,
 };
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
@@ -51,7 +50,6 @@ pub(super) struct Shared {
     pub(super) admission: Admission,
     pub(super) resources: Resources,
     pub(super) state: Arc<PressureState>,
-    pub(super) queue: Arc<JobQueue>,
     #[cfg(feature = "device")]
     pub(super) devices: Devices,
     pub(super) heap: Option<HeapProbe>,
@@ -345,7 +343,7 @@ impl Shared {
     /// Divides the physical memory of a snapshot among its holders.
     pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
         let routes = self.here(|shared| shared.admission.state().usage_by_route());
-        Breakdown::new(snapshot, routes.iter().map(|of| of.memory.live).sum())
+        Breakdown::new(snapshot, routes.iter().map(|of| of.live).sum())
     }
 
     /// Returns all figures; in a forked child only those that need no lock.

@@ -8,7 +8,7 @@ use crate::clock::Moment;
 use crate::config::Profile;
 use lowtide_admission::{
     Admission, AdmissionStats, Budget, CeilingParts, ClassStats, Cpus, Level, LimitBound,
-    MemoryEvents, Psi, ReclaimerStats, ResourceStats, Signal, SizeClass,
+    MemoryEvents, Psi, ReclaimerStats, ResourceStats, Signal,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
@@ -153,7 +153,7 @@ pub struct BudgetSnapshot {
     /// while larger requests do not get their share; otherwise zero.
     pub reserved_headroom: ByteSize,
     /// The requests by size class.
-    pub classes: [ClassStats; SizeClass::COUNT],
+    pub classes: [ClassStats; ClassStats::COUNT],
 }
 
 impl BudgetSnapshot {

@@ -278,11 +278,11 @@ macro_rules! rows {
 
     @ ["kind"] psi: Psi;
     Detail Gauge "lowtide_pressure_stall_ratio"
-        = psi.by_name().map(|(kind, stall)| (kind, stall.avg10)),
+        = psi.by_name().map(|(kind, avg10, _)| (kind, avg10)),
         "Share of the last 10 s in which tasks of the cgroup waited for memory (PSI avg10), by \
          kind (some, full); absent if the kernel does not report it.";
     Detail Gauge "lowtide_pressure_stall_seconds"
-        = psi.by_name().map(|(kind, stall)| (kind, stall.total)),
+        = psi.by_name().map(|(kind, _, total)| (kind, total)),
         "Total time that tasks of the cgroup have waited for memory (PSI total), by kind (some, \
          full).";
 

@@ -280,7 +280,7 @@ impl MetricsWriter {
     pub fn classes(self, budget: Budget, classes: &[ClassStats]) {
         for class in classes.iter().filter(|class| class.admitted_total + class.rejected_total > 0)
         {
-            let labels = [label("budget", budget.name()), label("size_class", class.class.name())];
+            let labels = [label("budget", budget.name()), label("size_class", class.class)];
             let requests = [("admitted", class.admitted_total), ("rejected", class.rejected_total)];
             self.put(name::ADMISSION_REQUESTS, &labels, requests);
             let bytes = [

@@ -41,7 +41,7 @@ pub(super) fn budget(budget: &BudgetSnapshot) -> Value {
             .iter()
             .filter(|class| class.admitted_total + class.rejected_total > 0)
             .map(|class| json!({
-                "size_class": class.class.name(),
+                "size_class": class.class,
                 "admitted": class.admitted_total,
                 "admitted_bytes": class.admitted_bytes_total,
                 "rejected": class.rejected_total,

@@ -10,6 +10,7 @@
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
 use std::fmt;
+use std::time::Duration;
 #[cfg(feature = "axum")]
 use std::{net::SocketAddr, sync::Arc};
 
@@ -23,7 +24,7 @@ use crate::bytes::ByteSize;
 use crate::memory::{Breakdown, Memory, MemorySnapshot};
 use crate::metrics::record as read;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats, Stall};
+use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats};
 use lowtide_heap::HeapSnapshot;
 
 use super::admin::{Admin, Denial, PROFILE, check_host, wrong_method};
@@ -435,10 +436,7 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
         "usage_bytes": snapshot.signal.usage.map(ByteSize::get),
         "oom_kills": snapshot.oom_kills,
         "events": snapshot.events,
-        "psi": snapshot.psi.map(|psi| json!({
-            "some": stall(psi.some),
-            "full": stall(psi.full),
-        })),
+        "psi": snapshot.psi.map(|psi| psi.by_name().into_iter().map(stall).collect::<Value>()),
         "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
         "bounds": snapshot.bounds.iter().map(bound).collect::<Vec<_>>(),
         "limit_is_stale": snapshot.signal.limit_is_stale,
@@ -459,8 +457,8 @@ fn bound(bound: &LimitBound) -> Value {
     })
 }
 
-fn stall(stall: Stall) -> Value {
-    json!({ "avg10": stall.avg10, "total_seconds": stall.total.as_secs_f64() })
+fn stall((kind, avg10, total): (&'static str, f64, Duration)) -> (&'static str, Value) {
+    (kind, json!({ "avg10": avg10, "total_seconds": total.as_secs_f64() }))
 }
 
 fn heap_figures(heap: &HeapSnapshot, snapshot: &MemorySnapshot) -> Value {

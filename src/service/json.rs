@@ -16,7 +16,7 @@ use crate::memory::{
     LeakSuspect, Memory,
 };
 use lowtide_admission::{
-    LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory, RouteUsage,
+    LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory,
 };
 use lowtide_heap::HeapSizeClass;
 
@@ -209,12 +209,12 @@ pub(super) fn request(request: &RequestMemory) -> Value {
     })
 }
 
-fn route(of: &RouteUsage) -> Value {
-    usage(json!({ "method": of.method, "route": of.route }), &of.memory)
+fn route(of: &MemoryUsage) -> Value {
+    usage(json!({ "method": of.method, "route": of.name }), of)
 }
 
-fn tenant((name, memory): &(String, MemoryUsage)) -> Value {
-    usage(json!({ "tenant": name }), memory)
+fn tenant(of: &MemoryUsage) -> Value {
+    usage(json!({ "tenant": of.name }), of)
 }
 
 /// Adds the memory to a name.

@@ -15,7 +15,7 @@ use http::{HeaderValue, Method, Version};
 
 use crate::bytes::ByteSize;
 use lowtide_admission::Permit;
-use lowtide_admission::layer::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
+use lowtide_admission::layer::{NAME_MAX, Usage, shortened};
 use lowtide_admission::learning::Compared;
 use lowtide_heap::unmeasured;
 
@@ -28,29 +28,23 @@ fn with_route<R>(
     succeeded: bool,
     act: impl FnOnce(&Arc<Usage>) -> R,
 ) -> R {
-    let kept = need.usage();
-    match kept.get(|| (origin.method.as_str(), origin.route.as_bytes())) {
+    match need.usage(|| (origin.method.as_str(), origin.route.as_bytes())) {
         Some(usage) => act(usage),
-        None => act(&look_up(kept, permit, origin, succeeded)),
+        None => act(&look_up(need, permit, origin, succeeded)),
     }
 }
 
 #[cold]
 fn look_up(
-    kept: &KeptUsage,
+    need: &Compared,
     permit: &Permit,
     origin: &RequestOrigin,
     succeeded: bool,
 ) -> Arc<Usage> {
-    let source = match (origin.is_matched, succeeded) {
-        (true, _) => NameSource::Program,
-        (false, true) => NameSource::Client,
-        (false, false) => NameSource::Unproved,
-    };
     let (method, route) = (origin.method.as_str(), origin.route.to_string());
     unmeasured(|| {
-        let usage = permit.state().usage_of_route(method, &route, source);
-        kept.keep(&usage, method, route.as_bytes());
+        let usage = permit.state().usage_of_route(method, &route, origin.is_matched, succeeded);
+        need.keep_usage(&usage, method, route.as_bytes());
         usage
     })
 }

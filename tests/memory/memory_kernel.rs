@@ -68,7 +68,7 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
         });
         let snapshot = memory.snapshot();
         let psi = snapshot.psi.expect("it has one");
-        assert_eq!(psi.some.total, Duration::from_secs(9), "shown, and nothing is shed for it");
+        assert_eq!(psi.some_total, Duration::from_secs(9), "shown, and nothing is shed for it");
         assert!(memory.admission().try_admit(Cost::host(ByteSize::mib(1))).is_ok());
 
         // Lowered below what is held, raised, lowered a little, and without one that can be read.

@@ -17,10 +17,7 @@ use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Metric, MetricKind, TABLE};
 use lowtide::metrics::record::MetricsWriter;
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{
-    Admission, Budget, Cost, Priority, Reclaimable, UnloadReason, layer::NameSource,
-};
-use lowtide_admission::{Correction, Measured};
+use lowtide_admission::{Admission, Budget, Cost, Priority, Reclaimable, UnloadReason};
 use lowtide_heap::HostArena;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use test_fork::test;
@@ -148,7 +145,7 @@ fn live(memory: &Memory) {
     assert!(admit(ByteSize::mib(70)).is_err(), "more than is left");
     let exempt = memory.admission().try_admit_with(Cost::host(ByteSize::mib(1)), Priority::Exempt);
     let exempt = exempt.expect("always");
-    exempt.state().usage_of_route("GET", "/users/{id}", NameSource::Program).add(COST, COST);
+    exempt.state().usage_of_route("GET", "/users/{id}", true, true).add(COST, COST);
     exempt.state().usage_of_tenant("acme").add(COST, COST);
     drop(exempt);
     memory.heap().purge().expect("not forked");
@@ -305,9 +302,8 @@ fn the_metrics_of_the_process_can_be_left_to_the_application() {
 #[test]
 fn a_resource_is_published_as_booked_with_all_its_bytes() {
     let admission = Admission::new();
-    let measured = Measured { ceiling: ByteSize::mib(100), ..Measured::default() };
     let ledger = admission.ledger(Budget::Host);
-    ledger.correct(&mut Correction::new(), measured);
+    ledger.set_measured(ByteSize::ZERO, ByteSize::mib(100));
     let model = admission.try_reserve_resource(Cost::host(ByteSize::mib(64))).expect("fits");
     let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
     let recorder = PrometheusBuilder::new().build_recorder();

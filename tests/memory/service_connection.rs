@@ -15,7 +15,6 @@ use hyper_util::service::TowerToHyperService;
 use lowtide::ByteSize;
 use lowtide::service::{Estimate, MemoryLayer, RequestBody};
 use lowtide_admission::{Admission, Budget, Cost};
-use lowtide_admission::{Correction, Measured};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -27,8 +26,7 @@ const UPLOAD: usize = 8 << 20;
 /// Each request costs 10 MiB, and one fits.
 fn admission() -> Admission {
     let admission = Admission::new();
-    let measured = Measured { ceiling: ByteSize::mib(38), ..Measured::default() };
-    admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
+    admission.ledger(Budget::Host).set_measured(ByteSize::ZERO, ByteSize::mib(38));
     admission
 }
 

@@ -26,7 +26,6 @@ use lowtide::service::{
 };
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
-use lowtide_admission::{Correction, Measured};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::layer::layer_fn;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -44,8 +43,7 @@ type Received = Request<RequestBody<Empty<Bytes>>>;
 /// A door with a ceiling of 100 MiB, 50 MiB of which may be booked.
 fn admission() -> Admission {
     let admission = Admission::new();
-    let measured = Measured { ceiling: CEILING, ..Measured::default() };
-    admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
+    admission.ledger(Budget::Host).set_measured(ByteSize::ZERO, CEILING);
     admission
 }
 

@@ -16,7 +16,6 @@ use lowtide::config::DeviceChoice;
 use lowtide::service::{MemoryLayer, RequestBody, RequestPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost};
-use lowtide_admission::{Correction, Measured};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
@@ -41,8 +40,7 @@ fn admission() -> Admission {
 
 /// Admits half of the ceiling.
 fn correct(admission: &Admission, ceiling: ByteSize) {
-    let measured = Measured { ceiling, ..Measured::default() };
-    admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
+    admission.ledger(Budget::Host).set_measured(ByteSize::ZERO, ceiling);
 }
 
 fn layer(admission: &Admission) -> (MemoryLayer<Cost>, Arc<ManualClock>) {

@@ -333,6 +333,6 @@ fn a_nested_route_has_its_whole_pattern_as_its_name() {
     let answers = run(ask(app, vec![request("/api/users/7"), request("/api/users/8")]));
     assert_eq!(answers, [StatusCode::OK; 2]);
     let routes = bed.memory.report().usage_by_route();
-    let names: Vec<_> = routes.iter().map(|usage| (usage.method, &*usage.route)).collect();
+    let names: Vec<_> = routes.iter().map(|usage| (usage.method, &*usage.name)).collect();
     assert_eq!(names, [("GET", "/api/users/{id}")]);
 }

@@ -72,7 +72,7 @@ pub(crate) fn run(seed: u64) -> Result<Fitted, String> {
         let state = &mut *lock(&stage.world.state);
         (state.fit, state.fitted) = (Some(fit), Some(fit.limit));
     }
-    lock(&stage.world.maintenance).queue().push_one(Job::Purge { trigger: Trigger::Manual });
+    lock(&stage.world.maintenance).state().post(Job::Purge { trigger: Trigger::Manual });
     // Ends: a fit fails a second after its time at the latest.
     let step = loop {
         stage.play(MILLI)?;
@@ -187,7 +187,7 @@ impl World {
         };
         let Some((beyond, purges)) = release else { return };
         if purges {
-            lock(&self.maintenance).queue().push_one(Job::Purge { trigger: Trigger::Manual });
+            lock(&self.maintenance).state().post(Job::Purge { trigger: Trigger::Manual });
         }
         self.resources.release(beyond);
     }

@@ -1,6 +1,6 @@
 //! The real controller over the plant: loop, door, worker and resource, driven event by event.
 //!
-//! [`Maintenance`], [`Admission`], `Worker`, [`ReclaimPolicy`] and [`Resources`] are the crate's own;
+//! [`Maintenance`], [`Admission`], `Worker` and [`Resources`] are the crate's own;
 //! sensor, hands, loader and clock are fakes. What takes time on the worker or in a loader lets the
 //! world go on meanwhile: it plays the events of that time and then returns, so that the real code
 //! around it sees the clock where it would be. Nothing decides anything here.
@@ -18,7 +18,7 @@ use lowtide_admission::fit::{Fit, FitStep};
 use lowtide_admission::learning::{Needs, Room};
 use lowtide_admission::{
     Admission, Budget, Cost, Job, Level, LimitAdvice, Maintenance, MaintenanceActions, Managed,
-    ReclaimPolicy, Resources, Sample, Sensor, Settings, Trigger, Worker,
+    Resources, Sample, Sensor, Settings, Trigger, Worker,
 };
 use lowtide_core::sync::lock;
 
@@ -82,13 +82,12 @@ impl World {
         let (admission, resources) = (Admission::new(), Resources::new());
         let clock = Arc::new(ManualClock::new());
         let world = Arc::new_cyclic(|weak: &Weak<Self>| {
-            let policy = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
             let maintenance = Maintenance::new(
                 settings,
                 Box::new(Senses(Weak::clone(weak))),
                 admission.clone(),
                 resources.clone(),
-                policy,
+                vec![resources.reclaimer(Budget::Host)],
             );
             let maintenance = maintenance.unwrap_or_else(|error| panic!("settings: {error}"));
             let worker = maintenance.worker(Box::new(Does(Weak::clone(weak))));
@@ -185,26 +184,24 @@ impl World {
 
     fn tick(&self) {
         let now = lock(&self.state).now;
-        let tick = {
+        let (mut jobs, next) = {
             let mut maintenance = lock(&self.maintenance);
-            let tick = maintenance.tick(now);
-            maintenance.queue().push(tick.jobs);
-            tick
+            (maintenance.tick(now), maintenance.next_tick())
         };
         let level = self.admission.level();
         let state = &mut *lock(&self.state);
         state.seen.ticks += 1;
-        if tick.jobs.contains(Job::Purge { trigger: Trigger::Pressure }) {
+        if jobs.clone().any(|job| job == Job::Purge { trigger: Trigger::Pressure }) {
             state.seen.decides();
         }
-        state.seen.jobs += u64::try_from(tick.jobs.count()).unwrap_or(0);
+        state.seen.jobs += u64::try_from(jobs.clone().count()).unwrap_or(0);
         if level != state.level {
             state.level = level;
             state.seen.levels.push((now.since_origin().as_secs_f64(), level));
         }
         let late = self.scenario.sampler.lateness(&mut state.chance);
-        state.events.post(tick.next + late, Event::Tick);
-        if !tick.jobs.is_empty() && !self.working.load(Ordering::Relaxed) {
+        state.events.post(next + late, Event::Tick);
+        if jobs.next().is_some() && !self.working.load(Ordering::Relaxed) {
             let late = state.chance.time(Duration::ZERO, self.scenario.worker_late);
             state.events.post(now + late, Event::Work);
         }
@@ -215,10 +212,10 @@ impl World {
         if self.working.swap(true, Ordering::Relaxed) {
             return;
         }
-        let queue = lock(&self.maintenance).queue();
+        let state = lock(&self.maintenance).state();
         // Nobody else takes it: `working` says so.
         let mut worker = lock(&self.worker);
-        while let Some(job) = queue.pop() {
+        while let Some(job) = state.pop_job() {
             worker.run(job, &*self.clock);
         }
         self.working.store(false, Ordering::Relaxed);

@@ -21,7 +21,7 @@ use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
 use super::state::AdmissionState;
-use super::tally::{AdmissionStats, ClassStats, SizeClass};
+use super::tally::{AdmissionStats, ClassStats};
 
 /// A handle to admission. Cheap to clone; all clones share one account. Admits everything until a
 /// limit is known.
@@ -204,7 +204,7 @@ impl Admission {
     /// Returns the requests admitted and rejected for lack of room in a budget, by size class from
     /// the smallest. Device counts include only requests with device bytes.
     #[must_use]
-    pub fn classes(&self, budget: Budget) -> [ClassStats; SizeClass::COUNT] {
+    pub fn classes(&self, budget: Budget) -> [ClassStats; ClassStats::COUNT] {
         self.state.budget_counts(budget).classes
     }
 }
@@ -214,18 +214,16 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::correction::{Correction, Measured};
     use crate::cost::RejectReason;
     use crate::ledger::RoomSharing;
+    use crate::tally::SizeClass;
 
     /// An admission with these ceilings. The allowances are half of them at K = 2, except for a
     /// request that is nearly alone.
     fn door(host: u64, device: u64) -> Admission {
         let admission = Admission::new();
         for (budget, mib) in [(Budget::Host, host), (Budget::Device, device)] {
-            let ceiling = ByteSize::mib(mib);
-            let measured = Measured { ceiling, ..Measured::default() };
-            admission.ledger(budget).correct(&mut Correction::new(), measured);
+            admission.ledger(budget).set_measured(ByteSize::ZERO, ByteSize::mib(mib));
         }
         admission
     }
@@ -485,7 +483,7 @@ mod tests {
         let admission = door(100, 100);
         let count = |budget, bytes| {
             let class = admission.classes(budget)[SizeClass::of(bytes).place()];
-            assert_eq!(class.class, SizeClass::of(bytes));
+            assert_eq!(class.class, SizeClass::of(bytes).name());
             (class.admitted_total, class.admitted_bytes_total, class.rejected_total)
         };
         let (large, small) = (ByteSize::mib(30), ByteSize::mib(1));

@@ -75,27 +75,27 @@ pub(super) fn few(ceiling: ByteSize) -> ByteSize {
 
 /// A measurement of one budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Measured {
+pub(crate) struct Measured {
     /// Bytes that count against the limit.
-    pub physical: ByteSize,
+    pub(crate) physical: ByteSize,
     /// The part of `physical` that a purge can release.
-    pub purgeable: ByteSize,
+    pub(crate) purgeable: ByteSize,
     /// The most bytes that may be held in total; [`ByteSize::MAX`] if no limit is known.
-    pub ceiling: ByteSize,
+    pub(crate) ceiling: ByteSize,
     /// The progress of requests since the last sample.
-    pub turnover: RequestRate,
+    pub(crate) turnover: RequestRate,
 }
 
 /// The progress of requests between two samples. The default, which knows nothing of requests,
 /// stands for 10 ms in which all requests were replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RequestRate {
+pub(crate) struct RequestRate {
     /// The time between the samples.
-    pub time: Duration,
+    pub(crate) time: Duration,
     /// The number of requests that ended.
-    pub ended: u64,
+    pub(crate) ended: u64,
     /// The number of requests held now.
-    pub held: u64,
+    pub(crate) held: u64,
 }
 
 impl RequestRate {
@@ -238,10 +238,10 @@ impl LedgerTotals {
 
 /// The learned state of one budget. Pure, owned by the control loop.
 #[derive(Clone, Debug)]
-pub struct Correction {
+pub(crate) struct Correction {
     pub(super) correction_factor: f64,
     /// The memory held while nothing is reserved.
-    base: ByteSize,
+    pub(super) base: ByteSize,
     base_min: Least,
     /// The memory beyond the base, the loaded resources and the requests. It does not grow while a
     /// resource is loading: growth is attributed to that resource.
@@ -269,16 +269,9 @@ pub struct Correction {
 }
 
 impl Correction {
-    /// Creates a state without measurements. The correction factor starts at [`K_START`].
-    #[must_use]
-    pub const fn new() -> Self {
-        Self::starting_at(K_START)
-    }
-
     /// Creates a state without measurements, with this starting correction factor: the expected
     /// ratio of real need to estimate. Clamped to [`K_MIN`] to [`K_MAX`]; NaN becomes [`K_MIN`].
-    #[must_use]
-    pub const fn starting_at(start: f64) -> Self {
+    pub(crate) const fn starting_at(start: f64) -> Self {
         let start = start.max(K_MIN).min(K_MAX); // in this order: no number is `K_MIN`
         Self {
             correction_factor: start,
@@ -299,12 +292,6 @@ impl Correction {
         }
     }
 
-    /// Returns the factor by which estimates of requests are multiplied.
-    #[must_use]
-    pub const fn correction_factor(&self) -> f64 {
-        self.correction_factor
-    }
-
     /// Returns `true` if it was learned last from what measured requests hold.
     pub(super) const fn is_measured(&self) -> bool {
         self.overhead.requests > 0.0
@@ -314,12 +301,6 @@ impl Correction {
     /// once.
     pub(super) const fn trusts_lone(&self) -> bool {
         self.unmeasured >= UNMEASURED
-    }
-
-    /// Returns the memory held while nothing is reserved.
-    #[must_use]
-    pub const fn base(&self) -> ByteSize {
-        self.base
     }
 
     /// Returns the least memory held while nothing was reserved, of the last one to two minutes.
@@ -431,12 +412,6 @@ impl Correction {
     }
 }
 
-impl Default for Correction {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 #[cfg(all(test, not(lowtide_loom)))]
 pub(super) mod tests {
     use super::*;
@@ -473,7 +448,7 @@ pub(super) mod tests {
             ..requests(50)
         };
         let _ = correction.update(small(0), cache());
-        assert_eq!(correction.base(), ByteSize::mib(100));
+        assert_eq!(correction.base, ByteSize::mib(100));
         let room = CEILING.saturating_sub(correction.other);
         let _ = correction.update(small(300), cache());
         let left = CEILING.saturating_sub(correction.other);
@@ -490,59 +465,55 @@ pub(super) mod tests {
         {
             let correction = Correction::starting_at(start);
             assert!(
-                (correction.correction_factor() - correction_factor).abs() < 1e-9,
+                (correction.correction_factor - correction_factor).abs() < 1e-9,
                 "{start}: {}",
-                correction.correction_factor()
+                correction.correction_factor
             );
         }
         let mut correction = Correction::starting_at(1.0);
         let _ = correction.update(requests(200), sample(500, 0));
-        assert!(correction.correction_factor() > 2.0, "{}", correction.correction_factor());
+        assert!(correction.correction_factor > 2.0, "{}", correction.correction_factor);
         for _ in 0..20_000 {
             let _ = correction.update(requests(0), sample(0, 0));
         }
         assert!(
-            (correction.correction_factor() - 1.0).abs() < 0.01,
+            (correction.correction_factor - 1.0).abs() < 0.01,
             "{}",
-            correction.correction_factor()
+            correction.correction_factor
         );
     }
 
     #[test]
     fn k_rises_at_once_falls_slowly_and_stays_within_its_bounds() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let _ = correction.update(requests(100), sample(300, 0));
         assert!(
-            (correction.correction_factor() - 1.05 * 3.0).abs() < 1e-9,
+            (correction.correction_factor - 1.05 * 3.0).abs() < 1e-9,
             "{}",
-            correction.correction_factor()
+            correction.correction_factor
         );
         let _ = correction.update(requests(100), sample(100, 0));
-        assert!((correction.correction_factor() - 0.995 * 1.05 * 3.0).abs() < 1e-9);
+        assert!((correction.correction_factor - 0.995 * 1.05 * 3.0).abs() < 1e-9);
         let _ = correction.update(requests(100), sample(100_000, 0));
-        assert!((correction.correction_factor() - K_MAX).abs() < 1e-9);
+        assert!((correction.correction_factor - K_MAX).abs() < 1e-9);
         for _ in 0..400 {
             let _ = correction.update(requests(100), sample(90, 0));
         }
-        assert!((correction.correction_factor() - K_MIN).abs() < 1e-9);
+        assert!((correction.correction_factor - K_MIN).abs() < 1e-9);
         // Too little is reserved to measure against.
         let _ = correction.update(requests(1), sample(500, 0));
-        assert!((correction.correction_factor() - K_MIN - K_FORGETTING).abs() < 1e-9);
+        assert!((correction.correction_factor - K_MIN - K_FORGETTING).abs() < 1e-9);
     }
 
     /// The bug: bytes that a client had declared and did not send counted as an estimate that was
     /// too high. `K` fell to 1 within seconds, and the next burst did not fit.
     #[test]
     fn announced_bytes_that_did_not_come_taught_that_estimates_are_too_high() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         for _ in 0..500 {
             let _ = correction.update(requests(600), sample(1, 0));
         }
-        assert!(
-            correction.correction_factor() > 0.95 * K_START,
-            "{}",
-            correction.correction_factor()
-        );
+        assert!(correction.correction_factor > 0.95 * K_START, "{}", correction.correction_factor);
     }
 
     /// What measured requests hold is known, so that a body which is still arriving is no evidence,
@@ -550,24 +521,24 @@ pub(super) mod tests {
     #[test]
     fn measured_requests_teach_by_what_they_hold_and_at_once() {
         let totals = |unheld| LedgerTotals { unheld: ByteSize::mib(unheld), ..requests(600) };
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         for _ in 0..500 {
             let allowance = correction.update(totals(599), sample(1, 0));
-            assert!((correction.correction_factor() - K_START).abs() < 1e-9);
+            assert!((correction.correction_factor - K_START).abs() < 1e-9);
             assert_eq!(allowance.get() >> 20, 400, "as if all of them came");
         }
         let allowance = correction.update(totals(400), sample(220, 0));
         let expected = K_MARGIN * 1.1;
-        assert!((correction.correction_factor() - expected).abs() < 1e-9);
+        assert!((correction.correction_factor - expected).abs() < 1e-9);
         assert_eq!(allowance.get() >> 20, 692, "800 MiB / 1.155, and nothing else is held");
         // More is held than they hold: it counts at once, and as their overhead if it stays.
         let allowance = correction.update(totals(400), sample(300, 0));
-        assert!((correction.correction_factor() - K_MARGIN * 1.104).abs() < 1e-9);
+        assert!((correction.correction_factor - K_MARGIN * 1.104).abs() < 1e-9);
         assert_eq!(allowance.get() >> 20, 631, "(800 - 300 + 200 x 1.1592) MiB / 1.1592");
         for _ in 0..1000 {
             let _ = correction.update(totals(400), sample(300, 0));
         }
-        assert!((correction.correction_factor() - K_MARGIN * 1.5).abs() < 1e-3);
+        assert!((correction.correction_factor - K_MARGIN * 1.5).abs() < 1e-3);
     }
 
     /// The bug: while each measured request held all that it had reserved, the largest of the last
@@ -575,10 +546,10 @@ pub(super) mod tests {
     #[test]
     fn requests_that_hold_all_they_reserved_were_taken_to_be_unmeasured() {
         let totals = |unheld| LedgerTotals { unheld: ByteSize::mib(unheld), ..requests(600) };
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let _ = correction.update(totals(200), sample(400, 0));
         let _ = correction.update(totals(0), sample(1200, 0));
-        let factor = correction.correction_factor();
+        let factor = correction.correction_factor;
         assert!(factor < K_MARGIN * 1.1, "{factor}: one sample of 2 counts little");
     }
 
@@ -586,22 +557,22 @@ pub(super) mod tests {
     #[test]
     fn what_was_learned_stayed_for_ever_in_an_idle_service() {
         for measured in [400, 50] {
-            let mut correction = Correction::new();
+            let mut correction = Correction::starting_at(K_START);
             for _ in 0..2000 {
                 let _ = correction.update(requests(100), sample(measured, 0));
             }
             assert!(
-                (correction.correction_factor() - K_START).abs() > 0.9,
+                (correction.correction_factor - K_START).abs() > 0.9,
                 "{}",
-                correction.correction_factor()
+                correction.correction_factor
             );
             for _ in 0..4 * 60 * 30 {
                 let _ = correction.update(requests(0), sample(10, 0));
             }
             assert!(
-                (correction.correction_factor() - K_START).abs() < 0.01,
+                (correction.correction_factor - K_START).abs() < 0.01,
                 "{}",
-                correction.correction_factor()
+                correction.correction_factor
             );
         }
     }
@@ -610,50 +581,38 @@ pub(super) mod tests {
     /// until they had arrived, and by then more requests were admitted than the limit could hold.
     #[test]
     fn bodies_that_were_still_arriving_taught_that_estimates_are_too_high() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         for held in 1..=200 {
             let _ = correction.update(requests(300), after(10, 0, 100, 3 * held));
         }
-        assert!(
-            correction.correction_factor() > 0.99 * K_START,
-            "{}",
-            correction.correction_factor()
-        );
+        assert!(correction.correction_factor > 0.99 * K_START, "{}", correction.correction_factor);
         // They end one by one, others come and arrive: what the first ones held is known.
         for _ in 0..200 {
             let _ = correction.update(requests(300), after(10, 1, 100, 250));
         }
-        assert!(
-            correction.correction_factor() > 0.99 * K_START,
-            "{}",
-            correction.correction_factor()
-        );
+        assert!(correction.correction_factor > 0.99 * K_START, "{}", correction.correction_factor);
         // Three generations later the measurement has expired.
         for _ in 0..500 {
             let _ = correction.update(requests(300), after(10, 1, 100, 250));
         }
-        assert!(
-            correction.correction_factor() < 0.6 * K_START,
-            "{}",
-            correction.correction_factor()
-        );
+        assert!(correction.correction_factor < 0.6 * K_START, "{}", correction.correction_factor);
     }
 
     /// The bug: as a load ended, memory of another process was counted as the last requests'. `K`
     /// rose to 5, and the next burst was rejected.
     #[test]
     fn a_neighbour_was_taken_for_a_wrong_estimate_when_a_load_ended() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         for reserved in (30..400).rev() {
             let _ = correction.update(requests(reserved), after(10, 1, reserved, reserved + 90));
         }
-        assert!(correction.correction_factor() < 2.1, "{}", correction.correction_factor());
+        assert!(correction.correction_factor < 2.1, "{}", correction.correction_factor);
         // It still counts once.
         let allowance = correction.update(requests(30), after(10, 1, 30, 120)).as_f64();
         let room = ByteSize::mib(800 - 120).as_f64();
         assert!(
-            allowance * correction.correction_factor()
-                <= room + 30.1 * correction.correction_factor() * 1_048_576.0
+            allowance * correction.correction_factor
+                <= room + 30.1 * correction.correction_factor * 1_048_576.0
         );
     }
 
@@ -662,11 +621,11 @@ pub(super) mod tests {
     #[test]
     fn a_late_loop_learned_slowly() {
         let correction_factor = |millis, ticks: u64| {
-            let mut correction = Correction::new();
+            let mut correction = Correction::starting_at(K_START);
             for _ in 0..ticks {
                 let _ = correction.update(requests(300), after(millis, 100, 100, 300));
             }
-            correction.correction_factor()
+            correction.correction_factor
         };
         let (soon, late) = (correction_factor(10, 100), correction_factor(100, 10));
         assert!((soon / late - 1.0).abs() < 0.05, "{soon} and {late}");
@@ -676,49 +635,45 @@ pub(super) mod tests {
     /// service's own growth counted as a wrong estimate.
     #[test]
     fn one_small_request_kept_the_base_from_being_learned() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         for held in (10..=310).step_by(10) {
             let _ = correction.update(requests(1), sample(held, 0));
         }
         assert_eq!(
-            correction.base(),
+            correction.base,
             ByteSize::mib(310)
-                .saturating_sub(ByteSize::mib(1).scaled(correction.correction_factor()))
+                .saturating_sub(ByteSize::mib(1).scaled(correction.correction_factor))
         );
         let _ = correction.update(requests(50), sample(350, 0));
-        assert!(
-            correction.correction_factor() < 1.1 * K_START,
-            "{}",
-            correction.correction_factor()
-        );
+        assert!(correction.correction_factor < 1.1 * K_START, "{}", correction.correction_factor);
     }
 
     #[test]
     fn the_base_is_learned_when_quiet_and_purgeable_bytes_do_not_count() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let _ = correction.update(requests(0), sample(500, 400));
-        assert_eq!(correction.base(), ByteSize::mib(100));
+        assert_eq!(correction.base, ByteSize::mib(100));
         // The first quiet sample after work may still see its memory.
         let _ = correction.update(requests(50), sample(200, 0));
         let _ = correction.update(requests(0), sample(400, 0));
-        assert_eq!(correction.base(), ByteSize::mib(100));
+        assert_eq!(correction.base, ByteSize::mib(100));
         let _ = correction.update(requests(0), sample(120, 0));
-        assert_eq!(correction.base(), ByteSize::mib(120));
+        assert_eq!(correction.base, ByteSize::mib(120));
         // Held is less than the base while busy: the base was too high.
         let _ = correction.update(requests(30), sample(90, 0));
-        assert_eq!(correction.base(), ByteSize::mib(90));
+        assert_eq!(correction.base, ByteSize::mib(90));
         for _ in 0..2 {
             let _ = correction.update(requests(0), sample(500, 0));
         }
         assert_eq!(
-            (correction.base(), correction.base_min()),
+            (correction.base, correction.base_min()),
             (ByteSize::mib(500), ByteSize::mib(90))
         );
     }
 
     #[test]
     fn the_allowance_is_what_the_formula_says() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let allowance = correction.update(requests(0), sample(100, 0));
         assert_eq!(allowance, ByteSize::mib((800 - 100) / 2));
         // Twice over the ceiling: nothing may be reserved, and nothing wraps.
@@ -741,15 +696,15 @@ pub(super) mod tests {
     /// within half a second, and the burst that it admitted was OOM-killed.
     #[test]
     fn k_fell_while_too_little_was_booked_to_tell() {
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let _ = correction.update(requests(0), sample(100, 0));
         for _ in 0..50 {
             let _ = correction.update(requests(90), sample(110, 0));
         }
         assert!(
-            (correction.correction_factor() - K_START).abs() < 1e-9,
+            (correction.correction_factor - K_START).abs() < 1e-9,
             "{}",
-            correction.correction_factor()
+            correction.correction_factor
         );
     }
 
@@ -757,14 +712,14 @@ pub(super) mod tests {
     fn a_load_beside_requests_is_no_wrong_estimate() {
         let resource_reservations = ByteSize::mib(500);
         for settled in [ByteSize::ZERO, resource_reservations] {
-            let mut correction = Correction::new();
+            let mut correction = Correction::starting_at(K_START);
             let _ = correction.update(requests(0), sample(100, 0));
             let totals = LedgerTotals { resource_reservations, settled, ..requests(100) };
             let _ = correction.update(totals, sample(700, 0));
             assert!(
-                (correction.correction_factor() - 0.995 * K_START).abs() < 1e-9,
+                (correction.correction_factor - 0.995 * K_START).abs() < 1e-9,
                 "{}",
-                correction.correction_factor()
+                correction.correction_factor
             );
         }
     }

@@ -63,21 +63,14 @@ const ROUNDING: u64 = 4096;
 const OBSERVED_STEP: Duration = Duration::from_millis(10);
 
 /// The caller for which room is made.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Requester {
+#[derive(Clone)]
+enum Requester {
     /// A request, by its method and route if it came through a layer.
     Request(Option<Box<str>>),
     /// Requests that wait for room.
     WaitingRequests,
     /// The load of the resource of this name.
     Load(Arc<str>),
-}
-
-impl Requester {
-    fn request(label: Option<&dyn fmt::Display>) -> Self {
-        Self::Request(label.map(|label| label.to_string().into()))
-    }
 }
 
 impl fmt::Display for Requester {
@@ -91,46 +84,21 @@ impl fmt::Display for Requester {
     }
 }
 
-/// The reason for an eviction, with the figures at that time.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct EvictionCause {
-    /// The caller that had no room.
-    pub requester: Requester,
-    /// The budget that had no room.
-    pub budget: Budget,
-    /// The bytes that the caller needs of this budget.
-    pub needed: ByteSize,
-    /// The bytes reserved in this budget.
-    pub reserved: ByteSize,
-    /// The bytes that may be reserved in this budget.
-    pub allowance: ByteSize,
-}
-
-impl EvictionCause {
-    fn new(requester: Requester, admission: &AdmissionState, cost: Cost) -> Self {
-        // The rule that decided: a resource is not multiplied by the correction factor.
-        let host_fits = match requester {
-            Requester::Load(_) => admission.host.fits_resource(cost.host, ByteSize::ZERO),
-            _ => admission.host.fits(cost.host, ByteSize::ZERO),
-        };
-        let budget =
-            if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
-        let (ledger, needed) = (admission.ledger(budget), cost.of(budget));
-        let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
-        Self { requester, budget, needed, reserved, allowance }
-    }
-}
-
-impl fmt::Display for EvictionCause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { requester, budget, needed, reserved, allowance } = self;
-        write!(
-            f,
-            "evicted for {requester}, which needed {needed} of {budget} memory while {reserved} of \
-             {allowance} were reserved"
-        )
-    }
+/// Describes the reason for an eviction, with the figures of now.
+fn cause(requester: &Requester, admission: &AdmissionState, cost: Cost) -> Arc<str> {
+    // The rule that decided: a resource is not multiplied by the correction factor.
+    let host_fits = match requester {
+        Requester::Load(_) => admission.host.fits_resource(cost.host, ByteSize::ZERO),
+        _ => admission.host.fits(cost.host, ByteSize::ZERO),
+    };
+    let budget = if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
+    let (ledger, needed) = (admission.ledger(budget), cost.of(budget));
+    let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
+    format!(
+        "evicted for {requester}, which needed {needed} of {budget} memory while {reserved} of \
+         {allowance} were reserved"
+    )
+    .into()
 }
 
 /// A resource that can be taken out of use.
@@ -146,7 +114,7 @@ pub(super) trait EvictionClaim: Send {
     fn cost(&self) -> Cost;
 
     /// Unloads it on this thread and returns its reservation, if it has one.
-    fn unload(self: Box<Self>, cause: &EvictionCause) -> Option<Permit>;
+    fn unload(self: Box<Self>, cause: &Arc<str>) -> Option<Permit>;
 }
 
 /// A resource that may be evicted, now or after its minimum residency.
@@ -249,7 +217,7 @@ impl Evictor {
         if admission.fits(cost, coming) {
             return RetryHint::Unloading(takes);
         }
-        let requester = Requester::request(label);
+        let requester = Requester::Request(label.map(|label| label.to_string().into()));
         if let Some(rest) = self.ask_for_request(admission, cost, &requester) {
             return RetryHint::Unloading(rest);
         }
@@ -504,8 +472,7 @@ impl Evictor {
             let claimed = |idle: Idle| idle.resource.claim(idle.cost.host);
             let claims: Vec<_> = chosen.into_iter().map_while(claimed).collect();
             let freed = claims.iter().fold(Cost::ZERO, |sum, claimed| sum.and(claimed.cost()));
-            let cause = (!claims.is_empty())
-                .then(|| EvictionCause::new(requester.clone(), admission, cost));
+            let cause = (!claims.is_empty()).then(|| cause(requester, admission, cost));
             let is_whole = claims.len() == count;
             let owed = if !is_whole {
                 None
@@ -666,7 +633,7 @@ pub(super) struct UnloadStep {
     /// The expected duration.
     takes: Duration,
     /// `None` only without resources.
-    cause: Option<EvictionCause>,
+    cause: Option<Arc<str>>,
     state: Mutex<UnloadsState>,
     bell: Arc<Bell>,
 }

@@ -152,11 +152,7 @@ impl Fairness {
         // Without a limit the allowance means nothing, and no request is rejected.
         let is_short =
             seen.allowance != ByteSize::MAX && self.sheds >= SHEDS_MIN && overall < ADMITTED_MOST;
-        let reserved_headroom = if is_short {
-            self.reserved_headroom(&seen, overall, bound)
-        } else {
-            self.no_reserved_headroom()
-        };
+        let reserved_headroom = self.reserved_headroom(&seen, is_short, overall, bound);
         self.reserved_headroom = reserved_headroom;
         debug_assert!(
             reserved_headroom <= bound.max(0.0),
@@ -172,8 +168,15 @@ impl Fairness {
         }
     }
 
-    /// Returns the largest headroom that a class needs, of those that are behind.
-    fn reserved_headroom(&mut self, seen: &LedgerFigures, overall: f64, bound: f64) -> f64 {
+    /// Returns the largest headroom that a class needs, of those that are behind; none unless room
+    /// is short.
+    fn reserved_headroom(
+        &mut self,
+        seen: &LedgerFigures,
+        is_short: bool,
+        overall: f64,
+        bound: f64,
+    ) -> f64 {
         let allowance = seen.allowance.as_f64();
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
         let mut reserved_headroom = 0.0_f64;
@@ -181,7 +184,7 @@ impl Fairness {
             let size = class.size();
             let target = TARGET * (1.0 - size / allowance) * overall;
             let comes = size > 0.0 && size <= bound && class.offered >= OFFERED_MIN * size;
-            if !comes || class.admitted >= target * class.offered {
+            if !is_short || !comes || class.admitted >= target * class.offered {
                 class.behind = Duration::ZERO;
                 class.has_headroom = false;
                 continue;
@@ -197,14 +200,6 @@ impl Fairness {
             }
         }
         reserved_headroom
-    }
-
-    fn no_reserved_headroom(&mut self) -> f64 {
-        for class in &mut self.classes {
-            class.behind = Duration::ZERO;
-            class.has_headroom = false;
-        }
-        0.0
     }
 
     /// Adds the cost of the headroom since the last update.

@@ -87,9 +87,7 @@ pub trait LargeRequest: Send + Sync {
 
     /// Releases what it has reserved and does not hold, if it has waited for its client for
     /// [`SLOW_AFTER`].
-    fn suspend(&self, now: Moment) {
-        let _ = now;
-    }
+    fn suspend(&self, _now: Moment) {}
 
     /// Wakes its handler.
     fn wake(&self) {}
@@ -100,15 +98,12 @@ pub trait LargeRequest: Send + Sync {
     }
 
     /// Ends it if a time limit has passed, by the control loop's clock.
-    fn check_time(&self, now: Moment) {
-        let _ = now;
-    }
+    fn check_time(&self, _now: Moment) {}
 
-    /// Describes it at this time, by the control loop's clock. Returns `false`, with `into`
-    /// unchanged, if it has ended, or is no request. Allocates nothing if the texts of `into` have
+    /// Describes it at this time, by the control loop's clock. Returns `false`, with the description
+    /// unchanged, if it has ended, or is no request. Allocates nothing if its texts have
     /// room.
-    fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
-        let _ = (now, into);
+    fn describe(&self, _now: Moment, _into: &mut RequestMemory) -> bool {
         false
     }
 }

@@ -38,7 +38,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -47,7 +47,7 @@ use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
 use crate::tally::SizeClass;
-use crate::usage::KeptUsage;
+use crate::usage::Usage;
 
 /// The number of requests in an average. An estimate: few enough to follow a change, and enough to
 /// measure a deviation.
@@ -203,7 +203,10 @@ struct RouteNeed {
     average: Mutex<Average>,
     slow_start: Arc<Mutex<SlowStart>>,
     lessons_min: u32,
-    usage: KeptUsage,
+    /// The record of the route's memory, or that of the first of several routes. It is kept here so
+    /// that most requests need no look-up.
+    usage: OnceLock<Arc<Usage>>,
+    is_of_one_route: bool,
 }
 
 /// The average of the last requests.
@@ -274,7 +277,8 @@ impl RouteNeed {
             average: Mutex::default(),
             slow_start: Arc::new(Mutex::new(SlowStart::new(lessons_min))),
             lessons_min,
-            usage: KeptUsage::new(is_of_one_route),
+            usage: OnceLock::new(),
+            is_of_one_route,
         }
     }
 
@@ -356,9 +360,22 @@ impl Compared {
         if self.is_minimum { claim.max(self.estimate) } else { claim }
     }
 
-    /// Returns the place for the record of the route's memory.
-    pub fn usage(&self) -> &KeptUsage {
-        &self.need.usage
+    /// Returns the record of the memory of the route of this method and name, if it is kept here.
+    #[inline]
+    pub fn usage<'a>(&self, name: impl FnOnce() -> (&'a str, &'a [u8])) -> Option<&Arc<Usage>> {
+        let usage = self.need.usage.get()?;
+        let is_kept = self.need.is_of_one_route || {
+            let (method, name) = name();
+            usage.is(method, name)
+        };
+        is_kept.then_some(usage)
+    }
+
+    /// Keeps the record here if it is of this route, and none is kept.
+    pub fn keep_usage(&self, usage: &Arc<Usage>, method: &str, name: &[u8]) {
+        if usage.is(method, name) {
+            let _ = self.need.usage.set(Arc::clone(usage));
+        }
     }
 
     /// Returns the most that one request is expected to hold: the mean, and the margin of a request
@@ -482,16 +499,6 @@ impl SlowStart {
         Ok(())
     }
 
-    /// Records that the body of a request has arrived.
-    fn arrive(&mut self, now: Moment) {
-        self.arrived.get_or_insert(now);
-    }
-
-    /// Begins work of a request.
-    fn begin_work(&mut self) {
-        self.working += 1;
-    }
-
     /// Ends work of a request. `grew` is `true` if the request grew beyond its claim by it.
     fn end_work(&mut self, grew: bool, now: Moment) {
         self.working = self.working.saturating_sub(1);
@@ -532,12 +539,12 @@ pub struct SlowStartPermit {
 impl SlowStartPermit {
     /// Records that its body has arrived.
     pub fn arrived(&self) {
-        lock(&self.slow_start).arrive(self.clock.now());
+        lock(&self.slow_start).arrived.get_or_insert_with(|| self.clock.now());
     }
 
     /// Records that it begins a piece of work.
     pub fn begins_work(&self) {
-        lock(&self.slow_start).begin_work();
+        lock(&self.slow_start).working += 1;
     }
 
     /// Records that it ends a piece of work, and if it grew beyond its claim by it.
@@ -786,7 +793,7 @@ mod slow_start_tests {
     fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
         let mut route = SlowStart::new(8);
         let mut running = 0;
-        route.arrive(Moment::ORIGIN);
+        route.arrived = Some(Moment::ORIGIN);
         for step in 0..STEPS {
             running += fill(&mut route, Moment::ORIGIN + STEP * step);
             assert_eq!(running, 1 << step);
@@ -800,13 +807,13 @@ mod slow_start_tests {
     fn time_does_not_count_while_one_works_or_grows() {
         let mut route = SlowStart::new(8);
         assert_eq!(fill(&mut route, Moment::ORIGIN), 1);
-        route.arrive(Moment::ORIGIN);
-        route.begin_work();
+        route.arrived = Some(Moment::ORIGIN);
+        route.working += 1;
         let second = Moment::ORIGIN + LASTS;
         assert_eq!(fill(&mut route, second), 0, "it works");
         route.end_work(true, second);
         assert_eq!(fill(&mut route, second), 0, "it has grown");
-        route.begin_work();
+        route.working += 1;
         route.end_work(false, second + STEP);
         assert_eq!(fill(&mut route, second + STEP), 1);
     }

@@ -660,8 +660,16 @@ impl Ledger {
         self.pause_ms.store(pause, Ordering::Relaxed);
     }
 
+    /// Sets the allowance from one measurement, in a program without a control loop: `physical`
+    /// bytes are held, and at most `ceiling` may be. Of earlier measurements it knows only the
+    /// correction factor.
+    pub fn set_measured(&self, physical: ByteSize, ceiling: ByteSize) {
+        let mut correction = Correction::starting_at(self.correction_factor());
+        self.correct(&mut correction, Measured { physical, ceiling, ..Measured::default() });
+    }
+
     /// Updates the allowance from a measurement. Called by one owner.
-    pub fn correct(&self, correction: &mut Correction, measured: Measured) {
+    pub(crate) fn correct(&self, correction: &mut Correction, measured: Measured) {
         let totals = LedgerTotals {
             requests: self.requests(),
             units: ByteSize::new(self.units.load(Ordering::Relaxed)),
@@ -788,7 +796,7 @@ mod tests {
         ledger.book_exempt(ByteSize::MAX);
         assert!(without(ByteSize::ZERO).abs() < 1e-9, "without a limit");
         ledger.release(ByteSize::MAX);
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         ledger.correct(&mut correction, sample(0, 0));
         let near = |found: f64, part: f64| (found - part).abs() < 1e-6;
         assert!(near(without(ByteSize::ZERO), 0.0));
@@ -810,7 +818,7 @@ mod tests {
     #[test]
     fn a_booking_that_does_not_fit_leaves_no_trace_and_names_the_numbers() {
         let ledger = Ledger::new();
-        ledger.correct(&mut Correction::new(), sample(0, 0));
+        ledger.correct(&mut Correction::starting_at(K_START), sample(0, 0));
         assert_eq!(ledger.allowance(), ByteSize::mib(400)); // 800 MiB at K = 2
         ledger.try_book(ByteSize::mib(399)).expect("fits");
         let asked = ByteSize::mib(2);
@@ -826,7 +834,7 @@ mod tests {
     #[test]
     fn the_rejection_of_a_resource_names_the_room_for_resources() {
         let ledger = Ledger::new();
-        ledger.correct(&mut Correction::new(), sample(0, 0));
+        ledger.correct(&mut Correction::starting_at(K_START), sample(0, 0));
         ledger.try_book(ByteSize::mib(100)).expect("fits");
         let (asked, reserved) = (ByteSize::mib(601), ByteSize::mib(100));
         let allowance = ByteSize::mib(700); // 100 MiB of requests take 200 of the 800
@@ -841,7 +849,7 @@ mod tests {
     #[test]
     fn a_large_request_was_refused_for_ever_by_a_k_that_nothing_measured() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let large = ByteSize::mib(600);
         ledger.correct(&mut correction, sample(100, 0));
         assert!(ledger.allowance() < large, "it does not fit at K = 2");
@@ -850,7 +858,7 @@ mod tests {
         assert!(ledger.try_book(ByteSize::mib(5)).is_err(), "and no second one");
         // It is measured now and needs its estimate: so do those after it.
         ledger.correct(&mut correction, sample(720, 0));
-        assert!(correction.correction_factor() < K_START);
+        assert!(correction.correction_factor < K_START);
         ledger.release(ByteSize::mib(620));
         ledger.correct(&mut correction, sample(100, 0));
         assert!(ledger.try_book(large).is_err(), "K was measured a moment ago, and it is high");
@@ -866,7 +874,7 @@ mod tests {
     #[test]
     fn a_resource_and_what_passes_the_ceiling_do_not_count_as_alone() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         ledger.correct(&mut correction, sample(100, 0));
         assert!(ledger.try_book(ByteSize::mib(701)).is_err());
         assert!(ledger.try_reserve_resource(ByteSize::mib(701)).is_err());
@@ -885,7 +893,7 @@ mod tests {
     #[test]
     fn a_resource_reserved_since_the_last_tick_counts_for_a_lone_request() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         ledger.correct(&mut correction, sample(100, 0));
         let mut model = ledger.try_reserve_resource(ByteSize::mib(300)).expect("fits");
         assert!(ledger.try_book(ByteSize::mib(401)).is_err(), "the resource counts at once");
@@ -901,7 +909,7 @@ mod tests {
     #[test]
     fn a_standing_booking_counts_once_from_booking_to_release() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         ledger.correct(&mut correction, sample(100, 0));
         let room = |ledger: &Ledger| ledger.allowance().saturating_sub(ledger.reserved()).get();
         let near = |found: u64, mib: u64| found.abs_diff(ByteSize::mib(mib).get()) <= 4;
@@ -917,7 +925,7 @@ mod tests {
         ledger.correct(&mut correction, sample(600, 0));
         assert!(near(room(&ledger), 100), "loaded: {}", room(&ledger));
         assert!(
-            (correction.correction_factor() - K_START).abs() < 1e-9,
+            (correction.correction_factor - K_START).abs() < 1e-9,
             "a load is no wrong estimate"
         );
         assert!(ledger.try_reserve_resource(ByteSize::mib(201)).is_err());
@@ -939,7 +947,7 @@ mod tests {
     #[test]
     fn the_loaded_part_of_a_resource_counted_twice_while_the_rest_was_loading() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         ledger.correct(&mut correction, sample(100, 0));
         let mut idle = ledger.try_reserve_resource(ByteSize::mib(300)).expect("fits");
         ledger.settle(&mut idle);
@@ -954,7 +962,7 @@ mod tests {
         assert!(fits(349) && !fits(351), "what it takes beyond its reservation counts");
         ledger.settle(&mut loading);
         ledger.correct(&mut correction, sample(700, 0));
-        assert_eq!(correction.base(), ByteSize::mib(100));
+        assert_eq!(correction.base, ByteSize::mib(100));
         ledger.release_resource(loading);
         ledger.release_resource(idle);
     }
@@ -964,11 +972,11 @@ mod tests {
     #[test]
     fn what_is_held_for_a_while_does_not_make_a_load_impossible() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         for held in [100, 100, 300, 300] {
             ledger.correct(&mut correction, sample(held, 0));
         }
-        assert_eq!(correction.base(), ByteSize::mib(300));
+        assert_eq!(correction.base, ByteSize::mib(300));
         let ceiling = ledger.ceiling();
         assert_eq!(ledger.loadable(), ceiling.saturating_sub(ByteSize::mib(100)));
     }
@@ -978,7 +986,7 @@ mod tests {
     #[test]
     fn a_load_that_does_not_fit_beside_what_stays_held_was_not_called_impossible() {
         let ledger = Ledger::new();
-        let mut correction = Correction::new();
+        let mut correction = Correction::starting_at(K_START);
         let mut hold = |mib, seconds: u64| {
             for _ in 0..seconds {
                 let time = Duration::from_secs(1);
@@ -996,7 +1004,7 @@ mod tests {
     #[test]
     fn what_stands_is_raised_beyond_the_allowance_and_given_back_whole() {
         let ledger = Ledger::new();
-        ledger.correct(&mut Correction::new(), sample(0, 0));
+        ledger.correct(&mut Correction::starting_at(K_START), sample(0, 0));
         for settled in [false, true] {
             let mut model = ledger.try_reserve_resource(ByteSize::mib(10)).expect("fits");
             if settled {
@@ -1022,7 +1030,7 @@ mod tests {
     #[test]
     fn threads_never_book_more_than_the_allowance_and_releases_balance() {
         let ledger = Ledger::new();
-        ledger.correct(&mut Correction::new(), sample(0, 0));
+        ledger.correct(&mut Correction::starting_at(K_START), sample(0, 0));
         let allowance = ledger.allowance();
         std::thread::scope(|scope| {
             for seed in 1..=4_u64 {

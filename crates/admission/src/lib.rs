@@ -4,7 +4,7 @@
 //! A sample of the machine ([`Signals`]) becomes a level with hysteresis ([`Level`]) and an
 //! allowance in bytes ([`Ledger`]). Requests and resources reserve bytes of it ([`Admission`],
 //! [`Managed`]). [`Maintenance`] decides which memory to release, in the order of the reclaim steps
-//! ([`ReclaimPolicy`]); implementations of its traits release it. Nothing here purges, allocates device
+//! ([`Reclaim`]); implementations of its traits release it. Nothing here purges, allocates device
 //! memory, starts a permanent thread or needs an async runtime.
 //!
 //! On its own, admission works against a fixed ceiling. No thread runs and nothing is measured:
@@ -24,7 +24,7 @@
 //! ```
 //!
 //! To measure, create a [`Maintenance`] from settings, a [`Sensor`] that takes samples, the
-//! [`Admission`] to correct, the [`Resources`] and the [`ReclaimPolicy`]. Create its
+//! [`Admission`] to correct, the [`Resources`] and the [`Reclaim`] steps. Create its
 //! [`Worker`](Maintenance::worker) from [`MaintenanceActions`], which carry out jobs. Run both on
 //! threads of your own with [`run_control`] and [`run_worker`]. `src/memory/builder.rs` does this
 //! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
@@ -59,40 +59,36 @@ mod tally;
 mod unused;
 mod usage;
 mod waiting;
-mod watermark;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
 pub use admission::Admission;
 pub use ceiling::CeilingParts;
-pub use correction::{Correction, K_MAX, K_MIN, K_START, Measured, RequestRate};
+pub use correction::{K_MAX, K_MIN, K_START};
 pub use cost::{Budget, Cost, Priority, RejectReason, Rejected};
-pub use eviction::{EvictionCause, Requester};
 pub use exhaustion::ExhaustionPolicy;
 pub use large::{RequestMemory, RequestPhase};
 pub use ledger::Ledger;
 pub use level_watch::LevelWatch;
 pub use limit_advice::{LimitAdvice, LimitForecast, LimitHour};
 pub use maintenance::{
-    DeviceFigures, Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState,
-    PurgeGrowth, Sample, Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control,
-    run_worker,
+    DeviceFigures, Job, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
+    Sensor, Settings, SettingsError, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
-    LastUnload, LoadFailure, LoadScope, Managed, ManagedBuilder, ResourceError, ResourceStats,
-    Resources, UnloadReason, Use,
+    LoadFailure, LoadScope, Managed, ManagedBuilder, ResourceError, ResourceStats, Resources,
+    UnloadReason, Use,
 };
 pub use permit::Permit;
 pub use pressure::{Level, Thresholds};
-pub use reclaim::{Reclaim, ReclaimPolicy};
+pub use reclaim::Reclaim;
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
 pub use signal::{
     BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
-    MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals, Stall,
+    MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals,
 };
-pub use tally::{AdmissionStats, ClassStats, SizeClass};
-pub use usage::{MemoryUsage, RouteUsage};
-pub use watermark::{DeviceSample, Watermark};
+pub use tally::{AdmissionStats, ClassStats};
+pub use usage::MemoryUsage;
 
 /// For a layer of a service that measures its requests, suspends and cancels them, and reports
 /// load. Other programs do not need it.
@@ -101,7 +97,7 @@ pub mod layer {
     pub use crate::maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
     pub use crate::permit::Waiting;
     pub use crate::state::AdmissionState;
-    pub use crate::usage::{KeptUsage, NAME_MAX, NameSource, Usage, shortened};
+    pub use crate::usage::{NAME_MAX, Usage, shortened};
 }
 
 /// The README's code, compiled.

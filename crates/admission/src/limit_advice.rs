@@ -30,7 +30,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
 use super::correction::{EVIDENT_PART, Overhead, few};
-use super::tally::{ClassStats, SizeClass};
+use super::tally::ClassStats;
 
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;
@@ -141,7 +141,7 @@ pub(super) struct LimitSample {
     /// `true` if what requests hold is measured.
     pub(super) is_measured: bool,
     /// The requests by class since the start.
-    pub(super) classes: [ClassStats; SizeClass::COUNT],
+    pub(super) classes: [ClassStats; ClassStats::COUNT],
     /// The requests since the start that were rejected by level or because memory was exhausted.
     pub(super) rejected_by_level: u64,
 }
@@ -309,7 +309,7 @@ impl RecordedHour {
 
     /// Adds the requests between two samples, by the values in force meanwhile: those of the first.
     fn add_requests(&mut self, shadow: &mut Shadow, from: &LimitSample, to: &LimitSample) {
-        let mut arrivals = [Arrivals::default(); SizeClass::COUNT];
+        let mut arrivals = [Arrivals::default(); ClassStats::COUNT];
         let mut used = 0;
         for (from, to) in from.classes.iter().zip(&to.classes) {
             let count = to.admitted_total.saturating_sub(from.admitted_total);
@@ -735,7 +735,7 @@ mod tests {
             reserved: ByteSize::ZERO,
             held: ByteSize::ZERO,
             is_measured: false,
-            classes: SizeClass::all().map(|class| ClassStats { class, ..ClassStats::default() }),
+            classes: [ClassStats::default(); ClassStats::COUNT],
             rejected_by_level: 0,
         }
     }
@@ -743,7 +743,7 @@ mod tests {
     /// The same after so many requests of 8 MiB.
     fn after(now: Duration, (admitted, rejected): Count) -> LimitSample {
         let mut sample = sample(now);
-        let class = &mut sample.classes[SizeClass::of(ByteSize::mib(8)).place()];
+        let class = &mut sample.classes[crate::tally::SizeClass::of(ByteSize::mib(8)).place()];
         (class.admitted_total, class.admitted_bytes_total) = (admitted, admitted << 23);
         (class.rejected_total, class.rejected_bytes_total) = (rejected, rejected << 23);
         sample

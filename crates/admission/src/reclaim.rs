@@ -9,8 +9,8 @@
 //! doubles, up to [`PAUSE_MAX`]. A step never runs twice at once.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
-use std::{fmt, thread};
 
 use super::cost::Budget;
 use super::pressure::Level;
@@ -130,31 +130,21 @@ impl ReclaimStep {
     }
 }
 
-impl fmt::Debug for ReclaimStep {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReclaimStep")
-            .field("name", &self.reclaimer.name())
-            .field("pace", &self.pace)
-            .finish_non_exhaustive()
-    }
-}
-
 /// Reclaimers in the order of their cost. Cheap to clone; all clones share one state.
-#[derive(Clone, Debug, Default)]
-pub struct ReclaimPolicy {
+#[derive(Clone)]
+pub(crate) struct ReclaimPolicy {
     steps: Arc<[ReclaimStep]>,
 }
 
 impl ReclaimPolicy {
     /// The largest number of steps.
-    pub const STEPS_MAX: usize = 32;
+    pub(crate) const STEPS_MAX: usize = 32;
 
     /// Orders reclaimers by cost; equal ones keep their order.
     ///
     /// # Panics
     /// If there are more than [`ReclaimPolicy::STEPS_MAX`].
-    #[must_use]
-    pub fn new(mut reclaimers: Vec<Arc<dyn Reclaim>>) -> Self {
+    pub(crate) fn new(mut reclaimers: Vec<Arc<dyn Reclaim>>) -> Self {
         let (count, most) = (reclaimers.len(), Self::STEPS_MAX);
         assert!(count <= most, "{count} reclaim steps, expected at most {most}");
         reclaimers.sort_by_key(|reclaimer| reclaimer.cost_rank());
@@ -324,7 +314,7 @@ mod tests {
     #[should_panic(expected = "33 reclaim steps, expected at most 32")]
     fn a_policy_has_a_bounded_number_of_steps() {
         let step = || Fake::new("x", 0, Budget::Host, Level::High) as Arc<dyn Reclaim>;
-        assert_eq!(ReclaimPolicy::default().due(Budget::Host, Level::Critical, at(0)), None);
+        assert_eq!(ReclaimPolicy::new(Vec::new()).due(Budget::Host, Level::Critical, at(0)), None);
         let _ = ReclaimPolicy::new((0..ReclaimPolicy::STEPS_MAX).map(|_| step()).collect());
         let _ = ReclaimPolicy::new((0..=ReclaimPolicy::STEPS_MAX).map(|_| step()).collect());
     }

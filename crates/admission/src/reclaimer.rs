@@ -25,7 +25,7 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::Cost;
-use super::eviction::{Claimable, EvictionCause, EvictionClaim, Idle};
+use super::eviction::{Claimable, EvictionClaim, Idle};
 use super::managed::ResourceError;
 use super::permit::Permit;
 use super::reclaim::{ReclaimBackoff, elsewhere};
@@ -102,6 +102,17 @@ pub struct ReclaimerStats {
     pub panic: Option<String>,
     /// The time that the calls of its release function have taken.
     pub time_total: Duration,
+}
+
+impl ReclaimerStats {
+    /// Counts a panic. Returns the result of a call, zero for a panic.
+    fn count(&mut self, called: Result<ByteSize, String>) -> ByteSize {
+        called.unwrap_or_else(|message| {
+            self.panics_total += 1;
+            self.panic = Some(message);
+            ByteSize::ZERO
+        })
+    }
 }
 
 /// The reclaimers of a registry, by name. A name stays when its reclaimer is removed.
@@ -300,14 +311,7 @@ impl Registered {
         let releasable = caught(|| (self.of.releasable)());
         self.is_asked.store(false, Ordering::Release);
         let mut stats = lock(&self.stats);
-        stats.releasable = match releasable {
-            Ok(releasable) => releasable,
-            Err(message) => {
-                stats.panics_total += 1;
-                stats.panic = Some(message);
-                ByteSize::ZERO
-            }
-        };
+        stats.releasable = stats.count(releasable);
         stats.releasable
     }
 }
@@ -337,11 +341,7 @@ impl ReclaimCall {
         let mut stats = lock(&registered.stats);
         stats.calls_total += 1;
         stats.time_total = stats.time_total.saturating_add(now - start);
-        let released = ran.unwrap_or_else(|message| {
-            stats.panics_total += 1;
-            stats.panic = Some(message);
-            ByteSize::ZERO
-        });
+        let released = stats.count(ran);
         stats.released_total = stats.released_total.saturating_add(released);
         stats.releasable = stats.releasable.saturating_sub(released);
         drop(stats);
@@ -355,7 +355,7 @@ impl EvictionClaim for ReclaimCall {
         Cost::host(self.wanted)
     }
 
-    fn unload(self: Box<Self>, _: &EvictionCause) -> Option<Permit> {
+    fn unload(self: Box<Self>, _: &Arc<str>) -> Option<Permit> {
         let wanted = self.wanted;
         self.run(wanted);
         None

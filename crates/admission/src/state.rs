@@ -29,7 +29,7 @@ use super::permit::{Permit, Waiting};
 use super::pressure::Level;
 use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, used};
 use super::unused::PurgeablePages;
-use super::usage::{MemoryUsage, NameSource, RouteUsage, Usage, Usages};
+use super::usage::{MemoryUsage, Usage, Usages};
 use super::waiting::{PassError, WaitId, WaitQueue, WaitReason, WaitTerms};
 
 /// The retry time if an operator has to act. A guess.
@@ -64,7 +64,8 @@ pub struct AdmissionState {
     /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
     pub(super) large: LargeRequests,
-    pub(super) usages: Usages,
+    routes: Usages,
+    tenants: Usages,
     pub(super) queue: WaitQueue,
     pub(super) unused: PurgeablePages,
     /// Wakes the control loop.
@@ -113,7 +114,8 @@ impl AdmissionState {
         state.has_reclaimers.store(false, Ordering::Relaxed);
         state.unified.store(false, Ordering::Relaxed);
         state.large.begin();
-        state.usages.begin();
+        state.routes.begin();
+        state.tenants.begin();
         state.queue.begin();
         state.unused.begin();
         state.set_bell(None);
@@ -898,32 +900,38 @@ impl AdmissionState {
         self.large.largest_reserved(into, now)
     }
 
-    /// Returns the record of the memory of a route, or that of all routes without one. Takes a
-    /// lock.
+    /// Returns the record of the memory of a route, or that of all routes without one. A route that
+    /// is no pattern of the program is named by a client: it gets a record once a request of it has
+    /// succeeded, and only if few routes have one. Takes a lock.
     #[must_use]
-    pub fn usage_of_route(&self, method: &str, route: &str, source: NameSource) -> Arc<Usage> {
-        self.usages.of_route(method, route, source)
+    pub fn usage_of_route(
+        &self,
+        method: &str,
+        route: &str,
+        is_pattern: bool,
+        succeeded: bool,
+    ) -> Arc<Usage> {
+        self.routes.of_route(method, route, is_pattern, succeeded)
     }
 
     /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
     /// lock.
     #[must_use]
     pub fn usage_of_tenant(&self, tenant: &str) -> Arc<Usage> {
-        self.usages.of_tenant(tenant)
+        self.tenants.of_tenant(tenant)
     }
 
     /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
     /// Allocates, and takes a lock for about a microsecond.
     #[must_use]
-    pub fn usage_by_route(&self) -> Vec<RouteUsage> {
-        self.usages.by_route()
+    pub fn usage_by_route(&self) -> Vec<MemoryUsage> {
+        self.routes.read()
     }
 
-    /// Like [`AdmissionState::usage_by_route`], by tenant, whose name is shortened to 64 bytes: at
-    /// most 33. `other` is the name of all without a record of their own.
+    /// Like [`AdmissionState::usage_by_route`], by tenant: at most 33.
     #[must_use]
-    pub fn usage_by_tenant(&self) -> Vec<(String, MemoryUsage)> {
-        self.usages.by_tenant()
+    pub fn usage_by_tenant(&self) -> Vec<MemoryUsage> {
+        self.tenants.read()
     }
 }
 
@@ -1093,7 +1101,7 @@ mod tests {
         });
         let (stats, threads) = (door.stats(), 2 * STRIPES as u64);
         assert_eq!((stats.admitted_total, stats.finished_total), (threads, threads));
-        let class = door.classes(Budget::Host)[crate::SizeClass::of(cost.host).place()];
+        let class = door.classes(Budget::Host)[crate::tally::SizeClass::of(cost.host).place()];
         assert_eq!(class.admitted_total, threads);
     }
 }

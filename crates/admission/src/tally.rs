@@ -9,7 +9,6 @@
 //! A sum that is read is never more than what happened, and exact when no thread counts.
 
 use std::cell::Cell;
-use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -140,10 +139,9 @@ impl Drop for Holding {
 /// Requests of one class in one budget.
 #[derive(Debug, Default)]
 struct ClassTally {
-    admitted: AtomicU64,
-    admitted_bytes: AtomicU64,
-    rejected: AtomicU64,
-    shed_bytes: AtomicU64,
+    /// Their number, and their bytes.
+    admitted: [AtomicU64; 2],
+    rejected: [AtomicU64; 2],
 }
 
 /// One stripe.
@@ -164,30 +162,19 @@ pub(super) struct Shard {
 impl Shard {
     /// Resets the counters. Called while no thread counts.
     pub(super) fn begin(&self) {
-        for class in self.classes.iter().flatten() {
-            let ClassTally { admitted, admitted_bytes, rejected, shed_bytes } = class;
-            for counter in [admitted, admitted_bytes, rejected, shed_bytes] {
-                counter.store(0, Ordering::Relaxed);
-            }
-        }
+        let classes = self.classes.iter().flatten();
+        let classes = classes.flat_map(|class| class.admitted.iter().chain(&class.rejected));
         let single = [&self.exempt, &self.finished, &self.outlived];
-        for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
-            counter.store(0, Ordering::Relaxed);
-        }
+        let single = single.into_iter().chain(&self.rejected).chain(&self.beside);
+        classes.chain(single).for_each(|counter| counter.store(0, Ordering::Relaxed));
     }
 
     /// Counts an admitted request with these bytes.
     #[inline]
     pub(super) fn admit(&self, place: ShardId, host: ByteSize, device: ByteSize) {
-        self.count(Budget::Host, host, |class| {
-            place.add(&class.admitted, 1);
-            place.add(&class.admitted_bytes, host.get());
-        });
+        self.count(place, Budget::Host, host, |class| &class.admitted);
         if !device.is_zero() {
-            self.count(Budget::Device, device, |class| {
-                place.add(&class.admitted, 1);
-                place.add(&class.admitted_bytes, device.get());
-            });
+            self.count(place, Budget::Device, device, |class| &class.admitted);
         }
     }
 
@@ -217,10 +204,7 @@ impl Shard {
             place.add(counter, 1);
         }
         if let Some((budget, bytes)) = full {
-            self.count(budget, bytes, |class| {
-                place.add(&class.rejected, 1);
-                place.add(&class.shed_bytes, bytes.get());
-            });
+            self.count(place, budget, bytes, |class| &class.rejected);
         }
     }
 
@@ -245,10 +229,18 @@ impl Shard {
     }
 
     #[inline]
-    fn count(&self, budget: Budget, bytes: ByteSize, add: impl Fn(&ClassTally)) {
+    fn count(
+        &self,
+        place: ShardId,
+        budget: Budget,
+        bytes: ByteSize,
+        of: impl Fn(&ClassTally) -> &[AtomicU64; 2],
+    ) {
         let classes = self.classes.get(budget as usize);
         if let Some(class) = classes.and_then(|list| list.get(SizeClass::of(bytes).place())) {
-            add(class);
+            let [requests, sum] = of(class);
+            place.add(requests, 1);
+            place.add(sum, bytes.get());
         }
     }
 }
@@ -302,8 +294,11 @@ impl AdmissionStats {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct ClassStats {
-    /// The size class.
-    pub class: SizeClass,
+    /// The label of the class in metrics: its bound, such as `8MiB`, or `larger`.
+    pub class: &'static str,
+    /// The largest request of the class, [`ByteSize::MAX`] for the last class. A class has more than
+    /// half of it and at most all of it, the first one everything up to it. Bounds are powers of two.
+    pub bound: ByteSize,
     /// Requests admitted. Exempt requests are in no class.
     pub admitted_total: u64,
     /// Bytes of the admitted requests, as estimated at admission.
@@ -313,6 +308,11 @@ pub struct ClassStats {
     pub rejected_total: u64,
     /// Bytes of the rejected requests.
     pub rejected_bytes_total: u64,
+}
+
+impl ClassStats {
+    /// The number of classes.
+    pub const COUNT: usize = SizeClass::COUNT;
 }
 
 impl AdmissionStats {
@@ -327,7 +327,7 @@ impl AdmissionStats {
     pub(super) fn add(&mut self, tally: &Shard) {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let host = tally.classes.first().into_iter().flatten();
-        self.admitted_total += host.map(|class| read(&class.admitted)).sum::<u64>();
+        self.admitted_total += host.map(|class| read(&class.admitted[0])).sum::<u64>();
         self.admitted_total += read(&tally.exempt);
         self.outlived_bytes_total = self.outlived_bytes_total.wrapping_add(read(&tally.outlived));
         for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
@@ -346,16 +346,23 @@ pub(super) struct BudgetCounts {
 
 impl Default for BudgetCounts {
     fn default() -> Self {
-        let classes = SizeClass::all().map(|class| ClassStats { class, ..ClassStats::default() });
-        Self { classes, beside: 0 }
+        let empty = |of: SizeClass| ClassStats {
+            class: of.name(),
+            bound: of.bound(),
+            ..ClassStats::default()
+        };
+        Self { classes: SizeClass::all().map(empty), beside: 0 }
     }
 }
 
 impl BudgetCounts {
     /// Returns the smallest request of the smallest class in which one was admitted or did not fit.
     pub(super) fn smallest(&self) -> ByteSize {
-        let asked = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
-        self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
+        let asked = |class: &ClassStats| class.admitted_total + class.rejected_total > 0;
+        let before = self.classes.iter().position(asked).and_then(|at| at.checked_sub(1));
+        let below =
+            before.and_then(|at| self.classes.get(at)).map_or(ByteSize::ZERO, |of| of.bound);
+        below.saturating_add(ByteSize::new(1))
     }
 
     /// Returns the requests admitted since start, without exempt ones.
@@ -370,10 +377,12 @@ impl BudgetCounts {
             *sum = sum.wrapping_add(counter.load(Ordering::Relaxed));
         };
         for (sum, class) in self.classes.iter_mut().zip(classes) {
-            add(&mut sum.admitted_total, &class.admitted);
-            add(&mut sum.admitted_bytes_total, &class.admitted_bytes);
-            add(&mut sum.rejected_total, &class.rejected);
-            add(&mut sum.rejected_bytes_total, &class.shed_bytes);
+            let ClassTally { admitted: [admitted, bytes], rejected: [rejected, shed_bytes] } =
+                class;
+            add(&mut sum.admitted_total, admitted);
+            add(&mut sum.admitted_bytes_total, bytes);
+            add(&mut sum.rejected_total, rejected);
+            add(&mut sum.rejected_bytes_total, shed_bytes);
         }
         if let Some(beside) = tally.beside.get(budget as usize) {
             add(&mut self.beside, beside);
@@ -391,38 +400,20 @@ const NAMES: [&str; SizeClass::COUNT] = [
     "16GiB", "32GiB", "64GiB", "larger",
 ];
 
-/// A class of requests of similar size, for counting and for fairness: more than half of the bound
-/// and at most the bound, the first that is at least the size. Bounds are powers of two. One class
-/// holds everything up to the smallest bound, and one everything above the largest.
-///
-/// ```
-/// use lowtide_admission::ByteSize;
-/// use lowtide_admission::SizeClass;
-/// assert_eq!(SizeClass::of(ByteSize::mib(8)).name(), "8MiB");
-/// assert_eq!(SizeClass::of(ByteSize::mib(9)).name(), "16MiB");
-/// assert_eq!(SizeClass::of(ByteSize::ZERO).bound(), ByteSize::kib(16));
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SizeClass(u8);
-
-#[cfg(feature = "serde")]
-impl serde::Serialize for SizeClass {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.name())
-    }
-}
+/// A class of requests of similar size, for counting and for fairness ([`ClassStats::bound`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SizeClass(u8);
 
 impl SizeClass {
     /// The number of classes.
-    pub const COUNT: usize = Self::LAST as usize + 1;
+    pub(crate) const COUNT: usize = Self::LAST as usize + 1;
 
     const LAST: u32 = 23;
 
     /// Returns the class of a request of `bytes` bytes.
-    #[must_use]
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
-    pub const fn of(bytes: ByteSize) -> Self {
+    pub(crate) const fn of(bytes: ByteSize) -> Self {
         // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit,
         // set here, makes it zero.
         let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2();
@@ -430,23 +421,13 @@ impl SizeClass {
     }
 
     /// Returns all classes, from the smallest.
-    #[must_use]
-    pub fn all() -> [Self; Self::COUNT] {
+    pub(crate) fn all() -> [Self; Self::COUNT] {
         #[expect(clippy::cast_possible_truncation, reason = "there are few")]
         std::array::from_fn(|at| Self(at as u8))
     }
 
-    /// Returns the smallest non-empty request of the class.
-    pub(super) const fn least(self) -> ByteSize {
-        match self.0.checked_sub(1) {
-            Some(before) => Self(before).bound().saturating_add(ByteSize::new(1)),
-            None => ByteSize::new(1),
-        }
-    }
-
     /// Returns the largest request of the class, or [`ByteSize::MAX`] for the last class.
-    #[must_use]
-    pub const fn bound(self) -> ByteSize {
+    pub(crate) const fn bound(self) -> ByteSize {
         if self.0 as u32 >= Self::LAST {
             return ByteSize::MAX;
         }
@@ -454,20 +435,13 @@ impl SizeClass {
     }
 
     /// Returns the label in metrics: the bound, or `larger`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         NAMES.get(self.place()).copied().unwrap_or("larger")
     }
 
     /// Returns the index in a list of all classes.
     pub(crate) const fn place(self) -> usize {
         self.0 as usize
-    }
-}
-
-impl fmt::Display for SizeClass {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

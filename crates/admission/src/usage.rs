@@ -3,7 +3,7 @@
 //! The tower layer adds a request when it ends, with three atomic additions for its route and three
 //! for its tenant. While it runs, its live bytes are updated only when they have changed by 64 KiB,
 //! so small requests cost no more. Metrics and `/memory` read the records
-//! ([`Usages::by_route`]).
+//! ([`Usages::read`]).
 //!
 //! Clients choose some names of routes: paths for which no router matched a pattern. Such a name
 //! gets a record only after a request with it has succeeded, and only while less than half of the
@@ -14,7 +14,7 @@
 //! totals never fall; `live` is the sum of what the running requests reported.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lowtide_core::bytes::{ByteSize, prefix};
 
@@ -37,35 +37,19 @@ pub fn shortened(name: &str) -> &str {
     prefix(name, NAME_MAX)
 }
 
-/// The source of a name, which decides whether it may get a record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NameSource {
-    /// The program.
-    Program,
-    /// A client, whose request succeeded.
-    Client,
-    /// A client, whose request has not succeeded.
-    Unproved,
-}
-
-impl NameSource {
-    /// Returns the number of records below which the name gets one.
-    const fn routes_max(self) -> usize {
-        match self {
-            Self::Program => ROUTES_MAX,
-            Self::Client => ROUTES_MAX / 2,
-            Self::Unproved => 0,
-        }
-    }
-}
-
 /// The memory of measured requests with the same route, or of the same tenant.
 ///
 /// A running request counts from 64 KiB on, with an accuracy of 64 KiB. Exempt requests are not
 /// counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct MemoryUsage {
+    /// The HTTP method, `other` for one that RFC 9110 and RFC 5789 do not define; empty for a
+    /// tenant.
+    pub method: &'static str,
+    /// The route or the tenant, shortened to 64 bytes; `other` for all without a record of their
+    /// own.
+    pub name: String,
     /// The bytes that the running requests hold.
     pub live: ByteSize,
     /// The largest number of bytes that they held together.
@@ -90,18 +74,6 @@ impl MemoryUsage {
     pub fn mean_claim(&self) -> Option<ByteSize> {
         self.claim_bytes_total.checked_div(self.requests_total).map(ByteSize::new)
     }
-}
-
-/// The memory of the requests of a route.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-pub struct RouteUsage {
-    /// The HTTP method; `other` for one that RFC 9110 and RFC 5789 do not define.
-    pub method: &'static str,
-    /// The route, shortened to 64 bytes; `other` for all without a record of their own.
-    pub route: String,
-    /// The memory.
-    pub memory: MemoryUsage,
 }
 
 /// The record of a route or a tenant.
@@ -148,6 +120,8 @@ impl Usage {
     fn read(&self) -> MemoryUsage {
         let read = |of: &AtomicU64| of.load(Ordering::Relaxed);
         MemoryUsage {
+            method: self.method,
+            name: self.name.to_string(),
             live: ByteSize::new(read(&self.live)),
             live_peak: ByteSize::new(read(&self.live_peak)),
             requests_total: read(&self.requests),
@@ -157,83 +131,9 @@ impl Usage {
     }
 }
 
-/// A cached record of a route. It is kept with the learned need of the route, so that most requests
-/// need no look-up.
-#[derive(Debug)]
-pub struct KeptUsage {
-    usage: OnceLock<Arc<Usage>>,
-    is_of_one_route: bool,
-}
-
-impl KeptUsage {
-    /// Creates a place for the record of requests that all have the same route, or for that of the
-    /// first route of requests that may have several.
-    #[must_use]
-    pub const fn new(is_of_one_route: bool) -> Self {
-        Self { usage: OnceLock::new(), is_of_one_route }
-    }
-
-    /// Returns the record if it is of this route.
-    #[inline]
-    pub fn get<'a>(&self, name: impl FnOnce() -> (&'a str, &'a [u8])) -> Option<&Arc<Usage>> {
-        let usage = self.usage.get()?;
-        let is_kept = self.is_of_one_route || {
-            let (method, name) = name();
-            usage.is(method, name)
-        };
-        is_kept.then_some(usage)
-    }
-
-    /// Keeps the record if it is of this route, and the place is empty.
-    pub fn keep(&self, usage: &Arc<Usage>, method: &str, name: &[u8]) {
-        if usage.is(method, name) {
-            let _ = self.usage.set(Arc::clone(usage));
-        }
-    }
-}
-
-/// The records of one admission.
+/// The records of the routes, or of the tenants, of one admission.
 #[derive(Debug, Default)]
-pub(super) struct Usages {
-    routes: UsageTable,
-    tenants: UsageTable,
-}
-
-impl Usages {
-    /// Starts over.
-    pub(super) fn begin(&self) {
-        *self.routes.records() = UsageRecords::default();
-        *self.tenants.records() = UsageRecords::default();
-    }
-
-    /// Returns the record of a route.
-    pub(super) fn of_route(&self, method: &str, name: &str, source: NameSource) -> Arc<Usage> {
-        let known = METHODS.into_iter().find(|known| *known == method).unwrap_or(OTHER);
-        self.routes.of(known, name, source.routes_max())
-    }
-
-    /// Returns the record of a tenant.
-    pub(super) fn of_tenant(&self, name: &str) -> Arc<Usage> {
-        self.tenants.of("", name, TENANTS_MAX)
-    }
-
-    /// Returns the memory of each route, the largest first.
-    pub(super) fn by_route(&self) -> Vec<RouteUsage> {
-        let route = |of: &Usage, memory| {
-            let method = if of.method.is_empty() { OTHER } else { of.method };
-            RouteUsage { method, route: of.name.to_string(), memory }
-        };
-        self.routes.read(route)
-    }
-
-    /// Returns the memory of each tenant, the largest first.
-    pub(super) fn by_tenant(&self) -> Vec<(String, MemoryUsage)> {
-        self.tenants.read(|of, memory| (of.name.to_string(), memory))
-    }
-}
-
-#[derive(Debug, Default)]
-struct UsageTable(Mutex<UsageRecords>);
+pub(super) struct Usages(Mutex<UsageRecords>);
 
 #[derive(Debug, Default)]
 struct UsageRecords {
@@ -242,7 +142,34 @@ struct UsageRecords {
     other: Option<Arc<Usage>>,
 }
 
-impl UsageTable {
+impl Usages {
+    /// Starts over.
+    pub(super) fn begin(&self) {
+        *self.records() = UsageRecords::default();
+    }
+
+    /// Returns the record of a route, if these are of routes.
+    pub(super) fn of_route(
+        &self,
+        method: &str,
+        name: &str,
+        is_pattern: bool,
+        succeeded: bool,
+    ) -> Arc<Usage> {
+        let known = METHODS.into_iter().find(|known| *known == method).unwrap_or(OTHER);
+        let most = match (is_pattern, succeeded) {
+            (true, _) => ROUTES_MAX,
+            (false, true) => ROUTES_MAX / 2,
+            (false, false) => 0,
+        };
+        self.of(known, name, most)
+    }
+
+    /// Returns the record of a tenant, if these are of tenants.
+    pub(super) fn of_tenant(&self, name: &str) -> Arc<Usage> {
+        self.of("", name, TENANTS_MAX)
+    }
+
     fn records(&self) -> MutexGuard<'_, UsageRecords> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -267,18 +194,19 @@ impl UsageTable {
             named.insert(at, Arc::clone(&of));
             return of;
         }
-        Arc::clone(other.get_or_insert_with(|| Arc::new(Usage::new("", OTHER))))
+        let method = if method.is_empty() { method } else { OTHER };
+        Arc::clone(other.get_or_insert_with(|| Arc::new(Usage::new(method, OTHER))))
     }
 
-    fn read<T>(&self, show: impl Fn(&Usage, MemoryUsage) -> T) -> Vec<T> {
+    /// Returns the memory of each, the largest first.
+    pub(super) fn read(&self) -> Vec<MemoryUsage> {
         let all: Vec<_> = {
             let records = self.records();
             records.named.iter().chain(&records.other).map(Arc::clone).collect()
         };
-        let mut all: Vec<_> = all.iter().map(|of| (of.read(), of)).collect();
-        let by = |memory: &MemoryUsage| (memory.live, memory.peak_bytes_total);
-        all.sort_by_key(|(memory, _)| std::cmp::Reverse(by(memory)));
-        all.into_iter().map(|(memory, of)| show(of, memory)).collect()
+        let mut all: Vec<_> = all.iter().map(|of| of.read()).collect();
+        all.sort_by_key(|of| std::cmp::Reverse((of.live, of.peak_bytes_total)));
+        all
     }
 }
 
@@ -290,29 +218,29 @@ mod tests {
 
     #[test]
     fn a_name_keeps_its_record_and_more_names_than_records_share_one() {
-        let usages = Usages::default();
+        let (usages, tenants) = (Usages::default(), Usages::default());
         for nth in 0..1_000 {
             let name = format!("/{nth}");
-            usages.of_route("GET", &name, NameSource::Unproved).add(MIB, MIB);
-            assert!(usages.by_route().iter().all(|of| of.route == OTHER), "{name}: not proved");
+            usages.of_route("GET", &name, false, false).add(MIB, MIB);
+            assert!(usages.read().iter().all(|of| of.name == OTHER), "{name}: not proved");
         }
         for nth in 0..1_000 {
-            usages.of_route("GET", &format!("/{nth}"), NameSource::Client).add(MIB, MIB);
+            usages.of_route("GET", &format!("/{nth}"), false, true).add(MIB, MIB);
         }
-        assert_eq!(usages.by_route().len(), ROUTES_MAX / 2 + 1, "clients leave room");
+        assert_eq!(usages.read().len(), ROUTES_MAX / 2 + 1, "clients leave room");
         for nth in 0..1_000 {
-            usages.of_route("GET", &format!("/{nth}/{{id}}"), NameSource::Program).add(MIB, MIB);
-            usages.of_tenant(&format!("tenant {nth}")).add(MIB, MIB);
+            usages.of_route("GET", &format!("/{nth}/{{id}}"), true, false).add(MIB, MIB);
+            tenants.of_tenant(&format!("tenant {nth}")).add(MIB, MIB);
         }
-        let (routes, tenants) = (usages.by_route(), usages.by_tenant());
-        assert_eq!((routes.len(), tenants.len()), (ROUTES_MAX + 1, TENANTS_MAX + 1));
-        let all: u64 = routes.iter().map(|of| of.memory.requests_total).sum();
+        let routes = usages.read();
+        assert_eq!((routes.len(), tenants.read().len()), (ROUTES_MAX + 1, TENANTS_MAX + 1));
+        let all: u64 = routes.iter().map(|of| of.requests_total).sum();
         assert_eq!(all, 3_000, "each is counted once");
-        assert_eq!((routes[0].method, &*routes[0].route), (OTHER, OTHER), "it has most");
-        let of = usages.of_route("GET", "/7", NameSource::Unproved);
+        assert_eq!((routes[0].method, &*routes[0].name), (OTHER, OTHER), "it has most");
+        let of = usages.of_route("GET", "/7", false, false);
         assert!(of.is("GET", b"/7"), "it has a record already");
         usages.begin();
-        assert_eq!((usages.by_route(), usages.by_tenant()), (vec![], vec![]));
+        assert_eq!(usages.read(), vec![]);
     }
 
     #[test]
@@ -320,16 +248,16 @@ mod tests {
         let usages = Usages::default();
         let long = "é".repeat(1 << 19);
         for method in ["GET", "BREW", "\"\n"] {
-            usages.of_route(method, &long, NameSource::Program).add(MIB, MIB);
+            usages.of_route(method, &long, true, false).add(MIB, MIB);
         }
-        let routes = usages.by_route();
+        let routes = usages.read();
         let methods: Vec<_> = routes.iter().map(|of| of.method).collect();
         assert_eq!(methods, [OTHER, "GET"], "the larger first");
-        assert!(routes.iter().all(|of| of.route == "é".repeat(NAME_MAX / 2)));
+        assert!(routes.iter().all(|of| of.name == "é".repeat(NAME_MAX / 2)));
         for name in ["", OTHER] {
-            let of = usages.of_route("GET", name, NameSource::Program);
-            assert!(of.is("", OTHER.as_bytes()), "{name:?}");
-            assert!(usages.of_tenant(name).is("", OTHER.as_bytes()), "{name:?}");
+            let of = usages.of_route("GET", name, true, false);
+            assert!(of.is(OTHER, OTHER.as_bytes()), "{name:?}");
+            assert!(Usages::default().of_tenant(name).is("", OTHER.as_bytes()), "{name:?}");
         }
         assert_eq!(shortened(&format!("{}é", "x".repeat(NAME_MAX - 1))).len(), NAME_MAX - 1);
     }
@@ -341,14 +269,14 @@ mod tests {
         of.change_live(ByteSize::ZERO, ByteSize::mib(3));
         of.change_live(ByteSize::ZERO, ByteSize::mib(4));
         of.change_live(ByteSize::mib(3), ByteSize::mib(1));
-        let memory = usages.by_tenant()[0].1;
+        let memory = &usages.read()[0];
         assert_eq!((memory.live, memory.live_peak), (ByteSize::mib(5), ByteSize::mib(7)));
         assert_eq!((memory.mean_peak(), memory.mean_claim()), (None, None));
         of.change_live(ByteSize::mib(4), ByteSize::ZERO);
         of.change_live(MIB, ByteSize::ZERO);
         of.add(ByteSize::mib(3), MIB);
         of.add(ByteSize::mib(4), ByteSize::ZERO);
-        let memory = usages.by_tenant()[0].1;
+        let memory = &usages.read()[0];
         assert_eq!((memory.live, memory.live_peak), (ByteSize::ZERO, ByteSize::mib(7)));
         assert_eq!(memory.mean_peak(), Some(ByteSize::kib(3_584)));
         assert_eq!(memory.mean_claim(), Some(ByteSize::kib(512)));

@@ -10,9 +10,7 @@ use datafusion_common::DataFusionError;
 use datafusion_execution::memory_pool::{
     MemoryConsumer, MemoryLimit, MemoryPool, MemoryReservation,
 };
-use lowtide_admission::{
-    Admission, Budget, ByteSize, Correction, Cost, Level, Measured, RejectReason,
-};
+use lowtide_admission::{Admission, Budget, ByteSize, Cost, Level, RejectReason};
 use lowtide_datafusion::{AdmissionMemoryPool, DenyReason};
 
 const MIB: usize = 1 << 20;
@@ -236,11 +234,7 @@ fn memory_that_the_pool_does_not_see_is_learned_and_makes_consumers_spill_earlie
     let shared: Arc<dyn MemoryPool> = Arc::new(pool);
     let sort = MemoryConsumer::new("sort").with_can_spill(true).register(&shared);
     let ceiling = ByteSize::mib(800);
-    let mut correction = Correction::new();
-    let mut sample = |physical| {
-        let measured = Measured { physical, ceiling, ..Measured::default() };
-        admission.ledger(Budget::Host).correct(&mut correction, measured);
-    };
+    let sample = |physical| admission.ledger(Budget::Host).set_measured(physical, ceiling);
     sample(ByteSize::ZERO);
     sort.try_grow(100 * MIB).expect("of 400 MiB, with a factor of 2");
     // What the control loop does at each tick: the sort holds 300 MiB in truth.

@@ -23,7 +23,9 @@ use crate::clock::Moment;
 use crate::device::driver::{Driver, DriverError, Guarded};
 use crate::metrics::record::DeviceSnapshot;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Admission, Budget, DeviceSample, Ledger, Watermark};
+use lowtide_admission::{Admission, Budget, Ledger};
+
+use super::watermark::{DeviceSample, Watermark};
 
 /// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,6 +21,7 @@ mod shrink;
 mod slots;
 mod state;
 mod values;
+mod watermark;
 
 use std::sync::Arc;
 

@@ -22,12 +22,13 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
 use crate::sync::lock;
-use lowtide_admission::{Admission, Budget, DeviceSample, Level, Reclaim, Thresholds};
+use lowtide_admission::{Admission, Budget, Level, Reclaim, Thresholds};
 
 use super::arenas::{ManagedArena, is_loss};
 use super::device::{CountedIn, Device};
 use super::state::Devices;
 use super::values::{DeviceStatus, DevicesSnapshot};
+use super::watermark::DeviceSample;
 #[cfg(feature = "cuda")]
 use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 
@@ -144,7 +145,7 @@ impl Shared {
     /// Puts the arena to sleep that has been due longest. Returns `true` if more are due.
     pub(in crate::memory) fn sleep_next(&self, now: Moment) -> bool {
         // During a shutdown, arenas are not put to sleep.
-        if self.admission.is_closed() || self.queue.is_closed() {
+        if self.admission.is_closed() || self.state.is_closed() {
             return false;
         }
         let arenas = self.working_arenas().map(|arena| (arena.next_sleep(), arena));

@@ -23,6 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
+use crate::clock::Moment;
 use crate::device::driver::Backend;
 use crate::device::{ArenaSnapshot, SleepState};
 use crate::memory::snapshot::BudgetSnapshot;
@@ -243,8 +244,9 @@ impl ArenasSensor {
             if device.is_lost() {
                 return;
             }
-            sample.device_decay_due = sample.device_decay_due.min(figures.next_decay);
-            sample.device_sleep_due = sample.device_sleep_due.min(figures.next_sleep);
+            let earlier = |due: Option<Moment>, next| Some(due.map_or(next, |due| due.min(next)));
+            sample.device_decay_due = earlier(sample.device_decay_due, figures.next_decay);
+            sample.device_sleep_due = earlier(sample.device_sleep_due, figures.next_sleep);
             if device.counted == CountedIn::OnDevice && !is_pinned {
                 if let Some(sum) = by_device.get_mut(device.number as usize) {
                     sum.committed = sum.committed.saturating_add(committed);
@@ -264,9 +266,7 @@ impl ArenasSensor {
         if let Some(figures) =
             self.figures.first().filter(|_| self.list.first().is_some_and(is_own))
         {
-            sample.device_committed = figures.committed;
-            sample.device_idle = figures.idle;
-            sample.device_limit = figures.limit;
+            sample.device = *figures;
         }
     }
 

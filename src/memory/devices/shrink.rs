@@ -117,7 +117,7 @@ impl Drop for Run {
         let shared = &self.memory.0.shared;
         if shared.check_here().is_ok() {
             lock(&shared.devices.shrinks).extend(targets.iter());
-            shared.queue.push_one(Job::DecayDevice);
+            shared.state.post(Job::DecayDevice);
         }
     }
 }

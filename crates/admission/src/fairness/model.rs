@@ -407,7 +407,7 @@ fn without_a_limit_there_is_no_reserved_headroom() {
     for turn in 0..200 {
         for class in &mut counts.classes {
             class.rejected_total += 1;
-            class.rejected_bytes_total += class.class.bound().get().min(1 << 40);
+            class.rejected_bytes_total += class.bound.get().min(1 << 40);
         }
         assert_eq!(fairness.update(seen, &counts).reserved_headroom, ByteSize::ZERO, "turn {turn}");
     }
@@ -444,7 +444,7 @@ fn a_few_sheds_are_chance_and_more_are_overload() {
     let mut berths = Vec::new();
     for _ in 0..6 {
         if let Some(class) = counts.classes.get_mut(9) {
-            assert_eq!(class.class.bound(), large);
+            assert_eq!(class.bound, large);
             class.rejected_total += 1;
             class.rejected_bytes_total += large.get();
         }

@@ -1,17 +1,18 @@
-//! Jobs of the control loop, and the queue on which the worker waits for them.
+//! Jobs of the control loop, and the queue of them on which the worker waits.
 //!
 //! A set of jobs is 64 bits, with one bit per job. So the queue is bounded, a pending job is not
 //! queued twice, and a push neither allocates nor locks more than the bell's flag. The queue runs
 //! nothing.
 //!
-//! Invariant: `pop` returns the most urgent job that was pushed and not yet popped. A job pushed
+//! Invariant: `pop_job` returns the most urgent job that was pushed and not yet popped. A job pushed
 //! before or while the worker waits is never lost.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use crate::reclaim::ReclaimPolicy;
-use lowtide_core::clock::{Bell, Clock, Moment};
+use lowtide_core::clock::{Clock, Moment};
+
+use super::state::PressureState;
 
 lowtide_core::named_enum! {
     /// The reason for a purge of the heap, used as a label in metrics.
@@ -128,24 +129,12 @@ impl Job {
 
 /// A set of jobs. Iterates from the most urgent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Jobs(u64);
+pub(super) struct Jobs(u64);
 
 impl Jobs {
     /// Adds a job. Ignores a step beyond the largest ladder.
-    pub fn insert(&mut self, job: Job) {
+    pub(super) fn insert(&mut self, job: Job) {
         self.0 |= job.place().map_or(0, |place| 1 << place);
-    }
-
-    /// Returns `true` if the set contains the job.
-    #[must_use]
-    pub fn contains(self, job: Job) -> bool {
-        job.place().is_some_and(|place| self.0 & (1 << place) != 0)
-    }
-
-    /// Returns `true` if the set is empty.
-    #[must_use]
-    pub const fn is_empty(self) -> bool {
-        self.0 == 0
     }
 }
 
@@ -159,33 +148,26 @@ impl Iterator for Jobs {
     }
 }
 
-/// The pending jobs. One worker waits on it; any thread may push.
-#[derive(Debug, Default)]
-pub struct JobQueue {
-    pending: AtomicU64,
-    closed: AtomicBool,
-    bell: Arc<Bell>,
-}
-
-impl JobQueue {
-    /// Adds jobs and wakes the worker. A job that is already pending stays single. Does nothing
-    /// after [`JobQueue::close`].
-    pub fn push(&self, jobs: Jobs) {
-        if !jobs.is_empty() && !self.is_closed() {
+/// The pending jobs. One worker waits for them; any thread may post.
+impl PressureState {
+    /// Adds jobs and wakes the worker.
+    pub(super) fn post_all(&self, jobs: Jobs) {
+        if jobs.0 != 0 && !self.is_closed() {
             self.pending.fetch_or(jobs.0, Ordering::Release);
             self.bell.ring();
         }
     }
 
-    /// Adds one job.
-    pub fn push_one(&self, job: Job) {
+    /// Adds a job and wakes the worker. A job that is already pending stays single. Does nothing
+    /// after [`PressureState::close`].
+    pub fn post(&self, job: Job) {
         let mut jobs = Jobs::default();
         jobs.insert(job);
-        self.push(jobs);
+        self.post_all(jobs);
     }
 
     /// Takes the most urgent job.
-    pub fn pop(&self) -> Option<Job> {
+    pub fn pop_job(&self) -> Option<Job> {
         let mut pending = Jobs(self.pending.load(Ordering::Acquire));
         // Ends: a bit that another thread took is not tried again.
         loop {
@@ -197,18 +179,18 @@ impl JobQueue {
         }
     }
 
-    /// Returns the pending jobs.
+    /// Returns `true` if a job is pending.
     #[must_use]
-    pub fn pending(&self) -> Jobs {
-        Jobs(self.pending.load(Ordering::Acquire))
+    pub fn has_jobs(&self) -> bool {
+        self.pending.load(Ordering::Acquire) != 0
     }
 
-    /// Waits for a job and takes the most urgent one. Returns `None` once the queue is closed and
-    /// empty.
-    pub fn wait(&self, clock: &dyn Clock) -> Option<Job> {
+    /// Waits for a job and takes the most urgent one. Returns `None` once no more are accepted and
+    /// none is pending.
+    pub(super) fn wait_for_job(&self, clock: &dyn Clock) -> Option<Job> {
         // Ends: each iteration waits for a push or the close.
         loop {
-            if let Some(job) = self.pop() {
+            if let Some(job) = self.pop_job() {
                 return Some(job);
             }
             if self.is_closed() {
@@ -224,7 +206,7 @@ impl JobQueue {
         self.bell.ring();
     }
 
-    /// Returns `true` if the queue accepts no more jobs.
+    /// Returns `true` if no more jobs are accepted.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
@@ -249,7 +231,7 @@ mod tests {
 
     #[test]
     fn the_most_urgent_comes_first_and_doubles_are_one() {
-        let queue = JobQueue::default();
+        let queue = PressureState::default();
         let purge = |trigger| Job::Purge { trigger };
         for job in [
             Job::Publish,
@@ -261,9 +243,9 @@ mod tests {
             Job::Reclaim { step: 0 },
             Job::Reclaim { step: 99 },
         ] {
-            queue.push_one(job);
+            queue.post(job);
         }
-        let order: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
+        let order: Vec<_> = std::iter::from_fn(|| queue.pop_job()).collect();
         let expected = [
             purge(Trigger::Pressure),
             Job::Reclaim { step: 0 },
@@ -277,23 +259,23 @@ mod tests {
 
     #[test]
     fn a_closed_queue_ends_the_worker_after_what_waits() {
-        let queue = JobQueue::default();
-        queue.push_one(Job::Publish);
+        let queue = PressureState::default();
+        queue.post(Job::Publish);
         queue.close();
-        queue.push_one(Job::UnloadIdle);
+        queue.post(Job::UnloadIdle);
         let clock = ManualClock::new();
-        assert_eq!(queue.wait(&clock), Some(Job::Publish));
-        assert_eq!(queue.wait(&clock), None);
+        assert_eq!(queue.wait_for_job(&clock), Some(Job::Publish));
+        assert_eq!(queue.wait_for_job(&clock), None);
     }
 
     #[test]
     fn a_push_wakes_the_worker() {
-        let queue = JobQueue::default();
+        let queue = PressureState::default();
         let clock = ManualClock::new();
         std::thread::scope(|scope| {
-            let worker = scope.spawn(|| queue.wait(&clock));
+            let worker = scope.spawn(|| queue.wait_for_job(&clock));
             assert!(clock.wait_for_waiters(1, std::time::Duration::from_secs(20)));
-            queue.push_one(Job::DecayDevice);
+            queue.post(Job::DecayDevice);
             assert_eq!(worker.join().expect("no panic"), Some(Job::DecayDevice));
         });
     }

@@ -35,7 +35,7 @@ use super::exhaustion::{Exhaustion, ExhaustionSample};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::{Level, Thresholds};
-use super::reclaim::{ReclaimBackoff, ReclaimPolicy};
+use super::reclaim::{Reclaim, ReclaimBackoff, ReclaimPolicy};
 use super::signal::{Limit, LimitSource};
 use super::tally::AdmissionStats;
 use account::BudgetAccount;
@@ -43,14 +43,15 @@ use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, taken};
 
 pub use account::DeviceFigures;
-pub use jobs::{Job, JobQueue, Jobs, Trigger};
+use jobs::Jobs;
+pub use jobs::{Job, Trigger};
 pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
 pub use settings::{PurgeGrowth, Settings, SettingsError};
 pub use state::PressureState;
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
-/// A sample of signals, heap and arenas.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A sample of signals, heap and arenas. By default nothing is held and no limit is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
     /// Bytes that count against the host's limit, without `unreleased`.
     pub physical: ByteSize,
@@ -79,45 +80,16 @@ pub struct Sample {
     pub heap_live: ByteSize,
     /// Bytes of heap pages with live blocks.
     pub heap_active: ByteSize,
-    /// Device memory that the arenas have committed.
-    pub device_committed: ByteSize,
-    /// The part of `device_committed` that is wholly idle.
-    pub device_idle: ByteSize,
-    /// The device's limit, if there is a device; zero if it is lost.
-    pub device_limit: Option<ByteSize>,
-    /// The time when an arena's idle memory is due to decay; [`Moment::NEVER`] if none is.
-    pub device_decay_due: Moment,
-    /// The time when an arena has been idle for long enough to sleep; [`Moment::NEVER`] if none
-    /// will.
-    pub device_sleep_due: Moment,
+    /// The memory of the first device, if it has its own.
+    pub device: DeviceFigures,
+    /// The time when an arena's idle memory is due to decay; `None` or [`Moment::NEVER`] if none is.
+    pub device_decay_due: Option<Moment>,
+    /// The time when an arena has been idle for long enough to sleep; `None` or [`Moment::NEVER`] if
+    /// none will.
+    pub device_sleep_due: Option<Moment>,
     /// `true` if that sleep may need host memory for contents, and time for copies. It is then
     /// skipped while the host is short of memory.
     pub device_sleep_takes_host: bool,
-}
-
-impl Default for Sample {
-    /// Nothing held, no limit known.
-    fn default() -> Self {
-        Self {
-            physical: ByteSize::ZERO,
-            unreleased: ByteSize::ZERO,
-            purgeable: ByteSize::ZERO,
-            decaying: ByteSize::ZERO,
-            cached: ByteSize::ZERO,
-            anonymous: ByteSize::ZERO,
-            untracked_anonymous: ByteSize::ZERO,
-            limit: Limit::UNKNOWN,
-            has_fit: false,
-            heap_live: ByteSize::ZERO,
-            heap_active: ByteSize::ZERO,
-            device_committed: ByteSize::ZERO,
-            device_idle: ByteSize::ZERO,
-            device_limit: None,
-            device_decay_due: Moment::NEVER,
-            device_sleep_due: Moment::NEVER,
-            device_sleep_takes_host: false,
-        }
-    }
 }
 
 impl Sample {
@@ -137,32 +109,19 @@ pub trait Sensor: Send {
     /// Returns the bytes of free blocks in the heap of the C library, with or without memory behind
     /// them, as of the last second or so. Called on the control thread, and only if the answer can
     /// decide on a purge. Default: zero.
-    fn libc_idle(&mut self, now: Moment) -> ByteSize {
-        let _ = now;
+    fn libc_idle(&mut self, _now: Moment) -> ByteSize {
         ByteSize::ZERO
     }
 
     /// Returns the figures of the last sample for a further device: the one that was added with the
     /// `nth` call of [`Maintenance::add_device`], from 0. Default: nothing held, no limit.
-    fn further_device(&self, nth: usize) -> DeviceFigures {
-        let _ = nth;
+    fn further_device(&self, _nth: usize) -> DeviceFigures {
         DeviceFigures::default()
     }
 }
 
 /// The shortest time between two looks at a fit in force. A guess: a look costs some 0.1 ms.
 const FIT_INTERVAL: Duration = Duration::from_millis(100);
-
-/// The decision of a tick.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tick {
-    /// The time of the next tick.
-    pub next: Moment,
-    /// The jobs to run until then.
-    pub jobs: Jobs,
-    /// `true` if memory may fill up soon: the next tick comes at its time, whatever ticks cost.
-    pub is_urgent: bool,
-}
 
 /// The state of the control loop. Owned by one thread.
 pub struct Maintenance {
@@ -171,7 +130,6 @@ pub struct Maintenance {
     admission: Admission,
     resources: Resources,
     policy: ReclaimPolicy,
-    queue: Arc<JobQueue>,
     state: Arc<PressureState>,
     purge: Arc<ReclaimBackoff>,
     host: BudgetAccount,
@@ -186,7 +144,8 @@ pub struct Maintenance {
     admitted: u64,
     quiet_since: Option<(Moment, Sample)>,
     purged_at: Moment,
-    /// The answer of the function of that name at this tick.
+    /// The answer of the function of that name at this tick. The next one then comes at its time,
+    /// whatever ticks cost.
     may_fill_up: bool,
     /// The smallest purgeable amount since the last purge began.
     purgeable_low: ByteSize,
@@ -209,16 +168,20 @@ pub struct Maintenance {
 }
 
 impl Maintenance {
-    /// Creates a loop that has not sampled yet.
+    /// Creates a loop that has not sampled yet. Under pressure it runs the reclaim steps in the
+    /// order of their cost; equal ones keep their order.
     ///
     /// # Errors
     /// [`SettingsError`] if a setting is invalid.
+    ///
+    /// # Panics
+    /// If there are more than 32 steps.
     pub fn new(
         settings: Settings,
         sensor: Box<dyn Sensor>,
         admission: Admission,
         resources: Resources,
-        policy: ReclaimPolicy,
+        steps: Vec<Arc<dyn Reclaim>>,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
@@ -229,8 +192,7 @@ impl Maintenance {
             sensor,
             admission,
             resources,
-            policy,
-            queue: Arc::default(),
+            policy: ReclaimPolicy::new(steps),
             state: Arc::default(),
             purge: Arc::default(),
             host,
@@ -266,13 +228,7 @@ impl Maintenance {
         self.further.push(account);
     }
 
-    /// Returns the queue that receives the jobs.
-    #[must_use]
-    pub fn queue(&self) -> Arc<JobQueue> {
-        Arc::clone(&self.queue)
-    }
-
-    /// Returns the shared state that the last tick published.
+    /// Returns the shared state, which receives the jobs and the figures of the last tick.
     #[must_use]
     pub fn state(&self) -> Arc<PressureState> {
         Arc::clone(&self.state)
@@ -282,7 +238,6 @@ impl Maintenance {
     #[must_use]
     pub fn worker(&self, hands: Box<dyn MaintenanceActions>) -> Worker {
         Worker {
-            queue: self.queue(),
             state: self.state(),
             purge: Arc::clone(&self.purge),
             policy: self.policy.clone(),
@@ -292,8 +247,15 @@ impl Maintenance {
         }
     }
 
-    /// Takes a sample and decides. Allocates nothing.
-    pub fn tick(&mut self, now: Moment) -> Tick {
+    /// Returns the time for which the last tick has planned the next one.
+    #[must_use]
+    pub const fn next_tick(&self) -> Moment {
+        self.planned
+    }
+
+    /// Takes a sample, decides, and posts the jobs for the worker. Returns them, the most urgent
+    /// first. Allocates nothing.
+    pub fn tick(&mut self, now: Moment) -> impl Iterator<Item = Job> + Clone + use<> {
         let freed = self.admission.state().unused.freed();
         let mut sample = self.sensor.sample(now);
         // A limit that was known still exists: a failed read must not admit requests.
@@ -327,7 +289,8 @@ impl Maintenance {
         if resources_due <= now {
             jobs.insert(Job::UnloadIdle);
         }
-        if sample.device_decay_due <= now {
+        let device_decay_due = sample.device_decay_due.unwrap_or(Moment::NEVER);
+        if device_decay_due <= now {
             jobs.insert(Job::DecayDevice);
         }
         let sleep_due = self.sleep_due(&sample);
@@ -351,7 +314,7 @@ impl Maintenance {
             self.settings.idle_tick
         };
         let step = self.jittered(step);
-        let due = resources_due.min(sample.device_decay_due).min(sleep_due);
+        let due = resources_due.min(device_decay_due).min(sleep_due);
         let due = due.min(publish_due).min(look_due).min(decay_due);
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
@@ -361,7 +324,8 @@ impl Maintenance {
         self.last = Some(sample);
         self.planned = next;
         debug_assert!(next > now, "the next tick is not in the future");
-        Tick { next, jobs, is_urgent: self.may_fill_up }
+        self.state.post_all(jobs);
+        jobs
     }
 
     /// Returns the most memory that the process should use.
@@ -463,16 +427,16 @@ impl Maintenance {
     fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
         let turnover = self.host.turns.next(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
-        let is_lost = account::is_lost(sample.device_limit);
+        let is_lost = account::is_lost(sample.device.limit);
         self.admission.state().is_device_lost.store(is_lost, Ordering::Relaxed);
-        let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
+        let device_limit = sample.device.limit.unwrap_or(ByteSize::MAX);
         let _ = self.host.pressure.update(now, sample.physical, limit);
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.
         let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
-        let _ = self.device.pressure.update(now, sample.device_committed, pressed);
+        let _ = self.device.pressure.update(now, sample.device.committed, pressed);
         let ceiling = self.host_ceiling(sample, limit, turnover, now);
         let device_ceiling = account::ceiling(device_limit, self.settings.ceiling);
-        let (committed, idle) = (sample.device_committed, sample.device_idle);
+        let DeviceFigures { committed, idle, .. } = sample.device;
         let budgets = [
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
             (&mut self.device, committed, idle, device_limit, device_ceiling),
@@ -513,7 +477,7 @@ impl Maintenance {
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
         let (required, reserved) = (sample.required(), ledger.requests());
         let (unheld, resources) = (ledger.unheld(), ledger.resource_reservations());
-        let correction_factor = correction.correction_factor();
+        let correction_factor = correction.correction_factor;
         let (limit, other) = match sample.limit.is_known() {
             true => (sample.limit.bytes, correction.other),
             false => (ByteSize::MAX, required.saturating_sub(reserved.scaled(correction_factor))),
@@ -625,7 +589,7 @@ impl Maintenance {
         if is_short && sample.device_sleep_takes_host {
             return Moment::NEVER;
         }
-        sample.device_sleep_due
+        sample.device_sleep_due.unwrap_or(Moment::NEVER)
     }
 
     /// Returns `true` if the next sample should come soon.

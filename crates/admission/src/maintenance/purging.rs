@@ -206,7 +206,6 @@ mod tests {
     use crate::cost::Cost;
     use crate::maintenance::{Sensor, Settings};
     use crate::managed::{Managed, Resources};
-    use crate::reclaim::ReclaimPolicy;
     use crate::signal::Limit;
     use lowtide_core::clock::ManualClock;
     use lowtide_core::sync::{Mutex, lock};
@@ -318,7 +317,7 @@ mod tests {
     fn loops(seen: &Seen, settings: Settings, resources: Resources) -> (Maintenance, Admission) {
         let admission = Admission::new();
         let settings = Settings { publish_interval: None, ..settings };
-        let (sensor, ladder) = (Box::new(seen.clone()), ReclaimPolicy::default());
+        let (sensor, ladder) = (Box::new(seen.clone()), Vec::new());
         let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
         (loops.expect("valid"), admission)
     }
@@ -328,7 +327,7 @@ mod tests {
     fn purges_until(loops: &mut Maintenance, seen: &Seen, from: u64, until: u64) -> Vec<Trigger> {
         let mut purges = Vec::new();
         for quarter in from * 4..until * 4 {
-            for job in loops.tick(at(quarter * 250)).jobs {
+            for job in loops.tick(at(quarter * 250)) {
                 if let Job::Purge { trigger } = job {
                     purges.push(trigger);
                     lock(&seen.0).sample = sample_of(20);
@@ -364,7 +363,7 @@ mod tests {
                     purgeable: ByteSize::mib(purgeable),
                     ..Sample::default()
                 };
-                for job in loops.tick(at(tick * 250)).jobs {
+                for job in loops.tick(at(tick * 250)) {
                     if let Job::Purge { trigger } = job {
                         triggers.push(trigger);
                         let released = ByteSize::mib(200);
@@ -445,7 +444,7 @@ mod tests {
         let mut triggers = Vec::new();
         for second in 0..20 {
             let now = at(second * 1_000);
-            triggers.extend(loops.tick(now).jobs.filter_map(|job| match job {
+            triggers.extend(loops.tick(now).filter_map(|job| match job {
                 Job::Purge { trigger } => Some(trigger),
                 _ => None,
             }));
@@ -476,13 +475,13 @@ mod tests {
         });
         let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
         let mut purges_at = |millis: u64| {
-            let tick = loops.tick(at(millis));
-            let purges = tick.jobs.contains(Job::Purge { trigger: Trigger::Pressure });
+            let mut jobs = loops.tick(at(millis));
+            let purges = jobs.any(|job| job == Job::Purge { trigger: Trigger::Pressure });
             if purges {
                 // Another thread freed as much meanwhile.
                 loops.purge.finish(ByteSize::ZERO, ByteSize::mib(80), at(millis));
             }
-            (purges, tick.is_urgent)
+            (purges, loops.may_fill_up)
         };
         let mut permit = admission.try_admit(Cost::host(ByteSize::mib(120))).expect("no limit yet");
         permit.report(ByteSize::ZERO);
@@ -506,7 +505,7 @@ mod tests {
             if second % 100 == 50 {
                 drop(admission.try_admit(Cost::ZERO).expect("nothing is held"));
             }
-            for job in loops.tick(at(second * 1_000)).jobs {
+            for job in loops.tick(at(second * 1_000)) {
                 if let Job::Purge { trigger } = job {
                     assert_eq!(trigger, Trigger::Idle);
                     // No thread answered.

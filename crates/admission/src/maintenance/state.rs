@@ -7,7 +7,7 @@
 //! between.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::ceiling::CeilingParts;
@@ -15,12 +15,13 @@ use crate::cost::Budget;
 use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
 use crate::pressure::{Level, PressureTracker};
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Bell;
 
 use super::saturation::Utilizations;
 use super::{Sample, Trigger};
 
-/// The figures of the last tick, for the worker, metrics and endpoints. Written by the control
-/// loop. Each figure is consistent; two figures may come from different ticks.
+/// The jobs for the worker, and the figures of the last tick for the worker, metrics and endpoints.
+/// The control loop writes the figures. Each is consistent; two may come from different ticks.
 #[derive(Debug, Default)]
 pub struct PressureState {
     physical: AtomicU64,
@@ -41,6 +42,10 @@ pub struct PressureState {
     exhausted: AtomicBool,
     serves_one: AtomicBool,
     needs_restart: AtomicBool,
+    /// The bits of the pending jobs.
+    pub(super) pending: AtomicU64,
+    pub(super) closed: AtomicBool,
+    pub(super) bell: Arc<Bell>,
     /// Not atomic: the control loop tries the lock, and adds what it missed at the next tick.
     limits: Mutex<LimitRecord>,
     pub(super) utilizations: Utilizations,

@@ -21,7 +21,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::sync::{background, caught};
 
-use super::jobs::{Job, JobQueue, Trigger};
+use super::jobs::{Job, Trigger};
 use super::{Maintenance, PressureState, Settings};
 use crate::cost::Budget;
 use crate::managed::Resources;
@@ -34,17 +34,14 @@ pub trait MaintenanceActions: Send {
     fn purge(&mut self, trigger: Trigger) -> ByteSize;
 
     /// Releases device memory whose decay time has passed. Default: nothing.
-    fn decay_device(&mut self, now: Moment) {
-        let _ = now;
-    }
+    fn decay_device(&mut self, _now: Moment) {}
 
     /// Releases heap memory whose decay time has passed. Default: nothing.
     fn decay_heap(&mut self) {}
 
     /// Puts the device arena to sleep that has been idle for longest, and only that one. Returns
     /// `true` if more are due. Default: nothing.
-    fn sleep_device(&mut self, now: Moment) -> bool {
-        let _ = now;
+    fn sleep_device(&mut self, _now: Moment) -> bool {
         false
     }
 
@@ -54,15 +51,11 @@ pub trait MaintenanceActions: Send {
     }
 
     /// Decides on the fit in force, and unloads resources for it. Default: nothing.
-    fn tend_fit(&mut self, now: Moment) {
-        let _ = now;
-    }
+    fn tend_fit(&mut self, _now: Moment) {}
 
     /// Samples the free memory of the device, and releases idle memory if it is low. Default:
     /// nothing.
-    fn sample_device(&mut self, now: Moment) {
-        let _ = now;
-    }
+    fn sample_device(&mut self, _now: Moment) {}
 
     /// Reports that memory that no request owns leaves no room for requests, or no longer does
     /// ([`PressureState::is_exhausted`]), and that the process needs a restart
@@ -70,14 +63,11 @@ pub trait MaintenanceActions: Send {
     fn report_exhaustion(&mut self) {}
 
     /// Publishes metrics. Default: nothing.
-    fn publish(&mut self, now: Moment) {
-        let _ = now;
-    }
+    fn publish(&mut self, _now: Moment) {}
 }
 
 /// The worker's state, created by [`Maintenance::worker`].
 pub struct Worker {
-    pub(super) queue: Arc<JobQueue>,
     pub(super) state: Arc<PressureState>,
     pub(super) purge: Arc<ReclaimBackoff>,
     pub(super) policy: ReclaimPolicy,
@@ -139,10 +129,10 @@ impl Worker {
             Job::DecayHeap => self.hands.decay_heap(),
             // One at a time: a more urgent job that arrived meanwhile runs before the next.
             Job::SleepDevice if self.hands.sleep_device(now) => {
-                self.queue.push_one(Job::SleepDevice);
+                self.state.post(Job::SleepDevice);
             }
             // The same here.
-            Job::AdminTask if self.hands.run_admin_task() => self.queue.push_one(Job::AdminTask),
+            Job::AdminTask if self.hands.run_admin_task() => self.state.post(Job::AdminTask),
             Job::SleepDevice | Job::AdminTask => {}
             Job::TendFit => {
                 let before = self.resources.releases_total();
@@ -167,25 +157,22 @@ impl Worker {
     /// memory.
     fn purge_after_unload(&self, unloaded: bool) {
         if unloaded {
-            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
+            self.state.post(Job::Purge { trigger: Trigger::Unload });
         }
     }
 }
 
 impl fmt::Debug for Worker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Worker")
-            .field("queue", &self.queue)
-            .field("panics", &self.panics)
-            .finish_non_exhaustive()
+        f.debug_struct("Worker").field("panics", &self.panics).finish_non_exhaustive()
     }
 }
 
-/// Runs the worker's jobs on this thread until the queue is closed and empty.
+/// Runs the worker's jobs on this thread until no more are accepted and none is pending.
 pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
-    let queue = Arc::clone(&worker.queue);
-    // Ends when the queue is closed.
-    while let Some(job) = queue.wait(clock) {
+    let state = Arc::clone(&worker.state);
+    // Ends when no more jobs are accepted.
+    while let Some(job) = state.wait_for_job(clock) {
         worker.run(job, clock);
     }
 }
@@ -231,10 +218,7 @@ impl<'a> ControlLoop<'a> {
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
         let ticked = caught(|| self.maintenance.tick(now));
         let (next, is_urgent) = match ticked {
-            Ok(tick) => {
-                self.maintenance.queue.push(tick.jobs);
-                (tick.next, tick.is_urgent)
-            }
+            Ok(_) => (self.maintenance.next_tick(), self.maintenance.may_fill_up),
             Err(_) => (now + self.maintenance.settings.idle_tick, false),
         };
         let paced = self.pacer.next(now, clock.now() - now, next);
@@ -326,7 +310,7 @@ mod tests {
             world.done.push("sleep");
             world.due -= 1;
             if world.due == 0 {
-                world.sample.device_sleep_due = Moment::NEVER;
+                world.sample.device_sleep_due = None;
             }
             world.sample.physical = world.sample.physical.max(world.held);
             world.due > 0
@@ -337,8 +321,8 @@ mod tests {
     fn run(turns: u32, maintenance: &mut Maintenance, worker: &mut Worker, clock: &ManualClock) {
         for _ in 0..turns {
             clock.advance(SECOND);
-            maintenance.queue().push(maintenance.tick(clock.now()).jobs);
-            if let Some(job) = maintenance.queue().pop() {
+            let _ = maintenance.tick(clock.now());
+            if let Some(job) = maintenance.state().pop_job() {
                 worker.run(job, clock);
             }
         }
@@ -351,7 +335,7 @@ mod tests {
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let (admission, resources) = (Admission::new(), Resources::new());
         let sensor = Box::new(LedgerFigures(Arc::clone(&world)));
-        let policy = ReclaimPolicy::default();
+        let policy = Vec::new();
         let maintenance = Maintenance::new(settings, sensor, admission, resources, policy);
         let maintenance = maintenance.expect("valid");
         let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
@@ -372,7 +356,7 @@ mod tests {
     fn dear(clock: &Arc<ManualClock>, sample: Sample, admission: Admission) -> Maintenance {
         let settings = Settings { publish_interval: None, ..Settings::default() };
         let sensor = Box::new(Dear(Arc::clone(clock), sample));
-        let (resources, policy) = (Resources::new(), ReclaimPolicy::default());
+        let (resources, policy) = (Resources::new(), Vec::new());
         Maintenance::new(settings, sensor, admission, resources, policy).expect("valid")
     }
 
@@ -433,13 +417,16 @@ mod tests {
 
     #[test]
     fn what_is_urgent_goes_between_two_arenas_that_fall_asleep() {
-        let sample = Sample { device_sleep_due: Moment::ORIGIN, ..Sample::default() };
+        let sample = Sample { device_sleep_due: Some(Moment::ORIGIN), ..Sample::default() };
         let held = ByteSize::mib(95);
         let (world, mut maintenance, mut worker) =
             rig(World { sample, due: 3, held, ..World::default() });
         let clock = ManualClock::new();
         run(1, &mut maintenance, &mut worker, &clock);
-        assert!(maintenance.queue().pending().contains(Job::SleepDevice), "for the next");
+        let state = maintenance.state();
+        let pending: Vec<_> = std::iter::from_fn(|| state.pop_job()).collect();
+        assert!(pending.contains(&Job::SleepDevice), "for the next");
+        pending.into_iter().for_each(|job| state.post(job));
         run(20, &mut maintenance, &mut worker, &clock);
         let done = lock(&world).done.clone();
         assert_eq!(done[..2], ["sleep", "purge"], "{done:?}");
@@ -496,7 +483,7 @@ mod tests {
         for takes_host in [true, false] {
             let sample = Sample {
                 physical: ByteSize::mib(95),
-                device_sleep_due: Moment::ORIGIN,
+                device_sleep_due: Some(Moment::ORIGIN),
                 device_sleep_takes_host: takes_host,
                 ..Sample::default()
             };

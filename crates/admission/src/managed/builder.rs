@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide_core::BoxError;
+use lowtide_core::sync::caught;
 
 use super::error::LoadFailure;
 use crate::cost::Cost;
@@ -164,25 +165,27 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
         loaded.unwrap_or_else(|| Err(LoadFailure::new("the load scope did not run the loader")))
     }
 
-    /// Cleans up a value that is not wanted any more, on this thread.
-    pub(super) fn clean_up(&self, value: T) {
-        let _inside = Unloading::begin();
-        (self.unload)(value);
+    /// Cleans up a value that is not wanted any more, on this thread. Returns the message of a
+    /// panic.
+    pub(super) fn clean_up(&self, value: T) -> Result<(), String> {
+        unloading(|| (self.unload)(value))
     }
 
-    /// Cleans up a value on this thread. Returns the bytes released, if measured.
-    pub(super) fn take_apart(&self, value: T) -> Option<Cost> {
-        let _inside = Unloading::begin();
-        let mut value = Some(value);
-        let mut unload = || {
-            if let Some(value) = value.take() {
-                (self.unload)(value);
-            }
-        };
-        let load_scope = self.load_scope.as_ref();
-        let recovered = load_scope.and_then(|load_scope| load_scope.unload(&mut unload));
-        unload();
-        recovered
+    /// Cleans up a value on this thread. Returns the bytes released, if measured, or the message of
+    /// a panic.
+    pub(super) fn take_apart(&self, value: T) -> Result<Option<Cost>, String> {
+        unloading(move || {
+            let mut value = Some(value);
+            let mut unload = || {
+                if let Some(value) = value.take() {
+                    (self.unload)(value);
+                }
+            };
+            let load_scope = self.load_scope.as_ref();
+            let recovered = load_scope.and_then(|load_scope| load_scope.unload(&mut unload));
+            unload();
+            recovered
+        })
     }
 }
 
@@ -220,21 +223,12 @@ thread_local! {
     static UNLOADING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as one that unloads, until it is dropped.
-struct Unloading {
-    before: bool,
-}
-
-impl Unloading {
-    fn begin() -> Self {
-        Self { before: UNLOADING.replace(true) }
-    }
-}
-
-impl Drop for Unloading {
-    fn drop(&mut self) {
-        UNLOADING.set(self.before);
-    }
+/// Runs a clean-up, with this thread marked as one that unloads. A panic is caught.
+fn unloading<R>(clean_up: impl FnOnce() -> R) -> Result<R, String> {
+    let before = UNLOADING.replace(true);
+    let done = caught(clean_up);
+    UNLOADING.set(before);
+    done
 }
 
 /// Returns `true` inside an unload on this thread. Acquiring there could wait for itself: for a

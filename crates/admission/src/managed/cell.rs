@@ -33,10 +33,10 @@ use lowtide_core::sync::{Mutex, MutexGuard, caught, foreground, lock};
 
 use super::builder::{ManagedBuilder, is_unloading};
 use super::error::{LoadFailure, ResourceError};
-use super::resource::{AnyResource, LastUnload, RecentUses, ResourceStats, UnloadReason, score};
+use super::resource::{AnyResource, RecentUses, ResourceStats, UnloadReason, score};
 use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
-use crate::eviction::{Claimable, Eviction, EvictionCause, Idle};
+use crate::eviction::{Claimable, Eviction, Idle};
 use crate::permit::Permit;
 
 /// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
@@ -96,8 +96,9 @@ pub(super) struct CellState<T> {
     loads_begun: u64,
     /// Loaders that have not returned since their loads were given up.
     hung: usize,
-    /// Loads that waited for room in vain, and why the last of them was rejected.
-    no_room: u64,
+    /// Loads that ended without a value and whose waiters get the error: that of the phase, or why
+    /// the last of them, which waited for room in vain, was rejected.
+    pub(super) ended: u64,
     refusal: Option<Rejected>,
     /// No load asks reclaimers before: they did not release enough.
     asks_from: Moment,
@@ -106,13 +107,6 @@ pub(super) struct CellState<T> {
     /// The counters and the last figures; what follows from the rest of the state is added when
     /// they are read.
     stats: ResourceStats,
-}
-
-/// The numbers of loads that have ended without a value.
-#[derive(Clone, Copy)]
-pub(super) struct EndedLoads {
-    failed: u64,
-    no_room: u64,
 }
 
 /// The next action of a caller.
@@ -126,7 +120,7 @@ pub(super) enum CallerStep<T: Send + Sync + 'static> {
 
 pub(super) struct Cell<T: Send + Sync + 'static> {
     parts: ManagedBuilder<T>,
-    clock: Arc<dyn Clock>,
+    pub(super) clock: Arc<dyn Clock>,
     admission: Option<Admission>,
     pub(super) birth: Birth,
     pub(super) state: Mutex<CellState<T>>,
@@ -151,7 +145,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             failures_in_a_row: 0,
             loads_begun: 0,
             hung: 0,
-            no_room: 0,
+            ended: 0,
             refusal: None,
             asks_from: Moment::ORIGIN,
             lines: TokenBucket::new(LINES.0, LINES.1, clock.now()),
@@ -166,7 +160,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if matches!(state.phase, ResourcePhase::Ready { .. }) && !state.closed {
             return Ok(());
         }
-        let seen = state.ended();
+        let seen = state.ended;
         let step = Self::step(cell, &mut state, seen)?;
         drop(state);
         let begun = Self::begin(cell, step, false);
@@ -196,7 +190,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     pub(super) fn step(
         cell: &Arc<Self>,
         state: &mut CellState<T>,
-        seen: EndedLoads,
+        seen: u64,
     ) -> Result<CallerStep<T>, ResourceError> {
         let name = || Arc::clone(&cell.parts.name);
         if state.closed {
@@ -205,7 +199,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         if let Some(guard) = Self::guard(cell, state, true) {
             return Ok(CallerStep::Have(guard));
         }
-        if let Some(rejected) = state.refusal.as_ref().filter(|_| state.no_room > seen.no_room) {
+        let is_own = state.ended > seen;
+        if let Some(rejected) = state.refusal.as_ref().filter(|_| is_own) {
             return Err(ResourceError::Rejected { name: name(), rejected: rejected.clone() });
         }
         match &state.phase {
@@ -222,7 +217,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 // No further thread is started while so many hang; one of them may return at any
                 // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
-                if state.stats.loads_failed_total > seen.failed || now < *until || all_hang {
+                if is_own || now < *until || all_hang {
                     let pause = if all_hang { cell.parts.backoff[1] } else { Duration::ZERO };
                     let (failure, retry_in) = (failure.clone(), (*until - now).max(pause));
                     return Err(ResourceError::Load { name: name(), failure, retry_in });
@@ -286,10 +281,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Records that the loader has returned, so that the load no longer times out. Returns `true`
     /// if the value is still wanted.
     fn has_returned(&self, number: u64) -> bool {
-        if !self.birth.is_here() {
-            return true; // the loader forked, and this is the child: nothing is cleaned up here
-        }
-        let mut state = lock(&self.state);
+        // In a child that the loader forked nothing is cleaned up.
+        let Some(mut state) = self.here() else { return true };
         let Some(loading) = state.loading(number) else { return false };
         loading.deadline = Moment::NEVER;
         true
@@ -305,7 +298,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return loaded;
         }
         if let Ok(value) = loaded
-            && caught(|| self.parts.clean_up(value)).is_err()
+            && self.parts.clean_up(value).is_err()
         {
             lock(&self.state).stats.unload_panics_total += 1;
         }
@@ -378,6 +371,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     fn fail(&self, state: &mut CellState<T>, failure: LoadFailure, now: Moment) {
         state.stats.loads_failed_total += 1;
+        (state.ended, state.refusal) = (state.ended + 1, None);
         state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
         let until = now + self.parts.pause(state.failures_in_a_row);
         state.phase = ResourcePhase::Failed { until, failure };
@@ -494,10 +488,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
         &self,
         (value, mut permit): Loaded<T>,
         reason: UnloadReason,
-        cause: Option<&EvictionCause>,
+        cause: Option<&Arc<str>>,
     ) -> Option<Permit> {
         let start = self.clock.now();
-        let recovered = self.clean_up(value);
+        // The program's own code: it may close an arena, for example, which waits for the device.
+        let own = foreground();
+        let recovered = self.parts.take_apart(value);
+        drop(own);
         if !self.birth.is_here() {
             return None; // the clean-up forked, and this is the child
         }
@@ -515,7 +512,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.stats.unload_time = took;
         let at = start + took;
         let logs = state.lines.take(at).is_ok();
-        state.stats.last_unload = Some(LastUnload { at, reason, cause: cause.cloned() });
+        state.stats.last_unload = Some((at, reason));
+        if let Some(cause) = cause {
+            state.stats.last_eviction = Some(Arc::clone(cause));
+        }
         self.wake_all(state);
         if logs {
             let resource = &*self.parts.name;
@@ -537,11 +537,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
         permit
     }
 
-    /// Runs the clean-up. Returns the bytes released, or the panic's message.
-    fn clean_up(&self, value: T) -> Result<Option<Cost>, String> {
-        // The program's own code: it may close an arena, for example, which waits for the device.
-        let _own = foreground();
-        caught(|| self.parts.take_apart(value))
+    /// Returns the state; `None` in a forked child, where another thread may have held the lock.
+    fn here(&self) -> Option<MutexGuard<'_, CellState<T>>> {
+        self.birth.is_here().then(|| lock(&self.state))
     }
 
     pub(super) fn check_here(&self) -> Result<(), ResourceError> {
@@ -567,10 +565,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn next_due(&self) -> Moment {
-        if !self.birth.is_here() {
-            return Moment::NEVER;
-        }
-        let state = lock(&self.state);
+        let Some(state) = self.here() else { return Moment::NEVER };
         match &state.phase {
             ResourcePhase::Loading(loading) => loading.deadline,
             _ => self.due(&state),
@@ -606,8 +601,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn close(self: Arc<Self>, wait: Duration) -> Result<(), ResourceError> {
-        if self.birth.is_here() {
-            let mut state = lock(&self.state);
+        if let Some(mut state) = self.here() {
             state.closed = true;
             if matches!(&state.phase, ResourcePhase::Loading(loading) if loading.waits_for_room) {
                 state.phase = ResourcePhase::Empty;
@@ -618,13 +612,11 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn stats(&self) -> ResourceStats {
-        // In a forked child another thread may have held the lock.
-        if !self.birth.is_here() {
+        let Some(state) = self.here() else {
             let (name, cost) = (Arc::clone(&self.parts.name), self.parts.cost);
             return ResourceStats { name, cost, ..ResourceStats::default() };
-        }
+        };
         let now = self.clock.now();
-        let state = lock(&self.state);
         ResourceStats {
             loaded: matches!(state.phase, ResourcePhase::Ready { .. }),
             loading: matches!(state.phase, ResourcePhase::Loading(_)),
@@ -638,11 +630,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn idle(self: Arc<Self>) -> Option<Idle> {
-        if !self.birth.is_here() {
-            return None;
-        }
-        let now = self.clock.now();
-        let state = lock(&self.state);
+        let (state, now) = (self.here()?, self.clock.now());
         let stays = self.evictable_from(&state)?;
         let ResourcePhase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
         let cost = permit.cost();
@@ -660,10 +648,7 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
     }
 
     fn evictable(&self) -> Cost {
-        if !self.birth.is_here() {
-            return Cost::ZERO;
-        }
-        let state = lock(&self.state);
+        let Some(state) = self.here() else { return Cost::ZERO };
         match &state.phase {
             ResourcePhase::Ready { permit: Some(permit), .. }
                 if self.evictable_from(&state).is_some() =>
@@ -686,7 +671,7 @@ impl<T: Send + Sync + 'static> Drop for Cell<T> {
             let _ = ManuallyDrop::new((value, permit));
             return;
         }
-        let _ = caught(|| Arc::into_inner(value).map(|value| self.parts.take_apart(value)));
+        let _ = Arc::into_inner(value).map(|value| self.parts.take_apart(value));
         drop(permit);
     }
 }
@@ -701,11 +686,6 @@ impl<T> CellState<T> {
             ResourcePhase::Loading(loading) if loading.number == number => Some(loading),
             _ => None,
         }
-    }
-
-    /// Returns the loads that have ended without a value so far.
-    pub(super) const fn ended(&self) -> EndedLoads {
-        EndedLoads { failed: self.stats.loads_failed_total, no_room: self.no_room }
     }
 
     fn ring_drainers(&self) {
@@ -762,10 +742,7 @@ impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
 impl<T: Send + Sync + 'static> Drop for CountedGuard<T> {
     fn drop(&mut self) {
         let Self { cell, counts } = self;
-        if !cell.birth.is_here() {
-            return; // another thread may have held the lock when this process was forked
-        }
-        let mut state = lock(&cell.state);
+        let Some(mut state) = cell.here() else { return };
         state.guards -= 1;
         if *counts {
             let now = cell.clock.now();
@@ -786,10 +763,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// Takes a guard if the resource is loaded. It is a use if `counts` is set.
     pub(super) fn try_acquire(cell: &Arc<Self>, counts: bool) -> Option<Use<T>> {
-        if !cell.birth.is_here() {
-            return None;
-        }
-        Self::guard(cell, &mut lock(&cell.state), counts)
+        let mut state = cell.here()?;
+        Self::guard(cell, &mut state, counts)
     }
 
     /// Takes a guard if the resource is loaded and not closed.

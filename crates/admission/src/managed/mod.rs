@@ -41,7 +41,7 @@ use ticket::Ticket;
 pub use builder::{LoadScope, ManagedBuilder};
 pub use cell::Use;
 pub use error::{LoadFailure, ResourceError};
-pub use resource::{LastUnload, ResourceStats, Resources, UnloadReason};
+pub use resource::{ResourceStats, Resources, UnloadReason};
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// Builds the resource, which is not loaded yet. It does not keep the `Memory` of `admission`

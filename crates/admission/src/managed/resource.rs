@@ -15,12 +15,12 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
-use lowtide_core::sync::{Mutex, lock};
+use lowtide_core::sync::{Mutex, MutexGuard, lock};
 
 use super::error::ResourceError;
 use crate::admission::Admission;
 use crate::cost::{Budget, Cost};
-use crate::eviction::{EvictionCause, EvictionSource, Evictor, Idle};
+use crate::eviction::{EvictionSource, Evictor, Idle};
 use crate::pressure::Level;
 use crate::reclaim::Reclaim;
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
@@ -40,27 +40,6 @@ lowtide_core::named_enum! {
         Manual = "manual",
         /// The service shut down.
         Shutdown = "shutdown",
-    }
-}
-
-/// The last unload of a resource.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LastUnload {
-    /// The time when it had ended.
-    pub at: Moment,
-    /// The reason.
-    pub reason: UnloadReason,
-    /// The caller that needed the room, with the figures at that time; `None` unless evicted.
-    pub cause: Option<EvictionCause>,
-}
-
-impl fmt::Display for LastUnload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.cause {
-            Some(cause) => cause.fmt(f),
-            None => write!(f, "unloaded: {}", self.reason.name()),
-        }
     }
 }
 
@@ -90,9 +69,11 @@ pub struct ResourceStats {
     pub loads_refused_total: u64,
     /// Unloads, in the order of [`UnloadReason::ALL`].
     pub unloads: [u64; UnloadReason::ALL.len()],
-    /// The last unload; `None` before.
-    #[cfg_attr(feature = "serde", serde(skip))]
-    pub last_unload: Option<LastUnload>,
+    /// The time when the last unload had ended, and its reason; `None` before.
+    pub last_unload: Option<(Moment, UnloadReason)>,
+    /// A sentence on the last eviction: the caller that needed the room, with the figures at that
+    /// time; `None` before.
+    pub last_eviction: Option<Arc<str>>,
     /// Clean-ups that panicked.
     pub unload_panics_total: u64,
     /// The time when the last guard was released; `None` before.
@@ -226,7 +207,12 @@ impl Resources {
     }
 
     fn all(&self) -> Vec<Arc<dyn AnyResource>> {
-        if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
+        self.here().map_or_else(Vec::new, |list| list.clone())
+    }
+
+    /// Returns the list, unless this is a forked child.
+    fn here(&self) -> Option<MutexGuard<'_, Vec<Arc<dyn AnyResource>>>> {
+        self.birth.is_here().then(|| lock(&self.list))
     }
 
     /// Returns the state and counters of all resources, in the order in which they were added.
@@ -253,29 +239,20 @@ impl Resources {
     /// Returns the time when the next resource is due. Does not allocate; checks each resource.
     #[must_use]
     pub fn next_due(&self) -> Moment {
-        if !self.birth.is_here() {
-            return Moment::NEVER;
-        }
-        let list = lock(&self.list);
-        list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
+        let due = self.here().and_then(|list| list.iter().map(|it| it.next_due()).min());
+        due.unwrap_or(Moment::NEVER)
     }
 
     /// Returns the number of loads that succeeded. Does not allocate; checks each resource.
     pub(crate) fn loads_total(&self) -> u64 {
-        if !self.birth.is_here() {
-            return 0;
-        }
-        lock(&self.list).iter().map(|resource| resource.stats().loads_ok_total).sum()
+        self.here().map_or(0, |list| list.iter().map(|it| it.stats().loads_ok_total).sum())
     }
 
     /// Returns the reservations of resources that may be evicted, now or after their minimum
     /// residency. Does not allocate; checks each resource.
     pub(crate) fn evictable(&self) -> Cost {
-        if !self.birth.is_here() {
-            return Cost::ZERO;
-        }
-        let list = lock(&self.list);
-        list.iter().fold(Cost::ZERO, |sum, resource| sum.and(resource.evictable()))
+        let sum = |sum: Cost, it: &Arc<dyn AnyResource>| sum.and(it.evictable());
+        self.here().map_or(Cost::ZERO, |list| list.iter().fold(Cost::ZERO, sum))
     }
 
     /// Unloads the resources that are due, on the calling thread, and returns their number.

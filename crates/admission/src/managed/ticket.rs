@@ -13,20 +13,20 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
-use lowtide_core::clock::Bell;
+use lowtide_core::clock::{Bell, Moment};
 use lowtide_core::sync::{caught, lock};
 
 use crate::cost::{Cost, Rejected};
 use crate::permit::Waiting;
 
-use super::cell::{CallerStep, Cell, CellState, EndedLoads, Use};
+use super::cell::{CallerStep, Cell, CellState, Use};
 use super::error::ResourceError;
 
 /// The place of a caller among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
     /// Its key among the wakers, and the loads that had ended when it arrived.
-    waits: Option<(u64, EndedLoads)>,
+    waits: Option<(u64, u64)>,
     /// The load that it wants room for.
     room: Option<LoadWait>,
     /// Set once the wait for room has timed out.
@@ -56,7 +56,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
             if let Poll::Ready(found) = self.poll(&Context::from_waker(&waker)) {
                 return found;
             }
-            self.cell.wait_for(&bell);
+            self.cell.clock.wait_until(&bell, Moment::NEVER);
         }
     }
 
@@ -77,7 +77,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let mut waker = Some(cx.waker().clone());
         let room = self.poll_room(cx);
         let mut state = lock(&cell.state);
-        let seen = self.waits.map_or_else(|| state.ended(), |(_, seen)| seen);
+        let seen = self.waits.map_or(state.ended, |(_, seen)| seen);
         let step = match room {
             Poll::Ready(Err(error)) => Err(error),
             Poll::Pending if !state.closed => Ok(CallerStep::Wait),
@@ -110,7 +110,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         let replaced = self.leave(&mut state);
         drop(state);
         if let Some(room) = self.room.take() {
-            cell.abandon(room.number); // it was closed meanwhile
+            cell.abandon(room.number, lock(&cell.state)); // it was closed meanwhile
         }
         // A panic in it must not lose the guard that is already counted.
         let _ = caught(|| drop((replaced, waker)));
@@ -161,7 +161,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
     fn wait_for_change(
         &mut self,
         state: &mut CellState<T>,
-        seen: EndedLoads,
+        seen: u64,
         waker: Option<Waker>,
     ) -> Option<Waker> {
         let (key, _) = *self.waits.get_or_insert_with(|| {
@@ -187,7 +187,7 @@ impl<T: Send + Sync + 'static> Drop for Ticket<T> {
         let cell = Arc::clone(&self.cell);
         if let Some(room) = self.room.take() {
             // Another waiter takes it over.
-            cell.abandon(room.number);
+            cell.abandon(room.number, lock(&cell.state));
         }
         let mut state = lock(&cell.state);
         let _left = self.leave(&mut state);

@@ -172,13 +172,13 @@ impl Cgroup {
         };
         let (mut outside, mut unreadable) = (None, None);
         // Version 1 first: on a hybrid host the `0::` line exists without a memory controller.
-        for (names, path) in [(&V1, path_v1(lines, MEMORY)), (&V2, path_v2(lines))] {
-            let Some(path) = path else { continue };
+        for names in [&V1, &V2] {
             let controller = names.is_v1.then_some(MEMORY);
-            for place in places(root, &mounts, path, controller) {
+            for place in places(root, lines, &mounts, controller) {
                 if place.outside {
+                    let path = || path_of(lines, controller).unwrap_or_default();
                     outside.get_or_insert_with(|| SignalError::Outside {
-                        cgroup: String::from_utf8_lossy(path).into_owned(),
+                        cgroup: String::from_utf8_lossy(path()).into_owned(),
                         root: place.root.display().to_string(),
                     });
                 }
@@ -449,21 +449,16 @@ fn stat_of(text: &[u8], names: &Names) -> Stat {
     }
 }
 
-/// Returns the path in the line of a version 1 controller.
-pub(super) fn path_v1<'a>(lines: &'a [u8], controller: &[u8]) -> Option<&'a [u8]> {
-    path_where(lines, |list| list.split(|&byte| byte == b',').any(|one| one == controller))
-}
-
-/// Returns the path in the `0::` line.
-pub(super) fn path_v2(lines: &[u8]) -> Option<&[u8]> {
-    path_where(lines, <[u8]>::is_empty)
-}
-
-fn path_where(lines: &[u8], wanted: impl Fn(&[u8]) -> bool) -> Option<&[u8]> {
+/// Returns the path in the line of a version 1 controller, or in the `0::` line.
+fn path_of<'a>(lines: &'a [u8], controller: Option<&[u8]>) -> Option<&'a [u8]> {
     lines.split(|&byte| byte == b'\n').find_map(|line| {
         let mut fields = line.splitn(3, |&byte| byte == b':');
         let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-        wanted(controllers).then_some(path)
+        let is_it = match controller {
+            Some(name) => controllers.split(|&byte| byte == b',').any(|one| one == name),
+            None => controllers.is_empty(),
+        };
+        is_it.then_some(path)
     })
 }
 
@@ -536,15 +531,16 @@ impl CgroupPath {
     }
 }
 
-/// Locates `path` under the mounts of its hierarchy, that of a version 1 controller or that of
-/// version 2, in a file tree at `tree`. Those that show the cgroup come first; any of them may be
-/// covered by another mount.
+/// Locates the cgroup of this process, by the text of `/proc/self/cgroup`, under the mounts of its
+/// hierarchy: that of a version 1 controller, or that of version 2, in a file tree at `tree`. Those
+/// that show the cgroup come first; any of them may be covered by another mount.
 pub(super) fn places(
     tree: &Path,
+    lines: &[u8],
     mounts: &[u8],
-    path: &[u8],
     controller: Option<&[u8]>,
 ) -> Vec<CgroupPath> {
+    let Some(path) = path_of(lines, controller) else { return Vec::new() };
     let path = Path::new(OsStr::from_bytes(path));
     let mut found = Vec::new();
     let mut lines = mounts.split(|&byte| byte == b'\n');
@@ -613,20 +609,21 @@ mod tests {
     use super::*;
 
     fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<CgroupPath> {
-        places(Path::new("/nonexistent"), mounts, path, controller).into_iter().next()
+        let lines = [b"1:", controller.unwrap_or_default(), b":", path].concat();
+        places(Path::new("/nonexistent"), &lines, mounts, controller).into_iter().next()
     }
 
     const HYBRID: &[u8] = b"9:name=systemd:/\n4:memory:/api/94cf\n1:cpu,cpuacct:/\n0::/sys\n";
 
     #[test]
     fn the_path_is_that_of_the_memory_controller() {
-        assert_eq!(path_v1(HYBRID, MEMORY), Some(&b"/api/94cf"[..]));
-        assert_eq!(path_v2(HYBRID), Some(&b"/sys"[..]));
-        assert_eq!(path_v1(b"0::/user.slice\n", MEMORY), None);
-        assert_eq!(path_v2(b"0::/a:b\n"), Some(&b"/a:b"[..]));
+        assert_eq!(path_of(HYBRID, Some(MEMORY)), Some(&b"/api/94cf"[..]));
+        assert_eq!(path_of(HYBRID, None), Some(&b"/sys"[..]));
+        assert_eq!(path_of(b"0::/user.slice\n", Some(MEMORY)), None);
+        assert_eq!(path_of(b"0::/a:b\n", None), Some(&b"/a:b"[..]));
         for broken in [&b""[..], b"\n", b"4", b"4:memory", b"\xff\xfe:\xff"] {
-            assert_eq!(path_v1(broken, MEMORY), None);
-            assert_eq!(path_v2(broken), None);
+            assert_eq!(path_of(broken, Some(MEMORY)), None);
+            assert_eq!(path_of(broken, None), None);
         }
     }
 

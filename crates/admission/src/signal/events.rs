@@ -13,14 +13,14 @@
 //! the unified hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
 //!
 //! Invariants: `count = current value of the file - value at the open`, never below zero;
-//! `full.total <= some.total`, as the kernel counts them.
+//! `full_total <= some_total`, as the kernel counts them.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use lowtide_core::kernel::number;
 
-use super::cgroup::{Names, path_v2, places};
+use super::cgroup::{Names, places};
 use super::file::{SignalError, SignalFile, keyed, read_whole};
 
 /// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
@@ -136,33 +136,28 @@ fn counts_of(text: &[u8]) -> EventCounts {
     }
 }
 
-/// Time lost waiting for memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct Stall {
-    /// The fraction of the last ten seconds, 0 to 1, in steps of 0.0001.
-    pub avg10: f64,
-    /// The total since the cgroup was created.
-    pub total: Duration,
-}
-
-/// Pressure stall information (PSI) of the own cgroup.
+/// Pressure stall information (PSI) of the own cgroup: the time lost waiting for memory, as a
+/// fraction of the last ten seconds, 0 to 1 in steps of 0.0001, and in total since the cgroup was
+/// created.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Psi {
-    /// Time in which at least one task waited for memory.
-    pub some: Stall,
-    /// Time in which all tasks that could have run waited for memory.
-    pub full: Stall,
+    /// The fraction in which at least one task waited for memory.
+    pub some_avg10: f64,
+    /// The total of that time.
+    pub some_total: Duration,
+    /// The fraction in which all tasks that could have run waited for memory.
+    pub full_avg10: f64,
+    /// The total of that time.
+    pub full_total: Duration,
 }
 
 impl Psi {
-    /// Returns both with the kernel's names, for metrics.
+    /// Returns fraction and total of both kinds with the kernel's names, for metrics.
     #[must_use]
-    pub const fn by_name(self) -> [(&'static str, Stall); 2] {
-        [("some", self.some), ("full", self.full)]
+    pub const fn by_name(self) -> [(&'static str, f64, Duration); 2] {
+        [("some", self.some_avg10, self.some_total), ("full", self.full_avg10, self.full_total)]
     }
 }
 
@@ -184,7 +179,7 @@ pub(super) fn find_psi(
 
 /// Returns the path of the file; `None` if no hierarchy shows the own cgroup.
 fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
-    let places = places(root, mounts, path_v2(lines)?, None);
+    let places = places(root, lines, mounts, None);
     let mut folders = places.iter().filter_map(|place| place.folder_of_own(root));
     // "cgroup.type: ... exists on non-root cgroups" (cgroup-v2.rst): the root's file is the
     // machine's.
@@ -194,15 +189,17 @@ fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
 
 /// Parses `some avg10=1.23 avg60=... avg300=... total=<microseconds>`, and a line of `full`.
 pub(super) fn psi_of(text: &[u8]) -> Option<Psi> {
-    Some(Psi { some: stall_of(text, b"some ")?, full: stall_of(text, b"full ")? })
+    let (some_avg10, some_total) = stall_of(text, b"some ")?;
+    let (full_avg10, full_total) = stall_of(text, b"full ")?;
+    Some(Psi { some_avg10, some_total, full_avg10, full_total })
 }
 
-fn stall_of(text: &[u8], kind: &[u8]) -> Option<Stall> {
+fn stall_of(text: &[u8], kind: &[u8]) -> Option<(f64, Duration)> {
     let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(kind))?;
     let value =
         |key: &[u8]| line.split(|&byte| byte == b' ').find_map(|field| field.strip_prefix(key));
     let total = Duration::from_micros(number(value(b"total=")?)?);
-    Some(Stall { avg10: percent(value(b"avg10=")?)?, total })
+    Some((percent(value(b"avg10=")?)?, total))
 }
 
 /// Parses a percentage with two decimals, such as `12.34`, as a ratio.
@@ -224,13 +221,13 @@ mod psi_tests {
     #[test]
     fn both_lines_are_read_or_nothing_is() {
         let psi = psi_of(TEXT.as_bytes()).expect("read");
-        assert!((psi.some.avg10 - 0.1234).abs() < 1e-12 && (psi.full.avg10 - 0.005).abs() < 1e-12);
-        assert_eq!(psi.some.total, Duration::from_micros(10_507_010));
-        assert_eq!(psi.full.total, Duration::from_micros(3_155_316));
+        assert!((psi.some_avg10 - 0.1234).abs() < 1e-12 && (psi.full_avg10 - 0.005).abs() < 1e-12);
+        assert_eq!(psi.some_total, Duration::from_micros(10_507_010));
+        assert_eq!(psi.full_total, Duration::from_micros(3_155_316));
         for cut in 0..TEXT.len() - 1 {
             // A cut total is a number still; it is never more than the whole one.
             let read = psi_of(&TEXT.as_bytes()[..cut]);
-            assert!(read.is_none_or(|read| read.full.total < psi.full.total), "{cut}: {read:?}");
+            assert!(read.is_none_or(|read| read.full_total < psi.full_total), "{cut}: {read:?}");
         }
         for broken in ["12", "12.3", "12.345", "-1.00", "a.bc", "99999999999999999999.00", "."] {
             assert_eq!(percent(broken.as_bytes()), None, "{broken}");

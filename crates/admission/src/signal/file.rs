@@ -114,7 +114,7 @@ pub(super) fn keyed(text: &[u8], key: &[u8]) -> Option<u64> {
 #[non_exhaustive]
 pub enum SignalError {
     /// A file could not be read.
-    #[error("cannot read {path}: {error}", path = path.display(), error = os_error(*code))]
+    #[error("cannot read {path}: {error}", path = path.display(), error = io::Error::from_raw_os_error(*code))]
     Unreadable {
         /// The path of the file.
         path: PathBuf,
@@ -193,10 +193,6 @@ impl SignalError {
             _ => false,
         }
     }
-}
-
-fn os_error(code: i32) -> io::Error {
-    io::Error::from_raw_os_error(code)
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, number, physical_memory};
 use lowtide_core::sync::{Mutex, lock};
 
-use super::cgroup::{path_v1, path_v2, places};
+use super::cgroup::places;
 use super::file::{SignalError, SignalFile, read_whole};
 
 /// The strict mode of `vm.overcommit_memory`.
@@ -196,10 +196,9 @@ fn quota(root: &Path) -> Option<u64> {
     let lines = read_whole(&proc.join("cgroup")).ok()?;
     let mounts = read_whole(&proc.join("mountinfo")).ok()?;
     // Version 1 first: on a hybrid host the `0::` line exists without a controller.
-    for (path, controller) in [(path_v1(&lines, CPU), Some(CPU)), (path_v2(&lines), None)] {
-        let Some(path) = path else { continue };
+    for controller in [Some(CPU), None] {
         let of_level = if controller.is_some() { quota_v1 } else { quota_v2 };
-        for place in places(root, &mounts, path, controller) {
+        for place in places(root, &lines, &mounts, controller) {
             let levels = place.folders(root);
             let quotas = levels.iter().filter_map(|folder| of_level(folder));
             if let Some(least) = quotas.min() {

@@ -27,7 +27,7 @@ mod mappings;
 mod signals;
 mod tracker;
 
-pub use events::{EventCounts, MemoryEvents, Psi, Stall};
+pub use events::{EventCounts, MemoryEvents, Psi};
 pub use file::SignalError;
 pub use limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
 pub use machine::Cpus;

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::kernel::{Statm, kib_of, page_size, resident_error};
@@ -19,8 +18,8 @@ const PAGE_USUAL: ByteSize = ByteSize::kib(4);
 
 /// The signals of this process, read through open descriptors.
 ///
-/// After `fork` the descriptors still refer to the parent.
-#[derive(Debug)]
+/// After `fork` the descriptors still refer to the parent. By default it reads nothing.
+#[derive(Debug, Default)]
 pub struct Signals {
     root: PathBuf,
     statm: Option<SignalFile>,
@@ -33,8 +32,7 @@ pub struct Signals {
     error: ByteSize,
     machine: Machine,
     given: Option<ByteSize>,
-    /// [`u64::MAX`] for none.
-    fit: AtomicU64,
+    fit: Mutex<Option<ByteSize>>,
     cpus: Cpus,
     space: Mutex<SpaceLimits>,
     files: Mutex<Arc<CgroupFiles>>,
@@ -127,22 +125,7 @@ impl Signals {
     /// Creates signals that read nothing: only the limit set by [`Signals::with_limit`] is known.
     #[must_use]
     pub fn none() -> Self {
-        Self {
-            root: PathBuf::new(),
-            statm: None,
-            status: None,
-            limits: None,
-            groups: None,
-            page: PAGE_USUAL,
-            error: ByteSize::ZERO,
-            machine: Machine::default(),
-            given: None,
-            fit: AtomicU64::new(u64::MAX),
-            cpus: Cpus::of_thread(),
-            space: Mutex::default(),
-            files: Mutex::default(),
-            missing: Vec::new(),
-        }
+        Self { cpus: Cpus::of_thread(), ..Self::default() }
     }
 
     /// Reads again the bounds of the machine and of the process (`prlimit`), and looks if the
@@ -209,11 +192,11 @@ impl Signals {
     /// limit. Unlike a limit from configuration it changes while the process runs: everything that
     /// follows the limit shrinks before the kernel's limit does.
     pub fn set_fit(&self, fit: Option<ByteSize>) {
-        self.fit.store(fit.map_or(u64::MAX, ByteSize::get), Ordering::Relaxed);
+        *lock(&self.fit) = fit;
     }
 
     pub(super) fn fit(&self) -> Option<ByteSize> {
-        Some(self.fit.load(Ordering::Relaxed)).filter(|fit| *fit != u64::MAX).map(ByteSize::new)
+        *lock(&self.fit)
     }
 
     /// Returns the machine's physical memory, read once; `None` if it could not be read.

@@ -11,8 +11,8 @@ use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, Cost, ExhaustionPolicy, Job, Level, Limit, LimitSource, Maintenance,
-    MaintenanceActions, Managed, Permit, Priority, ReclaimPolicy, RejectReason, Rejected,
-    Resources, Sample, Sensor, Settings, Trigger,
+    MaintenanceActions, Managed, Permit, Priority, RejectReason, Rejected, Resources, Sample,
+    Sensor, Settings, Trigger,
 };
 use lowtide_core::sync::lock;
 
@@ -93,7 +93,7 @@ impl MaintenanceActions for FakeHands {
         self.0.with(|memory| {
             memory.decayed += 1;
             memory.in_background = lowtide_core::sync::is_background();
-            memory.sample.device_decay_due = Moment::NEVER;
+            memory.sample.device_decay_due = None;
         });
     }
 
@@ -125,7 +125,7 @@ impl Rig {
             memory.sample.heap_live = base;
         });
         let (admission, resources) = (Admission::new(), Resources::new());
-        let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
+        let ladder = vec![resources.reclaimer(Budget::Host)];
         let sensor = Box::new(FakeSensor(memory.clone()));
         let clock = Arc::new(ManualClock::new());
         let maintenance =
@@ -148,13 +148,11 @@ impl Rig {
     fn step(&mut self) {
         let now = self.clock.now();
         if now >= self.next {
-            let tick = self.maintenance.tick(now);
-            assert!(tick.next > now);
-            self.next = tick.next;
-            self.posted.extend(tick.jobs.map(|job| (now, job)));
-            self.maintenance.queue().push(tick.jobs);
+            self.posted.extend(self.maintenance.tick(now).map(|job| (now, job)));
+            self.next = self.maintenance.next_tick();
+            assert!(self.next > now);
         }
-        if let Some(job) = self.maintenance.queue().pop() {
+        if let Some(job) = self.maintenance.state().pop_job() {
             self.worker.run(job, &*self.clock);
         }
         self.clock.advance(MILLI);
@@ -423,9 +421,10 @@ fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
     let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
     let step = |rig: &mut Rig| {
         let now = rig.clock.now();
-        let tick = rig.maintenance.tick(now);
-        rig.clock.advance(tick.next - now);
-        tick.next - now
+        let _ = rig.maintenance.tick(now);
+        let step = rig.maintenance.next_tick() - now;
+        rig.clock.advance(step);
+        step
     };
     let _first = step(&mut rig);
     assert_eq!(step(&mut rig), 250 * MILLI);
@@ -468,9 +467,10 @@ fn steps_are_shortened_at_random_and_never_drawn_out() {
     let mut steps = Vec::new();
     for _ in 0..200 {
         let now = rig.clock.now();
-        let tick = rig.maintenance.tick(now);
-        rig.clock.advance(tick.next - now);
-        steps.push(tick.next - now);
+        let _ = rig.maintenance.tick(now);
+        let step = rig.maintenance.next_tick() - now;
+        rig.clock.advance(step);
+        steps.push(step);
     }
     steps.sort_unstable();
     let (least, most) = (steps[0], steps[199]);
@@ -483,7 +483,7 @@ fn steps_are_shortened_at_random_and_never_drawn_out() {
 fn device_decay_and_publication_come_when_they_are_due() {
     let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
     let due = Moment::ORIGIN + Duration::from_millis(333);
-    rig.memory.with(|memory| memory.sample.device_decay_due = due);
+    rig.memory.with(|memory| memory.sample.device_decay_due = Some(due));
     rig.run(Duration::from_secs(10));
     assert_eq!(rig.memory.with(|memory| memory.decayed), 1);
     let at = rig.posted.iter().find(|(_, job)| *job == Job::DecayDevice).expect("posted").0;
@@ -497,9 +497,9 @@ fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_
     rig.memory.with(|memory| {
         memory.sample.limit = Limit::UNKNOWN;
         memory.sample.physical = ByteSize::gib(500);
-        memory.sample.device_limit = Some(ByteSize::gib(10));
-        memory.sample.device_committed = ByteSize::gib(4);
-        memory.sample.device_idle = ByteSize::gib(2);
+        memory.sample.device.limit = Some(ByteSize::gib(10));
+        memory.sample.device.committed = ByteSize::gib(4);
+        memory.sample.device.idle = ByteSize::gib(2);
     });
     rig.run(Duration::from_millis(600));
     assert_eq!(rig.admission.level(), Level::None);
@@ -553,7 +553,7 @@ fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
     let rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
     let Rig { clock, memory, mut maintenance, mut worker, .. } = rig;
     memory.with(|memory| memory.panics = true);
-    let (bell, stop, queue) = (Bell::new(), AtomicBool::new(false), maintenance.queue());
+    let (bell, stop, state) = (Bell::new(), AtomicBool::new(false), maintenance.state());
     thread::scope(|scope| {
         let control = scope.spawn(|| {
             lowtide_admission::run_control(&mut maintenance, &*clock, &bell, &stop);
@@ -572,7 +572,7 @@ fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
         }
         stop.store(true, Ordering::Release);
         bell.ring();
-        queue.close();
+        state.close();
         control.join().expect("no panic");
         worker.join().expect("no panic");
     });
@@ -898,7 +898,7 @@ fn a_lost_device_and_a_critical_level_saturate_a_service_and_no_limit_does_not()
         rig.memory.with(|memory| change(&mut memory.sample));
         saturation(&mut rig)
     };
-    assert!(with(|sample| sample.device_limit = Some(ByteSize::ZERO)) > 0.99);
+    assert!(with(|sample| sample.device.limit = Some(ByteSize::ZERO)) > 0.99);
     let critical = |sample: &mut Sample| {
         sample.physical = ByteSize::mib(250);
         sample.purgeable = ByteSize::mib(240);

@@ -9,8 +9,8 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide_admission::{
-    Admission, Budget, Cost, Limit, Maintenance, Managed, ReclaimPolicy, Reclaimable,
-    ResourceError, Resources, Sample, Sensor, Settings, SignalTracker, Signals, UnloadReason,
+    Admission, Budget, Cost, Limit, Maintenance, Managed, Reclaimable, ResourceError, Resources,
+    Sample, Sensor, Settings, SignalTracker, Signals, UnloadReason,
 };
 use test_fork::test;
 
@@ -30,7 +30,7 @@ impl Sensor for Machine {
             physical: signal.physical.saturating_add(ByteSize::mib(self.turn % 100)),
             purgeable: ByteSize::mib(50),
             limit: Limit::given(ByteSize::mib(110)),
-            device_decay_due: now,
+            device_decay_due: Some(now),
             ..Sample::default()
         }
     }
@@ -46,20 +46,17 @@ fn a_sample_a_tick_and_an_admission_allocate_nothing() {
         .build(clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
     assert_eq!(resources.add(&managed), Ok(()));
-    let ladder = ReclaimPolicy::new(vec![resources.reclaimer(Budget::Host)]);
+    let ladder = vec![resources.reclaimer(Budget::Host)];
     let sensor =
         Box::new(Machine { signals: SignalTracker::new(Arc::new(Signals::open())), turn: 0 });
     let mut maintenance =
         Maintenance::new(Settings::default(), sensor, admission.clone(), resources, ladder)
             .expect("settings");
-    let queue = maintenance.queue();
     let (mut posted, mut admitted) = (0, 0);
     let count = allocations(|| {
         for _ in 0..1000 {
             clock.advance(Duration::from_millis(10));
-            let tick = maintenance.tick(clock.now());
-            queue.push(tick.jobs);
-            posted += tick.jobs.count();
+            posted += maintenance.tick(clock.now()).count();
             admitted += u32::from(admission.try_admit(Cost::host(ByteSize::kib(1))).is_ok());
         }
         drop(managed.try_acquire());

@@ -8,8 +8,7 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
 use lowtide_admission::{
-    Admission, Budget, Jobs, Level, Limit, Maintenance, ReclaimPolicy, Resources, Sample, Sensor,
-    Settings, Thresholds,
+    Admission, Budget, Level, Limit, Maintenance, Resources, Sample, Sensor, Settings, Thresholds,
 };
 
 struct Nothing;
@@ -24,13 +23,8 @@ impl Sensor for Nothing {
 fn settings_that_make_no_sense_are_refused() {
     let refused = |settings| {
         let sensor = Box::new(Nothing);
-        let made = Maintenance::new(
-            settings,
-            sensor,
-            Admission::new(),
-            Resources::new(),
-            ReclaimPolicy::default(),
-        );
+        let made =
+            Maintenance::new(settings, sensor, Admission::new(), Resources::new(), Vec::new());
         made.map(|_| ()).expect_err("refused")
     };
     let default = Settings::default();
@@ -49,7 +43,6 @@ fn settings_that_make_no_sense_are_refused() {
         assert_eq!(name(Settings { jitter, ..default }), "jitter", "{jitter}");
     }
     assert_eq!(name(Settings { share: 0.0, ..default }), "share");
-    assert!(Jobs::default().is_empty());
 }
 
 #[test]
@@ -58,7 +51,7 @@ fn thresholds_that_make_no_sense_are_refused() {
     let made = |thresholds| {
         let settings = Settings { thresholds, ..Settings::default() };
         let (admission, resources) = (Admission::new(), Resources::new());
-        let policy = ReclaimPolicy::default();
+        let policy = Vec::new();
         Maintenance::new(settings, Box::new(Nothing), admission, resources, policy).map(|_| ())
     };
     assert_eq!(made(good), Ok(()));
@@ -89,8 +82,7 @@ impl Sensor for Full {
 fn a_level_that_is_seen_is_in_force() {
     for round in 0..300 {
         let (admission, resources) = (Admission::new(), Resources::new());
-        let (settings, sensor, ladder) =
-            (Settings::default(), Box::new(Full), ReclaimPolicy::default());
+        let (settings, sensor, ladder) = (Settings::default(), Box::new(Full), Vec::new());
         let mut maintenance =
             Maintenance::new(settings, sensor, admission.clone(), resources, ladder)
                 .expect("settings");

@@ -14,8 +14,7 @@ use std::time::Duration;
 use lowtide_admission::clock::{Clock as _, Moment, SystemClock};
 use lowtide_admission::layer::Waiting;
 use lowtide_admission::{
-    Admission, Budget, ByteSize, Correction, Cost, Level, Measured, Permit, Priority, RejectReason,
-    Rejected,
+    Admission, Budget, ByteSize, Cost, Level, Permit, Priority, RejectReason, Rejected,
 };
 
 /// The number of schedules. `benches/room` runs 100,000.
@@ -477,8 +476,7 @@ fn a_request_that_the_ceiling_has_fallen_below_is_answered_and_holds_up_no_other
     let all = admission.try_admit(mib(60)).expect("fits");
     let mut large = Waits::new(&admission, 80, Priority::Normal, 0);
     let mut small = Waits::new(&admission, 45, Priority::Normal, 0);
-    let fallen = Measured { ceiling: ByteSize::mib(50), ..Measured::default() };
-    admission.ledger(Budget::Host).correct(&mut Correction::starting_at(1.0), fallen);
+    admission.ledger(Budget::Host).set_measured(ByteSize::ZERO, ByteSize::mib(50));
     admission.state().tend_queue(at(10));
     let Poll::Ready(Err(rejected)) = large.poll() else { panic!("it waits on") };
     assert_eq!(rejected.reason(), RejectReason::TooLarge, "{rejected}");

@@ -15,7 +15,6 @@ use http_body_util::BodyExt;
 use lowtide::admission::{Admission, Budget, Cost, Level, Rejected};
 use lowtide::service::{MemoryLayer, RequestPermit};
 use lowtide::{BoxError, ByteSize};
-use lowtide_admission::{Correction, Measured};
 use tokio::net::TcpListener;
 use tonic::body::Body;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
@@ -113,8 +112,7 @@ where
 
 fn admission() -> Admission {
     let admission = Admission::new();
-    let measured = Measured { ceiling: CEILING, ..Measured::default() };
-    admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
+    admission.ledger(Budget::Host).set_measured(ByteSize::ZERO, CEILING);
     admission
 }
 

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use crate::admission::Admission;
 use crate::cost::{Cost, Rejected};
-use crate::eviction::{Claimable, Eviction, EvictionCause, EvictionClaim, EvictionError};
+use crate::eviction::{Claimable, Eviction, EvictionClaim, EvictionError};
 use crate::permit::{Permit, Waiting};
 use crate::reclaim::PAUSE_MIN;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::{Bell, Moment};
+use lowtide_core::clock::Moment;
 use lowtide_core::sync::{MutexGuard, lock};
 
 use super::super::error::{LoadFailure, ResourceError};
@@ -51,8 +51,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     pub(in super::super) fn refuse_load(&self, number: u64, rejected: Rejected) -> ResourceError {
         let mut state = lock(&self.state);
         if state.loading(number).is_some_and(|loading| loading.waits_for_room) {
-            state.no_room += 1;
-            state.refusal = Some(rejected.clone());
+            (state.ended, state.refusal) = (state.ended + 1, Some(rejected.clone()));
         }
         self.end_refused(number, state);
         ResourceError::Rejected { name: Arc::clone(&self.parts.name), rejected }
@@ -107,11 +106,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
         false
     }
 
-    /// Blocks this thread until the bell is rung.
-    pub(in super::super) fn wait_for(&self, bell: &Arc<Bell>) {
-        self.clock.wait_until(bell, Moment::NEVER);
-    }
-
     /// Starts the timeout of the load of this number, which has room now.
     fn has_room(&self, number: u64, permit: Option<Permit>) {
         let timeout = self.parts.load_timeout;
@@ -123,17 +117,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     fn end_refused(&self, number: u64, mut state: MutexGuard<'_, CellState<T>>) {
-        if state.loading(number).is_some() {
-            state.phase = ResourcePhase::Empty;
-            state.stats.loads_refused_total += 1;
-            self.wake_all(state);
-        }
+        state.stats.loads_refused_total += u64::from(state.loading(number).is_some());
+        self.abandon(number, state);
     }
 
-    /// Ends the load of this number, whose future waited for room and was dropped. Another waiter
-    /// takes it over.
-    pub(in super::super) fn abandon(&self, number: u64) {
-        let mut state = lock(&self.state);
+    /// Ends the load of this number, for example because its future waited for room and was
+    /// dropped. Another waiter takes it over.
+    pub(in super::super) fn abandon(&self, number: u64, mut state: MutexGuard<'_, CellState<T>>) {
         if state.loading(number).is_some() {
             state.phase = ResourcePhase::Empty;
             self.wake_all(state);
@@ -173,7 +163,7 @@ impl<T: Send + Sync + 'static> EvictionClaim for ResourceClaim<T> {
         permit.map_or(Cost::ZERO, Permit::cost)
     }
 
-    fn unload(mut self: Box<Self>, cause: &EvictionCause) -> Option<Permit> {
+    fn unload(mut self: Box<Self>, cause: &Arc<str>) -> Option<Permit> {
         self.cell.take_apart(self.loaded.take()?, UnloadReason::Eviction, Some(cause))
     }
 }

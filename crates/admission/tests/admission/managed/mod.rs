@@ -12,7 +12,6 @@ use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, Cost, LoadFailure, Managed, Rejected, ResourceError, Resources, UnloadReason,
 };
-use lowtide_admission::{Correction, Measured};
 
 mod eviction;
 mod panics;
@@ -244,8 +243,8 @@ fn a_resource_that_declares_no_cost_is_never_refused_for_what_it_was_found_to_ho
         let (declared, found) = (in_budget(declared), in_budget(found));
         for (cost, next) in [(Cost::ZERO, Cost::ZERO), (declared, found)] {
             let admission = Admission::with_limit(ByteSize::mib(8));
-            let measured = Measured { ceiling: ByteSize::mib(8), ..Measured::default() };
-            admission.ledger(Budget::Device).correct(&mut Correction::new(), measured);
+            let device = admission.ledger(Budget::Device);
+            device.set_measured(ByteSize::ZERO, ByteSize::mib(8));
             let managed = Managed::builder("model", || Ok(()))
                 .cost(cost)
                 .load_scope(Some(Arc::new(Holds(found))))

@@ -17,7 +17,7 @@ use lowtide_admission::{
     Admission, ByteSize, Maintenance, MaintenanceActions, Resources, Sample, Sensor, Settings,
     Trigger,
 };
-use lowtide_admission::{Job, LoadFailure, Managed, ReclaimPolicy, ResourceError};
+use lowtide_admission::{Job, LoadFailure, Managed, ResourceError};
 
 use super::support::{Gate, until};
 
@@ -209,7 +209,7 @@ fn a_job_that_threw_what_panics_when_dropped_ended_the_worker() {
             Sample::default()
         }
     }
-    let (settings, ladder) = (Settings::default(), ReclaimPolicy::default());
+    let (settings, ladder) = (Settings::default(), Vec::new());
     let (admission, resources) = (Admission::new(), Resources::new());
     let maintenance = Maintenance::new(settings, Box::new(Still), admission, resources, ladder);
     let mut worker = maintenance.expect("settings").worker(Box::new(BadHands));

@@ -13,7 +13,6 @@ use lowtide_admission::{
     Admission, Budget, ByteSize, Cost, Managed, Reclaimable, Reclaimer, RejectReason, Rejected,
     ResourceError, Resources, UnloadReason,
 };
-use lowtide_admission::{Correction, Measured};
 use lowtide_core::sync::lock;
 
 use super::SECOND;
@@ -86,7 +85,6 @@ struct Rig {
     clock: Arc<PausesCounted>,
     admission: Admission,
     resources: Resources,
-    correction: Mutex<Correction>,
     purges: Arc<AtomicU64>,
     caches: Mutex<Vec<Arc<Cache>>>,
 }
@@ -94,14 +92,13 @@ struct Rig {
 impl Rig {
     fn new() -> Self {
         let (clock, resources) = (Arc::new(PausesCounted::default()), Resources::new());
-        let (admission, purges) = (Admission::new(), Arc::new(AtomicU64::new(0)));
+        let admission = Admission::with_limit(ByteSize::mib(100)); // estimates are trusted
+        let purges = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&purges);
         resources.evict_for(&admission, clock.clone(), move || {
             counted.fetch_add(1, Ordering::SeqCst);
         });
-        let correction = Mutex::new(Correction::starting_at(1.0));
-        let rig =
-            Self { clock, admission, resources, correction, purges, caches: Mutex::default() };
+        let rig = Self { clock, admission, resources, purges, caches: Mutex::default() };
         rig.sample();
         rig
     }
@@ -131,9 +128,7 @@ impl Rig {
         let held: ByteSize = lock(&self.caches).iter().map(|cache| cache.held()).sum();
         let ledger = self.admission.ledger(Budget::Host);
         let held = BASE.saturating_add(held).saturating_add(ledger.resource_reservations());
-        let ceiling = ByteSize::mib(100);
-        let measured = Measured { physical: held, ceiling, ..Measured::default() };
-        ledger.correct(&mut lock(&self.correction), measured);
+        ledger.set_measured(held, ByteSize::mib(100));
         self.admission.state().tend_queue(self.clock.now());
     }
 

@@ -347,7 +347,7 @@ fn a_mount_over_the_hierarchys_own_hid_where_the_cgroup_is() {
     tree.v2("", GROUP);
     let signals = tree.open();
     assert_eq!(signals.missing(), []);
-    assert_eq!(signals.psi().map(|psi| psi.some.total), Some(Duration::from_millis(7)));
+    assert_eq!(signals.psi().map(|psi| psi.some_total), Some(Duration::from_millis(7)));
     assert_eq!(signals.cgroup(), Some(tree.root().join("sys/fs/cgroup")));
 }
 
@@ -359,11 +359,11 @@ fn stalls_are_those_of_the_own_cgroup_and_never_the_machines() {
     tree.write("proc/pressure/memory", PSI);
     let signals = tree.open();
     let psi = signals.psi().expect("its own");
-    assert!((psi.some.avg10 - 0.025).abs() < 1e-9 && (psi.full.avg10 - 0.0025).abs() < 1e-9);
+    assert!((psi.some_avg10 - 0.025).abs() < 1e-9 && (psi.full_avg10 - 0.0025).abs() < 1e-9);
     let before = signals.sample();
     let stalled = PSI.replace("2.50", "99.00").replace("0.25", "98.00");
     tree.write("sys/fs/cgroup/app/memory.pressure", &stalled);
-    assert!(signals.psi().is_some_and(|psi| psi.full.avg10 > 0.9));
+    assert!(signals.psi().is_some_and(|psi| psi.full_avg10 > 0.9));
     assert_eq!(signals.sample(), before, "no sample has it, so nothing is shed for it");
     tree.write("sys/fs/cgroup/app/memory.pressure", "some avg10=");
     assert_eq!(signals.psi(), None);

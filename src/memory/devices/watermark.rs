@@ -17,8 +17,8 @@
 
 use std::time::Duration;
 
-use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
 
 /// The time for which the device must have room if the other process has not left. A guess. It
 /// limits how often a shortage can begin to once in this time.
@@ -26,18 +26,18 @@ const CALM: Duration = Duration::from_secs(60);
 
 /// A measurement of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceSample {
+pub(super) struct DeviceSample {
     /// The memory of the device.
-    pub total: ByteSize,
+    pub(super) total: ByteSize,
     /// The free memory of the device.
-    pub free: ByteSize,
+    pub(super) free: ByteSize,
     /// The device memory that this process's arenas have committed.
-    pub committed: ByteSize,
+    pub(super) committed: ByteSize,
 }
 
 /// The watermark of one device.
 #[derive(Clone, Copy, Debug)]
-pub struct Watermark {
+pub(super) struct Watermark {
     part: f64,
     short: Option<DeviceShortage>,
 }
@@ -52,25 +52,22 @@ struct DeviceShortage {
 
 impl Watermark {
     /// Creates a watermark at this part of the device's memory, in `[0, 1)`. 0 disables it.
-    #[must_use]
-    pub const fn new(part: f64) -> Self {
+    pub(super) const fn new(part: f64) -> Self {
         Self { part, short: None }
     }
 
     /// Returns `true` if the device is short of memory.
-    #[must_use]
-    pub const fn is_short(&self) -> bool {
+    pub(super) const fn is_short(&self) -> bool {
         self.short.is_some()
     }
 
     /// Returns the free memory below which a shortage begins.
-    #[must_use]
-    pub fn low(&self, total: ByteSize) -> ByteSize {
+    pub(super) fn low(&self, total: ByteSize) -> ByteSize {
         total.scaled(self.part)
     }
 
     /// Updates the state with a sample. Returns the idle memory to release, as far as there is any.
-    pub fn look(&mut self, now: Moment, look: DeviceSample) -> ByteSize {
+    pub(super) fn look(&mut self, now: Moment, look: DeviceSample) -> ByteSize {
         let low = self.low(look.total);
         let beyond = look.total.saturating_sub(low).min(low);
         let high = low.saturating_add(ByteSize::new(beyond.get() / 2));
@@ -96,12 +93,12 @@ impl Watermark {
     }
 
     /// Ends a shortage without a sample, for example if the device can no longer be read.
-    pub const fn forget(&mut self) {
+    pub(super) const fn forget(&mut self) {
         self.short = None;
     }
 }
 
-#[cfg(all(test, not(lowtide_loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
