@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
+use lowtide::clock::{Bell, Clock, Moment, SystemClock};
 use lowtide::config::DeviceChoice;
 use lowtide::device::Region;
 use lowtide::metrics::MetricsTier;
@@ -110,7 +110,7 @@ impl Clock for Watch {
         self.clock.since_epoch()
     }
 
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
         let is_control = deadline != Moment::NEVER;
         self.ends(if is_control { &self.control } else { &self.worker });
         let until = if is_control {
@@ -121,10 +121,10 @@ impl Clock for Watch {
         } else {
             deadline
         };
-        let wake = self.clock.wait_until(bell, until);
+        let is_rung = self.clock.wait_until(bell, until);
         let allocated = thread_totals().map_or(0, |it| it.0);
         BEGUN.set(Some((Instant::now(), allocated)));
-        wake
+        is_rung
     }
 }
 

@@ -24,7 +24,6 @@ use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::NoOwner;
 use crate::cases::{CASES, Case, MIB, Peak, Upload};
 use crate::common::figures::Figures;
 use crate::common::http::client_of;
@@ -110,7 +109,7 @@ fn peak_of(case: &Case) -> Option<f64> {
         Peak::Parsed => {
             let text = body(case.upload);
             let parse = || serde_json::from_slice::<serde_json::Value>(&text);
-            let account = Arc::new(Account::new(NoOwner));
+            let account = Arc::new(Account::new((), |_, _| ()));
             drop(account.run(parse));
             text.len() as f64 + account.memory().peak.get() as f64
         }

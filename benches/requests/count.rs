@@ -17,7 +17,6 @@ use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use crate::NoOwner;
 use crate::common::callgrind;
 use crate::common::figures::Figures;
 
@@ -44,7 +43,7 @@ pub(crate) fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
                 "settled" => (5, 64),
                 _ => (5, 16 << 10),
             };
-            let account = Arc::new(Account::new(NoOwner));
+            let account = Arc::new(Account::new((), |_, _| ()));
             let step = || {
                 (0..black_box(blocks))
                     .for_each(|_| drop(black_box(Vec::<u8>::with_capacity(bytes))));

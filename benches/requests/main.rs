@@ -46,10 +46,6 @@ struct Cli {
     client: Option<String>,
 }
 
-pub(crate) struct NoOwner;
-
-impl lowtide::heap::AccountOwner for NoOwner {}
-
 fn main() -> ExitCode {
     common::main(|cli: Cli| run(&cli))
 }

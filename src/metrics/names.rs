@@ -158,7 +158,7 @@ macro_rules! rows {
     Detail Counter "lowtide_device_frees_total" = arena.frees_total,
         "Device blocks freed.";
     Basic Counter "lowtide_device_alloc_failures_total" ["device", "arena", "reason"]
-        = arena.alloc_failures_total.by_reason(),
+        = arena.alloc_failures(),
         "Failed device allocations, by reason: limit (the arena's), device (its memory is full), \
          addresses (no free range), driver (an error).";
     Detail Counter "lowtide_device_commits_total" = arena.commits_total,

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::{ArenaSnapshot, OccupancyCell, RegionOccupancy};
+use crate::device::{ArenaSnapshot, RegionOccupancy};
 use crate::memory::{DeviceSnapshot, DeviceStatus, Memory, MemorySnapshot};
 use crate::metrics::record as read;
 use crate::sync::{Mutex, lock};
@@ -80,7 +80,7 @@ fn arena((device, arena): (&DeviceStatus, &ArenaSnapshot)) -> Value {
         "active_bytes": arena.active.get(),
         "reserved_bytes": arena.reserved.get(),
         "thread_cache_allocs": arena.thread_cache_allocs_total,
-        "failures": arena.alloc_failures_total,
+        "failures": arena.alloc_failures().into_iter().collect::<Value>(),
         "trimmed_bytes": arena.trimmed_bytes_total,
         "shrunk_bytes": arena.shrunk_bytes_total,
     });
@@ -177,29 +177,24 @@ const fn again(blocks: u64) -> u64 {
 /// Returns runs of equal cells: the first, the count, and the live, pending, active and idle bytes
 /// of each.
 fn region(region: &RegionOccupancy) -> Value {
-    let mut runs: Vec<(u64, OccupancyCell)> = Vec::new();
-    for &cell in &region.occupancy {
+    let mut runs: Vec<[u64; 6]> = Vec::new();
+    for &(nth, sizes) in &region.cells {
+        let [live, pending, active, idle] = sizes.map(ByteSize::get);
         match runs.last_mut() {
-            Some((count, last)) if continues(last, *count, &cell) => *count += 1,
-            _ => runs.push((1, cell)),
+            Some([first, count, rest @ ..])
+                if nth == *first + *count && *rest == [live, pending, active, idle] =>
+            {
+                *count += 1;
+            }
+            _ => runs.push([nth, 1, live, pending, active, idle]),
         }
     }
-    let run = |(count, cell): &(u64, OccupancyCell)| {
-        let bytes = [cell.live, cell.pending, cell.active, cell.idle].map(ByteSize::get);
-        json!([cell.nth, count, bytes[0], bytes[1], bytes[2], bytes[3]])
-    };
     json!({
         "region": region.region,
         "blocks": region.blocks,
         "cell_bytes": region.cell.get(),
-        "cells": runs.iter().map(run).collect::<Vec<_>>(),
+        "cells": runs,
     })
-}
-
-/// Returns `true` if a cell follows a run and equals its cells.
-fn continues(run: &OccupancyCell, count: u64, cell: &OccupancyCell) -> bool {
-    let parts = |cell: &OccupancyCell| [cell.live, cell.pending, cell.active, cell.idle];
-    cell.nth == run.nth + count && parts(cell) == parts(run)
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
 use lowtide_admission::learning::{Compared, SlowStartPermit};
 use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestMemory, RequestPhase};
-use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
+use lowtide_heap::{Account, AccountMemory, unmeasured};
 
 use super::exempt::ExemptShare;
 use super::time_limits::TimeLimits;
@@ -201,7 +201,7 @@ impl RequestPermit {
         }
         let claim = permit.cost().host;
         let admitted_at = permit.state().last_tick();
-        Self(Arc::new(Account::new(Admitted {
+        let admitted = Admitted {
             is_measured,
             is_trial: terms.slot.is_some(),
             is_exempt: terms.is_exempt,
@@ -234,7 +234,8 @@ impl RequestPermit {
                 live_in: None,
                 terms,
             }),
-        })))
+        };
+        Self(Arc::new(Account::new(admitted, Admitted::ended)))
     }
 
     /// Returns the permit of the request for which this thread runs: in its handler, in its
@@ -1045,7 +1046,8 @@ impl PermitState {
     }
 }
 
-impl AccountOwner for Admitted {
+impl Admitted {
+    /// Called when the last handle of the permit is dropped.
     fn ended(&mut self, memory: AccountMemory) {
         let mut held = lock(&self.held);
         if !memory.live.is_zero() {

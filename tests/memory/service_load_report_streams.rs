@@ -130,8 +130,8 @@ impl<Q: Body> Stream<Q> {
 
     /// Returns `true` if it was woken since the last call.
     fn is_woken(&self) -> bool {
-        use lowtide::clock::{Clock as _, Moment, SystemClock, Wake};
-        SystemClock::new().wait_until(&self.woken, Moment::ORIGIN) == Wake::Rung
+        use lowtide::clock::{Clock as _, Moment, SystemClock};
+        SystemClock::new().wait_until(&self.woken, Moment::ORIGIN)
     }
 }
 

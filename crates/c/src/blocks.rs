@@ -146,7 +146,7 @@ pub(crate) fn statistics(handle: u64, device: i32) -> Outcome<Statistics> {
             (&mut sum.live_blocks, figures.allocs_total.saturating_sub(figures.frees_total)),
             (&mut sum.allocs_total, figures.allocs_total),
             (&mut sum.frees_total, figures.frees_total),
-            (&mut sum.alloc_failures_total, figures.alloc_failures_total.total()),
+            (&mut sum.alloc_failures_total, figures.alloc_failures().map(|of| of.1).iter().sum()),
         ] {
             *to = to.saturating_add(more);
         }

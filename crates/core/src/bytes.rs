@@ -94,29 +94,23 @@ impl ByteSize {
 
     /// Returns the sum, or `None` if it does not fit 64 bits.
     #[must_use]
-    pub const fn checked_add(self, other: Self) -> Option<Self> {
-        match self.0.checked_add(other.0) {
-            Some(sum) => Some(Self(sum)),
-            None => None,
-        }
+    #[inline]
+    pub fn checked_add(self, other: Self) -> Option<Self> {
+        self.0.checked_add(other.0).map(Self)
     }
 
     /// Returns the difference, or `None` if `other` is larger.
     #[must_use]
-    pub const fn checked_sub(self, other: Self) -> Option<Self> {
-        match self.0.checked_sub(other.0) {
-            Some(rest) => Some(Self(rest)),
-            None => None,
-        }
+    #[inline]
+    pub fn checked_sub(self, other: Self) -> Option<Self> {
+        self.0.checked_sub(other.0).map(Self)
     }
 
     /// Returns the product, or `None` if it does not fit 64 bits.
     #[must_use]
-    pub const fn checked_mul(self, factor: u64) -> Option<Self> {
-        match self.0.checked_mul(factor) {
-            Some(product) => Some(Self(product)),
-            None => None,
-        }
+    #[inline]
+    pub fn checked_mul(self, factor: u64) -> Option<Self> {
+        self.0.checked_mul(factor).map(Self)
     }
 
     /// Returns the sum. Saturates at [`ByteSize::MAX`].
@@ -149,11 +143,9 @@ impl ByteSize {
     /// # Panics
     /// If `step` is zero.
     #[must_use]
-    pub const fn next_multiple_of(self, step: Self) -> Option<Self> {
-        match self.0.checked_next_multiple_of(step.0) {
-            Some(rounded) => Some(Self(rounded)),
-            None => None,
-        }
+    #[inline]
+    pub fn next_multiple_of(self, step: Self) -> Option<Self> {
+        self.0.checked_next_multiple_of(step.0).map(Self)
     }
 
     /// Returns the amount as text in the largest unit that divides it. Parsing the text returns the

@@ -90,18 +90,9 @@ pub trait Clock: fmt::Debug + Send + Sync {
     /// Returns the wall clock's time since the Unix epoch, for timestamps.
     fn since_epoch(&self) -> Duration;
 
-    /// Blocks until `deadline` or until the bell is rung. A ring before the call ends the wait at
-    /// once. Each wait consumes the ring.
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake;
-}
-
-/// The reason why a wait ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
-    /// The deadline passed.
-    Deadline,
-    /// The bell was rung.
-    Rung,
+    /// Blocks until `deadline` or until the bell is rung. Returns `true` if it was rung. A ring
+    /// before the call ends the wait at once. Each wait consumes the ring.
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool;
 }
 
 /// Wakes a waiting thread early. A ring without a waiting thread ends the next wait.
@@ -138,16 +129,16 @@ impl Bell {
         self.changed.notify_all();
     }
 
-    /// Waits until the bell is rung or `left()` returns zero. `left` is called again after each
-    /// wake-up.
-    fn wait(&self, left: impl Fn() -> Option<Duration>) -> Wake {
+    /// Waits until the bell is rung or `left()` returns zero; returns `true` if it was rung. `left`
+    /// is called again after each wake-up.
+    fn wait(&self, left: impl Fn() -> Option<Duration>) -> bool {
         let mut rung = held(&self.rung);
         loop {
             if std::mem::take(&mut *rung) {
-                return Wake::Rung;
+                return true;
             }
             rung = match left() {
-                Some(Duration::ZERO) => return Wake::Deadline,
+                Some(Duration::ZERO) => return false,
                 Some(left) => {
                     let waited = self.changed.wait_timeout(rung, left);
                     waited.unwrap_or_else(PoisonError::into_inner).0
@@ -193,7 +184,7 @@ impl Clock for SystemClock {
         SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
     }
 
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
         bell.wait(|| (deadline != Moment::NEVER).then(|| deadline - self.now()))
     }
 }
@@ -252,16 +243,16 @@ impl Clock for ManualClock {
         *held(&self.shared.now)
     }
 
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
         held(&self.shared.waiting).push(Arc::downgrade(bell));
         self.shared.arrived.notify_all();
-        let wake = bell.wait(|| (self.now() >= deadline).then_some(Duration::ZERO));
+        let is_rung = bell.wait(|| (self.now() >= deadline).then_some(Duration::ZERO));
         let mut waiting = held(&self.shared.waiting);
         let own = waiting.iter().position(|other| other.as_ptr() == Arc::as_ptr(bell));
         if let Some(at) = own {
             waiting.swap_remove(at);
         }
-        wake
+        is_rung
     }
 }
 
@@ -287,15 +278,15 @@ mod tests {
         let waiter = {
             let clock = clock.clone();
             thread::spawn(move || {
-                let wake = clock.wait_until(&Bell::new(), deadline);
-                (wake, clock.now())
+                let is_rung = clock.wait_until(&Bell::new(), deadline);
+                (is_rung, clock.now())
             })
         };
         assert!(clock.wait_for_waiters(1, PATIENCE));
         clock.advance(Duration::from_secs(9));
         assert!(!waiter.is_finished());
         clock.advance(Duration::from_secs(1));
-        assert_eq!(waiter.join().expect("no panic"), (Wake::Deadline, deadline));
+        assert_eq!(waiter.join().expect("no panic"), (false, deadline));
     }
 
     #[test]
@@ -303,8 +294,8 @@ mod tests {
         for clock in [&ManualClock::new() as &dyn Clock, &SystemClock::new()] {
             let bell = Bell::new();
             bell.ring();
-            assert_eq!(clock.wait_until(&bell, Moment::NEVER), Wake::Rung);
-            assert_eq!(clock.wait_until(&bell, clock.now()), Wake::Deadline);
+            assert!(clock.wait_until(&bell, Moment::NEVER));
+            assert!(!clock.wait_until(&bell, clock.now()));
         }
     }
 
@@ -318,7 +309,7 @@ mod tests {
         };
         assert!(clock.wait_for_waiters(1, PATIENCE));
         bell.ring();
-        assert_eq!(waiter.join().expect("no panic"), Wake::Rung);
+        assert!(waiter.join().expect("no panic"));
         assert_eq!(clock.now(), Moment::ORIGIN);
     }
 

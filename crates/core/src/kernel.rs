@@ -1,9 +1,9 @@
-//! Figures of the kernel: texts of `/proc`, and what `sysconf` answers.
+//! Figures of the kernel: texts of `/proc`, and what `sysconf` and `getrlimit` answer.
 //!
 //! Parsers get the bytes; this module opens nothing and does not allocate.
 //!
 //! Invariant: `anon <= rss`, with `anon = rss - shared` (`shared` counts file and shmem pages).
-#![expect(unsafe_code, reason = "sysconf is a C call")]
+#![expect(unsafe_code, reason = "sysconf and getrlimit are C calls")]
 
 use crate::bytes::ByteSize;
 
@@ -84,6 +84,17 @@ pub fn online_cpus() -> Option<u64> {
 #[must_use]
 pub fn physical_memory() -> Option<ByteSize> {
     page_size()?.checked_mul(system(libc::_SC_PHYS_PAGES)?)
+}
+
+/// Returns the largest size of a file that this process may write; the kernel sends SIGXFSZ above
+/// it, also for files in memory.
+#[must_use]
+pub fn file_size_limit() -> ByteSize {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is a valid place for the result.
+    let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    #[allow(clippy::useless_conversion, reason = "32 bits on some targets")]
+    if done == 0 { ByteSize::new(u64::from(limit.rlim_cur)) } else { ByteSize::MAX }
 }
 
 /// Returns a figure above zero.

@@ -23,6 +23,7 @@ use std::{io, ptr, thread};
 use lowtide_core::bytes::ByteSize;
 pub use lowtide_core::kernel::physical_memory;
 
+use super::error::DriverResult;
 use super::{
     Backend, Capabilities, DeviceAddress, Driver, DriverError, HOST_GRANULARITY, HostMemory,
     StreamHandle,
@@ -58,16 +59,13 @@ unsafe impl Driver for HostDriver {
             virtual_memory: true,
             host_access: true,
             host_backed: true,
-            unified: false,
-            remap: false,
-            asynchronous: false,
             page_locked: true,
-            handles: false,
             granularity: GRANULARITY,
+            ..Capabilities::default()
         }
     }
 
-    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+    fn reserve(&self, size: ByteSize) -> DriverResult<DeviceAddress> {
         let size_wanted = GranuleRange::of(DeviceAddress::new(0), size)?.length;
         let refused = || DriverError::OutOfMemory { call: "mmap", requested: size };
         // mmap aligns to pages only: map one granule more and unmap the excess.
@@ -86,18 +84,13 @@ unsafe impl Driver for HostDriver {
         Ok(DeviceAddress::new(base.addr() as u64))
     }
 
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> DriverResult {
         let range = GranuleRange::of(at, size)?;
         // SAFETY: a whole reservation that nothing uses any more (contract of `unreserve`).
         unsafe { unmap(range.start, range.length) }
     }
 
-    unsafe fn commit(
-        &self,
-        at: DeviceAddress,
-        size: ByteSize,
-        _handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, _handle: ByteSize) -> DriverResult {
         let range = GranuleRange::of(at, size)?;
         // SAFETY: a part of a reservation (contract of `commit`); access is only added.
         unsafe { range.protect(READ_WRITE) }
@@ -108,7 +101,7 @@ unsafe impl Driver for HostDriver {
         at: DeviceAddress,
         size: ByteSize,
         _handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    ) -> DriverResult {
         let range = GranuleRange::of(at, size)?;
         // SAFETY: a part of a reservation of which every use is complete (contract of `decommit`).
         unsafe { range.discard() }?;
@@ -116,12 +109,7 @@ unsafe impl Driver for HostDriver {
         unsafe { range.protect(libc::PROT_NONE) }
     }
 
-    unsafe fn copy(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult {
         let refused = || DriverError::Overlap { from, to, size };
         let length = length_of(size)?;
         if from.get().abs_diff(to.get()) < size.get() {
@@ -143,7 +131,7 @@ unsafe impl Driver for HostDriver {
         to: DeviceAddress,
         size: ByteSize,
         _: StreamHandle,
-    ) -> Result<(), DriverError> {
+    ) -> DriverResult {
         // SAFETY: `from` is valid for reads and not written to, `to` is committed and not used
         // otherwise (contract of `copy_from_host`). This driver's `copy` takes any host memory.
         unsafe { self.copy(address_of(from), to, size) }
@@ -155,13 +143,13 @@ unsafe impl Driver for HostDriver {
         to: NonNull<u8>,
         size: ByteSize,
         _: StreamHandle,
-    ) -> Result<(), DriverError> {
+    ) -> DriverResult {
         // SAFETY: `to` is valid for writes and not used otherwise, `from` is committed and not
         // written to (contract of `copy_to_host`). This driver's `copy` takes any host memory.
         unsafe { self.copy(from, address_of(to), size) }
     }
 
-    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> DriverResult<NonNull<u8>> {
         let length = host_length(DeviceAddress::new(0), size)?;
         // SAFETY: without MAP_FIXED no mapping is replaced.
         let start = unsafe { map(ptr::null_mut(), length, READ_WRITE, 0) }?;
@@ -180,12 +168,7 @@ unsafe impl Driver for HostDriver {
         NonNull::new(start.cast()).ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
     }
 
-    unsafe fn host_free(
-        &self,
-        at: NonNull<u8>,
-        size: ByteSize,
-        _: HostMemory,
-    ) -> Result<(), DriverError> {
+    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, _: HostMemory) -> DriverResult {
         let address = DeviceAddress::new(at.addr().get() as u64);
         // The pages are unlocked with it: "Memory locks are ... automatically removed if the
         // address range is unmapped" (mlock(2)).
@@ -210,7 +193,7 @@ struct GranuleRange {
 }
 
 impl GranuleRange {
-    fn of(at: DeviceAddress, size: ByteSize) -> Result<Self, DriverError> {
+    fn of(at: DeviceAddress, size: ByteSize) -> DriverResult<Self> {
         let whole = at.is_multiple_of(GRANULARITY)
             && size.get().is_multiple_of(GRANULARITY.get())
             && !size.is_zero();
@@ -224,7 +207,7 @@ impl GranuleRange {
 
     /// # Safety
     /// The range lies in one reservation. If access is taken away, every use of it is complete.
-    unsafe fn protect(self, access: libc::c_int) -> Result<(), DriverError> {
+    unsafe fn protect(self, access: libc::c_int) -> DriverResult {
         // SAFETY: whole pages of a mapping that `reserve` made and that is ours until `unreserve`;
         // no reference loses its access (contract of this function).
         let result = unsafe { libc::mprotect(self.start, self.length, access) };
@@ -236,7 +219,7 @@ impl GranuleRange {
     /// # Safety
     /// The range lies in one reservation, and every use of it is complete.
     #[cfg(target_os = "linux")]
-    unsafe fn discard(self) -> Result<(), DriverError> {
+    unsafe fn discard(self) -> DriverResult {
         // SAFETY: whole pages of a private anonymous mapping of ours that nothing uses any more
         // (contract of this function). "Subsequent accesses of pages in the range will succeed, but
         // will result in ... zero-fill-on-demand pages" (madvise(2), MADV_DONTNEED).
@@ -250,14 +233,14 @@ impl GranuleRange {
     /// # Safety
     /// The range lies in one reservation, and every use of it is complete.
     #[cfg(not(target_os = "linux"))]
-    unsafe fn discard(self) -> Result<(), DriverError> {
+    unsafe fn discard(self) -> DriverResult {
         // SAFETY: whole granules of a reservation that nothing uses (contract of this function).
         let flags = libc::MAP_FIXED | libc::MAP_NORESERVE;
         // SAFETY: as above.
         unsafe { map(self.start, self.length, libc::PROT_NONE, flags) }.map(drop)
     }
 
-    fn outcome(self, call: &'static str, result: libc::c_int) -> Result<(), DriverError> {
+    fn outcome(self, call: &'static str, result: libc::c_int) -> DriverResult {
         if result == 0 { Ok(()) } else { Err(last_error(call, self.length)) }
     }
 }
@@ -274,7 +257,7 @@ unsafe fn map(
     length: usize,
     access: libc::c_int,
     flags: libc::c_int,
-) -> Result<*mut libc::c_void, DriverError> {
+) -> DriverResult<*mut libc::c_void> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies; with it, the range
     // is whole granules of a reservation of ours (contract of this function), so that no other
@@ -290,7 +273,7 @@ fn address_of(at: NonNull<u8>) -> DeviceAddress {
 }
 
 /// Returns the length of host memory, which consists of whole units.
-pub(super) fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> {
+pub(super) fn host_length(at: DeviceAddress, size: ByteSize) -> DriverResult<usize> {
     if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
         return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
     }
@@ -322,7 +305,7 @@ fn lock_error(size: ByteSize) -> DriverError {
 ///
 /// # Safety
 /// The range lies in a mapping that [`map`] made, and nothing uses it any more.
-unsafe fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
+unsafe fn unmap(start: *mut libc::c_void, length: usize) -> DriverResult {
     if length == 0 {
         return Ok(());
     }
@@ -331,7 +314,7 @@ unsafe fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverErr
     if result == 0 { Ok(()) } else { Err(last_error("munmap", length)) }
 }
 
-fn length_of(size: ByteSize) -> Result<usize, DriverError> {
+fn length_of(size: ByteSize) -> DriverResult<usize> {
     size.as_usize().ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
 }
 

@@ -19,7 +19,7 @@ mod values;
 use std::fmt;
 use std::ptr::NonNull;
 
-pub use lowtide_core::{ByteSize, clock};
+pub use lowtide_core::{ByteSize, clock, decay};
 
 pub use error::DriverError;
 pub use guarded::Guarded;
@@ -96,6 +96,7 @@ pub const HOST_ALIGNMENT: ByteSize = ByteSize::kib(4);
 /// let _ = HostDriver::new().decommit(at, ByteSize::mib(2), ByteSize::mib(2)); // would unmap it
 /// ```
 #[expect(unsafe_code, reason = "its answers decide when memory may be used")]
+#[expect(unused_variables, reason = "a call without the feature looks at no argument")]
 pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// Returns the kind of this driver.
     fn backend(&self) -> Backend;
@@ -128,7 +129,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// to [`Driver::remap`]; [`DriverError::OutOfMemory`] if no such range is free; a smaller one
     /// may be.
     fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
-        let _ = size;
         Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
     }
 
@@ -142,7 +142,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`]; the range then stays reserved.
     unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
-        let _ = (at, size);
         Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
     }
 
@@ -167,7 +166,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         handle: ByteSize,
     ) -> Result<(), DriverError> {
-        let _ = (at, size, handle);
         Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
     }
 
@@ -190,7 +188,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         handle: ByteSize,
     ) -> Result<(), DriverError> {
-        let _ = (at, size, handle);
         Err(DriverError::Unsupported { what: VIRTUAL_MEMORY })
     }
 
@@ -214,7 +211,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         handle: ByteSize,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, size, handle);
         Err(DriverError::Unsupported { what: "moving memory between addresses" })
     }
 
@@ -229,7 +225,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// [`DriverError::Unsupported`] with virtual memory; [`DriverError::OutOfMemory`] if the device
     /// has no free piece of this size; a smaller one may be free.
     fn segment_create(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
-        let _ = size;
         Err(DriverError::Unsupported { what: SEGMENTS })
     }
 
@@ -244,7 +239,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`]; the segment then stays and its contents are lost.
     unsafe fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
-        let _ = (at, size);
         Err(DriverError::Unsupported { what: SEGMENTS })
     }
 
@@ -273,7 +267,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         to: DeviceAddress,
         size: ByteSize,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, size);
         Err(DriverError::Unsupported { what: "copies on the device" })
     }
 
@@ -325,7 +318,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         at: DeviceAddress,
         size: ByteSize,
     ) -> Result<Option<&'static str>, DriverError> {
-        let _ = (at, size);
         Ok(None)
     }
 
@@ -342,7 +334,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// [`DriverError::OutOfMemory`], or [`DriverError::Unsupported`] if the driver has no such
     /// memory.
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
-        let _ = (size, memory);
         Err(DriverError::Unsupported { what: "allocating host memory" })
     }
 
@@ -361,7 +352,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         memory: HostMemory,
     ) -> Result<(), DriverError> {
-        let _ = (at, size, memory);
         Err(DriverError::Unsupported { what: "allocating host memory" })
     }
 
@@ -369,7 +359,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// that reservation; `None` without [`Capabilities::host_access`]. While the range is committed
     /// it may be read and written, and every byte of it is initialised.
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
-        let _ = at;
         None
     }
 
@@ -392,7 +381,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`]; the stream is destroyed nevertheless.
     unsafe fn stream_destroy(&self, stream: StreamHandle) -> Result<(), DriverError> {
-        let _ = stream;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -411,7 +399,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         stream: StreamHandle,
         event: EventHandle,
     ) -> Result<(), DriverError> {
-        let _ = (stream, event);
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -424,7 +411,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`], often of the work itself; no work is known to be done then.
     unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Result<(), DriverError> {
-        let _ = stream;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -438,7 +424,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`].
     unsafe fn is_capturing(&self, stream: StreamHandle) -> Result<bool, DriverError> {
-        let _ = stream;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -460,7 +445,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`]; the event is destroyed nevertheless.
     unsafe fn event_destroy(&self, event: EventHandle) -> Result<(), DriverError> {
-        let _ = event;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -478,7 +462,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         event: EventHandle,
         stream: StreamHandle,
     ) -> Result<(), DriverError> {
-        let _ = (event, stream);
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -492,7 +475,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`].
     unsafe fn event_query(&self, event: EventHandle) -> Result<bool, DriverError> {
-        let _ = event;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -504,7 +486,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// As for [`Driver::stream_synchronize`].
     unsafe fn event_synchronize(&self, event: EventHandle) -> Result<(), DriverError> {
-        let _ = event;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -534,7 +515,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         stream: StreamHandle,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, size, stream);
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
@@ -545,7 +525,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DriverError::OutOfMemory`], [`DriverError::Misaligned`] or any other [`DriverError`].
     fn host_store_create(&self, size: ByteSize) -> Result<HostStore, DriverError> {
-        let _ = size;
         Err(DriverError::Unsupported { what: STORES })
     }
 
@@ -558,7 +537,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
     /// # Errors
     /// Any [`DriverError`]; the store then stays.
     unsafe fn host_store_destroy(&self, store: HostStore) -> Result<(), DriverError> {
-        let _ = store;
         Err(DriverError::Unsupported { what: STORES })
     }
 
@@ -584,7 +562,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         into: StoreSpan,
         stream: StreamHandle,
     ) -> Result<(), DriverError> {
-        let _ = (from, into, stream);
         Err(DriverError::Unsupported { what: STORES })
     }
 
@@ -604,7 +581,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         to: DeviceAddress,
         stream: StreamHandle,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, stream);
         Err(DriverError::Unsupported { what: STORES })
     }
 
@@ -626,7 +602,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         stream: StreamHandle,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, size, stream);
         Err(DriverError::Unsupported { what: HOST_COPIES })
     }
 
@@ -648,7 +623,6 @@ pub unsafe trait Driver: fmt::Debug + Send + Sync {
         size: ByteSize,
         stream: StreamHandle,
     ) -> Result<(), DriverError> {
-        let _ = (from, to, size, stream);
         Err(DriverError::Unsupported { what: HOST_COPIES })
     }
 }

@@ -17,6 +17,7 @@
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 
+use super::error::DriverResult;
 use super::{DeviceAddress, Driver, DriverError, EventHandle, HostMemory, StreamHandle};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::{Mutex, lock};
@@ -163,8 +164,8 @@ impl Staging {
         &self,
         driver: &dyn Driver,
         stream: StreamHandle,
-        act: impl FnOnce(&mut Ring) -> Result<(), DriverError>,
-    ) -> Result<(), DriverError> {
+        act: impl FnOnce(&mut Ring) -> DriverResult,
+    ) -> DriverResult {
         let idle = {
             let mut state = lock(&self.state);
             if state.stuck.len() >= STUCK_MAX {
@@ -203,7 +204,7 @@ fn at(start: DeviceAddress, offset: ByteSize) -> DeviceAddress {
 
 impl Ring {
     /// Allocates page-locked buffers, as many as possible, or else one pageable buffer.
-    fn open(driver: &dyn Driver) -> Result<Self, DriverError> {
+    fn open(driver: &dyn Driver) -> DriverResult<Self> {
         let mut ring = Self::default();
         while ring.buffers.len() < BUFFERS {
             match StagingBuffer::open(driver, HostMemory::PageLocked) {
@@ -224,7 +225,7 @@ impl Ring {
     ///
     /// # Safety
     /// Every copy of the ring is complete.
-    unsafe fn close(&mut self, driver: &dyn Driver) -> Result<(), DriverError> {
+    unsafe fn close(&mut self, driver: &dyn Driver) -> DriverResult {
         while let Some(buffer) = self.buffers.last() {
             // SAFETY: a buffer of the driver; its copies are complete, and no slice of it exists.
             unsafe { driver.host_free(buffer.start, BUFFER_SIZE, buffer.memory) }?;
@@ -243,7 +244,7 @@ impl Ring {
         (from, size): (DeviceAddress, ByteSize),
         stream: StreamHandle,
         put: &mut dyn FnMut(u64, &[u8]),
-    ) -> Result<(), DriverError> {
+    ) -> DriverResult {
         let count = self.buffers.len();
         let mut queued = VecDeque::with_capacity(count);
         let mut take = |ring: &mut Self, (nth, offset, size): (usize, ByteSize, ByteSize)| {
@@ -278,7 +279,7 @@ impl Ring {
         (to, size): (DeviceAddress, ByteSize),
         stream: StreamHandle,
         get: &mut dyn FnMut(u64, &mut [u8]),
-    ) -> Result<(), DriverError> {
+    ) -> DriverResult {
         let count = self.buffers.len();
         for (nth, (offset, size)) in parts(size).enumerate() {
             let buffer = &mut self.buffers[nth % count];
@@ -295,7 +296,7 @@ impl Ring {
 }
 
 impl StagingBuffer {
-    fn open(driver: &dyn Driver, memory: HostMemory) -> Result<Self, DriverError> {
+    fn open(driver: &dyn Driver, memory: HostMemory) -> DriverResult<Self> {
         let event = driver.event_create()?;
         match driver.host_alloc(BUFFER_SIZE, memory) {
             Ok(start) => Ok(Self { start, memory, event, is_queued: false }),
@@ -308,7 +309,7 @@ impl StagingBuffer {
     }
 
     /// Waits for the last copy, if there is one.
-    fn wait(&mut self, driver: &dyn Driver) -> Result<(), DriverError> {
+    fn wait(&mut self, driver: &dyn Driver) -> DriverResult {
         if self.is_queued {
             // SAFETY: the buffer's own event.
             unsafe { driver.event_synchronize(self.event) }?;
@@ -321,11 +322,7 @@ impl StagingBuffer {
     ///
     /// # Safety
     /// As for [`Driver::event_record`].
-    unsafe fn mark(
-        &mut self,
-        driver: &dyn Driver,
-        stream: StreamHandle,
-    ) -> Result<(), DriverError> {
+    unsafe fn mark(&mut self, driver: &dyn Driver, stream: StreamHandle) -> DriverResult {
         self.is_queued = true;
         // SAFETY: the contract of this function.
         unsafe { driver.event_record(self.event, stream) }

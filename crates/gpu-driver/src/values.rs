@@ -33,20 +33,16 @@ impl DeviceAddress {
 
     /// Returns the address `offset` bytes above this one, or `None` if the sum overflows.
     #[must_use]
-    pub const fn checked_add(self, offset: ByteSize) -> Option<Self> {
-        match self.0.checked_add(offset.get()) {
-            Some(address) => Some(Self(address)),
-            None => None,
-        }
+    #[inline]
+    pub fn checked_add(self, offset: ByteSize) -> Option<Self> {
+        self.0.checked_add(offset.get()).map(Self)
     }
 
     /// Returns the distance from `base` to this address, or `None` if `base` is larger.
     #[must_use]
-    pub const fn offset_from(self, base: Self) -> Option<ByteSize> {
-        match self.0.checked_sub(base.0) {
-            Some(offset) => Some(ByteSize::new(offset)),
-            None => None,
-        }
+    #[inline]
+    pub fn offset_from(self, base: Self) -> Option<ByteSize> {
+        self.0.checked_sub(base.0).map(ByteSize::new)
     }
 
     /// Returns `true` if the address is a multiple of `alignment`.
@@ -203,8 +199,8 @@ lowtide_core::named_enum! {
 /// The features that a driver supports.
 ///
 /// Check them before use: a call to a missing feature returns
-/// [`DriverError::Unsupported`](super::DriverError::Unsupported).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// [`DriverError::Unsupported`](super::DriverError::Unsupported). The default is none of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
 pub struct Capabilities {
     /// Address space can be reserved independently of memory, so the memory of live blocks can be

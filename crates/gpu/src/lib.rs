@@ -41,7 +41,7 @@
 //! use std::sync::Arc;
 //! use std::thread;
 //! use std::time::Duration;
-//! use lowtide_gpu::clock::{Bell, Clock, SystemClock, Wake};
+//! use lowtide_gpu::clock::{Bell, Clock, SystemClock};
 //! use lowtide_gpu::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
 //!
 //! let (clock, stop) = (Arc::new(SystemClock::new()), Bell::new());
@@ -54,7 +54,7 @@
 //!             let now = clock.now();
 //!             arena.decay(now)?;
 //!             let due = arena.next_decay().min(now + Duration::from_millis(250));
-//!             if clock.wait_until(&stop, due) == Wake::Rung {
+//!             if clock.wait_until(&stop, due) {
 //!                 return Ok(());
 //!             }
 //!         }
@@ -111,16 +111,14 @@ pub use api::lane::{Lane, Lease};
 pub use api::planned::PlannedMemory;
 pub use api::raw::RawBlock;
 pub use driver::host::HostDriver;
-pub use map::{OccupancyCell, RegionOccupancy, SegmentMap};
+pub use map::{RegionOccupancy, SegmentMap};
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedCopy, PinnedKind, PinnedPool, PinnedSnapshot};
 pub use types::Region;
 pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Moved};
 pub use types::config::{ArenaConfig, Growth};
 pub use types::error::{Bound, DeviceError, DeviceErrorWith, Shortage};
 pub use types::sleep::{Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState};
-#[doc(hidden)]
-pub use types::snapshot::ControlFigures;
-pub use types::snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
+pub use types::snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
 #[cfg(all(test, lowtide_loom))]
 mod models;

@@ -145,7 +145,7 @@ impl DeviceArena {
     /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
     /// let activations = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
     /// let occupancy = arena.occupancy(64);
-    /// let live: u64 = occupancy[1].occupancy.iter().map(|cell| cell.live.get()).sum();
+    /// let live: u64 = occupancy[1].cells.iter().map(|(_, [live, ..])| live.get()).sum();
     /// assert_eq!((occupancy[1].blocks, live), (1, 1 << 20));
     /// # drop(activations);
     /// # Ok::<(), lowtide_gpu::DeviceError>(())
@@ -183,24 +183,11 @@ pub struct RegionOccupancy {
     pub cell: ByteSize,
     /// The number of live blocks.
     pub blocks: u64,
-    /// Cells with memory or a block, in address order.
-    pub occupancy: Vec<OccupancyCell>,
-}
-
-/// The usage of one cell. The rest of the cell has no memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct OccupancyCell {
-    /// The cell's index in the region, from 0.
-    pub nth: u64,
-    /// Bytes of live blocks; more than `active` if they are asleep.
-    pub live: ByteSize,
-    /// Bytes of freed blocks that the device may still use.
-    pub pending: ByteSize,
-    /// Committed bytes of granules that a block touches.
-    pub active: ByteSize,
-    /// Committed bytes of granules that no block touches.
-    pub idle: ByteSize,
+    /// Cells with memory or a block, in address order: the cell's index in the region, from 0, and
+    /// the bytes in it of live blocks (more than the active ones if they are asleep), of freed
+    /// blocks that the device may still use, of active granules, and of idle ones. The rest of the
+    /// cell has no memory.
+    pub cells: Vec<(u64, [ByteSize; 4])>,
 }
 
 /// Returns the usage of a region in at most `cells_max` cells (at least 2).
@@ -209,7 +196,7 @@ fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionO
     let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
     let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
     let mut used: Vec<Span> = runs.iter().map(|(run, _)| *run).collect();
-    if !state.sleep.is_awake() || of.arriving > 0 || of.has_lost() {
+    if !state.sleep.is_awake() || of.arriving > 0 || of.pins.lost().next().is_some() {
         // Some blocks have no memory, and may lie in other cells.
         used.extend(of.live_spans_unordered());
     }
@@ -218,23 +205,26 @@ fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionO
     let mut blocks = 0;
     for block in of.live_spans_unordered() {
         blocks += 1;
-        cells.add(block, |sums| &mut sums.live);
+        cells.add(block, LIVE);
     }
-    of.pending.spans().for_each(|freed| cells.add(freed, |sums| &mut sums.pending));
+    of.pending.spans().for_each(|freed| cells.add(freed, PENDING));
     for (run, state) in runs {
-        match state {
-            GranuleState::Active => cells.add(run, |sums| &mut sums.active),
-            GranuleState::Idle => cells.add(run, |sums| &mut sums.idle),
-        }
+        cells.add(run, if state == GranuleState::Active { ACTIVE } else { IDLE });
     }
     let (cell, granularity) = (ByteSize::new(cells.size), ByteSize::new(state.bytes_of(1)));
-    RegionOccupancy { region: region.name(), granularity, cell, blocks, occupancy: cells.cells }
+    RegionOccupancy { region: region.name(), granularity, cell, blocks, cells: cells.cells }
 }
+
+// The places of the sums of a cell.
+const LIVE: usize = 0;
+const PENDING: usize = 1;
+const ACTIVE: usize = 2;
+const IDLE: usize = 3;
 
 /// Cells of one size, in address order.
 struct Cells {
     size: u64,
-    cells: Vec<OccupancyCell>,
+    cells: Vec<(u64, [ByteSize; 4])>,
     /// The index of the cell that was found last.
     last: usize,
 }
@@ -246,13 +236,13 @@ impl Cells {
         let mut size = CELL_MIN;
         // Ends, because each turn doubles the cells and at last two cells hold everything.
         loop {
-            let mut cells: Vec<OccupancyCell> = Vec::new();
+            let mut cells: Vec<(u64, [ByteSize; 4])> = Vec::new();
             let is_enough = spans.iter().all(|span| {
-                let next = cells.last().map_or(0, |last| last.nth + 1);
+                let next = cells.last().map_or(0, |last| last.0 + 1);
                 let (first, end) = ((span.offset / size).max(next), span.end().div_ceil(size));
                 let room = (cells_max - cells.len()) as u64;
                 let nths = first..end.min(first.saturating_add(room));
-                cells.extend(nths.map(|nth| OccupancyCell { nth, ..OccupancyCell::default() }));
+                cells.extend(nths.map(|nth| (nth, [ByteSize::ZERO; 4])));
                 end.saturating_sub(first) <= room
             });
             if is_enough {
@@ -263,15 +253,15 @@ impl Cells {
     }
 
     /// Adds the bytes of a span, which lies in the cells, to one of their sums.
-    fn add(&mut self, span: Span, sum_of: fn(&mut OccupancyCell) -> &mut ByteSize) {
+    fn add(&mut self, span: Span, of: usize) {
         let mut at = span.offset;
         while at < span.end() {
             let nth = at / self.size;
-            if self.cells.get(self.last).is_none_or(|cell| cell.nth != nth) {
-                self.last = self.cells.partition_point(|cell| cell.nth < nth);
+            if self.cells.get(self.last).is_none_or(|cell| cell.0 != nth) {
+                self.last = self.cells.partition_point(|cell| cell.0 < nth);
             }
             let end = ((nth + 1) * self.size).min(span.end());
-            let sum = sum_of(&mut self.cells[self.last]);
+            let sum = &mut self.cells[self.last].1[of];
             *sum = sum.saturating_add(ByteSize::new(end - at));
             at = end;
         }
@@ -292,8 +282,8 @@ mod tests {
         DeviceArena::open(driver, clock, config).expect("opens")
     }
 
-    fn sum(region: &RegionOccupancy, of: fn(&OccupancyCell) -> ByteSize) -> ByteSize {
-        region.occupancy.iter().map(of).sum()
+    fn sum(region: &RegionOccupancy, of: usize) -> ByteSize {
+        region.cells.iter().map(|cell| cell.1[of]).sum()
     }
 
     #[test]
@@ -315,15 +305,15 @@ mod tests {
             let occupancy = arena.occupancy(cells_max);
             let snapshot = arena.snapshot();
             for (told, found) in snapshot.regions.iter().zip(&occupancy) {
-                assert!(found.occupancy.len() <= cells_max, "{} cells", found.occupancy.len());
-                assert!(found.occupancy.is_sorted_by(|one, next| one.nth < next.nth));
+                assert!(found.cells.len() <= cells_max, "{} cells", found.cells.len());
+                assert!(found.cells.is_sorted_by(|one, next| one.0 < next.0));
                 let live = told.live.saturating_add(told.cached);
-                assert_eq!(sum(found, |cell| cell.live), live, "{cells_max}");
-                assert_eq!(sum(found, |cell| cell.active), told.active, "{cells_max}");
-                assert_eq!(sum(found, |cell| cell.idle), told.idle, "{cells_max}");
-                for cell in &found.occupancy {
-                    assert!(cell.active.saturating_add(cell.idle) <= found.cell, "{cell:?}");
-                    assert!(cell.live <= found.cell, "{cell:?}");
+                assert_eq!(sum(found, LIVE), live, "{cells_max}");
+                assert_eq!(sum(found, ACTIVE), told.active, "{cells_max}");
+                assert_eq!(sum(found, IDLE), told.idle, "{cells_max}");
+                for (nth, sums) in &found.cells {
+                    let used = sums[ACTIVE].saturating_add(sums[IDLE]);
+                    assert!(used <= found.cell && sums[LIVE] <= found.cell, "{nth}: {sums:?}");
                 }
             }
         }
@@ -336,9 +326,9 @@ mod tests {
         let large = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
         let region = arena.occupancy(512).remove(1);
         assert_eq!(region.blocks, 2);
-        let ends = region.occupancy.first().zip(region.occupancy.last());
+        let ends = region.cells.first().zip(region.cells.last());
         let (first, last) = ends.expect("some cells");
-        assert!(last.nth - first.nth > 512, "they lie far apart, as small and large blocks do");
+        assert!(last.0 - first.0 > 512, "they lie far apart, as small and large blocks do");
         assert!(region.cell <= ByteSize::kib(64), "and are drawn finely: {}", region.cell);
         drop((small, large));
     }
@@ -347,13 +337,13 @@ mod tests {
     fn an_empty_arena_has_no_cells_and_one_that_sleeps_shows_what_is_asleep() {
         use crate::{Contents, SleepOptions};
         let arena = arena(ByteSize::mib(64));
-        assert!(arena.occupancy(64).iter().all(|region| region.occupancy.is_empty()));
+        assert!(arena.occupancy(64).iter().all(|region| region.cells.is_empty()));
         let held = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
         let (stable, dynamic) = (Contents::Discard, Contents::Discard);
         arena.sleep(SleepOptions { stable, dynamic, ..Default::default() }).expect("asleep");
         let region = &arena.occupancy(64)[0];
-        assert_eq!(sum(region, |cell| cell.live), ByteSize::mib(3));
-        assert_eq!(sum(region, |cell| cell.active.saturating_add(cell.idle)), ByteSize::ZERO);
+        assert_eq!(sum(region, LIVE), ByteSize::mib(3));
+        assert_eq!(sum(region, ACTIVE).saturating_add(sum(region, IDLE)), ByteSize::ZERO);
         drop(held);
     }
 }

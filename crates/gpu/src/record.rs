@@ -12,7 +12,8 @@ use std::io::Write;
 use std::mem;
 use std::sync::Arc;
 
-use crate::driver::DeviceAddress;
+use crate::driver::{Backend, DeviceAddress};
+use crate::types::config::{ArenaConfig, decay_nanos};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -213,24 +214,36 @@ impl Recorder {
 pub(crate) struct Recording(pub(crate) Recorder);
 
 impl Recording {
-    /// Begins the recording of an arena with its first line.
+    /// Begins the recording of an arena, if there is to be one, with its settings.
     ///
     /// # Errors
     /// `RecorderTaken`.
-    pub(crate) fn new(
-        recorder: &Recorder,
-        now: Moment,
-        arena: &str,
-        fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
-    ) -> Result<Self, DeviceError> {
+    pub(crate) fn begin(
+        config: &ArenaConfig,
+        backend: Backend,
+        clock: &dyn Clock,
+        granule: ByteSize,
+    ) -> Result<Option<Self>, DeviceError> {
+        let Some(recorder) = &config.recorder else { return Ok(None) };
+        // Before the recorder's lock is taken: the clock may be the program's own.
+        let (since_epoch, now) = (u64::try_from(clock.since_epoch().as_nanos()), clock.now());
         let mut lines = lock(&recorder.inner.lines);
         if let Some(by) = &lines.arena {
             return Err(DeviceError::RecorderTaken { by: by.clone() });
         }
-        lines.arena = Some(arena.to_owned());
-        lines.write(now, "open", fields);
+        lines.arena = Some(config.name.clone());
+        lines.write(now, "open", |line| {
+            line.number("version", 1)
+                .text("arena", &config.name)
+                .text("backend", backend.name())
+                .number("unix_ns", since_epoch.ok())
+                .bytes("granule", granule)
+                .bytes("reserve", config.reserve)
+                .limit("limit", config.limit)
+                .number("decay_ns", decay_nanos(config.decay))
+        });
         drop(lines);
-        Ok(Self(recorder.clone()))
+        Ok(Some(Self(recorder.clone())))
     }
 }
 

@@ -36,20 +36,15 @@ const _: () = assert!(PEAK_MIN.is_power_of_two(), "two amounts are compared by t
 /// ```
 /// use std::sync::Arc;
 ///
-/// use lowtide_heap::{self as host, Account, AccountMemory, AccountOwner, ByteSize};
+/// use lowtide_heap::{self as host, Account, ByteSize};
 ///
 /// #[global_allocator]
 /// static HEAP: host::Heap = host::Heap;
 ///
-/// struct Import;
-///
-/// impl AccountOwner for Import {
-///     fn ended(&mut self, memory: AccountMemory) {
-///         println!("an import needed {}", memory.peak);
-///     }
-/// }
-///
-/// let account = Arc::new(Account::new(Import));
+/// let account = Account::new("the import", |name, memory| {
+///     println!("{name} needed {}", memory.peak);
+/// });
+/// let account = Arc::new(account);
 /// let kept = account.run(|| vec![1_u8; 1 << 20]);
 /// # #[cfg(target_os = "linux")]
 /// assert_eq!(account.memory().live, ByteSize::mib(1));
@@ -57,9 +52,10 @@ const _: () = assert!(PEAK_MIN.is_power_of_two(), "two amounts are compared by t
 /// assert_eq!(account.memory().live, ByteSize::ZERO);
 /// ```
 #[repr(C)] // `head` comes first, so that a pointer to it is one to the account
-pub struct Account<T: AccountOwner> {
+pub struct Account<T: 'static> {
     head: Head,
     owner: T,
+    ended: fn(&mut T, AccountMemory),
 }
 
 /// The part of an account that does not depend on its owner.
@@ -69,15 +65,6 @@ struct Head {
     allocated: AtomicU64,
     /// The type of the owner.
     owner: TypeId,
-}
-
-/// The caller's data in an account.
-pub trait AccountOwner: Send + Sync + 'static {
-    /// Called once, when the last handle of the account is dropped. `memory.live` is the number of
-    /// bytes that outlive the account. Does nothing by default.
-    fn ended(&mut self, memory: AccountMemory) {
-        let _ = memory;
-    }
 }
 
 /// The bytes of an account: blocks of jemalloc, after rounding, and adopted bytes.
@@ -92,17 +79,18 @@ pub struct AccountMemory {
     pub allocated: ByteSize,
 }
 
-impl<T: AccountOwner> Account<T> {
-    /// Creates an account without bytes.
+impl<T: 'static> Account<T> {
+    /// Creates an account without bytes. `ended` is called once, when the last handle of the account
+    /// is dropped; its `live` bytes are those that outlive the account.
     #[inline]
-    pub fn new(owner: T) -> Self {
+    pub fn new(owner: T, ended: fn(&mut T, AccountMemory)) -> Self {
         let head = Head {
             live: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             allocated: AtomicU64::new(0),
             owner: TypeId::of::<T>(),
         };
-        Self { head, owner }
+        Self { head, owner, ended }
     }
 
     /// Runs the work. The bytes that it allocates and frees on this thread count for this account,
@@ -149,24 +137,24 @@ impl<T: AccountOwner> Account<T> {
     /// Adds bytes that others allocated and the account holds from now on.
     pub fn adopt(&self, bytes: ByteSize) {
         self.head.settle_if_current();
-        self.head.charge(Moved { allocated: bytes.get(), freed: 0, peak: bytes.get() });
+        self.head.charge(bytes.get(), 0, bytes.get());
     }
 
     /// Subtracts bytes that others hold from now on. The account does not fall below 0.
     pub fn release(&self, bytes: ByteSize) {
         self.head.settle_if_current();
-        self.head.charge(Moved { allocated: 0, freed: bytes.get(), peak: 0 });
+        self.head.charge(0, bytes.get(), 0);
     }
 }
 
-impl<T: AccountOwner> Drop for Account<T> {
+impl<T: 'static> Drop for Account<T> {
     fn drop(&mut self) {
         let memory = self.memory();
-        self.owner.ended(memory);
+        (self.ended)(&mut self.owner, memory);
     }
 }
 
-impl<T: AccountOwner + fmt::Debug> fmt::Debug for Account<T> {
+impl<T: fmt::Debug + 'static> fmt::Debug for Account<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (memory, owner) = (self.memory(), &self.owner);
         f.debug_struct("Account").field("memory", &memory).field("owner", owner).finish()
@@ -189,13 +177,14 @@ impl Head {
     #[inline(never)]
     fn charge_much(&self, since: Totals, now: Totals) {
         let (allocated, freed) = now.since(since);
-        self.charge(Moved { allocated, freed, peak: rise(since, now, allocated) });
+        self.charge(allocated, freed, rise(since, now, allocated));
     }
 
-    /// Adds what moved since the last time.
+    /// Adds the bytes of blocks that were allocated, after rounding, and of those that were freed,
+    /// including blocks that other work allocated. `peak` is the most by which `allocated - freed`
+    /// rose.
     #[inline]
-    fn charge(&self, moved: Moved) {
-        let Moved { allocated, freed, peak } = moved;
+    fn charge(&self, allocated: u64, freed: u64, peak: u64) {
         if allocated > 0 {
             self.allocated.fetch_add(allocated, Relaxed);
         }
@@ -261,16 +250,6 @@ impl Drop for Entered {
     fn drop(&mut self) {
         switch(self.counters.read(), self.outer);
     }
-}
-
-/// The bytes that moved between two reads.
-struct Moved {
-    /// Bytes of blocks that were allocated, after rounding.
-    allocated: u64,
-    /// Bytes of blocks that were freed, including blocks that other work allocated.
-    freed: u64,
-    /// The most by which `allocated - freed` rose.
-    peak: u64,
 }
 
 /// The counters at one instant.
@@ -340,7 +319,7 @@ fn settle(account: NonNull<Head>, now: Totals) {
     // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
     let account = unsafe { account.as_ref() };
     if allocated < PEAK_MIN {
-        account.charge(Moved { allocated, freed, peak: allocated });
+        account.charge(allocated, freed, allocated);
     } else {
         account.charge_much(since, now);
     }
@@ -384,8 +363,8 @@ impl Counters {
         if !cfg!(target_os = "linux") || !super::is_global() {
             return None;
         }
-        let allocated = ctl::THREAD_ALLOCATED_AT.counter().ok()??;
-        let freed = ctl::THREAD_DEALLOCATED_AT.counter().ok()??;
+        let allocated = ctl::THREAD_ALLOCATED_AT.read().ok()??;
+        let freed = ctl::THREAD_DEALLOCATED_AT.read().ok()??;
         Some(Self { allocated, freed })
     }
 

@@ -18,6 +18,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::file::OwnedFile;
+use lowtide_core::kernel::file_size_limit;
 
 use super::error::{HostError, PROFILE_TEXT_MAX};
 use super::loaded::{ProfileMapping, executable, hexadecimal, read_build_ids};
@@ -99,8 +100,7 @@ impl AllocationProfile {
     /// Returns the sum of all stacks: an estimate of the live bytes.
     #[must_use]
     pub fn total(&self) -> ByteSize {
-        let bytes = self.stacks.iter().map(|stack| stack.bytes);
-        bytes.fold(ByteSize::ZERO, ByteSize::saturating_add)
+        self.stacks.iter().map(|stack| stack.bytes).sum()
     }
 }
 
@@ -162,16 +162,6 @@ fn dump() -> Result<OwnedFile, HostError> {
     Ok(file)
 }
 
-/// Returns the largest size of a file that this process may write; the kernel sends SIGXFSZ
-/// above it, also for files in memory.
-fn file_size_limit() -> ByteSize {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a valid place for the result.
-    let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
-    #[allow(clippy::useless_conversion, reason = "32 bits on some targets")]
-    if done == 0 { ByteSize::new(u64::from(limit.rlim_cur)) } else { ByteSize::MAX }
-}
-
 /// Returns the profile of the live heap. Needs no writable folder: it is written to a file in
 /// memory. Costs as much as [`write_profile`], the memory of the text, and some milliseconds
 /// for each MiB of it.
@@ -221,9 +211,10 @@ impl AllocationProfile {
     /// `since_epoch` is the time at which it was taken.
     #[must_use]
     pub fn to_pprof(&self, since_epoch: Duration) -> Vec<u8> {
-        let message = self.message(since_epoch);
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
         // Writing to memory does not fail.
-        gzip(&message).unwrap_or(message)
+        let _ = encoder.write_all(&self.message(since_epoch));
+        encoder.finish().unwrap_or_default()
     }
 
     fn message(&self, since_epoch: Duration) -> Vec<u8> {
@@ -281,12 +272,6 @@ impl AllocationProfile {
         profile.number(14, space);
         profile.0
     }
-}
-
-fn gzip(bytes: &[u8]) -> io::Result<Vec<u8>> {
-    let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
-    encoder.write_all(bytes)?;
-    encoder.finish()
 }
 
 fn value_type(kind: u64, unit: u64) -> Message {

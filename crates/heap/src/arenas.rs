@@ -18,11 +18,11 @@
 use std::cell::RefCell;
 use std::ffi::CStr;
 use std::fmt;
+use std::future::poll_fn;
 use std::mem::ManuallyDrop;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
@@ -313,7 +313,8 @@ impl HostArena {
     }
 
     /// Runs each poll of a future in a [`scope_uncached`](Self::scope_uncached). What the future
-    /// allocates when it is created or dropped is not affected.
+    /// allocates when it is created or dropped is not affected, nor is the block in which it is
+    /// pinned.
     ///
     /// Use it for a future that allocates only long-lived memory, such as one that opens a session.
     /// Do not use it for one that serves the requests of a connection, since that also allocates
@@ -325,7 +326,11 @@ impl HostArena {
         self: Arc<Self>,
         future: F,
     ) -> impl Future<Output = Result<F::Output, HostError>> {
-        InArena { arena: self, future }
+        let mut future = Box::pin(future);
+        poll_fn(move |context| match self.scope_uncached(|| future.as_mut().poll(context)) {
+            Ok(poll) => poll.map(Ok),
+            Err(error) => Poll::Ready(Err(error)),
+        })
     }
 
     /// Returns its current memory. Refreshes jemalloc's statistics once, like
@@ -457,28 +462,6 @@ impl Drop for HostArena {
             let mut slots = keep();
             let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
             slots.put(self.index, ArenaSlot { name: ArenaName::NONE, is_kept: true, is_bound });
-        }
-    }
-}
-
-/// A future that is polled in an arena.
-struct InArena<F> {
-    arena: Arc<HostArena>,
-    future: F,
-}
-
-impl<F: Future> Future for InArena<F> {
-    type Output = Result<F::Output, HostError>;
-
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        // SAFETY: nothing is moved out of it; `future` is only handed on pinned, and `InArena`
-        // has no `Drop` and is `Unpin` only if `F` is.
-        let this = unsafe { self.get_unchecked_mut() };
-        // SAFETY: a part of a pinned value, as above.
-        let future = unsafe { Pin::new_unchecked(&mut this.future) };
-        match this.arena.scope_uncached(|| future.poll(context)) {
-            Ok(poll) => poll.map(Ok),
-            Err(error) => Poll::Ready(Err(error)),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! glibc's heap, which serves C and C++ code in the same process: its statistics, and trimming.
 //!
-//! The functions are looked up at run time: if the C library lacks them, calls return
+//! The statistics are looked up at run time: if the C library lacks them, calls return
 //! [`Unsupported`], and the program still links and starts. When to trim is decided elsewhere.
 //!
 //! Invariant: `held = live + idle`, as glibc counts.
@@ -62,33 +62,20 @@ pub(super) fn with_text<T>(path: &str, parse: impl FnOnce(&[u8]) -> Option<T>) -
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod platform {
-    use std::ffi::{CStr, c_int, c_void};
+    use std::ffi::{CStr, c_void};
     use std::mem;
     use std::ptr::NonNull;
     use std::sync::OnceLock;
 
     use super::{ByteSize, LibcHeap, Unsupported};
 
-    /// `int malloc_trim(size_t pad)` and `struct mallinfo2 mallinfo2(void)`. Safe to call: the code
-    /// that creates one guarantees that.
-    type Trim = extern "C" fn(usize) -> c_int;
+    /// `struct mallinfo2 mallinfo2(void)`. Safe to call: the code that creates one guarantees that.
     type Info = extern "C" fn() -> libc::mallinfo2;
 
     pub(super) fn trim() -> Result<bool, Unsupported> {
-        static FOUND: OnceLock<Option<Trim>> = OnceLock::new();
-        trim_by(*FOUND.get_or_init(|| {
-            // SAFETY: glibc declares the function so (malloc.h); the pointer is not null. Any
-            // thread may call it with any number ("MT-Safe", malloc_trim(3)): only pages without a
-            // block are released.
-            symbol(c"malloc_trim")
-                .map(|found| unsafe { mem::transmute::<NonNull<c_void>, Trim>(found) })
-        }))
-    }
-
-    /// 0 keeps the least at the top of the heap.
-    fn trim_by(found: Option<Trim>) -> Result<bool, Unsupported> {
-        let trim = found.ok_or(Unsupported::SymbolMissing("malloc_trim"))?;
-        Ok(trim(0) != 0)
+        // SAFETY: any thread may call it with any number ("MT-Safe", malloc_trim(3)): only pages
+        // without a block are released. 0 keeps the least at the top of the heap.
+        Ok(unsafe { libc::malloc_trim(0) } != 0)
     }
 
     pub(super) fn read() -> Result<LibcHeap, Unsupported> {
@@ -126,24 +113,14 @@ mod platform {
 
         #[test]
         fn a_function_that_does_not_exist_is_none() {
-            assert!(symbol(c"malloc_trim").is_some());
+            assert!(symbol(c"malloc").is_some());
             assert!(symbol(c"lowtide_has_no_such_function").is_none());
         }
 
-        extern "C" fn found_pages(pad: usize) -> c_int {
-            c_int::from(pad == 0)
-        }
-
-        extern "C" fn found_none(_: usize) -> c_int {
-            0
-        }
-
         #[test]
-        fn a_trim_gave_something_back_or_nothing_or_there_is_no_such_function() {
-            assert_eq!(trim_by(Some(found_pages)), Ok(true));
-            assert_eq!(trim_by(Some(found_none)), Ok(false));
-            assert_eq!(trim_by(None), Err(Unsupported::SymbolMissing("malloc_trim")));
+        fn without_the_function_there_are_no_statistics_and_a_trim_works() {
             assert_eq!(read_by(None), Err(Unsupported::SymbolMissing("mallinfo2")));
+            assert!(trim().is_ok());
         }
     }
 }

@@ -37,9 +37,6 @@ pub const ARENA_NAME_MAX: usize = 31;
 /// Marks a control whose value is a C string that lives as long as the process.
 pub(crate) struct Text;
 
-/// Marks a control whose value is the address of a counter of the calling thread.
-pub(crate) struct Counter;
-
 /// Marks a control whose value is a C string that a program could overwrite later.
 pub(crate) struct Copied;
 
@@ -52,13 +49,19 @@ pub(crate) struct FileName;
 #[cfg(feature = "profiling")]
 pub(crate) type BacktraceHook = unsafe extern "C" fn(*mut *mut c_void, *mut c_uint, c_uint);
 
-/// Marks a control whose value is a table of extent hooks.
-pub(crate) struct HookTable;
-
 /// Kinds of text that C gives a pointer to.
 pub(crate) trait Pointed {}
 impl Pointed for Text {}
 impl Pointed for Copied {}
+
+/// Types of which each value that jemalloc writes is valid: numbers, addresses, and functions, which
+/// are never null.
+pub(crate) trait Readable: Copy {}
+impl<T: Number> Readable for T {}
+impl<T> Readable for Option<NonNull<T>> {}
+impl<T> Readable for *mut T {}
+#[cfg(feature = "profiling")]
+impl Readable for BacktraceHook {}
 
 /// Types that are plain numbers to C as to Rust.
 pub(crate) trait Number: Copy {}
@@ -70,7 +73,7 @@ impl Number for isize {}
 
 /// The table. Types from jemalloc 5.3.1's manual, section "MALLCTL NAMESPACE", and `ctl.c`:
 /// `size_t` is usize, `ssize_t` isize, `unsigned` u32, `uint64_t` u64, `const char *` [`Text`] or
-/// [`Copied`], `uint64_t *` [`Counter`].
+/// [`Copied`].
 /// 4096 stands for all arenas (`MALLCTL_ARENAS_ALL`).
 macro_rules! table {
     ($($key:ident: $value:ty, $components:literal, $name:literal;)*) => {
@@ -91,8 +94,8 @@ table! {
 
     THREAD_ALLOCATED: u64, 2, c"thread.allocated";
     THREAD_DEALLOCATED: u64, 2, c"thread.deallocated";
-    THREAD_ALLOCATED_AT: Counter, 2, c"thread.allocatedp";
-    THREAD_DEALLOCATED_AT: Counter, 2, c"thread.deallocatedp";
+    THREAD_ALLOCATED_AT: Option<NonNull<u64>>, 2, c"thread.allocatedp";
+    THREAD_DEALLOCATED_AT: Option<NonNull<u64>>, 2, c"thread.deallocatedp";
     THREAD_PEAK: u64, 3, c"thread.peak.read";
     THREAD_PEAK_RESET: (), 3, c"thread.peak.reset";
     THREAD_ARENA: u32, 2, c"thread.arena";
@@ -106,7 +109,7 @@ table! {
     ARENA_MUZZY_DECAY: isize, 3, c"arena.0.muzzy_decay_ms";
     ARENAS_CREATE: u32, 2, c"arenas.create";
     ARENA_NAME: Text, 3, c"arena.0.name";
-    ARENA_HOOKS: HookTable, 3, c"arena.0.extent_hooks";
+    ARENA_HOOKS: *mut extent_hooks_t, 3, c"arena.0.extent_hooks";
     ARENA_PURGE: (), 3, c"arena.0.purge";
     ARENA_DESTROY: (), 3, c"arena.0.destroy";
     ARENAS_PURGE: (), 3, c"arena.4096.purge";
@@ -242,12 +245,6 @@ fn numbers_of(name: &CStr, numbers: &mut [usize]) -> i32 {
 }
 
 impl<T: Number, const N: usize> Key<T, N> {
-    /// The value. About 30 ns.
-    #[inline]
-    pub(crate) fn read(&self) -> Result<T, HostError> {
-        self.read_by(self.numbers()?)
-    }
-
     /// Writes the value.
     pub(crate) fn write(&self, value: T) -> Result<(), HostError> {
         self.write_by(self.numbers()?, value)
@@ -260,16 +257,24 @@ impl<T: Number, const N: usize> Key<T, N> {
         unsafe { self.read_raw(self.numbers()?, Some(value)) }
     }
 
+    fn write_by(&self, numbers: &[usize; N], value: T) -> Result<(), HostError> {
+        // SAFETY: as in `read_by`: the control expects a `T`.
+        unsafe { self.write_raw(numbers, Some(value)) }
+    }
+}
+
+impl<T: Readable, const N: usize> Key<T, N> {
+    /// The value. About 30 ns.
+    #[inline]
+    pub(crate) fn read(&self) -> Result<T, HostError> {
+        self.read_by(self.numbers()?)
+    }
+
     fn read_by(&self, numbers: &[usize; N]) -> Result<T, HostError> {
         // SAFETY: as in `exchange`. Numbers are those of a name, or have an arena's index below
         // jemalloc's limit in place (`numbers_with`), or that of a size class, which jemalloc
         // checks (`read_class`).
         unsafe { self.read_raw(numbers, None) }
-    }
-
-    fn write_by(&self, numbers: &[usize; N], value: T) -> Result<(), HostError> {
-        // SAFETY: as in `read_by`: the control expects a `T`.
-        unsafe { self.write_raw(numbers, Some(value)) }
     }
 
     /// The figure of one arena, for one named `stats.arenas.0.*`, of the last epoch. Refused where
@@ -285,13 +290,15 @@ impl<T: Number, const N: usize> Key<T, N> {
     }
 }
 
-impl<T: Number> Key<T, 3> {
+impl<T: Readable> Key<T, 3> {
     /// Returns the value in one arena, for a control named `arena.0.*`. Refused if no arena is
-    /// initialised at the index (EFAULT).
+    /// initialised at the index (EFAULT), except for the hooks: those are jemalloc's own then.
     pub(crate) fn read_in(&self, arena: u32) -> Result<T, HostError> {
         self.read_by(&self.numbers_with(1, arena)?)
     }
+}
 
+impl<T: Number> Key<T, 3> {
     /// Writes the value in one arena; refused likewise.
     pub(crate) fn write_in(&self, arena: u32, value: T) -> Result<(), HostError> {
         self.write_by(&self.numbers_with(1, arena)?, value)
@@ -321,15 +328,6 @@ impl<T: Pointed, const N: usize> Key<T, N> {
         // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
         let text = unsafe { self.read_raw::<*mut c_char>(self.numbers()?, None) };
         text.map(NonNull::new)
-    }
-}
-
-impl<const N: usize> Key<Counter, N> {
-    /// Returns the address of the calling thread's counter; `None` if jemalloc has none.
-    pub(crate) fn counter(&self) -> Result<Option<NonNull<u64>>, HostError> {
-        // SAFETY: the table gives the control's C type as `uint64_t *`; any pointer is valid.
-        let at = unsafe { self.read_raw::<*mut u64>(self.numbers()?, None) };
-        at.map(NonNull::new)
     }
 }
 
@@ -383,12 +381,6 @@ impl<const N: usize> Key<FileName, N> {
 
 #[cfg(feature = "profiling")]
 impl<const N: usize> Key<BacktraceHook, N> {
-    /// Returns the function that is called now.
-    pub(crate) fn read(&self) -> Result<BacktraceHook, HostError> {
-        // SAFETY: the control's value is such a function, and never null.
-        unsafe { self.read_raw(self.numbers()?, None) }
-    }
-
     /// Sets the function that jemalloc calls for each sample.
     ///
     /// # Safety
@@ -400,14 +392,7 @@ impl<const N: usize> Key<BacktraceHook, N> {
     }
 }
 
-impl Key<HookTable, 3> {
-    /// Returns the table of an arena; jemalloc's own if the arena does not exist yet.
-    pub(crate) fn read_in(&self, arena: u32) -> Result<*mut extent_hooks_t, HostError> {
-        let numbers = self.numbers_with(1, arena)?;
-        // SAFETY: the control's value is such a pointer, and any pointer is valid.
-        unsafe { self.read_raw(&numbers, None) }
-    }
-
+impl Key<*mut extent_hooks_t, 3> {
     /// Sets the table of an arena, which is created if it does not exist.
     ///
     /// # Safety

@@ -305,22 +305,21 @@ const UNKNOWN: &str = "expected a setting of background_thread, \
 const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expected \
                    another setting, such as narenas";
 const TWICE: &str = "duplicate setting; expected each at most once";
-const TOO_LONG: &str = "the settings together are too long";
 
-/// The setting of this name, or why the macro does not take it.
-const fn knob(name: &[u8]) -> Result<&'static Knob, &'static str> {
+/// Returns the setting of this name. Panics if the macro does not take it.
+const fn knob(name: &[u8]) -> &'static Knob {
     let is_of_profiler = same(name, b"prof") || same(name, b"lg_prof_sample");
     if is_of_profiler && !cfg!(feature = "profiling") {
-        return Err(NO_PROFILER);
+        panic!("{}", NO_PROFILER);
     }
     let mut at = 0;
     while at < KNOBS.len() {
         if same(KNOBS[at].name.as_bytes(), name) {
-            return Ok(&KNOBS[at]);
+            return &KNOBS[at];
         }
         at += 1;
     }
-    Err(if same(name, b"hpa") { HPA } else { UNKNOWN })
+    panic!("{}", if same(name, b"hpa") { HPA } else { UNKNOWN })
 }
 
 /// The bytes of a configuration string, NULs at its end included; all settings together take some
@@ -336,98 +335,72 @@ pub const CONF_TEXT_MAX: usize = 512;
 #[doc(hidden)]
 #[must_use]
 pub const fn conf_text(profile: HeapProfile, own: &[(&str, &str)]) -> [u8; CONF_TEXT_MAX] {
-    match ConfText::compose(profile, own) {
-        Ok(text) => text.bytes,
-        Err(expected) => panic!("{}", expected),
+    let mut text = ConfText { bytes: [0; CONF_TEXT_MAX], len: 0 };
+    let (mut rest, mut written) = (profile.conf().to_bytes(), 0_u64);
+    while !rest.is_empty() {
+        let (setting, after) = cut(rest, b',');
+        match position(own, cut(setting, b':').0) {
+            Some(at) => {
+                text.push_setting(own[at].0, own[at].1);
+                written |= 1 << at;
+            }
+            None => text.push(setting),
+        }
+        rest = after;
     }
+    let mut at = 0;
+    while at < own.len() {
+        match position(own, own[at].0.as_bytes()) {
+            Some(first) if first != at => panic!("{}", TWICE),
+            _ if written >> at & 1 == 1 => {}
+            _ => text.push_setting(own[at].0, own[at].1),
+        }
+        at += 1;
+    }
+    text.bytes
 }
 
-/// A configuration string, built at compile time.
-#[derive(Debug, PartialEq, Eq)]
+/// A configuration string, built at compile time. Its functions panic with the expected value.
 struct ConfText {
     bytes: [u8; CONF_TEXT_MAX],
     len: usize,
 }
 
 impl ConfText {
-    /// Returns the string, or the expected value as error.
-    const fn compose(profile: HeapProfile, own: &[(&str, &str)]) -> Result<Self, &'static str> {
-        let mut text = Self { bytes: [0; CONF_TEXT_MAX], len: 0 };
-        let mut rest = profile.conf().to_bytes();
-        while !rest.is_empty() {
-            let (setting, after) = cut(rest, b',');
-            let (name, _) = cut(setting, b':');
-            let written = match position(own, name) {
-                Some(at) => text.push_setting(own[at].0, own[at].1),
-                None => text.push(setting),
-            };
-            if let Err(expected) = written {
-                return Err(expected);
-            }
-            rest = after;
-        }
-        let mut at = 0;
-        while at < own.len() {
-            let name = own[at].0.as_bytes();
-            let written = match position(own, name) {
-                Some(first) if first != at => Err(TWICE),
-                _ if names(profile.conf().to_bytes(), name) => Ok(()),
-                _ => text.push_setting(own[at].0, own[at].1),
-            };
-            if let Err(expected) = written {
-                return Err(expected);
-            }
-            at += 1;
-        }
-        Ok(text)
-    }
-
     /// Appends one setting as it stands in the source, checked.
-    const fn push_setting(&mut self, name: &str, value: &str) -> Result<(), &'static str> {
-        let knob = match knob(name.as_bytes()) {
-            Ok(knob) => knob,
-            Err(expected) => return Err(expected),
-        };
-        if let Err(expected) = self.push(name.as_bytes()) {
-            return Err(expected);
-        }
+    const fn push_setting(&mut self, name: &str, value: &str) {
+        let knob = knob(name.as_bytes());
+        self.push(name.as_bytes());
+        self.push_bytes(b":");
         let value = value.as_bytes();
         match knob.takes {
             Takes::Number(least, most) => match digits(value) {
-                Some(number) if least <= number && number <= most => {
-                    self.push_bytes(b":");
-                    self.push_digits(value);
-                    Ok(())
-                }
-                _ => Err(knob.expected),
+                Some(number) if least <= number && number <= most => self.push_number(number),
+                _ => panic!("{}", knob.expected),
             },
             Takes::Word(words) => {
                 let mut rest = words.as_bytes();
                 while !rest.is_empty() {
                     let (word, after) = cut(rest, b'|');
                     if same(word, value) {
-                        self.push_bytes(b":");
                         self.push_bytes(if same(word, b"one_page") { ONE_PAGE } else { word });
-                        return Ok(());
+                        return;
                     }
                     rest = after;
                 }
-                Err(knob.expected)
+                panic!("{}", knob.expected)
             }
         }
     }
 
     /// Appends after a comma, if the text is not empty.
-    const fn push(&mut self, setting: &[u8]) -> Result<(), &'static str> {
+    const fn push(&mut self, setting: &[u8]) {
         // Room for a value of any length that passes its check.
-        if self.len + setting.len() + 32 > CONF_TEXT_MAX {
-            return Err(TOO_LONG);
-        }
+        assert!(self.len + setting.len() + 32 <= CONF_TEXT_MAX, "the settings are too long");
         if self.len > 0 {
             self.push_bytes(b",");
         }
         self.push_bytes(setting);
-        Ok(())
     }
 
     const fn push_bytes(&mut self, bytes: &[u8]) {
@@ -439,19 +412,12 @@ impl ConfText {
         }
     }
 
-    /// Appends a number as jemalloc reads it: in decimal digits, no zero before them.
-    const fn push_digits(&mut self, number: &[u8]) {
-        let mut at = 0;
-        let mut leads = true;
-        while at < number.len() {
-            let last = at + 1 == number.len();
-            leads = leads && !last && (number[at] == b'0' || number[at] == b'_');
-            if number[at] != b'_' && !leads {
-                self.bytes[self.len] = number[at];
-                self.len += 1;
-            }
-            at += 1;
+    /// Appends a number in decimal digits, as jemalloc reads it.
+    const fn push_number(&mut self, number: u64) {
+        if number >= 10 {
+            self.push_number(number / 10);
         }
+        self.push_bytes(&[b'0' + (number % 10).to_le_bytes()[0]]);
     }
 }
 
@@ -494,18 +460,6 @@ const fn position(own: &[(&str, &str)], name: &[u8]) -> Option<usize> {
         at += 1;
     }
     None
-}
-
-/// Returns `true` if a string sets this.
-const fn names(mut conf: &[u8], name: &[u8]) -> bool {
-    while !conf.is_empty() {
-        let (setting, after) = cut(conf, b',');
-        if same(cut(setting, b':').0, name) {
-            return true;
-        }
-        conf = after;
-    }
-    false
 }
 
 const fn same(one: &[u8], other: &[u8]) -> bool {
@@ -558,9 +512,9 @@ mod tests {
 mod knobs_tests {
     use super::*;
 
-    fn composed(profile: HeapProfile, own: &[(&str, &str)]) -> Result<String, &'static str> {
-        let text = ConfText::compose(profile, own)?;
-        Ok(CStr::from_bytes_until_nul(&text.bytes).unwrap().to_str().unwrap().to_owned())
+    fn composed(profile: HeapProfile, own: &[(&str, &str)]) -> Result<String, String> {
+        let text = lowtide_core::sync::caught(|| conf_text(profile, own))?;
+        Ok(CStr::from_bytes_until_nul(&text).unwrap().to_str().unwrap().to_owned())
     }
 
     #[test]
@@ -624,9 +578,9 @@ mod knobs_tests {
             assert!(error.contains(part), "{own:?}: {error}");
         }
         let twice = [("narenas", "2"), ("narenas", "4")];
-        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE));
+        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE.to_owned()));
         let twice = [("tcache_max", "64"), ("tcache_max", "64")];
-        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE));
+        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE.to_owned()));
     }
 
     #[test]
@@ -637,7 +591,7 @@ mod knobs_tests {
             let text = composed.unwrap();
             assert!(text.ends_with(",prof:true,lg_prof_sample:23"), "{text}");
         } else {
-            assert_eq!(composed, Err(NO_PROFILER));
+            assert_eq!(composed, Err(NO_PROFILER.to_owned()));
         }
     }
 

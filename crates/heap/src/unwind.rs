@@ -235,7 +235,7 @@ unsafe fn first_of_thread(addresses: *mut *mut c_void, count: *mut c_uint, max: 
     let start = libc::pthread_getattr_np as *const () as u64;
     let asks = start..start.saturating_add(GETATTR_MAX);
     if !callers.iter().any(|address| asks.contains(&(*address as u64))) {
-        learn_thread_stack();
+        STACK.set(find_thread_stack().unwrap_or((1, 1)));
     }
 }
 
@@ -297,11 +297,6 @@ thread_local! {
 fn known_thread_stack() -> Option<Range<u64>> {
     let (start, end) = STACK.get();
     (end != 0).then_some(start..end)
-}
-
-/// Looks for the addresses of this thread's stack.
-fn learn_thread_stack() {
-    STACK.set(find_thread_stack().unwrap_or((1, 1)));
 }
 
 /// Asks the C library for the first address of this thread's stack and the one after the last.
@@ -477,7 +472,7 @@ mod tests {
     }
 
     fn thread_stack() -> Range<u64> {
-        learn_thread_stack();
+        STACK.set(find_thread_stack().unwrap_or((1, 1)));
         known_thread_stack().expect("it was looked for")
     }
 

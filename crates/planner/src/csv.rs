@@ -8,6 +8,7 @@
 //!
 //! Invariant: a written problem reads as the same problem, except for shared memory and roles.
 
+use std::borrow::Cow;
 use std::io;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Range;
@@ -16,7 +17,7 @@ use lowtide_core::bytes::ByteSize;
 
 use super::error::PlanError;
 use super::planned::Plan;
-use super::problem::{ByteWindow, Demand, Gap, Problem, Role};
+use super::problem::{Demand, Gap, Problem, Role};
 
 /// The longest line that is read: room for some ten thousand gaps.
 const LINE_MAX: u64 = 1 << 20;
@@ -146,7 +147,8 @@ impl Problem {
 
 fn written(gaps: &[Gap]) -> String {
     let one = |gap: &Gap| {
-        let window = gap.window.map_or_else(String::new, |window| format!("@{window}"));
+        let window = gap.window.as_ref();
+        let window = window.map_or_else(String::new, |of| format!("@{}:{}", of.start, of.end));
         format!("{}-{}{window}", gap.span.start, gap.span.end)
     };
     gaps.iter().map(one).collect::<Vec<_>>().join(" ")
@@ -176,16 +178,19 @@ impl Columns {
                 "offset" => OFFSET,
                 "hint" => HINT,
                 "gaps" => GAPS,
-                _ => return Err(PlanError::UnknownColumn { column: name.into() }),
+                _ => {
+                    let expected = "id, lower, upper, size, alignment, offset, gaps";
+                    return Err(wrong("column", name, expected));
+                }
             };
             if columns.at[which].replace(columns.count).is_some() {
-                return Err(PlanError::ColumnTwice { column: name.into() });
+                return Err(wrong("column", name, "each at most once"));
             }
             columns.count += 1;
         }
         let missing = [ID, LOWER, UPPER, SIZE].into_iter().find(|at| columns.at[*at].is_none());
         if let Some(at) = missing {
-            return Err(PlanError::NoColumn { column: COLUMNS[at] });
+            return Err(wrong("header", header, format!("a column {}", COLUMNS[at])));
         }
         match ends {
             LifetimeEnds::AsNamed => {}
@@ -198,7 +203,8 @@ impl Columns {
     fn demand(&self, line: &str) -> Result<Demand, PlanError> {
         let values: Vec<&str> = line.split(',').map(str::trim).collect();
         if values.len() != self.count {
-            return Err(PlanError::ValueCount { found: values.len(), expected: self.count });
+            let found = values.len().to_string();
+            return Err(wrong("number of values", &found, self.count.to_string()));
         }
         let value = |column: usize| self.at[column].map_or("", |at| values[at]);
         let step = |column| number::<i64>(value(column), column, "a whole number below 2^63");
@@ -208,7 +214,8 @@ impl Columns {
         let mut end = step(UPPER)?;
         if self.is_inclusive {
             let expected = "a last step below 2^63 - 1";
-            end = end.checked_add(1).ok_or_else(|| wrong(UPPER, value(UPPER), expected))?;
+            end =
+                end.checked_add(1).ok_or_else(|| wrong(COLUMNS[UPPER], value(UPPER), expected))?;
         }
         let gaps = value(GAPS).split_ascii_whitespace().map(gap).collect::<Result<_, _>>()?;
         let demand = Demand::new(value(ID), ByteSize::new(bytes(SIZE)?), step(LOWER)?..end);
@@ -222,16 +229,16 @@ fn number<T: std::str::FromStr>(
     column: usize,
     expected: &'static str,
 ) -> Result<T, PlanError> {
-    found.parse().map_err(|_| wrong(column, found, expected))
+    found.parse().map_err(|_| wrong(COLUMNS[column], found, expected))
 }
 
-fn wrong(column: usize, found: &str, expected: &'static str) -> PlanError {
-    PlanError::InvalidValue { column: COLUMNS[column], found: found.into(), expected }
+fn wrong(column: &'static str, found: &str, expected: impl Into<Cow<'static, str>>) -> PlanError {
+    PlanError::InvalidValue { column, found: found.into(), expected: expected.into() }
 }
 
 /// `3-5` or `3-5@0:16`; steps may be negative.
 fn gap(text: &str) -> Result<Gap, PlanError> {
-    let wrong = || wrong(GAPS, text, "gaps such as 3-5 or 3-5@0:16");
+    let wrong = || wrong(COLUMNS[GAPS], text, "gaps such as 3-5 or 3-5@0:16");
     let (steps, window) = match text.split_once('@') {
         Some((steps, window)) => (steps, Some(window)),
         None => (text, None),
@@ -243,7 +250,7 @@ fn gap(text: &str) -> Result<Gap, PlanError> {
     let window = window.map(|window| {
         let (low, high) = window.split_once(':').ok_or_else(wrong)?;
         let bytes = |text: &str| text.parse::<u64>().map_err(|_| wrong());
-        Ok::<_, PlanError>(ByteWindow { low: bytes(low)?, high: bytes(high)? })
+        Ok::<_, PlanError>(bytes(low)?..bytes(high)?)
     });
     Ok(Gap { span, window: window.transpose()? })
 }

@@ -78,9 +78,10 @@ pub(super) struct Dive<'a> {
     left: NeedTotals,
     /// The first free offset of each section.
     tops: NeedTotals,
-    offsets: Vec<u64>,
+    /// The offsets of the last run, by the items' numbers, and the number of items that it placed.
+    pub(super) offsets: Vec<u64>,
+    pub(super) placed: u64,
     chance: Chance,
-    placed: u64,
 }
 
 impl<'a> Dive<'a> {
@@ -110,16 +111,6 @@ impl<'a> Dive<'a> {
             chance: Chance::new(0x2545_F491_4F6C_DD1D),
             placed: 0,
         }
-    }
-
-    /// The offsets of the last run, by the items' numbers.
-    pub(super) fn offsets(&self) -> &[u64] {
-        &self.offsets
-    }
-
-    /// Returns the number of items that the last run placed.
-    pub(super) const fn placed(&self) -> u64 {
-        self.placed
     }
 
     /// Places all items, unless the peak is certain to reach `enough`; returns the peak. After
@@ -186,8 +177,8 @@ impl<'a> Dive<'a> {
                 }
             };
         }
-        self.left.copy(&self.all);
-        self.tops.clear();
+        self.left = self.all.clone();
+        self.tops = NeedTotals::new(self.part.sections);
         self.classes.clear();
         let mut keys = std::mem::take(&mut self.heap).into_vec();
         keys.clear();
@@ -309,23 +300,6 @@ impl NeedTotals {
         }
         all.settle_runs(0, all.runs[0].len() - 1);
         all
-    }
-
-    pub(super) fn clear(&mut self) {
-        for list in [&mut self.values, &mut self.before, &mut self.after] {
-            list.fill(0);
-        }
-        self.runs.iter_mut().for_each(|run| run.fill(0));
-    }
-
-    /// Makes these the same as others of as many sections.
-    pub(super) fn copy(&mut self, other: &Self) {
-        self.values.copy_from_slice(&other.values);
-        self.before.copy_from_slice(&other.before);
-        self.after.copy_from_slice(&other.after);
-        for (own, other) in self.runs.iter_mut().zip(&other.runs) {
-            own.copy_from_slice(other);
-        }
     }
 
     /// Takes from the sections of a span. O(sections of the span + blocks).
@@ -474,7 +448,7 @@ mod tests {
         let mut dive = Dive::new(&parts.list[0]);
         let peak = dive.run(bonus, enough, stop)?;
         let mut offsets = vec![0; problem.demands().len()];
-        for (item, offset) in parts.list[0].items.iter().zip(dive.offsets()) {
+        for (item, offset) in parts.list[0].items.iter().zip(&dive.offsets) {
             offsets[shapes.list[item.shape as usize].root.index()] = *offset;
         }
         let verified = problem.verify(&offsets).expect("nothing overlaps, all is aligned");
@@ -545,11 +519,8 @@ mod totals_tests {
             assert_eq!(other.values, totals.values);
             assert_eq!((&other.before, &other.after), (&totals.before, &totals.after));
             assert_eq!(other.runs, totals.runs);
-            other.copy(&totals);
             other.set(0, sections, 5_000);
             assert_eq!(other.most(0, sections), 5_000);
-            totals.clear();
-            assert_eq!(totals.most(0, sections), 0);
         }
     }
 }

@@ -5,12 +5,12 @@
 //!
 //! Invariant: every error about buffers names one of them.
 
+use std::borrow::Cow;
 use std::io;
+use std::ops::Range;
 
-use thiserror::Error;
-
-use super::problem::ByteWindow;
 use lowtide_core::bytes::ByteSize;
+use thiserror::Error;
 
 /// An error of a problem, of a file with one, or of a plan.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -55,36 +55,14 @@ pub enum PlanError {
         until: i64,
     },
     /// A window is inverted or extends beyond its buffer.
-    #[error("{name}: window {window}: expected a window within its {size} bytes")]
+    #[error("{name}: window {window:?}: expected a window within its {size} bytes")]
     Window {
         /// The buffer.
         name: String,
         /// The window.
-        window: ByteWindow,
+        window: Range<u64>,
         /// The buffer's size in bytes.
         size: u64,
-    },
-    /// A fixed offset is not a multiple of the required alignment.
-    #[error("{name}: fixed offset {offset}: expected a multiple of {align}")]
-    FixedMisaligned {
-        /// The buffer.
-        name: String,
-        /// Its fixed offset in bytes.
-        offset: u64,
-        /// The alignment of the buffer, or of a buffer that shares its memory.
-        align: u64,
-    },
-    /// Two buffers that are live at once have overlapping fixed offsets.
-    #[error("{name}: fixed offset {offset} overlaps {other}, which is also live at step {step}")]
-    FixedOverlap {
-        /// The first buffer.
-        name: String,
-        /// Its fixed offset in bytes.
-        offset: u64,
-        /// The other buffer.
-        other: String,
-        /// A step at which both are live.
-        step: i64,
     },
     /// The sum of the sizes, rounded up to alignments, and the fixed offsets exceeds the supported
     /// range.
@@ -178,7 +156,7 @@ pub enum PlanError {
         /// The number of the kind.
         number: u32,
         /// The number of kinds.
-        count: usize,
+        count: u32,
     },
     /// Two kinds of memory have the same name; their plans would overlap.
     #[error("duplicate memory kind {name}: expected one problem for each kind")]
@@ -202,7 +180,7 @@ pub enum PlanError {
         /// The number of buffers.
         expected: usize,
     },
-    /// Two buffers overlap at a step.
+    /// Two buffers overlap at a step, or their fixed offsets do.
     #[error("{name} at {offset} and {other} at {other_offset} overlap at step {step}")]
     Overlap {
         /// The first buffer, or the one whose memory it shares.
@@ -216,14 +194,14 @@ pub enum PlanError {
         /// The first step at which both are live.
         step: i64,
     },
-    /// An offset is not a multiple of the buffer's alignment.
+    /// An offset, or a fixed one, is not a multiple of the required alignment.
     #[error("{name} at {offset}: expected a multiple of {align}")]
     Misaligned {
         /// The buffer.
         name: String,
         /// Its offset in bytes.
         offset: u64,
-        /// Its alignment.
+        /// The alignment of the buffer, or of a buffer that shares its memory.
         align: u64,
     },
     /// A buffer is not at its fixed offset.
@@ -276,41 +254,15 @@ pub enum PlanError {
         /// The limit in bytes.
         limit: u64,
     },
-    /// A required column is missing.
-    #[error("missing column {column}")]
-    NoColumn {
-        /// Its name.
-        column: &'static str,
-    },
-    /// A column appears twice.
-    #[error("duplicate column {column}")]
-    ColumnTwice {
-        /// Its name.
-        column: String,
-    },
-    /// A column has an unknown name.
-    #[error("unknown column {column:?}: expected id, lower, upper, size, alignment, offset, gaps")]
-    UnknownColumn {
-        /// Its name.
-        column: String,
-    },
-    /// The number of values differs from the number of columns.
-    #[error("found {found} values: expected {expected}")]
-    ValueCount {
-        /// The number of values on the line.
-        found: usize,
-        /// The number of columns.
-        expected: usize,
-    },
-    /// A value is not a valid number for its column.
+    /// A header or a value is not valid.
     #[error("invalid {column} {found:?}: expected {expected}")]
     InvalidValue {
-        /// Its column.
+        /// Its column, or what of the line it is.
         column: &'static str,
         /// The text found.
         found: String,
         /// A description of valid values.
-        expected: &'static str,
+        expected: Cow<'static, str>,
     },
     /// There is a line after the empty line that ends the file.
     #[error("unexpected line after the empty line that ends the file")]

@@ -242,27 +242,26 @@ impl Graph {
         Ok((problem, ids))
     }
 
-    /// Returns the problems of several kinds of memory, the first for kind 0, each with its name
-    /// and its maximum segment size. A value has the same number in all of them.
+    /// Returns the problems of so many kinds of memory, the first for kind 0. A value has the same
+    /// number in all of them.
     ///
     /// # Errors
-    /// As for [`Graph::problem`].
+    /// As for [`Graph::problem`], and [`PlanError::NoKind`] if a value is of another kind.
     pub fn kinds(
         &self,
         align: u64,
-        named: &[(&str, Option<ByteSize>)],
-    ) -> Result<(Vec<KindProblem>, Vec<BufferId>), PlanError> {
-        let (mut kinds, mut ids) = (Vec::with_capacity(named.len()), Vec::new());
-        for (number, (name, segment_limit)) in (0..).zip(named) {
-            let (problem, own) = self.problem_of(number, align)?;
-            let (name, segment_limit) = (String::from(*name), *segment_limit);
-            kinds.push(KindProblem { name, problem, segment_limit });
+        count: u32,
+    ) -> Result<(Vec<Problem>, Vec<BufferId>), PlanError> {
+        let (mut kinds, mut ids) = (Vec::new(), Vec::new());
+        for kind in 0..count {
+            let (problem, own) = self.problem_of(kind, align)?;
+            kinds.push(problem);
             ids = own;
         }
-        let others = |at: &usize| self.kind_of(*at) as usize >= named.len();
+        let others = |at: &usize| self.kind_of(*at) >= count;
         if let Some(at) = (0..self.values.len()).find(others) {
             let (name, number) = (self.values[at].name.clone(), self.kind_of(at));
-            return Err(PlanError::NoKind { name, number, count: named.len() });
+            return Err(PlanError::NoKind { name, number, count });
         }
         Ok((kinds, ids))
     }
@@ -303,36 +302,22 @@ impl Graph {
 //
 // Invariant: there is a verified plan for every kind, in the order of the kinds.
 
-/// A kind of memory, and the problem to plan in it.
-#[derive(Clone, Debug, Default)]
-pub struct KindProblem {
-    /// A unique name, for errors.
-    pub name: String,
-    /// The problem of this kind.
-    pub problem: Problem,
-    /// The maximum size of its segments; `None` for one segment of any size.
-    pub segment_limit: Option<ByteSize>,
-}
-
 impl Planner<'_> {
-    /// Plans several kinds of memory, each with its own maximum segment size instead of the
-    /// planner's. Each kind may spend an even share of the budget that is left. Returns the plan of
-    /// each kind, in order.
+    /// Plans several kinds of memory: a unique name, for errors, the problem, and the maximum
+    /// segment size, instead of the planner's (`None` for one segment of any size). Each kind may
+    /// spend an even share of the budget that is left. Returns the plan of each kind, in order.
     ///
     /// ```
     /// use lowtide_planner::ByteSize;
     /// use lowtide_planner::clock::SystemClock;
-    /// use lowtide_planner::{Demand, KindProblem, Plan, Planner, Problem};
+    /// use lowtide_planner::{Demand, Plan, Planner, Problem};
     ///
     /// let (mut device, mut host) = (Problem::new(), Problem::new());
     /// device.add(Demand::new("hidden", ByteSize::kib(64), 0..2))?;
     /// device.add(Demand::new("logits", ByteSize::kib(16), 1..3))?;
     /// let sampled = host.add(Demand::new("sampled", ByteSize::kib(4), 2..4))?;
     /// let limit = Some(ByteSize::kib(64));
-    /// let kinds = [
-    ///     KindProblem { name: "device".into(), problem: device, segment_limit: limit },
-    ///     KindProblem { name: "host".into(), problem: host, segment_limit: None },
-    /// ];
+    /// let kinds = [("device", &device, limit), ("host", &host, None)];
     /// let plans = Planner::new(&SystemClock::new()).plan_kinds(&kinds)?;
     /// assert_eq!(plans[0].segments().len(), 2);
     /// assert_eq!(plans[1].offset(sampled), 0);
@@ -343,22 +328,25 @@ impl Planner<'_> {
     /// # Errors
     /// [`PlanError::KindTwice`]; [`PlanError::InKind`], with an error of [`Planner::plan`] for one
     /// kind.
-    pub fn plan_kinds(&mut self, kinds: &[KindProblem]) -> Result<Vec<Plan>, PlanError> {
-        for (at, kind) in kinds.iter().enumerate() {
-            if kinds[..at].iter().any(|other| other.name == kind.name) {
-                return Err(PlanError::KindTwice { name: kind.name.clone() });
+    pub fn plan_kinds(
+        &mut self,
+        kinds: &[(&str, &Problem, Option<ByteSize>)],
+    ) -> Result<Vec<Plan>, PlanError> {
+        for (at, (name, ..)) in kinds.iter().enumerate() {
+            if kinds[..at].iter().any(|(other, ..)| other == name) {
+                return Err(PlanError::KindTwice { name: (*name).into() });
             }
         }
         let all = self.budget;
         let deadline = self.clock.now() + all.time;
         let (mut plans, mut nodes) = (Vec::with_capacity(kinds.len()), all.nodes);
-        for (kind, left) in kinds.iter().zip((1..=kinds.len()).rev()) {
+        for ((kind, problem, limit), left) in kinds.iter().zip((1..=kinds.len()).rev()) {
             let left = u32::try_from(left).unwrap_or(u32::MAX);
             let time = (deadline - self.clock.now()) / left;
             let budget = PlanBudget { time, nodes: nodes / u64::from(left) };
-            let plan = self.plan_within(&kind.problem, budget, kind.segment_limit);
+            let plan = self.plan_within(problem, budget, *limit);
             let plan = plan.map_err(|error| PlanError::InKind {
-                kind: kind.name.clone(),
+                kind: (*kind).into(),
                 error: Box::new(error),
             })?;
             nodes -= plan.nodes().min(nodes);

@@ -56,10 +56,10 @@ pub use lowtide_core::{ByteSize, clock};
 pub use bump::{Bump, packed};
 pub use csv::LifetimeEnds;
 pub use error::PlanError;
-pub use graph::{Graph, KindProblem, ValueId};
+pub use graph::{Graph, ValueId};
 pub use order::Heuristic;
 pub use planned::{Plan, PlanCache, PlannedPlace};
-pub use problem::{BufferId, ByteWindow, Demand, Gap, Problem, Role};
+pub use problem::{BufferId, Demand, Gap, Problem, Role};
 pub use solve::{PlanBudget, Planner};
 
 /// The README's code, compiled.

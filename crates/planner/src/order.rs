@@ -16,7 +16,7 @@ use super::shape::{ShapeNeed, Shapes};
 pub(super) struct Traits {
     /// Its first step, its duration in steps, and the number of its shape.
     birth: i64,
-    duration: u64,
+    pub(super) duration: u64,
     shape: u32,
     size: u64,
     area: u128,
@@ -33,10 +33,6 @@ impl Traits {
             Self { birth, duration, shape: item.shape, size: item.size, area }
         };
         part.items.iter().map(traits).collect()
-    }
-
-    pub(super) const fn duration(&self) -> u64 {
-        self.duration
     }
 }
 
@@ -70,53 +66,30 @@ pub(super) enum Within {
     Area,
 }
 
-/// Planners of other projects, each with one rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Heuristic {
-    /// GGML's graph allocator: input order, best fit; the highest of equal gaps.
-    Ggml,
-    /// ONNX Runtime's memory pattern: input order, best fit, with the space below the peak so far
-    /// as one more gap.
-    OnnxRuntime,
-    /// TFLite's greedy by size, and XLA's best fit by space: largest first, best fit.
-    TfLite,
-    /// XLA's best fit by time: longest first, best fit.
-    XlaByTime,
-    /// TFLite Micro's and TVM's greedy by size: largest first, first fit.
-    LargestFirstFit,
-    /// Largest product of size and duration first, first fit.
-    AreaFirstFit,
-    /// Input order, first fit.
-    FirstFit,
+lowtide_core::named_enum! {
+    /// Planners of other projects, each with one rule.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[non_exhaustive]
+    pub enum Heuristic {
+        /// GGML's graph allocator: input order, best fit; the highest of equal gaps.
+        Ggml = "ggml",
+        /// ONNX Runtime's memory pattern: input order, best fit, with the space below the peak so
+        /// far as one more gap.
+        OnnxRuntime = "onnx_runtime",
+        /// TFLite's greedy by size, and XLA's best fit by space: largest first, best fit.
+        TfLite = "tflite",
+        /// XLA's best fit by time: longest first, best fit.
+        XlaByTime = "xla_by_time",
+        /// TFLite Micro's and TVM's greedy by size: largest first, first fit.
+        LargestFirstFit = "largest_first_fit",
+        /// Largest product of size and duration first, first fit.
+        AreaFirstFit = "area_first_fit",
+        /// Input order, first fit.
+        FirstFit = "first_fit",
+    }
 }
 
 impl Heuristic {
-    /// All heuristics.
-    pub const ALL: [Self; 7] = [
-        Self::Ggml,
-        Self::OnnxRuntime,
-        Self::TfLite,
-        Self::XlaByTime,
-        Self::LargestFirstFit,
-        Self::AreaFirstFit,
-        Self::FirstFit,
-    ];
-
-    /// Returns the name used in figures: lower case, words joined by `_`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Ggml => "ggml",
-            Self::OnnxRuntime => "onnx_runtime",
-            Self::TfLite => "tflite",
-            Self::XlaByTime => "xla_by_time",
-            Self::LargestFirstFit => "largest_first_fit",
-            Self::AreaFirstFit => "area_first_fit",
-            Self::FirstFit => "first_fit",
-        }
-    }
-
     pub(super) const fn rule(self) -> Ruled {
         match self {
             Self::Ggml => (OrderRule::Birth, FitRule::BestHighest),
@@ -263,7 +236,8 @@ pub(super) struct Placer<'a> {
     placed: Vec<Placed>,
     /// Ranges in which an item cannot begin: for items with gaps or windows.
     closed: Vec<(i64, i64)>,
-    offsets: Vec<u64>,
+    /// The offset of each item, by number.
+    pub(super) offsets: Vec<u64>,
     peak: u64,
     is_plain: bool,
 }
@@ -326,11 +300,6 @@ impl<'a> Placer<'a> {
             }
         }
         Some(self.peak)
-    }
-
-    /// Returns the offset of each item, by number.
-    pub(super) fn offsets(&self) -> &[u64] {
-        &self.offsets
     }
 
     fn put(&mut self, item: u32, offset: u64) {

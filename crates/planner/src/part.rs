@@ -12,7 +12,7 @@ use std::ops::Range;
 use lowtide_core::bytes::ByteSize;
 
 use super::error::PlanError;
-use super::problem::{ByteWindow, Problem, TOTAL_MAX};
+use super::problem::{Problem, TOTAL_MAX};
 use super::shape::{ShapeNeed, Shapes, gcd, lcm, most_live};
 
 /// The need of an item in some sections, in units.
@@ -114,6 +114,13 @@ impl Subproblem {
     }
 }
 
+/// The best offsets of a part so far.
+#[derive(Debug)]
+pub(super) struct PartPlan {
+    pub(super) peak: u64,
+    pub(super) offsets: Vec<u64>,
+}
+
 /// A whole problem, made small.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Subproblems {
@@ -153,10 +160,8 @@ impl Subproblems {
 
 /// Returns the common divisor of all offsets of some best plan.
 fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
-    let windows = |at: usize| shapes.needs(at).iter().map(|need| need.window);
-    let of_sizes = (0..shapes.list.len())
-        .flat_map(windows)
-        .fold(0, |unit, ByteWindow { low, high }| gcd(gcd(unit, low), high));
+    let needs = (0..shapes.list.len()).flat_map(|at| shapes.needs(at));
+    let of_sizes = needs.fold(0, |unit, need| gcd(gcd(unit, need.low), need.high));
     let of_fixed = |unit, fixed: Option<u64>| fixed.map_or(unit, |offset| gcd(unit, offset));
     let mut unit = shapes.list.iter().fold(of_sizes, |unit, shape| of_fixed(unit, shape.fixed));
     if unit == 0 {
@@ -186,7 +191,7 @@ fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Subproblem
     for (number, &shape) in (0..).zip(members) {
         let first = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
         for need in shapes.needs(shape as usize) {
-            let (low, high) = (need.window.low / unit, need.window.high / unit);
+            let (low, high) = (need.low / unit, need.high / unit);
             let (from, to) = (index(need.first), index(need.end));
             debug_assert!(from < to, "a need without a section");
             part.pieces.push(ItemNeed { from, to, low, high });

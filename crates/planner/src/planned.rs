@@ -152,7 +152,7 @@ impl Plan {
         for (at, shape) in shapes.list.iter().enumerate() {
             let PlannedPlace { segment, offset } = self.place(shape.root);
             let size = self.segments.get(segment as usize).map_or(0, |size| size.get());
-            let end = shapes.needs(at).iter().map(|need| offset + need.window.high).max();
+            let end = shapes.needs(at).iter().map(|need| offset + need.high).max();
             if let Some(end) = end.filter(|end| *end > size) {
                 let name = problem.demands()[shape.root.index()].name.clone();
                 return Err(PlanError::BeyondPeak { name, end, peak: size });
@@ -195,8 +195,9 @@ impl Fingerprint {
             self.add(gap.span.start.cast_unsigned());
             self.add(gap.span.end.cast_unsigned());
             self.add(u64::from(gap.window.is_some()));
-            self.add(gap.window.map_or(0, |window| window.low));
-            self.add(gap.window.map_or(0, |window| window.high));
+            let window = gap.window.clone().unwrap_or_default();
+            self.add(window.start);
+            self.add(window.end);
         }
     }
 }
@@ -285,7 +286,7 @@ impl Planner<'_> {
         }
         let planned = match self.plan(&pinned) {
             // A new fixed offset, where something was.
-            Err(PlanError::FixedOverlap { .. }) => return self.plan(problem),
+            Err(PlanError::Overlap { .. }) => return self.plan(problem),
             planned => planned?,
         };
         // A proof about the pinned buffers says nothing about the problem itself.

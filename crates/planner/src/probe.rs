@@ -12,7 +12,7 @@
 
 use super::dive::Chance;
 use super::order::Traits;
-use super::part::Subproblem;
+use super::part::{PartPlan, Subproblem};
 use super::search::{ExactSearch, SearchOutcome};
 
 /// The sort key of the items in a search, largest first.
@@ -75,8 +75,6 @@ pub(super) struct Probe<'a> {
     scores: Vec<Vec<u64>>,
     chance: Chance,
     pub(super) low: u64,
-    pub(super) peak: u64,
-    pub(super) offsets: Vec<u64>,
     /// The height's fraction of the way from the peak to the bound: as a power of one half.
     shrink: u32,
     /// `true` if the height lies on the way to the goal, `false` if it is the goal.
@@ -94,20 +92,13 @@ pub(super) struct Probe<'a> {
 
 impl<'a> Probe<'a> {
     /// Probes of a part for which offsets of this peak are known.
-    pub(super) fn new(
-        part: &'a Subproblem,
-        traits: &[Traits],
-        peak: u64,
-        offsets: Vec<u64>,
-    ) -> Self {
+    pub(super) fn new(part: &'a Subproblem, traits: &[Traits], peak: u64) -> Self {
         let values = Values::of(part, traits);
         Self {
             search: ExactSearch::new(part),
             scores: ORDERS.iter().map(|(first, second)| values.scores(*first, *second)).collect(),
             chance: Chance::new(0x51_7C_C1_B7_27_22_0A_95),
             low: part.bound,
-            peak,
-            offsets,
             shrink: 1,
             descends: is_far(peak, part.bound),
             round: 0,
@@ -120,48 +111,50 @@ impl<'a> Probe<'a> {
         }
     }
 
-    /// Probes once, towards `goal`. `is_enough` returns `true` if a smaller peak is of no use;
-    /// `stop` is checked regularly.
+    /// Probes once, from the best plan towards `goal`. `is_enough` is `true` if a smaller peak is of
+    /// no use; `stop` is checked regularly.
     pub(super) fn step(
         &mut self,
+        best: &mut PartPlan,
         goal: u64,
         is_enough: bool,
         nodes: u64,
         stop: &mut dyn FnMut() -> bool,
     ) {
-        debug_assert!(self.low < self.peak && goal < self.peak, "nothing to probe");
+        debug_assert!(self.low < best.peak && goal < best.peak, "nothing to probe");
         let low = self.low.max(goal);
-        if low + 1 == self.peak || is_enough {
+        if low + 1 == best.peak || is_enough {
             self.descends = false;
         }
         let shrink = if self.descends { self.shrink } else { 0 };
-        let height = self.peak - ((self.peak - low) >> shrink).max(1);
+        let height = best.peak - ((best.peak - low) >> shrink).max(1);
         let round = if self.descends { self.round } else { self.rounds_at_goal };
         let order = self.order(round);
         // Enough for a descent to the bottom and as many ways back.
         let limit = (2 * order.len() as u64 + 64) << (round / 2).min(32);
         let verdict = self.search.run(&order, height, limit.min(nodes), stop);
-        let spent = self.search.nodes();
+        let spent = self.search.nodes;
         self.nodes += spent;
         *(if self.descends { &mut self.on_way } else { &mut self.at_goal }) += spent;
         match verdict {
             SearchOutcome::Found => {
-                self.offsets = self.search.offsets();
-                self.peak = self.search.part().peak(&self.offsets);
+                best.offsets = self.search.offsets();
+                best.peak = self.search.part.peak(&best.offsets);
                 self.tried = 0; // and the order that found it comes first again
                 self.shrink = self.shrink.saturating_sub(1).max(1);
-                self.descends &= is_far(self.peak, self.low);
+                self.descends &= is_far(best.peak, self.low);
             }
             SearchOutcome::Failed => {
                 self.low = height + 1;
                 (self.tried, self.rounds_at_goal) = (0, 0);
             }
-            SearchOutcome::OutOfBudget => self.missed(height),
+            SearchOutcome::OutOfBudget => self.missed(height + 1 < best.peak),
         }
     }
 
-    /// After a round: the goal and what lies on the way to it are tried in turn.
-    fn missed(&mut self, height: u64) {
+    /// After a round: the goal and what lies on the way to it are tried in turn. `is_apart` is
+    /// `true` if there are heights between the last one and the best.
+    fn missed(&mut self, is_apart: bool) {
         self.at = (self.at + 1) % ORDERS.len();
         self.tried += 1;
         if self.tried < ORDERS.len() {
@@ -173,7 +166,7 @@ impl<'a> Probe<'a> {
             self.descends = true;
             return;
         }
-        if height + 1 < self.peak {
+        if is_apart {
             self.shrink += 1;
         } else {
             (self.shrink, self.round) = (2, self.round + 1);
@@ -183,7 +176,7 @@ impl<'a> Probe<'a> {
 
     /// Returns a proved lower bound of the part's height.
     pub(super) fn proved(&self) -> u64 {
-        let part = self.search.part();
+        let part = self.search.part;
         // If windows slide, an item may be below another one at a step and above it at the next,
         // which the search does not cover.
         if part.is_sliding { part.bound } else { self.low }
@@ -192,7 +185,7 @@ impl<'a> Probe<'a> {
     /// The next order: that of the table in the first round, then one that blame and chance move.
     fn order(&mut self, round: u32) -> Vec<u32> {
         let scores = &self.scores[self.at];
-        let (blame, part) = (self.search.blame(), self.search.part());
+        let (blame, part) = (&self.search.floors.blame, self.search.part);
         let mean = blame.mean();
         let is_first = round == 0;
         let mut keys: Vec<(u64, u32)> = Vec::with_capacity(scores.len());
@@ -253,7 +246,7 @@ impl<'a> Values<'a> {
         let met = || items.iter().filter(|other| other.from < item.to && item.from < other.to);
         match which {
             Trait::Width => width,
-            Trait::Duration => self.traits[at].duration(),
+            Trait::Duration => self.traits[at].duration,
             Trait::Total => totals.iter().max().copied().unwrap_or(0),
             Trait::Totals => totals.iter().sum(),
             Trait::Size => item.size,

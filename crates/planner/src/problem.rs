@@ -5,7 +5,6 @@
 //! Invariants: every buffer's gaps lie in its lifetime, in order, and do not overlap; the sum of
 //! the sizes with their alignments and all fixed offsets is at most [`TOTAL_MAX`].
 
-use std::fmt;
 use std::ops::Range;
 
 use lowtide_core::bytes::ByteSize;
@@ -197,14 +196,14 @@ fn check(demand: &Demand) -> Result<(), PlanError> {
             let (first, until) = (start, end);
             return Err(PlanError::Gap { name: name(), first, end: gap_end, from, until });
         }
-        if let Some(window) = gap.window.filter(|w| w.low > w.high || w.high > size) {
+        if let Some(window) = gap.window.clone().filter(|w| w.start > w.end || w.end > size) {
             return Err(PlanError::Window { name: name(), window, size });
         }
         from = gap_end;
     }
     match demand.offset {
         Some(offset) if offset % demand.align != 0 => {
-            Err(PlanError::FixedMisaligned { name: name(), offset, align: demand.align })
+            Err(PlanError::Misaligned { name: name(), offset, align: demand.align })
         }
         _ => Ok(()),
     }
@@ -228,28 +227,13 @@ impl BufferId {
     }
 }
 
-/// A part of a buffer: the bytes from `low` to before `high`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ByteWindow {
-    /// The first byte.
-    pub low: u64,
-    /// One past the last byte.
-    pub high: u64,
-}
-
-impl fmt::Display for ByteWindow {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.low, self.high)
-    }
-}
-
 /// A part of a lifetime in which only a window of the buffer is needed, or none of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gap {
     /// The steps, half-open.
     pub span: Range<i64>,
     /// The bytes still needed; `None` for none.
-    pub window: Option<ByteWindow>,
+    pub window: Option<Range<u64>>,
 }
 
 /// The relation of a buffer to the outside of the plan.

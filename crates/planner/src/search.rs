@@ -57,11 +57,11 @@ struct Frame {
 /// A search over one part.
 #[derive(Debug)]
 pub(super) struct ExactSearch<'a> {
-    part: &'a Subproblem,
+    pub(super) part: &'a Subproblem,
     /// The items by their ranks in the order.
     bodies: Vec<Item>,
     totals: Vec<u64>,
-    floors: Floors,
+    pub(super) floors: Floors,
     stack: Vec<u64>,
     groups: Vec<ItemGroup>,
     frames: Vec<Frame>,
@@ -70,7 +70,8 @@ pub(super) struct ExactSearch<'a> {
     dead_ends: Vec<(u64, u64)>,
     offsets: Vec<u64>,
     height: u64,
-    nodes: u64,
+    /// Nodes of the last run.
+    pub(super) nodes: u64,
     runs: u64,
 }
 
@@ -152,20 +153,6 @@ impl<'a> ExactSearch<'a> {
         self.stack.sort_unstable();
     }
 
-    pub(super) const fn part(&self) -> &'a Subproblem {
-        self.part
-    }
-
-    /// Nodes of the last run.
-    pub(super) const fn nodes(&self) -> u64 {
-        self.nodes
-    }
-
-    /// Which sections ended branches, in the last run and, less so, in those before.
-    pub(super) const fn blame(&self) -> &Blame {
-        &self.floors.blame
-    }
-
     /// The offsets that were found, by the item's number.
     pub(super) fn offsets(&self) -> Vec<u64> {
         let mut offsets = vec![0; self.bodies.len()];
@@ -180,18 +167,19 @@ impl<'a> ExactSearch<'a> {
     }
 
     fn add(&mut self, rank: usize) {
-        for piece in self.pieces(rank) {
-            let weight = self.part.weight(piece);
-            let totals = &mut self.totals[piece.from as usize..piece.to as usize];
-            totals.iter_mut().for_each(|total| *total += weight);
-        }
+        self.change(rank, |total, weight| total + weight);
     }
 
     fn remove(&mut self, rank: usize) {
+        self.change(rank, |total, weight| total - weight);
+    }
+
+    /// Changes the totals of an item's sections by its weight in each.
+    fn change(&mut self, rank: usize, change: impl Fn(u64, u64) -> u64) {
         for piece in self.pieces(rank) {
             let weight = self.part.weight(piece);
             let totals = &mut self.totals[piece.from as usize..piece.to as usize];
-            totals.iter_mut().for_each(|total| *total -= weight);
+            totals.iter_mut().for_each(|total| *total = change(*total, weight));
         }
     }
 
@@ -439,6 +427,7 @@ pub(super) struct Floors {
     /// Items that must be raised first, with their least offsets afterwards.
     stranded: Vec<u64>,
     cuts: Vec<u32>,
+    /// Which sections ended branches, in the last run and, less so, in those before.
     pub(super) blame: Blame,
 }
 

@@ -11,14 +11,15 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::error::PlanError;
-use super::problem::{BufferId, ByteWindow, Demand, Problem};
+use super::problem::{BufferId, Demand, Problem};
 
 /// A window of a shape, needed at the steps of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ShapeNeed {
     pub(super) first: i64,
     pub(super) end: i64,
-    pub(super) window: ByteWindow,
+    pub(super) low: u64,
+    pub(super) high: u64,
 }
 
 /// Memory that is placed as one.
@@ -49,13 +50,13 @@ impl Shapes {
 
     /// Returns the end of the highest window of a shape.
     pub(super) fn size(&self, at: usize) -> u64 {
-        self.needs(at).iter().map(|need| need.window.high).max().unwrap_or(0)
+        self.needs(at).iter().map(|need| need.high).max().unwrap_or(0)
     }
 
     /// The most bytes that are needed at one step, alignments not looked at. O(n log n).
     pub(super) fn live_most(&self) -> u64 {
         let needs = self.needs.iter();
-        most_live(needs.map(|need| (need.first, need.end, need.window.high - need.window.low)))
+        most_live(needs.map(|need| (need.first, need.end, need.high - need.low)))
     }
 
     /// Returns `true` if two shapes are ever live at once, ignoring gaps.
@@ -99,21 +100,21 @@ impl Shapes {
 
 /// The needs of a buffer by itself.
 fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<ShapeNeed>) {
-    let mut push = |first: i64, end: i64, window: ByteWindow| {
-        if first < end && window.low < window.high {
-            needs.push(ShapeNeed { first, end, window });
+    let mut push = |first: i64, end: i64, window: &Range<u64>| {
+        if first < end && !window.is_empty() {
+            needs.push(ShapeNeed { first, end, low: window.start, high: window.end });
         }
     };
-    let whole = ByteWindow { low: 0, high: demand.size.get() };
+    let whole = 0..demand.size.get();
     let mut at = held.start;
     for gap in &demand.gaps {
-        push(at, gap.span.start, whole);
-        if let Some(window) = gap.window {
+        push(at, gap.span.start, &whole);
+        if let Some(window) = &gap.window {
             push(gap.span.start, gap.span.end, window);
         }
         at = gap.span.end;
     }
-    push(at, held.end, whole);
+    push(at, held.end, &whole);
 }
 
 /// Buffers by the root whose memory they share.
@@ -184,7 +185,7 @@ fn joined(problem: &Problem, root: Shape, members: &[(u32, u32)]) -> Result<Shap
     match joined.fixed {
         Some(offset) if offset % joined.align != 0 => {
             let name = problem.demands()[root.root.index()].name.clone();
-            Err(PlanError::FixedMisaligned { name, offset, align: joined.align })
+            Err(PlanError::Misaligned { name, offset, align: joined.align })
         }
         _ => Ok(joined),
     }
@@ -227,7 +228,7 @@ struct Member<'a> {
     id: u32,
     demand: &'a Demand,
     held: Range<i64>,
-    window: ByteWindow,
+    window: Range<u64>,
     /// The buffer that holds its contents.
     content: u32,
     /// The start of that buffer's lifetime.
@@ -246,7 +247,7 @@ fn shared_needs(
 ) -> Result<(), PlanError> {
     let member = |member: &(u32, u32)| member_of(problem, span, sharing, member.1);
     let mut members: Vec<Member<'_>> = members.iter().map(member).collect();
-    members.retain(|member| !member.held.is_empty() && member.window.low < member.window.high);
+    members.retain(|member| !member.held.is_empty() && !member.window.is_empty());
     members.sort_by_key(|member| (member.held.start, member.id));
     let mut times: Vec<i64> = members.iter().flat_map(|m| [m.held.start, m.held.end]).collect();
     times.sort_unstable();
@@ -268,13 +269,15 @@ fn shared_needs(
             live.entry(member.content).or_default().push(coming);
             coming += 1;
         }
-        let windows = live.values().flatten().map(|at| members[*at].window);
-        let around =
-            windows.reduce(|a, b| ByteWindow { low: a.low.min(b.low), high: a.high.max(b.high) });
-        let Some(window) = around else { continue };
+        let windows = live.values().flatten().map(|at| &members[*at].window);
+        let around = windows.map(|window| (window.start, window.end));
+        let around = around.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
+        let Some((low, high)) = around else { continue };
         match needs[from..].last_mut() {
-            Some(last) if last.end == first && last.window == window => last.end = end,
-            _ => needs.push(ShapeNeed { first, end, window }),
+            Some(last) if last.end == first && (last.low, last.high) == (low, high) => {
+                last.end = end
+            }
+            _ => needs.push(ShapeNeed { first, end, low, high }),
         }
     }
     Ok(())
@@ -294,7 +297,7 @@ fn member_of<'a>(
         id,
         demand,
         held: problem.held(demand, span),
-        window: ByteWindow { low, high: low + demand.size.get() },
+        window: low..low + demand.size.get(),
         content: own,
         written: problem.held(&problem.demands()[own as usize], span).start,
         replaces: problem.unions.over(own).map(content),
@@ -305,7 +308,7 @@ fn member_of<'a>(
 /// their windows are disjoint, or one overwrites the other at this step. Views of either may begin
 /// then too.
 fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError> {
-    let apart = first.window.high <= second.window.low || second.window.high <= first.window.low;
+    let apart = first.window.end <= second.window.start || second.window.end <= first.window.start;
     let overwrites = |child: &Member<'_>, parent: &Member<'_>| {
         child.replaces == Some(parent.content)
             && parent.held.end == child.written + 1
@@ -425,7 +428,7 @@ mod tests {
     fn needs(problem: &Problem) -> Vec<(i64, i64, u64, u64)> {
         let shapes = Shapes::of(problem).expect("it can share");
         let all = (0..shapes.list.len()).flat_map(|at| shapes.needs(at).to_vec());
-        all.map(|need| (need.first, need.end, need.window.low, need.window.high)).collect()
+        all.map(|need| (need.first, need.end, need.low, need.high)).collect()
     }
 
     #[test]

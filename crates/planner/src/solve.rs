@@ -18,7 +18,7 @@ use super::dive::{Bonus, Dive};
 use super::error::PlanError;
 use super::order;
 use super::order::{Heuristic, Placer, Traits};
-use super::part::{Subproblem, Subproblems, Walls};
+use super::part::{PartPlan, Subproblem, Subproblems, Walls};
 use super::planned::{Plan, PlannedPlace};
 use super::probe::Probe;
 use super::problem::{BufferId, Problem};
@@ -141,7 +141,7 @@ impl<'a> Planner<'a> {
     ) -> Result<Plan, PlanError> {
         let deadline = self.clock.now() + budget.time;
         let mut shapes = Shapes::of(problem)?;
-        problem.verify_fixed(&shapes)?;
+        problem.verify_apart(&shapes, |at| shapes.list[at].fixed)?;
         let walls = match segment_limit {
             Some(limit) => Walls::of(problem, &mut shapes, limit)?,
             None => Walls::default(),
@@ -159,7 +159,7 @@ impl<'a> Planner<'a> {
         };
         let (tracks, bound) = solver.solve(&parts, &shapes);
         let nodes = solver.spent;
-        let offsets = tracks.iter().map(Track::offsets);
+        let offsets = tracks.iter().map(|track| &track.best.offsets);
         let plan = assembled(problem, &shapes, &parts, &walls, offsets)?;
         // A proof about the range with walls says nothing about the sum of the segments.
         let bound = if walls.is_none() { bound * parts.unit } else { 0 };
@@ -199,7 +199,7 @@ impl Problem {
     /// As for [`Planner::plan`].
     pub fn plan_by(&self, rule: Heuristic) -> Result<Plan, PlanError> {
         let shapes = Shapes::of(self)?;
-        self.verify_fixed(&shapes)?;
+        self.verify_apart(&shapes, |at| shapes.list[at].fixed)?;
         let walls = Walls::default();
         let parts = Subproblems::of(&shapes, &walls);
         let (rule, fit) = rule.rule();
@@ -207,7 +207,7 @@ impl Problem {
             let mut placer = Placer::new(part);
             let order = order::order(&Traits::of(part, &shapes), rule);
             placer.run(&order, fit, rule.is_online(), u64::MAX, &mut || false);
-            placer.offsets().to_vec()
+            placer.offsets
         };
         assembled(self, &shapes, &parts, &walls, parts.list.iter().map(by_rule))
     }
@@ -282,51 +282,13 @@ fn spread(problem: &Problem, shapes: &Shapes, roots: &[u64]) -> Vec<u64> {
 }
 
 /// The progress of one part.
-enum Track<'a> {
-    /// By rules and dives, with the dive that is repeated if the part is too large to search.
-    Placed {
-        best: Best,
-        bound: u64,
-        dive: Option<Box<Dive<'a>>>,
-    },
-    Probed(Box<Probe<'a>>),
-}
-
-impl Track<'_> {
-    fn peak(&self) -> u64 {
-        match self {
-            Self::Placed { best, .. } => best.peak,
-            Self::Probed(probe) => probe.peak,
-        }
-    }
-
-    fn bound(&self) -> u64 {
-        match self {
-            Self::Placed { bound, .. } => *bound,
-            Self::Probed(probe) => probe.proved(),
-        }
-    }
-
-    fn offsets(&self) -> &[u64] {
-        match self {
-            Self::Placed { best, .. } => &best.offsets,
-            Self::Probed(probe) => &probe.offsets,
-        }
-    }
-}
-
-/// The best plan of a part so far.
-struct Best {
-    peak: u64,
-    offsets: Vec<u64>,
-}
-
-impl Best {
-    fn take(&mut self, peak: u64, offsets: &[u64]) {
-        self.peak = peak;
-        self.offsets.clear();
-        self.offsets.extend_from_slice(offsets);
-    }
+struct Track<'a> {
+    best: PartPlan,
+    /// No plan of the part has a smaller peak.
+    bound: u64,
+    /// The dive that is repeated if the part is too large to search.
+    dive: Option<Box<Dive<'a>>>,
+    probe: Option<Box<Probe<'a>>>,
 }
 
 /// One problem that is being solved.
@@ -353,14 +315,14 @@ impl Solver<'_> {
         }
         self.report(&tracks);
         self.by_steps(&mut tracks, goal);
-        let proved = tracks.iter().map(Track::bound).max().unwrap_or(0);
+        let proved = tracks.iter().map(|track| track.bound).max().unwrap_or(0);
         (tracks, bound.max(proved))
     }
 
     /// A part's plan by rules: the first rule always, the others where time allows.
     fn track<'p>(&mut self, part: &'p Subproblem, shapes: &Shapes, goal: u64) -> Track<'p> {
         let traits = Traits::of(part, shapes);
-        let mut best = Best { peak: u64::MAX, offsets: Vec::new() };
+        let mut best = PartPlan { peak: u64::MAX, offsets: Vec::new() };
         let is_small = part.items.len() <= EXACT_MAX.min(ITEMS_MAX);
         self.try_rules(part, &traits, goal, &order::FIRST, &mut best);
         // Dives are better than all other rules, and faster for many items.
@@ -373,18 +335,16 @@ impl Solver<'_> {
         self.try_rules(part, &traits, goal, &order::ONLINE, &mut best);
         self.try_rules(part, &traits, goal, &order::OFFLINE, &mut best);
         if let Some(dive) = dive.filter(|_| !is_small) {
-            return Track::Placed { best, bound: part.bound, dive: Some(Box::new(dive)) };
+            return Track { best, bound: part.bound, dive: Some(Box::new(dive)), probe: None };
         }
         // The search is better than more rules, if it can be used.
         if !is_small || part.is_sliding {
             let classes: Vec<_> = order::classes().collect();
             self.try_rules(part, &traits, goal, &classes, &mut best);
         }
-        if is_small && best.peak > goal && best.peak < HEIGHT_MAX {
-            Track::Probed(Box::new(Probe::new(part, &traits, best.peak, best.offsets)))
-        } else {
-            Track::Placed { best, bound: part.bound, dive: None }
-        }
+        let is_probed = is_small && best.peak > goal && best.peak < HEIGHT_MAX;
+        let probe = is_probed.then(|| Box::new(Probe::new(part, &traits, best.peak)));
+        Track { best, bound: part.bound, dive: None, probe }
     }
 
     fn try_rules(
@@ -393,7 +353,7 @@ impl Solver<'_> {
         traits: &[Traits],
         goal: u64,
         rules: &[order::Ruled],
-        best: &mut Best,
+        best: &mut PartPlan,
     ) {
         let mut placer = Placer::new(part);
         for &(rule, fit) in rules {
@@ -404,19 +364,21 @@ impl Solver<'_> {
             let order = order::order(traits, rule);
             let mut stop = || !is_first && self.is_over();
             if let Some(peak) = placer.run(&order, fit, rule.is_online(), best.peak, &mut stop) {
-                best.take(peak, placer.offsets());
+                best.peak = peak;
+                best.offsets.clone_from(&placer.offsets);
             }
         }
     }
 
-    fn try_dive(&mut self, dive: &mut Dive<'_>, bonus: Bonus, goal: u64, best: &mut Best) {
+    fn try_dive(&mut self, dive: &mut Dive<'_>, bonus: Bonus, goal: u64, best: &mut PartPlan) {
         if best.peak <= goal || self.is_over() {
             return;
         }
         let found = dive.run(bonus, best.peak, &mut || self.is_over());
-        self.spent += dive.placed();
+        self.spent += dive.placed;
         if let Some(peak) = found {
-            best.take(peak, dive.offsets());
+            best.peak = peak;
+            best.offsets.clone_from(&dive.offsets);
         }
     }
 
@@ -427,33 +389,31 @@ impl Solver<'_> {
     /// Lowers the highest part, until it cannot be lower or the budget ends.
     fn by_steps(&mut self, tracks: &mut [Track<'_>], goal: u64) {
         while !self.is_over() && self.nodes > self.spent {
-            let Some(highest) = (0..tracks.len()).max_by_key(|at| tracks[*at].peak()) else {
-                return;
-            };
-            match &mut tracks[highest] {
-                Track::Probed(probe) if probe.peak > goal && probe.low < probe.peak => {
-                    self.probe(probe, goal);
+            let highest = tracks.iter_mut().max_by_key(|track| track.best.peak);
+            let Some(Track { best, bound, dive, probe }) = highest else { return };
+            match (dive, probe) {
+                (_, Some(probe)) if best.peak > goal && probe.low < best.peak => {
+                    self.probe(probe, best, goal);
+                    *bound = probe.proved();
                 }
-                Track::Placed { best, dive: Some(dive), .. } if best.peak > goal => {
-                    self.try_dive(dive, DRAWN, goal, best);
-                }
+                (Some(dive), None) if best.peak > goal => self.try_dive(dive, DRAWN, goal, best),
                 _ => return,
             }
             self.report(tracks);
         }
     }
 
-    fn probe(&mut self, probe: &mut Probe<'_>, goal: u64) {
+    fn probe(&mut self, probe: &mut Probe<'_>, best: &mut PartPlan, goal: u64) {
         let (clock, deadline) = (self.clock, self.deadline);
         let before = probe.nodes;
         let is_enough = self.enough >= probe.low;
         let nodes = self.nodes - self.spent;
-        probe.step(goal, is_enough, nodes, &mut || clock.now() >= deadline);
+        probe.step(best, goal, is_enough, nodes, &mut || clock.now() >= deadline);
         self.spent += probe.nodes - before;
     }
 
     fn report(&mut self, tracks: &[Track<'_>]) {
-        let peak = tracks.iter().map(Track::peak).max().unwrap_or(0);
+        let peak = tracks.iter().map(|track| track.best.peak).max().unwrap_or(0);
         if peak < self.best {
             self.best = peak;
             (self.on_better)(ByteSize::new(peak * self.unit));

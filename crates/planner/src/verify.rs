@@ -28,10 +28,10 @@ impl Problem {
         for id in self.ids().filter(|id| !self.is_external(*id)) {
             self.verify_one(id.0, offsets)?;
         }
-        self.verify_apart(&shapes, offsets)?;
+        self.verify_apart(&shapes, |at| Some(offsets[shapes.list[at].root.index()]))?;
         let ends = (0..shapes.list.len()).flat_map(|at| {
             let offset = offsets[shapes.list[at].root.index()];
-            shapes.needs(at).iter().map(move |need| offset + need.window.high)
+            shapes.needs(at).iter().map(move |need| offset + need.high)
         });
         Ok(ByteSize::new(ends.max().unwrap_or(0)))
     }
@@ -58,66 +58,40 @@ impl Problem {
         Ok(())
     }
 
-    /// That no two shapes overlap.
-    fn verify_apart(&self, shapes: &Shapes, offsets: &[u64]) -> Result<(), PlanError> {
-        let root = |at: usize| shapes.list[at].root.index();
-        let Some(Clash { first, second, step }) = clash(shapes, |at| Some(offsets[root(at)]))
-        else {
-            return Ok(());
-        };
-        Err(PlanError::Overlap {
-            name: self.demands()[root(second)].name.clone(),
-            offset: offsets[root(second)],
-            other: self.demands()[root(first)].name.clone(),
-            other_offset: offsets[root(first)],
-            step,
-        })
-    }
-
-    /// That no two fixed offsets contradict each other.
-    pub(super) fn verify_fixed(&self, shapes: &Shapes) -> Result<(), PlanError> {
-        let Some(Clash { first, second, step }) = clash(shapes, |at| shapes.list[at].fixed) else {
-            return Ok(());
-        };
-        let name = |at: usize| self.demands()[shapes.list[at].root.index()].name.clone();
-        let offset = shapes.list[second].fixed.unwrap_or(0);
-        Err(PlanError::FixedOverlap { name: name(second), offset, other: name(first), step })
-    }
-}
-
-/// Two shapes that overlap, the one that was there first, and the first step at which they do.
-struct Clash {
-    first: usize,
-    second: usize,
-    step: i64,
-}
-
-/// The first overlap of shapes that have an offset.
-fn clash(shapes: &Shapes, offset: impl Fn(usize) -> Option<u64>) -> Option<Clash> {
-    // Step, whether something begins there (ends come first), which shape, from where to where.
-    let mut events = Vec::new();
-    for at in 0..shapes.list.len() {
-        let Some(offset) = offset(at) else { continue };
-        for need in shapes.needs(at) {
-            // `verify_one` has seen that the ends fit.
-            let (low, high) = (offset + need.window.low, offset + need.window.high);
-            events.push((need.first, true, at, low, high));
-            events.push((need.end, false, at, low, high));
+    /// Checks that no two shapes overlap, of those that have an offset.
+    pub(super) fn verify_apart(
+        &self,
+        shapes: &Shapes,
+        offset: impl Fn(usize) -> Option<u64>,
+    ) -> Result<(), PlanError> {
+        // Step, whether something begins there (ends come first), which shape, from where to where.
+        let mut events = Vec::new();
+        for at in 0..shapes.list.len() {
+            let Some(offset) = offset(at) else { continue };
+            for need in shapes.needs(at) {
+                // The ends fit: `verify_one` has checked them, and `Problem::add` fixed ones.
+                let (low, high) = (offset + need.low, offset + need.high);
+                events.push((need.first, true, at, low, high));
+                events.push((need.end, false, at, low, high));
+            }
         }
-    }
-    events.sort_unstable();
-    let mut there: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
-    for (step, begins, second, low, high) in events {
-        if !begins {
-            there.remove(&low);
-            continue;
+        events.sort_unstable();
+        let mut there: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
+        for (step, begins, second, low, high) in events {
+            if !begins {
+                there.remove(&low);
+                continue;
+            }
+            // Those that are there do not overlap: the last one below `high` reaches highest.
+            let below = there.range(..high).next_back();
+            if let Some((_, &(_, first))) = below.filter(|(_, (end, _))| *end > low) {
+                let name = |at: usize| self.demands()[shapes.list[at].root.index()].name.clone();
+                let [at, other_offset] = [second, first].map(|at| offset(at).unwrap_or_default());
+                let (name, other) = (name(second), name(first));
+                return Err(PlanError::Overlap { name, offset: at, other, other_offset, step });
+            }
+            there.insert(low, (high, second));
         }
-        // Those that are there do not overlap: the last one below `high` reaches highest.
-        let below = there.range(..high).next_back();
-        if let Some((_, &(_, first))) = below.filter(|(_, (end, _))| *end > low) {
-            return Some(Clash { first, second, step });
-        }
-        there.insert(low, (high, second));
+        Ok(())
     }
-    None
 }

@@ -11,10 +11,11 @@
 use std::sync::Arc;
 
 use candle_core::Device;
-use lowtide::device::driver::cuda::{GovernorOptions, PoolGovernor};
-use lowtide::{BoxError, Memory};
+use lowtide::decay::DecayTime;
+use lowtide::device::driver::cuda::{DeviceChoice, PoolGovernor};
+use lowtide::{BoxError, ByteSize, Memory};
 
-/// Opens a GPU. candle holds at most `options.limit` bytes on it, in use and cached; what it has
+/// Opens the first GPU. candle holds at most `limit` bytes on it, in use and cached; what it has
 /// not needed for the decay time is returned by the worker of `memory`, as long as the governor
 /// lives.
 ///
@@ -22,9 +23,10 @@ use lowtide::{BoxError, Memory};
 /// There is no usable GPU, or its pool is governed already.
 pub fn open(
     memory: &Memory,
-    options: GovernorOptions,
+    limit: Option<ByteSize>,
+    decay: DecayTime,
 ) -> Result<(Device, Arc<PoolGovernor>), BoxError> {
-    let governor = Arc::new(PoolGovernor::open(options)?);
+    let governor = Arc::new(PoolGovernor::open(DeviceChoice::Ordinal(0), limit, decay)?);
     memory.devices().govern(&governor)?;
     let number = usize::try_from(governor.device().ordinal)?;
     Ok((Device::new_cuda_with_stream(number)?, governor))

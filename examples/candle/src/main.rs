@@ -28,7 +28,9 @@ async fn serve(folder: PathBuf, address: String) -> Result<(), BoxError> {
     #[cfg(not(feature = "cuda"))]
     let device = candle_core::Device::Cpu;
     #[cfg(feature = "cuda")]
-    let (device, _governor) = lowtide_candle::cuda::open(&memory, Default::default())?;
+    let decay = lowtide::decay::DecayTime::from_millis(5_000);
+    #[cfg(feature = "cuda")]
+    let (device, _governor) = lowtide_candle::cuda::open(&memory, None, decay)?;
     let routes = lowtide_candle::service::router(&memory, folder, &device)?;
     let listener = TcpListener::bind(address).await?;
     println!("listening on http://{}", listener.local_addr()?);

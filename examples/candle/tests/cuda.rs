@@ -13,7 +13,7 @@ use axum::http::{Request, header::CONTENT_TYPE};
 use candle_core::{DType, Device, Tensor};
 use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::cuda::{GovernorOptions, PoolGovernor};
+use lowtide::device::driver::cuda::PoolGovernor;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_candle::cuda;
 use lowtide_candle::embedder::{Embedder, LoadError};
@@ -29,9 +29,7 @@ const IDLE: Duration = Duration::from_millis(300);
 fn open(limit: Option<ByteSize>) -> Result<(Memory, Device, Arc<PoolGovernor>), BoxError> {
     let memory = Memory::builder().device(DeviceChoice::None).idle_unload(IDLE);
     let memory = memory.metrics_interval(Duration::from_millis(10)).start()?;
-    let decay = DecayTime::AtOnce;
-    let options = GovernorOptions { limit, decay, ..GovernorOptions::default() };
-    let (device, governor) = cuda::open(&memory, options)?;
+    let (device, governor) = cuda::open(&memory, limit, DecayTime::AtOnce)?;
     Ok((memory, device, governor))
 }
 

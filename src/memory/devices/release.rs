@@ -297,15 +297,15 @@ impl Shared {
     /// Returns the released bytes, which may be more: memory leaves in whole handles.
     fn give_idle_back(&self, device: &Device, wanted: ByteSize) -> ByteSize {
         let mut arenas: Vec<_> =
-            self.arenas_on(device).map(|arena| (arena.control_figures(), arena)).collect();
-        arenas.sort_by_key(|(figures, _)| std::cmp::Reverse(figures.idle));
+            self.arenas_on(device).map(|arena| (arena.control_figures().0, arena)).collect();
+        arenas.sort_by_key(|([_, idle], _)| std::cmp::Reverse(*idle));
         let mut released = ByteSize::ZERO;
-        for (figures, arena) in arenas {
-            let part = figures.idle.min(wanted.saturating_sub(released));
+        for ([committed, idle], arena) in arenas {
+            let part = idle.min(wanted.saturating_sub(released));
             if part.is_zero() {
                 break;
             }
-            match arena.trim(figures.committed.saturating_sub(part)) {
+            match arena.trim(committed.saturating_sub(part)) {
                 Ok(given) => released = released.saturating_add(given),
                 Err(error) if is_loss(&error) => break,
                 Err(error) => {
@@ -324,7 +324,7 @@ impl Shared {
     }
 
     fn idle_on(&self, device: &Device) -> ByteSize {
-        self.arenas_on(device).map(|arena| arena.control_figures().idle).sum()
+        self.arenas_on(device).map(|arena| arena.control_figures().0[1]).sum()
     }
 }
 

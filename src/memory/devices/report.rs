@@ -120,7 +120,6 @@ const fn sizes(of: &mut ArenaSnapshot) -> [&mut ByteSize; 14] {
 
 /// Returns the counters, which continue.
 const fn totals(of: &mut ArenaSnapshot) -> [&mut u64; 24] {
-    let failures = &mut of.alloc_failures_total;
     [
         &mut of.allocs_total,
         &mut of.frees_total,
@@ -142,10 +141,10 @@ const fn totals(of: &mut ArenaSnapshot) -> [&mut u64; 24] {
         &mut of.decommits_total,
         &mut of.committed_bytes_total,
         &mut of.decommitted_bytes_total,
-        &mut failures.limit,
-        &mut failures.device,
-        &mut failures.addresses,
-        &mut failures.driver,
+        &mut of.alloc_failures_limit_total,
+        &mut of.alloc_failures_device_total,
+        &mut of.alloc_failures_addresses_total,
+        &mut of.alloc_failures_driver_total,
     ]
 }
 
@@ -235,8 +234,7 @@ impl ArenasSensor {
         }
         let by_device = &mut self.figures;
         self.arenas.each(|ManagedArena { arena, device, .. }| {
-            let figures = arena.control_figures();
-            let (committed, idle) = (figures.committed, figures.idle);
+            let ([committed, idle], [next_decay, next_sleep]) = arena.control_figures();
             let is_pinned = arena.backend() == Backend::PinnedHost;
             if device.counted == CountedIn::BesideKernel && !is_pinned {
                 sample.physical = sample.physical.saturating_add(committed);
@@ -245,8 +243,8 @@ impl ArenasSensor {
                 return;
             }
             let earlier = |due: Option<Moment>, next| Some(due.map_or(next, |due| due.min(next)));
-            sample.device_decay_due = earlier(sample.device_decay_due, figures.next_decay);
-            sample.device_sleep_due = earlier(sample.device_sleep_due, figures.next_sleep);
+            sample.device_decay_due = earlier(sample.device_decay_due, next_decay);
+            sample.device_sleep_due = earlier(sample.device_sleep_due, next_sleep);
             if device.counted == CountedIn::OnDevice && !is_pinned {
                 if let Some(sum) = by_device.get_mut(device.number as usize) {
                     sum.committed = sum.committed.saturating_add(committed);
@@ -316,7 +314,7 @@ mod tests {
         assert_eq!((a.name.as_str(), b.name.as_str()), ("a", "b"));
         assert_eq!((a.live, a.committed), (ByteSize::mib(4), ByteSize::mib(6)));
         assert_eq!((a.limit, b.limit), (ByteSize::mib(4), ByteSize::MAX));
-        assert_eq!((a.allocs_total, a.alloc_failures_total.total()), (2, 1));
+        assert_eq!((a.allocs_total, a.alloc_failures_limit_total), (2, 1));
         drop(held);
         gone.add("0", old.snapshot());
         let [a, _] = &published(&gone, &serving, &[])[..] else { panic!("two") };

@@ -15,7 +15,7 @@
 //! Nothing here waits: a FIFO, a device, a folder or a symbolic link is an error, and so is a file
 //! that is locked or is not a recording. If the file is replaced while it is in use, writes
 //! continue and the recording is lost; if it is truncated, they fail.
-#![expect(unsafe_code, reason = "flock, getrlimit, mmap and what allocates and copies are C calls")]
+#![expect(unsafe_code, reason = "flock, mmap and what allocates and copies are C calls")]
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 
 use lowtide_core::file::OwnedFile;
+use lowtide_core::kernel::file_size_limit;
 use thiserror::Error;
 
 use super::format::{FILE_BYTES, FileContents, HALVES_AT, MARK, read};
@@ -105,7 +106,7 @@ impl LockedFile {
 
     /// Erases the file, allocates and maps all of it, and writes each page once.
     pub(super) fn prepare(self) -> Result<FlightFile, FlightError> {
-        let limit = size_limit();
+        let limit = file_size_limit().get();
         if limit < FILE_BYTES as u64 {
             return Err(FlightError::SizeLimit { limit });
         }
@@ -240,15 +241,6 @@ fn lock(file: &File) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
-}
-
-/// Returns the largest size of a file that this process may write, above which the kernel sends
-/// SIGXFSZ.
-fn size_limit() -> u64 {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a valid place for the result.
-    let done = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
-    if done == 0 { limit.rlim_cur } else { u64::MAX }
 }
 
 /// Allocates the file's blocks if the file system can without writing them. Otherwise the writes

@@ -55,6 +55,13 @@ impl Default for Nvml {
     }
 }
 
+/// Returns NVML's text for a result.
+#[unsafe(no_mangle)]
+extern "C" fn nvmlErrorString(code: u32) -> *const c_char {
+    let text = if code == 18 { c"Driver/library version mismatch" } else { c"Unknown Error" };
+    text.as_ptr()
+}
+
 /// `true` while the lists of computing processes do not return, as with some faults of a device.
 static HELD: Mutex<bool> = Mutex::new(false);
 static RELEASED: Condvar = Condvar::new();

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use lowtide_admission::ByteSize;
-use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
+use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, Cost, Limit, Maintenance, Managed, Reclaimable, ResourceError, Resources,
     Sample, Sensor, Settings, SignalTracker, Signals, UnloadReason,
@@ -136,7 +136,7 @@ impl Clock for Holding {
         self.clock.since_epoch()
     }
 
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
         self.clock.wait_until(bell, deadline)
     }
 }

@@ -119,14 +119,13 @@ unsafe impl Driver for CudaDriver {
         let is_virtual = self.memory.is_virtual();
         Capabilities {
             virtual_memory: is_virtual,
-            host_access: false,
-            host_backed: false,
             unified: self.device.integrated,
             remap: self.memory.can_remap(),
             asynchronous: true,
             page_locked: true,
             handles: is_virtual,
             granularity: self.memory.unit,
+            ..Capabilities::default()
         }
     }
 
@@ -339,9 +338,10 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_to_host(from, part.start, into.size, stream) };
         }
-        // SAFETY: the store stays, and nothing else accesses the part, until the copy is complete
-        // (contract of this call).
-        let store = unsafe { part.bytes_mut() };
+        // SAFETY: the part lies in a store (checked by `find`), and every byte is initialised, by
+        // the kernel at least. The store stays, and nothing else accesses the part, until the copy
+        // is complete (contract of this call).
+        let store = unsafe { std::slice::from_raw_parts_mut(part.start.as_ptr(), part.length) };
         let put = &mut |offset, bytes: &[u8]| {
             store[index(offset)..][..bytes.len()].copy_from_slice(bytes);
         };
@@ -360,9 +360,9 @@ unsafe impl Driver for CudaDriver {
             // SAFETY: the contract of this call.
             return unsafe { self.copy_from_host(part.start, to, from.size, stream) };
         }
-        // SAFETY: the store stays, and nothing writes to the part, until the copy is complete
-        // (contract of this call); another copy may read it.
-        let store = unsafe { part.bytes() };
+        // SAFETY: as for `offload`; the store stays, and nothing writes to the part, until the copy
+        // is complete (contract of this call); another copy may read it.
+        let store = unsafe { std::slice::from_raw_parts(part.start.as_ptr(), part.length) };
         let get = &mut |offset, bytes: &mut [u8]| {
             bytes.copy_from_slice(&store[index(offset)..][..bytes.len()]);
         };
@@ -544,27 +544,6 @@ impl Stores {
         let start = NonNull::new(store.memory.start().wrapping_add(offset)).filter(|_| fits);
         let start = start.ok_or_else(unknown)?;
         Ok(StorePart { start, length, is_locked: store.is_locked })
-    }
-}
-
-impl StorePart {
-    /// Returns the bytes of a pageable store.
-    ///
-    /// # Safety
-    /// Nothing writes to the part while the slice exists, and the store stays as long.
-    unsafe fn bytes<'a>(&self) -> &'a [u8] {
-        // SAFETY: the part lies in a store (checked by `find`), and every byte is initialised, by
-        // the kernel at least; the rest is the contract of this function.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.length) }
-    }
-
-    /// Returns the bytes of a pageable store, to write to them.
-    ///
-    /// # Safety
-    /// Nothing else accesses the part while the slice exists, and the store stays as long.
-    unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
-        // SAFETY: as in `bytes`.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 }
 

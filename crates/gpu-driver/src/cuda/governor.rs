@@ -45,26 +45,6 @@ static LEFT: AtomicU64 = AtomicU64::new(0);
 /// The number of checks per decay time.
 const PARTS: u32 = 8;
 
-/// Options of a [`PoolGovernor`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GovernorOptions {
-    /// The device. Default: the first visible one.
-    pub device: DeviceChoice,
-    /// The maximum memory that the pool may hold, in use and cached; further allocations fail with
-    /// out of memory. At least 64 KiB, or more if the driver allocates in larger units. Requires a
-    /// driver for CUDA 12.2 or newer. Default: `None`, no limit.
-    pub limit: Option<ByteSize>,
-    /// The time after which unused memory is released. Default: 5 s.
-    pub decay: DecayTime,
-}
-
-impl Default for GovernorOptions {
-    fn default() -> Self {
-        let decay = DecayTime::from_duration(Duration::from_secs(5));
-        Self { device: DeviceChoice::Ordinal(0), limit: None, decay }
-    }
-}
-
 /// The memory inside and outside a governed pool, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -105,10 +85,11 @@ impl GovernorReport {
 /// ```no_run
 /// use std::sync::Arc;
 /// use lowtide_gpu_driver::ByteSize;
-/// use lowtide_gpu_driver::cuda::{GovernorOptions, PoolGovernor};
+/// use lowtide_gpu_driver::cuda::{DeviceChoice, PoolGovernor};
+/// use lowtide_gpu_driver::decay::DecayTime;
 ///
-/// let limit = Some(ByteSize::gib(40));
-/// let governor = Arc::new(PoolGovernor::open(GovernorOptions { limit, ..Default::default() })?);
+/// let (limit, decay) = (Some(ByteSize::gib(40)), DecayTime::from_millis(5_000));
+/// let governor = Arc::new(PoolGovernor::open(DeviceChoice::Ordinal(0), limit, decay)?);
 /// // From now on `PoolGovernor::decay` is to be called; `MemoryDevices::govern` of `lowtide`
 /// // does that in the background.
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -228,22 +209,31 @@ impl PoolGovernor {
     /// Creates a pool, tests it once, and makes it the device's current one. Retains the primary
     /// context.
     ///
+    /// `limit` is the maximum memory that the pool may hold, in use and cached; further allocations
+    /// fail with out of memory. It is at least 64 KiB, or more if the driver allocates in larger
+    /// units, and requires a driver for CUDA 12.2 or newer. `decay` is the time after which unused
+    /// memory is released: a few seconds suit most programs.
+    ///
     /// Cost: that of [`CudaDriver::open`](super::CudaDriver::open).
     ///
     /// # Errors
     /// [`DriverError`]; nothing has changed then.
-    pub fn open(options: GovernorOptions) -> Result<Self, DriverError> {
+    pub fn open(
+        device: DeviceChoice,
+        limit: Option<ByteSize>,
+        decay: DecayTime,
+    ) -> Result<Self, DriverError> {
         let calls = start(&|_| true)?;
-        let device = choose(&calls, options.device)?;
+        let device = choose(&calls, device)?;
         let ordinal = device.ordinal;
         // With less, not even the trial fits; and the driver treats 0 as no limit.
-        if let Some(requested) = options.limit.filter(|&limit| limit < UNIT_MIN) {
+        if let Some(requested) = limit.filter(|&limit| limit < UNIT_MIN) {
             return Err(DriverError::PoolLimit { requested, unit: UNIT_MIN });
         }
         let claim =
             GovernorClaim::take(ordinal).ok_or(DriverError::Governed { device: ordinal })?;
         let driver_version = calls.driver_version()?;
-        if let Some(limit) = options.limit.filter(|_| driver_version < POOL_LIMITS) {
+        if let Some(limit) = limit.filter(|_| driver_version < POOL_LIMITS) {
             return Err(DriverError::NoPoolLimit { limit, driver_version });
         }
         let number = calls.device(ordinal)?;
@@ -258,7 +248,7 @@ impl PoolGovernor {
         }
         let mut context = DeviceContext::new(calls, number);
         context.retain()?;
-        let pool = try_pool(&context, number, options.limit).map_err(refused)?;
+        let pool = try_pool(&context, number, limit).map_err(refused)?;
         let installed = context.call(|calls| {
             let before = calls.current_pool(number)?;
             calls.set_current_pool(number, pool.number)?;
@@ -274,15 +264,15 @@ impl PoolGovernor {
             number,
             pool: pool.number,
             before: AtomicUsize::new(before),
-            limit: options.limit,
-            decay: options.decay,
+            limit,
+            decay,
             own: Mutex::default(),
             default: Mutex::default(),
             graphs: Mutex::default(),
             _claim: claim,
         };
-        let (device, limit) = (&of.device, of.limit);
-        log!(info, %device, limit = limit.map(tracing::field::display), "pool governor started");
+        let limit = limit.map(tracing::field::display);
+        log!(info, device = %of.device, limit, "pool governor started");
         Ok(of)
     }
 

@@ -19,7 +19,7 @@ mod table;
 mod tests;
 
 pub use driver::CudaDriver;
-pub use governor::{GovernorOptions, GovernorReport, PoolGovernor};
+pub use governor::{GovernorReport, PoolGovernor};
 pub use nvml::{DeviceUsage, Nvml, ProcessUsage};
 pub use open::{CudaDevice, CudaOptions, DeviceChoice};
 

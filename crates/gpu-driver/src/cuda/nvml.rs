@@ -13,9 +13,10 @@
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::fmt;
-use std::mem::ManuallyDrop;
+use std::mem::{self, ManuallyDrop};
+use std::ptr::NonNull;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
@@ -47,45 +48,8 @@ const INVALID_ARGUMENT: i64 = 2;
 const NOT_FOUND: i64 = 6;
 const INSUFFICIENT_SIZE: i64 = 7;
 
-/// Names of `nvmlReturn_t`, from 1 on, without their prefix `NVML_ERROR_`.
-const NAMES: [&str; 29] = [
-    "UNINITIALIZED",
-    "INVALID_ARGUMENT",
-    "NOT_SUPPORTED",
-    "NO_PERMISSION",
-    "ALREADY_INITIALIZED",
-    "NOT_FOUND",
-    "INSUFFICIENT_SIZE",
-    "INSUFFICIENT_POWER",
-    "DRIVER_NOT_LOADED",
-    "TIMEOUT",
-    "IRQ_ISSUE",
-    "LIBRARY_NOT_FOUND",
-    "FUNCTION_NOT_FOUND",
-    "CORRUPTED_INFOROM",
-    "GPU_IS_LOST",
-    "RESET_REQUIRED",
-    "OPERATING_SYSTEM",
-    "LIB_RM_VERSION_MISMATCH",
-    "IN_USE",
-    "MEMORY",
-    "NO_DATA",
-    "VGPU_ECC_NOT_SUPPORTED",
-    "INSUFFICIENT_RESOURCES",
-    "FREQ_NOT_SUPPORTED",
-    "ARGUMENT_VERSION_MISMATCH",
-    "DEPRECATED",
-    "NOT_READY",
-    "GPU_NOT_FOUND",
-    "INVALID_STATE",
-];
-
-fn result_name(code: u32) -> String {
-    let nth = usize::try_from(code).ok().and_then(|code| code.checked_sub(1));
-    let name = nth.and_then(|nth| NAMES.get(nth)).copied();
-    let name = name.or_else(|| (code == 999).then_some("UNKNOWN"));
-    name.map_or_else(|| "unnamed".to_owned(), |name| format!("NVML_ERROR_{name}"))
-}
+/// `nvmlErrorString`, which returns a text for any result.
+type ErrorString = unsafe extern "C" fn(u32) -> *const c_char;
 
 /// Returns advice for the operator, after a colon.
 const fn advice(code: u32) -> &'static str {
@@ -172,6 +136,7 @@ const MEMORY_VERSION: u32 = size_of::<MemoryInfo2>() as u32 | 2 << 24;
 /// ```
 pub struct Nvml {
     table: NvmlTable,
+    error_string: Option<ErrorString>,
     birth: Birth,
 }
 
@@ -239,27 +204,35 @@ impl Nvml {
         let found = search(&[library], |_, library| {
             let table = find(library, has);
             match table.base() {
-                Ok(()) => Look::Found(Ok(table)),
+                Ok(()) => Look::Found(Ok((table, library.symbol(c"nvmlErrorString")))),
                 Err(missing) => Look::Passed(Err(missing)),
             }
         });
-        let table = found.map_err(|error| DriverError::NoNvml { library, error })??;
+        let (table, error_string) =
+            found.map_err(|error| DriverError::NoNvml { library, error })??;
+        // SAFETY: both are as large as a pointer, and `None` is null in both. The symbol of this
+        // name is a function of that type in nvml.h.
+        let error_string =
+            unsafe { mem::transmute::<Option<NonNull<c_void>>, Option<ErrorString>>(error_string) };
         // Its drop ends a session, which there is not before this call.
-        let nvml = ManuallyDrop::new(Self { table, birth: Birth::now() });
+        let nvml = ManuallyDrop::new(Self { table, error_string, birth: Birth::now() });
         nvml.init()?;
         Ok(ManuallyDrop::into_inner(nvml))
     }
 
     /// Converts the result of a call.
-    #[expect(clippy::unused_self, reason = "the calls of a table name it")]
     fn done(&self, call: &'static str, code: u32) -> DriverResult {
-        match code {
-            0 => Ok(()),
-            code => {
-                let message = format!("{}{}", result_name(code), advice(code));
-                Err(DriverError::Refused { call, code: i64::from(code), message })
-            }
+        if code == 0 {
+            return Ok(());
         }
+        // SAFETY: takes any number.
+        let text = self.error_string.map(|function| unsafe { function(code) });
+        // SAFETY: not null, and then a null-terminated string of the library, which stays open for
+        // the rest of the process.
+        let text = text.filter(|text| !text.is_null()).map(|text| unsafe { CStr::from_ptr(text) });
+        let text = text.unwrap_or(c"unnamed").to_string_lossy();
+        let message = format!("{text}{}", advice(code));
+        Err(DriverError::Refused { call, code: i64::from(code), message })
     }
 
     /// Returns the memory of the device with this UUID, a GPU or a MIG instance, by process.

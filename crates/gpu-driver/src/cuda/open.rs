@@ -31,7 +31,7 @@ pub enum DeviceChoice {
 }
 
 /// Options for opening a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CudaOptions {
     /// The device. Default: the first visible one.
     pub device: DeviceChoice,
@@ -63,17 +63,10 @@ pub struct CudaOptions {
     pub rdma: bool,
 }
 
-impl Default for CudaOptions {
+impl Default for DeviceChoice {
+    /// The first visible device.
     fn default() -> Self {
-        Self {
-            device: DeviceChoice::Ordinal(0),
-            backend: None,
-            managed: false,
-            handle: None,
-            pool_limit: None,
-            peers: &[],
-            rdma: false,
-        }
+        Self::Ordinal(0)
     }
 }
 
@@ -129,14 +122,11 @@ impl CudaDriver {
 }
 
 /// Finds the driver's functions and starts it.
-pub(super) fn start(has: &dyn Fn(&str) -> bool) -> Result<Calls, DriverError> {
+pub(super) fn start(has: &dyn Fn(&str) -> bool) -> DriverResult<Calls> {
     start_one_of(LIBRARIES, has)
 }
 
-fn start_one_of(
-    names: &'static [&'static str],
-    has: &dyn Fn(&str) -> bool,
-) -> Result<Calls, DriverError> {
+fn start_one_of(names: &'static [&'static str], has: &dyn Fn(&str) -> bool) -> DriverResult<Calls> {
     let started = search(names, |name, library| {
         let find: Find<'_> = &|name| library.symbol(name).filter(|_| name.to_str().is_ok_and(has));
         match start_with(find) {
@@ -150,7 +140,7 @@ fn start_one_of(
     started.map_err(|error| DriverError::NoLibrary { tried: names, error })?
 }
 
-fn start_with(find: Find<'_>) -> Result<Calls, DriverError> {
+fn start_with(find: Find<'_>) -> DriverResult<Calls> {
     let table = Table::find(find);
     table.base()?;
     let calls = Calls::new(table);
@@ -165,16 +155,16 @@ fn is_no_driver(error: &DriverError) -> bool {
 }
 
 /// Returns the number of visible devices, at least 1.
-fn count(calls: &Calls) -> Result<u32, DriverError> {
+fn count(calls: &Calls) -> DriverResult<u32> {
     let count = u32::try_from(calls.device_count()?).unwrap_or(0);
     if count == 0 { Err(DriverError::NoDevice) } else { Ok(count) }
 }
 
-fn list(calls: &Calls) -> Result<Vec<CudaDevice>, DriverError> {
+fn list(calls: &Calls) -> DriverResult<Vec<CudaDevice>> {
     (0..count(calls)?).map(|ordinal| CudaDevice::read(calls, ordinal)).collect()
 }
 
-pub(super) fn choose(calls: &Calls, choice: DeviceChoice) -> Result<CudaDevice, DriverError> {
+pub(super) fn choose(calls: &Calls, choice: DeviceChoice) -> DriverResult<CudaDevice> {
     match choice {
         DeviceChoice::Ordinal(ordinal) => {
             let count = count(calls)?;

@@ -95,18 +95,13 @@ macro_rules! method {
 
 /// Calls a function of a table and checks its result. The names of messages have no version.
 macro_rules! call {
-    ($self:ident $field:ident $name:literal ($($arg:ident),*)) => {{
+    ($self:ident $field:ident $name:literal ($($arg:ident),*) $($out:ty)?) => {{
         let call = $name.strip_suffix("_v2").unwrap_or($name);
         let function = $self.table.$field;
         let function = function.ok_or($crate::DriverError::Unsupported { what: call })?;
-        $self.done(call, function($($arg),*))
-    }};
-    ($self:ident $field:ident $name:literal ($($arg:ident),*) $out:ty) => {{
-        let call = $name.strip_suffix("_v2").unwrap_or($name);
-        let function = $self.table.$field;
-        let function = function.ok_or($crate::DriverError::Unsupported { what: call })?;
-        let mut out = <$out>::default();
-        $self.done(call, function(&raw mut out $(, $arg)*))?;
+        #[allow(unused_mut, unused_parens, clippy::let_unit_value, reason = "some have no result")]
+        let mut out: ($($out)?) = Default::default();
+        $self.done(call, function($((&raw mut out).cast::<$out>(),)? $($arg),*))?;
         Ok(out)
     }};
 }

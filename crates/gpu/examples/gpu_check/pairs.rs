@@ -17,7 +17,7 @@ use cudarc::driver::result;
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock, Moment};
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::driver::cuda::{DeviceChoice, GovernorOptions, PoolGovernor};
+use lowtide_gpu::driver::cuda::{DeviceChoice, PoolGovernor};
 use lowtide_gpu::{DeviceArena, Lane, Region};
 
 use super::cases::{Fault, Outcome};
@@ -242,11 +242,8 @@ pub(crate) fn governor(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         Ok(median(&costs.collect::<Result<Vec<_>, Fault>>()?))
     };
     let found = rounds()?;
-    let governor = PoolGovernor::open(GovernorOptions {
-        device: DeviceChoice::Ordinal(rig.args.device),
-        decay: DecayTime::from_duration(rig.args.decay_time),
-        ..GovernorOptions::default()
-    })?;
+    let decay = DecayTime::from_duration(rig.args.decay_time);
+    let governor = PoolGovernor::open(DeviceChoice::Ordinal(rig.args.device), None, decay)?;
     let governed = rounds()?;
     report.figure("gpu.governor.default_p50_ns", found, "ns");
     report.figure("gpu.governor.p50_ns", governed, "ns");

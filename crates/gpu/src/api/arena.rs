@@ -2,7 +2,7 @@
 //! is needed.
 //!
 //! This file has the callers' interface: open, allocate, enter, limit, snapshot. The mechanisms are
-//! elsewhere: `engine::alloc` commits memory for blocks, `engine::release` releases idle memory,
+//! elsewhere: `engine::alloc` commits memory for blocks, `engine::commit` also releases idle memory,
 //! and `state` keeps the accounts. The arena owns no thread, and reads the clock only when memory
 //! becomes idle; callers release memory with [`DeviceArena::decay`].
 //!
@@ -19,19 +19,19 @@ use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::callbacks::Callbacks;
 use crate::engine::suspend::next_sleep;
 use crate::engine::{completion, import, raw_block, resume, stores};
-use crate::exec::cache_bins::{BlockList, CacheKey};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
 use crate::exec::reserve;
-use crate::exec::thread_cache::{BlockHandle, CacheShard, CacheShards};
+use crate::exec::thread_cache::{BlockHandle, BlockList, CacheKey, CacheShard, CacheShards};
 use crate::index::ALIGN;
+use crate::record::Recording;
 use crate::state::arena::ArenaState;
-use crate::state::event::RequestOrigin;
+use crate::state::event::{RequestOrigin, requested};
 use crate::state::region::{AllocRequest, Region, RegionState};
 use crate::types::compact::DeviceCosts;
 use crate::types::config::ArenaConfig;
 use crate::types::error::{DeviceError, Shortage};
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, ControlFigures};
+use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
 use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
@@ -85,7 +85,7 @@ impl DeviceArena {
         let device = driver.device_memory().ok().flatten().map(|memory| memory.total);
         config.reserve = reserve::wanted(config.reserve, config.limit, device);
         let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
-        let recording = match config.recording(&*driver, &*clock, granule) {
+        let recording = match Recording::begin(&config, driver.backend(), &*clock, granule) {
             Ok(recording) => recording,
             Err(taken) => {
                 for ground in &backings {
@@ -148,7 +148,7 @@ impl DeviceArena {
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| AllocRequest { origin, ..of });
-        let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard());
+        let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
         if let (Some(wanted), Some(shard)) = (wanted, shard)
             && let Some(mut owned) = self.kept(shard, region, wanted)
         {
@@ -167,7 +167,7 @@ impl DeviceArena {
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let shard = lane.and_then(|lane| lane.shard()).unwrap_or_else(|| self.shards.here());
+        let shard = lane.and_then(|lane| lane.shard.as_ref()).unwrap_or_else(|| self.shards.here());
         let shard = Arc::clone(shard);
         let taker = lane.and_then(|lane| lane.key);
         let block = match wanted {
@@ -343,7 +343,9 @@ impl DeviceArena {
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
         if self.inner.check_here().is_err() {
-            return ArenaSnapshot::unknown(self.name(), self.backend());
+            let regions = Region::ALL.map(|region| RegionSnapshot { region, ..Default::default() });
+            let (name, backend) = (self.name().to_owned(), self.backend());
+            return ArenaSnapshot { name, backend, regions, ..Default::default() };
         }
         self.inner.snapshot()
     }
@@ -356,28 +358,27 @@ impl DeviceArena {
         if self.inner.check_here().is_err() {
             return ArenaGlance::default();
         }
-        self.inner.glance()
+        let cached = self.inner.cached();
+        self.inner.run_now(|state| ArenaGlance {
+            live: ByteSize::new(state.live().saturating_sub(cached)),
+            committed: ByteSize::new(state.backed()),
+            idle: ByteSize::new(state.idle()),
+        })
     }
 
-    /// Returns the figures for a control loop, without an allocation or a driver call. The lock is
-    /// taken once, for a few additions; over a driver with segments, for one step per segment. All
-    /// zero in a forked child.
+    /// Returns what a control loop needs in each tick: committed memory, and idle memory without
+    /// that in handles that a block touches, which cannot be released now; then the times that
+    /// [`DeviceArena::next_decay`] and [`DeviceArena::next_sleep`] return. Makes neither an
+    /// allocation nor a driver call. The lock is taken once, for a few additions; over a driver
+    /// with segments, for one step per segment. Zero and never in a forked child.
     #[doc(hidden)]
     #[must_use]
-    pub fn control_figures(&self) -> ControlFigures {
-        let figures = self.inner.run_here(|state| ControlFigures {
-            committed: ByteSize::new(state.backed()),
-            idle: ByteSize::new(state.releasable()),
-            next_decay: self.inner.next_look(state),
-            next_sleep: next_sleep(state),
+    pub fn control_figures(&self) -> ([ByteSize; 2], [Moment; 2]) {
+        let figures = self.inner.run_here(|state| {
+            let sizes = [state.backed(), state.releasable()].map(ByteSize::new);
+            (sizes, [self.inner.next_look(state), next_sleep(state)])
         });
-        let (none, never) = (ByteSize::ZERO, Moment::NEVER);
-        figures.unwrap_or(ControlFigures {
-            committed: none,
-            idle: none,
-            next_decay: never,
-            next_sleep: never,
-        })
+        figures.unwrap_or(([ByteSize::ZERO; 2], [Moment::NEVER; 2]))
     }
 
     /// Returns the driver's capabilities. Its granularity may be smaller than the arena's granule
@@ -495,7 +496,7 @@ impl ArenaInner {
         }
     }
 
-    /// Counts a block that is larger than its region. Returns the error.
+    /// Counts a block that is larger than its region.
     pub(crate) fn refuse_too_large(
         &self,
         region: Region,
@@ -505,7 +506,12 @@ impl ArenaInner {
     ) {
         let align = align.get();
         let request = AllocRequest { size: bytes, align, requested: bytes, origin };
-        self.run_now(|state| state.note_too_large(region, request));
+        self.run_now(|state| {
+            state.totals.alloc_failures_addresses_total += 1;
+            state.events.push("alloc_failed", |line| {
+                requested(line, region, request).text("why", "too_large")
+            });
+        });
     }
 }
 

@@ -21,7 +21,8 @@ use bytemuck::Pod;
 use crate::api::compact::BlockPin;
 use crate::api::lane::{Lane, Lease};
 use crate::driver::DeviceAddress;
-use crate::engine::access::resolve;
+use crate::engine::alloc::copy_to;
+use crate::engine::move_block::resolve;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
 use crate::state::arena::ArenaState;
@@ -170,7 +171,9 @@ impl<T: Pod> Buffer<T> {
                 None => {
                     let _lease = Lease::for_lanes(inner, self.owned.lanes.iter().cloned())?;
                     let old = inner.run(async |cx| resolve(cx, region, old).await)?;
-                    Some(inner.resize_by_copy(region, old, wanted)?)
+                    let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
+                    let new = inner.alloc_block(region, wanted, None)?;
+                    Some(inner.run(async |cx| copy_to(cx, region, old, new).await)?)
                 }
             },
         };
@@ -216,7 +219,7 @@ impl<T: Pod> Buffer<T> {
         let known = lane.known();
         // Buffers without a lane already wait for all device work.
         let lanes = &self.owned.lanes;
-        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.stream() == known.stream()) {
+        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.stream == known.stream) {
             self.add_lane(lane);
         }
         Ok(())
@@ -312,7 +315,7 @@ impl BlockPlace {
         region: Region,
         block: Placement,
     ) -> Result<DeviceAddress, DeviceError> {
-        let moves = inner.moves(region);
+        let moves = inner.executor.moves(region);
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
@@ -341,7 +344,6 @@ impl<T: Pod> fmt::Debug for Buffer<T> {
             .field("arena", &self.inner().name)
             .field("region", &self.region())
             .field("len", &self.len)
-            .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
 }

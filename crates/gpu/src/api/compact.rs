@@ -16,11 +16,11 @@ use lowtide_core::log;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
-use crate::engine::access;
-use crate::engine::compact::{Layout, batch_limit, names};
-use crate::engine::move_block::{BatchOutcome, BatchRefusal, MovedBlock, move_batch};
+use crate::engine::move_block::{
+    self, BatchOutcome, BatchRefusal, Layout, MovedBlock, batch_limit, move_batch, names,
+};
 use crate::exec::inner::ArenaInner;
-use crate::state::compact::plan::first_batch;
+use crate::state::compact::plan::{PASSES_MAX, first_batch};
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::Region;
@@ -48,7 +48,7 @@ impl BlockPin {
     /// Pins a block, after waiting for the end of its move if it moves.
     pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
-            inner.run(async |cx| access::pin(cx, region, id).await);
+            inner.run(async |cx| move_block::pin(cx, region, id).await);
         }
         Self { inner: Arc::clone(inner), region, id, exported: None }
     }
@@ -57,8 +57,8 @@ impl BlockPin {
     pub(crate) fn count_export(&mut self, bytes: u64) {
         self.exported = Some(bytes);
         self.inner.run_now(|state| {
-            state.outstanding.exported.count += 1;
-            state.outstanding.exported.bytes += bytes;
+            state.outstanding.exported_count += 1;
+            state.outstanding.exported_bytes += bytes;
         });
     }
 }
@@ -70,9 +70,9 @@ impl Drop for BlockPin {
         let Some(id) = self.id else { return };
         let _ = self.inner.run_here(|state| {
             if let Some(bytes) = self.exported {
-                state.outstanding.exported.count -= 1;
-                state.outstanding.exported.bytes -= bytes;
-                state.sleep.note_unused(self.inner.clock.now());
+                state.outstanding.exported_count -= 1;
+                state.outstanding.exported_bytes -= bytes;
+                state.sleep.left_at = state.sleep.left_at.max(self.inner.clock.now());
                 if state.capabilities.asynchronous {
                     state.sleep.used.insert(StreamKey::CONTEXT);
                 }
@@ -155,20 +155,28 @@ impl DeviceArena {
         mut moved: impl FnMut(Moved),
     ) -> Result<CompactReport, DeviceErrorWith<CompactReport>> {
         let mut done = CompactReport::default();
-        let inner = self.inner();
-        if let Err(error) = inner.check_here() {
-            return Err(DeviceErrorWith { error, value: Box::new(done) });
+        match self.compact_in_turn(options, &mut done, &mut moved) {
+            Ok(()) => Ok(done),
+            Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
         }
+    }
+
+    fn compact_in_turn(
+        &self,
+        options: CompactOptions,
+        done: &mut CompactReport,
+        moved: &mut impl FnMut(Moved),
+    ) -> Result<(), DeviceError> {
+        let inner = self.inner();
+        inner.check_here()?;
         let Some(_turn) = CompactionTurn::take(inner) else {
             done.is_busy = true;
-            return Ok(done);
+            return Ok(());
         };
         // Cached blocks are free.
         inner.empty_caches();
-        let outcome = make_moves(inner, options, &mut done, &mut moved);
-        if let Err(error) = inner.check_here() {
-            return Err(DeviceErrorWith { error, value: Box::new(done) });
-        }
+        let outcome = make_moves(inner, options, done, moved);
+        inner.check_here()?;
         let stopped = match &outcome {
             Ok(()) if done.is_busy => "busy",
             Ok(()) => "finished",
@@ -195,10 +203,7 @@ impl DeviceArena {
             "arena compacted"
         );
         inner.debug_validate();
-        match outcome {
-            Ok(()) => Ok(done),
-            Err(error) => Err(DeviceErrorWith { error, value: Box::new(done) }),
-        }
+        outcome
     }
 }
 
@@ -212,7 +217,7 @@ fn make_moves(
     let (layout, mut names, limit) = inner.run_now(|state| {
         (Layout::of(state, options), names(state, options.region), batch_limit(state))
     });
-    let plan = layout.plan(options);
+    let plan = layout.plan(options, PASSES_MAX);
     let (mut made_idle, mut made_active) = (0, 0);
     let mut rest = plan.moves.as_slice();
     while !rest.is_empty() {

@@ -381,7 +381,6 @@ impl<T: Pod> fmt::Debug for Imported<T> {
             .field("arena", &self.inner.name)
             .field("at", &self.at)
             .field("len", &self.len)
-            .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
 }

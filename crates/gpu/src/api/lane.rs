@@ -7,14 +7,13 @@
 //! Invariant: the arena knows the stream while its lane, or a buffer or a lease of it, exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::driver::StreamHandle;
-use crate::engine::access::{enter, try_enter};
 use crate::engine::completion::mark_end;
+use crate::engine::resume::{enter, try_enter};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::{Keeps, LaneInner};
 use crate::state::streams::StreamKey;
@@ -82,7 +81,7 @@ use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 /// # sim.assert_no_faults();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Lane {
     arena: DeviceArena,
     known: Arc<LaneInner>,
@@ -133,7 +132,7 @@ impl Lane {
     /// Returns the stream.
     #[must_use]
     pub fn stream(&self) -> StreamHandle {
-        self.known.stream()
+        self.known.stream
     }
 
     /// Allocates `len` elements with unspecified contents for this lane's next work. Dropping the
@@ -184,7 +183,7 @@ impl Lane {
         let inner = self.arena.inner();
         inner.check_here()?;
         // Cached blocks were freed before the mark.
-        if let Some(shard) = self.known.shard() {
+        if let Some(shard) = &self.known.shard {
             shard.give_up();
         }
         let ended =
@@ -212,15 +211,6 @@ impl Lane {
 
     pub(crate) const fn known(&self) -> &Arc<LaneInner> {
         &self.known
-    }
-}
-
-impl fmt::Debug for Lane {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lane")
-            .field("arena", &self.arena.name())
-            .field("stream", &self.known.stream())
-            .finish_non_exhaustive()
     }
 }
 

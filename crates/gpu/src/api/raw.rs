@@ -288,7 +288,10 @@ impl DeviceArena {
         let Some(resized) = inner.resize_in_place(region, placed, size.get())? else {
             return Ok(None);
         };
-        inner.run_now(|state| raw_block::note_resized(state, at, resized));
+        inner.run_now(|state| {
+            // Only its owner resizes and frees it.
+            state.raw.get_mut(&at).into_iter().for_each(|raw| raw.placed = resized);
+        });
         Ok(Some(RawBlock::of((region, resized))))
     }
 

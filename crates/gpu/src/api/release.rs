@@ -15,10 +15,10 @@ use lowtide_core::log;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
+use crate::engine::commit::{release_down_to, release_granules};
 use crate::engine::completion::{self, look_for_ends};
 use crate::engine::context::Surroundings as _;
 use crate::engine::import;
-use crate::engine::release::{release_down_to, release_granules};
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::engine::split::release_stuck;
 use crate::engine::stores;

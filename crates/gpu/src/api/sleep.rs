@@ -16,6 +16,7 @@
 //! at least once when the wait is over, and a dropped future blocks no operation.
 
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -295,7 +296,12 @@ impl DeviceArena {
         }
         let inner = self.inner();
         if !inner.capabilities.virtual_memory {
-            return self.release_idle_instead().map(|()| None);
+            self.pause_sleep();
+            if !inner.run_now(|state| mem::replace(&mut state.sleep.has_logged_unsupported, true)) {
+                let (arena, backend) = (self.name(), self.backend());
+                log!(info, arena, %backend, "backend cannot sleep, releasing only idle memory");
+            }
+            return self.purge().map(|_| None);
         }
         let config = inner.run_now(|state| state.sleep.config);
         let options = SleepOptions { drain: Duration::ZERO, ..config.options };
@@ -305,11 +311,8 @@ impl DeviceArena {
         let Err(error) = outcome else { return outcome.map(Some) };
         // An allocation that cancels the sleep is not a lease. Without a pause the sleep would be
         // tried again at once, and contents would be copied for nothing.
-        let again = inner.clock.now() + AGAIN;
-        inner.run_now(|state| {
-            state.sleep.not_before = state.sleep.not_before.max(again);
-            state.sleep.idle.prepared = ByteSize::ZERO;
-        });
+        self.pause_sleep();
+        inner.run_now(|state| state.sleep.idle.prepared = ByteSize::ZERO);
         log!(debug, arena = self.name(), %error, "arena idle sleep failed");
         match error {
             // Another thread was faster, so the arena is not idle.
@@ -321,19 +324,10 @@ impl DeviceArena {
         }
     }
 
-    /// Releases idle memory, if a sleep could not restore memory at the same addresses.
-    fn release_idle_instead(&self) -> Result<(), DeviceError> {
-        let inner = self.inner();
-        let again = inner.clock.now() + AGAIN;
-        let is_first = inner.run_now(|state| {
-            state.sleep.not_before = state.sleep.not_before.max(again);
-            state.sleep.note_unsupported()
-        });
-        if is_first {
-            let (arena, backend) = (self.name(), self.backend());
-            log!(info, arena, %backend, "backend cannot sleep, releasing only idle memory");
-        }
-        self.purge().map(drop)
+    /// Keeps the arena from falling asleep by itself for some time.
+    fn pause_sleep(&self) {
+        let again = self.inner().clock.now() + AGAIN;
+        self.inner().run_now(|state| state.sleep.not_before = state.sleep.not_before.max(again));
     }
 
     /// Returns the time for the next [`DeviceArena::sleep_if_idle`]; [`Moment::NEVER`] if idle

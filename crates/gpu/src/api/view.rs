@@ -172,7 +172,7 @@ impl<T: Pod> Imported<T> {
         if self.inner.check_here().is_err() || !self.view.is_captured(ask) {
             return self.view.discard(&self.inner) == Order::Captured;
         }
-        let shard = lane.and_then(LaneInner::shard);
+        let shard = lane.and_then(|lane| lane.shard.as_ref());
         if let (Some(kept), Some(shard)) = (self.view.take(), shard) {
             shard.leave_view(kept);
         }

@@ -5,16 +5,20 @@
 //! commit waits for another operation's driver call only if it needs a granule of that call.
 //!
 //! Invariant: `backed + being committed <= limit` at every commit.
+#![expect(unsafe_code, reason = "a remap takes memory away")]
 
 use super::context::OpContext;
-use super::release::{ReleasedGranules, release_granules};
-use super::remap::remap_idle;
-use crate::driver::DriverError;
+use super::stores::complete_copies;
+use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
+use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::Region;
-use crate::state::segment::Runs;
+use crate::state::region::{PlacedRun, Region};
+use crate::state::segment::{Cursor, Run, Runs};
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::Moment;
+use lowtide_core::log;
 
 /// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
 /// releases at least one granule, so more attempts are needed only if other processes take memory.
@@ -78,7 +82,10 @@ pub(crate) async fn ensure_committed(
                         continue;
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
-                        let left = attempts.unwrap_or_else(|| cx.with(|state| attempts_max(state)));
+                        let most = |state: &mut ArenaState| {
+                            ATTEMPTS_BESIDE + state.granules_for(state.releasable())
+                        };
+                        let left = attempts.unwrap_or_else(|| cx.with(most));
                         if left == 0 {
                             return Err(AllocFailure::of(Cause::Device, span.size));
                         }
@@ -96,11 +103,6 @@ pub(crate) async fn ensure_committed(
             ShortageOutcome::None(cause) => return Err(AllocFailure::of(cause, span.size)),
         }
     }
-}
-
-/// Returns the number of attempts of a commit on a full device.
-fn attempts_max(state: &ArenaState) -> u64 {
-    ATTEMPTS_BESIDE + state.granules_for(state.releasable())
 }
 
 /// Marks the missing runs of a placed span, none if nothing is missing, as committing, if they fit
@@ -153,7 +155,11 @@ async fn make_room(
     // More granules must leave than the span needs only if the limit was lowered.
     let missing = cx.with(|state| state.region(region).segment.missing(span)).granules;
     if *remaps && granules <= missing {
-        let (moved, error) = remap_idle(cx, region, span, granules).await;
+        let pairs = cx.with(|state| begin_remap(state, region, span, granules));
+        let (moved, error) = remap(cx, pairs).await;
+        if let Some(error) = &error {
+            cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
+        }
         *remaps = error.is_none();
         if moved > 0 {
             return Ok(ShortageOutcome::Freed);
@@ -199,5 +205,240 @@ pub(super) fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64,
         }
         ExceededBound::Device(_) if idle == 0 && !state.untrimmed => Err(Cause::Device),
         ExceededBound::Device(granules) => Ok(granules),
+    }
+}
+
+// Moves memory from idle granules to granules that need it, if the driver supports that.
+//
+// When the limit or the device rejects a commit, idle granules can supply the memory. If the
+// granules were released first, another process on the device could take their memory, and the
+// device would create new handles; a remap releases nothing. So no idle memory is lost to
+// fragmented addresses. The oldest idle granules go first: memory that was used or committed
+// recently is likely to be requested again.
+//
+// As for every driver call, the lock is released: source granules are marked as leaving, target
+// granules as arriving, and a thread that needs one of them waits for the result. The memory
+// counts at the source until it has arrived, so it is never counted twice. A commit that is short
+// of memory releases and commits instead if a remap fails, if the device's costs favour that, or if
+// the idle handles have several granules: releasing such a handle and committing again takes as
+// many calls as a remap.
+//
+// Invariant: the sum of backed granules is the same before, during and after.
+
+/// The granules of one driver call: the source and the target of the memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pair {
+    pub(super) from: PlacedRun,
+    pub(super) region: Region,
+    pub(super) to: Run,
+}
+
+/// Moves the memory of marked pairs in order until a call fails, and records every result. Returns
+/// the granules moved, and the driver's error.
+pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> (u64, Option<DriverError>) {
+    let (mut moved, mut failed) = (0, None);
+    for pair in pairs {
+        let (to, _) = cx.with(|state| state.region(pair.region).segment.place_of(pair.to));
+        if failed.is_none() {
+            let PlacedRun { at: from, size, handle, .. } = pair.from;
+            // SAFETY: the source is marked as leaving and unused, the target as arriving.
+            let call = || unsafe { cx.driver.remap(from, to, size, handle) };
+            match cx.outside(call).await {
+                Ok(()) => moved += pair.to.granules(),
+                Err(error) => failed = Some(error),
+            }
+        }
+        cx.with(|state| end_remap(state, pair, to, failed.is_none()));
+    }
+    (moved, failed)
+}
+
+/// Marks up to this many idle granules as leaving, the longest idle ones first, and as many bare
+/// granules of a touched span as arriving: at most [`CALLS_MAX`] pairs, plus one for each gap in the
+/// bare granules. Holds the lock while it checks every idle granule.
+fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64) -> Vec<Pair> {
+    if state.sleep.may_be_copied() {
+        return Vec::new(); // a release waits for the copies first
+    }
+    if !state.costs.prefers_remap() {
+        return Vec::new();
+    }
+    let granules = granules.min(state.region(region).segment.bare(span));
+    let ages = state.aging.ages(state.events.clock.now());
+    let Some(age) = age_of_oldest(state, granules, ages) else { return Vec::new() };
+    let older = ages.waiting(age.saturating_add(1));
+    let mut leaving = Vec::new();
+    for ages in [older, ages.waiting(age)] {
+        let mut cursors = [Cursor::START; Region::ALL.len()];
+        while leaving.len() < CALLS_MAX {
+            let left = granules - sum_of(&leaving);
+            let next = state.begin_leave(left, 1, &mut cursors, Some(ages));
+            let Some(next) = next else { break };
+            leaving.push(next);
+        }
+    }
+    let segment = &mut state.region_mut(region).segment;
+    let runs = segment.begin_arrive(span, sum_of(&leaving));
+    debug_assert_eq!(runs.iter().map(|run| run.granules()).sum::<u64>(), sum_of(&leaving));
+    pairs(state, region, leaving, runs)
+}
+
+/// Returns pairs of leaving and arriving runs of the same length, cut to fit.
+fn pairs(state: &ArenaState, region: Region, leaving: Vec<PlacedRun>, runs: Vec<Run>) -> Vec<Pair> {
+    let mut pairs = Vec::with_capacity(leaving.len() + runs.len());
+    let mut runs = runs.into_iter();
+    let mut next = runs.next();
+    for from in leaving {
+        let mut rest = Some(from.run);
+        while let (Some(run), Some(to)) = (rest, next) {
+            let (run, more) = run.split(to.granules());
+            let (to, more_to) = to.split(run.granules());
+            rest = more;
+            next = more_to.or_else(|| runs.next());
+            let (at, size) = state.region(from.region).segment.place_of(run);
+            let from = PlacedRun { run, at, size, ..from };
+            pairs.push(Pair { from, region, to });
+        }
+    }
+    pairs
+}
+
+/// Returns the greatest age that at least this many idle granules have or exceed; the lowest age if
+/// there are fewer granules. Returns `None` if no granule may leave.
+fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
+    let idle = Region::ALL.iter().flat_map(|&of| state.region(of).segment.idle_ages(ages));
+    let mut idle: Vec<u32> = idle.collect();
+    let nth = usize::try_from(granules).unwrap_or(usize::MAX).min(idle.len()).checked_sub(1)?;
+    let (_, age, _) = idle.select_nth_unstable_by(nth, |a, b| b.cmp(a));
+    Some(*age)
+}
+
+/// Records the result of a remap.
+fn end_remap(
+    state: &mut ArenaState,
+    Pair { from, region, to }: Pair,
+    at: DeviceAddress,
+    done: bool,
+) {
+    state.region_mut(from.region).end_leave(from.run, done);
+    state.region_mut(region).segment.end_arrive(to, done);
+    state.results += 1;
+    if done {
+        state.totals.remaps_total += 1;
+        state.totals.remapped_bytes_total += from.size.get();
+        state.events.push("remap", |line| {
+            line.bytes("size", from.size).address(from.at).number("to", at.get())
+        });
+    }
+    if state.idle() == 0 {
+        state.aging.due = Moment::NEVER;
+    }
+}
+
+fn sum_of(leaving: &[PlacedRun]) -> u64 {
+    leaving.iter().map(|part| part.run.granules()).sum()
+}
+
+// Releases idle memory to the driver.
+//
+// This part decides how much to release and in which order, never when. The rule of decommit: a
+// granule leaves only when every use of it is complete. On a driver with synchronous work a freed
+// block has no uses left. On other drivers freed memory is pending, and so active, until its uses
+// are known to be complete (`completion`).
+//
+// Invariant: only granules that no block touches leave.
+
+/// The maximum number of driver calls in one pass over idle memory. A guess, to be measured per
+/// driver.
+const CALLS_MAX: usize = 32;
+
+/// The result of a release.
+#[derive(Debug, Default)]
+pub(crate) struct ReleasedGranules {
+    /// Granules released.
+    pub(crate) granules: u64,
+    /// The driver's error, if a call failed; the granules of that call and of later ones stay.
+    pub(crate) error: Option<DriverError>,
+    /// `true` if the call that failed was a trim: the memory has left the arena.
+    pub(crate) is_of_trim: bool,
+    /// `true` if the lock was released meanwhile: earlier counts may have changed.
+    pub(crate) unlocked: bool,
+}
+
+/// Releases up to `granules` idle granules, in at most [`CALLS_MAX`] calls; with ages, only expired
+/// ones. A segment leaves whole, and then the driver is trimmed so that it keeps no segment.
+pub(crate) async fn release_granules(
+    cx: &OpContext<'_>,
+    granules: u64,
+    ages: Option<Ages>,
+) -> ReleasedGranules {
+    let mut released = ReleasedGranules::default();
+    if cx.with(|state| state.sleep.may_be_copied()) {
+        // An operation that still queues copies waits for them itself before it ends. An operation
+        // whose block lacks memory never meets such an operation.
+        released.unlocked = cx.with(|state| !state.sleep.is_queueing);
+        if released.unlocked {
+            released.error = complete_copies(cx).await.err();
+        }
+        if cx.with(|state| state.sleep.may_be_copied()) {
+            return released;
+        }
+    }
+    let untrimmed = cx.with(|state| std::mem::take(&mut state.untrimmed));
+    let mut cursors = [Cursor::START; Region::ALL.len()];
+    for _ in 0..CALLS_MAX {
+        let left = granules.saturating_sub(released.granules);
+        let next = cx.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));
+        let Some(leaving) = next else { break };
+        released.unlocked = true;
+        let outcome = cx.decommit(leaving).await;
+        cx.with(|state| state.end_leave(leaving, outcome.is_ok()));
+        if let Err(error) = outcome {
+            released.error = Some(error);
+            break;
+        }
+        released.granules += leaving.run.granules();
+    }
+    trim(cx, untrimmed, &mut released).await;
+    released
+}
+
+/// Releases idle memory until at most `keep` bytes are committed, or nothing is idle. Returns the
+/// granules released, and the driver's error.
+pub(crate) async fn release_down_to(
+    cx: &OpContext<'_>,
+    keep: ByteSize,
+) -> (u64, Option<DriverError>) {
+    // Memory that the driver kept is trimmed as well, so at least one turn is made.
+    let (granules, mut untrimmed) = cx.with(|state| {
+        let stays = state.backed().saturating_sub(state.leaving());
+        let excess = stays.saturating_sub(keep.get());
+        (state.granules_for(excess.min(state.idle())), state.untrimmed)
+    });
+    let mut released = 0;
+    // Each turn except the last releases at least one granule: at most `granules` turns.
+    while released < granules || std::mem::take(&mut untrimmed) {
+        untrimmed = false;
+        let given = release_granules(cx, granules.saturating_sub(released), None).await;
+        released += given.granules;
+        // If none was released, another operation took the idle memory.
+        if given.error.is_some() || given.granules == 0 {
+            return (released, given.error);
+        }
+    }
+    (released, None)
+}
+
+/// Trims the driver, so that it keeps no memory of released segments.
+async fn trim(cx: &OpContext<'_>, untrimmed: bool, released: &mut ReleasedGranules) {
+    let is_whole = cx.with(|state| state.is_whole());
+    if !untrimmed && (!is_whole || released.granules == 0) {
+        return;
+    }
+    released.unlocked = true;
+    if let Err(error) = cx.outside(|| cx.driver.trim()).await {
+        cx.with(|state| state.untrimmed = true);
+        released.is_of_trim = released.error.is_none();
+        released.error.get_or_insert(error);
     }
 }

@@ -295,11 +295,7 @@ async fn event_to_record(cx: &OpContext<'_>) -> Result<StreamEvent, DriverError>
     }
     if cx.with(|state| state.streams.is_crowded()) {
         let _ = query_events(cx).await;
-        let spare = cx.with(|state| {
-            state.streams.note_asked();
-            state.streams.spare()
-        });
-        if let Some(event) = spare {
+        if let Some(event) = cx.with(|state| state.streams.spare_after_query()) {
             return Ok(event);
         }
     }
@@ -491,7 +487,7 @@ pub(crate) async fn complete_all(cx: &OpContext<'_>) -> Result<(), DriverError> 
         return Err(captures("cuCtxSynchronize"));
     }
     let (closed, leases) = cx.with(|state| {
-        let is_exported = state.outstanding.exported.count > 0;
+        let is_exported = state.outstanding.exported_count > 0;
         (state.streams.close_all(), state.unleased().filter(|_| !is_exported))
     });
     cx.outside(|| cx.driver.synchronize()).await?;

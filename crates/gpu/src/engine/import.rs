@@ -11,7 +11,7 @@ use std::mem::ManuallyDrop;
 use super::context::OpContext;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
-use crate::state::outstanding::{Due, Release};
+use crate::state::outstanding::Release;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
@@ -48,29 +48,22 @@ pub(crate) fn let_go(state: &mut ArenaState, at: DeviceAddress, is_captured: boo
 
 /// Calls the release functions of values that are dropped and whose work is complete. Calls at most
 /// as many as wait now, so that a function which imports and drops more does not keep this call
-/// running. Returns the number of calls.
-pub(crate) async fn release_imports(cx: &OpContext<'_>) -> u64 {
-    let mut called = 0;
-    let waiting = cx.with(|state| state.outstanding.imported.waiting());
-    while called < waiting {
+/// running.
+pub(crate) async fn release_imports(cx: &OpContext<'_>) {
+    for _ in 0..cx.with(|state| state.outstanding.imported.waiting()) {
         let due = cx.with(|state| {
             let streams = &state.streams;
             let due = state.outstanding.imported.take(|of| streams.is_done(of));
             state.totals.releases_total += u64::from(due.is_some());
             due
         });
-        let Some(due) = due else { break };
-        called += 1;
-        call_release(cx, due).await;
-    }
-    called
-}
-
-async fn call_release(cx: &OpContext<'_>, Due { at, size, release }: Due) {
-    let outcome = cx.outside(|| caught(|| release(at, size))).await;
-    if let Err(message) = outcome {
-        cx.with(|state| state.totals.release_panics_total += 1);
-        cx.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked")).await;
+        let Some((at, size, release)) = due else { break };
+        let outcome = cx.outside(|| caught(|| release(at, size))).await;
+        if let Err(message) = outcome {
+            cx.with(|state| state.totals.release_panics_total += 1);
+            cx.log(|arena| log!(warn, arena, %at, %size, message, "release function panicked"))
+                .await;
+        }
     }
 }
 
@@ -80,7 +73,7 @@ pub(crate) async fn end_imports(cx: &OpContext<'_>) -> (u64, ByteSize) {
     release_imports(cx).await;
     let mut left = (0, ByteSize::ZERO);
     while let Some(due) = cx.with(|state| state.outstanding.imported.take_any()) {
-        let Due { size, release, .. } = due;
+        let (_, size, release) = due;
         left = (left.0 + 1, left.1.saturating_add(size));
         // The function is foreign code, and nothing may unwind out of a drop.
         let _ = cx.outside(|| caught(|| drop(release))).await;

@@ -1,18 +1,13 @@
 //! The operations of an arena, as sequences of steps on its state.
 
-pub(crate) mod access;
 pub(crate) mod alloc;
 pub(crate) mod callbacks;
 pub(crate) mod commit;
-pub(crate) mod compact;
 pub(crate) mod completion;
 pub(crate) mod context;
 pub(crate) mod import;
 pub(crate) mod move_block;
 pub(crate) mod raw_block;
-pub(crate) mod release;
-pub(crate) mod remap;
-pub(crate) mod resize;
 pub(crate) mod resume;
 pub(crate) mod shortage;
 pub(crate) mod split;

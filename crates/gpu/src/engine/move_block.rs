@@ -19,15 +19,19 @@
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 #![expect(unsafe_code, reason = "queues copies of memory")]
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
 use super::commit::ensure_committed;
-use super::compact::{hold, raw_at};
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
 use super::context::OpContext;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
+use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
-use crate::state::compact::plan::{Hold, Move};
+use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart, Move};
 use crate::state::moves::MovingBatch;
 use crate::state::pending::{Dependencies, StreamUses};
+use crate::state::raw::RawUse;
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
@@ -129,7 +133,11 @@ pub(crate) async fn move_batch(
         }
         stopped => {
             batch.outcome.error = stopped.err();
-            cx.with(|state| batch.cancel_all(state));
+            for TakenPlace { placed, .. } in batch.taken.drain(..) {
+                cx.with(|state| {
+                    state.cancel_placement(options.region, placed, Dependencies::default());
+                });
+            }
         }
     }
     batch.outcome
@@ -212,7 +220,7 @@ pub(super) fn is_busy(state: &ArenaState) -> bool {
 fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Move) -> bool {
     let region = state.region(options.region);
     // Checked first: if the block was freed, its memory may be gone too.
-    if region.index.span_of(id) != Ok(made.source()) {
+    if region.index.span_of(id) != Some(made.source()) {
         return false;
     }
     let fits = match hold(state, options, id, made.source()) {
@@ -248,13 +256,6 @@ impl Batch {
         let taken = self.taken.remove(nth);
         state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
         self.outcome.skipped += 1;
-    }
-
-    /// Returns all taken places.
-    fn cancel_all(&mut self, state: &mut ArenaState) {
-        for taken in self.taken.drain(..) {
-            state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
-        }
     }
 
     /// Marks the blocks that may still move as moving, and skips the others. Returns `false` if a
@@ -361,8 +362,8 @@ async fn end(cx: &OpContext<'_>, batch: &mut Batch) {
                 let uses = uses.clone().filter(|_| taken.contents.is_some());
                 batch.undo_move(state, taken, uses, freed.is_some());
             }
-            if let Some(freed) = freed {
-                state.release_after(batch.options.region, freed.placed, &freed.streams);
+            if let Some((placed, streams)) = freed {
+                state.release_after(batch.options.region, placed, &streams);
             }
         }
         stream
@@ -413,7 +414,7 @@ impl Batch {
             return;
         }
         if is_copied {
-            state.region_mut(region).pins.note_copied(id);
+            state.region_mut(region).pins.copied.push(id);
         }
         if contents == Some(CopyOutcome::Lost) {
             state.region_mut(region).lose(id);
@@ -427,4 +428,165 @@ impl Batch {
 fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2] {
     let segment = &state.region(region).segment;
     [made.from, made.to].map(|offset| segment.address_of(offset))
+}
+
+// Finds the current place of a block, and waits for a move in progress.
+//
+// Invariant: a place that is returned under a lease stays until the lease ends.
+
+/// Waits until this block does not move.
+pub(crate) async fn wait_until_still(cx: &OpContext<'_>, region: Region, id: BlockName) {
+    cx.wait_while(|state| state.moves.is_moving(region, id)).await;
+}
+
+/// Returns the current place of a live block.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(crate) async fn resolve(
+    cx: &OpContext<'_>,
+    region: Region,
+    placed: Placement,
+) -> Result<Placement, DeviceError> {
+    wait_until_still(cx, region, placed.id).await;
+    cx.with(|state| {
+        check_whole(state, region, placed)?;
+        Ok(state.region(region).refreshed(placed))
+    })
+}
+
+/// Checks that the contents of a block were not lost in a move.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(crate) fn check_whole(
+    state: &ArenaState,
+    region: Region,
+    placed: Placement,
+) -> Result<(), DeviceError> {
+    if state.region(region).pins.is_lost(placed.id) {
+        let size = ByteSize::new(placed.span.size);
+        return Err(DeviceError::ContentsLost { region, size });
+    }
+    Ok(())
+}
+
+/// Pins a block after the end of a move in progress. A pinned block does not move.
+pub(crate) async fn pin(cx: &OpContext<'_>, region: Region, id: BlockName) {
+    wait_until_still(cx, region, id).await;
+    cx.with(|state| {
+        state.region_mut(region).pins.pin(id);
+        state
+            .events
+            .push("pin", |line| line.number("address", state.region(region).address_of(id)));
+    });
+}
+
+// The layout of a region for the plan of a compaction.
+//
+// A plan is made from a copy of the layout, with the lock released. Then its moves are made, in
+// batches.
+
+/// The time for which the copies of a batch may block leases, unless one block needs more.
+const BLOCKED_MAX: Duration = Duration::from_millis(1);
+
+/// The layout of a region at one instant.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    parts: Vec<LayoutPart>,
+    /// The segments, on drivers that allocate segments.
+    segments: Option<Vec<Span>>,
+    granule: u64,
+}
+
+impl Layout {
+    /// Copies the layout of the region of a compaction: O(blocks).
+    pub(crate) fn of(state: &ArenaState, options: CompactOptions) -> Self {
+        let mut parts: Vec<_> = parts_of(state, options, End::Low).collect();
+        // A requested free span is for a large block.
+        if options.contiguous.is_none() {
+            // The wall between the ranges is a block that does not move.
+            let wall = state.region(options.region).index.wall();
+            parts.extend(wall.map(|span| LayoutPart { span, hold: Some(Hold::Wall) }));
+            parts.extend(parts_of(state, options, End::High));
+        }
+        Self::new(state, options.region, parts)
+    }
+
+    /// Copies the first blocks and free spans of one range of a region, at most this many; the last
+    /// of them is fixed, since its successor is unknown.
+    pub(crate) fn first(
+        state: &ArenaState,
+        options: CompactOptions,
+        end: End,
+        parts_max: usize,
+    ) -> Self {
+        let mut parts: Vec<_> = parts_of(state, options, end).take(parts_max).collect();
+        if parts.len() == parts_max
+            && let Some(last) = parts.last_mut()
+        {
+            last.hold = Some(Hold::Stays);
+        }
+        Self::new(state, options.region, parts)
+    }
+
+    fn new(state: &ArenaState, region: Region, parts: Vec<LayoutPart>) -> Self {
+        let segments = state.region(region).segment.segments();
+        Self { parts, segments, granule: state.bytes_of(1) }
+    }
+
+    /// Plans a compaction in at most this many passes.
+    pub(crate) fn plan(&self, options: CompactOptions, passes: usize) -> CompactPlan {
+        let target = match (options.contiguous, self.segments.as_deref()) {
+            (Some(size), _) => CompactTarget::Contiguous(size.get()),
+            (None, Some(segments)) => CompactTarget::Segments(segments),
+            (None, None) => CompactTarget::Granules,
+        };
+        plan::plan(&self.parts, self.granule, target, options.budget.get(), passes)
+    }
+}
+
+/// Returns the names of the blocks of a region, by offset.
+pub(crate) fn names(state: &ArenaState, region: Region) -> BTreeMap<u64, BlockName> {
+    let blocks = state.region(region).index.blocks();
+    blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect()
+}
+
+/// Returns the maximum bytes and copies of a batch: one block on a driver that copies before its
+/// call returns, which a batch would not make faster.
+pub(crate) fn batch_limit(state: &ArenaState) -> [u64; 2] {
+    if state.capabilities.asynchronous { state.costs.copied_within(BLOCKED_MAX) } else { [0, 0] }
+}
+
+/// Returns the blocks and free spans of one range of a region in address order.
+fn parts_of(
+    state: &ArenaState,
+    options: CompactOptions,
+    end: End,
+) -> impl Iterator<Item = LayoutPart> {
+    let blocks = state.region(options.region).index.blocks_of(end);
+    blocks.map(move |(span, id)| LayoutPart {
+        span,
+        hold: id.map(|id| hold(state, options, id, span)),
+    })
+}
+
+/// Returns if and how a block may move.
+pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, span: Span) -> Hold {
+    let region = state.region(options.region);
+    if region.segment.is_held(span.offset) {
+        return Hold::Stays;
+    }
+    if !options.moves_raw && raw_at(state, options.region, span.offset).is_some() {
+        return Hold::Stays;
+    }
+    region.pins.hold(id, id.end())
+}
+
+/// Returns the raw block at an offset of a region.
+pub(super) fn raw_at(state: &ArenaState, region: Region, offset: u64) -> Option<&RawUse> {
+    if state.raw.is_empty() {
+        return None;
+    }
+    state.raw.get(&state.region(region).segment.address_of(offset))
 }

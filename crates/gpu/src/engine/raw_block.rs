@@ -2,9 +2,9 @@
 //!
 //! An unknown address is an error with the reason, and changes nothing.
 
-use super::access::wait_until_still;
 use super::alloc::{self, Begun};
 use super::context::OpContext;
+use super::move_block::wait_until_still;
 use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::failure::AllocFailure;
@@ -47,16 +47,6 @@ pub(crate) fn insert(
     let raw = RawUse { region, placed, users: Users::of(user), is_guest, is_captured };
     let before = state.raw.insert(placed.at, raw);
     debug_assert!(before.is_none(), "two live blocks begin at one address");
-}
-
-/// Returns the stream of the user of a raw block that is about to be allocated. Until it is freed,
-/// or its allocation fails, the block counts as a guest.
-pub(crate) fn enter(state: &mut ArenaState, user: RawUser) -> Option<StreamKey> {
-    let stream = user.stream(&mut state.streams);
-    if user.is_guest() {
-        stream.into_iter().for_each(|stream| state.streams.add_guest(stream));
-    }
-    stream
 }
 
 /// The streams that a raw block was the last guest of, to be ended at once.
@@ -133,14 +123,7 @@ fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Le
     {
         left.push(stream);
     }
-    raw.add(stream)
-}
-
-/// Records the new size of a raw block that was resized in place.
-pub(crate) fn note_resized(state: &mut ArenaState, at: DeviceAddress, resized: Placement) {
-    let raw = state.raw.get_mut(&at);
-    debug_assert!(raw.is_some(), "only its owner resizes and frees it");
-    raw.into_iter().for_each(|raw| raw.placed = resized);
+    stream.is_none_or(|stream| raw.users.add(stream))
 }
 
 /// Returns the raw block at an address.
@@ -201,8 +184,8 @@ fn unknown(state: &ArenaState, at: DeviceAddress) -> DeviceError {
     for region in Region::ALL {
         let region = state.region(region);
         let Some(offset) = region.segment.offset_of(at) else { continue };
-        let around = region.block_around(offset);
-        return match around.filter(|span| span.offset < offset) {
+        let mut spans = region.live_spans();
+        return match spans.find(|span| span.offset < offset && offset < span.end()) {
             Some(span) => DeviceError::InteriorAddress {
                 at,
                 block: region.segment.address_of(span.offset),

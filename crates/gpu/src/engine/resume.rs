@@ -15,9 +15,9 @@ use std::task::Waker;
 use std::time::Duration;
 
 use super::callbacks::{is_within, is_within_budget};
+use super::commit::release_granules;
 use super::completion::check_capturing;
 use super::context::OpContext;
-use super::release::release_granules;
 use super::shortage::call_for_room;
 use super::stores;
 use crate::driver::DriverError;
@@ -190,7 +190,11 @@ async fn restore(
     wake_timeout: Duration,
 ) -> Result<ByteSize, DeviceError> {
     // The wait for the copies would invalidate a capture.
-    if cx.with(|state| has_copies(state)) {
+    let has_copies = |state: &mut ArenaState| {
+        let saved = state.sleep.saved.as_ref();
+        saved.is_some_and(|saved| saved.is_touched(|of| &state.region(of).segment))
+    };
+    if cx.with(has_copies) {
         check_capturing(cx).await?;
     }
     let (mut restored, mut retries) = (ByteSize::ZERO, RETRIES);
@@ -391,12 +395,6 @@ fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     incoming.bytes() < before
 }
 
-/// Returns `true` if a block still touches memory whose contents are saved.
-fn has_copies(state: &ArenaState) -> bool {
-    let saved = state.sleep.saved.as_ref();
-    saved.is_some_and(|saved| saved.is_touched(|of| &state.region(of).segment))
-}
-
 /// Returns the copies of the saved contents of a run that blocks still touch.
 fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCopy> {
     let (segment, saved) = (&state.region(region).segment, state.sleep.saved.as_ref());
@@ -416,4 +414,49 @@ fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
         }
     }
     copies
+}
+
+// Grants leases. While a lease is held, the arena is open and no block moves.
+//
+// Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
+
+/// Waits until the arena is awake, waking it if it sleeps, and counts a lease.
+///
+/// # Errors
+/// The errors of a wake.
+pub(crate) async fn enter(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+    loop {
+        awake(cx).await?;
+        if try_enter(cx).await? {
+            return Ok(());
+        }
+    }
+}
+
+/// Counts a lease after the end of a move in progress. Returns `false` if the arena sleeps and must
+/// be woken first.
+///
+/// # Errors
+/// Those of the sleep state, which rejects leases.
+pub(crate) async fn try_enter(cx: &OpContext<'_>) -> Result<bool, DeviceError> {
+    wait_for_move(cx).await;
+    cx.with(|state| {
+        // The arena may have fallen asleep meanwhile.
+        if !state.sleep.is_open() {
+            return Ok(false);
+        }
+        state.enter().map(|()| true)
+    })
+}
+
+/// Waits for the end of the batch of moves in progress, before a lease is granted.
+async fn wait_for_move(cx: &OpContext<'_>) {
+    if cx.with(|state| state.moves.moving.is_none()) {
+        return;
+    }
+    // A compaction in progress sees this and starts no further batch, so each thread waits for at
+    // most one.
+    cx.with(|state| state.moves.entering += 1);
+    cx.wait_while(|state| state.moves.moving.is_some()).await;
+    cx.with(|state| state.moves.entering -= 1);
 }

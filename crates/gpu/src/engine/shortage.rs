@@ -10,11 +10,12 @@
 
 use super::callbacks::Called;
 use super::commit::ATTEMPTS_BESIDE;
-use super::compact::Layout;
 use super::completion::complete_all;
 use super::context::{OpContext, ShutCaches};
+use super::move_block::Layout;
 use super::split::release_stuck;
 use crate::index::End;
+use crate::state::compact::plan::OUTLOOK_PASSES;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{AllocRequest, Region, Search};
 use crate::types::compact::CompactOptions;
@@ -102,7 +103,16 @@ pub(crate) async fn call_for_room<T>(
         }
     }
     let arena = cx.with(|state| state.name.clone());
-    let (requested, bound, over) = figures(&failure);
+    let requested = match *failure.error {
+        DeviceError::OutOfMemory { requested, .. }
+        | DeviceError::OutOfAddresses { requested, .. } => requested,
+        _ => ByteSize::ZERO,
+    };
+    let (bound, over) = match failure.cause {
+        Cause::Limit { over } => (Bound::Limit, ByteSize::new(over)),
+        Cause::Addresses => (Bound::Addresses, ByteSize::ZERO),
+        Cause::Device | Cause::Driver | Cause::Uncounted => (Bound::Driver, ByteSize::ZERO),
+    };
     let shortage = Shortage { arena: &arena, region, requested, bound, over };
     let called = cx.outside(|| turn.call(&shortage)).await;
     let Some(called) = called else { return Err(AllocFailure::uncounted(DeviceError::Forked)) };
@@ -115,21 +125,6 @@ pub(crate) async fn call_for_room<T>(
     let outcome = if released { after_pending(cx, attempt).await } else { Err(failure) };
     drop(turn);
     outcome
-}
-
-/// Returns the figures of a failure for the callbacks.
-fn figures(failure: &AllocFailure) -> (ByteSize, Bound, ByteSize) {
-    let requested = match *failure.error {
-        DeviceError::OutOfMemory { requested, .. }
-        | DeviceError::OutOfAddresses { requested, .. } => requested,
-        _ => ByteSize::ZERO,
-    };
-    let (bound, over) = match failure.cause {
-        Cause::Limit { over } => (Bound::Limit, over),
-        Cause::Addresses => (Bound::Addresses, 0),
-        Cause::Device | Cause::Driver | Cause::Uncounted => (Bound::Driver, 0),
-    };
-    (requested, bound, ByteSize::new(over))
 }
 
 // Counts failed allocations, and adds the gain of a compaction to their errors.
@@ -222,7 +217,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
                 helps.then(|| Layout::first(state, options, end, PARTS_MAX))
             });
             let Some(layout) = copied else { continue };
-            let [before, after] = cx.outside(|| layout.outlook(options)).await.active;
+            let [before, after] = cx.outside(|| layout.plan(options, OUTLOOK_PASSES)).await.active;
             granules += before.saturating_sub(after);
         }
     }
@@ -233,6 +228,6 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
 async fn planned_span(cx: &OpContext<'_>, region: Region, wanted: ByteSize) -> ByteSize {
     let options = CompactOptions { contiguous: Some(wanted), ..CompactOptions::new(region) };
     let layout = cx.with(|state| Layout::first(state, options, End::Low, PARTS_MAX));
-    let planned = cx.outside(|| layout.outlook(options)).await;
+    let planned = cx.outside(|| layout.plan(options, OUTLOOK_PASSES)).await;
     ByteSize::new(planned.largest[1])
 }

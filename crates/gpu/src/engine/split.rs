@@ -21,12 +21,10 @@
 
 use std::time::Duration;
 
-use super::compact::hold;
+use super::commit::{Pair, release_granules, remap};
 use super::completion::{Proof, complete_live};
 use super::context::OpContext;
-use super::move_block::is_busy;
-use super::release::release_granules;
-use super::remap::{Pair, remap};
+use super::move_block::{hold, is_busy};
 use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::aging::Ages;
@@ -286,8 +284,8 @@ fn end(state: &mut ArenaState, region: Region, is_lost: bool) {
         if is_lost {
             state.region_mut(region).lose(id);
         }
-        if let Some(freed) = freed {
-            state.release_after(region, freed.placed, &freed.streams);
+        if let Some((placed, streams)) = freed {
+            state.release_after(region, placed, &streams);
         }
     }
 }

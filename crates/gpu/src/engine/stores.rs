@@ -20,8 +20,9 @@ use super::completion::{is_any_capturing, own_stream};
 use super::context::OpContext;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::state::contents::OutgoingRun;
-use crate::state::sleep::{HostReservation, Saved, SleepPhase, SleepStore, StoredCopy, lay_out};
+use crate::state::sleep::{
+    HostReservation, OutgoingRun, Saved, SleepPhase, SleepStore, StoredCopy, lay_out,
+};
 use crate::types::Region;
 use crate::types::error::{DeviceError, captures, is_captures};
 use crate::types::sleep::{Contents, HostBudget, SleepOptions};
@@ -76,7 +77,17 @@ async fn fill(
         true
     };
     create(cx, missing, add).await?;
-    Ok(copy_out(cx, saved).await?)
+    let stream = own_stream(cx).await?;
+    let copies = cx.with(|state| {
+        state.sleep.begin_copies();
+        saved.copies(|region| &state.region(region).segment)
+    });
+    for (at, to) in copies {
+        // SAFETY: committed granules that stay marked as leaving until the copies are complete, a
+        // store that the operation holds, and the arena's own stream.
+        cx.outside(|| unsafe { cx.driver.offload(at, to, stream) }).await?;
+    }
+    Ok(complete_own_copies(cx).await?)
 }
 
 /// Creates the stores that a sleep with these options would need, while `goes_on` holds and the
@@ -93,7 +104,10 @@ pub(crate) async fn prepare(
         return Err(cx.with(|state| state.not_awake()));
     }
     let Some(missing) = cx.with(|state| {
-        let kept = ByteSize::new(state.bytes_of(kept_granules(state, options)));
+        let is_host = state.capabilities.counts_as_host();
+        let of = |(region, usual)| state.region(region).kept_granules((usual, is_host));
+        let kept = [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)].map(of);
+        let kept = ByteSize::new(state.bytes_of(kept.iter().sum()));
         state.sleep.idle.begin_prepare(kept, ByteSize::new(state.bytes_of(1)))
     }) else {
         return Ok(ByteSize::ZERO);
@@ -112,13 +126,6 @@ pub(crate) async fn prepare(
         cx.log(|arena| log!(debug, arena, %bytes, "host memory for a sleep allocated")).await;
     }
     outcome.map(|()| bytes)
-}
-
-/// Returns the number of granules whose contents a sleep with these options would copy.
-fn kept_granules(state: &ArenaState, options: SleepOptions) -> u64 {
-    let is_host = state.capabilities.counts_as_host();
-    let of = |(region, usual)| state.region(region).kept_granules((usual, is_host));
-    [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)].map(of).iter().sum()
 }
 
 /// Returns the error of a sleep or a wake, whose copies cannot be made during a capture.
@@ -186,21 +193,6 @@ async fn reserve(
         }
     }
     Ok(())
-}
-
-/// Copies contents into their stores.
-async fn copy_out(cx: &OpContext<'_>, saved: &Saved) -> Result<(), DriverError> {
-    let stream = own_stream(cx).await?;
-    let copies = cx.with(|state| {
-        state.sleep.begin_copies();
-        saved.copies(|region| &state.region(region).segment)
-    });
-    for (at, to) in copies {
-        // SAFETY: committed granules that stay marked as leaving until the copies are complete, a
-        // store that the operation holds, and the arena's own stream.
-        cx.outside(|| unsafe { cx.driver.offload(at, to, stream) }).await?;
-    }
-    complete_own_copies(cx).await
 }
 
 /// Queues copies of saved contents to their places, and does not wait for them. Returns the bytes.

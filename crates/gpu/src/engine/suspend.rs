@@ -21,9 +21,8 @@ use super::resume::call_wakers;
 use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::state::contents::OutgoingRun;
 use crate::state::region::RegionState;
-use crate::state::sleep::{Saved, SleepPhase};
+use crate::state::sleep::{OutgoingRun, Saved, SleepPhase};
 use crate::types::Region;
 use crate::types::error::DeviceError;
 use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState};
@@ -86,10 +85,9 @@ async fn drain_leases(
                 let error = cancelled(state);
                 return Err(recorded(state, error));
             }
-            let exported = &state.outstanding.exported;
-            let arena = state.name.clone();
-            let error = if exported.count > 0 {
-                let (count, bytes) = (exported.count, ByteSize::new(exported.bytes));
+            let (arena, count) = (state.name.clone(), state.outstanding.exported_count);
+            let error = if count > 0 {
+                let bytes = ByteSize::new(state.outstanding.exported_bytes);
                 DeviceError::Exported { arena, count, bytes }
             } else if state.leases == 0 {
                 state.sleep.end_drain(SleepPhase::Suspending);
@@ -334,7 +332,7 @@ fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
 
 /// Returns the time at which an arena that stays idle may fall asleep by itself.
 pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
-    let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported.count > 0;
+    let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported_count > 0;
     // If the driver cannot restore the same addresses, only idle memory is released.
     let is_empty = if state.capabilities.virtual_memory {
         state.backed() == 0

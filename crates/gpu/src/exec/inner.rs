@@ -20,14 +20,13 @@ use crate::engine::completion::query_events;
 use crate::engine::context::{OpContext, ShutCaches, Surroundings};
 use crate::engine::import::{end_imports, forget_imports};
 use crate::engine::shortage::record_failure;
-use crate::engine::{raw_block, resize, stores};
-use crate::exec::cache_bins::BlockList;
+use crate::engine::{raw_block, stores};
 use crate::exec::executor::Executor;
 #[cfg(test)]
 use crate::exec::executor::StateSlot;
 use crate::exec::lane::Lanes;
 use crate::exec::reserve;
-use crate::exec::thread_cache::CacheShard;
+use crate::exec::thread_cache::{BlockList, CacheShard};
 use crate::record::{Line, Recording};
 use crate::state::arena::ArenaState;
 use crate::state::event::RequestOrigin;
@@ -36,7 +35,7 @@ use crate::state::raw::RawUser;
 use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
+use crate::types::snapshot::ArenaSnapshot;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
@@ -51,7 +50,7 @@ pub(crate) struct ArenaInner {
     pub(crate) name: String,
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) clock: Arc<dyn Clock>,
-    executor: Executor,
+    pub(crate) executor: Executor,
     pub(crate) capabilities: Capabilities,
     /// The smallest unit that the arena commits.
     pub(crate) granule: ByteSize,
@@ -84,7 +83,7 @@ const LITTLE_PART: u64 = 4;
 #[derive(Debug, Default)]
 pub(crate) struct ArenaCaches {
     /// The shards of threads; set once, when the arena is opened.
-    shards: OnceLock<Box<[Weak<CacheShard>]>>,
+    pub(crate) shards: OnceLock<Box<[Weak<CacheShard>]>>,
     /// The shards of lanes.
     lanes: Mutex<Vec<Weak<CacheShard>>>,
     /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
@@ -130,12 +129,6 @@ impl ArenaCaches {
         caches.set_room(room_max);
         caches.set_decay(decay);
         caches
-    }
-
-    /// Registers the shards of threads, once.
-    pub(crate) fn know(&self, shards: Box<[Weak<CacheShard>]>) {
-        let known = self.shards.set(shards);
-        debug_assert!(known.is_ok(), "the shards are made once");
     }
 
     /// Registers the shard of a lane.
@@ -185,11 +178,6 @@ impl ArenaCaches {
     /// Sets the decay time. If idle memory is released immediately, caches keep nothing.
     pub(crate) fn set_decay(&self, decay: DecayTime) {
         self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
-    }
-
-    /// Keeps caches empty while the arena sleeps.
-    pub(crate) fn set_asleep(&self, is_asleep: bool) {
-        self.set(|rules| rules.asleep = is_asleep);
     }
 
     /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
@@ -267,16 +255,10 @@ impl ArenaInner {
         self.executor.run_now(&*self.clock, act)
     }
 
-    /// Returns the number of moved blocks of a region, without the lock.
-    #[inline]
-    pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.executor.moves(region)
-    }
-
     /// Returns `true` if this is the block's current place.
     #[inline]
     pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
-        placed.moves == self.moves(region)
+        placed.moves == self.executor.moves(region)
     }
 
     /// Returns `true` if the arena has a recorder. Thread caches are off then.
@@ -413,7 +395,7 @@ impl ArenaInner {
     }
 
     /// Returns the bytes in all caches, without locking them.
-    fn cached(&self) -> u64 {
+    pub(crate) fn cached(&self) -> u64 {
         self.shards().map(|shard| shard.cached()).sum()
     }
 
@@ -525,16 +507,6 @@ impl ArenaInner {
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }
 
-    /// Returns a few figures, without locking the caches.
-    pub(crate) fn glance(&self) -> ArenaGlance {
-        let cached = self.cached();
-        self.run_now(|state| ArenaGlance {
-            live: ByteSize::new(state.live().saturating_sub(cached)),
-            committed: ByteSize::new(state.backed()),
-            idle: ByteSize::new(state.idle()),
-        })
-    }
-
     pub(crate) fn validate(&self) {
         self.run_now(|state| state.validate());
         self.snapshot().validate();
@@ -561,7 +533,7 @@ impl Surroundings for ArenaInner {
         if !self.capabilities.asynchronous || cached > lock(&self.caches.rules).room_max.get() {
             return self.empty_caches();
         }
-        taker.is_some() && self.shards().any(|shard| shard.stream() == taker && shard.give_up())
+        taker.is_some() && self.shards().any(|shard| shard.stream == taker && shard.give_up())
     }
 
     fn note_live(&self, live: u64, limit: u64) {
@@ -584,7 +556,7 @@ impl Surroundings for ArenaInner {
     }
 
     fn set_asleep(&self, is_asleep: bool) {
-        self.caches.set_asleep(is_asleep);
+        self.caches.set(|rules| rules.asleep = is_asleep);
     }
 }
 
@@ -695,7 +667,10 @@ impl ArenaInner {
         let is_guest = user.is_some_and(RawUser::is_guest);
         let mut taker = None;
         let first = |state: &mut ArenaState| {
-            taker = user.and_then(|user| raw_block::enter(state, user));
+            taker = user.and_then(|user| user.stream(&mut state.streams));
+            // Until it is freed, or its allocation fails, the block counts as a guest.
+            let guest = taker.filter(|_| is_guest);
+            guest.into_iter().for_each(|stream| state.streams.add_guest(stream));
             let target = AllocTarget { region, wanted, taker };
             let begun = alloc::begin(state, target);
             self.caches.note_live(state.live(), state.limit.get());
@@ -708,16 +683,12 @@ impl ArenaInner {
         let rest = async |cx: &OpContext<'_>, begun| raw_block::alloc(cx, begun, is_guest).await;
         self.run_after(first, rest).map_err(|failure| {
             let error = self.record_failure(region, failure, wanted);
-            self.leave_guest(taker.filter(|_| is_guest));
+            let guest = taker.filter(|_| is_guest);
+            let left =
+                self.run_here(|state| guest.filter(|&stream| state.streams.leave_guest(stream)));
+            self.end_streams(left.ok().flatten().as_slice());
             error
         })
-    }
-
-    /// Records that a raw block is not a guest of a stream after all.
-    #[cold]
-    fn leave_guest(&self, stream: Option<StreamKey>) {
-        let leave = |state: &mut ArenaState| stream.filter(|&key| state.streams.leave_guest(key));
-        self.end_streams(self.run_here(leave).ok().flatten().as_slice());
     }
 
     /// Counts a failure, and returns the error for the caller.
@@ -743,26 +714,9 @@ impl ArenaInner {
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, DeviceError> {
-        let outcome = self.run(async |cx| resize::resize(cx, region, placed, requested).await);
+        let outcome = self.run(async |cx| alloc::resize(cx, region, placed, requested).await);
         let what =
             AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
         outcome.map_err(|failure| self.record_failure(region, failure, what))
-    }
-
-    /// Allocates a larger block, copies the contents of a live block to it, and frees the old
-    /// block. The caller holds a lease, so neither block moves.
-    ///
-    /// # Errors
-    /// The errors of an allocation, or the driver's if the copy fails; the old block is unchanged.
-    pub(crate) fn resize_by_copy(
-        &self,
-        region: Region,
-        old: Placement,
-        wanted: AllocRequest,
-    ) -> Result<Placement, DeviceError> {
-        let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
-        let new = self.alloc_block(region, wanted, None)?;
-        let copied = self.run(async |cx| resize::copy_to(cx, region, old, new).await);
-        copied.map_err(Into::into)
     }
 }

@@ -25,11 +25,11 @@ use lowtide_core::fork::Birth;
 /// A stream that the arena knows, for as long as the stream may be used.
 pub(crate) struct LaneInner {
     inner: Arc<ArenaInner>,
-    stream: StreamHandle,
+    pub(crate) stream: StreamHandle,
     /// The stream's key; `None` if the driver's work needs no order.
     pub(crate) key: Option<StreamKey>,
     /// The shard for blocks that only this lane used; `None` if the driver's work needs no order.
-    shard: Option<Arc<CacheShard>>,
+    pub(crate) shard: Option<Arc<CacheShard>>,
     /// The lane's number; `None` if the driver's work needs no order and nothing observes the
     /// arena.
     pub(crate) number: Option<LaneNumber>,
@@ -114,16 +114,10 @@ impl LaneInner {
                 number = Some(state.open_lane(stream));
             });
         }
-        let shard = key.map(|key| CacheShard::of_lane(inner, key));
+        // Known to the arena until `CacheShard::retire`.
+        let shard = key.map(|_| Arc::new(CacheShard::new(Arc::clone(inner), key)));
+        shard.iter().for_each(|shard| inner.caches.add(shard));
         Self { inner: Arc::clone(inner), stream, key, shard, number, keeps }
-    }
-
-    pub(crate) const fn stream(&self) -> StreamHandle {
-        self.stream
-    }
-
-    pub(crate) const fn shard(&self) -> Option<&Arc<CacheShard>> {
-        self.shard.as_ref()
     }
 
     /// Returns this lane as a user of raw blocks.

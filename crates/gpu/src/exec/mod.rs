@@ -1,6 +1,5 @@
 //! Runs operations: the lock of the state, driver calls, thread caches.
 
-pub(crate) mod cache_bins;
 pub(crate) mod executor;
 pub(crate) mod inner;
 pub(crate) mod lane;

@@ -166,7 +166,7 @@ impl ViewSlot {
                 inner.run(completion::complete_all)?;
                 slot.loose = false;
             }
-            if let Some(shard) = lane.and_then(LaneInner::shard) {
+            if let Some(shard) = lane.and_then(|lane| lane.shard.as_ref()) {
                 shard.discard_views(false);
             }
             slot.kept = Some(Box::new(make::<T>(inner, lane, place)?));

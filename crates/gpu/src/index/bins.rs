@@ -31,12 +31,15 @@ pub(super) struct Bin(usize);
 impl Bin {
     /// Returns the bin of a block of this size, a positive multiple of [`ALIGN`].
     #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "the number of a bin is below BINS")]
     pub(super) const fn of(size: u64) -> Self {
         let units = size / ALIGN;
         // 0 for the first row, without a branch that would be mispredicted.
         let shift = (units | COLUMNS as u64).ilog2() - COLUMN_BITS;
         // Above it `units >> shift` has COLUMN_BITS + 1 bits, the highest of which is the row's.
-        Self::from_units((units >> shift) + (shift as u64) * COLUMNS as u64)
+        let bin = (units >> shift) + (shift as u64) * COLUMNS as u64;
+        debug_assert!(bin < BINS as u64, "a bin number out of range");
+        Self(bin as usize)
     }
 
     /// Returns the lowest bin in which every block holds `size` bytes, if there is one.
@@ -60,12 +63,6 @@ impl Bin {
         } else {
             Self(self.0 + 1).size_min() - ALIGN
         }
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "the number of a bin is below BINS")]
-    const fn from_units(bin: u64) -> Self {
-        debug_assert!(bin < BINS as u64, "a bin number out of range");
-        Self(bin as usize)
     }
 }
 

@@ -10,15 +10,15 @@
 //! managed: a buffer on another device, a file, a range of numbers.
 //!
 //! ```
-//! use lowtide_gpu::index::{BlockIndex, End, Request, StaleBlock};
+//! use lowtide_gpu::index::{BlockIndex, End, Request};
 //!
 //! let mut pool = BlockIndex::new(64 << 20); // offsets from 0 to 64 MiB, all free
 //! let request = Request { size: 1000, align: 256, end: End::Low };
 //! let (id, span) = pool.take(request, |_| 0).ok_or("full")?;
 //! assert_eq!((span.offset, span.size), (0, 1024)); // rounded up to 256 bytes
-//! assert_eq!(pool.resize(id, 4096), Ok(Some(pool.span_of(id).map_err(|_| "stale")?)));
-//! assert_eq!(pool.release(id).map(|span| span.size), Ok(4096));
-//! assert_eq!(pool.release(id), Err(StaleBlock)); // ids are not reused
+//! assert_eq!(pool.resize(id, 4096), pool.span_of(id));
+//! assert_eq!(pool.release(id).map(|span| span.size), Some(4096));
+//! assert_eq!(pool.release(id), None); // ids are not reused
 //! # Ok::<(), &str>(())
 //! ```
 //!
@@ -110,11 +110,6 @@ const MARK: u32 = 1 << 31;
 
 /// The value before the generation of the first block.
 const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
-
-/// The block is not live: it was released before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("block is not live: already released")]
-pub struct StaleBlock;
 
 /// The blocks of one range of offsets.
 ///
@@ -221,11 +216,9 @@ impl BlockIndex {
         (self.carve(place.slot, place.bin, span), span)
     }
 
-    /// Frees a live block, joins it with its free neighbours and returns the block's span. O(1).
-    ///
-    /// # Errors
-    /// [`StaleBlock`] if the block is not live.
-    pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
+    /// Frees a live block, joins it with its free neighbours and returns the block's span; `None`
+    /// if the block is not live: it was released before. O(1).
+    pub fn release(&mut self, id: BlockId) -> Option<Span> {
         let BlockRecord { offset, size, prev, next, .. } = *self.live_record(id)?;
         let span = Span { offset, size };
         self.live -= size;
@@ -250,14 +243,12 @@ impl BlockIndex {
                 self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
             }
         }
-        Ok(span)
+        Some(span)
     }
 
-    /// Returns the span of a live block. O(1).
-    ///
-    /// # Errors
-    /// [`StaleBlock`] if the block is not live.
-    pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
+    /// Returns the span of a live block; `None` if the block is not live. O(1).
+    #[must_use]
+    pub fn span_of(&self, id: BlockId) -> Option<Span> {
         self.live_record(id).map(BlockRecord::span)
     }
 
@@ -352,11 +343,9 @@ impl BlockIndex {
         assert_eq!(filed, free_blocks, "every free block is filed once");
     }
 
-    fn live_record(&self, id: BlockId) -> Result<&BlockRecord, StaleBlock> {
-        match self.records.find(id.slot) {
-            Some(record) if record.generation() == id.generation.get() => Ok(record),
-            _ => Err(StaleBlock),
-        }
+    fn live_record(&self, id: BlockId) -> Option<&BlockRecord> {
+        let record = self.records.find(id.slot);
+        record.filter(|record| record.generation() == id.generation.get())
     }
 
     /// Makes a span of a free block of this bin live, under a new id. The rest on each side stays
@@ -482,7 +471,7 @@ impl BlockIndex {
     /// let mut index = BlockIndex::new(1 << 20);
     /// let span = Span { offset: 4096, size: 512 };
     /// let id = index.take_at(span).ok_or("not free")?;
-    /// assert_eq!(index.span_of(id), Ok(span));
+    /// assert_eq!(index.span_of(id), Some(span));
     /// assert_eq!(index.take_at(span), None);
     /// # Ok::<(), &str>(())
     /// ```
@@ -498,24 +487,21 @@ impl BlockIndex {
     }
 
     /// Resizes a live block in place (0 counts as 1) and returns its new span; `None`, with nothing
-    /// changed, if there is no room after it. The rest of a smaller size is free. O(1).
-    ///
-    /// # Errors
-    /// [`StaleBlock`] if the block is not live.
-    pub fn resize(&mut self, id: BlockId, size: u64) -> Result<Option<Span>, StaleBlock> {
+    /// changed, if there is no room after it, or the block is not live. The rest of a smaller size
+    /// is free. O(1).
+    pub fn resize(&mut self, id: BlockId, size: u64) -> Option<Span> {
         let span = self.span_of(id)?;
-        let Some(size) = size.max(1).checked_next_multiple_of(ALIGN) else { return Ok(None) };
+        let size = size.max(1).checked_next_multiple_of(ALIGN)?;
         let next = self.records[id.slot].next;
         let after = self.records[next];
         let beside = if next != NONE && after.is_free() { after.size } else { 0 };
         // The range is below 2^64, and both spans are in it.
-        let rest = match (span.size + beside).checked_sub(size) {
-            None => return Ok(None),
-            Some(rest) if rest == beside => return Ok(Some(span)),
-            Some(rest) => rest,
-        };
+        let rest = (span.size + beside).checked_sub(size)?;
+        if rest == beside {
+            return Some(span);
+        }
         if beside == 0 && !self.records.have_room() {
-            return Ok(None);
+            return None;
         }
         self.records[id.slot].size = size;
         self.live = self.live - span.size + size;
@@ -529,7 +515,7 @@ impl BlockIndex {
         } else {
             self.reshape(next, Bin::of(beside), left);
         }
-        Ok(Some(Span { size, ..span }))
+        Some(Span { size, ..span })
     }
 
     /// Exchanges the places of two live blocks; each keeps its id and its size. Returns `false`, with
@@ -545,13 +531,13 @@ impl BlockIndex {
     /// let mut take = |size| index.take(Request { size, align: 256, end: End::Low }, |_| 0);
     /// let ((a, _), (b, _)) = take(256).zip(take(1024)).ok_or("no room")?;
     /// assert!(index.exchange(a, b));
-    /// assert_eq!(index.span_of(b).map(|span| span.offset), Ok(0));
-    /// assert_eq!(index.span_of(a).map(|span| span.offset), Ok(1024));
+    /// assert_eq!(index.span_of(b).map(|span| span.offset), Some(0));
+    /// assert_eq!(index.span_of(a).map(|span| span.offset), Some(1024));
     /// # Ok::<(), &str>(())
     /// ```
     #[must_use]
     pub fn exchange(&mut self, a: BlockId, b: BlockId) -> bool {
-        let (Ok(left), Ok(right)) = (self.span_of(a), self.span_of(b)) else { return false };
+        let Some((left, right)) = self.span_of(a).zip(self.span_of(b)) else { return false };
         if a == b {
             return true;
         }

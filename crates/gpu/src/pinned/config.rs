@@ -7,7 +7,6 @@
 
 use crate::driver::{HOST_GRANULARITY, HostMemory};
 use crate::types::config::{ArenaConfig, Growth};
-use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 
@@ -91,15 +90,6 @@ impl PinnedConfig {
             high_watermark: HIGH_WATERMARK,
             low_watermark: LOW_WATERMARK,
         }
-    }
-
-    /// Rejects invalid values.
-    pub(super) fn check(&self) -> Result<(), DeviceError> {
-        if self.low_watermark > self.high_watermark {
-            let (low, high) = (self.low_watermark, self.high_watermark);
-            return Err(DeviceError::Watermarks { low, high });
-        }
-        Ok(())
     }
 
     /// Returns the configuration of the pool's arena. It grows by segments and has no caches,

@@ -123,15 +123,11 @@ unsafe impl Driver for PinnedDriver {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            virtual_memory: false,
             host_access: true,
             host_backed: true,
-            unified: false,
-            remap: false,
-            asynchronous: false,
             page_locked: self.host.capabilities().page_locked,
-            handles: false,
             granularity: HOST_ALIGNMENT,
+            ..Capabilities::default()
         }
     }
 

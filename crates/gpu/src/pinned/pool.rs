@@ -91,7 +91,10 @@ impl PinnedPool {
         clock: Arc<dyn Clock>,
         config: PinnedConfig,
     ) -> Result<Self, DeviceError> {
-        config.check()?;
+        let (low, high) = (config.low_watermark, config.high_watermark);
+        if low > high {
+            return Err(DeviceError::Watermarks { low, high });
+        }
         let (kind, backend) = (config.kind, driver.backend());
         if kind == PinnedKind::PageLocked && !driver.capabilities().page_locked {
             return Err(DeviceError::Unsupported { what: "page-locked memory", backend });
@@ -271,7 +274,8 @@ impl PoolShared {
         }
         // The query of an event invalidates a capture, as an allocation from the driver does. So it
         // is made only if such an allocation would follow.
-        if self.has_pending() && !self.has_room(size) {
+        let has_pending = !lock(&self.unfinished).pending.is_zero();
+        if has_pending && !self.has_room(size) {
             self.free_completed();
         }
         let grows = size < self.config.segment_size() && !self.has_room(size);
@@ -285,10 +289,6 @@ impl PoolShared {
         let (at, size) = (block.at, block.size);
         let (start, memory) = self.driver.find(at).ok_or(DeviceError::NotLive { at })?;
         Ok(Some(PinnedBlock { at, start, size, memory }))
-    }
-
-    fn has_pending(&self) -> bool {
-        !lock(&self.unfinished).pending.is_zero()
     }
 
     /// Returns `true` if the existing segments have at least `size` free bytes.

@@ -157,7 +157,7 @@ fn idle_segments_make_room_under_the_limit_before_an_allocation_fails() {
         recoverable: none,
     };
     assert_eq!(refused, expected);
-    assert_eq!(pool.snapshot().arena.alloc_failures_total.limit, 1);
+    assert_eq!(pool.snapshot().arena.alloc_failures_limit_total, 1);
     drop((held, six));
     check(&pool, &driver);
 }
@@ -191,7 +191,7 @@ fn a_buffer_has_a_segment_of_its_size_where_the_host_has_no_larger_piece() {
     assert_eq!(pool.glance().committed, ByteSize::kib(128));
     let refused = bytes(&pool, ByteSize::kib(200)).expect_err("no more");
     assert!(matches!(refused, DeviceError::OutOfMemory { bound: Bound::Driver, .. }), "{refused}");
-    assert_eq!(pool.snapshot().arena.alloc_failures_total.device, 1);
+    assert_eq!(pool.snapshot().arena.alloc_failures_device_total, 1);
     drop(buffer);
     // The idle segment is released to make room for a larger one.
     let larger = bytes(&pool, ByteSize::kib(257)).expect("after the idle one is given back");
@@ -209,7 +209,7 @@ fn a_lock_limit_is_a_typed_error_and_never_a_silent_pageable_buffer() {
     let (requested, limit) = (GRANULE, ByteSize::mib(2));
     assert_eq!(refused, DeviceError::Driver(DriverError::LockLimit { requested, limit }));
     assert!(refused.is_out_of_memory());
-    assert_eq!(pool.snapshot().arena.alloc_failures_total.device, 1);
+    assert_eq!(pool.snapshot().arena.alloc_failures_device_total, 1);
     assert_eq!(pool.snapshot().pageable, ByteSize::ZERO);
     drop(held);
     drop(mib(&pool, 1)); // in the idle segment
@@ -346,7 +346,7 @@ fn sizes_that_no_memory_has_are_typed_errors_with_their_numbers() {
     assert_eq!(refused, DeviceError::TooLarge { len, element, largest });
     let refused = pool.alloc::<u8>((1 << 62) + 1).expect_err("no slice is as long");
     assert!(matches!(refused, DeviceError::TooLarge { .. }), "{refused}");
-    assert_eq!(pool.snapshot().arena.alloc_failures_total.addresses, 2);
+    assert_eq!(pool.snapshot().arena.alloc_failures_addresses_total, 2);
     let refused = pool.alloc::<u8>(1 << 62).expect_err("no machine has so much");
     assert!(refused.is_out_of_memory(), "{refused}");
     drop(mib(&pool, 1));

@@ -31,7 +31,7 @@ use crate::types::compact::DeviceCosts;
 use crate::types::config::{ArenaConfig, decay_nanos};
 use crate::types::error::DeviceError;
 use crate::types::sleep::SleepState;
-use crate::types::snapshot::ArenaSnapshot;
+use crate::types::snapshot::{ArenaSnapshot, RegionSnapshot};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::decay::DecayTime;
@@ -282,11 +282,10 @@ impl ArenaState {
         let idle = self.idle();
         let uses = self.uses(&[]);
         let resized = self.region_mut(region).begin_resize(placed, requested, uses);
-        debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         if self.idle() > idle {
             self.note_idle(region, placed.span);
         }
-        resized.ok().flatten()
+        resized
     }
 
     /// Records the result of committing the memory that a resized block grew by.
@@ -395,7 +394,7 @@ impl ArenaState {
     /// Records that all work under this many leases is complete, if no other was granted since.
     pub(crate) fn note_complete(&mut self, leases: Option<u64>) {
         if leases == Some(self.moves.leases_total) {
-            self.moves.prove_all();
+            self.moves.proved = leases;
             self.sleep.used.clear();
         }
     }
@@ -411,8 +410,8 @@ impl ArenaState {
         let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
         let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.parts.into_iter().map(left));
-        debug_assert!(gone.is_ok(), "a placed block is known to the index");
-        if gone == Ok(true) {
+        debug_assert!(gone.is_some(), "a placed block is known to the index");
+        if gone == Some(true) {
             self.note_idle(region, placed.span);
         }
     }
@@ -424,7 +423,7 @@ impl ArenaState {
         self.totals.thread_cache_allocs_total += tally.allocs;
         self.totals.frees_total += tally.frees;
         for (region, requested) in self.regions.iter_mut().zip(tally.requested) {
-            region.add_requested(requested);
+            region.requested = region.requested.wrapping_add(requested);
         }
     }
 
@@ -447,8 +446,8 @@ impl ArenaState {
         let uses = if is_unused { StreamUses::default() } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
-        debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
-        if let Ok(went_idle) = gone {
+        debug_assert!(gone.is_some(), "only its buffer frees a block, once");
+        if let Some(went_idle) = gone {
             self.totals.frees_total += 1;
             if went_idle {
                 self.note_idle(region, placed.span);
@@ -568,12 +567,12 @@ impl ArenaState {
         (region, request): (Region, AllocRequest),
         (cause, error): (Cause, &DeviceError),
     ) {
-        let failures = &mut self.totals.alloc_failures_total;
+        let totals = &mut self.totals;
         let (count, why) = match cause {
-            Cause::Limit { .. } => (&mut failures.limit, "limit"),
-            Cause::Device => (&mut failures.device, "device"),
-            Cause::Addresses => (&mut failures.addresses, "addresses"),
-            Cause::Driver => (&mut failures.driver, "driver"),
+            Cause::Limit { .. } => (&mut totals.alloc_failures_limit_total, "limit"),
+            Cause::Device => (&mut totals.alloc_failures_device_total, "device"),
+            Cause::Addresses => (&mut totals.alloc_failures_addresses_total, "addresses"),
+            Cause::Driver => (&mut totals.alloc_failures_driver_total, "driver"),
             Cause::Uncounted => return,
         };
         *count += 1;
@@ -585,13 +584,6 @@ impl ArenaState {
                 .text("why", why)
                 .number("headroom", is_limited.then_some(left))
         });
-    }
-
-    /// Counts a request that is larger than its region.
-    pub(crate) fn note_too_large(&mut self, region: Region, request: AllocRequest) {
-        self.totals.alloc_failures_total.addresses += 1;
-        self.events
-            .push("alloc_failed", |line| requested(line, region, request).text("why", "too_large"));
     }
 
     /// Records that granules of a span became idle.
@@ -608,28 +600,29 @@ impl ArenaState {
         let is_asleep = matches!(self.sleep.phase, SleepPhase::Asleep | SleepPhase::Waking);
         let of = |region| self.region(region).snapshot(region, caches, is_asleep);
         let regions = Region::ALL.map(of);
+        let sum = |part: fn(&RegionSnapshot) -> ByteSize| regions.iter().map(part).sum();
         let totals = &self.totals;
-        let Outstanding { exported, imported, captured } = &self.outstanding;
+        let Outstanding { exported_count, exported_bytes, imported, captured } = &self.outstanding;
         ArenaSnapshot {
-            requested: regions.iter().map(|region| region.requested).sum(),
-            cached: size(caches.cached()),
-            holes: regions.iter().map(|region| region.holes).sum(),
+            requested: sum(|region| region.requested),
+            live: sum(|region| region.live),
+            asleep: sum(|region| region.asleep),
+            cached: sum(|region| region.cached),
+            active: sum(|region| region.active),
+            idle: sum(|region| region.idle),
+            committed: sum(|region| region.committed),
+            reserved: sum(|region| region.reserved),
+            pending: sum(|region| region.pending),
+            holes: sum(|region| region.holes),
             largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
-            live: size(self.live() - caches.cached()),
-            active: size(self.active()),
-            idle: size(self.idle()),
-            committed: size(self.backed()),
-            pending: size(self.pending()),
-            reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
-            exported: size(exported.bytes),
-            exported_count: exported.count,
+            exported: size(*exported_bytes),
+            exported_count: *exported_count,
             captured: size(captured.bytes()),
             imported: size(imported.bytes()),
             imported_count: imported.count(),
             leases: self.leases,
             state: self.sleep.state(),
-            asleep: regions.iter().map(|region| region.asleep).sum(),
             offloaded: self.sleep.offloaded(),
             metadata: ByteSize::of(self.metadata()),
             allocs_total: totals.allocs_total + caches.allocs,

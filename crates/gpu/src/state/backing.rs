@@ -29,7 +29,6 @@ pub(crate) enum Backing {
 
 /// The state of a committed granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub(crate) enum GranuleState {
     /// A live or pending block touches the granule.
     Active,

@@ -17,14 +17,16 @@ use lowtide_core::clock::Clock;
 /// The number of a lane of an arena, from 1.
 pub(crate) type LaneNumber = NonZeroU64;
 
-/// The kind of a request for a block.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum RequestKind {
-    Buffer,
-    Raw,
-    Reserve,
-    /// The new block of a resize.
-    Resize,
+lowtide_core::named_enum! {
+    /// The kind of a request for a block.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) enum RequestKind {
+        Buffer = "buffer",
+        Raw = "raw",
+        Reserve = "reserve",
+        /// The new block of a resize.
+        Resize = "resize",
+    }
 }
 
 /// The source of a request for a block. Small, because each request carries it.
@@ -70,13 +72,7 @@ pub(crate) fn requested<'a, 'b>(
     request: AllocRequest,
 ) -> &'a mut Line<'b> {
     let RequestOrigin { kind, lane } = request.origin;
-    let kind = match kind {
-        RequestKind::Buffer => "buffer",
-        RequestKind::Raw => "raw",
-        RequestKind::Reserve => "reserve",
-        RequestKind::Resize => "resize",
-    };
-    line.text("kind", kind)
+    line.text("kind", kind.name())
         .text("region", region.name())
         .number("bytes", request.requested)
         .number("align", request.align)

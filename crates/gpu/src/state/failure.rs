@@ -6,7 +6,6 @@
 
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::state::region::RegionState;
 use crate::types::Region;
 use crate::types::error::{Bound, DeviceError, is_unwaited};
 use lowtide_core::bytes::ByteSize;
@@ -51,32 +50,20 @@ impl AllocFailure {
     /// Creates the failure of an allocation for lack of memory. [`AllocFailure::with_figures`] adds
     /// its figures.
     pub(crate) fn of(cause: Cause, requested: u64) -> Self {
-        const NONE: ByteSize = ByteSize::ZERO;
-        let error = DeviceError::OutOfMemory {
-            arena: Box::default(),
-            requested: ByteSize::new(requested),
-            live: NONE,
-            active: NONE,
-            committed: NONE,
-            limit: NONE,
-            bound: Bound::Limit,
-            holes: NONE,
-            largest_free: NONE,
-            recoverable: NONE,
-        };
-        Self::new(cause, error)
+        let limit = (Bound::Limit, ByteSize::ZERO);
+        Self::new(cause, out_of_memory("", ByteSize::new(requested), limit, [0; 5]))
     }
 
     /// Adds the current figures. The block that found no memory has no place any more, and so
     /// occupies no free space.
     pub(crate) fn with_figures(self, state: &ArenaState) -> Self {
-        match *self.error {
-            DeviceError::OutOfMemory { requested, .. } => {
-                let bound = if self.cause == Cause::Device { Bound::Driver } else { Bound::Limit };
-                Self::new(self.cause, out_of_memory(state, requested, bound))
-            }
-            _ => self,
-        }
+        let DeviceError::OutOfMemory { requested, .. } = *self.error else { return self };
+        let bound = if self.cause == Cause::Device { Bound::Driver } else { Bound::Limit };
+        let (live, active) = (state.live(), state.active());
+        let holes = active.saturating_sub(live + state.pending());
+        let [one, other] = Region::ALL.map(|region| state.region(region).largest_free());
+        let figures = [live, active, state.backed(), holes, one.max(other)];
+        Self::new(self.cause, out_of_memory(&state.name, requested, (bound, state.limit), figures))
     }
 
     /// Returns `true` if memory or addresses were short, in an arena that is awake.
@@ -111,20 +98,25 @@ impl AllocFailure {
     }
 }
 
-/// Creates the error of an allocation that found no memory.
-fn out_of_memory(state: &ArenaState, requested: ByteSize, bound: Bound) -> DeviceError {
-    let regions = Region::ALL.map(|region| state.region(region));
-    let largest_free = regions.into_iter().map(RegionState::largest_free).max();
+/// Creates the error of an allocation that found no memory. The figures are those of live, active
+/// and committed memory, of the holes, and of the largest free span.
+fn out_of_memory(
+    arena: &str,
+    requested: ByteSize,
+    (bound, limit): (Bound, ByteSize),
+    figures: [u64; 5],
+) -> DeviceError {
+    let [live, active, committed, holes, largest_free] = figures.map(ByteSize::new);
     DeviceError::OutOfMemory {
-        arena: state.name.as_str().into(),
+        arena: arena.into(),
         requested,
-        live: ByteSize::new(state.live()),
-        active: ByteSize::new(state.active()),
-        committed: ByteSize::new(state.backed()),
-        limit: state.limit,
+        live,
+        active,
+        committed,
+        limit,
         bound,
-        holes: ByteSize::new(state.active().saturating_sub(state.live() + state.pending())),
-        largest_free: ByteSize::new(largest_free.unwrap_or(0)),
+        holes,
+        largest_free,
         recoverable: ByteSize::ZERO,
     }
 }

@@ -4,7 +4,6 @@ pub(crate) mod aging;
 pub(crate) mod arena;
 pub(crate) mod backing;
 pub(crate) mod compact;
-pub(crate) mod contents;
 pub(crate) mod event;
 pub(crate) mod failure;
 pub(crate) mod granules;

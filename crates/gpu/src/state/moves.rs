@@ -18,16 +18,9 @@ use crate::types::sleep::Contents;
 #[derive(Debug)]
 pub(crate) struct MovingBatch {
     region: Region,
-    /// The blocks, and what the owner has freed meanwhile.
-    pub(crate) blocks: BTreeMap<BlockName, Option<DeferredRelease>>,
-}
-
-/// The release of a block that its owner has freed while it moved.
-#[derive(Clone, Debug)]
-pub(crate) struct DeferredRelease {
-    pub(crate) placed: Placement,
-    /// The streams that used the block; none if they are unknown.
-    pub(crate) streams: Vec<StreamKey>,
+    /// The blocks; of each that its owner has freed meanwhile, the place, and the streams that used
+    /// it, none if they are unknown.
+    pub(crate) blocks: BTreeMap<BlockName, Option<(Placement, Vec<StreamKey>)>>,
 }
 
 impl MovingBatch {
@@ -48,7 +41,7 @@ pub(crate) struct MoveState {
     /// The number of leases ever granted.
     pub(crate) leases_total: u64,
     /// The number of leases granted when all work under leases was last known to be complete.
-    proved: Option<u64>,
+    pub(super) proved: Option<u64>,
     /// The number of leases granted when it was last queried.
     asked: Option<u64>,
 }
@@ -72,13 +65,8 @@ impl MoveState {
             return false;
         };
         debug_assert!(freed.is_none(), "only its owner frees a block, once");
-        *freed = Some(DeferredRelease { placed, streams: streams.to_vec() });
+        *freed = Some((placed, streams.to_vec()));
         true
-    }
-
-    /// Records that the work under all leases until now is complete. No lease is held.
-    pub(crate) const fn prove_all(&mut self) {
-        self.proved = Some(self.leases_total);
     }
 
     /// Records a query after this many leases. Returns `true` if it was made before.
@@ -130,7 +118,7 @@ pub(crate) struct Pins {
     /// Blocks that an operation has placed but not yet completed: about one per thread.
     busy: Vec<BlockName>,
     /// Blocks that a copy whose end was not observed may still use: none, unless the driver failed.
-    copied: Vec<BlockName>,
+    pub(crate) copied: Vec<BlockName>,
 }
 
 impl Pins {
@@ -175,11 +163,6 @@ impl Pins {
 
     pub(crate) fn is_lost(&self, id: BlockName) -> bool {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
-    }
-
-    /// Records that a copy whose end was not observed may still use a block.
-    pub(crate) fn note_copied(&mut self, id: BlockName) {
-        self.copied.push(id);
     }
 
     #[inline]

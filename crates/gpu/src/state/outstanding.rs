@@ -23,7 +23,9 @@ pub(crate) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 /// The exports and imports of an arena, and what graphs may have captured.
 #[derive(Default)]
 pub(crate) struct Outstanding {
-    pub(crate) exported: Exports,
+    /// The number of exports, and the bytes of their blocks.
+    pub(crate) exported_count: u64,
+    pub(crate) exported_bytes: u64,
     pub(crate) imported: Imports,
     pub(crate) captured: Captured,
 }
@@ -43,27 +45,12 @@ impl Captured {
     }
 }
 
-/// The number and the bytes of exports.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Exports {
-    pub(crate) count: u64,
-    /// Bytes of the blocks.
-    pub(crate) bytes: u64,
-}
-
 /// An imported range.
 pub(crate) struct ImportedRange {
     size: u64,
     release: Release,
     /// The uses that must complete before the release, once the value is dropped.
     after: Option<StreamUses>,
-}
-
-/// A range whose release function is to be called.
-pub(crate) struct Due {
-    pub(crate) at: DeviceAddress,
-    pub(crate) size: ByteSize,
-    pub(crate) release: Release,
 }
 
 /// Imported memory that is not released yet.
@@ -107,8 +94,11 @@ impl Imports {
         self.entries.values().filter(|entry| entry.after.is_some()).count() as u64
     }
 
-    /// Takes out a range whose uses are all complete, to release it.
-    pub(crate) fn take(&mut self, is_done: impl Fn(StreamUse) -> bool) -> Option<Due> {
+    /// Takes out a range whose uses are all complete, to call its release function with it.
+    pub(crate) fn take(
+        &mut self,
+        is_done: impl Fn(StreamUse) -> bool,
+    ) -> Option<(DeviceAddress, ByteSize, Release)> {
         let is_due =
             |entry: &ImportedRange| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
         let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
@@ -121,14 +111,14 @@ impl Imports {
     }
 
     /// Takes out the first range, regardless of its uses.
-    pub(crate) fn take_any(&mut self) -> Option<Due> {
+    pub(crate) fn take_any(&mut self) -> Option<(DeviceAddress, ByteSize, Release)> {
         let (&at, _) = self.entries.first_key_value()?;
         self.remove(at)
     }
 
-    fn remove(&mut self, at: u64) -> Option<Due> {
+    fn remove(&mut self, at: u64) -> Option<(DeviceAddress, ByteSize, Release)> {
         let ImportedRange { size, release, .. } = self.entries.remove(&at)?;
-        Some(Due { at: DeviceAddress::new(at), size: ByteSize::new(size), release })
+        Some((DeviceAddress::new(at), ByteSize::new(size), release))
     }
 
     /// Walks everything and checks the invariants.
@@ -185,9 +175,9 @@ mod tests {
         assert!(adoptions.waiting() == 1 && adoptions.count() == 2);
         assert!(adoptions.take(|of| of.epoch < 3).is_none());
         let due = adoptions.take(|of| of.epoch <= 3).expect("done");
-        assert_eq!((due.at, due.size), (DeviceAddress::new(200), ByteSize::new(10)));
+        assert_eq!((due.0, due.1), (DeviceAddress::new(200), ByteSize::new(10)));
         assert!(adoptions.take(|_| true).is_none() && !adoptions.waiting() > 0);
-        assert_eq!(adoptions.take_any().map(|due| due.size), Some(ByteSize::new(50)));
+        assert_eq!(adoptions.take_any().map(|due| due.1), Some(ByteSize::new(50)));
         assert_eq!((adoptions.count(), adoptions.bytes()), (0, 0));
         adoptions.validate();
     }

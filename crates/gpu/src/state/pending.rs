@@ -96,14 +96,6 @@ impl Dependencies {
 /// Two adjoining spans that became one entry, or one entry that became two.
 pub(crate) type Border = (Span, Span);
 
-/// The changes of entries after a span was taken.
-#[derive(Debug, Default)]
-pub(crate) struct TakenParts {
-    pub(crate) claim: Dependencies,
-    /// The borders at which entries were cut, in the order of the cuts.
-    pub(crate) cuts: Vec<Border>,
-}
-
 /// The pending spans of one region.
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
@@ -183,13 +175,14 @@ impl Pending {
         }
     }
 
-    /// Takes a span out of the entries: from here on it belongs to a live block.
-    pub(crate) fn take(&mut self, span: Span) -> TakenParts {
-        let mut taken = TakenParts::default();
+    /// Takes a span out of the entries: from here on it belongs to a live block. Also returns the
+    /// borders at which entries were cut, in the order of the cuts.
+    pub(crate) fn take(&mut self, span: Span) -> (Dependencies, Vec<Border>) {
+        let (mut claim, mut cuts) = (Dependencies::default(), Vec::new());
         loop {
             let over = self.over(span).next();
             let Some((was, uses)) = over.map(|(was, entry)| (was, entry.uses.clone())) else {
-                return taken;
+                return (claim, cuts);
             };
             let offset = was.offset.max(span.offset);
             let part = Span { offset, size: was.end().min(span.end()) - offset };
@@ -200,18 +193,16 @@ impl Pending {
                 self.bytes += was.size;
             } else if let Some(entry) = self.entries.get_mut(&was.offset) {
                 entry.size = before.size;
-                taken
-                    .cuts
-                    .push((before, Span { offset: part.offset, size: part.size + after.size }));
+                cuts.push((before, Span { offset: part.offset, size: part.size + after.size }));
             }
             if after.size > 0 {
                 self.by_use.extend(uses.iter().map(|of| (of, after.offset)));
                 self.entries
                     .insert(after.offset, PendingSpan { size: after.size, uses: uses.clone() });
-                taken.cuts.push((part, after));
+                cuts.push((part, after));
             }
             self.bytes -= part.size;
-            taken.claim.parts.push((part, uses));
+            claim.parts.push((part, uses));
         }
     }
 
@@ -306,15 +297,14 @@ mod tests {
         let one = Some(StreamKey::new(1));
         assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
         assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
-        let taken = pending.take(span(5, 12));
-        assert_eq!(taken.claim.uses(), StreamUses::of([on(2, 1), on(1, 3), on(1, 4)]));
-        let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
+        let (claim, cuts) = pending.take(span(5, 12));
+        assert_eq!(claim.uses(), StreamUses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        let parts: Vec<_> = claim.parts.iter().map(|(part, _)| *part).collect();
         assert_eq!(parts, [span(10, 12), span(5, 10)]);
-        let cuts = [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))];
-        assert_eq!(taken.cuts, cuts);
+        assert_eq!(cuts, [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))]);
         assert_eq!(pending.bytes, 23);
         pending.validate();
-        assert!(pending.take(span(20, 30)).claim.parts.is_empty());
+        assert!(pending.take(span(20, 30)).0.parts.is_empty());
     }
 
     #[test]
@@ -330,8 +320,8 @@ mod tests {
         assert_eq!(insert(&mut pending, 10, 3), gone.map(Some));
         assert_eq!(pending.spans().collect::<Vec<_>>(), [span(0, 30), span(30, 40)]);
         pending.validate();
-        let taken = pending.take(span(10, 20));
-        assert_eq!(taken.cuts, [(span(0, 10), span(10, 30)), (span(10, 20), span(20, 30))]);
+        let (_, cuts) = pending.take(span(10, 20));
+        assert_eq!(cuts, [(span(0, 10), span(10, 30)), (span(10, 20), span(20, 30))]);
         assert_eq!(pending.bytes, 30);
         pending.validate();
         assert_eq!(pending.complete(StreamKey::new(1), 3), [span(0, 10), span(20, 30)]);

@@ -33,7 +33,7 @@ impl Users {
 
     /// Adds a stream. Returns `true` if it was unknown; for a block that any stream may use, none
     /// is.
-    fn add(&mut self, stream: StreamKey) -> bool {
+    pub(crate) fn add(&mut self, stream: StreamKey) -> bool {
         if self.0.is_empty() || self.0.contains(&stream) {
             return false;
         }
@@ -94,11 +94,6 @@ pub(crate) struct RawUse {
 }
 
 impl RawUse {
-    /// Adds the stream of a lane or a guest; returns `true` if the use was unknown.
-    pub(crate) fn add(&mut self, stream: Option<StreamKey>) -> bool {
-        stream.is_none_or(|stream| self.users.add(stream))
-    }
-
     /// Returns the streams that the block counts as a guest of.
     pub(crate) fn guests(&self) -> &[StreamKey] {
         if self.is_guest { self.users.streams() } else { &[] }

@@ -9,7 +9,7 @@
 //! ranges have no memory; `live <= active`.
 
 use crate::driver::DeviceAddress;
-use crate::index::{ALIGN, End, Request, Span, StaleBlock};
+use crate::index::{ALIGN, End, Request, Span};
 use crate::state::backing::Backing;
 use crate::state::event::RequestOrigin;
 use crate::state::granules::Leave;
@@ -128,7 +128,7 @@ pub(crate) struct RegionState {
     pub(crate) index: RegionIndex,
     /// Wraps: a block that a cache kept and handed out again was allocated with one requested size,
     /// and is freed with another. Together with the caches' counts the sum is right.
-    requested: u64,
+    pub(super) requested: u64,
     live: u64,
     /// The bytes of blocks that have a place but no memory yet.
     pub(crate) arriving: u64,
@@ -158,11 +158,6 @@ impl RegionState {
 
     pub(crate) const fn live(&self) -> u64 {
         self.live
-    }
-
-    /// Adds a cache's sum of requested bytes, which wraps.
-    pub(crate) const fn add_requested(&mut self, requested: u64) {
-        self.requested = self.requested.wrapping_add(requested);
     }
 
     /// Returns the bytes of this metadata.
@@ -268,18 +263,18 @@ impl RegionState {
         if self.pending.bytes == 0 {
             return Dependencies::default();
         }
-        let taken = self.pending.take(span);
-        for (left, right) in taken.cuts {
+        let (claim, cuts) = self.pending.take(span);
+        for (left, right) in cuts {
             self.border_parts(left, right, |segment, left, right, both| {
                 segment.untouch(both);
                 segment.touch(left);
                 segment.touch(right);
             });
         }
-        for (part, _) in &taken.claim.parts {
+        for (part, _) in &claim.parts {
             self.segment.untouch(*part);
         }
-        taken.claim
+        claim
     }
 
     /// Records a touched span as pending, joined with its neighbours of the same uses. A segment of
@@ -319,16 +314,6 @@ impl RegionState {
         change(&mut self.segment, left, right, both);
     }
 
-    /// Frees a block's span, immediately or when its uses are complete. Returns `true` if granules
-    /// became idle.
-    fn free_or_defer(&mut self, span: Span, uses: StreamUses) -> bool {
-        if uses.is_empty() {
-            return self.segment.untouch(span);
-        }
-        self.defer(span, uses);
-        false
-    }
-
     /// Records that a stream has completed all uses up to an epoch. Returns the spans whose
     /// granules became idle.
     pub(crate) fn mark_complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
@@ -351,7 +336,7 @@ impl RegionState {
         &mut self,
         placed: Placement,
         parts: impl IntoIterator<Item = (Span, StreamUses)>,
-    ) -> Result<bool, StaleBlock> {
+    ) -> Option<bool> {
         let span = self.index.release(placed.id)?;
         self.pins.end_operation(placed.id);
         self.pins.forget(placed.id);
@@ -362,20 +347,21 @@ impl RegionState {
             self.segment.touch(part);
             self.defer(part, uses);
         }
-        Ok(self.segment.idle() > idle)
+        Some(self.segment.idle() > idle)
     }
 
-    /// Frees a live block with these uses. Returns `true` if granules became idle.
-    pub(crate) fn release(
-        &mut self,
-        placed: Placement,
-        uses: StreamUses,
-    ) -> Result<bool, StaleBlock> {
+    /// Frees a live block, immediately or when these uses are complete. Returns `true` if granules
+    /// became idle.
+    pub(crate) fn release(&mut self, placed: Placement, uses: StreamUses) -> Option<bool> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
         self.requested = self.requested.wrapping_sub(placed.requested);
-        Ok(self.free_or_defer(span, uses))
+        if uses.is_empty() {
+            return Some(self.segment.untouch(span));
+        }
+        self.defer(span, uses);
+        Some(false)
     }
 
     /// Starts resizing a live block with these uses in place. The part that the block grows by is
@@ -386,15 +372,16 @@ impl RegionState {
         placed: Placement,
         requested: u64,
         uses: StreamUses,
-    ) -> Result<Option<Placement>, StaleBlock> {
+    ) -> Option<Placement> {
         let placed = self.refreshed(placed);
-        let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
+        debug_assert!(self.index.span_of(placed.id).is_some(), "only its buffer resizes a block");
+        let span = self.index.resize(placed.id, requested)?;
         let grown = span.size.saturating_sub(placed.span.size);
         let more = Span { offset: placed.span.end(), size: grown };
         if grown > 0 && !self.pending.is_clear(more) {
             let undone = self.index.resize(placed.id, placed.span.size);
-            debug_assert_eq!(undone, Ok(Some(placed.span)), "a block can always be cut back");
-            return Ok(None);
+            debug_assert_eq!(undone, Some(placed.span), "a block can always be cut back");
+            return None;
         }
         self.segment.untouch(placed.span);
         self.segment.touch(span);
@@ -407,7 +394,7 @@ impl RegionState {
         self.arriving += span.size.saturating_sub(placed.span.size);
         let less = placed.requested.saturating_sub(requested);
         self.requested = self.requested.wrapping_sub(less);
-        Ok(Some(Placement { span, requested, ..placed }))
+        Some(Placement { span, requested, ..placed })
     }
 
     /// Records that the memory which a block grew by is committed, or undoes the growth.
@@ -422,14 +409,9 @@ impl RegionState {
         }
         let before = Span { size: before.span.size, ..after.span };
         let undone = self.index.resize(after.id, before.size);
-        debug_assert_eq!(undone, Ok(Some(before)), "a block can always be cut back");
+        debug_assert_eq!(undone, Some(before), "a block can always be cut back");
         self.segment.untouch(after.span);
         self.segment.touch(before);
-    }
-
-    /// Returns the live block that covers an offset. Walks the blocks: for error reports.
-    pub(crate) fn block_around(&self, offset: u64) -> Option<Span> {
-        self.live_spans().find(|span| span.offset <= offset && offset < span.end())
     }
 
     /// Returns `true` if both spans are on one side of the wall.
@@ -490,13 +472,8 @@ impl RegionState {
 
     /// Returns the bytes without memory of blocks whose contents were lost.
     fn lost(&self) -> u64 {
-        let spans = self.pins.lost().filter_map(|id| self.index.span_of(id).ok());
+        let spans = self.pins.lost().filter_map(|id| self.index.span_of(id));
         spans.map(|span| self.segment.bare_bytes(span)).sum()
-    }
-
-    /// Returns `true` if the contents of a block were lost.
-    pub(crate) fn has_lost(&self) -> bool {
-        self.pins.lost().next().is_some()
     }
 
     /// Returns the live spans without an order, in less time.
@@ -515,7 +492,7 @@ impl RegionState {
         if placed.moves == self.moves {
             return placed;
         }
-        let Ok(span) = self.index.span_of(placed.id) else {
+        let Some(span) = self.index.span_of(placed.id) else {
             debug_assert!(false, "only its owner asks, and it is live");
             return placed;
         };
@@ -525,8 +502,7 @@ impl RegionState {
 
     /// Returns the current address of a live block.
     pub(crate) fn address_of(&self, id: BlockName) -> Option<u64> {
-        let span = self.index.span_of(id).ok()?;
-        Some(self.segment.address_of(span.offset).get())
+        Some(self.segment.address_of(self.index.span_of(id)?.offset).get())
     }
 
     /// Records that the contents of a block are lost. Its owner gets an error at the next use.
@@ -554,9 +530,9 @@ impl RegionState {
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
         debug_assert!(traded, "of one size, or neighbours");
-        let (Ok(old), Ok(new)) = (old, self.index.span_of(id)) else { return false };
+        let Some((old, new)) = old.zip(self.index.span_of(id)) else { return false };
         let left = self.index.release(room.id);
-        debug_assert_eq!(left.map(|left| left.size), Ok(room.span.size));
+        debug_assert_eq!(left.map(|left| left.size), Some(room.span.size));
         let idle = self.segment.idle();
         self.arriving -= room.span.size;
         self.segment.untouch(room.span);
@@ -639,7 +615,7 @@ impl RegionState {
     /// If an invariant is violated.
     pub(crate) fn validate(&self) {
         self.index.validate();
-        self.pins.validate(|id| self.index.span_of(id).is_ok());
+        self.pins.validate(|id| self.index.span_of(id).is_some());
         self.pending.validate();
         let mut spans: Vec<_> = self.live_spans().chain(self.pending.spans()).collect();
         spans.sort_unstable_by_key(|span| span.offset);

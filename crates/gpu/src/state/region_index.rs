@@ -11,7 +11,7 @@
 //! Invariants: large range, wall and small range tile `[0, span)`; an id always refers to one
 //! range.
 
-use crate::index::{BlockId, BlockIndex, End, Request, Span, StaleBlock};
+use crate::index::{BlockId, BlockIndex, End, Request, Span};
 
 /// The small range gets one in this many addresses.
 const SMALL_PART: u64 = 9;
@@ -150,25 +150,21 @@ impl RegionIndex {
     }
 
     /// Like [`BlockIndex::release`].
-    pub(crate) fn release(&mut self, name: BlockName) -> Result<Span, StaleBlock> {
+    pub(crate) fn release(&mut self, name: BlockName) -> Option<Span> {
         let (index, at) = self.at_end_mut(name.end());
-        Ok(up(index.release(name.id())?, at))
+        Some(up(index.release(name.id())?, at))
     }
 
     /// Like [`BlockIndex::span_of`].
-    pub(crate) fn span_of(&self, name: BlockName) -> Result<Span, StaleBlock> {
+    pub(crate) fn span_of(&self, name: BlockName) -> Option<Span> {
         let (index, at) = self.at_end(name.end());
-        Ok(up(index.span_of(name.id())?, at))
+        Some(up(index.span_of(name.id())?, at))
     }
 
     /// Like [`BlockIndex::resize`]; a block stays in its range.
-    pub(crate) fn resize(
-        &mut self,
-        name: BlockName,
-        size: u64,
-    ) -> Result<Option<Span>, StaleBlock> {
+    pub(crate) fn resize(&mut self, name: BlockName, size: u64) -> Option<Span> {
         let (index, at) = self.at_end_mut(name.end());
-        Ok(index.resize(name.id(), size)?.map(|span| up(span, at)))
+        Some(up(index.resize(name.id(), size)?, at))
     }
 
     /// Like [`BlockIndex::exchange`], for two blocks of one range.
@@ -257,7 +253,7 @@ mod tests {
         let wall = ranges.wall().expect("two ranges");
         let (mut above, mut below) = (0, 0);
         while let Some((name, span)) = ranges.take(request(GRANULE / 2, End::High), |_| 0) {
-            assert_eq!(ranges.span_of(name), Ok(span));
+            assert_eq!(ranges.span_of(name), Some(span));
             assert_eq!(name.end() == End::High, span.offset >= wall.end());
             *(if span.offset >= wall.end() { &mut above } else { &mut below }) += 1;
             assert!(span.end() <= wall.offset || span.offset >= wall.end());

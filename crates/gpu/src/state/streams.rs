@@ -390,17 +390,15 @@ impl StreamTable {
 
     /// Returns `true` if enough events are recorded that they should be queried.
     pub(crate) const fn is_crowded(&self) -> bool {
-        self.recorded_count() >= self.crowd
+        self.holders.len() - self.spare.len() >= self.crowd
     }
 
-    /// Records that the events were queried. They are queried again only when there are twice as
-    /// many as are left, so that each is queried a few times at most.
-    pub(crate) fn note_asked(&mut self) {
-        self.crowd = self.recorded_count().saturating_mul(2).max(CROWD_MIN);
-    }
-
-    const fn recorded_count(&self) -> usize {
-        self.holders.len() - self.spare.len()
+    /// Like [`StreamTable::spare`], after the events were queried. They are queried again only when
+    /// there are twice as many as are left, so that each is queried a few times at most.
+    pub(crate) fn spare_after_query(&mut self) -> Option<StreamEvent> {
+        let recorded = self.holders.len() - self.spare.len();
+        self.crowd = recorded.saturating_mul(2).max(CROWD_MIN);
+        self.spare()
     }
 
     /// Returns the next stream after one that has not ended.

@@ -24,7 +24,7 @@ use crate::driver::{DeviceAddress, Driver, StreamHandle};
 use crate::engine::alloc::{self, Begun};
 use crate::engine::callbacks::Callbacks;
 use crate::engine::context::{OpContext, OpRequest, Surroundings, run_outside, step};
-use crate::engine::{access, completion, move_block, release, resize, resume, stores, suspend};
+use crate::engine::{commit, completion, move_block, resume, stores, suspend};
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
@@ -348,7 +348,7 @@ impl<'a> World<'a> {
         let block = self.blocks.swap_remove(nth);
         let size = 1 + self.chance.below(1 << 14);
         self.begin(|cx| async move {
-            let resized = resize::resize_in_place(cx, block.region, block.placed, size).await;
+            let resized = alloc::resize_in_place(cx, block.region, block.placed, size).await;
             Ended::Resized(block, resized.ok().flatten())
         });
     }
@@ -360,17 +360,17 @@ impl<'a> World<'a> {
             let _ = completion::look_for_ends(cx, !decays).await;
             if decays {
                 let ages = cx.with(|state| state.aging.ages(now));
-                let given = release::release_granules(cx, u64::MAX, Some(ages)).await;
+                let given = commit::release_granules(cx, u64::MAX, Some(ages)).await;
                 cx.with(|state| state.set_looked(now, given.error.is_some()));
             } else {
-                let _ = release::release_down_to(cx, keep).await;
+                let _ = commit::release_down_to(cx, keep).await;
             }
             Ended::Other
         });
     }
 
     fn enter(&mut self) {
-        self.begin(|cx| async move { Ended::Entered(access::enter(cx).await.is_ok()) });
+        self.begin(|cx| async move { Ended::Entered(resume::enter(cx).await.is_ok()) });
     }
 
     fn leave(&mut self) {
@@ -402,7 +402,7 @@ impl<'a> World<'a> {
         let nth = self.pick(self.blocks.len());
         let (region, id) = (self.blocks[nth].region, self.blocks[nth].placed.id);
         let state = self.state();
-        let Ok(span) = state.region(region).index.span_of(id) else { return };
+        let Some(span) = state.region(region).index.span_of(id) else { return };
         let places = state.region(region).index.blocks();
         let free: Vec<_> = places.filter(|(_, name)| name.is_none()).map(|(at, _)| at).collect();
         let fits = free.iter().find(|at| at.size >= span.size && at.offset < span.offset);
@@ -465,7 +465,7 @@ impl<'a> World<'a> {
         self.leave();
         self.begin(|cx| async move {
             completion::complete_all(cx).await.expect("nothing fails");
-            let _ = release::release_down_to(cx, ByteSize::ZERO).await;
+            let _ = commit::release_down_to(cx, ByteSize::ZERO).await;
             stores::end(cx).await;
             Ended::Other
         });

@@ -8,12 +8,9 @@
 
 use std::time::Duration;
 
-use crate::driver::Driver;
-use crate::record::{Recorder, Recording};
-use crate::types::error::DeviceError;
+use crate::record::Recorder;
 use crate::types::sleep::SleepConfig;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
 
 /// The default decay time: jemalloc's `dirty_decay_ms`, 10 s.
@@ -102,34 +99,6 @@ impl ArenaConfig {
             sleep: SleepConfig::default(),
             recorder: None,
         }
-    }
-
-    /// Begins the recording, if there is to be one, with the settings.
-    ///
-    /// # Errors
-    /// `RecorderTaken`.
-    pub(crate) fn recording(
-        &self,
-        driver: &dyn Driver,
-        clock: &dyn Clock,
-        granule: ByteSize,
-    ) -> Result<Option<Recording>, DeviceError> {
-        let begin = |recorder| {
-            // Before the recorder's lock is taken: a clock and a driver may be the program's own.
-            let since_epoch = u64::try_from(clock.since_epoch().as_nanos());
-            let backend = driver.backend().name();
-            Recording::new(recorder, clock.now(), &self.name, |line| {
-                line.number("version", 1)
-                    .text("arena", &self.name)
-                    .text("backend", backend)
-                    .number("unix_ns", since_epoch.ok())
-                    .bytes("granule", granule)
-                    .bytes("reserve", self.reserve)
-                    .limit("limit", self.limit)
-                    .number("decay_ns", decay_nanos(self.decay))
-            })
-        };
-        self.recorder.as_ref().map(begin).transpose()
     }
 }
 

@@ -13,7 +13,6 @@ use crate::driver::Backend;
 use crate::types::Region;
 use crate::types::sleep::SleepState;
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
 
 /// The figures of an arena.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -97,8 +96,16 @@ pub struct ArenaSnapshot {
     pub moved_bytes_total: u64,
     /// The largest block allocated.
     pub alloc_size_max: ByteSize,
-    /// Failed allocations since then, by reason.
-    pub alloc_failures_total: AllocFailures,
+    /// The number of allocations that failed because the arena's limit was reached.
+    pub alloc_failures_limit_total: u64,
+    /// The number of those that failed because the device was out of memory, or the host that
+    /// provides its memory.
+    pub alloc_failures_device_total: u64,
+    /// The number of those for which the region had no free span of addresses, or is smaller than
+    /// the block.
+    pub alloc_failures_addresses_total: u64,
+    /// The number of those that failed because the driver failed for another reason.
+    pub alloc_failures_driver_total: u64,
     /// The number of driver calls that committed memory.
     pub commits_total: u64,
     /// The number of driver calls that decommitted memory.
@@ -152,26 +159,16 @@ pub struct ArenaGlance {
     pub idle: ByteSize,
 }
 
-/// The figures of an arena that a control loop needs in each tick.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ControlFigures {
-    /// The same as in [`ArenaGlance`].
-    pub committed: ByteSize,
-    /// Bytes of committed granules that no block touches, without those in handles that a block
-    /// touches: they cannot be released now.
-    pub idle: ByteSize,
-    /// The time that [`DeviceArena::next_decay`](crate::DeviceArena::next_decay) returns.
-    pub next_decay: Moment,
-    /// The time that [`DeviceArena::next_sleep`](crate::DeviceArena::next_sleep) returns.
-    pub next_sleep: Moment,
-}
-
 impl ArenaSnapshot {
-    /// Returns the figures in a forked child: only the name and the backend are known.
-    pub(crate) fn unknown(name: &str, backend: Backend) -> Self {
-        let regions = Region::ALL.map(|region| RegionSnapshot { region, ..Default::default() });
-        Self { name: name.to_owned(), backend, regions, ..Self::default() }
+    /// Returns the number of failed allocations by reason, with each reason's name in metrics.
+    #[must_use]
+    pub const fn alloc_failures(&self) -> [(&'static str, u64); 4] {
+        [
+            ("limit", self.alloc_failures_limit_total),
+            ("device", self.alloc_failures_device_total),
+            ("addresses", self.alloc_failures_addresses_total),
+            ("driver", self.alloc_failures_driver_total),
+        ]
     }
 
     /// Returns the unneeded memory: `committed - (live - asleep)`.
@@ -188,16 +185,6 @@ impl ArenaSnapshot {
         for region in &self.regions {
             region.validate();
         }
-        let total = |part: fn(&RegionSnapshot) -> ByteSize| self.regions.iter().map(part).sum();
-        assert_eq!(self.requested, total(|region| region.requested));
-        assert_eq!(self.live, total(|region| region.live));
-        assert_eq!(self.asleep, total(|region| region.asleep));
-        assert_eq!(self.cached, total(|region| region.cached));
-        assert_eq!(self.active, total(|region| region.active));
-        assert_eq!(self.idle, total(|region| region.idle));
-        assert_eq!(self.committed, total(|region| region.committed));
-        assert_eq!(self.reserved, total(|region| region.reserved));
-        assert_eq!(self.holes, total(|region| region.holes));
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
         assert!(self.exported <= self.live, "exported <= live");
@@ -252,39 +239,5 @@ impl RegionSnapshot {
         assert!(self.cached <= self.holes, "cached <= holes: {self:?}");
         assert!(self.committed <= self.reserved, "committed <= reserved: {self:?}");
         assert!(self.largest_free <= self.committed, "largest_free <= committed: {self:?}");
-    }
-}
-
-/// The number of failed allocations, by reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
-#[non_exhaustive]
-pub struct AllocFailures {
-    /// The arena's limit was reached.
-    pub limit: u64,
-    /// The device was out of memory, or the host that provides its memory.
-    pub device: u64,
-    /// The region had no free span of addresses, or is smaller than the block.
-    pub addresses: u64,
-    /// The driver failed for another reason.
-    pub driver: u64,
-}
-
-impl AllocFailures {
-    /// Returns each reason's name in metrics, and its count.
-    #[must_use]
-    pub const fn by_reason(&self) -> [(&'static str, u64); 4] {
-        [
-            ("limit", self.limit),
-            ("device", self.device),
-            ("addresses", self.addresses),
-            ("driver", self.driver),
-        ]
-    }
-
-    /// Returns the sum of all reasons.
-    #[must_use]
-    pub const fn total(&self) -> u64 {
-        self.limit + self.device + self.addresses + self.driver
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use lowtide_heap::{self as heap, Account, AccountMemory, AccountOwner, ByteSize};
+use lowtide_heap::{self as heap, Account, AccountMemory, ByteSize};
 
 const MIB: usize = 1 << 20;
 
@@ -15,7 +15,7 @@ const MIB: usize = 1 << 20;
 #[derive(Default)]
 struct Owner(Arc<Mutex<Vec<AccountMemory>>>);
 
-impl AccountOwner for Owner {
+impl Owner {
     fn ended(&mut self, memory: AccountMemory) {
         self.0.lock().expect("no panic").push(memory);
     }
@@ -24,10 +24,8 @@ impl AccountOwner for Owner {
 /// An owner of another type.
 struct Stranger;
 
-impl AccountOwner for Stranger {}
-
 fn account() -> Arc<Account<Owner>> {
-    Arc::new(Account::new(Owner::default()))
+    Arc::new(Account::new(Owner::default(), Owner::ended))
 }
 
 fn block(mib: usize) -> Vec<u8> {

@@ -14,8 +14,7 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 
 use lowtide_heap::{
-    Account, AccountOwner, ByteSize, HeapProbe, HostArena, HostArenaStats, HostError,
-    flush_thread_cache,
+    Account, ByteSize, HeapProbe, HostArena, HostArenaStats, HostError, flush_thread_cache,
 };
 use test_fork::test;
 
@@ -192,14 +191,10 @@ fn a_thread_that_the_closure_starts_allocates_elsewhere() {
     arena.retire().expect("what the start of a thread allocated is freed");
 }
 
-struct Owner;
-
-impl AccountOwner for Owner {}
-
 #[test]
 fn an_account_counts_the_bytes_of_a_scope() {
     let arena = HostArena::new("account").expect("an arena");
-    let account = Arc::new(Account::new(Owner));
+    let account = Arc::new(Account::new((), |_, _| ()));
     let kept = account.run(|| arena.scope_uncached(|| vec![1_u8; 1 << 20]).expect("served"));
     assert_eq!(account.memory().live, ByteSize::mib(1));
     account.run(|| drop(kept));

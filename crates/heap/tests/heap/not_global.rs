@@ -4,17 +4,13 @@ use std::sync::Arc;
 
 use lowtide_core::clock::SystemClock;
 use lowtide_heap::{
-    self as heap, Account, AccountOwner, HeapProbe, HeapProfile, HostArena, HostError, Unsupported,
+    self as heap, Account, HeapProbe, HeapProfile, HostArena, HostError, Unsupported,
 };
 
 use crate::start::NOT_GLOBAL;
 
 /// With C's `malloc` served by jemalloc, Rust's default allocator is jemalloc as well.
 const INTERPOSED: bool = cfg!(feature = "interpose");
-
-struct Owner;
-
-impl AccountOwner for Owner {}
 
 #[test]
 fn a_heap_that_nobody_uses_is_told_and_harmless() {
@@ -35,7 +31,7 @@ fn a_heap_that_nobody_uses_is_told_and_harmless() {
         heap::flush_thread_cache().unwrap();
 
         assert_eq!(heap::is_measured(), INTERPOSED && cfg!(target_os = "linux"));
-        let account = Arc::new(Account::new(Owner));
+        let account = Arc::new(Account::new((), |_, _| ()));
         let kept = account.run(|| vec![1_u8; 1 << 20]);
         assert_eq!(account.memory().live.is_zero(), !heap::is_measured(), "the work is done");
         drop(kept);

@@ -85,10 +85,10 @@ fn held(demand: &Demand, span: Range<i64>) -> Range<i64> {
 /// Returns the part of a buffer that is needed at a step.
 fn needed(demand: &Demand, step: i64) -> Option<(u64, u64)> {
     let gap = demand.gaps.iter().find(|gap| gap.span.contains(&step));
-    let window = match gap.map(|gap| gap.window) {
+    let window = match gap.map(|gap| gap.window.clone()) {
         None => (0, demand.size.get()),
         Some(None) => return None,
-        Some(Some(window)) => (window.low, window.high),
+        Some(Some(window)) => (window.start, window.end),
     };
     (window.0 < window.1).then_some(window)
 }

@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{
-    Demand, KindProblem, PlanBudget, PlanCache, PlanError, Planner, Problem, Role,
-};
+use lowtide_planner::{Demand, PlanBudget, PlanCache, PlanError, Planner, Problem, Role};
 
 use super::plans::{instance, planned, planned_for};
 use super::random::{self, Gaps, Random};
@@ -115,20 +113,17 @@ fn what_segments_cannot_have_is_refused_by_name() {
 fn kinds_are_planned_together_each_within_its_own_segments() {
     for seed in 0..SMALL / 3 {
         let limits = [None, Some(ByteSize::new(6)), Some(ByteSize::new(9))];
-        let kinds: Vec<KindProblem> = (0..)
-            .zip(limits)
-            .map(|(number, segment_limit)| {
-                let (problem, _) = random::posed(3 * seed + number, 10, PLAIN);
-                KindProblem { name: format!("kind {number}"), problem, segment_limit }
-            })
-            .collect();
+        let problems = [0, 1, 2].map(|number| random::posed(3 * seed + number, 10, PLAIN).0);
+        let names = ["none", "six", "nine"].into_iter();
+        let kinds: Vec<_> =
+            names.zip(&problems).zip(limits).map(|((name, of), limit)| (name, of, limit)).collect();
         let clock = ManualClock::new();
         let budget = PlanBudget { time: Duration::from_secs(1), nodes: 3_000 };
         let plans = Planner::new(&clock).budget(budget).plan_kinds(&kinds).expect("plans");
-        for (kind, plan) in kinds.iter().zip(&plans) {
-            plan.verify(&kind.problem).expect("its own plan");
-            let limit = kind.segment_limit.map(ByteSize::get);
-            assert_eq!(plan.peak(), planned_for(&kind.problem, 1_000, limit).peak());
+        for ((_, problem, limit), plan) in kinds.iter().zip(&plans) {
+            plan.verify(problem).expect("its own plan");
+            let limit = limit.map(ByteSize::get);
+            assert_eq!(plan.peak(), planned_for(problem, 1_000, limit).peak());
         }
     }
 }
@@ -139,16 +134,14 @@ fn what_is_wrong_in_a_kind_names_the_kind() {
     let fixed = Demand { offset: Some(16), ..Demand::new("fixed", ByteSize::new(8), 0..3) };
     problem.add(fixed).expect("it can be posed");
     let limit = Some(ByteSize::new(32));
-    let kinds = [
-        KindProblem { name: String::from("device"), ..KindProblem::default() },
-        KindProblem { name: String::from("host"), problem, segment_limit: limit },
-    ];
+    let empty = Problem::new();
+    let kinds = [("device", &empty, None), ("host", &problem, limit)];
     let clock = ManualClock::new();
     let mut planner = Planner::new(&clock);
     let found = planner.plan_kinds(&kinds).expect_err("no place for it").to_string();
     assert!(found.starts_with("memory kind host: fixed: "), "{found}");
     // The planner is as it was: no segments, all of its budget.
-    assert_eq!(planner.plan(&kinds[1].problem).expect("a plan").peak(), ByteSize::new(24));
+    assert_eq!(planner.plan(kinds[1].1).expect("a plan").peak(), ByteSize::new(24));
 }
 
 #[test]
@@ -299,7 +292,8 @@ fn a_cache_has_a_sound_plan_for_whatever_comes_and_memory_for_all_of_them() {
 
 #[test]
 fn two_kinds_of_one_name_are_refused() {
-    let kind = || KindProblem { name: String::from("device"), ..KindProblem::default() };
+    let empty = Problem::new();
+    let kind = || ("device", &empty, None);
     let clock = ManualClock::new();
     let found = Planner::new(&clock).plan_kinds(&[kind(), kind()]).expect_err("twice");
     assert_eq!(found, PlanError::KindTwice { name: String::from("device") });

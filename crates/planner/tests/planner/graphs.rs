@@ -153,13 +153,16 @@ fn joint(
     align: u64,
     kinds: &[(&str, Option<ByteSize>)],
 ) -> (Vec<Plan>, Vec<BufferId>) {
-    let (kinds, ids) = model.graph.kinds(align, kinds).expect("a graph that can be posed");
+    let count = u32::try_from(kinds.len()).expect("few");
+    let (problems, ids) = model.graph.kinds(align, count).expect("a graph that can be posed");
+    let kinds = kinds.iter().zip(&problems);
+    let kinds: Vec<_> = kinds.map(|((name, limit), of)| (*name, of, *limit)).collect();
     let clock = ManualClock::new();
     let budget = PlanBudget { time: Duration::from_secs(1), nodes: 2_000 };
     let mut planner = Planner::new(&clock).budget(budget);
     let plan = planner.plan_kinds(&kinds).expect("kinds that have plans");
-    for (plan, kind) in plan.iter().zip(&kinds) {
-        plan.verify(&kind.problem).expect("its own plan");
+    for (plan, problem) in plan.iter().zip(&problems) {
+        plan.verify(problem).expect("its own plan");
     }
     (plan, ids)
 }

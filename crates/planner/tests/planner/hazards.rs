@@ -4,9 +4,7 @@
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{
-    Bump, Demand, Graph, KindProblem, Plan, PlanError, Planner, Problem, Role, ValueId,
-};
+use lowtide_planner::{Bump, Demand, Graph, Plan, PlanError, Planner, Problem, Role, ValueId};
 
 use super::peer_segments;
 use super::plans::{planned, planned_for};
@@ -180,20 +178,21 @@ fn a_node_is_in_the_kind_of_memory_that_was_asked_for() {
     let y = graph.node("y", bytes(16), &[x], true);
     graph.set_kind(y, 1);
     graph.keep(y);
-    let named = [("device", None), ("host", None)];
-    let (kinds, _) = graph.kinds(8, &named).expect("two kinds");
+    let (problems, _) = graph.kinds(8, 2).expect("two kinds");
+    let kinds = [("device", &problems[0], None), ("host", &problems[1], None)];
     let clock = ManualClock::new();
     let plans = Planner::new(&clock).plan_kinds(&kinds).expect("plans");
     let peaks: Vec<_> = plans.iter().map(|plan| plan.peak().get()).collect();
     assert_eq!(peaks, [16, 16]);
-    let found = graph.kinds(8, &named[..1]).expect_err("one kind only").to_string();
+    let found = graph.kinds(8, 1).expect_err("one kind only").to_string();
     assert_eq!(found, "y: unknown memory kind 1: expected a number below 1");
 }
 
 /// GGML counts the memory of a type that is listed twice once, and says 0 for the second.
 #[test]
 fn a_kind_of_memory_that_is_listed_twice_is_refused() {
-    let kind = |name: &str| KindProblem { name: String::from(name), ..KindProblem::default() };
+    let empty = Problem::new();
+    let kind = |name| (name, &empty, None);
     let clock = ManualClock::new();
     let kinds = [kind("host"), kind("device"), kind("host")];
     let found = Planner::new(&clock).plan_kinds(&kinds).expect_err("twice");

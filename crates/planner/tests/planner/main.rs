@@ -23,7 +23,7 @@ use std::time::Duration;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
 use lowtide_planner::{
-    ByteWindow, Demand, Gap, LifetimeEnds, PlanBudget, PlanCache, PlanError, Planner, Problem, Role,
+    Demand, Gap, LifetimeEnds, PlanBudget, PlanCache, PlanError, Planner, Problem, Role,
 };
 use plans::{instance, planned, planned_for};
 use random::{Gaps, Kind};
@@ -203,7 +203,7 @@ fn files_read_as_they_were_written() {
     let gap = |span, window| Gap { span, window };
     let expected = Demand {
         align: 8,
-        gaps: vec![gap(-2..-1, Some(ByteWindow { low: 0, high: 4 })), gap(1..3, None)],
+        gaps: vec![gap(-2..-1, Some(0..4)), gap(1..3, None)],
         ..Demand::new("x", ByteSize::new(16), -3..5)
     };
     assert_eq!(read.demands(), [expected]);

@@ -3,7 +3,7 @@
 //! Invariant: the same seed gives the same problem; every problem can be posed.
 
 use lowtide_planner::ByteSize;
-use lowtide_planner::{ByteWindow, Demand, Gap, Problem, Role};
+use lowtide_planner::{Demand, Gap, Problem, Role};
 
 /// The features that a problem may have in addition to sizes and lifetimes.
 #[expect(clippy::struct_excessive_bools, reason = "each may be there without the others")]
@@ -83,7 +83,7 @@ pub(crate) fn posed(seed: u64, most: u64, kind: Kind) -> (Problem, Vec<Share>) {
             let span = start..random.step(start, live.end);
             let low = random.below(size + 1);
             let low = if random.below(2) == 0 { 0 } else { low };
-            let window = ByteWindow { low, high: low + random.below(size - low + 1) };
+            let window = low..low + random.below(size - low + 1);
             let window = (kind.gaps == Gaps::Windows && random.below(2) == 0).then_some(window);
             demand.gaps.push(Gap { span, window });
         }

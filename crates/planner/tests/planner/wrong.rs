@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{
-    ByteWindow, Demand, Gap, LifetimeEnds, PlanBudget, PlanError, Planner, Problem, Role,
-};
+use lowtide_planner::{Demand, Gap, LifetimeEnds, PlanBudget, PlanError, Planner, Problem, Role};
 
 use super::plans::planned;
 
@@ -78,10 +76,10 @@ fn what_cannot_be_posed_is_refused_by_name() {
     let gap = |span, window| Demand { gaps: vec![Gap { span, window }], ..plain(2..9) };
     let expected = "c: gap from 1 until 3: expected a gap within 2 to 9";
     assert_eq!(refused(gap(1..3, None)), expected);
-    let window = Some(ByteWindow { low: 4, high: 9 });
-    assert_eq!(refused(gap(3..4, window)), "c: window 4:9: expected a window within its 8 bytes");
+    let window = Some(4..9);
+    assert_eq!(refused(gap(3..4, window)), "c: window 4..9: expected a window within its 8 bytes");
     let fixed = Demand { align: 4, offset: Some(6), ..plain(0..9) };
-    assert_eq!(refused(fixed), "c: fixed offset 6: expected a multiple of 4");
+    assert_eq!(refused(fixed), "c at 6: expected a multiple of 4");
     let huge = Demand { size: ByteSize::new(u64::MAX >> 2), ..plain(0..9) };
     assert!(refused(huge).contains("exceeds the total size limit: expected at most"));
     let far = Demand { offset: Some(u64::MAX), ..plain(0..9) };
@@ -123,17 +121,21 @@ fn fixed_offsets_that_contradict_each_other_are_refused_by_name() {
         problem.add(Demand { offset: Some(offset), ..demand }).expect("it can be posed");
     }
     let found = Planner::new(&ManualClock::new()).plan(&problem).expect_err("they overlap");
-    assert_eq!(found.to_string(), "b: fixed offset 4 overlaps a, which is also live at step 3");
+    assert_eq!(found.to_string(), "b at 4 and a at 0 overlap at step 3");
 }
 
 #[test]
 fn a_wrong_file_is_refused_with_the_line() {
     let cases: [(&str, u64, &str); 13] = [
-        ("", 1, "unknown column \"\": expected id, lower, upper, size, alignment, offset, gaps"),
-        ("id,lower,upper\n", 1, "missing column size"),
-        ("id,lower,upper,end,size\n", 1, "duplicate column end"),
-        ("id,lower,upper,size\na,0,1\n", 2, "found 3 values: expected 4"),
-        ("id,lower,upper,size\na,0,1,4\nb,0,1,4,5\n", 3, "found 5 values: expected 4"),
+        ("", 1, "invalid column \"\": expected id, lower, upper, size, alignment, offset, gaps"),
+        ("id,lower,upper\n", 1, "invalid header \"id,lower,upper\": expected a column size"),
+        ("id,lower,upper,end,size\n", 1, "invalid column \"end\": expected each at most once"),
+        ("id,lower,upper,size\na,0,1\n", 2, "invalid number of values \"3\": expected 4"),
+        (
+            "id,lower,upper,size\na,0,1,4\nb,0,1,4,5\n",
+            3,
+            "invalid number of values \"5\": expected 4",
+        ),
         (
             "id,lower,upper,size\na,x,1,4\n",
             2,

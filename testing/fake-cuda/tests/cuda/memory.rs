@@ -14,7 +14,7 @@ use lowtide::memory::{DeviceSelector, StartError};
 use lowtide::{ByteSize, Memory};
 use lowtide_fake_cuda::{Fake, Options};
 use lowtide_gpu::driver::Backend;
-use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
+use lowtide_gpu::driver::cuda::{self, CudaDriver, CudaOptions, PoolGovernor};
 use lowtide_gpu::{Region, SleepOptions};
 
 use support::Tree;
@@ -201,8 +201,9 @@ fn the_host_is_taken_where_it_is_asked_for() {
 #[test]
 fn a_memory_gives_back_what_a_governed_pool_keeps() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
-    let options = GovernorOptions { decay: DecayTime::AtOnce, ..GovernorOptions::default() };
-    let governor = Arc::new(PoolGovernor::open(options).expect("a governor"));
+    let first = cuda::DeviceChoice::Ordinal(0);
+    let governor = PoolGovernor::open(first, None, DecayTime::AtOnce);
+    let governor = Arc::new(governor.expect("a governor"));
     let memory = Memory::builder()
         .device(DeviceChoice::None)
         .metrics_interval(Duration::from_millis(10))

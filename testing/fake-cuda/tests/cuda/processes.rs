@@ -161,7 +161,7 @@ fn each_device_has_a_list_of_its_own_and_a_failure_is_of_one() {
     fake.fail(LIST, 1, 4);
     let lists = memory.devices().processes();
     let error = lists[0].error.as_deref().expect("refused");
-    assert!(error.contains("NVML_ERROR_NO_PERMISSION"), "{error}");
+    assert!(error.contains("expected a user with access"), "{error}");
     assert_eq!((lists[0].used, lists[1].processes.len()), (None, 2));
     assert_eq!(notes(&memory), 0, "of one device");
     // NVML is opened again after a failure.
@@ -188,7 +188,7 @@ fn a_driver_that_does_not_match_its_library_is_one_informational_diagnostic() {
         fake.fail(c"nvmlInit_v2", 1, 18);
         for list in memory.devices().processes() {
             let error = list.error.expect("a mismatch");
-            assert!(error.contains("NVML_ERROR_LIB_RM_VERSION_MISMATCH"), "{error}");
+            assert!(error.contains("version mismatch"), "{error}");
         }
         assert_eq!(notes(&memory), 1);
     }

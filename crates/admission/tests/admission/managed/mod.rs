@@ -577,8 +577,8 @@ impl Clock for Hasty {
         Duration::ZERO
     }
 
-    fn wait_until(&self, _: &Arc<Bell>, _: Moment) -> lowtide_admission::clock::Wake {
-        lowtide_admission::clock::Wake::Deadline
+    fn wait_until(&self, _: &Arc<Bell>, _: Moment) -> bool {
+        false
     }
 }
 

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
-use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment, Wake};
+use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
     Admission, Budget, ByteSize, Cost, Managed, Reclaimable, Reclaimer, RejectReason, Rejected,
     ResourceError, Resources, UnloadReason,
@@ -73,7 +73,7 @@ impl Clock for PausesCounted {
         self.clock.since_epoch()
     }
 
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
         let is_pause = deadline - self.now() == PAUSE;
         self.pauses.fetch_add(u64::from(is_pause), Ordering::SeqCst);
         self.clock.wait_until(bell, deadline)

@@ -90,12 +90,12 @@ fn granules(model: &LayoutModel) -> Vec<Span> {
     let mut granules: Vec<u64> = Vec::new();
     for part in model.parts() {
         if matches!(part.hold, Some(Hold::Moves { .. })) {
-            granules.push(part.span.offset / model.granule());
-            granules.push((part.span.end() - 1) / model.granule());
+            granules.push(part.span.offset / model.granule);
+            granules.push((part.span.end() - 1) / model.granule);
         }
     }
     granules.dedup();
-    let size = model.granule();
+    let size = model.granule;
     granules.into_iter().map(|granule| Span { offset: granule * size, size }).collect()
 }
 
@@ -110,7 +110,7 @@ fn clear(draft: &mut Draft, segments: Option<&[Span]>, candidate: ClearCandidate
     if !movable || !is_as_assessed || bytes > draft.left() {
         return false;
     }
-    let (moves, active, freed) = (draft.moves.len(), draft.model.active(), draft.model.alone(hull));
+    let (moves, active, freed) = (draft.moves.len(), draft.model.active, draft.model.alone(hull));
     // The largest blocks first, because the fewest holes can take them.
     touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
     let mut made_active = 0;
@@ -125,7 +125,7 @@ fn clear(draft: &mut Draft, segments: Option<&[Span]>, candidate: ClearCandidate
             _ => break,
         }
     }
-    let gained = segments.is_some() || draft.model.active() < active;
+    let gained = segments.is_some() || draft.model.active < active;
     let is_cleared = gained && draft.model.touching(candidate.area).is_empty();
     if !is_cleared {
         draft.undo(moves);
@@ -159,7 +159,7 @@ fn hull(blocks: &[ModelBlock]) -> Option<Span> {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
-    use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, plan};
+    use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, PASSES_MAX, plan};
     use super::*;
     use crate::index::End;
     use crate::tests::compact::Chance;
@@ -222,7 +222,8 @@ mod tests {
         for _ in 0..2000 {
             let (parts, segments) = layout(&mut chance);
             let budget = if chance.below(2) == 0 { u64::MAX } else { chance.below(40_000) };
-            let plan = plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget);
+            let target = CompactTarget::Segments(&segments);
+            let plan = plan(&parts, GRANULE, target, budget, PASSES_MAX);
             let active = |blocks: &[Span]| -> Vec<bool> {
                 let touches =
                     |of: &Span, block: &Span| block.offset < of.end() && of.offset < block.end();
@@ -237,7 +238,8 @@ mod tests {
             };
             assert!(is.iter().zip(&was).all(|(is, was)| *was || !is), "one was opened");
             assert_eq!(plan.active, [bytes(&was) / GRANULE, bytes(&is) / GRANULE]);
-            assert!(plan.bytes <= budget && plan.moves.is_empty() == (was == is));
+            let moved: u64 = plan.moves.iter().map(|made| made.size).sum();
+            assert!(moved <= budget && plan.moves.is_empty() == (was == is));
             emptied += u64::from(was != is);
         }
         assert!(emptied > 200, "{emptied} plans emptied something");
@@ -261,7 +263,8 @@ mod tests {
             wall(12_288),
         ];
         let segments = [0, 8192].map(|offset| Span { offset, size: 4096 });
-        let of = |budget| plan(&parts, GRANULE, CompactTarget::Segments(&segments), budget).moves;
+        let target = CompactTarget::Segments(&segments);
+        let of = |budget| plan(&parts, GRANULE, target, budget, PASSES_MAX).moves;
         assert_eq!(of(u64::MAX), [Move { from: 8192, to: 2048, size: 256 }]);
         assert_eq!(of(255), []);
     }

@@ -21,7 +21,7 @@ pub(super) struct ModelBlock {
 /// The blocks and free spans of a region.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LayoutModel {
-    granule: u64,
+    pub(super) granule: u64,
     /// The size and hold of each block, by offset.
     blocks: BTreeMap<u64, (u64, Hold)>,
     /// The size of each free span, by offset.
@@ -30,7 +30,8 @@ pub(super) struct LayoutModel {
     by_size: [BTreeSet<(u64, u64)>; 2],
     /// The wall, which no block passes.
     wall: Option<u64>,
-    active: u64,
+    /// The number of granules that a block touches.
+    pub(super) active: u64,
 }
 
 impl LayoutModel {
@@ -49,15 +50,6 @@ impl LayoutModel {
             }
         }
         model
-    }
-
-    pub(super) const fn granule(&self) -> u64 {
-        self.granule
-    }
-
-    /// Returns the number of granules that a block touches.
-    pub(super) const fn active(&self) -> u64 {
-        self.active
     }
 
     /// Returns the largest free span; of equal ones the lowest.

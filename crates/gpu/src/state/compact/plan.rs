@@ -17,7 +17,7 @@
 //! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
 //! they were placed from. The plan is good, not optimal: the optimum is a packing problem.
 //!
-//! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
+//! Invariants: `sum of move sizes <= budget`; no fewer granules are idle after the moves
 //! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
 //! neither would grow, the plan is empty or a part of one that a larger budget completes.
 
@@ -136,8 +136,6 @@ impl Move {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CompactPlan {
     pub(crate) moves: Vec<Move>,
-    /// The bytes that are moved. A slide counts once.
-    pub(crate) bytes: u64,
     /// The granules that a block touches, or whose segment a block touches, before and after.
     pub(crate) active: [u64; 2],
     /// The largest free span, before and after.
@@ -147,38 +145,20 @@ pub(crate) struct CompactPlan {
 /// Plans a compaction of a region. Its parts are in address order and tile the region.
 ///
 /// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
-/// something.
+/// something. With fewer `passes`, the gain is a lower bound of what more would gain.
 pub(crate) fn plan(
     parts: &[LayoutPart],
     granule: u64,
     target: CompactTarget<'_>,
     budget: u64,
-) -> CompactPlan {
-    plan_in(PASSES_MAX, parts, granule, target, budget)
-}
-
-/// Returns a lower bound of the gain of a plan without a budget: makes a plan with few passes.
-pub(crate) fn outlook(
-    parts: &[LayoutPart],
-    granule: u64,
-    target: CompactTarget<'_>,
-) -> CompactPlan {
-    plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
-}
-
-fn plan_in(
     passes: usize,
-    parts: &[LayoutPart],
-    granule: u64,
-    target: CompactTarget<'_>,
-    budget: u64,
 ) -> CompactPlan {
     debug_assert!(granule.is_power_of_two());
     let model = LayoutModel::new(parts, granule);
     let mut draft = Draft { model, moves: Vec::new(), bytes: 0, budget, passes };
     let active = |model: &LayoutModel| match target {
         CompactTarget::Segments(segments) => granules::active_bytes(model, segments) / granule,
-        CompactTarget::Granules | CompactTarget::Contiguous(_) => model.active(),
+        CompactTarget::Granules | CompactTarget::Contiguous(_) => model.active,
     };
     let before = [active(&draft.model), draft.largest()];
     match target {
@@ -193,7 +173,7 @@ fn plan_in(
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
     let active = [before[0], active(&draft.model)];
     let largest = [before[1], draft.largest()];
-    CompactPlan { bytes: draft.bytes, moves: draft.moves, active, largest }
+    CompactPlan { moves: draft.moves, active, largest }
 }
 
 /// A plan in the making.
@@ -207,10 +187,10 @@ pub(super) struct Draft {
 }
 
 /// The maximum number of passes over all blocks. A guess.
-const PASSES_MAX: usize = 64;
+pub(crate) const PASSES_MAX: usize = 64;
 
 /// The number of passes if only the gain is of interest. A guess: the first gains most of it.
-const OUTLOOK_PASSES: usize = 1;
+pub(crate) const OUTLOOK_PASSES: usize = 1;
 
 /// The maximum number of copies for one block. A slide by a tiny part of the block takes a driver
 /// call for each such part, and gains no more than that part. A guess: a thousand calls of a few

@@ -103,7 +103,7 @@ fn a_limit_below_a_granule_allows_nothing_and_can_be_raised() {
             Err(true)
         );
         assert_readable(&expected, &["256 B", &limit.to_string()]);
-        assert_eq!(arena.snapshot().alloc_failures_total.limit, 3);
+        assert_eq!(arena.snapshot().alloc_failures_limit_total, 3);
         arena.set_limit(GRANULE);
         assert_usable(&arena);
     }

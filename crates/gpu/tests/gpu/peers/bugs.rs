@@ -50,7 +50,7 @@ fn a_count_times_a_size_that_overflows_is_refused() {
     }
     let two = [(); 2].map(|()| raw(&arena, ByteSize::new(1), Region::Dynamic).expect("room"));
     assert_apart(two);
-    assert_eq!(arena.snapshot().alloc_failures_total.addresses, 12);
+    assert_eq!(arena.snapshot().alloc_failures_addresses_total, 12);
     arena.reset().expect("here");
     assert_usable(&arena);
 }
@@ -316,7 +316,7 @@ fn the_figures_that_were_missing_are_there_and_right() {
     assert!(raw(&arena, ByteSize::mib(255), Region::Stable).is_err());
     assert!(raw(&arena, ByteSize::mib(257), Region::Dynamic).is_err());
     let snapshot = arena.snapshot();
-    let by_reason = snapshot.alloc_failures_total.by_reason();
+    let by_reason = snapshot.alloc_failures();
     assert_eq!(by_reason, [("limit", 2), ("device", 0), ("addresses", 1), ("driver", 0)]);
     assert_eq!(snapshot.retained(), snapshot.committed.saturating_sub(ByteSize::mib(2)));
     assert_eq!(snapshot.largest_free, ByteSize::mib(20));

@@ -69,7 +69,7 @@ fn allocations_and_deallocations(config: ArenaConfig) {
     });
     let refused = raw(&arena, ByteSize::new((1 << 30) + 1), Region::Dynamic).expect_err("1 GiB");
     assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
-    assert_eq!(arena.snapshot().alloc_failures_total.limit, 1);
+    assert_eq!(arena.snapshot().alloc_failures_limit_total, 1);
     blocks.extend(some(128));
     assert_apart(blocks.iter().copied());
     arena.validate();

@@ -233,7 +233,7 @@ impl Model {
         let count = (with_bytes + self.raw.len()) as u64;
         assert_eq!(snapshot.allocs_total - snapshot.frees_total, count);
         assert_eq!(snapshot.reserves_total, self.reserves);
-        assert_eq!(snapshot.alloc_failures_total.driver, 0);
+        assert_eq!(snapshot.alloc_failures_driver_total, 0);
         let allowed = snapshot.limit.max(self.committed);
         assert!(snapshot.committed <= allowed, "{snapshot:?}");
         self.committed = snapshot.committed;

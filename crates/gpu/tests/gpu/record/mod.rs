@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimOptions, sample};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Bell, Clock, ManualClock, Moment, Wake};
+use lowtide_gpu::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{Driver, StreamHandle};
 use lowtide_gpu::record::Recorder;
@@ -415,7 +415,7 @@ impl Clock for CountingClock {
         self.clock.since_epoch()
     }
 
-    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
         self.clock.wait_until(bell, deadline)
     }
 }

@@ -49,7 +49,7 @@ fn where_the_device_is_full_idle_segments_go_and_a_pool_is_trimmed() {
         assert_eq!((bed.figures(), bed.on_device()), ([30, 30, 30], [30, 30]));
         let refused = bed.dynamic(4).expect_err("the device is full");
         assert!(refused.is_out_of_memory(), "{refused}");
-        assert_eq!(bed.snapshot().alloc_failures_total.device, 1);
+        assert_eq!(bed.snapshot().alloc_failures_device_total, 1);
         bed.sim.set_neighbours(ByteSize::mib(2));
         assert!(bed.stable(1).is_err());
         drop((live, large));

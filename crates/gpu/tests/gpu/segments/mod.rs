@@ -220,7 +220,7 @@ fn a_segment_that_is_refused_leaves_nothing_behind() {
     let bed = Bed::plain();
     bed.sim.fail_nth(Some(Call::Alloc), 0, SimError::Unknown);
     assert!(matches!(bed.dynamic(4), Err(DeviceError::Driver(_))));
-    assert_eq!((bed.figures(), bed.snapshot().alloc_failures_total.driver), ([0; 3], 1));
+    assert_eq!((bed.figures(), bed.snapshot().alloc_failures_driver_total), ([0; 3], 1));
     drop(bed.dynamic(4).expect("the next is not"));
     bed.end();
 }

@@ -16,7 +16,7 @@ use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, Moment};
 use lowtide::decay::DecayTime;
 use lowtide_fake_cuda::{Fake, Options};
-use lowtide_gpu::driver::cuda::{CudaDriver, GovernorOptions, PoolGovernor};
+use lowtide_gpu::driver::cuda::{CudaDriver, DeviceChoice, PoolGovernor};
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StreamHandle};
 use lowtide_gpu::{DeviceError, Lane, Region, SleepOptions};
 
@@ -376,8 +376,8 @@ fn imported_memory_that_a_graph_captured_is_released_after_the_graph() {
 #[test]
 fn a_governor_spoils_no_capture_in_the_background() {
     let fake = Fake::start(Options { devices: 1, ..LAZY });
-    let options = GovernorOptions { decay: DecayTime::AtOnce, ..GovernorOptions::default() };
-    let governor = PoolGovernor::open(options).expect("a governor");
+    let governor = PoolGovernor::open(DeviceChoice::Ordinal(0), None, DecayTime::AtOnce);
+    let governor = governor.expect("a governor");
     let context = CudaContext::new(0).expect("a context");
     let (stream, capturing) = (foreign(&context), foreign(&context));
     drop(stream.clone_htod(&[1_u8; 1 << 16]).expect("memory"));

@@ -15,9 +15,7 @@ use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
 use lowtide_fake_cuda::{Fake, Guard, Options};
-use lowtide_gpu::driver::cuda::{
-    CudaDriver, CudaOptions, DeviceChoice, GovernorOptions, PoolGovernor,
-};
+use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions, DeviceChoice, PoolGovernor};
 use lowtide_gpu::driver::{Backend, Driver as _, DriverError};
 use lowtide_gpu::{ArenaConfig, DeviceArena, Region};
 use tracing_subscriber::Layer;
@@ -35,8 +33,15 @@ fn seconds(count: u64) -> Moment {
     Moment::ORIGIN + Duration::from_secs(count)
 }
 
+const FIRST: DeviceChoice = DeviceChoice::Ordinal(0);
+const DECAY: DecayTime = DecayTime::from_millis(5_000);
+
+fn try_open() -> Result<PoolGovernor, DriverError> {
+    PoolGovernor::open(FIRST, None, DECAY)
+}
+
 fn open() -> PoolGovernor {
-    PoolGovernor::open(GovernorOptions::default()).expect("a governor")
+    try_open().expect("a governor")
 }
 
 fn stream() -> (Arc<CudaContext>, Arc<CudaStream>) {
@@ -65,8 +70,7 @@ fn held(governor: &PoolGovernor) -> ByteSize {
 fn a_limit_makes_cudarcs_allocations_fail_and_a_free_makes_room() {
     let fake = Fake::start(LAZY);
     let limit = Some(units(8));
-    let options = GovernorOptions { limit, ..GovernorOptions::default() };
-    let governor = PoolGovernor::open(options).expect("a governor");
+    let governor = PoolGovernor::open(FIRST, limit, DECAY).expect("a governor");
     let (context, stream) = stream();
     let mut slices: Vec<_> =
         (0..8).map(|_| alloc(&stream, UNIT).expect("within the limit")).collect();
@@ -116,8 +120,7 @@ fn what_nobody_uses_goes_after_the_decay_time_and_what_is_used_stays() {
 fn a_trim_gives_back_what_was_freed_and_never_waited_for() {
     let fake = Fake::start(LAZY);
     for decay in [DecayTime::Never, DecayTime::AtOnce] {
-        let options = GovernorOptions { decay, ..GovernorOptions::default() };
-        let governor = PoolGovernor::open(options).expect("a governor");
+        let governor = PoolGovernor::open(FIRST, None, decay).expect("a governor");
         let (context, stream) = stream();
         drop(alloc(&stream, 3 * UNIT).expect("memory"));
         assert_eq!(held(&governor), units(3));
@@ -264,10 +267,10 @@ fn a_pool_with_live_memory_is_left_and_counted_and_its_contents_hold() {
 fn a_device_has_one_governor() {
     let fake = Fake::start(LAZY);
     let governor = open();
-    let error = PoolGovernor::open(GovernorOptions::default()).expect_err("one is enough");
+    let error = try_open().expect_err("one is enough");
     assert_eq!(error, DriverError::Governed { device: 0 });
     let device = DeviceChoice::Ordinal(1);
-    let other = PoolGovernor::open(GovernorOptions { device, ..GovernorOptions::default() });
+    let other = PoolGovernor::open(device, None, DECAY);
     drop(other.expect("another device"));
     drop(governor);
     drop(open());
@@ -315,7 +318,7 @@ fn a_listener_that_panics_fails_neither_the_start_nor_the_end_of_a_governor() {
     let fake = Fake::start(LAZY);
     let (context, stream) = stream();
     let before = current();
-    let opened = listened(|| PoolGovernor::open(GovernorOptions::default()));
+    let opened = listened(try_open);
     drop(opened.expect("the listener's panic is not the governor's"));
     assert_eq!((current(), fake.numbers(0).pools), (before, 0));
     let governor = open();
@@ -375,8 +378,7 @@ fn what_bypasses_the_pool_is_seen() {
 fn a_device_without_pools_and_a_driver_without_limits_say_so() {
     let fake = Fake::start(Options { driver_version: 12_010, ..LAZY });
     let limit = Some(units(8));
-    let limited = GovernorOptions { limit, ..GovernorOptions::default() };
-    let error = PoolGovernor::open(limited).expect_err("no limits");
+    let error = PoolGovernor::open(FIRST, limit, DECAY).expect_err("no limits");
     assert_eq!(error, DriverError::NoPoolLimit { limit: units(8), driver_version: 12_010 });
     for text in ["12.1", "12.2", "512"] {
         assert!(error.to_string().contains(text), "{error}");
@@ -387,7 +389,7 @@ fn a_device_without_pools_and_a_driver_without_limits_say_so() {
         (Options::NO_POOL_CREATE, "the driver does not support cuMemPoolCreate".to_owned()),
     ] {
         fake.reset(Options { flags, ..LAZY });
-        let error = PoolGovernor::open(GovernorOptions::default()).expect_err("no pool of ours");
+        let error = try_open().expect_err("no pool of ours");
         let DriverError::CurrentPool { device: 0, cause } = &error else { panic!("{error}") };
         assert_eq!(cause.to_string(), what);
         assert_eq!(fake.retains(0), 0);
@@ -395,8 +397,7 @@ fn a_device_without_pools_and_a_driver_without_limits_say_so() {
     }
     fake.reset(LAZY);
     let device = DeviceChoice::Ordinal(9);
-    let options = GovernorOptions { device, ..GovernorOptions::default() };
-    let error = PoolGovernor::open(options).expect_err("no such device");
+    let error = PoolGovernor::open(device, None, DECAY).expect_err("no such device");
     let absent = DriverError::NoSuchDevice { ordinal: 9, count: 2 };
     assert_eq!(error, absent);
     fake.assert_clean();
@@ -408,14 +409,13 @@ fn a_limit_that_leaves_no_room_is_refused_by_name() {
     let fake = Fake::start(LAZY);
     let unit = ByteSize::kib(64);
     for requested in [ByteSize::ZERO, ByteSize::new(1), ByteSize::new(unit.get() - 1)] {
-        let options = GovernorOptions { limit: Some(requested), ..GovernorOptions::default() };
-        let error = PoolGovernor::open(options).expect_err("too little");
+        let error = PoolGovernor::open(FIRST, Some(requested), DECAY).expect_err("too little");
         assert_eq!(error, DriverError::PoolLimit { requested, unit });
         assert!(error.to_string().contains(&requested.to_string()), "{error}");
         assert_eq!(fake.retains(0), 0);
     }
-    let options = GovernorOptions { limit: Some(unit), ..GovernorOptions::default() };
-    drop(PoolGovernor::open(options).expect("the least that there may be"));
+    let least = PoolGovernor::open(FIRST, Some(unit), DECAY);
+    drop(least.expect("the least that there may be"));
     fake.assert_clean();
 }
 
@@ -442,7 +442,7 @@ const CALLS: [&CStr; 17] = [
 
 /// As a thread without a context, but for what cudarc does.
 fn life(stream: &Arc<CudaStream>) -> Result<(), DriverError> {
-    let governor = PoolGovernor::open(GovernorOptions::default())?;
+    let governor = try_open()?;
     drop(alloc(stream, UNIT));
     let outcomes = [
         governor.report(ByteSize::ZERO).map(drop),
@@ -501,7 +501,7 @@ fn fails(fake: &Guard, name: &CStr, (nth, code): (u64, u32)) {
     }
     assert_eq!(fake.faults(), "", "{told}");
     drop((stream, context));
-    drop(PoolGovernor::open(GovernorOptions::default()).expect("the next one"));
+    drop(try_open().expect("the next one"));
 }
 
 #[test]
