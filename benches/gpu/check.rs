@@ -1,75 +1,35 @@
 //! The program that checks a GPU, over the fake library: the time until its torture finds a missing
 //! wait between lanes, whether killed parts leave the results of the others, and its size.
-//!
-//! This process starts itself for a part: [`child`].
 
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
-use clap::Parser as _;
 use lowtide::BoxError;
-use lowtide_fake_cuda::{Fake, Options};
+use lowtide_fake_cuda::Fake;
 use lowtide_gpu::clock::{Clock as _, SystemClock};
 
 use crate::common::figures::{Figures, count};
 
-#[allow(dead_code, reason = "its start is not called here")]
-#[path = "../../crates/gpu/examples/gpu_check.rs"]
-pub(crate) mod program;
+#[allow(dead_code, reason = "tests use more of it")]
+#[path = "../../testing/fake-cuda/tests/cuda/gpu_check/support.rs"]
+mod support;
 
-use program::report::{Ended, Report};
-use program::{Args, check, check_apart};
-
-/// The first argument of a child process.
-const CHILD: &str = "--gpu-check";
-
-/// Sizes that the fake, which moves byte by byte, handles quickly.
-const SMALL: &[&str] = &[
-    "gpu_check",
-    "--handle=64KiB",
-    "--repetitions=2",
-    "--pair-size=64KiB",
-    "--pairs=20",
-    "--batches=4",
-    "--compact-size=1MiB",
-    "--compact-block=128KiB",
-    "--torture-size=16MiB",
-    "--torture-block=256KiB",
-];
-
-fn device(order: u32, seed: u64) -> Options {
-    let (capacity, granularity) = (1 << 30, 64 << 10);
-    Options { order, seed, capacity, granularity, devices: 1, ..Options::default() }
-}
-
-/// Runs a part if this process was started for one.
-pub(crate) fn child() -> Option<ExitCode> {
-    if std::env::args().nth(1)? != CHILD {
-        return None;
-    }
-    let args = Args::parse_from(std::env::args().skip(1));
-    let _fake = Fake::start(device(2, 0));
-    let mut out = std::io::stdout();
-    Some(ExitCode::from(program::child(&args, args.child?, &mut Report::records(&mut out))))
-}
+pub(crate) use support::{child, program};
+use support::{random, run, run_apart};
 
 /// Measures the seconds until a run finds that every tenth wait of a stream for an event is
 /// missing: the most of ten seeds.
 pub(crate) fn torture(figures: &mut Figures) -> Result<(), BoxError> {
     let mut worst = 0.0_f64;
     for seed in 1..=10 {
-        let fake = Fake::start(device(1, seed));
+        let fake = Fake::start(random(seed));
         fake.drop_waits(10);
-        let run_seed = format!("--seed={seed}");
-        let more = ["--only=torture", "--torture-seconds=60", &run_seed];
-        let args = Args::try_parse_from(SMALL.iter().copied().chain(more))?;
-        let (mut text, clock) = (Vec::new(), SystemClock::new());
-        let mut report = Report::new(&mut text);
+        let (run_seed, clock) = (format!("--seed={seed}"), SystemClock::new());
         let start = clock.now();
-        check(&args, &mut report);
+        let more = ["--only=torture", "--torture-seconds=60", "--torture-steps=0", &run_seed];
+        let (_, text, found) = run(&more);
         worst = worst.max((clock.now() - start).as_secs_f64());
-        if report.figures.get("gpu.torture.wrong_words").is_none_or(|(words, _)| *words == 0.0) {
-            let text = String::from_utf8_lossy(&text);
+        if found.get("gpu.torture.wrong_words").is_none_or(|words| *words == 0.0) {
             return Err(format!("seed {seed}: not found; {text}").into());
         }
     }
@@ -79,35 +39,23 @@ pub(crate) fn torture(figures: &mut Figures) -> Result<(), BoxError> {
 
 /// Measures the share of the other parts that ran and left a figure, while four ended badly.
 pub(crate) fn killed(figures: &mut Figures) -> Result<(), BoxError> {
-    let more = [
+    let (_, _, found) = run_apart(&[
         "--only=pair,lanes,decay,remap,compact,torture",
         "--plant=abort=pair,hang=lanes,panic=decay,lose=remap",
         "--deadline=lanes=5s",
         "--torture-steps=200",
-    ];
-    let all: Vec<&str> = SMALL.iter().copied().chain(more).collect();
-    let args = Args::try_parse_from(&all)?;
-    let mut text = Vec::new();
-    let mut report = Report::new(&mut text);
-    let start = |part: program::Part| {
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg(CHILD).args(&all[1..]).args(["--child", part.name]);
-        Ok(command)
-    };
-    check_apart(&args, &mut report, &start);
+    ]);
     let others = [
         ("device", "gpu.memory.total_bytes"),
         ("compact", "gpu.compact.copy_rate_ratio"),
         ("torture", "gpu.torture.wrong_words"),
     ];
-    let kept = others.iter().filter(|(name, figure)| {
-        let ran = |(part, ended, _): &(&str, Ended, _)| part == name && *ended == Ended::Ran;
-        report.parts.iter().any(ran) && report.figures.contains_key(*figure)
-    });
-    let kept = count(kept.count() as u64) / count(others.len() as u64);
-    let bad = report.parts.iter().filter(|(_, ended, _)| *ended != Ended::Ran).count();
+    let ran = |part: &str| found.parts.get(part) == Some(&program::report::Ended::Ran);
+    let kept = others.iter().filter(|(part, figure)| ran(part) && found.has(figure)).count();
+    let kept = count(kept as u64) / count(others.len() as u64);
+    let bad = found.parts.keys().filter(|part| !ran(part)).count();
     if bad != 4 {
-        return Err(format!("4 parts should have ended badly: {:?}", report.parts).into());
+        return Err(format!("4 parts should have ended badly: {:?}", found.parts).into());
     }
     figures.at_least("gpu.killed_part.results_kept", kept, "of the others' parts", 1.0);
     Ok(())

@@ -59,7 +59,7 @@ fn part_names() -> Vec<&'static str> {
 
 fn main() -> ExitCode {
     if let Some(code) = check::child() {
-        return code;
+        return ExitCode::from(code);
     }
     common::main(|cli: Cli| {
         let is_wanted =

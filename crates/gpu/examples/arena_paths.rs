@@ -155,6 +155,8 @@ fn fill(
     Ok(())
 }
 
+type Answer<T = ()> = Result<T, DriverError>;
+
 /// A driver that hands out addresses, from this one on, and does nothing else. Its streams and
 /// stores have addresses for numbers.
 #[derive(Debug)]
@@ -190,88 +192,68 @@ unsafe impl Driver for NoDriver {
         }
     }
 
-    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
         Ok(DeviceAddress::new(self.0.fetch_add(size.get(), Ordering::Relaxed)))
     }
 
-    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Answer {
         Ok(())
     }
 
     #[cfg(not(lowtide_reference))]
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
         Ok(())
     }
 
     #[cfg(lowtide_reference)]
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Answer {
         Ok(())
     }
 
     #[cfg(not(lowtide_reference))]
-    unsafe fn decommit(
-        &self,
-        _: DeviceAddress,
-        _: ByteSize,
-        _: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
         Ok(())
     }
 
     #[cfg(lowtide_reference)]
-    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Result<(), DriverError> {
+    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Answer {
         Ok(())
     }
 
-    unsafe fn copy(
-        &self,
-        _: DeviceAddress,
-        _: DeviceAddress,
-        _: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn copy(&self, _: DeviceAddress, _: DeviceAddress, _: ByteSize) -> Answer {
         Ok(())
     }
 
-    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+    fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
         let total = ByteSize::gib(80);
         Ok(Some(DeviceMemory { total, free: total }))
     }
 
-    fn stream_create(&self) -> Result<StreamHandle, DriverError> {
+    fn stream_create(&self) -> Answer<StreamHandle> {
         Ok(StreamHandle::new(self.take()))
     }
 
-    unsafe fn stream_destroy(&self, _: StreamHandle) -> Result<(), DriverError> {
+    unsafe fn stream_destroy(&self, _: StreamHandle) -> Answer {
         Ok(())
     }
 
-    unsafe fn stream_synchronize(&self, _: StreamHandle) -> Result<(), DriverError> {
+    unsafe fn stream_synchronize(&self, _: StreamHandle) -> Answer {
         Ok(())
     }
 
-    fn host_store_create(&self, _: ByteSize) -> Result<HostStore, DriverError> {
+    fn host_store_create(&self, _: ByteSize) -> Answer<HostStore> {
         Ok(HostStore::new(self.take()))
     }
 
-    unsafe fn host_store_destroy(&self, _: HostStore) -> Result<(), DriverError> {
+    unsafe fn host_store_destroy(&self, _: HostStore) -> Answer {
         Ok(())
     }
 
-    unsafe fn offload(
-        &self,
-        _: DeviceAddress,
-        _: StoreSpan,
-        _: StreamHandle,
-    ) -> Result<(), DriverError> {
+    unsafe fn offload(&self, _: DeviceAddress, _: StoreSpan, _: StreamHandle) -> Answer {
         Ok(())
     }
 
-    unsafe fn restore(
-        &self,
-        _: StoreSpan,
-        _: DeviceAddress,
-        _: StreamHandle,
-    ) -> Result<(), DriverError> {
+    unsafe fn restore(&self, _: StoreSpan, _: DeviceAddress, _: StreamHandle) -> Answer {
         Ok(())
     }
 }

@@ -11,12 +11,13 @@ use lowtide_core::bytes::ByteSize;
 /// Declares the calls: the name here, the name in cuda.h, and the guess at its cost: nanoseconds a
 /// call, nanoseconds a handle, nanoseconds a MiB.
 macro_rules! calls {
-    ($($call:ident $name:literal $guess:expr,)*) => {
+    ($($(#[$mark:meta])* $call:ident $name:literal $guess:expr,)*) => {
         /// A call of the CUDA driver.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Call {
             $(
                 #[doc = concat!("`", $name, "`")]
+                $(#[$mark])*
                 $call,
             )*
         }
@@ -31,6 +32,7 @@ macro_rules! calls {
 }
 
 calls! {
+    #[default]
     AddressReserve "cuMemAddressReserve" [3_000, 0, 0],
     AddressFree "cuMemAddressFree" [3_000, 0, 0],
     Create "cuMemCreate" [30_000, 0, 1_000],

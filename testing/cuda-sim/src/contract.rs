@@ -15,14 +15,13 @@ use super::SimDriver;
 use super::call::Call;
 use super::graph::Relaxed;
 use super::memory::Range;
+use super::model::Answer;
 use super::raw::Found;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
     EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
 };
-
-type Answer<T = ()> = Result<T, DriverError>;
 
 /// The calls that are unsafe in the trait.
 impl SimDriver {
@@ -214,6 +213,17 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range
     Ok(Range { at: from.get(), size: size.get() })
 }
 
+/// The calls of the trait that are safe methods of the same name: with the acts that wait for them,
+/// and this thread's capture mode relaxed.
+macro_rules! relaxed {
+    ($($call:ident $name:ident($($argument:ident: $type:ty),*) $(-> $answer:ty)?;)*) => {
+        $(unsafe fn $name(&self, $($argument: $type),*) -> Answer$(<$answer>)? {
+            let _relaxed = self.enter(Call::$call);
+            Self::$name(self, $($argument),*)
+        })*
+    };
+}
+
 // SAFETY: device memory is numbers of the model, with no host pointer to it, and its work is done
 // when the model says so. Host memory is the host driver's.
 unsafe impl Driver for SimDriver {
@@ -232,42 +242,36 @@ unsafe impl Driver for SimDriver {
     }
 
     fn ordinal(&self) -> Option<u32> {
-        self.ordinal
+        self.model().options.ordinal
     }
 
     fn uuid(&self) -> Option<DeviceUuid> {
-        self.uuid
+        self.model().options.uuid
+    }
+
+    relaxed! {
+        AddressFree unreserve(at: DeviceAddress, size: ByteSize);
+        Create commit(at: DeviceAddress, size: ByteSize, handle: ByteSize);
+        Unmap decommit(at: DeviceAddress, size: ByteSize, handle: ByteSize);
+        Map remap(from: DeviceAddress, to: DeviceAddress, size: ByteSize, handle: ByteSize);
+        Copy copy(from: DeviceAddress, to: DeviceAddress, size: ByteSize);
+        StreamDestroy stream_destroy(stream: StreamHandle);
+        StreamWaitEvent stream_wait_event(stream: StreamHandle, event: EventHandle);
+        StreamSynchronize stream_synchronize(stream: StreamHandle);
+        StreamIsCapturing is_capturing(stream: StreamHandle) -> bool;
+        EventDestroy event_destroy(event: EventHandle);
+        EventRecord event_record(event: EventHandle, stream: StreamHandle);
+        EventQuery event_query(event: EventHandle) -> bool;
+        EventSynchronize event_synchronize(event: EventHandle);
+        CopyAsync copy_async(from: DeviceAddress, to: DeviceAddress, size: ByteSize, stream: StreamHandle);
+        HostFree host_store_destroy(store: HostStore);
+        Offload offload(from: DeviceAddress, into: StoreSpan, stream: StreamHandle);
+        Restore restore(from: StoreSpan, to: DeviceAddress, stream: StreamHandle);
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
         let _relaxed = self.enter(Call::AddressReserve);
         self.model().reserve(size)
-    }
-
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
-        let _relaxed = self.enter(Call::AddressFree);
-        Self::unreserve(self, at, size)
-    }
-
-    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let _relaxed = self.enter(Call::Create);
-        Self::commit(self, at, size, handle)
-    }
-
-    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let _relaxed = self.enter(Call::Unmap);
-        Self::decommit(self, at, size, handle)
-    }
-
-    unsafe fn remap(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-        handle: ByteSize,
-    ) -> Answer {
-        let _relaxed = self.enter(Call::Map);
-        Self::remap(self, from, to, size, handle)
     }
 
     fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
@@ -285,11 +289,6 @@ unsafe impl Driver for SimDriver {
         self.model().trim_segments()
     }
 
-    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
-        let _relaxed = self.enter(Call::Copy);
-        Self::copy(self, from, to, size)
-    }
-
     fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
         let _relaxed = self.enter(Call::GetInfo);
         let mut model = self.model();
@@ -299,7 +298,8 @@ unsafe impl Driver for SimDriver {
 
     /// The value of the options: no other process uses the device when its context is created.
     fn context_overhead(&self) -> Option<ByteSize> {
-        Some(self.floor)
+        let options = &self.model().options;
+        Some(options.context_overhead.min(options.capacity))
     }
 
     fn foreign_memory(&self, at: DeviceAddress, size: ByteSize) -> Answer<Option<&'static str>> {
@@ -332,49 +332,9 @@ unsafe impl Driver for SimDriver {
         self.model().stream_create()
     }
 
-    unsafe fn stream_destroy(&self, stream: StreamHandle) -> Answer {
-        let _relaxed = self.enter(Call::StreamDestroy);
-        Self::stream_destroy(self, stream)
-    }
-
-    unsafe fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
-        let _relaxed = self.enter(Call::StreamWaitEvent);
-        Self::stream_wait_event(self, stream, event)
-    }
-
-    unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
-        let _relaxed = self.enter(Call::StreamSynchronize);
-        Self::stream_synchronize(self, stream)
-    }
-
-    unsafe fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
-        let _relaxed = self.enter(Call::StreamIsCapturing);
-        Self::is_capturing(self, stream)
-    }
-
     fn event_create(&self) -> Answer<EventHandle> {
         let _relaxed = self.enter(Call::EventCreate);
         self.model().event_create().map(EventHandle::new)
-    }
-
-    unsafe fn event_destroy(&self, event: EventHandle) -> Answer {
-        let _relaxed = self.enter(Call::EventDestroy);
-        Self::event_destroy(self, event)
-    }
-
-    unsafe fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
-        let _relaxed = self.enter(Call::EventRecord);
-        Self::event_record(self, event, stream)
-    }
-
-    unsafe fn event_query(&self, event: EventHandle) -> Answer<bool> {
-        let _relaxed = self.enter(Call::EventQuery);
-        Self::event_query(self, event)
-    }
-
-    unsafe fn event_synchronize(&self, event: EventHandle) -> Answer {
-        let _relaxed = self.enter(Call::EventSynchronize);
-        Self::event_synchronize(self, event)
     }
 
     fn synchronize(&self) -> Answer {
@@ -382,35 +342,9 @@ unsafe impl Driver for SimDriver {
         self.model().synchronize()
     }
 
-    unsafe fn copy_async(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-        stream: StreamHandle,
-    ) -> Answer {
-        let _relaxed = self.enter(Call::CopyAsync);
-        Self::copy_async(self, from, to, size, stream)
-    }
-
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
         let _relaxed = self.enter(Call::HostAlloc);
         self.store_create(size)
-    }
-
-    unsafe fn host_store_destroy(&self, store: HostStore) -> Answer {
-        let _relaxed = self.enter(Call::HostFree);
-        Self::host_store_destroy(self, store)
-    }
-
-    unsafe fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
-        let _relaxed = self.enter(Call::Offload);
-        Self::offload(self, from, into, stream)
-    }
-
-    unsafe fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
-        let _relaxed = self.enter(Call::Restore);
-        Self::restore(self, from, to, stream)
     }
 
     unsafe fn copy_from_host(

@@ -7,8 +7,8 @@
 
 use super::SimDriver;
 use super::call::Call;
-use super::fault::{Fault, SimError};
-use super::model::{DESTROYED, LogEntry};
+use super::fault::{Fault, Planned, SimError};
+use super::model::DESTROYED;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::ManualClock;
 
@@ -49,7 +49,7 @@ impl SimDriver {
     /// Returns the clock that the calls advance.
     #[must_use]
     pub fn clock(&self) -> ManualClock {
-        self.clock.clone()
+        self.model().options.clock.clone()
     }
 
     /// Returns the number of calls of a kind, including failed ones.
@@ -89,7 +89,7 @@ impl SimDriver {
 
     /// Clears all planned failures.
     pub fn forget_failures(&self) {
-        self.model().planned.forget();
+        self.model().planned = Planned::default();
     }
 
     /// Sets the memory of the device. It may be less than is committed.
@@ -158,22 +158,23 @@ impl SimDriver {
         self.model().queues.unfinished()
     }
 
-    /// Returns the breaches of the contract so far, at most the first thousand.
+    /// Returns the breaches of the contract so far.
     #[must_use]
     pub fn faults(&self) -> Vec<Fault> {
-        self.model().faults.kept().to_vec()
+        self.model().faults.clone()
     }
 
     /// Returns the total number of breaches.
     #[must_use]
     pub fn faults_total(&self) -> u64 {
-        self.model().faults.total
+        self.model().faults.len() as u64
     }
 
     /// Returns how often memory was unmapped while unfinished work referred to it.
     #[must_use]
     pub fn unsafe_unmaps(&self) -> u64 {
-        self.model().faults.unsafe_unmaps
+        let is_meant = |fault: &&Fault| matches!(fault, Fault::UnmapBeforeDone { .. });
+        self.model().faults.iter().filter(is_meant).count() as u64
     }
 
     /// Asserts that the contract was kept, and that every check found its pattern.
@@ -182,8 +183,8 @@ impl SimDriver {
     /// If the contract was broken or a check found different bytes.
     pub fn assert_no_faults(&self) {
         let model = self.model();
-        let faults = model.faults.kept();
-        assert!(faults.is_empty(), "{} breaches of the contract: {faults:?}", model.faults.total);
+        let faults = &model.faults;
+        assert!(faults.is_empty(), "{} breaches of the contract: {faults:?}", faults.len());
         assert_eq!(model.differences, 0, "checks found bytes other than their pattern");
     }
 
@@ -196,7 +197,7 @@ impl SimDriver {
             reserved: model.memory.reserved(),
             handles: model.memory.handles(),
             committed: model.memory.committed(),
-            segments: model.segments.len(),
+            segments: model.segments.table.len(),
             streams: model.queues.live() - model.implicit.len(),
             events: model.events.len(),
             host_stores: model.stores.len(),
@@ -210,19 +211,19 @@ impl SimDriver {
     #[must_use]
     pub fn segment_bytes(&self) -> [ByteSize; 2] {
         let model = self.model();
-        [ByteSize::new(model.segments.bytes()), model.memory.taken()]
+        [ByteSize::new(model.segments.table.values().sum()), model.memory.taken()]
     }
 
-    /// Returns the last entries of the log, as many as the options keep.
+    /// Returns the tags of the host functions that ran, in order.
     #[must_use]
-    pub fn log(&self) -> Vec<LogEntry> {
-        self.model().log()
+    pub fn ran(&self) -> Vec<u64> {
+        self.model().ran.clone()
     }
 
     /// Returns a hash of all calls and all work done so far, in their order.
     #[must_use]
     pub fn log_hash(&self) -> u64 {
-        self.model().log_hash()
+        self.model().log_hash
     }
 
     /// Checks the model's internal consistency. Cost: O(all objects).

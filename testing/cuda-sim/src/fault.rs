@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 
 use super::call::Call;
+use super::memory::Range;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{DeviceAddress, HostStore, StreamHandle};
 
@@ -114,20 +115,16 @@ pub enum Fault {
         stream: Option<StreamHandle>,
         /// The work.
         work: WorkKind,
-        /// The start of the accessed range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
+        /// The range.
+        range: Range,
         /// The first address in the range with no memory behind it.
         bare: DeviceAddress,
     },
     /// Memory was unmapped, or a segment released, while unfinished work referred to it. The fields
     /// name the first such work.
     UnmapBeforeDone {
-        /// The start of the unmapped range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
+        /// The range.
+        range: Range,
         /// The stream of the work.
         stream: StreamHandle,
         /// The work.
@@ -152,54 +149,31 @@ pub enum Fault {
         store: HostStore,
     },
     /// A range was mapped that is partly mapped already.
-    DoubleMap {
-        /// The start of the range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
-    },
+    DoubleMap(Range),
     /// A range was unmapped that is partly bare.
     UnmapBare {
-        /// The start of the range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
+        /// The range.
+        range: Range,
         /// The first bare address.
         bare: DeviceAddress,
     },
     /// An unmap covered only a part of a handle.
     UnmapPart {
-        /// The start of the range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
-        /// The start of the handle's mapping.
-        handle_at: DeviceAddress,
-        /// The size of the handle.
-        handle_size: ByteSize,
+        /// The range.
+        range: Range,
+        /// The handle's mapping.
+        handle: Range,
     },
     /// A call treated several handles as one, or divided a range in another way than its commit.
-    UnmapSeveral {
-        /// The start of the range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
-    },
+    UnmapSeveral(Range),
     /// A reservation was released while memory was mapped in it.
-    UnreserveMapped {
-        /// The start of the reservation.
-        at: DeviceAddress,
-        /// The size of the reservation.
-        size: ByteSize,
-    },
+    UnreserveMapped(Range),
     /// A range is not a reservation, or not inside one.
     NotReserved {
         /// The call.
         call: Call,
-        /// The start of the range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
+        /// The range.
+        range: Range,
     },
     /// A range extends beyond the end of its store.
     OutsideStore {
@@ -219,10 +193,8 @@ pub enum Fault {
     },
     /// A map covered only a part of a handle, or extends beyond its end.
     MapPart {
-        /// The start of the range.
-        at: DeviceAddress,
-        /// The size of the range.
-        size: ByteSize,
+        /// The range.
+        range: Range,
         /// The size of the handle.
         handle_size: ByteSize,
     },
@@ -250,72 +222,44 @@ pub enum Fault {
     },
 }
 
-/// The number of faults kept in full; the rest are only counted.
-const FAULTS_KEPT: usize = 1_000;
-
 /// The most failures that can be planned at once.
 const PLANNED_MAX: usize = 1_000;
 
-/// The faults so far.
-#[derive(Debug, Default)]
-pub(super) struct Faults {
-    kept: Vec<Fault>,
-    pub(super) total: u64,
-    pub(super) unsafe_unmaps: u64,
-}
-
-impl Faults {
-    pub(super) fn add(&mut self, fault: Fault) {
-        self.total += 1;
-        self.unsafe_unmaps += u64::from(matches!(fault, Fault::UnmapBeforeDone { .. }));
-        if self.kept.len() < FAULTS_KEPT {
-            self.kept.push(fault);
-        }
-    }
-
-    pub(super) fn kept(&self) -> &[Fault] {
-        &self.kept
-    }
-}
-
-/// The planned failures.
-#[derive(Debug, Default)]
-pub(super) struct Planned {
-    once: VecDeque<Plan>,
-    always: Vec<(Call, SimError)>,
-}
-
+/// The planned failures of calls, which `K` names.
 #[derive(Debug)]
-struct Plan {
-    call: Option<Call>,
-    /// The number of calls before the failure.
-    left: u64,
-    error: SimError,
+pub struct Planned<K> {
+    /// The call, or any, the number of calls before the failure, and its error.
+    once: VecDeque<(Option<K>, u64, SimError)>,
+    always: Vec<(K, SimError)>,
 }
 
-impl Planned {
-    pub(super) fn once(&mut self, call: Option<Call>, left: u64, error: SimError) {
+impl<K> Default for Planned<K> {
+    fn default() -> Self {
+        Self { once: VecDeque::new(), always: Vec::new() }
+    }
+}
+
+impl<K> Planned<K> {
+    /// Makes a call fail once, after `left` others of its kind; any call with `None`.
+    ///
+    /// # Panics
+    /// If more than a thousand failures are planned.
+    pub fn once(&mut self, call: Option<K>, left: u64, error: SimError) {
         assert!(self.once.len() < PLANNED_MAX, "at most {PLANNED_MAX} failures can be planned");
-        self.once.push_back(Plan { call, left, error });
-    }
-
-    pub(super) fn always(&mut self, call: Call, error: Option<SimError>) {
-        self.always.retain(|(of, _)| *of != call);
-        self.always.extend(error.map(|error| (call, error)));
-    }
-
-    pub(super) fn forget(&mut self) {
-        *self = Self::default();
+        self.once.push_back((call, left, error));
     }
 
     /// Counts a call, and says how it fails, if it does.
-    pub(super) fn of(&mut self, call: Call) -> Option<SimError> {
+    pub fn of<Q: ?Sized>(&mut self, call: &Q) -> Option<SimError>
+    where
+        K: PartialEq<Q>,
+    {
         let mut hit = None;
-        for (at, plan) in self.once.iter_mut().enumerate() {
-            if plan.call.is_none_or(|of| of == call) {
-                match plan.left.checked_sub(1) {
-                    Some(left) => plan.left = left,
-                    None if hit.is_none() => hit = Some((at, plan.error)),
+        for (at, (of, left, error)) in self.once.iter_mut().enumerate() {
+            if of.as_ref().is_none_or(|of| of == call) {
+                match left.checked_sub(1) {
+                    Some(less) => *left = less,
+                    None if hit.is_none() => hit = Some((at, *error)),
                     None => {}
                 }
             }
@@ -324,7 +268,14 @@ impl Planned {
             self.once.remove(at);
             return Some(error);
         }
-        self.always.iter().find(|(of, _)| *of == call).map(|(_, error)| *error)
+        self.always.iter().find(|(of, _)| of == call).map(|(_, error)| *error)
+    }
+}
+
+impl Planned<Call> {
+    pub(super) fn always(&mut self, call: Call, error: Option<SimError>) {
+        self.always.retain(|(of, _)| *of != call);
+        self.always.extend(error.map(|error| (call, error)));
     }
 }
 
@@ -338,23 +289,14 @@ mod tests {
         planned.once(Some(Call::Map), 1, SimError::OutOfMemory);
         planned.once(None, 2, SimError::Unknown);
         let calls = [Call::Map, Call::Create, Call::Map, Call::Map, Call::Map];
-        let hits = calls.map(|call| planned.of(call));
+        let hits = calls.map(|call| planned.of(&call));
         let wanted = [None, None, Some(SimError::OutOfMemory), Some(SimError::Unknown), None];
         assert_eq!(hits, wanted);
         planned.always(Call::Map, Some(SimError::NotSupported));
-        assert_eq!(planned.of(Call::Map), Some(SimError::NotSupported));
-        assert_eq!(planned.of(Call::Map), Some(SimError::NotSupported));
-        assert_eq!(planned.of(Call::Create), None);
+        assert_eq!(planned.of(&Call::Map), Some(SimError::NotSupported));
+        assert_eq!(planned.of(&Call::Map), Some(SimError::NotSupported));
+        assert_eq!(planned.of(&Call::Create), None);
         planned.always(Call::Map, None);
-        assert_eq!(planned.of(Call::Map), None);
-    }
-
-    #[test]
-    fn faults_beyond_those_kept_are_counted() {
-        let mut faults = Faults::default();
-        for _ in 0..FAULTS_KEPT + 5 {
-            faults.add(Fault::CaptureSpoiled { call: Call::EventQuery });
-        }
-        assert_eq!((faults.kept().len(), faults.total), (FAULTS_KEPT, FAULTS_KEPT as u64 + 5));
+        assert_eq!(planned.of(&Call::Map), None);
     }
 }

@@ -16,11 +16,10 @@ use std::marker::PhantomData;
 use std::thread::{self, ThreadId};
 
 use super::call::Call;
-use super::fault::{HandleKind, SimError};
-use super::model::{ILLEGAL_STATE, INVALIDATED, Model};
+use super::fault::HandleKind;
+use super::model::{Answer, ILLEGAL_STATE, INVALIDATED, Model};
 use super::work::Work;
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::DriverError;
 
 /// A capture mode (`CUstreamCaptureMode`): which unsafe calls a capture forbids, and which captures
 /// a thread respects.
@@ -96,16 +95,11 @@ impl Capture {
 pub struct GraphHandle(pub(super) u64);
 
 impl Model {
-    pub(super) fn begin_capture(
-        &mut self,
-        stream: u64,
-        mode: CaptureMode,
-    ) -> Result<(), DriverError> {
-        let call = Call::BeginCapture;
-        self.enter(call, ByteSize::ZERO)?;
-        self.live_stream(call, stream)?;
+    pub(super) fn begin_capture(&mut self, stream: u64, mode: CaptureMode) -> Answer {
+        self.enter(Call::BeginCapture, ByteSize::ZERO)?;
+        self.live_stream(stream)?;
         if self.captures.contains_key(&stream) {
-            return Err(self.fail(call, SimError::Code(ILLEGAL_STATE), ByteSize::ZERO));
+            return Err(self.fail(ILLEGAL_STATE));
         }
         let by = thread::current().id();
         self.captures.insert(stream, Capture { spoiled: false, work: Vec::new(), mode, by });
@@ -113,17 +107,16 @@ impl Model {
     }
 
     /// Fails a call that is unsafe during a capture, if a capture forbids it to this thread.
-    pub(super) fn forbid_unsafe(&mut self, call: Call, code: u32) -> Result<(), DriverError> {
+    pub(super) fn forbid_unsafe(&mut self, code: u32) -> Answer {
         if self.captures.values().any(Capture::forbids) {
-            return Err(self.spoil(call, code, |_, capture| capture.forbids()));
+            return Err(self.spoil(code, |_, capture| capture.forbids()));
         }
         Ok(())
     }
 
-    pub(super) fn end_capture(&mut self, stream: u64) -> Result<GraphHandle, DriverError> {
-        let call = Call::EndCapture;
-        self.enter(call, ByteSize::ZERO)?;
-        self.live_stream(call, stream)?;
+    pub(super) fn end_capture(&mut self, stream: u64) -> Answer<GraphHandle> {
+        self.enter(Call::EndCapture, ByteSize::ZERO)?;
+        self.live_stream(stream)?;
         let code = match self.captures.remove(&stream) {
             Some(capture) if !capture.spoiled => {
                 return Ok(GraphHandle(self.graphs.insert(capture.work)));
@@ -134,29 +127,25 @@ impl Model {
             }
             None => ILLEGAL_STATE,
         };
-        Err(self.fail(call, SimError::Code(code), ByteSize::ZERO))
+        Err(self.fail(code))
     }
 
-    pub(super) fn graph_launch(&mut self, graph: u64, stream: u64) -> Result<(), DriverError> {
-        let call = Call::GraphLaunch;
-        self.enter(call, ByteSize::ZERO)?;
-        self.live_stream(call, stream)?;
-        let Some(work) = self.graphs.get_mut(graph) else {
-            return Err(self.stale(call, HandleKind::Graph, graph));
+    pub(super) fn graph_launch(&mut self, graph: u64, stream: u64) -> Answer {
+        self.enter(Call::GraphLaunch, ByteSize::ZERO)?;
+        self.live_stream(stream)?;
+        let Some(work) = self.graphs.get(graph).cloned() else {
+            return Err(self.stale(HandleKind::Graph, graph));
         };
-        let work = std::mem::take(work);
-        let queued = work.iter().try_for_each(|work| self.queue_again(call, stream, *work));
-        if let Some(place) = self.graphs.get_mut(graph) {
-            *place = work;
-        }
-        queued
+        work.iter().try_for_each(|work| {
+            self.use_task(work);
+            self.queue(stream, *work)
+        })
     }
 
-    pub(super) fn graph_destroy(&mut self, graph: u64) -> Result<(), DriverError> {
-        let call = Call::GraphDestroy;
-        self.enter(call, ByteSize::ZERO)?;
+    pub(super) fn graph_destroy(&mut self, graph: u64) -> Answer {
+        self.enter(Call::GraphDestroy, ByteSize::ZERO)?;
         let Some(work) = self.graphs.remove(graph) else {
-            return Err(self.stale(call, HandleKind::Graph, graph));
+            return Err(self.stale(HandleKind::Graph, graph));
         };
         self.drop_tasks(&work);
         Ok(())

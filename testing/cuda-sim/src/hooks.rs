@@ -6,8 +6,6 @@
 //!
 //! Invariant: each hook runs at most once.
 
-use std::fmt;
-
 use super::SimDriver;
 use super::call::Call;
 use lowtide_core::sync::atomic::{AtomicUsize, Ordering};
@@ -57,11 +55,5 @@ impl SimDriver {
         let mut waiting = lock(&self.hooks.waiting);
         waiting.push((call, nth, Box::new(act)));
         self.hooks.count.store(waiting.len(), Ordering::Release);
-    }
-}
-
-impl fmt::Debug for Hooks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Hooks").field("count", &self.count).finish_non_exhaustive()
     }
 }

@@ -12,17 +12,17 @@
 //! last of them was created.
 #![expect(unsafe_code, reason = "copies read and write host memory by its address")]
 
+use std::fmt::Debug;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Weak};
 
 use super::SimDriver;
 use super::call::Call;
-use super::fault::{Fault, HandleKind, SimError, WorkKind};
+use super::fault::{Fault, HandleKind, WorkKind};
 use super::memory::Range;
-use super::model::Model;
+use super::model::{Answer, Model, NOT_SUPPORTED, OUT_OF_MEMORY};
 use super::raw::Place;
-use super::sparse::{Sparse, index};
-use super::task::HostBytes;
+use super::sparse::{Sparse, blocks, index};
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::host::HostDriver;
 use lowtide_gpu_driver::{
@@ -31,23 +31,13 @@ use lowtide_gpu_driver::{
 };
 
 impl Model {
-    /// Begins an allocation of host memory: fails if the limit is reached.
-    fn enter_host(&mut self, size: ByteSize, memory: HostMemory) -> Result<(), DriverError> {
-        self.enter_host_as(Call::HostAlloc, size, memory)
-    }
-
-    /// As [`Model::enter_host`], for any call that takes host memory.
-    pub(super) fn enter_host_as(
-        &mut self,
-        call: Call,
-        size: ByteSize,
-        memory: HostMemory,
-    ) -> Result<(), DriverError> {
+    /// Begins a call that takes host memory: fails if the limit is reached.
+    pub(super) fn enter_host(&mut self, call: Call, size: ByteSize, memory: HostMemory) -> Answer {
         self.enter(call, size)?;
-        self.charge(call, 0, size);
+        self.charge(0, size);
         if memory == HostMemory::PageLocked {
             if !self.options.page_locked {
-                return Err(self.fail(call, SimError::NotSupported, size));
+                return Err(self.fail(NOT_SUPPORTED));
             }
             let locked = self.host_bytes(Some(memory)).saturating_add(size);
             if locked > self.lock_limit {
@@ -55,17 +45,13 @@ impl Model {
             }
         }
         if self.host_bytes(None).saturating_add(size) > self.host_limit {
-            return Err(self.fail(call, SimError::OutOfMemory, size));
+            return Err(self.fail(OUT_OF_MEMORY));
         }
         Ok(())
     }
 
-    pub(super) fn host_alloc(
-        &mut self,
-        size: ByteSize,
-        memory: HostMemory,
-    ) -> Result<NonNull<u8>, DriverError> {
-        self.enter_host(size, memory)?;
+    pub(super) fn host_alloc(&mut self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        self.enter_host(Call::HostAlloc, size, memory)?;
         let at = HostDriver::new().host_alloc(size, HostMemory::Pageable)?;
         self.host_blocks.insert(at.addr().get(), (size, memory));
         Ok(at)
@@ -78,19 +64,19 @@ impl Model {
         at: NonNull<u8>,
         size: ByteSize,
         memory: HostMemory,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         let call = Call::HostFree;
         self.enter(call, ByteSize::ZERO)?;
-        self.charge(call, 0, size);
+        self.charge(0, size);
         let address = at.addr().get();
         if self.host_blocks.get(&address) != Some(&(size, memory)) {
-            return Err(self.stale(call, HandleKind::HostMemory, address as u64));
+            return Err(self.stale(HandleKind::HostMemory, address as u64));
         }
         let range = Range { at: address as u64, size: size.get() };
         if let Some(copy) = self.host_copies.iter().find(|copy| copy.is_queued_in(range)) {
             let (at, stream) = (DeviceAddress::new(range.at), copy.stream);
             let work = WorkKind::HostCopy;
-            self.faults.add(Fault::HostGoneBeforeDone { at, stream, work });
+            self.faults.push(Fault::HostGoneBeforeDone { at, stream, work });
             self.run_all();
         }
         // SAFETY: an allocation of the host driver: looked up above. Its copies are run, and it has
@@ -108,21 +94,17 @@ impl Model {
             .any(|(&at, (size, _))| Range { at: at as u64, size: size.get() }.holds(part))
     }
 
-    pub(super) fn store_create(&mut self, size: ByteSize) -> Result<HostStore, DriverError> {
+    pub(super) fn store_create(&mut self, size: ByteSize) -> Answer<HostStore> {
         if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
             let at = DeviceAddress::new(0);
             return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
         }
         let memory = self.store_memory(size);
-        self.enter_host(size, memory)?;
+        self.enter_host(Call::HostAlloc, size, memory)?;
         if size.as_usize().is_none() {
-            return Err(self.fail(Call::HostAlloc, SimError::OutOfMemory, size));
+            return Err(self.fail(OUT_OF_MEMORY));
         }
-        let store = self.stores.insert(Sparse::new(size));
-        if memory == HostMemory::Pageable {
-            self.pageable_stores.insert(store);
-        }
-        Ok(HostStore::new(store))
+        Ok(HostStore::new(self.stores.insert((Sparse::new(size), memory))))
     }
 
     /// Returns the kind of memory of the next store: page-locked within the limit.
@@ -138,13 +120,13 @@ impl Model {
 
     /// Returns `true` if a store is not page-locked.
     pub(super) fn is_pageable(&self, store: HostStore) -> bool {
-        self.pageable_stores.contains(&store.get())
+        self.stores.get(store.get()).is_some_and(|store| store.1 == HostMemory::Pageable)
     }
 }
 
 impl SimDriver {
     /// Creates a store, with a ring if it is the first that is not page-locked.
-    pub(super) fn store_create(&self, size: ByteSize) -> Result<HostStore, DriverError> {
+    pub(super) fn store_create(&self, size: ByteSize) -> Answer<HostStore> {
         let store = self.model().store_create(size)?;
         if self.model().is_pageable(store) {
             self.staging.add_store(self);
@@ -153,7 +135,7 @@ impl SimDriver {
     }
 
     /// Destroys a store, after the rings if it is the last that is not page-locked.
-    pub(super) fn store_destroy(&self, store: HostStore) -> Result<(), DriverError> {
+    pub(super) fn store_destroy(&self, store: HostStore) -> Answer {
         let is_pageable = self.model().is_pageable(store);
         if is_pageable {
             // SAFETY: the model records a fault if a copy of a ring is not complete.
@@ -172,12 +154,13 @@ impl SimDriver {
         call: Call,
         (device, span): (DeviceAddress, StoreSpan),
         stream: StreamHandle,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         let mut model = self.model();
         if !model.is_pageable(span.store) {
             return model.transfer(call, stream.get(), device.get(), span);
         }
-        model.check_span(call, span)?;
+        model.call = call;
+        model.check_span(span)?;
         drop(model);
         let place = (device, span.size);
         let at = |offset: u64| span.offset.get() + offset;
@@ -193,22 +176,17 @@ impl SimDriver {
 }
 
 impl Model {
-    fn write_store(&mut self, span: StoreSpan, mut at: u64, mut from: &[u8]) {
-        let Some(store) = self.stores.get_mut(span.store.get()) else { return };
-        while !from.is_empty() {
-            let length = from.len().min(Sparse::left_in_page(index(at)));
-            store.write(index(at), length).copy_from_slice(&from[..length]);
-            (from, at) = (&from[length..], at + length as u64);
+    fn write_store(&mut self, span: StoreSpan, at: u64, from: &[u8]) {
+        let Some((store, _)) = self.stores.get_mut(span.store.get()) else { return };
+        for (done, length) in blocks(from.len() as u64, at, at) {
+            store.write(index(at + done), length).copy_from_slice(&from[index(done)..][..length]);
         }
     }
 
-    fn read_store(&mut self, span: StoreSpan, mut at: u64, mut into: &mut [u8]) {
-        let Some(store) = self.stores.get(span.store.get()) else { return };
-        while !into.is_empty() {
-            let length = into.len().min(Sparse::left_in_page(index(at)));
-            let (part, rest) = into.split_at_mut(length);
-            store.read(index(at), part);
-            (into, at) = (rest, at + length as u64);
+    fn read_store(&mut self, span: StoreSpan, at: u64, into: &mut [u8]) {
+        let Some((store, _)) = self.stores.get(span.store.get()) else { return };
+        for (done, length) in blocks(into.len() as u64, at, at) {
+            store.read(index(at + done), &mut into[index(done)..][..length]);
         }
     }
 }
@@ -225,9 +203,11 @@ impl SimDriver {
         (device, host): (DeviceAddress, NonNull<u8>),
         size: ByteSize,
         stream: StreamHandle,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         let of_code = |code| DriverError::of_cuda(call.name(), code, size);
-        let part = Arc::new(HostPart::of(host, size));
+        // SAFETY: contract of this function.
+        let part = unsafe { HostBytes::new(host.as_ptr(), index(size.get()), ()) };
+        let part = Arc::new(part);
         let range = Range { at: host.addr().get() as u64, size: size.get() };
         let copy = HostCopy { part: Arc::downgrade(&part), range, stream };
         let (device, host) = (Place::Device(device.get()), Place::Host(part, 0));
@@ -249,7 +229,7 @@ impl SimDriver {
 #[derive(Debug)]
 pub(super) struct HostCopy {
     /// Alive until the copy is done.
-    part: Weak<HostPart>,
+    part: Weak<HostBytes>,
     range: Range,
     stream: StreamHandle,
 }
@@ -261,17 +241,37 @@ impl HostCopy {
     }
 }
 
-/// A part of host memory by its address, which its owner keeps until all copies are complete.
+/// Host memory that the device reads and writes when its work runs.
 #[derive(Debug)]
-struct HostPart {
-    /// Its provenance is exposed: it crosses threads as a number.
+pub struct HostBytes {
+    /// Its address, with provenance exposed: it crosses threads as a number.
     at: usize,
-    size: u64,
+    size: usize,
+    _owner: Box<dyn Debug + Send + Sync>,
 }
 
-impl HostPart {
-    fn of(at: NonNull<u8>, size: ByteSize) -> Self {
-        Self { at: at.as_ptr().expose_provenance(), size: size.get() }
+impl HostBytes {
+    /// Names `size` bytes, which live as long as `owner`; it is dropped after the last copy.
+    ///
+    /// # Safety
+    /// Until all copies with the value are done the bytes are there, writable if a copy writes
+    /// them, and no Rust reference conflicts with a copy.
+    pub unsafe fn new(at: *mut u8, size: usize, owner: impl Debug + Send + Sync + 'static) -> Self {
+        Self { at: at.expose_provenance(), size, _owner: Box::new(owner) }
+    }
+
+    /// Takes bytes of its own.
+    #[must_use]
+    pub fn owned(mut bytes: Vec<u8>) -> Self {
+        let (at, size) = (bytes.as_mut_ptr(), bytes.len());
+        // SAFETY: the bytes are those of the owner, which nothing else uses.
+        unsafe { Self::new(at, size, bytes) }
+    }
+
+    /// Returns the number of bytes.
+    #[must_use]
+    pub const fn size(&self) -> u64 {
+        self.size as u64
     }
 
     /// A pointer to `length` bytes from `offset` on.
@@ -279,27 +279,26 @@ impl HostPart {
     /// # Panics
     /// If they are not inside.
     fn part(&self, offset: u64, length: usize) -> *mut u8 {
-        let end = offset.checked_add(length as u64);
+        let offset = index(offset);
+        let end = offset.checked_add(length);
         assert!(end.is_some_and(|end| end <= self.size), "{offset}+{length} of {}", self.size);
-        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
         ptr::with_exposed_provenance_mut::<u8>(self.at).wrapping_add(offset)
     }
-}
 
-impl HostBytes for HostPart {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn read(&self, offset: u64, into: &mut [u8]) {
+    /// Reads from `offset` on.
+    ///
+    /// # Panics
+    /// If the range exceeds the size.
+    pub fn read(&self, offset: u64, into: &mut [u8]) {
         let from = self.part(offset, into.len()).cast_const();
-        // SAFETY: the bytes lie inside the part (checked above), whose owner keeps it
-        // (`Driver::copy_from_host`, `Driver::host_free`). `into` is a buffer of the model's. If a
-        // thread writes meanwhile, that is the race that a device would have, too.
+        // SAFETY: the bytes lie inside (checked above) memory that is there (contract of `new`).
+        // `into` is a buffer of the model's or of its caller. If a thread writes meanwhile, that is
+        // the race that a device would have, too.
         unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
     }
 
-    fn write(&self, offset: u64, from: &[u8]) {
+    /// Writes from `offset` on.
+    pub(super) fn write(&self, offset: u64, from: &[u8]) {
         let into = self.part(offset, from.len());
         // SAFETY: as in `read`.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };

@@ -14,17 +14,25 @@ use super::SimDriver;
 use super::call::Call;
 use super::graph::{CaptureMode, GraphHandle};
 use super::memory::Range;
+use super::model::Answer;
 use super::work::{Outcome, Pattern, Ticket, Work};
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DeviceAddress, DriverError, StreamHandle};
+use lowtide_gpu_driver::{DeviceAddress, StreamHandle};
 
 const fn range(at: DeviceAddress, size: ByteSize) -> Range {
     Range { at: at.get(), size: size.get() }
 }
 
 impl SimDriver {
-    fn launch(&self, stream: StreamHandle, work: Work) -> Result<(), DriverError> {
+    fn launch(&self, stream: StreamHandle, work: Work) -> Answer {
         self.model().start(Call::Launch, stream.get(), work)
+    }
+
+    /// Queues a kernel with a result.
+    fn asked(&self, stream: StreamHandle, work: impl FnOnce(Ticket) -> Work) -> Answer<Ticket> {
+        let mut model = self.model();
+        let ticket = model.ticket();
+        model.start(Call::Launch, stream.get(), work(ticket)).map(|()| ticket)
     }
 
     /// Queues a kernel that writes a pattern over a range.
@@ -37,7 +45,7 @@ impl SimDriver {
         at: DeviceAddress,
         size: ByteSize,
         pattern: Pattern,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         self.launch(stream, Work::Fill(range(at, size), pattern))
     }
 
@@ -51,7 +59,7 @@ impl SimDriver {
         at: DeviceAddress,
         size: ByteSize,
         value: u8,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         self.launch(stream, Work::Add(range(at, size), value))
     }
 
@@ -65,31 +73,22 @@ impl SimDriver {
         at: DeviceAddress,
         size: ByteSize,
         pattern: Pattern,
-    ) -> Result<Ticket, DriverError> {
-        let mut model = self.model();
-        let ticket = model.ticket();
-        let work = Work::Check(range(at, size), pattern, ticket);
-        model.start(Call::Launch, stream.get(), work).map(|()| ticket)
+    ) -> Answer<Ticket> {
+        self.asked(stream, |ticket| Work::Check(range(at, size), pattern, ticket))
     }
 
     /// Queues a kernel that sums the bytes of a range.
     ///
     /// # Errors
     /// As for [`SimDriver::fill`].
-    pub fn sum(
-        &self,
-        stream: StreamHandle,
-        at: DeviceAddress,
-        size: ByteSize,
-    ) -> Result<Ticket, DriverError> {
-        let mut model = self.model();
-        let ticket = model.ticket();
-        let work = Work::Sum(range(at, size), ticket);
-        model.start(Call::Launch, stream.get(), work).map(|()| ticket)
+    pub fn sum(&self, stream: StreamHandle, at: DeviceAddress, size: ByteSize) -> Answer<Ticket> {
+        self.asked(stream, |ticket| Work::Sum(range(at, size), ticket))
     }
 
-    /// Returns the result of a check or a sum; in a graph, of its latest launch. The last 2^20
-    /// results are kept.
+    /// Returns the result of a check or a sum; in a graph, of its latest launch.
+    ///
+    /// # Panics
+    /// If the ticket is of another device.
     #[must_use]
     pub fn outcome(&self, ticket: Ticket) -> Outcome {
         self.model().outcome(ticket)
@@ -101,11 +100,11 @@ impl SimDriver {
         self.model().differences
     }
 
-    /// Queues a host function, which adds its tag to the log when it runs.
+    /// Queues a host function, which adds its tag to [`SimDriver::ran`] when it runs.
     ///
     /// # Errors
     /// As for [`SimDriver::fill`].
-    pub fn host_function(&self, stream: StreamHandle, tag: u64) -> Result<(), DriverError> {
+    pub fn host_function(&self, stream: StreamHandle, tag: u64) -> Answer {
         self.model().start(Call::LaunchHostFunction, stream.get(), Work::HostFunction(tag))
     }
 
@@ -115,7 +114,7 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`SimDriver::fill`]; a refusal (401) if the stream is already capturing.
-    pub fn begin_capture(&self, stream: StreamHandle) -> Result<(), DriverError> {
+    pub fn begin_capture(&self, stream: StreamHandle) -> Answer {
         self.model().begin_capture(stream.get(), CaptureMode::Global)
     }
 
@@ -124,7 +123,7 @@ impl SimDriver {
     /// # Errors
     /// As for [`SimDriver::fill`]; a refusal (401) without a capture, and (901) if the capture was
     /// invalidated, which ends it as well.
-    pub fn end_capture(&self, stream: StreamHandle) -> Result<GraphHandle, DriverError> {
+    pub fn end_capture(&self, stream: StreamHandle) -> Answer<GraphHandle> {
         self.model().end_capture(stream.get())
     }
 
@@ -132,11 +131,7 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`SimDriver::fill`].
-    pub fn graph_launch(
-        &self,
-        graph: GraphHandle,
-        stream: StreamHandle,
-    ) -> Result<(), DriverError> {
+    pub fn graph_launch(&self, graph: GraphHandle, stream: StreamHandle) -> Answer {
         self.model().graph_launch(graph.0, stream.get())
     }
 
@@ -144,7 +139,7 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`SimDriver::fill`].
-    pub fn graph_destroy(&self, graph: GraphHandle) -> Result<(), DriverError> {
+    pub fn graph_destroy(&self, graph: GraphHandle) -> Answer {
         self.model().graph_destroy(graph.0)
     }
 }

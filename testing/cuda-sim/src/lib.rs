@@ -71,18 +71,16 @@ use std::fmt;
 
 pub use call::{Call, Cost, DriverCosts};
 pub use control::Leaks;
-pub use fault::{Fault, HandleKind, SimError, WorkKind};
+pub use fault::{Fault, HandleKind, Planned, SimError, WorkKind};
 pub use graph::{CaptureMode, GraphHandle};
-pub use model::LogEntry;
+pub use memory::Range;
 pub use options::{Order, SimOptions};
 pub use work::{Outcome, Pattern, Ticket};
 
 use hooks::Hooks;
-use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::ManualClock;
 use lowtide_core::sync::{Mutex, MutexGuard, lock};
+use lowtide_gpu_driver::Capabilities;
 use lowtide_gpu_driver::staging::Staging;
-use lowtide_gpu_driver::{Capabilities, DeviceUuid};
 use model::Model;
 
 /// A simulated CUDA device with a virtual memory driver. For tests only.
@@ -97,12 +95,7 @@ pub struct SimDriver {
     model: Mutex<Model>,
     hooks: Hooks,
     capabilities: Capabilities,
-    clock: ManualClock,
-    /// The context's own memory.
-    floor: ByteSize,
     staging: Staging,
-    ordinal: Option<u32>,
-    uuid: Option<DeviceUuid>,
 }
 
 impl SimDriver {
@@ -123,19 +116,8 @@ impl SimDriver {
             handles: options.virtual_memory,
             granularity: options.handle_min,
         };
-        let clock = options.clock.clone();
-        let floor = options.context_overhead.min(options.capacity);
-        let (ordinal, uuid) = (options.ordinal, options.uuid);
-        Self {
-            model: Mutex::new(Model::new(options)),
-            hooks: Hooks::default(),
-            capabilities,
-            clock,
-            floor,
-            staging: Staging::default(),
-            ordinal,
-            uuid,
-        }
+        let (model, hooks) = (Mutex::new(Model::new(options)), Hooks::default());
+        Self { model, hooks, capabilities, staging: Staging::default() }
     }
 
     fn model(&self) -> MutexGuard<'_, Model> {
@@ -150,7 +132,7 @@ impl fmt::Debug for SimDriver {
             .field("order", &model.options.order)
             .field("committed", &model.memory.committed())
             .field("unfinished", &model.queues.unfinished())
-            .field("faults", &model.faults.total)
+            .field("faults", &model.faults.len())
             .field("lost", &model.lost)
             .finish_non_exhaustive()
     }
@@ -166,6 +148,7 @@ pub const fn sample(all: u64) -> u64 {
 #[cfg(all(test, not(lowtide_loom)))]
 #[expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 mod tests {
+    use lowtide_core::bytes::ByteSize;
     use lowtide_gpu_driver::{DeviceAddress, Driver, DriverError, HostMemory, StoreSpan};
 
     use super::*;

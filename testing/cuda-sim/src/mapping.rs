@@ -13,10 +13,9 @@
 //! written are unspecified.
 
 use super::call::Call;
-use super::fault::{Fault, SimError};
+use super::fault::Fault;
 use super::memory::{Obstacle, Range};
-use super::model::{INVALID_VALUE, Model, named};
-use super::sparse::index;
+use super::model::{Answer, INVALID_VALUE, Model, NOT_SUPPORTED, OUT_OF_MEMORY};
 use super::work::{Pattern, Work};
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{DeviceAddress, DriverError};
@@ -26,7 +25,7 @@ const SCRIBBLE: Pattern = Pattern::new(0xBAD);
 
 impl Model {
     /// A range of whole granules.
-    pub(super) fn whole(&self, at: DeviceAddress, size: ByteSize) -> Result<Range, DriverError> {
+    pub(super) fn whole(&self, at: DeviceAddress, size: ByteSize) -> Answer<Range> {
         let granularity = self.options.handle_min;
         let whole = at.is_multiple_of(granularity)
             && size.get().is_multiple_of(granularity.get())
@@ -38,35 +37,28 @@ impl Model {
     }
 
     /// Begins a call of virtual memory, which is not offered everywhere.
-    pub(super) fn enter_virtual(
-        &mut self,
-        call: Call,
-        requested: ByteSize,
-    ) -> Result<(), DriverError> {
+    pub(super) fn enter_virtual(&mut self, call: Call, requested: ByteSize) -> Answer {
         self.enter(call, requested)?;
         if self.options.virtual_memory {
             return Ok(());
         }
-        Err(self.fail(call, SimError::NotSupported, requested))
+        Err(self.fail(NOT_SUPPORTED))
     }
 
-    pub(super) fn reserve(&mut self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+    pub(super) fn reserve(&mut self, size: ByteSize) -> Answer<DeviceAddress> {
         self.whole(DeviceAddress::new(0), size)?;
         self.enter_virtual(Call::AddressReserve, size)?;
-        let at = self.memory.reserve(size.get());
-        let refused = || DriverError::of_cuda(Call::AddressReserve.name(), 2, size);
-        at.map(DeviceAddress::new).ok_or_else(refused)
+        let at = self.memory.reserve(size.get(), 1);
+        at.map(DeviceAddress::new).ok_or_else(|| self.fail(OUT_OF_MEMORY))
     }
 
-    pub(super) fn unreserve(&mut self, range: Range) -> Result<(), DriverError> {
-        let call = Call::AddressFree;
-        self.enter_virtual(call, ByteSize::ZERO)?;
-        let (at, size) = named(range);
+    pub(super) fn unreserve(&mut self, range: Range) -> Answer {
+        self.enter_virtual(Call::AddressFree, ByteSize::ZERO)?;
         if !self.memory.is_whole_reservation(range) {
-            return Err(self.refuse(call, Fault::NotReserved { call, at, size }, INVALID_VALUE));
+            return Err(self.not_reserved(range));
         }
         if self.memory.is_mapped_anywhere(range) {
-            return Err(self.refuse(call, Fault::UnreserveMapped { at, size }, INVALID_VALUE));
+            return Err(self.refuse(Fault::UnreserveMapped(range), INVALID_VALUE));
         }
         self.memory.unreserve(range);
         Ok(())
@@ -78,42 +70,37 @@ impl Model {
         at: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(Range, u64), DriverError> {
+    ) -> Answer<(Range, u64)> {
         self.whole(at, handle)?;
         Ok((self.whole(at, size)?, handle.get()))
     }
 
-    pub(super) fn commit(&mut self, (range, handle): (Range, u64)) -> Result<(), DriverError> {
+    pub(super) fn commit(&mut self, (range, handle): (Range, u64)) -> Answer {
         let requested = ByteSize::new(range.size);
         let mut mapped = Range { at: range.at, size: 0 };
-        let mut result = Ok(());
-        while mapped.size < range.size && result.is_ok() {
-            let size = handle.min(range.size - mapped.size);
-            let piece = Range { at: mapped.end(), size };
-            result = self.create_and_map(piece, range);
-            if result.is_ok() {
-                mapped.size += size;
-                // The handle is the mapping's alone from here on.
-                result = self.enter(Call::Release, requested);
-            }
-        }
+        let mut result = range.pieces(handle).try_for_each(|piece| {
+            self.create_and_map(piece, range)?;
+            mapped.size += piece.size;
+            // The handle is the mapping's alone from here on.
+            self.enter(Call::Release, requested)
+        });
         if result.is_ok() {
             result = self.enter(Call::SetAccess, requested);
-            self.charge(Call::SetAccess, range.size.div_ceil(handle), requested);
+            self.charge(range.size.div_ceil(handle), requested);
         }
         match result {
-            Ok(()) => self.memory.set_access(range),
+            Ok(()) => self.memory.change_access(range, true),
             Err(_) => self.roll_back(mapped),
         }
         result
     }
 
-    fn create_and_map(&mut self, piece: Range, all: Range) -> Result<(), DriverError> {
+    fn create_and_map(&mut self, piece: Range, all: Range) -> Answer {
         let requested = ByteSize::new(all.size);
         self.enter_virtual(Call::Create, requested)?;
-        self.charge(Call::Create, 1, ByteSize::new(piece.size));
+        self.charge(1, ByteSize::new(piece.size));
         if self.headroom().get() < piece.size {
-            return Err(self.fail(Call::Create, SimError::OutOfMemory, requested));
+            return Err(self.fail(OUT_OF_MEMORY));
         }
         let mapped = self.enter(Call::Map, requested).and_then(|()| self.map(piece, all));
         if mapped.is_err() && self.lost.is_none() {
@@ -122,29 +109,33 @@ impl Model {
         mapped
     }
 
-    fn map(&mut self, piece: Range, all: Range) -> Result<(), DriverError> {
-        self.in_one_reservation(Call::Map, all)?;
-        let (at, size) = named(piece);
-        if self.memory.is_mapped_anywhere(piece) {
-            return Err(self.refuse(Call::Map, Fault::DoubleMap { at, size }, INVALID_VALUE));
-        }
+    fn map(&mut self, piece: Range, all: Range) -> Answer {
+        self.bare_in_one_reservation(piece, all)?;
         self.memory.map(piece);
-        self.charge(Call::Map, 1, size);
+        self.charge(1, ByteSize::new(piece.size));
         Ok(())
+    }
+
+    /// Checks a range to map, which lies in another that is mapped by the same call.
+    pub(super) fn bare_in_one_reservation(&mut self, range: Range, all: Range) -> Answer {
+        self.in_one_reservation(all)?;
+        if !self.memory.is_mapped_anywhere(range) {
+            return Ok(());
+        }
+        Err(self.refuse(Fault::DoubleMap(range), INVALID_VALUE))
     }
 
     /// The range of one call lies in one reservation: the manual does not allow a range over
     /// adjacent reservations.
-    pub(super) fn in_one_reservation(
-        &mut self,
-        call: Call,
-        range: Range,
-    ) -> Result<(), DriverError> {
+    pub(super) fn in_one_reservation(&mut self, range: Range) -> Answer {
         if self.memory.is_reserved(range) {
             return Ok(());
         }
-        let (at, size) = named(range);
-        Err(self.refuse(call, Fault::NotReserved { call, at, size }, INVALID_VALUE))
+        Err(self.not_reserved(range))
+    }
+
+    fn not_reserved(&mut self, range: Range) -> DriverError {
+        self.refuse(Fault::NotReserved { call: self.call, range }, INVALID_VALUE)
     }
 
     /// Undoes the mapped part of a commit.
@@ -160,12 +151,10 @@ impl Model {
         self.memory.unmap(mapped);
     }
 
-    pub(super) fn decommit(&mut self, (range, handle): (Range, u64)) -> Result<(), DriverError> {
+    pub(super) fn decommit(&mut self, (range, handle): (Range, u64)) -> Answer {
         self.check_whole(range)?;
         let mut gone = Range { at: range.at, size: 0 };
-        while gone.size < range.size {
-            let size = handle.min(range.size - gone.size);
-            let piece = Range { at: gone.end(), size };
+        for piece in range.pieces(handle) {
             if let Err(error) = self.unmap_one(piece) {
                 self.commit_back(gone, handle);
                 if self.memory.whole_mappings(range).is_ok() {
@@ -173,38 +162,32 @@ impl Model {
                 }
                 return Err(error);
             }
-            gone.size += size;
+            gone.size += piece.size;
         }
         Ok(())
     }
 
     /// Unmaps one handle.
-    fn unmap_one(&mut self, handle: Range) -> Result<(), DriverError> {
+    fn unmap_one(&mut self, handle: Range) -> Answer {
         if self.memory.whole_mappings(handle).is_ok_and(|handles| handles > 1) {
-            let (at, size) = named(handle);
-            return Err(self.refuse(Call::Unmap, Fault::UnmapSeveral { at, size }, INVALID_VALUE));
+            return Err(self.refuse(Fault::UnmapSeveral(handle), INVALID_VALUE));
         }
         self.unmap(handle)
     }
 
     /// Unmaps whole handles by one call.
-    pub(super) fn unmap(&mut self, range: Range) -> Result<(), DriverError> {
+    pub(super) fn unmap(&mut self, range: Range) -> Answer {
         self.enter_virtual(Call::Unmap, ByteSize::ZERO)?;
         let handles = self.check_unmap(range)?;
-        self.charge(Call::Unmap, handles, ByteSize::new(range.size));
+        self.charge(handles, ByteSize::new(range.size));
         self.memory.unmap(range);
         Ok(())
     }
 
     /// Commits memory again for handles that were unmapped.
     fn commit_back(&mut self, gone: Range, handle: u64) {
-        let mut back = Range { at: gone.at, size: 0 };
-        while back.size < gone.size {
-            let size = handle.min(gone.size - back.size);
-            self.memory.map(Range { at: back.end(), size });
-            back.size += size;
-        }
-        self.memory.set_access(gone);
+        gone.pieces(handle).for_each(|piece| self.memory.map(piece));
+        self.memory.change_access(gone, true);
         self.count_commit(gone.size.div_ceil(handle));
     }
 
@@ -223,40 +206,29 @@ impl Model {
 
     /// Returns the number of handles that an unmap removes, if it is valid; unfinished work there
     /// is recorded.
-    fn check_unmap(&mut self, range: Range) -> Result<u64, DriverError> {
+    fn check_unmap(&mut self, range: Range) -> Answer<u64> {
         let handles = self.check_whole(range)?;
         if let Some((stream, work)) = self.unfinished_in(range) {
-            let (at, size) = named(range);
-            self.faults.add(Fault::UnmapBeforeDone { at, size, stream, work });
+            self.faults.push(Fault::UnmapBeforeDone { range, stream, work });
         }
         Ok(handles)
     }
 
     /// Returns the number of handles in a range of whole handles.
-    fn check_whole(&mut self, range: Range) -> Result<u64, DriverError> {
-        let call = Call::Unmap;
-        self.in_one_reservation(call, range)?;
-        let (at, size) = named(range);
+    fn check_whole(&mut self, range: Range) -> Answer<u64> {
+        self.call = Call::Unmap;
+        self.in_one_reservation(range)?;
         self.memory.whole_mappings(range).map_err(|obstacle| {
             let fault = match obstacle {
-                Obstacle::Bare(bare) => {
-                    Fault::UnmapBare { at, size, bare: DeviceAddress::new(bare) }
-                }
-                Obstacle::Part(handle) => {
-                    let (handle_at, handle_size) = named(handle);
-                    Fault::UnmapPart { at, size, handle_at, handle_size }
-                }
+                Obstacle::Bare(bare) => Fault::UnmapBare { range, bare: DeviceAddress::new(bare) },
+                Obstacle::Part(handle) => Fault::UnmapPart { range, handle },
             };
-            self.refuse(call, fault, INVALID_VALUE)
+            self.refuse(fault, INVALID_VALUE)
         })
     }
 
     /// The handles behind one range, behind another.
-    pub(super) fn remap(
-        &mut self,
-        (from, handle): (Range, u64),
-        to: Range,
-    ) -> Result<(), DriverError> {
+    pub(super) fn remap(&mut self, (from, handle): (Range, u64), to: Range) -> Answer {
         if !(self.options.virtual_memory && self.options.remap) {
             return Err(DriverError::Unsupported { what: "remap" });
         }
@@ -286,40 +258,35 @@ impl Model {
         to: Range,
         mapped: &mut u64,
         unmapped: &mut Range,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         if self.memory.whole_mappings(from).is_err() {
             return self.check_unmap(from).map(drop); // no handles to make a call with
         }
         let requested = ByteSize::new(from.size);
         let handles = self.memory.handles_in(from);
-        let cut = (0..from.size).step_by(index(handle)).map(|at| handle.min(from.size - at));
-        if !cut.eq(handles.iter().copied()) {
-            let (at, size) = named(from);
-            return Err(self.refuse(Call::Map, Fault::UnmapSeveral { at, size }, INVALID_VALUE));
+        if !from.pieces(handle).map(|piece| piece.size).eq(handles.iter().copied()) {
+            self.call = Call::Map;
+            return Err(self.refuse(Fault::UnmapSeveral(from), INVALID_VALUE));
         }
         for &size in &handles {
             self.enter_virtual(Call::Map, requested)?;
-            self.in_one_reservation(Call::Map, to)?;
-            if self.memory.is_mapped_anywhere(to) {
-                let (at, size) = named(to);
-                return Err(self.refuse(Call::Map, Fault::DoubleMap { at, size }, INVALID_VALUE));
-            }
-            self.charge(Call::Map, 1, ByteSize::new(size));
+            self.bare_in_one_reservation(to, to)?;
+            self.charge(1, ByteSize::new(size));
             *mapped += 1;
         }
         self.enter(Call::SetAccess, requested)?;
-        self.charge(Call::SetAccess, handles.len() as u64, requested);
+        self.charge(handles.len() as u64, requested);
         for &size in &handles {
             self.enter(Call::Unmap, ByteSize::ZERO)?;
             self.check_unmap(Range { at: unmapped.end(), size })?;
-            self.charge(Call::Unmap, 1, ByteSize::new(size));
+            self.charge(1, ByteSize::new(size));
             unmapped.size += size;
         }
         Ok(())
     }
 
     /// Copies and waits for that alone: other streams are not waited for.
-    pub(super) fn copy(&mut self, from: Range, to: DeviceAddress) -> Result<(), DriverError> {
+    pub(super) fn copy(&mut self, from: Range, to: DeviceAddress) -> Answer {
         let size = ByteSize::new(from.size);
         let entered = self.enter(Call::Copy, size);
         let work = match entered {
@@ -327,7 +294,7 @@ impl Model {
             Err(_) => Work::Fill(Range { at: to.get(), size: from.size }, SCRIBBLE),
         };
         if self.lost.is_none() {
-            self.charge(Call::Copy, 0, size);
+            self.charge(0, size);
             let done = work.run(&mut self.memory, &mut self.stores);
             if let Err(illegal) = done
                 && entered.is_ok()
@@ -335,6 +302,6 @@ impl Model {
                 self.illegal(None, &work, illegal);
             }
         }
-        entered.and_then(|()| self.lost_in(Call::Copy))
+        entered.and_then(|()| self.lost_in())
     }
 }

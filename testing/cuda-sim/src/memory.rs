@@ -12,16 +12,25 @@
 //! driver's own blocks.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use super::slots::Slots;
-use super::sparse::{PAGE, Sparse, index};
+use super::sparse::{PAGE, Sparse, blocks, index};
 use lowtide_core::bytes::ByteSize;
 
 /// A part of the address space.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Range {
-    pub(super) at: u64,
-    pub(super) size: u64,
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub struct Range {
+    /// Its first address.
+    pub at: u64,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
+impl fmt::Debug for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}..{:#x}", self.at, self.end())
+    }
 }
 
 impl Range {
@@ -36,6 +45,12 @@ impl Range {
 
     pub(super) const fn holds(self, other: Self) -> bool {
         self.at <= other.at && other.end() <= self.end()
+    }
+
+    /// Its parts of `size` bytes, which is not 0; the last one has what is left.
+    pub(super) fn pieces(self, size: u64) -> impl Iterator<Item = Self> {
+        let starts = (self.at..self.end()).step_by(index(size));
+        starts.map(move |at| Self { at, size: size.min(self.end() - at) })
     }
 }
 
@@ -76,7 +91,7 @@ struct Reservation {
 }
 
 /// The device's memory as its user sees it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Memory {
     space: Range,
     reservations: BTreeMap<u64, Reservation>,
@@ -89,15 +104,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn new(space: Range) -> Self {
-        Self {
-            space,
-            reservations: BTreeMap::new(),
-            mappings: BTreeMap::new(),
-            physical: Slots::default(),
-            reserved: 0,
-            committed: 0,
-            taken: 0,
-        }
+        Self { space, ..Self::default() }
     }
 
     pub(super) const fn reserved(&self) -> ByteSize {
@@ -133,16 +140,18 @@ impl Memory {
         self.space.at <= at && at < self.space.end()
     }
 
-    /// Takes the lowest gap that fits. Cost: O(reservations).
-    pub(super) fn reserve(&mut self, size: u64) -> Option<u64> {
-        self.reserve_aligned(size, 1)
-    }
-
-    /// As [`Memory::reserve`], at a multiple of `alignment`, which is not 0.
-    pub(super) fn reserve_aligned(&mut self, size: u64, alignment: u64) -> Option<u64> {
+    /// Takes the lowest gap that fits, at a multiple of `alignment`, which is not 0. Cost:
+    /// O(reservations).
+    pub(super) fn reserve(&mut self, size: u64, alignment: u64) -> Option<u64> {
         let at = self.take_addresses(size, alignment, false)?;
         self.reserved += size;
         Some(at)
+    }
+
+    /// Notes a reservation that was made elsewhere.
+    pub(super) fn add_reservation(&mut self, Range { at, size }: Range) {
+        self.reservations.insert(at, Reservation { size, own: false });
+        self.reserved += size;
     }
 
     fn take_addresses(&mut self, size: u64, alignment: u64, own: bool) -> Option<u64> {
@@ -290,11 +299,6 @@ impl Memory {
         }
     }
 
-    /// Lets work touch a range of whole mappings.
-    pub(super) fn set_access(&mut self, range: Range) {
-        self.change_access(range, true);
-    }
-
     /// Lets work touch a range of whole mappings, or keeps it out.
     pub(super) fn change_access(&mut self, range: Range, access: bool) {
         for (_, mapping) in self.mappings.range_mut(range.at..range.end()) {
@@ -387,12 +391,6 @@ impl Memory {
         Some((offset, &mut self.physical.get_mut(mapping.handle)?.bytes))
     }
 
-    /// Returns how much of a committed range, from `at` on, lies in one page.
-    pub(super) fn block(&self, at: u64, left: u64) -> usize {
-        let offset = self.find(at).map_or(0, |(offset, _)| offset);
-        Sparse::left_in_page(offset).min(index(left))
-    }
-
     /// Reads a block; `false` without reading if none of its page was ever written.
     pub(super) fn read(&self, at: u64, into: &mut [u8]) -> bool {
         let Some((offset, bytes)) = self.find(at) else { return false };
@@ -416,15 +414,11 @@ impl Memory {
     /// skipped, so untouched memory costs nothing but the walk.
     pub(super) fn copy(&mut self, from: Range, to: u64) {
         let mut buffer = [0; PAGE];
-        let mut done = 0;
-        while done < from.size {
-            let (source, target) = (from.at + done, to + done);
-            let block = self.block(source, from.size - done).min(self.block(target, u64::MAX));
-            let written = self.read(source, &mut buffer[..block]);
-            if written || self.is_written(target) {
-                self.write(target, block, |bytes| bytes.copy_from_slice(&buffer[..block]));
+        for (done, length) in blocks(from.size, from.at, to) {
+            let written = self.read(from.at + done, &mut buffer[..length]);
+            if written || self.is_written(to + done) {
+                self.write(to + done, length, |bytes| bytes.copy_from_slice(&buffer[..length]));
             }
-            done += block as u64;
         }
     }
 
@@ -468,21 +462,21 @@ mod tests {
     #[test]
     fn the_lowest_gap_that_fits_is_given_and_the_end_is_the_end() {
         let mut memory = Memory::new(SPACE);
-        let (first, second) = (memory.reserve(0x4_0000), memory.reserve(0x4_0000));
+        let (first, second) = (memory.reserve(0x4_0000, 1), memory.reserve(0x4_0000, 1));
         assert_eq!((first, second), (Some(SPACE.at), Some(SPACE.at + 0x4_0000)));
         memory.unreserve(range(0, 0x4_0000));
-        assert_eq!(memory.reserve(0x5_0000), Some(SPACE.at + 0x8_0000));
-        assert_eq!(memory.reserve(0x4_0000), first);
-        assert_eq!(memory.reserve(0x3_0001), None);
-        assert_eq!(memory.reserve(0x3_0000), Some(SPACE.at + 0xd_0000));
-        assert_eq!(memory.reserve(1), None);
+        assert_eq!(memory.reserve(0x5_0000, 1), Some(SPACE.at + 0x8_0000));
+        assert_eq!(memory.reserve(0x4_0000, 1), first);
+        assert_eq!(memory.reserve(0x3_0001, 1), None);
+        assert_eq!(memory.reserve(0x3_0000, 1), Some(SPACE.at + 0xd_0000));
+        assert_eq!(memory.reserve(1, 1), None);
         memory.validate();
     }
 
     #[test]
     fn only_whole_mappings_without_a_hole_are_unmapped() {
         let mut memory = Memory::new(SPACE);
-        memory.reserve(0x4_0000).expect("room");
+        memory.reserve(0x4_0000, 1).expect("room");
         memory.map(range(0, 0x1_0000));
         memory.map(range(0x1_0000, 0x2_0000));
         assert_eq!(memory.whole_mappings(range(0, 0x3_0000)), Ok(2));
@@ -492,7 +486,7 @@ mod tests {
         let hole = Obstacle::Bare(SPACE.at + 0x3_0000);
         assert_eq!(memory.whole_mappings(range(0, 0x4_0000)), Err(hole));
         assert_eq!(memory.first_bare(range(0x1000, 0x2_0000)), Some(SPACE.at + 0x1000));
-        memory.set_access(range(0, 0x3_0000));
+        memory.change_access(range(0, 0x3_0000), true);
         assert_eq!(memory.first_bare(range(0x1000, 0x2_0000)), None);
         assert_eq!(memory.first_bare(range(0x1000, 0x4_0000)), Some(SPACE.at + 0x3_0000));
         memory.validate();
@@ -504,7 +498,7 @@ mod tests {
     #[test]
     fn a_copy_crosses_handles_and_pages_and_leaves_the_unwritten_so() {
         let mut memory = Memory::new(SPACE);
-        memory.reserve(0x4_0000).expect("room");
+        memory.reserve(0x4_0000, 1).expect("room");
         memory.map(range(0, 0x1_0000));
         memory.map(range(0x1_0000, 0x1_0000));
         let around = SPACE.at + 0x1_0000;

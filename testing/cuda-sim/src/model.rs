@@ -7,11 +7,11 @@
 //! Invariant: the same options and the same sequence of calls produce the same log. Once `lost` is
 //! set it stays, no work is queued, and no call has an effect.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::call::Call;
-use super::fault::{Fault, Faults, HandleKind, Planned, SimError, WorkKind};
+use super::fault::{Fault, HandleKind, Planned, SimError};
 use super::graph::Capture;
 use super::host::HostCopy;
 use super::memory::{Memory, Range};
@@ -20,31 +20,16 @@ use super::pools::Pools;
 use super::queue::{Chance, Queues};
 use super::segments::Segments;
 use super::slots::Slots;
-use super::sparse::Sparse;
 use super::task::{HostRanges, Task};
-use super::work::{Illegal, Outcome, Position, Ticket, Work};
+use super::work::{Illegal, Outcome, Position, Store, Ticket, Work};
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{DeviceAddress, DriverError, HostMemory, HostStore, StreamHandle};
-
-/// The number of outcomes kept; the oldest are dropped first.
-const OUTCOMES_KEPT: usize = 1 << 20;
 
 /// The most pieces of queued work; a launch beyond the limit runs one first.
 const QUEUED_MAX: usize = 1 << 20;
 
 /// Most pieces of work that are done before one call in random order.
 const TURNS_MAX: usize = 16;
-
-/// An entry of the log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogEntry {
-    /// A call was made.
-    Called(Call),
-    /// Work of a stream was done.
-    Done(StreamHandle, WorkKind),
-    /// A host function ran, with its tag.
-    Ran(StreamHandle, u64),
-}
 
 /// The mark of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,22 +40,27 @@ pub(super) enum Marked {
     Captured(u64),
 }
 
-#[derive(Debug)]
+/// The answer of a call.
+pub(super) type Answer<T = ()> = Result<T, DriverError>;
+
+#[derive(Debug, Default)]
 pub(super) struct Model {
     pub(super) options: SimOptions,
+    /// The call that is being made, and the size that it requests: what errors and faults name.
+    pub(super) call: Call,
+    requested: ByteSize,
     pub(super) memory: Memory,
     pub(super) queues: Queues,
     pub(super) events: Slots<Marked>,
-    pub(super) stores: Slots<Sparse>,
-    /// The stores that are not page-locked.
-    pub(super) pageable_stores: BTreeSet<u64>,
+    pub(super) stores: Slots<Store>,
     pub(super) graphs: Slots<Vec<Work>>,
     pub(super) captures: BTreeMap<u64, Capture>,
-    pub(super) faults: Faults,
-    pub(super) planned: Planned,
+    /// The breaches of the contract.
+    pub(super) faults: Vec<Fault>,
+    pub(super) planned: Planned<Call>,
     /// The result with which every call fails.
     pub(super) lost: Option<u32>,
-    pub(super) calls: [u64; Call::COUNT],
+    pub(super) calls: Vec<u64>,
     pub(super) calls_after_loss: u64,
     pub(super) neighbours: ByteSize,
     pub(super) host_limit: ByteSize,
@@ -95,12 +85,11 @@ pub(super) struct Model {
     pub(super) blocking: BTreeSet<u64>,
     /// Streams that exist without being created.
     pub(super) implicit: BTreeSet<u64>,
-    outcomes: VecDeque<Outcome>,
-    /// The ticket of the first outcome kept.
-    outcomes_from: u64,
+    outcomes: Vec<Outcome>,
     chance: Chance,
-    log: VecDeque<LogEntry>,
-    log_hash: u64,
+    /// The tags of the host functions that ran, in order.
+    pub(super) ran: Vec<u64>,
+    pub(super) log_hash: u64,
 }
 
 impl Model {
@@ -110,55 +99,32 @@ impl Model {
         let space = Range { at: options.address_base, size: options.address_space.get() };
         Self {
             memory: Memory::new(space),
-            queues: Queues::default(),
-            events: Slots::default(),
-            stores: Slots::default(),
-            pageable_stores: BTreeSet::new(),
-            graphs: Slots::default(),
-            captures: BTreeMap::new(),
-            faults: Faults::default(),
-            planned: Planned::default(),
-            lost: None,
-            calls: [0; Call::COUNT],
-            calls_after_loss: 0,
-            neighbours: ByteSize::ZERO,
+            calls: vec![0; Call::COUNT],
             host_limit: ByteSize::MAX,
             lock_limit: ByteSize::MAX,
             store_lock_limit: ByteSize::MAX,
-            host_blocks: BTreeMap::new(),
-            host_copies: Vec::new(),
-            differences: 0,
-            tasks: Slots::default(),
-            host_ranges: HostRanges::default(),
-            pools: Pools::default(),
-            segments: Segments::default(),
-            legacy: 0,
-            blocking: BTreeSet::new(),
-            implicit: BTreeSet::new(),
-            outcomes: VecDeque::new(),
-            outcomes_from: 0,
             chance: Chance::new(seed),
-            log: VecDeque::new(),
-            log_hash: 0,
             options,
+            ..Self::default()
         }
     }
 
     /// Begins a call: counts, charges and logs it, lets other work proceed, and fails it if the
     /// context is lost, a failure is planned, or a capture forbids it. `requested` is the requested
     /// size, if any.
-    pub(super) fn enter(&mut self, call: Call, requested: ByteSize) -> Result<(), DriverError> {
+    pub(super) fn enter(&mut self, call: Call, requested: ByteSize) -> Answer {
+        (self.call, self.requested) = (call, requested);
         self.count(call);
         if let Order::Random { .. } = self.options.order {
             self.take_turns();
         }
         if let Some(code) = self.lost {
             self.calls_after_loss += 1;
-            return Err(DriverError::of_cuda(call.name(), code, requested));
+            return Err(self.error(code));
         }
-        match self.planned.of(call) {
-            Some(error) => Err(self.fail(call, error, requested)),
-            None if call.is_unsafe_in_capture() => self.forbid_unsafe(call, UNSUPPORTED),
+        match self.planned.of(&call) {
+            Some(error) => Err(self.fail(error.code())),
+            None if call.is_unsafe_in_capture() => self.forbid_unsafe(UNSUPPORTED),
             None => Ok(()),
         }
     }
@@ -166,12 +132,16 @@ impl Model {
     /// Counts, charges and logs a call.
     pub(super) fn count(&mut self, call: Call) {
         self.calls[call as usize] += 1;
-        self.note(LogEntry::Called(call), call as u64);
+        self.note(call as u64);
         self.pass(self.options.costs.of(call).call_ns);
     }
 
-    /// Charges for what a call reaches beyond the call itself.
-    pub(super) fn charge(&self, call: Call, handles: u64, bytes: ByteSize) {
+    /// Charges for what the call reaches beyond the call itself.
+    pub(super) fn charge(&self, handles: u64, bytes: ByteSize) {
+        self.charge_for(self.call, handles, bytes);
+    }
+
+    fn charge_for(&self, call: Call, handles: u64, bytes: ByteSize) {
         let costs = &self.options.costs;
         let all = costs.nanoseconds(call, handles, bytes);
         self.pass(all - costs.of(call).call_ns.min(all));
@@ -183,19 +153,24 @@ impl Model {
         }
     }
 
-    /// Returns the error of a failed call; the context is lost if the error means so.
-    pub(super) fn fail(&mut self, call: Call, error: SimError, requested: ByteSize) -> DriverError {
-        let error_is = DriverError::of_cuda(call.name(), error.code(), requested);
-        if error_is.is_context_lost() {
-            self.lose(error.code());
+    /// The error of the call for a result of cuda.h.
+    fn error(&self, code: u32) -> DriverError {
+        DriverError::of_cuda(self.call.name(), code, self.requested)
+    }
+
+    /// Returns the error of the failed call; the context is lost if the error means so.
+    pub(super) fn fail(&mut self, code: u32) -> DriverError {
+        let error = self.error(code);
+        if error.is_context_lost() {
+            self.lose(code);
         }
-        error_is
+        error
     }
 
     /// The error of a call that the caller may not make, on record.
-    pub(super) fn refuse(&mut self, call: Call, fault: Fault, code: u32) -> DriverError {
-        self.faults.add(fault);
-        self.fail(call, SimError::Code(code), ByteSize::ZERO)
+    pub(super) fn refuse(&mut self, fault: Fault, code: u32) -> DriverError {
+        self.faults.push(fault);
+        self.fail(code)
     }
 
     /// Ends the context: queued work is never done.
@@ -205,25 +180,25 @@ impl Model {
         self.tasks = Slots::default();
     }
 
-    pub(super) fn stale(&mut self, call: Call, kind: HandleKind, number: u64) -> DriverError {
-        self.refuse(call, Fault::StaleHandle { call, kind, number }, INVALID_HANDLE)
+    pub(super) fn stale(&mut self, kind: HandleKind, number: u64) -> DriverError {
+        self.refuse(Fault::StaleHandle { call: self.call, kind, number }, INVALID_HANDLE)
     }
 
-    pub(super) fn live_stream(&mut self, call: Call, stream: u64) -> Result<(), DriverError> {
+    pub(super) fn live_stream(&mut self, stream: u64) -> Answer {
         let live = self.queues.is_live(stream);
-        if live { Ok(()) } else { Err(self.stale(call, HandleKind::Stream, stream)) }
+        if live { Ok(()) } else { Err(self.stale(HandleKind::Stream, stream)) }
     }
 
-    pub(super) fn marked(&mut self, call: Call, event: u64) -> Result<Marked, DriverError> {
+    pub(super) fn marked(&mut self, event: u64) -> Answer<Marked> {
         let marked = self.events.get(event).copied();
-        marked.ok_or_else(|| self.stale(call, HandleKind::Event, event))
+        marked.ok_or_else(|| self.stale(HandleKind::Event, event))
     }
 
     /// Queues work on a live stream, or captures it.
-    pub(super) fn queue(&mut self, call: Call, stream: u64, work: Work) -> Result<(), DriverError> {
+    pub(super) fn queue(&mut self, stream: u64, work: Work) -> Answer {
         if let Some(capture) = self.captures.get_mut(&stream) {
             if capture.spoiled {
-                return Err(self.fail(call, SimError::Code(INVALIDATED), ByteSize::ZERO));
+                return Err(self.fail(INVALIDATED));
             }
             capture.work.push(work);
             return Ok(());
@@ -231,20 +206,20 @@ impl Model {
         // A real launch blocks if the device's queue is full; which work then proceeds is open.
         while self.queues.unfinished() >= QUEUED_MAX {
             self.take_turn();
-            self.lost_in(call)?;
+            self.lost_in()?;
         }
         if self.legacy != 0 {
             self.order_with_legacy(stream);
         }
         self.queues.push(stream, work);
         if self.options.order == Order::Synchronous {
-            return self.wait_for(call, self.queues.end(stream));
+            return self.wait_for(self.queues.end(stream));
         }
         Ok(())
     }
 
     /// Does what a position depends on; in random order other work as well.
-    pub(super) fn wait_for(&mut self, call: Call, position: Position) -> Result<(), DriverError> {
+    pub(super) fn wait_for(&mut self, position: Position) -> Answer {
         let is_random = matches!(self.options.order, Order::Random { .. });
         while let Some(stream) = self.queues.next_towards(position) {
             if is_random && self.chance.below(2) == 0 {
@@ -253,7 +228,7 @@ impl Model {
                 self.run(stream);
             }
         }
-        self.lost_in(call)?;
+        self.lost_in()?;
         self.observe(position);
         Ok(())
     }
@@ -266,10 +241,9 @@ impl Model {
         self.observe_all();
     }
 
-    /// The error of a call in which the context was lost.
-    pub(super) fn lost_in(&self, call: Call) -> Result<(), DriverError> {
-        let error = |code| DriverError::of_cuda(call.name(), code, ByteSize::ZERO);
-        self.lost.map_or(Ok(()), |code| Err(error(code)))
+    /// Fails a call in which the context was lost.
+    pub(super) fn lost_in(&self) -> Answer {
+        self.lost.map_or(Ok(()), |code| Err(self.error(code)))
     }
 
     fn take_turns(&mut self) {
@@ -304,13 +278,10 @@ impl Model {
         }
         let Some(work) = self.queues.take(number) else { return };
         let stream = StreamHandle::new(number);
-        let entry = match work {
-            Work::HostFunction(tag) => LogEntry::Ran(stream, tag),
-            _ => LogEntry::Done(stream, work.kind()),
-        };
-        self.note(entry, number << 8 | work.kind() as u64 | 0x80);
+        self.note(number << 8 | work.kind() as u64 | 0x80);
         self.charge_copy(&work);
         match work {
+            Work::HostFunction(tag) => self.ran.push(tag),
             Work::Task(task, _) => return self.run_task(stream, &work, task),
             Work::Open(at, size) => return self.open_block(at, size),
             Work::Close(at, free) => {
@@ -334,19 +305,18 @@ impl Model {
             _ => return,
         };
         let bytes = work.ranges().next().map_or(0, |range| range.size);
-        self.charge(call, 0, ByteSize::new(bytes));
+        self.charge_for(call, 0, ByteSize::new(bytes));
     }
 
     /// Records work that accessed a bare address, and loses the context.
     pub(super) fn illegal(&mut self, stream: Option<StreamHandle>, work: &Work, what: Illegal) {
         let work = work.kind();
-        self.faults.add(match what {
+        self.faults.push(match what {
             Illegal::Store(store) => {
                 Fault::IllegalStore { stream, work, store: HostStore::new(store) }
             }
             Illegal::Bare(range, bare) => {
-                let (at, size) = named(range);
-                Fault::IllegalAddress { stream, work, at, size, bare: DeviceAddress::new(bare) }
+                Fault::IllegalAddress { stream, work, range, bare: DeviceAddress::new(bare) }
             }
         });
         self.lose(SimError::IllegalAddress.code());
@@ -354,51 +324,27 @@ impl Model {
 
     /// A place for the outcome of a check or a sum.
     pub(super) fn ticket(&mut self) -> Ticket {
-        if self.outcomes.len() == OUTCOMES_KEPT {
-            self.outcomes.pop_front();
-            self.outcomes_from += 1;
-        }
-        self.outcomes.push_back(Outcome::Pending);
-        Ticket(self.outcomes_from + self.outcomes.len() as u64 - 1)
+        self.outcomes.push(Outcome::Pending);
+        Ticket(self.outcomes.len() - 1)
     }
 
-    fn keep(&mut self, ticket: Ticket, outcome: Outcome) {
+    fn keep(&mut self, Ticket(at): Ticket, outcome: Outcome) {
         self.differences += u64::from(matches!(outcome, Outcome::Differs { .. }));
-        let at = ticket.0.checked_sub(self.outcomes_from);
-        let kept = at.and_then(|at| self.outcomes.get_mut(usize::try_from(at).ok()?));
-        if let Some(kept) = kept {
-            *kept = outcome;
+        self.outcomes[at] = outcome;
+    }
+
+    pub(super) fn outcome(&self, Ticket(at): Ticket) -> Outcome {
+        match self.outcomes[at] {
+            Outcome::Pending if self.lost.is_some() => Outcome::Lost,
+            outcome => outcome,
         }
     }
 
-    pub(super) fn outcome(&self, ticket: Ticket) -> Outcome {
-        let at = ticket.0.checked_sub(self.outcomes_from);
-        let kept = at.and_then(|at| self.outcomes.get(usize::try_from(at).ok()?));
-        match kept {
-            Some(Outcome::Pending) if self.lost.is_some() => Outcome::Lost,
-            Some(outcome) => *outcome,
-            None => Outcome::Forgotten,
-        }
-    }
-
-    fn note(&mut self, entry: LogEntry, number: u64) {
+    /// Adds a call or a piece of work to the log, of which only a hash is kept.
+    fn note(&mut self, number: u64) {
         // The multiplier of Knuth's MMIX generator; enough to distinguish sequences.
         let mixed = (self.log_hash ^ number).wrapping_mul(6_364_136_223_846_793_005);
         self.log_hash = mixed.rotate_left(29);
-        if self.options.log_entries > 0 {
-            if self.log.len() == self.options.log_entries {
-                self.log.pop_front();
-            }
-            self.log.push_back(entry);
-        }
-    }
-
-    pub(super) fn log(&self) -> Vec<LogEntry> {
-        self.log.iter().copied().collect()
-    }
-
-    pub(super) const fn log_hash(&self) -> u64 {
-        self.log_hash
     }
 
     /// Returns the free memory of the device.
@@ -408,29 +354,14 @@ impl Model {
         self.options.capacity.saturating_sub(taken.saturating_add(self.memory.committed()))
     }
 
-    /// Host memory given out: of a kind, or all of it with the stores.
+    /// Host memory given out, of a kind or of all kinds: blocks, stores, and what the device reaches.
     pub(super) fn host_bytes(&self, of: Option<HostMemory>) -> ByteSize {
-        let blocks = self.host_blocks.values().filter(|(_, kind)| of.is_none_or(|of| of == *kind));
-        let sum = |stores: &mut dyn Iterator<Item = &Sparse>| -> ByteSize {
-            stores.map(|store| ByteSize::of(store.size())).sum()
-        };
-        let all = sum(&mut self.stores.values());
-        let pageable = self.pageable_stores.iter().filter_map(|store| self.stores.get(*store));
-        let pageable = sum(&mut { pageable });
-        let stores = match of {
-            None => all,
-            Some(HostMemory::PageLocked) => all.saturating_sub(pageable),
-            Some(HostMemory::Pageable) => pageable,
-        };
-        let ranges = if of == Some(HostMemory::Pageable) {
-            ByteSize::ZERO
-        } else {
-            ByteSize::new(self.host_ranges.locked())
-        };
-        blocks
-            .map(|(size, _)| *size)
-            .chain([stores, ranges])
-            .fold(ByteSize::ZERO, ByteSize::saturating_add)
+        let blocks = self.host_blocks.values().copied();
+        let stores = self.stores.values().map(|(bytes, kind)| (ByteSize::of(bytes.size()), *kind));
+        let ranges = (ByteSize::new(self.host_ranges.bytes(false)), HostMemory::PageLocked);
+        let all = blocks.chain(stores).chain([ranges]);
+        all.filter(|(_, kind)| of.is_none_or(|of| of == *kind))
+            .fold(ByteSize::ZERO, |sum, (size, _)| sum.saturating_add(size))
     }
 
     /// Checks the whole state. Cost: O(all objects).
@@ -442,13 +373,10 @@ impl Model {
     }
 }
 
-/// A range as the public types name it.
-pub(super) const fn named(range: Range) -> (DeviceAddress, ByteSize) {
-    (DeviceAddress::new(range.at), ByteSize::new(range.size))
-}
-
 /// `CUDA_ERROR_INVALID_VALUE`
 pub(super) const INVALID_VALUE: u32 = 1;
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+pub(super) const OUT_OF_MEMORY: u32 = 2;
 /// `CUDA_ERROR_INVALID_HANDLE`
 pub(super) const INVALID_HANDLE: u32 = 400;
 /// `CUDA_ERROR_ILLEGAL_STATE`
@@ -465,3 +393,5 @@ pub(super) const IMPLICIT: u32 = 906;
 pub(super) const CAPTURED_EVENT: u32 = 907;
 /// `CUDA_ERROR_CONTEXT_IS_DESTROYED`
 pub(super) const DESTROYED: u32 = 709;
+/// `CUDA_ERROR_NOT_SUPPORTED`
+pub(super) const NOT_SUPPORTED: u32 = 801;

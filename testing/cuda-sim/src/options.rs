@@ -73,8 +73,6 @@ pub struct SimOptions {
     pub costs: DriverCosts,
     /// The clock that the calls advance.
     pub clock: ManualClock,
-    /// The number of log entries kept. Default: 0, the log is only hashed.
-    pub log_entries: usize,
 }
 
 impl Default for SimOptions {
@@ -96,7 +94,6 @@ impl Default for SimOptions {
             page_locked: true,
             costs: DriverCosts::default(),
             clock: ManualClock::new(),
-            log_entries: 0,
         }
     }
 }

@@ -12,9 +12,9 @@
 use std::collections::BTreeMap;
 
 use super::call::Call;
-use super::fault::{Fault, HandleKind, SimError};
+use super::fault::{Fault, HandleKind};
 use super::memory::{Memory, Range};
-use super::model::{INVALID_VALUE, Model, UNSUPPORTED};
+use super::model::{Answer, INVALID_VALUE, Model, OUT_OF_MEMORY, UNSUPPORTED};
 use super::slots::Slots;
 use super::work::{Position, Work};
 use lowtide_core::bytes::ByteSize;
@@ -51,15 +51,20 @@ struct Block {
     state: State,
 }
 
-/// A pool of stream-ordered memory.
+/// A pool of stream-ordered memory, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Pool {
-    pub(super) max: u64,
-    pub(super) threshold: u64,
-    pub(super) used: u64,
-    pub(super) used_high: u64,
-    pub(super) reserved: u64,
-    pub(super) reserved_high: u64,
+pub struct Pool {
+    max: u64,
+    /// What it keeps at a synchronising call.
+    pub threshold: u64,
+    /// In use.
+    pub used: u64,
+    /// The highest value of `used` since the last reset.
+    pub used_high: u64,
+    /// Allocated from the device.
+    pub reserved: u64,
+    /// The highest value of `reserved` since the last reset.
+    pub reserved_high: u64,
     /// Destroyed, but alive until its blocks are freed.
     gone: bool,
 }
@@ -135,29 +140,30 @@ impl Model {
         self.pools.table.insert(Pool { max, ..Pool::default() })
     }
 
-    pub(super) fn pool_use(&mut self, call: Call, pool: u64) -> Result<(), DriverError> {
+    pub(super) fn pool_use(&mut self, pool: u64) -> Answer {
+        self.call = Call::PoolCreate;
         self.device_pools();
         if self.pools.get(pool).is_none() {
-            return Err(self.no_pool(call, pool));
+            return Err(self.no_pool(pool));
         }
         self.pools.current = pool;
         Ok(())
     }
 
     /// The error of a call with a pool that is gone, or never was.
-    pub(super) fn no_pool(&mut self, call: Call, number: u64) -> DriverError {
-        let kind = HandleKind::Pool;
-        self.refuse(call, Fault::StaleHandle { call, kind, number }, INVALID_VALUE)
+    pub(super) fn no_pool(&mut self, number: u64) -> DriverError {
+        let (call, kind) = (self.call, HandleKind::Pool);
+        self.refuse(Fault::StaleHandle { call, kind, number }, INVALID_VALUE)
     }
 
     /// Ends a pool; its memory goes back as its blocks do.
-    pub(super) fn pool_destroy(&mut self, call: Call, pool: u64) -> Result<(), DriverError> {
+    pub(super) fn pool_destroy(&mut self, pool: u64) -> Answer {
         let default = self.device_pools().0;
         if pool == default {
-            return Err(self.fail(call, SimError::InvalidValue, ByteSize::ZERO));
+            return Err(self.fail(INVALID_VALUE));
         }
         let Some(ended) = self.pools.get_mut(pool) else {
-            return Err(self.no_pool(call, pool));
+            return Err(self.no_pool(pool));
         };
         ended.gone = true;
         if self.pools.current == pool {
@@ -223,15 +229,14 @@ impl Model {
     }
 
     /// Plain memory, ready at once.
-    pub(super) fn alloc_plain(&mut self, call: Call, size: u64) -> Result<u64, DriverError> {
-        let requested = ByteSize::new(size);
+    pub(super) fn alloc_plain(&mut self, size: u64) -> Answer<u64> {
         if size == 0 {
-            return Err(self.fail(call, SimError::InvalidValue, requested));
+            return Err(self.fail(INVALID_VALUE));
         }
         let charged = size.checked_next_multiple_of(BLOCK_STEP);
         let place = charged.and_then(|charged| Some((self.place(size, charged)?, charged)));
         let Some((at, charged)) = place else {
-            return Err(self.fail(call, SimError::OutOfMemory, requested));
+            return Err(self.fail(OUT_OF_MEMORY));
         };
         self.memory.open(at, size);
         let block = Block { pool: PLAIN, used: size, charged, state: State::Live };
@@ -240,33 +245,20 @@ impl Model {
     }
 
     /// Memory of a pool, in the order of a live stream.
-    pub(super) fn alloc_ordered(
-        &mut self,
-        call: Call,
-        pool: u64,
-        size: u64,
-        stream: u64,
-    ) -> Result<u64, DriverError> {
-        let requested = ByteSize::new(size);
-        self.live_stream(call, stream)?;
-        if self.captures.contains_key(&stream) {
-            return Err(self.spoil(call, UNSUPPORTED, |of, _| of == stream));
-        }
+    pub(super) fn alloc_ordered(&mut self, pool: u64, size: u64, stream: u64) -> Answer<u64> {
+        self.live_stream(stream)?;
+        self.forbid_in_capture(stream, UNSUPPORTED)?;
         if self.pools.get(pool).is_none() {
-            return Err(self.no_pool(call, pool));
+            return Err(self.no_pool(pool));
         }
         let used = size.checked_next_multiple_of(USED_STEP).filter(|used| *used > 0);
         let charged = size.checked_next_multiple_of(BLOCK_STEP);
         let (Some(used), Some(charged)) = (used, charged) else {
-            return Err(self.fail(call, SimError::InvalidValue, requested));
+            return Err(self.fail(INVALID_VALUE));
         };
-        let at = match self.reusable(pool, charged, stream) {
-            Some(at) => at,
-            None => match self.grow(pool, charged) {
-                Some(at) => at,
-                None => return Err(self.fail(call, SimError::OutOfMemory, requested)),
-            },
-        };
+        let reused = self.reusable(pool, charged, stream);
+        let at = reused.or_else(|| self.grow(pool, charged));
+        let at = at.ok_or_else(|| self.fail(OUT_OF_MEMORY))?;
         if let Some(block) = self.pools.blocks.get_mut(&at) {
             block.state = State::Live;
             block.used = used;
@@ -275,7 +267,7 @@ impl Model {
             pool.used += used;
             pool.used_high = pool.used_high.max(pool.used);
         }
-        self.queue(call, stream, Work::Open(at, size)).map(|()| at)
+        self.queue(stream, Work::Open(at, size)).map(|()| at)
     }
 
     /// The smallest free block of at least this size and less than twice of it.
@@ -316,28 +308,21 @@ impl Model {
     }
 
     /// Frees in the order of a live stream.
-    pub(super) fn free_ordered(
-        &mut self,
-        call: Call,
-        at: u64,
-        stream: u64,
-    ) -> Result<(), DriverError> {
-        self.live_stream(call, stream)?;
-        if self.captures.contains_key(&stream) {
-            return Err(self.spoil(call, UNSUPPORTED, |of, _| of == stream));
-        }
-        let free = self.unused(call, at, stream)?;
-        self.queue(call, stream, Work::Close(at, free))
+    pub(super) fn free_ordered(&mut self, at: u64, stream: u64) -> Answer {
+        self.live_stream(stream)?;
+        self.forbid_in_capture(stream, UNSUPPORTED)?;
+        let free = self.unused(at, stream)?;
+        self.queue(stream, Work::Close(at, free))
     }
 
     /// Frees once all work of the device is done.
-    pub(super) fn free_plain(&mut self, call: Call, at: u64) -> Result<(), DriverError> {
+    pub(super) fn free_plain(&mut self, at: u64) -> Answer {
         if !self.pools.blocks.get(&at).is_some_and(|it| it.state == State::Live) {
-            return self.unused(call, at, 0).map(drop);
+            return self.unused(at, 0).map(drop);
         }
         self.run_all();
-        self.lost_in(call)?;
-        let free = self.unused(call, at, 0)?;
+        self.lost_in()?;
+        let free = self.unused(at, 0)?;
         self.close_block(at, free, Position { stream: 0, count: 0 });
         self.observe_all();
         self.pools_settle();
@@ -345,11 +330,11 @@ impl Model {
     }
 
     /// Begins and numbers the free of a block in use; an error if it is not in use.
-    fn unused(&mut self, call: Call, at: u64, stream: u64) -> Result<u64, DriverError> {
+    fn unused(&mut self, at: u64, stream: u64) -> Answer<u64> {
         let Some(block) = self.pools.blocks.get_mut(&at).filter(|it| it.state == State::Live)
         else {
-            let fault = Fault::NotAllocated { call, at: DeviceAddress::new(at) };
-            return Err(self.refuse(call, fault, INVALID_VALUE));
+            let fault = Fault::NotAllocated { call: self.call, at: DeviceAddress::new(at) };
+            return Err(self.refuse(fault, INVALID_VALUE));
         };
         self.pools.frees += 1;
         block.state = State::Freeing(self.pools.frees, stream);

@@ -13,7 +13,7 @@ use super::slots::Slots;
 use super::work::{Position, Work, mixed};
 
 /// Chance that is the same for the same seed.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Chance(u64);
 
 impl Chance {
@@ -45,7 +45,6 @@ pub(super) struct Queues {
     streams: Slots<Stream>,
     busy: Vec<u64>,
     unfinished: usize,
-    given_up: usize,
 }
 
 impl Queues {
@@ -65,7 +64,6 @@ impl Queues {
             self.streams.remove(stream);
         } else {
             given.given_up = true;
-            self.given_up += 1;
         }
     }
 
@@ -143,7 +141,6 @@ impl Queues {
             }
             if gone {
                 self.streams.remove(stream);
-                self.given_up -= 1;
             }
         }
         Some(work)
@@ -171,14 +168,12 @@ impl Queues {
 
     /// Returns the number of live streams, without destroyed ones. Cost: O(streams).
     pub(super) fn live(&self) -> usize {
-        self.streams.len() - self.given_up
+        self.streams.values().filter(|it| !it.given_up).count()
     }
 
     /// Checks the counters. Cost: O(streams).
     pub(super) fn validate(&self) {
         assert_eq!(self.streams.values().map(|it| it.work.len()).sum::<usize>(), self.unfinished);
-        let given_up = self.streams.values().filter(|it| it.given_up);
-        assert_eq!(given_up.count(), self.given_up);
         assert!(self.streams.values().all(|it| !it.given_up || !it.work.is_empty()));
         let busy = self.streams.values().filter(|it| !it.work.is_empty()).count();
         assert_eq!(busy, self.busy.len());

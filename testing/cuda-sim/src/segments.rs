@@ -11,45 +11,33 @@
 use std::collections::BTreeMap;
 
 use super::call::Call;
-use super::fault::{Fault, SimError};
+use super::fault::Fault;
 use super::memory::Range;
-use super::model::{INVALID_VALUE, Model, named};
+use super::model::{Answer, INVALID_VALUE, Model, NOT_SUPPORTED};
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DeviceAddress, DriverError};
+use lowtide_gpu_driver::DeviceAddress;
 
 /// The segments that are there, and the pool that they are of.
 #[derive(Debug, Default)]
 pub(super) struct Segments {
     /// Sizes by address.
-    table: BTreeMap<u64, u64>,
+    pub(super) table: BTreeMap<u64, u64>,
     /// The pool and its stream, once the first segment was created.
     source: Option<(u64, u64)>,
 }
 
-impl Segments {
-    /// Returns the number of segments.
-    pub(super) fn len(&self) -> usize {
-        self.table.len()
-    }
-
-    /// Their bytes.
-    pub(super) fn bytes(&self) -> u64 {
-        self.table.values().sum()
-    }
-}
-
 impl Model {
-    pub(super) fn segment_create(&mut self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+    pub(super) fn segment_create(&mut self, size: ByteSize) -> Answer<DeviceAddress> {
         let range = self.whole(DeviceAddress::new(0), size)?;
         let call = self.call_of_segments([Call::Alloc, Call::AllocAsync])?;
         self.enter(call, size)?;
         let at = if self.options.pool {
             let (pool, stream) = self.segment_pool();
-            let at = self.alloc_ordered(call, pool, range.size, stream)?;
-            self.wait_for(call, self.queues.end(stream))?;
+            let at = self.alloc_ordered(pool, range.size, stream)?;
+            self.wait_for(self.queues.end(stream))?;
             at
         } else {
-            let at = self.alloc_plain(call, range.size)?;
+            let at = self.alloc_plain(range.size)?;
             self.memory.wipe(Range { at, ..range });
             at
         };
@@ -57,7 +45,7 @@ impl Model {
         Ok(DeviceAddress::new(at))
     }
 
-    pub(super) fn segment_destroy(&mut self, range: Range) -> Result<(), DriverError> {
+    pub(super) fn segment_destroy(&mut self, range: Range) -> Answer {
         let call = self.call_of_segments([Call::Free, Call::FreeAsync])?;
         let is_there = self.segments.table.get(&range.at) == Some(&range.size);
         if let Err(error) = self.enter(call, ByteSize::ZERO) {
@@ -66,40 +54,42 @@ impl Model {
             }
             return Err(error);
         }
-        let (at, size) = named(range);
         if !is_there {
-            return Err(self.refuse(call, Fault::NotAllocated { call, at }, INVALID_VALUE));
+            return Err(self.refuse(
+                Fault::NotAllocated { call, at: DeviceAddress::new(range.at) },
+                INVALID_VALUE,
+            ));
         }
         if let Some((stream, work)) = self.unfinished_in(range) {
-            self.faults.add(Fault::UnmapBeforeDone { at, size, stream, work });
+            self.faults.push(Fault::UnmapBeforeDone { range, stream, work });
         }
-        self.charge(call, 1, size);
+        self.charge(1, ByteSize::new(range.size));
         if self.options.pool {
             let (_, stream) = self.segment_pool();
-            self.free_ordered(call, range.at, stream)?;
+            self.free_ordered(range.at, stream)?;
         } else {
-            self.free_plain(call, range.at)?;
+            self.free_plain(range.at)?;
         }
         self.segments.table.remove(&range.at);
         Ok(())
     }
 
     /// Releases the memory that the pool caches to the device.
-    pub(super) fn trim_segments(&mut self) -> Result<(), DriverError> {
+    pub(super) fn trim_segments(&mut self) -> Answer {
         let Some((pool, stream)) = self.segments.source else { return Ok(()) };
         self.enter(Call::PoolTrim, ByteSize::ZERO)?;
-        self.wait_for(Call::PoolTrim, self.queues.end(stream))?;
+        self.wait_for(self.queues.end(stream))?;
         self.trim(pool, 0);
         Ok(())
     }
 
     /// The call that serves segments, of plain memory and of a pool.
-    fn call_of_segments(&mut self, calls: [Call; 2]) -> Result<Call, DriverError> {
-        let call = calls[usize::from(self.options.pool)];
+    fn call_of_segments(&mut self, calls: [Call; 2]) -> Answer<Call> {
+        self.call = calls[usize::from(self.options.pool)];
         if self.options.virtual_memory {
-            return Err(self.fail(call, SimError::NotSupported, ByteSize::ZERO));
+            return Err(self.fail(NOT_SUPPORTED));
         }
-        Ok(call)
+        Ok(self.call)
     }
 
     /// The pool of the segments and its stream, which release nothing by themselves.

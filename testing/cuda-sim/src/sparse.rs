@@ -5,6 +5,8 @@
 //!
 //! Invariant: `kept pages <= pages written to`; `pages.len()` is 0 until the first write.
 
+use std::iter;
+
 use lowtide_core::bytes::ByteSize;
 
 /// The value of a byte that was never written.
@@ -35,11 +37,6 @@ impl Sparse {
         self.pages.clear();
     }
 
-    /// Returns the distance from `offset` to the end of its page.
-    pub(super) const fn left_in_page(offset: usize) -> usize {
-        PAGE - offset % PAGE
-    }
-
     /// Returns `true` if the page of `offset` was written.
     pub(super) fn is_written(&self, offset: usize) -> bool {
         self.pages.get(offset / PAGE).is_some_and(Option::is_some)
@@ -47,7 +44,7 @@ impl Sparse {
 
     /// Reads bytes of one page.
     pub(super) fn read(&self, offset: usize, into: &mut [u8]) {
-        debug_assert!(into.len() <= Self::left_in_page(offset) && offset + into.len() <= self.size);
+        debug_assert!(into.len() <= PAGE - offset % PAGE && offset + into.len() <= self.size);
         match self.pages.get(offset / PAGE).and_then(Option::as_deref) {
             Some(page) => into.copy_from_slice(&page[offset % PAGE..][..into.len()]),
             None => into.fill(UNWRITTEN),
@@ -56,13 +53,26 @@ impl Sparse {
 
     /// The bytes of one page, to be written.
     pub(super) fn write(&mut self, offset: usize, length: usize) -> &mut [u8] {
-        debug_assert!(length <= Self::left_in_page(offset) && offset + length <= self.size);
+        debug_assert!(length <= PAGE - offset % PAGE && offset + length <= self.size);
         if self.pages.is_empty() {
             self.pages.resize_with(self.size.div_ceil(PAGE), || None);
         }
         let page = self.pages[offset / PAGE].get_or_insert_with(|| Box::new([UNWRITTEN; PAGE]));
         &mut page[offset % PAGE..][..length]
     }
+}
+
+/// The parts of `size` bytes that cross the end of no page, whether they begin at `one` or at
+/// `two`: the bytes before a part, and its length.
+pub(super) fn blocks(size: u64, one: u64, two: u64) -> impl Iterator<Item = (u64, usize)> {
+    let left_in_page = |at: u64| PAGE as u64 - at % PAGE as u64;
+    let mut next = 0;
+    iter::from_fn(move || {
+        let done = next;
+        let length = left_in_page(one + done).min(left_in_page(two + done)).min(size - done);
+        next += length;
+        (length > 0).then(|| (done, index(length)))
+    })
 }
 
 /// Converts a size or an offset within stored memory to an index.

@@ -9,25 +9,25 @@
 //! Invariant: an event is done iff the position that it marks is.
 
 use super::call::Call;
-use super::fault::{Fault, HandleKind, SimError};
+use super::fault::{Fault, HandleKind};
 use super::graph::Capture;
 use super::memory::Range;
 use super::model::{
-    CAPTURED_EVENT, INVALID_VALUE, INVALIDATED, ISOLATION, Marked, Model, UNSUPPORTED,
+    Answer, CAPTURED_EVENT, INVALID_VALUE, INVALIDATED, ISOLATION, Marked, Model, UNSUPPORTED,
 };
 use super::work::{InStore, Position, Work};
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{DriverError, HostStore, StoreSpan, StreamHandle};
 
 impl Model {
-    pub(super) fn stream_create(&mut self) -> Result<StreamHandle, DriverError> {
+    pub(super) fn stream_create(&mut self) -> Answer<StreamHandle> {
         self.enter(Call::StreamCreate, ByteSize::ZERO)?;
         Ok(StreamHandle::new(self.queues.create()))
     }
 
-    pub(super) fn stream_destroy(&mut self, stream: u64) -> Result<(), DriverError> {
+    pub(super) fn stream_destroy(&mut self, stream: u64) -> Answer {
         self.enter(Call::StreamDestroy, ByteSize::ZERO)?;
-        self.live_stream(Call::StreamDestroy, stream)?;
+        self.live_stream(stream)?;
         if let Some(capture) = self.captures.remove(&stream) {
             self.drop_tasks(&capture.work);
         }
@@ -36,72 +36,71 @@ impl Model {
         Ok(())
     }
 
-    pub(super) fn stream_wait_event(&mut self, stream: u64, event: u64) -> Result<(), DriverError> {
-        let call = Call::StreamWaitEvent;
-        self.enter(call, ByteSize::ZERO)?;
-        self.live_stream(call, stream)?;
+    pub(super) fn stream_wait_event(&mut self, stream: u64, event: u64) -> Answer {
+        self.enter(Call::StreamWaitEvent, ByteSize::ZERO)?;
+        self.live_stream(stream)?;
         let captures = self.captures.contains_key(&stream);
-        match self.marked(call, event)? {
+        match self.marked(event)? {
             Marked::Nothing => Ok(()),
-            Marked::Position(_) if captures => Err(self.spoil_all(call, ISOLATION)),
+            Marked::Position(_) if captures => Err(self.spoil_all(ISOLATION)),
             Marked::Position(position) if self.queues.is_done(position) => Ok(()),
-            Marked::Position(position) => self.queue(call, stream, Work::Wait(position)),
+            Marked::Position(position) => self.queue(stream, Work::Wait(position)),
             Marked::Captured(origin) if origin == stream && captures => Ok(()),
             Marked::Captured(origin) if captures || self.captures.contains_key(&origin) => {
-                Err(self.spoil_all(call, ISOLATION))
+                Err(self.spoil_all(ISOLATION))
             }
-            Marked::Captured(_) => {
-                Err(self.fail(call, SimError::Code(CAPTURED_EVENT), ByteSize::ZERO))
-            }
+            Marked::Captured(_) => Err(self.fail(CAPTURED_EVENT)),
         }
     }
 
-    pub(super) fn stream_synchronize(&mut self, stream: u64) -> Result<(), DriverError> {
+    pub(super) fn stream_synchronize(&mut self, stream: u64) -> Answer {
         self.enter(Call::StreamSynchronize, ByteSize::ZERO)?;
-        self.live_stream(Call::StreamSynchronize, stream)?;
-        self.forbid_of_stream(Call::StreamSynchronize, stream, UNSUPPORTED)?;
-        self.wait_for(Call::StreamSynchronize, self.queues.end(stream))
+        self.live_stream(stream)?;
+        self.forbid_of_stream(stream, UNSUPPORTED)?;
+        self.wait_for(self.queues.end(stream))?;
+        self.pools_settle();
+        Ok(())
     }
 
-    pub(super) fn synchronize(&mut self) -> Result<(), DriverError> {
+    pub(super) fn synchronize(&mut self) -> Answer {
         self.enter(Call::Synchronize, ByteSize::ZERO)?;
         if !self.captures.is_empty() {
-            return Err(self.spoil_all(Call::Synchronize, UNSUPPORTED));
+            return Err(self.spoil_all(UNSUPPORTED));
         }
         self.run_all();
-        self.lost_in(Call::Synchronize)
+        self.lost_in()?;
+        self.pools_settle();
+        Ok(())
     }
 
-    pub(super) fn is_capturing(&mut self, stream: u64) -> Result<bool, DriverError> {
+    pub(super) fn is_capturing(&mut self, stream: u64) -> Answer<bool> {
         self.enter(Call::StreamIsCapturing, ByteSize::ZERO)?;
-        self.live_stream(Call::StreamIsCapturing, stream)?;
+        self.live_stream(stream)?;
         Ok(self.captures.contains_key(&stream))
     }
 
-    pub(super) fn event_create(&mut self) -> Result<u64, DriverError> {
+    pub(super) fn event_create(&mut self) -> Answer<u64> {
         self.enter(Call::EventCreate, ByteSize::ZERO)?;
         Ok(self.events.insert(Marked::Nothing))
     }
 
-    pub(super) fn event_destroy(&mut self, event: u64) -> Result<(), DriverError> {
-        let call = Call::EventDestroy;
-        self.enter(call, ByteSize::ZERO)?;
+    pub(super) fn event_destroy(&mut self, event: u64) -> Answer {
+        self.enter(Call::EventDestroy, ByteSize::ZERO)?;
         let gone = self.events.remove(event).is_some();
-        if gone { Ok(()) } else { Err(self.stale(call, HandleKind::Event, event)) }
+        if gone { Ok(()) } else { Err(self.stale(HandleKind::Event, event)) }
     }
 
-    pub(super) fn event_record(&mut self, event: u64, stream: u64) -> Result<(), DriverError> {
-        let call = Call::EventRecord;
-        self.enter(call, ByteSize::ZERO)?;
-        self.live_stream(call, stream)?;
-        self.marked(call, event)?;
+    pub(super) fn event_record(&mut self, event: u64, stream: u64) -> Answer {
+        self.enter(Call::EventRecord, ByteSize::ZERO)?;
+        self.live_stream(stream)?;
+        self.marked(event)?;
         let marked = match self.captures.get(&stream) {
             Some(capture) if capture.spoiled => {
-                return Err(self.fail(call, SimError::Code(INVALIDATED), ByteSize::ZERO));
+                return Err(self.fail(INVALIDATED));
             }
             Some(_) => Marked::Captured(stream),
             None => {
-                self.queue(call, stream, Work::Record)?;
+                self.queue(stream, Work::Record)?;
                 Marked::Position(self.queues.end(stream))
             }
         };
@@ -111,61 +110,61 @@ impl Model {
         Ok(())
     }
 
-    pub(super) fn event_query(&mut self, event: u64) -> Result<bool, DriverError> {
+    pub(super) fn event_query(&mut self, event: u64) -> Answer<bool> {
         let marked = self.ask(Call::EventQuery, event)?;
-        let Some(position) = marked else { return Ok(true) };
+        Ok(marked.is_none_or(|position| self.has_done(position)))
+    }
+
+    /// Returns `true` if a position is done, which the host then knows.
+    pub(super) fn has_done(&mut self, position: Position) -> bool {
         let done = self.queues.is_done(position);
         if done {
             self.observe(position);
         }
-        Ok(done)
+        done
     }
 
-    pub(super) fn event_synchronize(&mut self, event: u64) -> Result<(), DriverError> {
+    pub(super) fn event_synchronize(&mut self, event: u64) -> Answer {
         let marked = self.ask(Call::EventSynchronize, event)?;
-        marked.map_or(Ok(()), |position| self.wait_for(Call::EventSynchronize, position))
+        marked.map_or(Ok(()), |position| self.wait_for(position))?;
+        self.pools_settle();
+        Ok(())
     }
 
     /// Checks that the host may query or wait for the event.
-    fn ask(&mut self, call: Call, event: u64) -> Result<Option<Position>, DriverError> {
+    fn ask(&mut self, call: Call, event: u64) -> Answer<Option<Position>> {
         self.enter(call, ByteSize::ZERO)?;
-        match self.marked(call, event)? {
+        match self.marked(event)? {
             Marked::Captured(origin) => {
-                self.forbid_of_stream(call, origin, CAPTURED_EVENT)?;
-                Err(self.fail(call, SimError::Code(CAPTURED_EVENT), ByteSize::ZERO))
+                self.forbid_of_stream(origin, CAPTURED_EVENT)?;
+                Err(self.fail(CAPTURED_EVENT))
             }
-            Marked::Nothing => self.forbid_unsafe(call, UNSUPPORTED).map(|()| None),
-            Marked::Position(position) => {
-                self.forbid_unsafe(call, UNSUPPORTED).map(|()| Some(position))
-            }
+            Marked::Nothing => self.forbid_unsafe(UNSUPPORTED).map(|()| None),
+            Marked::Position(at) => self.forbid_unsafe(UNSUPPORTED).map(|()| Some(at)),
         }
     }
 
     /// Fails a question about a stream, or a wait for it, that it or another forbids by a capture.
-    pub(super) fn forbid_of_stream(
-        &mut self,
-        call: Call,
-        stream: u64,
-        code: u32,
-    ) -> Result<(), DriverError> {
+    pub(super) fn forbid_of_stream(&mut self, stream: u64, code: u32) -> Answer {
+        self.forbid_in_capture(stream, code)?;
+        self.forbid_unsafe(code)
+    }
+
+    /// Fails a call that no capture of the stream allows.
+    pub(super) fn forbid_in_capture(&mut self, stream: u64, code: u32) -> Answer {
         if self.captures.contains_key(&stream) {
-            return Err(self.spoil(call, code, |of, _| of == stream));
+            return Err(self.spoil(code, |of, _| of == stream));
         }
-        self.forbid_unsafe(call, code)
+        Ok(())
     }
 
     /// Invalidates all captures, and says with what.
-    pub(super) fn spoil_all(&mut self, call: Call, code: u32) -> DriverError {
-        self.spoil(call, code, |_, _| true)
+    pub(super) fn spoil_all(&mut self, code: u32) -> DriverError {
+        self.spoil(code, |_, _| true)
     }
 
     /// Invalidates the captures of which this holds, and says with what.
-    pub(super) fn spoil(
-        &mut self,
-        call: Call,
-        code: u32,
-        of: impl Fn(u64, &Capture) -> bool,
-    ) -> DriverError {
+    pub(super) fn spoil(&mut self, code: u32, of: impl Fn(u64, &Capture) -> bool) -> DriverError {
         let mut fresh = false;
         for (&stream, capture) in &mut self.captures {
             if of(stream, capture) {
@@ -173,16 +172,16 @@ impl Model {
             }
         }
         if fresh {
-            self.faults.add(Fault::CaptureSpoiled { call });
+            self.faults.push(Fault::CaptureSpoiled { call: self.call });
         }
-        self.fail(call, SimError::Code(code), ByteSize::ZERO)
+        self.fail(code)
     }
 
     /// Queues work of a kind that is called for by itself.
-    pub(super) fn start(&mut self, call: Call, stream: u64, work: Work) -> Result<(), DriverError> {
+    pub(super) fn start(&mut self, call: Call, stream: u64, work: Work) -> Answer {
         self.enter(call, ByteSize::ZERO)?;
-        self.live_stream(call, stream)?;
-        self.queue(call, stream, work)
+        self.live_stream(stream)?;
+        self.queue(stream, work)
     }
 
     /// Queues a copy between device memory and a store.
@@ -192,47 +191,45 @@ impl Model {
         stream: u64,
         device: u64,
         span: StoreSpan,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         self.enter(call, span.size)?;
-        self.live_stream(call, stream)?;
-        self.check_span(call, span)?;
+        self.live_stream(stream)?;
+        self.check_span(span)?;
         let range = Range { at: device, size: span.size.get() };
         let part = InStore { store: span.store.get(), offset: span.offset.get() };
         let work = match call {
             Call::Offload => Work::Offload(range, part),
             _ => Work::Restore(part, range),
         };
-        self.queue(call, stream, work)
+        self.queue(stream, work)
     }
 
     /// Checks that the span lies inside a store.
-    pub(super) fn check_span(&mut self, call: Call, span: StoreSpan) -> Result<(), DriverError> {
+    pub(super) fn check_span(&mut self, span: StoreSpan) -> Answer {
         let store = span.store.get();
-        let Some(kept) = self.stores.get(store) else {
-            return Err(self.stale(call, HandleKind::Store, store));
+        let Some((kept, _)) = self.stores.get(store) else {
+            return Err(self.stale(HandleKind::Store, store));
         };
         let end = span.offset.checked_add(span.size);
         if end.is_none_or(|end| end > ByteSize::of(kept.size())) {
-            let fault = Fault::OutsideStore { call, store: span.store };
-            return Err(self.refuse(call, fault, INVALID_VALUE));
+            let fault = Fault::OutsideStore { call: self.call, store: span.store };
+            return Err(self.refuse(fault, INVALID_VALUE));
         }
         Ok(())
     }
 
-    pub(super) fn store_destroy(&mut self, store: u64) -> Result<(), DriverError> {
-        let call = Call::HostFree;
-        self.enter(call, ByteSize::ZERO)?;
-        let Some(kept) = self.stores.get(store) else {
-            return Err(self.stale(call, HandleKind::Store, store));
+    pub(super) fn store_destroy(&mut self, store: u64) -> Answer {
+        self.enter(Call::HostFree, ByteSize::ZERO)?;
+        let Some((kept, _)) = self.stores.get(store) else {
+            return Err(self.stale(HandleKind::Store, store));
         };
-        self.charge(call, 0, ByteSize::of(kept.size()));
+        self.charge(0, ByteSize::of(kept.size()));
         if let Some((stream, work)) = self.queues.find(|work| work.store() == Some(store)) {
             let (stream, work) = (StreamHandle::new(stream), work.kind());
             let store = HostStore::new(store);
-            self.faults.add(Fault::StoreGoneBeforeDone { store, stream, work });
+            self.faults.push(Fault::StoreGoneBeforeDone { store, stream, work });
         }
         self.stores.remove(store);
-        self.pageable_stores.remove(&store);
         Ok(())
     }
 }

@@ -1,9 +1,8 @@
 //! Tasks: named kernels, copies with real host memory, host functions.
 //!
-//! A task is a closure over the device's memory and the host memory that the device can access. The
-//! implementation of [`HostBytes`] is responsible for its own unsafety: this module calls its read
-//! and write, and follows no pointer. A task declares the ranges that it touches, so that memory
-//! released under it is recorded as a fault before it runs; it may touch only those ranges.
+//! A task is a closure over the device's memory and the host memory that the device can access; this
+//! module follows no pointer. A task declares the ranges that it touches, so that memory released
+//! under it is recorded as a fault before it runs; it may touch only those ranges.
 //!
 //! Invariant: a task is kept exactly as long as it is queued or captured; a task with an illegal
 //! access changed nothing.
@@ -14,24 +13,12 @@ use std::sync::Arc;
 
 use super::call::Call;
 use super::fault::WorkKind;
+use super::host::HostBytes;
 use super::memory::{Memory, Range};
-use super::model::{IMPLICIT, Model};
-use super::sparse::index;
+use super::model::{Answer, IMPLICIT, Model};
+use super::sparse::{blocks, index};
 use super::work::{Illegal, Work};
-use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DriverError, StreamHandle};
-
-/// Host memory that the device reads and writes when its work runs.
-pub trait HostBytes: Send + Sync {
-    /// Returns the number of bytes.
-    fn size(&self) -> u64;
-
-    /// Reads from `offset` on; `offset + into.len()` is at most the size.
-    fn read(&self, offset: u64, into: &mut [u8]);
-
-    /// Writes from `offset` on; `offset + from.len()` is at most the size.
-    fn write(&self, offset: u64, from: &[u8]);
-}
+use lowtide_gpu_driver::StreamHandle;
 
 /// The kind of host memory that the device can access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,25 +32,12 @@ pub enum HostKind {
 }
 
 /// Real host memory by its address.
-#[derive(Default)]
-pub(super) struct HostRanges(BTreeMap<u64, (HostKind, Arc<dyn HostBytes>)>);
+#[derive(Debug, Default)]
+pub(super) struct HostRanges(pub(super) BTreeMap<u64, (HostKind, Arc<HostBytes>)>);
 
 impl HostRanges {
-    pub(super) fn insert(&mut self, at: u64, kind: HostKind, bytes: Arc<dyn HostBytes>) {
-        self.0.insert(at, (kind, bytes));
-    }
-
-    pub(super) fn remove(&mut self, at: u64) {
-        self.0.remove(&at);
-    }
-
-    /// The kind and the size of the range that begins here.
-    pub(super) fn at(&self, at: u64) -> Option<(HostKind, u64)> {
-        self.0.get(&at).map(|(kind, bytes)| (*kind, bytes.size()))
-    }
-
     /// Returns the registered range that contains this one: its start, its kind and its bytes.
-    pub(super) fn find(&self, part: Range) -> Option<(u64, HostKind, &Arc<dyn HostBytes>)> {
+    pub(super) fn find(&self, part: Range) -> Option<(u64, HostKind, &Arc<HostBytes>)> {
         let (&at, (kind, bytes)) = self.0.range(..=part.at).next_back()?;
         Range { at, size: bytes.size() }.holds(part).then_some((at, *kind, bytes))
     }
@@ -74,22 +48,10 @@ impl HostRanges {
         before.is_some_and(|(&at, (_, bytes))| Range { at, size: bytes.size() }.overlaps(range))
     }
 
-    /// The bytes that are page-locked. Cost: O(ranges).
-    pub(super) fn locked(&self) -> u64 {
-        let locked = self.0.values().filter(|(kind, _)| *kind != HostKind::Managed);
-        locked.map(|(_, bytes)| bytes.size()).sum()
-    }
-
-    /// The managed bytes. Cost: O(ranges).
-    pub(super) fn managed(&self) -> u64 {
-        let managed = self.0.values().filter(|(kind, _)| *kind == HostKind::Managed);
-        managed.map(|(_, bytes)| bytes.size()).sum()
-    }
-}
-
-impl fmt::Debug for HostRanges {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostRanges").field("count", &self.0.len()).finish_non_exhaustive()
+    /// The bytes that are managed, or those that are page-locked. Cost: O(ranges).
+    pub(super) fn bytes(&self, managed: bool) -> u64 {
+        let all = self.0.values().filter(|(kind, _)| managed == (*kind == HostKind::Managed));
+        all.map(|(_, bytes)| bytes.size()).sum()
     }
 }
 
@@ -135,11 +97,8 @@ impl DeviceBytes<'_> {
             return Ok(());
         }
         self.check(at, size)?;
-        let mut done = 0;
-        while done < size {
-            let block = self.memory.block(at + done, size - done);
-            self.memory.read(at + done, &mut into[index(done)..][..block]);
-            done += block as u64;
+        for (done, length) in blocks(size, at, at) {
+            self.memory.read(at + done, &mut into[index(done)..][..length]);
         }
         Ok(())
     }
@@ -155,12 +114,9 @@ impl DeviceBytes<'_> {
             return Ok(());
         }
         self.check(at, size)?;
-        let mut done = 0;
-        while done < size {
-            let block = self.memory.block(at + done, size - done);
-            let part = &from[index(done)..][..block];
-            self.memory.write(at + done, block, |bytes| bytes.copy_from_slice(part));
-            done += block as u64;
+        for (done, length) in blocks(size, at, at) {
+            let part = &from[index(done)..][..length];
+            self.memory.write(at + done, length, |bytes| bytes.copy_from_slice(part));
         }
         Ok(())
     }
@@ -179,6 +135,12 @@ pub(super) struct Task {
     job: Option<Job>,
 }
 
+impl Task {
+    pub(super) fn new(touches: Vec<Range>, delay: u64, job: Job) -> Self {
+        Self { touches, uses: 1, delay, job: Some(job) }
+    }
+}
+
 impl fmt::Debug for Task {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Task").field("touches", &self.touches).finish_non_exhaustive()
@@ -187,45 +149,14 @@ impl fmt::Debug for Task {
 
 impl Model {
     /// Queues a task on a live stream, or captures it.
-    pub(super) fn start_task(
-        &mut self,
-        call: Call,
-        stream: u64,
-        kind: WorkKind,
-        touches: Vec<Range>,
-        job: Job,
-    ) -> Result<(), DriverError> {
-        self.start_slow_task(call, stream, kind, (touches, 0), job)
-    }
-
-    /// Queues a task that runs after a delay.
-    pub(super) fn start_slow_task(
-        &mut self,
-        call: Call,
-        stream: u64,
-        kind: WorkKind,
-        (touches, delay): (Vec<Range>, u64),
-        job: Job,
-    ) -> Result<(), DriverError> {
-        self.live_stream(call, stream)?;
-        let task = self.tasks.insert(Task { touches, uses: 1, delay, job: Some(job) });
-        let work = Work::Task(task, kind);
-        let queued = self.queue(call, stream, work);
+    pub(super) fn start_task(&mut self, stream: u64, kind: WorkKind, task: Task) -> Answer {
+        self.live_stream(stream)?;
+        let work = Work::Task(self.tasks.insert(task), kind);
+        let queued = self.queue(stream, work);
         if queued.is_err() && self.lost.is_none() {
             self.drop_tasks(&[work]);
         }
         queued
-    }
-
-    /// Queues work of a graph once more.
-    pub(super) fn queue_again(
-        &mut self,
-        call: Call,
-        stream: u64,
-        work: Work,
-    ) -> Result<(), DriverError> {
-        self.use_task(&work);
-        self.queue(call, stream, work)
     }
 
     /// Lets a turn pass for the next work of a stream: `true` if it is not its turn to run yet.
@@ -304,11 +235,12 @@ impl Model {
         }
     }
 
-    /// The legacy default stream; using it while a stream that is ordered with it captures is an
-    /// error, and spoils the capture.
-    pub(super) fn legacy_stream(&mut self, call: Call) -> Result<u64, DriverError> {
+    /// The legacy default stream, for a launch; using it while a stream that is ordered with it
+    /// captures is an error, and spoils the capture.
+    pub(super) fn legacy_stream(&mut self) -> Answer<u64> {
+        self.call = Call::Launch;
         if self.captures.keys().any(|stream| self.blocking.contains(stream)) {
-            return Err(self.spoil_all(call, IMPLICIT));
+            return Err(self.spoil_all(IMPLICIT));
         }
         if self.legacy == 0 {
             self.legacy = self.implicit_stream();
@@ -321,17 +253,5 @@ impl Model {
         let stream = self.queues.create();
         self.implicit.insert(stream);
         stream
-    }
-
-    /// Begins a call that takes real host memory, of which some may be page-locked.
-    pub(super) fn enter_host_range(
-        &mut self,
-        call: Call,
-        size: ByteSize,
-        kind: HostKind,
-    ) -> Result<(), DriverError> {
-        use lowtide_gpu_driver::HostMemory::{PageLocked, Pageable};
-        let memory = if kind == HostKind::Managed { Pageable } else { PageLocked };
-        self.enter_host_as(call, size, memory)
     }
 }

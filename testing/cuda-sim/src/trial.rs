@@ -9,16 +9,21 @@
 //! Invariant: `faults` is empty as long as the arena above keeps the contract.
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::thread;
 use std::time::Duration;
 
+use crate::memory::{Memory, Range};
+use crate::model::Answer;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock as _, SystemClock};
 use lowtide_core::sync::{Condvar, Mutex, lock, wait};
 use lowtide_gpu_driver::host::HostDriver;
 use lowtide_gpu_driver::{Backend, Capabilities, DeviceAddress, Driver, DriverError, HostMemory};
+
+/// The unit in which the size of the device and remapped memory are counted.
+const GRANULE: u64 = 2 << 20;
 
 /// Which call fails, and how.
 #[derive(Clone, Copy, Debug)]
@@ -31,11 +36,8 @@ pub struct Failure {
 
 #[derive(Debug, Default)]
 struct Seen {
-    reserved: BTreeMap<u64, u64>,
-    committed: BTreeSet<u64>,
-    /// The size of each handle, by its address.
-    handles: BTreeMap<u64, u64>,
-    committed_peak: usize,
+    memory: Memory,
+    committed_peak: ByteSize,
     calls: u64,
     failure: Option<Failure>,
     /// Every call from this one on fails.
@@ -43,7 +45,7 @@ struct Seen {
     /// The odds of a random failure, and the state of the generator.
     odds: Option<(u64, u64)>,
     device_granules: Option<usize>,
-    remapped: usize,
+    remapped: u64,
     /// Allocated host memory: address, size and kind.
     host: BTreeMap<usize, (u64, HostMemory)>,
     lock_limit: Option<u64>,
@@ -54,19 +56,36 @@ struct Seen {
 }
 
 impl Seen {
-    /// Records the handles of committed memory.
-    fn join(&mut self, at: DeviceAddress, size: ByteSize, handle: ByteSize) {
-        self.handles.extend(cut(at, size, handle));
-    }
-
-    /// Removes handles, and records a fault if they were committed with other sizes.
-    fn part(&mut self, at: DeviceAddress, size: ByteSize, handle: ByteSize) {
-        for (at, size) in cut(at, size, handle) {
-            let was = self.handles.remove(&at);
-            if was != Some(size) {
-                self.faults.push(format!("{size} bytes left at {at:#x} of a handle of {was:?}"));
+    /// Checks that a range consists of handles of this size, as it was committed.
+    fn check_handles(&mut self, range: Range, handle: u64) {
+        for piece in range.pieces(handle) {
+            let found = self.memory.whole_mappings(piece);
+            if found != Ok(1) {
+                self.faults.push(format!("{piece:?} is no handle: {found:?}"));
             }
         }
+    }
+
+    fn granules(&self) -> u64 {
+        self.memory.committed().get() / GRANULE
+    }
+
+    /// Counts a call. `Some` if it is to fail: `true` as memory that has run out, else as a refusal.
+    fn count(&mut self) -> Option<bool> {
+        let nth = self.calls;
+        self.calls += 1;
+        if self.fails_from.is_some_and(|from| from <= nth) {
+            return Some(false);
+        }
+        if let Some((odds, state)) = &mut self.odds {
+            *state ^= *state << 13;
+            *state ^= *state >> 7;
+            *state ^= *state << 17;
+            if state.is_multiple_of(*odds) {
+                return Some((*state >> 40) % 2 == 0);
+            }
+        }
+        self.failure.filter(|failure| failure.nth == nth).map(|failure| failure.out_of_memory)
     }
 
     /// Host memory of a kind, or of both.
@@ -121,7 +140,7 @@ impl FaultInjectingDriver {
     }
 
     /// Returns the number of remapped granules.
-    pub fn remapped(&self) -> usize {
+    pub fn remapped(&self) -> u64 {
         lock(&self.seen).remapped
     }
 
@@ -173,13 +192,12 @@ impl FaultInjectingDriver {
     /// Bytes committed now, and the most that ever were.
     pub fn committed(&self) -> (ByteSize, ByteSize) {
         let seen = lock(&self.seen);
-        let bytes = |granules| ByteSize::of(granules * (2 << 20));
-        (bytes(seen.committed.len()), bytes(seen.committed_peak))
+        (seen.memory.committed(), seen.committed_peak)
     }
 
     /// Returns the number of open reservations.
     pub fn reservations(&self) -> usize {
-        lock(&self.seen).reserved.len()
+        lock(&self.seen).memory.reservations()
     }
 
     /// # Panics
@@ -187,6 +205,11 @@ impl FaultInjectingDriver {
     pub fn assert_no_faults(&self) {
         let seen = lock(&self.seen);
         assert!(seen.faults.is_empty(), "{:?}", seen.faults);
+    }
+
+    /// The size of the handles, if the driver has any: else ranges are divided as one likes.
+    fn unit(&self, handle: ByteSize) -> u64 {
+        if self.capabilities.handles { handle.get().max(1) } else { GRANULE }
     }
 
     fn wait_while_held(&self) {
@@ -200,50 +223,18 @@ impl FaultInjectingDriver {
     }
 
     /// Counts a call, and fails it if a failure is due.
-    fn call(&self, name: &'static str, size: ByteSize) -> Result<(), DriverError> {
-        let mut seen = lock(&self.seen);
-        let nth = seen.calls;
-        seen.calls += 1;
-        if seen.fails_from.is_some_and(|from| from <= nth) {
-            return Err(refused(name));
-        }
-        if let Some((odds, state)) = &mut seen.odds {
-            *state ^= *state << 13;
-            *state ^= *state >> 7;
-            *state ^= *state << 17;
-            if state.is_multiple_of(*odds) {
-                let out_of_memory = (*state >> 40) % 2 == 0;
-                return Err(if out_of_memory {
-                    DriverError::OutOfMemory { call: name, requested: size }
-                } else {
-                    refused(name)
-                });
-            }
-        }
-        match seen.failure {
-            Some(failure) if failure.nth == nth => Err(if failure.out_of_memory {
-                DriverError::OutOfMemory { call: name, requested: size }
-            } else {
-                refused(name)
-            }),
-            _ => Ok(()),
+    fn call(&self, call: &'static str, requested: ByteSize) -> Answer {
+        let message = "a trial".to_owned();
+        match lock(&self.seen).count() {
+            None => Ok(()),
+            Some(true) => Err(DriverError::OutOfMemory { call, requested }),
+            Some(false) => Err(DriverError::Refused { call, code: 1, message }),
         }
     }
 }
 
-fn refused(call: &'static str) -> DriverError {
-    DriverError::Refused { call, code: 1, message: "a trial".to_owned() }
-}
-
-/// Returns the address and the size of each handle of a range.
-fn cut(at: DeviceAddress, size: ByteSize, handle: ByteSize) -> impl Iterator<Item = (u64, u64)> {
-    let (at, size, handle) = (at.get(), size.get(), handle.get().max(1));
-    let step = usize::try_from(handle).unwrap_or(usize::MAX);
-    (0..size).step_by(step).map(move |from| (at + from, handle.min(size - from)))
-}
-
-fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Clone {
-    (at.get()..at.get() + size.get()).step_by(2 << 20)
+const fn range(at: DeviceAddress, size: ByteSize) -> Range {
+    Range { at: at.get(), size: size.get() }
 }
 
 // SAFETY: all memory is the host driver's, which keeps the promises; a call that fails here makes
@@ -257,76 +248,55 @@ unsafe impl Driver for FaultInjectingDriver {
         self.capabilities
     }
 
-    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
         self.call("reserve", size)?;
         let at = self.host.reserve(size)?;
-        lock(&self.seen).reserved.insert(at.get(), size.get());
+        lock(&self.seen).memory.add_reservation(range(at, size));
         Ok(at)
     }
 
-    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    unsafe fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         self.call("unreserve", size)?;
-        let mut seen = lock(&self.seen);
-        let whole = seen.reserved.remove(&at.get()) == Some(size.get());
-        let end = at.get() + size.get();
-        if !whole || seen.committed.range(at.get()..end).next().is_some() {
-            seen.faults.push(format!("unreserve of {size} at {at}, whole {whole}"));
+        let (mut seen, range) = (lock(&self.seen), range(at, size));
+        if seen.memory.is_whole_reservation(range) && !seen.memory.is_mapped_anywhere(range) {
+            seen.memory.unreserve(range);
+        } else {
+            seen.faults.push(format!("unreserve of {range:?}"));
         }
         drop(seen);
         // SAFETY: the contract of this call, whose reservations are the host driver's.
         unsafe { self.host.unreserve(at, size) }
     }
 
-    unsafe fn commit(
-        &self,
-        at: DeviceAddress,
-        size: ByteSize,
-        handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         self.wait_while_held();
         self.call("commit", size)?;
-        let mut seen = lock(&self.seen);
-        let wanted = granules(at, size);
-        if seen
-            .device_granules
-            .is_some_and(|has| seen.committed.len() + wanted.clone().count() > has)
-        {
+        let (mut seen, range) = (lock(&self.seen), range(at, size));
+        let wanted = seen.granules() + range.size.div_ceil(GRANULE);
+        if seen.device_granules.is_some_and(|has| wanted > has as u64) {
             return Err(DriverError::OutOfMemory { call: "commit", requested: size });
         }
-        for granule in wanted {
-            if !seen.committed.insert(granule) {
-                seen.faults.push(format!("{granule:#x} was committed twice"));
-            }
+        if seen.memory.is_mapped_anywhere(range) {
+            seen.faults.push(format!("{range:?} was committed twice"));
+        } else {
+            range.pieces(self.unit(handle)).for_each(|piece| seen.memory.map(piece));
+            seen.memory.change_access(range, true);
         }
-        seen.committed_peak = seen.committed_peak.max(seen.committed.len());
-        if self.capabilities.handles {
-            seen.join(at, size, handle);
-        }
+        seen.committed_peak = seen.committed_peak.max(seen.memory.committed());
         drop(seen);
         // SAFETY: the contract of this call, whose reservations are the host driver's.
         unsafe { self.host.commit(at, size, handle) }
     }
 
-    unsafe fn decommit(
-        &self,
-        at: DeviceAddress,
-        size: ByteSize,
-        handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
         self.wait_while_held();
         self.call("decommit", size)?;
         // The memory is released before the metadata changes, so that a premature commit is seen.
         // SAFETY: the contract of this call, whose reservations are the host driver's.
         unsafe { self.host.decommit(at, size, handle) }?;
-        let mut seen = lock(&self.seen);
-        if self.capabilities.handles {
-            seen.part(at, size, handle);
-        }
-        for granule in granules(at, size) {
-            if !seen.committed.remove(&granule) {
-                seen.faults.push(format!("{granule:#x} was decommitted bare"));
-            }
-        }
+        let (mut seen, range) = (lock(&self.seen), range(at, size));
+        seen.check_handles(range, self.unit(handle));
+        seen.memory.unmap(range);
         Ok(())
     }
 
@@ -338,26 +308,21 @@ unsafe impl Driver for FaultInjectingDriver {
         to: DeviceAddress,
         size: ByteSize,
         handle: ByteSize,
-    ) -> Result<(), DriverError> {
+    ) -> Answer {
         self.wait_while_held();
         self.call("remap", size)?;
         let mut seen = lock(&self.seen);
         if !self.capabilities.remap {
             seen.faults.push("a remap that is not offered".to_owned());
         }
-        for (old, new) in granules(from, size).zip(granules(to, size)) {
-            if !seen.committed.remove(&old) {
-                seen.faults.push(format!("{old:#x} was remapped bare"));
-            }
-            if !seen.committed.insert(new) {
-                seen.faults.push(format!("{new:#x} was remapped over"));
-            }
+        let (old, new) = (range(from, size), range(to, size));
+        seen.check_handles(old, self.unit(handle));
+        if seen.memory.is_mapped_anywhere(new) {
+            seen.faults.push(format!("{new:?} was remapped over"));
+        } else {
+            seen.memory.remap(old, new);
         }
-        seen.remapped += granules(from, size).count();
-        if self.capabilities.handles {
-            seen.part(from, size, handle);
-            seen.join(to, size, handle);
-        }
+        seen.remapped += size.get().div_ceil(GRANULE);
         drop(seen);
         // SAFETY: `to` is bare and in a reservation of the host driver's (contract of this call).
         unsafe { self.host.commit(to, size, handle) }?;
@@ -367,21 +332,12 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.decommit(from, size, handle) }
     }
 
-    unsafe fn copy(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-    ) -> Result<(), DriverError> {
+    unsafe fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         self.wait_while_held();
         self.call("copy", size)?;
         let mut seen = lock(&self.seen);
         for part in [from, to] {
-            let first = part.get() & !((2 << 20) - 1);
-            let bare = (first..part.get() + size.get())
-                .step_by(2 << 20)
-                .any(|granule| !seen.committed.contains(&granule));
-            if bare {
+            if seen.memory.first_bare(range(part, size)).is_some() {
                 seen.faults.push(format!("a copy touched bare memory: {size} at {part}"));
                 return Ok(());
             }
@@ -391,7 +347,7 @@ unsafe impl Driver for FaultInjectingDriver {
         unsafe { self.host.copy(from, to, size) }
     }
 
-    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
         self.wait_while_held();
         self.call("host_alloc", size)?;
         let mut seen = lock(&self.seen);
@@ -413,12 +369,7 @@ unsafe impl Driver for FaultInjectingDriver {
         Ok(at)
     }
 
-    unsafe fn host_free(
-        &self,
-        at: NonNull<u8>,
-        size: ByteSize,
-        memory: HostMemory,
-    ) -> Result<(), DriverError> {
+    unsafe fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Answer {
         self.wait_while_held();
         self.call("host_free", size)?;
         let mut seen = lock(&self.seen);

@@ -8,7 +8,8 @@
 use super::fault::WorkKind;
 use super::memory::{Memory, Range};
 use super::slots::Slots;
-use super::sparse::{PAGE, Sparse, index};
+use super::sparse::{PAGE, Sparse, blocks, index};
+use lowtide_gpu_driver::HostMemory;
 
 /// A byte pattern that a kernel writes and another kernel checks.
 ///
@@ -59,7 +60,7 @@ pub(super) const fn mixed(number: u64) -> u64 {
 
 /// A key to the result of a check or a sum, once it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Ticket(pub(super) u64);
+pub struct Ticket(pub(super) usize);
 
 /// The result of a check or a sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +82,6 @@ pub enum Outcome {
     Sum(u64),
     /// The context was lost before it was done.
     Lost,
-    /// The result is no longer kept.
-    Forgotten,
 }
 
 /// A place in a stream: so many pieces of work from its beginning.
@@ -91,6 +90,9 @@ pub(super) struct Position {
     pub(super) stream: u64,
     pub(super) count: u64,
 }
+
+/// A store of host memory: its bytes and their kind.
+pub(super) type Store = (Sparse, HostMemory);
 
 /// A range of a store.
 #[derive(Clone, Copy, Debug)]
@@ -173,7 +175,7 @@ impl Work {
     pub(super) fn run(
         &self,
         memory: &mut Memory,
-        stores: &mut Slots<Sparse>,
+        stores: &mut Slots<Store>,
     ) -> Result<Option<(Ticket, Outcome)>, Illegal> {
         for range in self.ranges() {
             if let Some(bare) = memory.first_bare(range) {
@@ -195,11 +197,11 @@ impl Work {
             }
             Self::Copy(from, to) => memory.copy(from, to),
             Self::Offload(range, part) => {
-                let store = stores.get_mut(part.store).ok_or(Illegal::Store(part.store))?;
+                let (store, _) = stores.get_mut(part.store).ok_or(Illegal::Store(part.store))?;
                 offload(memory, range, store, part.offset);
             }
             Self::Restore(part, range) => {
-                let store = stores.get(part.store).ok_or(Illegal::Store(part.store))?;
+                let (store, _) = stores.get(part.store).ok_or(Illegal::Store(part.store))?;
                 restore(memory, range, store, part.offset);
             }
             // Tasks and blocks are the model's to do.
@@ -211,25 +213,19 @@ impl Work {
 
 /// Calls `with` for each block of a committed range, with the offset in the range.
 fn edit(memory: &mut Memory, range: Range, with: impl Fn(u64, &mut [u8])) {
-    let mut done = 0;
-    while done < range.size {
-        let block = memory.block(range.at + done, range.size - done);
-        memory.write(range.at + done, block, |bytes| with(done, bytes));
-        done += block as u64;
+    for (done, length) in blocks(range.size, range.at, range.at) {
+        memory.write(range.at + done, length, |bytes| with(done, bytes));
     }
 }
 
 /// Reads each block of a committed range until `with` says that it has seen enough.
 fn scan(memory: &Memory, range: Range, mut with: impl FnMut(u64, &[u8]) -> bool) {
     let mut buffer = [0; PAGE];
-    let mut done = 0;
-    while done < range.size {
-        let block = memory.block(range.at + done, range.size - done);
-        memory.read(range.at + done, &mut buffer[..block]);
-        if with(done, &buffer[..block]) {
+    for (done, length) in blocks(range.size, range.at, range.at) {
+        memory.read(range.at + done, &mut buffer[..length]);
+        if with(done, &buffer[..length]) {
             return;
         }
-        done += block as u64;
     }
 }
 
@@ -260,27 +256,21 @@ fn sum(memory: &Memory, range: Range) -> u64 {
 
 fn offload(memory: &Memory, range: Range, store: &mut Sparse, from: u64) {
     let mut buffer = [0; PAGE];
-    let mut done = 0;
-    while done < range.size {
+    for (done, length) in blocks(range.size, range.at, from) {
         let to = index(from + done);
-        let block = memory.block(range.at + done, range.size - done).min(Sparse::left_in_page(to));
-        let written = memory.read(range.at + done, &mut buffer[..block]);
+        let written = memory.read(range.at + done, &mut buffer[..length]);
         if written || store.is_written(to) {
-            store.write(to, block).copy_from_slice(&buffer[..block]);
+            store.write(to, length).copy_from_slice(&buffer[..length]);
         }
-        done += block as u64;
     }
 }
 
 fn restore(memory: &mut Memory, range: Range, store: &Sparse, from: u64) {
-    let mut done = 0;
-    while done < range.size {
+    for (done, length) in blocks(range.size, range.at, from) {
         let (source, target) = (index(from + done), range.at + done);
-        let block = memory.block(target, range.size - done).min(Sparse::left_in_page(source));
         if store.is_written(source) || memory.is_written(target) {
-            memory.write(target, block, |bytes| store.read(source, bytes));
+            memory.write(target, length, |bytes| store.read(source, bytes));
         }
-        done += block as u64;
     }
 }
 
@@ -297,9 +287,9 @@ mod tests {
 
     fn memory() -> Memory {
         let mut memory = Memory::new(range(0, 1 << 20));
-        memory.reserve(1 << 17).expect("room");
+        memory.reserve(1 << 17, 1).expect("room");
         memory.map(range(0, 1 << 16));
-        memory.set_access(range(0, 1 << 16));
+        memory.change_access(range(0, 1 << 16), true);
         memory
     }
 
@@ -318,7 +308,7 @@ mod tests {
     #[test]
     fn a_pattern_survives_a_round_through_a_store_at_odd_offsets() {
         let (mut memory, mut stores) = (memory(), Slots::default());
-        let store = stores.insert(Sparse::new(ByteSize::kib(64)));
+        let store = stores.insert((Sparse::new(ByteSize::kib(64)), HostMemory::Pageable));
         let (from, to) = (range(4091, 20_000), range(30_001, 20_000));
         let part = InStore { store, offset: 777 };
         let pattern = Pattern::new(1);

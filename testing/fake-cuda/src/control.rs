@@ -9,11 +9,12 @@
 use std::ffi::{c_char, c_int};
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_cuda_sim::SimError;
 pub use lowtide_cuda_sim::raw::Numbers;
+use lowtide_cuda_sim::{Planned, SimError};
 
 use crate::call::{Answer, INVALID_DEVICE};
 use crate::ffi::{In, Out, Text, put_text};
+use crate::library::Guard;
 use crate::nvml::Process;
 use crate::state::{Seat, reset, seats, state};
 
@@ -81,87 +82,6 @@ impl Default for Options {
     }
 }
 
-/// A command, with the places of answers that are no number.
-#[repr(C, u32)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Command {
-    Reset(Options),
-    Fail {
-        name: Text,
-        nth: u64,
-        code: u32,
-    },
-    ForgetFailures,
-    Calls {
-        name: Text,
-    },
-    CallsTotal,
-    Spins,
-    DropWaits {
-        every: u64,
-    },
-    DroppedWaits,
-    Numbers {
-        device: u32,
-        to: Out<Numbers>,
-    },
-    Retains {
-        device: u32,
-    },
-    /// Answers the bytes of the text with its zero.
-    Faults {
-        to: Out<c_char>,
-        room: usize,
-    },
-    Leaks {
-        to: Out<c_char>,
-        room: usize,
-    },
-    Poison {
-        device: u32,
-        code: u32,
-    },
-    Neighbours {
-        device: u32,
-        bytes: u64,
-    },
-    Capacity {
-        device: u32,
-        bytes: u64,
-    },
-    LockLimit {
-        device: u32,
-        bytes: u64,
-    },
-    GraphMemory {
-        device: u32,
-        bytes: u64,
-    },
-    Run {
-        device: u32,
-        count: u64,
-    },
-    Validate {
-        device: u32,
-    },
-    Process {
-        device: u32,
-        kind: u32,
-        pid: u32,
-        used: u64,
-    },
-    OwnPid {
-        pid: u32,
-    },
-    EntryWords {
-        words: u32,
-    },
-    HoldNvml {
-        is_held: bool,
-    },
-    NvmlSessions,
-}
-
 /// The answer of a command that failed.
 pub(crate) const FAILED: u64 = u64::MAX;
 
@@ -188,7 +108,7 @@ pub(crate) fn left(numbers: &Numbers, retains: u64) -> Option<String> {
 }
 
 fn leaks() -> Vec<String> {
-    let mut all = state().left().to_vec();
+    let mut all = state().left.clone();
     for seat in seats() {
         let retains = state().devices[seat.device].retains;
         let left = left(&seat.sim.raw().numbers(), retains);
@@ -198,7 +118,7 @@ fn leaks() -> Vec<String> {
 }
 
 fn faults() -> Vec<String> {
-    let mut all = state().record().to_vec();
+    let mut all = state().record.clone();
     for seat in seats() {
         let faults = seat.sim.faults();
         all.extend(faults.iter().map(|fault| format!("device {}: {fault:?}", seat.device)));
@@ -228,57 +148,187 @@ extern "C" fn fake_control(command: In<Command>) -> u64 {
     std::panic::catch_unwind(body).ok().and_then(Result::ok).unwrap_or(FAILED)
 }
 
-fn act(command: Command) -> Answer<u64> {
-    match command {
-        Command::Reset(options) => {
+/// Declares the commands: those that tell, and those that ask for a number. Each is a method of
+/// [`Guard`], whose arguments cross the boundary as a [`Command`], and what the library does there.
+macro_rules! commands {
+    (
+        tell { $(
+            $(#[$doc:meta])*
+            $tell:ident $vis:vis fn $name:ident($($argument:ident: $type:ty),*) $body:block
+        )* }
+        ask { $(
+            $(#[$ask_doc:meta])*
+            $ask:ident $ask_vis:vis fn $asked:ident($($of:ident: $of_type:ty),*) $answer:block
+        )* }
+    ) => {
+        /// A command, with the places of answers that are no number.
+        #[repr(C, u32)]
+        #[derive(Clone, Copy, Debug)]
+        pub(crate) enum Command {
+            $($tell { $($argument: $type),* },)*
+            $($ask { $($of: $of_type),* },)*
+        }
+
+        fn act(command: Command) -> Answer<u64> {
+            match command {
+                $(Command::$tell { $($argument),* } => $body,)*
+                $(Command::$ask { $($of),* } => return Ok($answer),)*
+            }
+            Ok(0)
+        }
+
+        impl Guard {
+            $($(#[$doc])* $vis fn $name(&self, $($argument: $type),*) {
+                self.act(Command::$tell { $($argument),* });
+            })*
+            $($(#[$ask_doc])* $ask_vis fn $asked(&self, $($of: $of_type),*) -> u64 {
+                self.act(Command::$ask { $($of),* })
+            })*
+        }
+    };
+}
+
+// A command for a device that does not exist panics; devices are counted whether they are visible
+// or not.
+commands! {
+    tell {
+        /// Begins anew with these options: nothing is left of devices, contexts, counts and plans.
+        ///
+        /// # Panics
+        /// If the options name no possible device.
+        Reset pub fn reset(options: Options) {
             crate::nvml::hold(false);
             reset(options);
         }
-        Command::Fail { name, nth, code } => state().plan(name.get()?, nth, code),
-        Command::ForgetFailures => state().forget_plans(),
-        Command::Calls { name } => return Ok(state().calls(&name.get()?)),
-        Command::CallsTotal => return Ok(state().calls_total()),
-        Command::Spins => return Ok(state().spins),
-        Command::DropWaits { every } => state().drop_every = every,
-        Command::DroppedWaits => return Ok(state().dropped),
-        Command::Numbers { device, to } => to.put(seat(device)?.sim.raw().numbers())?,
-        Command::Retains { device } => {
-            let seat = seat(device)?;
-            return Ok(state().devices[seat.device].retains);
+        Fail pub(crate) fn plan(name: Text, nth: u64, code: u32) {
+            let left = nth.saturating_sub(1);
+            state().planned.once(Some(name.get()?), left, SimError::Code(code));
         }
-        Command::Faults { to, room } => return Ok(put_lines(&faults(), to, room)),
-        Command::Leaks { to, room } => return Ok(put_lines(&leaks(), to, room)),
-        Command::Poison { device, code } => seat(device)?.sim.poison(SimError::Code(code)),
-        Command::Neighbours { device, bytes } => {
+        /// Forgets all failures that were planned.
+        ForgetFailures pub fn forget_failures() {
+            state().planned = Planned::default();
+        }
+        /// Plants a missing wait: of the calls of `cuStreamWaitEvent` from now on, every so
+        /// many-th succeeds and orders nothing. 0 ends it.
+        DropWaits pub fn drop_waits(every: u64) {
+            state().drop_every = every;
+        }
+        Numbers pub(crate) fn put_numbers(device: u32, to: Out<Numbers>) {
+            to.put(seat(device)?.sim.raw().numbers())?;
+        }
+        /// Loses the context of a device with a code: every later call in it answers that.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        Poison pub fn poison(device: u32, code: u32) {
+            seat(device)?.sim.poison(SimError::Code(code));
+        }
+        /// Takes so many bytes of a device as another process would; 0 gives them back.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        Neighbours pub fn neighbours(device: u32, bytes: u64) {
             seat(device)?.sim.set_neighbours(ByteSize::new(bytes));
         }
-        Command::Capacity { device, bytes } => {
+        /// Sets the memory of a device in bytes, until its context ends.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        Capacity pub fn capacity(device: u32, bytes: u64) {
             seat(device)?.sim.set_capacity(ByteSize::new(bytes));
         }
-        Command::LockLimit { device, bytes } => {
+        /// Sets how many bytes of host memory may be page-locked for a device.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        LockLimit pub fn lock_limit(device: u32, bytes: u64) {
             seat(device)?.sim.set_lock_limit(ByteSize::new(bytes));
         }
-        Command::GraphMemory { device, bytes } => {
-            // A launch of a graph that allocates, to its end.
+        /// Launches a graph that allocates so many bytes and frees them: the device keeps them.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        GraphMemory pub fn graph_memory(device: u32, bytes: u64) {
             let seat = seat(device)?;
-            let [_, high, reserved] = &mut state().devices[seat.device].graph_memory;
+            let [_, high, reserved] = &mut state().devices[seat.device].context.graph_memory;
             (*high, *reserved) = ((*high).max(bytes), (*reserved).max(bytes));
         }
-        Command::Run { device, count } => {
-            let count = usize::try_from(count).unwrap_or(usize::MAX);
-            return Ok(seat(device)?.sim.advance(count) as u64);
+        /// Checks the model's own books.
+        ///
+        /// # Panics
+        /// If the model is wrong, or there is no such device.
+        Validate pub fn validate(device: u32) {
+            seat(device)?.sim.validate();
         }
-        Command::Validate { device } => seat(device)?.sim.validate(),
-        Command::Process { device, kind, pid, used } => {
+        /// Adds a process to the list of NVML: 0 for one that computes, 1 for one that draws, 2
+        /// for a client of the multi-process service. Takes no memory of the device; `u64::MAX` is
+        /// memory that NVML does not know.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        Process pub fn process(device: u32, kind: u32, pid: u32, used: u64) {
             let process = Process { device: seat(device)?.device, kind, pid, used };
             state().nvml.processes.push(process);
         }
-        Command::OwnPid { pid } => state().nvml.own_pid = pid,
-        Command::EntryWords { words } => {
+        /// Sets the number under which NVML lists this process; 0 hides it.
+        OwnPid pub fn own_pid(pid: u32) {
+            state().nvml.own_pid = pid;
+        }
+        /// Sets the size of an entry in NVML's lists, in units of 8 bytes: 2, 3 (the usual) or 4.
+        EntryWords pub fn entry_words(words: u32) {
             state().nvml.words = usize::try_from(words).unwrap_or(3);
         }
-        Command::HoldNvml { is_held } => crate::nvml::hold(is_held),
-        Command::NvmlSessions => return Ok(state().nvml.sessions),
+        /// Lets the lists of NVML not return until it is called with `false`, or a reset.
+        HoldNvml pub fn hold_nvml(is_held: bool) {
+            crate::nvml::hold(is_held);
+        }
     }
-    Ok(0)
+    ask {
+        Calls pub(crate) fn calls_of(name: Text) {
+            state().calls(&name.get()?)
+        }
+        /// Returns the number of all calls.
+        #[must_use]
+        CallsTotal pub fn calls_total() {
+            state().calls_total()
+        }
+        /// Returns the number of waits of the host that would have kept a core busy on a device:
+        /// for a stream, for the context, and for events that do not block.
+        #[must_use]
+        Spins pub fn spins() {
+            state().spins
+        }
+        /// Returns the number of waits that were dropped.
+        #[must_use]
+        DroppedWaits pub fn dropped_waits() {
+            state().dropped
+        }
+        /// Returns the number of times that a device's primary context is retained.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        #[must_use]
+        Retains pub fn retains(device: u32) {
+            let seat = seat(device)?;
+            state().devices[seat.device].retains
+        }
+        Faults pub(crate) fn put_faults(to: Out<c_char>, room: usize) {
+            put_lines(&faults(), to, room)
+        }
+        Leaks pub(crate) fn put_leaks(to: Out<c_char>, room: usize) {
+            put_lines(&leaks(), to, room)
+        }
+        /// Does at most so many pieces of queued work, as time would; how many were there to do.
+        ///
+        /// # Panics
+        /// If there is no such device.
+        Run pub fn run(device: u32, count: u64) {
+            seat(device)?.sim.advance(usize::try_from(count).unwrap_or(usize::MAX)) as u64
+        }
+        /// Returns the number of sessions of NVML that have not ended.
+        #[must_use]
+        NvmlSessions pub fn nvml_sessions() {
+            state().nvml.sessions
+        }
+    }
 }

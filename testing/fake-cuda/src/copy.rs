@@ -12,7 +12,7 @@ use lowtide_cuda_sim::raw::Place;
 
 use crate::call::{Answer, INVALID_VALUE, NOT_SUPPORTED};
 use crate::ffi::{Untyped, export};
-use crate::host::{Memory, Staged};
+use crate::host::{of_caller, staged};
 use crate::memory::host_at;
 use crate::state::{Seat, of_address, stream};
 
@@ -46,7 +46,7 @@ fn to_device(to: u64, from: Untyped, size: usize, queue: u64) -> Answer {
     }
     let bytes = size as u64;
     let known = place(&seat, from.address(), bytes);
-    let source = known.unwrap_or_else(|| Place::Host(Staged::copy(from, size), 0));
+    let source = known.unwrap_or_else(|| Place::Host(staged(from, size), 0));
     seat.sim.raw().copy_async(Place::Device(to), source, bytes, stream)
 }
 
@@ -66,7 +66,7 @@ fn from_device(to: Untyped, from: u64, size: usize, queue: u64, wait: bool) -> A
         // Would be written at each launch, whatever is there by then: the wait spoils the capture.
         return raw.stream_synchronize(stream);
     }
-    let target = known.unwrap_or_else(|| Place::Host(Memory::of_caller(to, size), 0));
+    let target = known.unwrap_or_else(|| Place::Host(of_caller(to, size), 0));
     raw.copy_async(target, Place::Device(from), bytes, stream)?;
     if wait {
         // A refused wait would leave the copy queued, and the memory is the caller's again.

@@ -28,14 +28,14 @@ export! {
             return Err(INVALID_VALUE);
         }
         let number = seat.sim.raw().event_create()?;
-        state().devices[seat.device].event_flags.insert(number, flags);
+        state().devices[seat.device].context.event_flags.insert(number, flags);
         to.put(seat.handle(Kind::Event, number))
     }
 
     fn cuEventDestroy_v2(bits: u64) {
         let (seat, number) = event(bits)?;
         seat.sim.raw().event_destroy(number)?;
-        state().devices[seat.device].event_flags.remove(&number);
+        state().devices[seat.device].context.event_flags.remove(&number);
         Ok(())
     }
 
@@ -56,7 +56,7 @@ export! {
     fn cuEventSynchronize(bits: u64) {
         let (seat, number) = event(bits)?;
         let mut locked = state();
-        let flags = locked.devices[seat.device].event_flags.get(&number).copied();
+        let flags = locked.devices[seat.device].context.event_flags.get(&number).copied();
         locked.spins += u64::from(flags.unwrap_or(0) & BLOCKING == 0);
         drop(locked);
         seat.sim.raw().event_synchronize(number)
@@ -65,7 +65,7 @@ export! {
     fn cuEventElapsedTime(to: Out<f32>, from: u64, till: u64) {
         for bits in [from, till] {
             let (seat, number) = event(bits)?;
-            let flags = state().devices[seat.device].event_flags.get(&number).copied();
+            let flags = state().devices[seat.device].context.event_flags.get(&number).copied();
             let raw = seat.sim.raw();
             if flags.unwrap_or(0) & NO_TIMING != 0 || !raw.event_is_recorded(number)? {
                 return Err(INVALID_HANDLE);

@@ -100,59 +100,21 @@ impl Guard {
     ///
     /// # Panics
     /// If there is no such device, or the library is broken.
-    fn act(&self, command: Command) -> u64 {
+    pub(crate) fn act(&self, command: Command) -> u64 {
         let answer = (self.fake.0)(In::of(&command));
         assert_ne!(answer, FAILED, "{command:?}: no possible device, or the library is broken");
         answer
     }
 
-    /// Begins anew with these options: nothing is left of devices, contexts, counts and plans.
-    ///
-    /// # Panics
-    /// If the options name no possible device.
-    pub fn reset(&self, options: Options) {
-        self.act(Command::Reset(options));
-    }
-
     /// Lets the `nth` call of this name from now on, counted from 1, fail with a code.
     pub fn fail(&self, name: &CStr, nth: u64, code: u32) {
-        self.act(Command::Fail { name: Text::of(name), nth, code });
-    }
-
-    /// Forgets all failures that were planned.
-    pub fn forget_failures(&self) {
-        self.act(Command::ForgetFailures);
+        self.plan(Text::of(name), nth, code);
     }
 
     /// Returns the number of calls of this name, failed ones included.
     #[must_use]
     pub fn calls(&self, name: &CStr) -> u64 {
-        self.act(Command::Calls { name: Text::of(name) })
-    }
-
-    /// Returns the number of all calls.
-    #[must_use]
-    pub fn calls_total(&self) -> u64 {
-        self.act(Command::CallsTotal)
-    }
-
-    /// Returns the number of waits of the host that would have kept a core busy on a device: for a
-    /// stream, for the context, and for events that do not block.
-    #[must_use]
-    pub fn spins(&self) -> u64 {
-        self.act(Command::Spins)
-    }
-
-    /// Plants a missing wait: of the calls of `cuStreamWaitEvent` from now on, every so many-th
-    /// succeeds and orders nothing. 0 ends it.
-    pub fn drop_waits(&self, every: u64) {
-        self.act(Command::DropWaits { every });
-    }
-
-    /// Returns the number of waits that were dropped.
-    #[must_use]
-    pub fn dropped_waits(&self) -> u64 {
-        self.act(Command::DroppedWaits)
+        self.calls_of(Text::of(name))
     }
 
     /// Returns the figures of a device; devices are counted whether they are visible or not.
@@ -162,25 +124,16 @@ impl Guard {
     #[must_use]
     pub fn numbers(&self, device: u32) -> Numbers {
         let mut numbers = Numbers::default();
-        self.act(Command::Numbers { device, to: Out::of(&raw mut numbers) });
+        self.put_numbers(device, Out::of(&raw mut numbers));
         numbers
     }
 
-    /// Returns the number of times that its primary context is retained.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    #[must_use]
-    pub fn retains(&self, device: u32) -> u64 {
-        self.act(Command::Retains { device })
-    }
-
     /// All of a text of the library.
-    fn text(&self, command: fn(Out<c_char>, usize) -> Command) -> String {
-        let length = self.act(command(Out::of(std::ptr::null_mut()), 0));
+    fn text(&self, put: fn(&Self, Out<c_char>, usize) -> u64) -> String {
+        let length = put(self, Out::of(std::ptr::null_mut()), 0);
         let mut bytes: Vec<c_char> = vec![0; usize::try_from(length).unwrap_or(0).max(1)];
         let room = bytes.len();
-        self.act(command(Out::of(bytes.as_mut_ptr()), room));
+        put(self, Out::of(bytes.as_mut_ptr()), room);
         let text = bytes.iter().map(|byte| byte.cast_unsigned()).take_while(|byte| *byte != 0);
         String::from_utf8_lossy(&text.collect::<Vec<_>>()).into_owned()
     }
@@ -188,14 +141,14 @@ impl Guard {
     /// The breaches of CUDA's contract so far, a line each.
     #[must_use]
     pub fn faults(&self) -> String {
-        self.text(|to, room| Command::Faults { to, room })
+        self.text(Self::put_faults)
     }
 
     /// Returns the objects that have not been released, a line for each device and each context
     /// destroyed with something in it.
     #[must_use]
     pub fn leaks(&self) -> String {
-        self.text(|to, room| Command::Leaks { to, room })
+        self.text(Self::put_leaks)
     }
 
     /// Asserts that the contract was kept and all is given back.
@@ -204,22 +157,6 @@ impl Guard {
     /// If not.
     pub fn assert_clean(&self) {
         assert_eq!((self.faults().as_str(), self.leaks().as_str()), ("", ""));
-    }
-
-    /// Loses the context of a device with a code: every later call in it answers that.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn poison(&self, device: u32, code: u32) {
-        self.act(Command::Poison { device, code });
-    }
-
-    /// Takes so many bytes of a device as another process would; 0 gives them back.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn neighbours(&self, device: u32, bytes: u64) {
-        self.act(Command::Neighbours { device, bytes });
     }
 
     /// Loads NVML, which stays in the process.
@@ -231,76 +168,5 @@ impl Guard {
         if let Err(error) = LOADED.get_or_init(|| open(NVML).map(drop)) {
             panic!("{error}");
         }
-    }
-
-    /// Adds a process to the list of NVML: 0 for one that computes, 1 for one that draws, 2 for a
-    /// client of the multi-process service. Takes no memory of the device; `u64::MAX` is memory
-    /// that NVML does not know.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn process(&self, device: u32, kind: u32, pid: u32, used: u64) {
-        self.act(Command::Process { device, kind, pid, used });
-    }
-
-    /// Sets the number under which NVML lists this process; 0 hides it.
-    pub fn own_pid(&self, pid: u32) {
-        self.act(Command::OwnPid { pid });
-    }
-
-    /// Sets the size of an entry in NVML's lists, in units of 8 bytes: 2, 3 (the usual) or 4.
-    pub fn entry_words(&self, words: u32) {
-        self.act(Command::EntryWords { words });
-    }
-
-    /// Lets the lists of NVML not return until it is called with `false`, or a reset.
-    pub fn hold_nvml(&self, is_held: bool) {
-        self.act(Command::HoldNvml { is_held });
-    }
-
-    /// Returns the number of sessions of NVML that have not ended.
-    #[must_use]
-    pub fn nvml_sessions(&self) -> u64 {
-        self.act(Command::NvmlSessions)
-    }
-
-    /// Sets the memory of a device in bytes, until its context ends.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn capacity(&self, device: u32, bytes: u64) {
-        self.act(Command::Capacity { device, bytes });
-    }
-
-    /// Sets how many bytes of host memory may be page-locked for a device.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn lock_limit(&self, device: u32, bytes: u64) {
-        self.act(Command::LockLimit { device, bytes });
-    }
-
-    /// Launches a graph that allocates so many bytes and frees them: the device keeps them.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn graph_memory(&self, device: u32, bytes: u64) {
-        self.act(Command::GraphMemory { device, bytes });
-    }
-
-    /// Does at most so many pieces of queued work, as time would; how many were there to do.
-    ///
-    /// # Panics
-    /// If there is no such device.
-    pub fn run(&self, device: u32, count: u64) -> u64 {
-        self.act(Command::Run { device, count })
-    }
-
-    /// Checks the model's own books.
-    ///
-    /// # Panics
-    /// If the model is wrong.
-    pub fn validate(&self, device: u32) {
-        self.act(Command::Validate { device });
     }
 }

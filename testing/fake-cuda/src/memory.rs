@@ -11,7 +11,7 @@ use lowtide_cuda_sim::raw::{Found, HostKind};
 
 use crate::call::{Answer, INVALID_VALUE, OUT_OF_MEMORY};
 use crate::ffi::{Out, Untyped, export};
-use crate::host::Memory;
+use crate::host::{map, of_caller};
 use crate::state::{Seat, State, current, of_address, seats, state};
 
 /// Takes real host memory that the device reaches.
@@ -21,8 +21,7 @@ fn host_alloc(size: usize, kind: HostKind) -> Answer<Untyped> {
         return Err(INVALID_VALUE);
     }
     seat.sim.raw().host_enter(size as u64, kind)?;
-    let memory = Memory::map(size).ok_or(OUT_OF_MEMORY)?;
-    let at = memory.address();
+    let (at, memory) = map(size).ok_or(OUT_OF_MEMORY)?;
     seat.sim.raw().host_insert(at.address(), kind, memory)?;
     Ok(at)
 }
@@ -47,25 +46,14 @@ fn register(at: Untyped, size: usize) -> Answer {
         return Err(INVALID_VALUE);
     }
     seat.sim.raw().host_enter(size as u64, HostKind::Registered)?;
-    let memory = Memory::of_caller(at, size);
-    seat.sim.raw().host_insert(at.address(), HostKind::Registered, memory)
+    seat.sim.raw().host_insert(at.address(), HostKind::Registered, of_caller(at, size))
 }
 
 /// `CUpointer_attribute`: what an address is.
 fn pointer_attribute(which: c_int, at: u64, to: Untyped) -> Answer {
-    let host = host_at(at);
-    let (seat, found) = match host {
-        Some((seat, ..)) => {
-            let found = seat.sim.raw().find(at);
-            (seat, found)
-        }
-        None => {
-            let seat = of_address(at).ok_or(INVALID_VALUE)?;
-            let found = seat.sim.raw().find(at);
-            (seat, found)
-        }
-    };
-    let found = found.ok_or(INVALID_VALUE)?;
+    let seat = host_at(at).map(|(seat, ..)| seat).or_else(|| of_address(at));
+    let seat = seat.ok_or(INVALID_VALUE)?;
+    let found = seat.sim.raw().find(at).ok_or(INVALID_VALUE)?;
     let (start, size) = match found {
         Found::Allocation(start, size) | Found::Host(_, start, size) => (start, size),
         Found::Mapped => (at, 0),

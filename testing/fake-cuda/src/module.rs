@@ -30,21 +30,21 @@ fn load(to: Out<u64>, text: &str) -> Answer {
     let mut state = state();
     state.modules_loaded += 1;
     let number = state.modules_loaded;
-    state.devices[seat.device].modules.insert(number, ());
+    state.devices[seat.device].context.modules.insert(number);
     to.put(seat.handle(Kind::Module, number))
 }
 
 fn module(bits: u64) -> Answer<(Seat, u64)> {
     let mut state = state();
     let (seat, number) = state.find(bits, Kind::Module, INVALID_HANDLE)?;
-    let loaded = state.devices[seat.device].modules.contains_key(&number);
+    let loaded = state.devices[seat.device].context.modules.contains(&number);
     if loaded { Ok((seat, number)) } else { Err(INVALID_HANDLE) }
 }
 
 fn function(bits: u64) -> Answer<(Seat, &'static Kernel)> {
     let mut state = state();
     let (seat, number) = state.find(bits, Kind::Function, INVALID_HANDLE)?;
-    let loaded = state.devices[seat.device].modules.contains_key(&(number / MODULE_STEP));
+    let loaded = state.devices[seat.device].context.modules.contains(&(number / MODULE_STEP));
     let place = usize::try_from(number % MODULE_STEP).unwrap_or(usize::MAX);
     let known = KERNELS.get(place);
     let kernel = if place == KERNELS.len() { Some(&UNKNOWN) } else { known };
@@ -81,7 +81,7 @@ export! {
 
     fn cuModuleUnload(bits: u64) {
         let (seat, number) = module(bits)?;
-        state().devices[seat.device].modules.remove(&number);
+        state().devices[seat.device].context.modules.remove(&number);
         Ok(())
     }
 

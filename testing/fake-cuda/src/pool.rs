@@ -5,7 +5,7 @@
 
 use std::ffi::c_int;
 
-use lowtide_cuda_sim::raw::PoolState;
+use lowtide_cuda_sim::raw::Pool;
 
 use crate::call::{Answer, INVALID_VALUE, NOT_SUPPORTED};
 use crate::control::Options;
@@ -44,7 +44,7 @@ fn seat_of(device: c_int) -> Answer<Seat> {
     state.anywhere(state.ordinal(device)?)
 }
 
-fn attribute(it: PoolState, which: c_int) -> Answer<u64> {
+fn attribute(it: Pool, which: c_int) -> Answer<u64> {
     Ok(match which {
         4 => it.threshold,
         5 => it.reserved,
@@ -82,7 +82,7 @@ export! {
 
     fn cuMemPoolGetAttribute(bits: u64, which: c_int, to: Untyped) {
         let (seat, number) = pool(bits)?;
-        let it = seat.sim.raw().pool_state(number)?;
+        let it = seat.sim.raw().pool(number, |it| *it)?;
         match which {
             // Reuse: across streams by what is done, not by events.
             1 | 3 => to.out().put(0_i32),
@@ -95,10 +95,13 @@ export! {
         let (seat, number) = pool(bits)?;
         match which {
             1..=3 => from.input::<i32>().get().map(drop),
-            4 => seat.sim.raw().pool_threshold(number, from.input::<u64>().get()?),
-            6 | 8 if from.input::<u64>().get()? == 0 => {
-                seat.sim.raw().pool_reset_high(number, which == 8)
+            4 => {
+                let keep = from.input::<u64>().get()?;
+                seat.sim.raw().pool(number, |it| it.threshold = keep)
             }
+            6 | 8 if from.input::<u64>().get()? == 0 => seat.sim.raw().pool(number, |it| {
+                if which == 8 { it.used_high = it.used } else { it.reserved_high = it.reserved }
+            }),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -156,14 +159,14 @@ export! {
     fn cuDeviceGraphMemTrim(device: c_int) {
         let mut state = state();
         let at = state.ordinal(device)?;
-        let [used, _, reserved] = &mut state.devices[at].graph_memory;
+        let [used, _, reserved] = &mut state.devices[at].context.graph_memory;
         *reserved = *used;
         Ok(())
     }
 
     fn cuDeviceGetGraphMemAttribute(device: c_int, which: c_int, to: Untyped) {
         let state = state();
-        let figures = state.devices[state.ordinal(device)?].graph_memory;
+        let figures = state.devices[state.ordinal(device)?].context.graph_memory;
         let value = usize::try_from(which).ok().and_then(|which| figures.get(which));
         to.out().put(*value.ok_or(INVALID_VALUE)?)
     }
@@ -174,7 +177,7 @@ export! {
         if which != 1 || from.input::<u64>().get()? != 0 {
             return Err(INVALID_VALUE);
         }
-        let [used, high, _] = &mut state.devices[at].graph_memory;
+        let [used, high, _] = &mut state.devices[at].context.graph_memory;
         *high = *used;
         Ok(())
     }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_cuda_sim::{Order, SimDriver, SimOptions};
+use lowtide_cuda_sim::{Order, Planned, SimDriver, SimError, SimOptions};
 
 use crate::call::{
     Answer, CONTEXT_DESTROYED, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, NO_DEVICE,
@@ -28,37 +28,35 @@ const APART: u64 = 1 << 44;
 /// The number of entries that the record keeps; the rest are dropped.
 const RECORD_MAX: usize = 1_000;
 
-/// A device, with what its context holds beside the simulation.
+/// A device.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) sim: Arc<SimDriver>,
     pub(crate) life: u64,
     pub(crate) retains: u64,
+    /// What its context holds beside the simulation.
+    pub(crate) context: ContextObjects,
+    /// Granules, by address, with the other devices that access them.
+    pub(crate) peers: BTreeMap<u64, Vec<usize>>,
+    /// Handles of memory for network cards.
+    pub(crate) rdma: BTreeSet<u64>,
+}
+
+/// What ends with a context, beside the simulation.
+#[derive(Debug, Default)]
+pub(crate) struct ContextObjects {
     pub(crate) event_flags: BTreeMap<u64, u32>,
     /// Handles of destroyed streams, which name the next streams with `REUSED_STREAMS`.
     pub(crate) spare_streams: Vec<u64>,
     /// The numbers of streams that have a reused handle.
     pub(crate) reused_streams: BTreeMap<u64, u64>,
-    pub(crate) modules: BTreeMap<u64, ()>,
-    /// Granules, by address, with the other devices that access them.
-    pub(crate) peers: BTreeMap<u64, Vec<usize>>,
-    /// Handles of memory for network cards.
-    pub(crate) rdma: BTreeSet<u64>,
+    pub(crate) modules: BTreeSet<u64>,
     /// The memory that graphs use, its peak, and the memory that is cached for them.
     pub(crate) graph_memory: [u64; 3],
     thread_streams: BTreeMap<String, u64>,
 }
 
-/// A call to let fail.
-#[derive(Debug)]
-struct Plan {
-    name: String,
-    /// The number of such calls that still pass.
-    left: u64,
-    code: u32,
-}
-
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) options: Options,
     pub(crate) devices: Vec<Device>,
@@ -73,9 +71,11 @@ pub(crate) struct State {
     pub(crate) nvml: Nvml,
     waits: u64,
     calls: BTreeMap<&'static str, u64>,
-    plans: Vec<Plan>,
-    record: Vec<String>,
-    left: Vec<String>,
+    pub(crate) planned: Planned<String>,
+    /// What went wrong beside what the simulations have on record.
+    pub(crate) record: Vec<String>,
+    /// The objects with which contexts were destroyed.
+    pub(crate) left: Vec<String>,
     /// The number of resets: a thread's current context belongs to one of these eras.
     era: u64,
 }
@@ -158,47 +158,17 @@ impl State {
             sim: simulation(&options, at),
             life: 1,
             retains: 0,
-            event_flags: BTreeMap::new(),
-            spare_streams: Vec::new(),
-            reused_streams: BTreeMap::new(),
-            modules: BTreeMap::new(),
+            context: ContextObjects::default(),
             peers: BTreeMap::new(),
             rdma: BTreeSet::new(),
-            graph_memory: [0; 3],
-            thread_streams: BTreeMap::new(),
         });
-        Self {
-            devices: devices.collect(),
-            options,
-            visible: None,
-            modules_loaded: 0,
-            spins: 0,
-            drop_every: 0,
-            dropped: 0,
-            nvml: Nvml::default(),
-            waits: 0,
-            calls: BTreeMap::new(),
-            plans: Vec::new(),
-            record: Vec::new(),
-            left: Vec::new(),
-            era,
-        }
+        Self { devices: devices.collect(), options, era, ..Self::default() }
     }
 
     /// Counts a call, and says how it was told to fail.
     pub(crate) fn count(&mut self, name: &'static str) -> Option<u32> {
         *self.calls.entry(name).or_insert(0) += 1;
-        let mut hit = None;
-        for (at, plan) in self.plans.iter_mut().enumerate() {
-            if plan.name == name {
-                match plan.left.checked_sub(1) {
-                    Some(left) => plan.left = left,
-                    None if hit.is_none() => hit = Some(at),
-                    None => {}
-                }
-            }
-        }
-        hit.map(|at| self.plans.remove(at).code)
+        self.planned.of(name).map(SimError::code)
     }
 
     /// Counts a wait of a stream for an event: `true` if it is to be dropped.
@@ -217,28 +187,11 @@ impl State {
         self.calls.values().sum()
     }
 
-    pub(crate) fn plan(&mut self, name: String, nth: u64, code: u32) {
-        self.plans.push(Plan { name, left: nth.saturating_sub(1), code });
-    }
-
-    pub(crate) fn forget_plans(&mut self) {
-        self.plans.clear();
-    }
-
     /// Keeps what went wrong beside what the simulations have on record.
     pub(crate) fn on_record(&mut self, what: String) {
         if self.record.len() < RECORD_MAX {
             self.record.push(what);
         }
-    }
-
-    pub(crate) fn record(&self) -> &[String] {
-        &self.record
-    }
-
-    /// Returns the objects with which contexts were destroyed.
-    pub(crate) fn left(&self) -> &[String] {
-        &self.left
     }
 
     /// The device that a program means by a number.
@@ -322,12 +275,7 @@ impl State {
             return Ok(None);
         }
         it.life = (it.life + 1) % LIVES;
-        it.event_flags.clear();
-        it.spare_streams.clear();
-        it.reused_streams.clear();
-        it.modules.clear();
-        it.graph_memory = [0; 3];
-        it.thread_streams.clear();
+        it.context = ContextObjects::default();
         Ok(Some(std::mem::replace(&mut it.sim, simulation(&self.options, device))))
     }
 
@@ -362,10 +310,10 @@ impl Seat {
     fn thread_stream(&self) -> u64 {
         let thread: ThreadId = std::thread::current().id();
         let name = format!("{thread:?}");
-        let known = state().devices[self.device].thread_streams.get(&name).copied();
+        let known = state().devices[self.device].context.thread_streams.get(&name).copied();
         known.unwrap_or_else(|| {
             let made = self.sim.raw().thread_stream();
-            state().devices[self.device].thread_streams.insert(name, made);
+            state().devices[self.device].context.thread_streams.insert(name, made);
             made
         })
     }
@@ -405,7 +353,7 @@ pub(crate) fn stream(bits: u64) -> Answer<(Seat, u64)> {
         _ => {
             let mut state = state();
             let (seat, number) = state.find(bits, Kind::Stream, INVALID_HANDLE)?;
-            let reused = state.devices[seat.device].reused_streams.get(&bits);
+            let reused = state.devices[seat.device].context.reused_streams.get(&bits);
             Ok((seat, reused.copied().unwrap_or(number)))
         }
     }
@@ -417,10 +365,7 @@ pub(crate) fn event(bits: u64) -> Answer<(Seat, u64)> {
 
 /// The device whose address space an address is of.
 pub(crate) fn of_address(at: u64) -> Option<Seat> {
-    let state = state();
-    let seats: Vec<_> = (0..state.devices.len()).map(|device| state.seat(device)).collect();
-    drop(state);
-    seats.into_iter().find(|seat| seat.sim.raw().is_inside(at))
+    seats().into_iter().find(|seat| seat.sim.raw().is_inside(at))
 }
 
 /// All devices.

@@ -23,7 +23,7 @@ export! {
         let number = seat.sim.raw().stream_create(flags != NON_BLOCKING)?;
         let mut state = state();
         let reuses = state.options.flags & Options::REUSED_STREAMS != 0;
-        let device = &mut state.devices[seat.device];
+        let device = &mut state.devices[seat.device].context;
         let handle = match device.spare_streams.pop().filter(|_| reuses) {
             Some(reused) => {
                 device.reused_streams.insert(reused, number);
@@ -41,9 +41,7 @@ export! {
         }
         let (seat, number) = stream(bits)?;
         seat.sim.raw().stream_destroy(number)?;
-        let mut state = state();
-        let device = &mut state.devices[seat.device];
-        device.spare_streams.push(bits);
+        state().devices[seat.device].context.spare_streams.push(bits);
         Ok(())
     }
 

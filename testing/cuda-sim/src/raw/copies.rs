@@ -11,23 +11,24 @@ use std::sync::Arc;
 use super::super::call::Call;
 use super::super::fault::WorkKind;
 use super::super::memory::Range;
+use super::super::model::INVALID_VALUE;
 use super::super::sparse::index;
-use super::super::task::{DeviceBytes, HostBytes, Job, Unreachable};
+use super::super::task::{DeviceBytes, Job, Task, Unreachable};
 use super::super::work::Work;
-use super::{Answer, Kernel, Raw, code};
+use super::{Answer, HostBytes, Kernel, Raw, code};
 use lowtide_core::bytes::ByteSize;
 
 /// The block size of a copy.
 const STEP: u64 = 64 << 10;
 
 /// One end of a copy.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub enum Place {
     /// An address that the device can access, in its own memory or the host's.
     Device(u64),
     /// Host memory that the device cannot access by itself, from an offset on. The caller waits for
     /// a copy into it before the memory is freed.
-    Host(Arc<dyn HostBytes>, u64),
+    Host(Arc<HostBytes>, u64),
 }
 
 impl Place {
@@ -73,15 +74,6 @@ impl Place {
     }
 }
 
-impl std::fmt::Debug for Place {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Device(at) => write!(f, "Device({at:#x})"),
-            Self::Host(_, offset) => write!(f, "Host(+{offset:#x})"),
-        }
-    }
-}
-
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
 impl Raw<'_> {
     /// Queues a copy.
@@ -96,16 +88,18 @@ impl Raw<'_> {
         if size == 0 {
             return Ok(());
         }
-        if let (Place::Device(to), Place::Device(from)) = (&to, &from)
-            && model.memory.is_inside(*to)
-            && model.memory.is_inside(*from)
+        if let (&Place::Device(to), &Place::Device(from)) = (&to, &from)
+            && model.memory.is_inside(to)
+            && model.memory.is_inside(from)
         {
-            if to.abs_diff(*from) < size {
+            if to.abs_diff(from) < size {
                 return Err(1);
             }
-            let work = Work::Copy(Range { at: *from, size }, *to);
-            model.live_stream(call, stream).map_err(code)?;
-            return model.queue(call, stream, work).map_err(code);
+            let work = Work::Copy(Range { at: from, size }, to);
+            return model
+                .live_stream(stream)
+                .and_then(|()| model.queue(stream, work))
+                .map_err(code);
         }
         let touches = [&to, &from].into_iter().filter_map(|place| place.range(size)).collect();
         let job: Job = Box::new(move |device| {
@@ -121,17 +115,12 @@ impl Raw<'_> {
             }
             Ok(())
         });
-        model.start_task(call, stream, WorkKind::HostCopy, touches, job).map_err(code)
+        model.start_task(stream, WorkKind::HostCopy, Task::new(touches, 0, job)).map_err(code)
     }
 
     /// Queues a memset with a pattern of 1, 2 or 4 bytes, repeated.
     pub fn set_async(&self, at: u64, pattern: &[u8], count: u64, stream: u64) -> Answer {
-        let mut model = self.model();
         let size = count.checked_mul(pattern.len() as u64).ok_or(1_u32)?;
-        model.enter(Call::Set, ByteSize::new(size)).map_err(code)?;
-        if size == 0 {
-            return Ok(());
-        }
         let pattern = pattern.to_vec();
         let job: Job = Box::new(move |device| {
             device.check(at, size)?;
@@ -144,37 +133,38 @@ impl Raw<'_> {
             }
             Ok(())
         });
-        let touches = vec![Range { at, size }];
-        model.start_task(Call::Set, stream, WorkKind::Set, touches, job).map_err(code)
+        self.call(Call::Set, size, |model| {
+            if size == 0 {
+                return Ok(());
+            }
+            model.start_task(stream, WorkKind::Set, Task::new(vec![Range { at, size }], 0, job))
+        })
     }
 
     /// Queues a kernel with its arguments, each widened to 64 bits.
     pub fn launch(&self, kernel: &'static Kernel, arguments: &[u64], stream: u64) -> Answer {
-        let mut model = self.model();
-        model.enter(Call::Launch, ByteSize::ZERO).map_err(code)?;
-        if arguments.len() != kernel.sizes.len() {
-            return Err(1);
-        }
-        let arguments = arguments.to_vec();
-        let delay = (kernel.delay)(&arguments);
-        let ranges = (kernel.touches)(&arguments).into_iter();
-        let touches = ranges.map(|(at, size)| Range { at, size }).collect();
-        let job: Job = Box::new(move |device| (kernel.run)(device, &arguments));
-        let kind = WorkKind::Kernel;
-        model.start_slow_task(Call::Launch, stream, kind, (touches, delay), job).map_err(code)
+        self.call(Call::Launch, 0, |model| {
+            if arguments.len() != kernel.sizes.len() {
+                return Err(model.fail(INVALID_VALUE));
+            }
+            let arguments = arguments.to_vec();
+            let delay = (kernel.delay)(&arguments);
+            let ranges = (kernel.touches)(&arguments).into_iter();
+            let touches = ranges.map(|(at, size)| Range { at, size }).collect();
+            let job: Job = Box::new(move |device| (kernel.run)(device, &arguments));
+            model.start_task(stream, WorkKind::Kernel, Task::new(touches, delay, job))
+        })
     }
 
     /// Queues a host function. It runs under the device's lock: it must not call CUDA, and must not
     /// wait for a thread that does.
     pub fn host_function(&self, stream: u64, mut function: Box<dyn FnMut() + Send>) -> Answer {
-        let mut model = self.model();
-        let call = Call::LaunchHostFunction;
-        model.enter(call, ByteSize::ZERO).map_err(code)?;
         let job: Job = Box::new(move |_| {
             function();
             Ok(())
         });
-        let kind = WorkKind::HostFunction;
-        model.start_task(call, stream, kind, Vec::new(), job).map_err(code)
+        self.call(Call::LaunchHostFunction, 0, |model| {
+            model.start_task(stream, WorkKind::HostFunction, Task::new(Vec::new(), 0, job))
+        })
     }
 }

@@ -40,40 +40,40 @@ pub const KERNELS: &[Kernel] = &[
         name: "fill_u32",
         sizes: &[8, 4, 8],
         touches: |a| vec![(a[0], bytes(a[2], 4))],
-        delay: |_| 0,
         run: fill_u32,
+        ..UNKNOWN
     },
     // add_f32(const float *a, const float *b, float *out, u64 count)
     Kernel {
         name: "add_f32",
         sizes: &[8, 8, 8, 8],
         touches: |a| a[..3].iter().map(|at| (*at, bytes(a[3], 4))).collect(),
-        delay: |_| 0,
         run: add_f32,
+        ..UNKNOWN
     },
     // copy_u8(const u8 *from, u8 *to, u64 count)
     Kernel {
         name: "copy_u8",
         sizes: &[8, 8, 8],
         touches: |a| vec![(a[0], a[2]), (a[1], a[2])],
-        delay: |_| 0,
         run: copy_u8,
+        ..UNKNOWN
     },
     // gather_sum(const float *table, u64 table_rows, const u32 *rows, u64 count, float *out)
     Kernel {
         name: "gather_sum",
         sizes: &[8, 8, 8, 8, 8],
         touches: |a| vec![(a[0], bytes(a[1], ROW)), (a[2], bytes(a[3], 4)), (a[4], ROW)],
-        delay: |_| 0,
         run: gather_sum,
+        ..UNKNOWN
     },
     // project(const float *matrix, const float *vector, float *out)
     Kernel {
         name: "project",
         sizes: &[8, 8, 8],
         touches: |a| vec![(a[0], ROW * WIDTH as u64), (a[1], ROW), (a[2], ROW)],
-        delay: |_| 0,
         run: project,
+        ..UNKNOWN
     },
     // touch(u32 *at, u64 mask, u64 rounds): reads and writes somewhere in a buffer; here nothing
     // changes
@@ -81,8 +81,8 @@ pub const KERNELS: &[Kernel] = &[
         name: "touch",
         sizes: &[8, 8, 8],
         touches: |a| vec![(a[0], a[1].saturating_add(4))],
-        delay: |_| 0,
         run: |device, a| device.check(a[0], a[1].saturating_add(4)),
+        ..UNKNOWN
     },
     // torture_fill(u32 *at, u64 words, u32 seed, u64 ns)
     Kernel {
@@ -101,7 +101,7 @@ pub const KERNELS: &[Kernel] = &[
         run: torture_check,
     },
     // spin(u64 cycles): no time passes, and nothing is touched
-    Kernel { name: "spin", sizes: &[8], touches: |_| Vec::new(), delay: |_| 0, run: |_, _| Ok(()) },
+    Kernel { name: "spin", sizes: &[8], ..UNKNOWN },
 ];
 
 /// Numbers in a row of the two kernels of the proxy's model, and its bytes.

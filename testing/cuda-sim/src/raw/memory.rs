@@ -9,13 +9,13 @@
 use std::sync::Arc;
 
 use super::super::call::Call;
-use super::super::fault::{Fault, HandleKind, SimError};
+use super::super::fault::{Fault, HandleKind};
 use super::super::memory::{Obstacle, Range};
-use super::super::model::{INVALID_VALUE, Model, named};
-use super::super::task::{HostBytes, HostKind};
-use super::{Answer, Raw, code};
+use super::super::model::{INVALID_VALUE, Model, OUT_OF_MEMORY};
+use super::super::task::HostKind;
+use super::{Answer, HostBytes, Raw, code};
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DeviceAddress, DriverError};
+use lowtide_gpu_driver::{DeviceAddress, HostMemory};
 
 /// The memory found at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,9 +32,9 @@ pub enum Found {
 impl Raw<'_> {
     /// `cuMemGetInfo`: free bytes and total bytes.
     pub fn memory_info(&self) -> Answer<(u64, u64)> {
-        let mut model = self.model();
-        model.enter(Call::GetInfo, ByteSize::ZERO).map_err(code)?;
-        Ok((model.headroom().get(), model.options.capacity.get()))
+        self.call(Call::GetInfo, 0, |model| {
+            Ok((model.headroom().get(), model.options.capacity.get()))
+        })
     }
 
     /// Returns the memory of the device, in bytes. Works without a context, and after it is lost.
@@ -67,14 +67,13 @@ impl Raw<'_> {
     /// selects the device's own. There is no address hint.
     pub fn address_reserve(&self, size: u64, alignment: u64) -> Answer<u64> {
         let mut model = self.model();
-        let call = Call::AddressReserve;
-        model.enter_virtual(call, ByteSize::new(size)).map_err(code)?;
+        model.enter_virtual(Call::AddressReserve, ByteSize::new(size)).map_err(code)?;
         let unit = model.options.handle_min.get();
         let alignment = alignment.max(unit);
         if size == 0 || !size.is_multiple_of(unit) || !alignment.is_power_of_two() {
             return Err(INVALID_VALUE);
         }
-        model.memory.reserve_aligned(size, alignment).ok_or(2)
+        model.memory.reserve(size, alignment).ok_or(2)
     }
 
     /// `cuMemAddressFree`: a whole reservation with nothing mapped in it.
@@ -85,14 +84,13 @@ impl Raw<'_> {
     /// `cuMemCreate`: a handle with one reference.
     pub fn create(&self, size: u64) -> Answer<u64> {
         let mut model = self.model();
-        let (call, requested) = (Call::Create, ByteSize::new(size));
-        model.enter_virtual(call, requested).map_err(code)?;
+        model.enter_virtual(Call::Create, ByteSize::new(size)).map_err(code)?;
         if size == 0 || !size.is_multiple_of(model.options.handle_min.get()) {
             return Err(INVALID_VALUE);
         }
-        model.charge(call, 1, requested);
+        model.charge(1, ByteSize::new(size));
         if model.headroom().get() < size {
-            return Err(code(model.fail(call, SimError::OutOfMemory, requested)));
+            return Err(code(model.fail(OUT_OF_MEMORY)));
         }
         Ok(model.memory.create(size))
     }
@@ -102,7 +100,7 @@ impl Raw<'_> {
         let mut model = self.model();
         model.enter_virtual(Call::Release, ByteSize::ZERO).map_err(code)?;
         let held = model.memory.size_of(handle).is_some() && model.memory.release(handle);
-        if held { Ok(()) } else { Err(no_handle(&mut model, Call::Release, handle)) }
+        if held { Ok(()) } else { Err(no_handle(&mut model, handle)) }
     }
 
     /// `cuMemRetainAllocationHandle`: the handle behind an address, with one more reference.
@@ -115,36 +113,31 @@ impl Raw<'_> {
     /// `cuMemMap`: a whole handle, at bare addresses of one reservation.
     pub fn map(&self, at: u64, size: u64, offset: u64, handle: u64) -> Answer {
         let mut model = self.model();
-        let (call, range) = (Call::Map, Range { at, size });
-        model.enter_virtual(call, ByteSize::new(size)).map_err(code)?;
+        let range = Range { at, size };
+        model.enter_virtual(Call::Map, ByteSize::new(size)).map_err(code)?;
         let Some(whole) = model.memory.size_of(handle) else {
-            return Err(no_handle(&mut model, call, handle));
+            return Err(no_handle(&mut model, handle));
         };
-        let (place, length) = named(range);
         if offset != 0 || size != whole {
             let handle_size = ByteSize::new(whole);
-            let fault = Fault::MapPart { at: place, size: length, handle_size };
-            return Err(code(model.refuse(call, fault, INVALID_VALUE)));
+            let fault = Fault::MapPart { range, handle_size };
+            return Err(code(model.refuse(fault, INVALID_VALUE)));
         }
-        model.whole(place, length).map_err(code)?;
-        model.in_one_reservation(call, range).map_err(code)?;
-        if model.memory.is_mapped_anywhere(range) {
-            let fault = Fault::DoubleMap { at: place, size: length };
-            return Err(code(model.refuse(call, fault, INVALID_VALUE)));
-        }
+        model.whole(DeviceAddress::new(at), ByteSize::new(size)).map_err(code)?;
+        model.bare_in_one_reservation(range, range).map_err(code)?;
         model.memory.map_handle(range, handle);
-        model.charge(call, 1, length);
+        model.charge(1, ByteSize::new(size));
         Ok(())
     }
 
     /// `cuMemSetAccess`, for work of this device, on whole mappings without a hole.
     pub fn set_access(&self, at: u64, size: u64, access: bool) -> Answer {
         let mut model = self.model();
-        let (call, range) = (Call::SetAccess, Range { at, size });
-        model.enter_virtual(call, ByteSize::new(size)).map_err(code)?;
-        model.in_one_reservation(call, range).map_err(code)?;
+        let range = Range { at, size };
+        model.enter_virtual(Call::SetAccess, ByteSize::new(size)).map_err(code)?;
+        model.in_one_reservation(range).map_err(code)?;
         let Ok(handles) = model.memory.whole_mappings(range) else { return Err(INVALID_VALUE) };
-        model.charge(call, handles, ByteSize::new(size));
+        model.charge(handles, ByteSize::new(size));
         model.memory.change_access(range, access);
         Ok(())
     }
@@ -156,37 +149,33 @@ impl Raw<'_> {
 
     /// `cuMemAlloc`: plain memory.
     pub fn alloc(&self, size: u64) -> Answer<u64> {
-        let mut model = self.model();
-        model.enter(Call::Alloc, ByteSize::new(size)).map_err(code)?;
-        model.alloc_plain(Call::Alloc, size).map_err(code)
+        self.call(Call::Alloc, size, |model| model.alloc_plain(size))
     }
 
     /// `cuMemFree`: waits for all work, then frees. Also accepts stream-ordered memory.
     pub fn free(&self, at: u64) -> Answer {
-        let mut model = self.model();
-        model.enter(Call::Free, ByteSize::ZERO).map_err(code)?;
-        model.free_plain(Call::Free, at).map_err(code)
+        self.call(Call::Free, 0, |model| model.free_plain(at))
     }
 
     /// Checks for room before real memory is allocated for [`Raw::host_insert`]. `cuMemHostAlloc`,
     /// `cuMemHostRegister` or `cuMemAllocManaged`.
     pub fn host_enter(&self, size: u64, kind: HostKind) -> Answer {
-        let call = match kind {
-            HostKind::Locked => Call::HostAlloc,
-            HostKind::Registered => Call::HostRegister,
-            HostKind::Managed => Call::AllocManaged,
+        let (call, memory) = match kind {
+            HostKind::Locked => (Call::HostAlloc, HostMemory::PageLocked),
+            HostKind::Registered => (Call::HostRegister, HostMemory::PageLocked),
+            HostKind::Managed => (Call::AllocManaged, HostMemory::Pageable),
         };
-        self.model().enter_host_range(call, ByteSize::new(size), kind).map_err(code)
+        self.model().enter_host(call, ByteSize::new(size), memory).map_err(code)
     }
 
     /// Makes host memory known to the device, under its real address; 712 if some of it is known
     /// already.
-    pub fn host_insert(&self, at: u64, kind: HostKind, bytes: Arc<dyn HostBytes>) -> Answer {
+    pub fn host_insert(&self, at: u64, kind: HostKind, bytes: Arc<HostBytes>) -> Answer {
         let mut model = self.model();
         if model.host_ranges.touches(Range { at, size: bytes.size() }) {
             return Err(712); // CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
         }
-        model.host_ranges.insert(at, kind, bytes);
+        model.host_ranges.0.insert(at, (kind, bytes));
         Ok(())
     }
 
@@ -200,30 +189,31 @@ impl Raw<'_> {
             HostKind::Managed => Call::Free,
         };
         let entered = model.enter(call, ByteSize::ZERO);
-        let Some((_, size)) = model.host_ranges.at(at).filter(|found| found.0 == kind) else {
+        let found = model.host_ranges.0.get(&at).filter(|found| found.0 == kind);
+        let Some(size) = found.map(|(_, bytes)| bytes.size()) else {
             entered.map_err(code)?;
             if kind == HostKind::Registered {
                 return Err(713); // CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
             }
             let fault = Fault::NotAllocated { call, at: DeviceAddress::new(at) };
-            return Err(code(model.refuse(call, fault, INVALID_VALUE)));
+            return Err(code(model.refuse(fault, INVALID_VALUE)));
         };
         entered.map_err(code)?;
         if let Some((stream, work)) = model.unfinished_in(Range { at, size }) {
             // Managed memory is freed as plain memory is: that waits, and is right.
             if kind != HostKind::Managed {
                 let at = DeviceAddress::new(at);
-                model.faults.add(Fault::HostGoneBeforeDone { at, stream, work });
+                model.faults.push(Fault::HostGoneBeforeDone { at, stream, work });
             }
         }
         model.run_all();
-        model.host_ranges.remove(at);
-        model.lost_in(call).map_err(code)
+        model.host_ranges.0.remove(&at);
+        model.lost_in().map_err(code)
     }
 
     /// Returns the host memory that contains the range, if the device can access it by itself.
     #[must_use]
-    pub fn host_find(&self, at: u64, size: u64) -> Option<(HostKind, u64, Arc<dyn HostBytes>)> {
+    pub fn host_find(&self, at: u64, size: u64) -> Option<(HostKind, u64, Arc<HostBytes>)> {
         let model = self.model();
         let found = model.host_ranges.find(Range { at, size });
         found.map(|(base, kind, bytes)| (kind, base, Arc::clone(bytes)))
@@ -251,9 +241,7 @@ impl Raw<'_> {
     }
 }
 
-fn no_handle(model: &mut Model, call: Call, number: u64) -> u32 {
-    let kind = HandleKind::Physical;
-    let refused: DriverError =
-        model.refuse(call, Fault::StaleHandle { call, kind, number }, INVALID_VALUE);
-    code(refused)
+fn no_handle(model: &mut Model, number: u64) -> u32 {
+    let (call, kind) = (model.call, HandleKind::Physical);
+    code(model.refuse(Fault::StaleHandle { call, kind, number }, INVALID_VALUE))
 }

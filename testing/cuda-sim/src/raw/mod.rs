@@ -14,16 +14,18 @@ mod memory;
 mod pools;
 mod streams;
 
+pub use super::pools::Pool;
+pub use copies::Place;
 pub use kernels::{KERNELS, Kernel, UNKNOWN};
 pub use memory::Found;
-pub use pools::PoolState;
 
-pub use super::task::{DeviceBytes, HostBytes, HostKind, Job, Unreachable};
-
-pub use copies::Place;
+pub use super::host::HostBytes;
+pub use super::task::{DeviceBytes, HostKind, Job, Unreachable};
 
 use super::SimDriver;
-use super::model::Model;
+use super::call::Call;
+use super::model::{self, Model};
+use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::MutexGuard;
 use lowtide_gpu_driver::DriverError;
 
@@ -83,6 +85,17 @@ impl Raw<'_> {
         self.0.model()
     }
 
+    /// Makes a call that requests `size` bytes.
+    fn call<T>(
+        &self,
+        call: Call,
+        size: u64,
+        act: impl FnOnce(&mut Model) -> model::Answer<T>,
+    ) -> Answer<T> {
+        let mut model = self.model();
+        model.enter(call, ByteSize::new(size)).and_then(|()| act(&mut model)).map_err(code)
+    }
+
     /// Returns the objects and bytes that the device holds. Cost: O(all objects).
     #[must_use]
     pub fn numbers(&self) -> Numbers {
@@ -100,8 +113,8 @@ impl Raw<'_> {
             streams: leaks.streams as u64,
             events: leaks.events as u64,
             graphs: leaks.graphs as u64,
-            locked_bytes: model.host_ranges.locked(),
-            managed_bytes: model.host_ranges.managed(),
+            locked_bytes: model.host_ranges.bytes(false),
+            managed_bytes: model.host_ranges.bytes(true),
             unfinished: model.queues.unfinished() as u64,
         }
     }

@@ -5,32 +5,16 @@
 //! Invariant: as in [`super`].
 
 use super::super::call::Call;
-use super::super::model::Model;
+use super::super::model::{self, Model};
 use super::super::pools::Pool;
 use super::{Answer, Raw, code};
-use lowtide_core::bytes::ByteSize;
 
-/// The counters of a pool, and its threshold.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PoolState {
-    /// The bytes that it keeps at a synchronising call.
-    pub threshold: u64,
-    /// Bytes in use.
-    pub used: u64,
-    /// The highest value of `used` since the last reset.
-    pub used_high: u64,
-    /// Bytes allocated from the device.
-    pub reserved: u64,
-    /// The highest value of `reserved` since the last reset.
-    pub reserved_high: u64,
-}
-
-fn pool(model: &mut Model, call: Call, number: u64) -> Answer<&mut Pool> {
+fn pool(model: &mut Model, number: u64) -> model::Answer<&mut Pool> {
     model.device_pools();
     if model.pools.get(number).is_none() {
-        return Err(code(model.no_pool(call, number)));
+        return Err(model.no_pool(number));
     }
-    model.pools.get_mut(number).ok_or(1)
+    Ok(model.pools.get_mut(number).unwrap_or_else(|| unreachable!("found above")))
 }
 
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
@@ -44,80 +28,45 @@ impl Raw<'_> {
 
     /// `cuDeviceSetMemPool`.
     pub fn pool_use(&self, pool: u64) -> Answer {
-        self.model().pool_use(Call::PoolCreate, pool).map_err(code)
+        self.model().pool_use(pool).map_err(code)
     }
 
     /// `cuMemPoolCreate`; a `max` of 0 means no limit.
     pub fn pool_create(&self, max: u64) -> Answer<u64> {
-        let mut model = self.model();
-        model.enter(Call::PoolCreate, ByteSize::ZERO).map_err(code)?;
-        Ok(model.pool_create(max))
+        self.call(Call::PoolCreate, 0, |model| Ok(model.pool_create(max)))
     }
 
     /// `cuMemPoolDestroy`: free memory is released now, the rest when it is freed.
     pub fn pool_destroy(&self, pool: u64) -> Answer {
-        let mut model = self.model();
-        model.enter(Call::PoolDestroy, ByteSize::ZERO).map_err(code)?;
-        model.pool_destroy(Call::PoolDestroy, pool).map_err(code)
+        self.call(Call::PoolDestroy, 0, |model| model.pool_destroy(pool))
     }
 
     /// `cuMemPoolTrimTo`: releases memory that the host has seen to be free.
     pub fn pool_trim(&self, number: u64, keep: u64) -> Answer {
-        let mut model = self.model();
-        model.enter(Call::PoolTrim, ByteSize::ZERO).map_err(code)?;
-        pool(&mut model, Call::PoolTrim, number)?;
-        model.trim(number, keep);
-        Ok(())
-    }
-
-    /// Returns the counters of a pool.
-    pub fn pool_state(&self, number: u64) -> Answer<PoolState> {
-        let mut model = self.model();
-        model.lost_in(Call::PoolTrim).map_err(code)?;
-        let it = pool(&mut model, Call::PoolTrim, number)?;
-        Ok(PoolState {
-            threshold: it.threshold,
-            used: it.used,
-            used_high: it.used_high,
-            reserved: it.reserved,
-            reserved_high: it.reserved_high,
+        self.call(Call::PoolTrim, 0, |model| {
+            pool(model, number)?;
+            model.trim(number, keep);
+            Ok(())
         })
     }
 
-    /// Sets the bytes that a pool keeps at a synchronising call.
-    pub fn pool_threshold(&self, number: u64, keep: u64) -> Answer {
+    /// Reads or changes the counters of a pool, which is no call of its own.
+    pub fn pool<T>(&self, number: u64, act: impl FnOnce(&mut Pool) -> T) -> Answer<T> {
         let mut model = self.model();
-        model.lost_in(Call::PoolTrim).map_err(code)?;
-        pool(&mut model, Call::PoolTrim, number)?.threshold = keep;
-        Ok(())
-    }
-
-    /// Resets the highest `used` or `reserved` to the present value.
-    pub fn pool_reset_high(&self, number: u64, used: bool) -> Answer {
-        let mut model = self.model();
-        model.lost_in(Call::PoolTrim).map_err(code)?;
-        let it = pool(&mut model, Call::PoolTrim, number)?;
-        if used {
-            it.used_high = it.used;
-        } else {
-            it.reserved_high = it.reserved;
-        }
-        Ok(())
+        model.call = Call::PoolTrim;
+        model.lost_in().and_then(|()| pool(&mut model, number)).map(act).map_err(code)
     }
 
     /// `cuMemAllocFromPoolAsync`, or `cuMemAllocAsync` from the device's current pool.
     pub fn alloc_async(&self, pool: Option<u64>, size: u64, stream: u64) -> Answer<u64> {
-        let mut model = self.model();
-        model.enter(Call::AllocAsync, ByteSize::new(size)).map_err(code)?;
-        let current = model.device_pools().1;
-        let pool = pool.unwrap_or(current);
-        model.alloc_ordered(Call::AllocAsync, pool, size, stream).map_err(code)
+        self.call(Call::AllocAsync, size, |model| {
+            let current = model.device_pools().1;
+            model.alloc_ordered(pool.unwrap_or(current), size, stream)
+        })
     }
 
     /// `cuMemFreeAsync`. A free of memory that is not allocated is refused and recorded as a fault.
     pub fn free_async(&self, at: u64, stream: u64) -> Answer {
-        let mut model = self.model();
-        model.enter(Call::FreeAsync, ByteSize::ZERO).map_err(code)?;
-        model.free_ordered(Call::FreeAsync, at, stream).map_err(code)
+        self.call(Call::FreeAsync, 0, |model| model.free_ordered(at, stream))
     }
 }

@@ -6,17 +6,16 @@
 //! Invariant: as in [`super`]; after a successful wait all work before it is visible.
 
 use super::super::call::Call;
-use super::super::fault::{HandleKind, SimError};
+use super::super::fault::HandleKind;
 use super::super::graph::CaptureMode;
-use super::super::model::{Marked, UNSUPPORTED};
+use super::super::model::{INVALID_VALUE, Marked, UNSUPPORTED};
 use super::{Answer, Raw, code};
-use lowtide_core::bytes::ByteSize;
 
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
 impl Raw<'_> {
     /// Returns the legacy default stream; 906 while a stream that is ordered with it is capturing.
     pub fn legacy_stream(&self) -> Answer<u64> {
-        self.model().legacy_stream(Call::Launch).map_err(code)
+        self.model().legacy_stream().map_err(code)
     }
 
     /// Returns `true` while a stream that is ordered with the legacy default stream is capturing.
@@ -52,25 +51,16 @@ impl Raw<'_> {
 
     /// `cuStreamSynchronize`.
     pub fn stream_synchronize(&self, stream: u64) -> Answer {
-        let mut model = self.model();
-        model.stream_synchronize(stream).map_err(code)?;
-        model.pools_settle();
-        Ok(())
+        self.model().stream_synchronize(stream).map_err(code)
     }
 
     /// `cuStreamQuery`: `true` if its work is done.
     pub fn stream_query(&self, stream: u64) -> Answer<bool> {
-        let mut model = self.model();
-        let call = Call::StreamQuery;
-        model.enter(call, ByteSize::ZERO).map_err(code)?;
-        model.live_stream(call, stream).map_err(code)?;
-        model.forbid_of_stream(call, stream, UNSUPPORTED).map_err(code)?;
-        let end = model.queues.end(stream);
-        let done = model.queues.is_done(end);
-        if done {
-            model.observe(end);
-        }
-        Ok(done)
+        self.call(Call::StreamQuery, 0, |model| {
+            model.live_stream(stream)?;
+            model.forbid_of_stream(stream, UNSUPPORTED)?;
+            Ok(model.has_done(model.queues.end(stream)))
+        })
     }
 
     /// `cuStreamWaitEvent`.
@@ -87,10 +77,7 @@ impl Raw<'_> {
 
     /// `cuCtxSynchronize`.
     pub fn synchronize(&self) -> Answer {
-        let mut model = self.model();
-        model.synchronize().map_err(code)?;
-        model.pools_settle();
-        Ok(())
+        self.model().synchronize().map_err(code)
     }
 
     /// `cuEventCreate`.
@@ -115,17 +102,14 @@ impl Raw<'_> {
 
     /// `cuEventSynchronize`.
     pub fn event_synchronize(&self, event: u64) -> Answer {
-        let mut model = self.model();
-        model.event_synchronize(event).map_err(code)?;
-        model.pools_settle();
-        Ok(())
+        self.model().event_synchronize(event).map_err(code)
     }
 
     /// Returns `true` if the event was ever recorded, which a time query requires.
     pub fn event_is_recorded(&self, event: u64) -> Answer<bool> {
         let mut model = self.model();
-        let marked = model.marked(Call::EventQuery, event).map_err(code)?;
-        Ok(marked != Marked::Nothing)
+        model.call = Call::EventQuery;
+        model.marked(event).map(|marked| marked != Marked::Nothing).map_err(code)
     }
 
     /// `cuStreamBeginCapture`.
@@ -140,15 +124,14 @@ impl Raw<'_> {
 
     /// `cuGraphInstantiate`: a second graph with the same work.
     pub fn graph_instantiate(&self, graph: u64) -> Answer<u64> {
-        let mut model = self.model();
-        let call = Call::GraphInstantiate;
-        model.enter(call, ByteSize::ZERO).map_err(code)?;
-        let Some(work) = model.graphs.get(graph).cloned() else {
-            let _ = model.stale(call, HandleKind::Graph, graph);
-            return Err(code(model.fail(call, SimError::InvalidValue, ByteSize::ZERO)));
-        };
-        work.iter().for_each(|work| model.use_task(work));
-        Ok(model.graphs.insert(work))
+        self.call(Call::GraphInstantiate, 0, |model| {
+            let Some(work) = model.graphs.get(graph).cloned() else {
+                let _ = model.stale(HandleKind::Graph, graph);
+                return Err(model.fail(INVALID_VALUE));
+            };
+            work.iter().for_each(|work| model.use_task(work));
+            Ok(model.graphs.insert(work))
+        })
     }
 
     /// `cuGraphLaunch`.

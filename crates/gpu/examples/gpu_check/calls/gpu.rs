@@ -4,7 +4,7 @@
 //! Each owner ends its raw value once, so that the tables need little unsafe code and a failed part
 //! leaves nothing behind. Errors on drop are ignored. Streams, events and copies are cudarc's.
 //!
-//! Invariant: a raw handle or address passed to the driver is alive; an owner's `end` runs once.
+//! Invariant: a raw handle or address passed to the driver is alive, and is released once.
 #![expect(unsafe_code, reason = "calling the driver")]
 
 use std::ptr;
@@ -91,12 +91,8 @@ impl Physical {
         Ok(Self(Some(handle)))
     }
 
-    /// Releases the handle; the memory stays while it is mapped.
-    pub(crate) fn release(mut self) -> Outcome {
-        self.end()
-    }
-
-    fn end(&mut self) -> Outcome {
+    /// Releases the handle, once; the memory stays while it is mapped.
+    pub(crate) fn release(&mut self) -> Outcome {
         let Some(handle) = self.0.take() else { return Ok(()) };
         // SAFETY: `take` makes this the only release of a reference the driver gave.
         checked("cuMemRelease", unsafe { sys::cuMemRelease(handle) })
@@ -105,7 +101,7 @@ impl Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        let _ = self.end();
+        let _ = self.release();
     }
 }
 
@@ -173,12 +169,8 @@ impl Range {
         Ok(())
     }
 
-    /// Frees the addresses; every piece must be unmapped.
-    pub(crate) fn free(mut self) -> Outcome {
-        self.end()
-    }
-
-    fn end(&mut self) -> Outcome {
+    /// Frees the addresses, once; every piece must be unmapped.
+    pub(crate) fn free(&mut self) -> Outcome {
         let (at, bytes) = self.span(None);
         if std::mem::take(&mut self.count) == 0 {
             return Ok(());
@@ -193,6 +185,6 @@ impl Drop for Range {
         for index in self.mapped.clone() {
             let _ = self.unmap(Some(index));
         }
-        let _ = self.end();
+        let _ = self.free();
     }
 }

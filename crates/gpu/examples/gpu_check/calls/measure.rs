@@ -233,7 +233,7 @@ impl<'l> Watch<'l> {
         // Handles are declared after the range, so that a failing part drops them first; the
         // memory then goes when the range unmaps.
         let Some(mut range) = ranges.into_iter().next() else { return Ok(()) };
-        let handles = self.phase("create", count, |_| Physical::create(gpu, piece))?;
+        let mut handles = self.phase("create", count, |_| Physical::create(gpu, piece))?;
         self.phase("map", count, |index| range.map(index, &handles[index]))?;
         if all {
             self.phase("set_access_all", 1, |_| range.set_access(None))?;
@@ -247,10 +247,8 @@ impl<'l> Watch<'l> {
         } else {
             self.phase("unmap", count, |index| range.unmap(Some(index)))?;
         }
-        let mut handles = handles.into_iter();
-        self.phase("release", count, |_| handles.next().map_or(Ok(()), Physical::release))?;
-        let mut range = Some(range);
-        self.phase("address_free", 1, |_| range.take().map_or(Ok(()), Range::free))?;
+        self.phase("release", count, |index| handles[index].release())?;
+        self.phase("address_free", 1, |_| range.free())?;
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use lowtide_cuda_sim::{
-    Call, Fault, Order, Outcome, Pattern, SimDriver, SimError, SimOptions, WorkKind,
+    Call, Fault, Order, Outcome, Pattern, Range, SimDriver, SimError, SimOptions, WorkKind,
 };
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::SystemClock;
@@ -13,6 +13,10 @@ use lowtide_gpu::{DeviceError, PinnedConfig, PinnedPool};
 use super::{GRANULE, code, committed, device, on};
 
 const PATTERN: Pattern = Pattern::new(42);
+
+fn range(at: DeviceAddress, size: ByteSize) -> Range {
+    Range { at: at.get(), size: size.get() }
+}
 
 #[test]
 fn only_whole_granules_are_reserved_and_committed() {
@@ -83,16 +87,16 @@ fn mapping_twice_unmapping_the_bare_and_a_part_of_a_handle_are_refused_and_on_re
     assert_eq!(code(sim.commit(outside, GRANULE, GRANULE)), Some(1));
     sim.decommit(at, size, size).expect("whole");
     assert_eq!(code(sim.decommit(at, size, size)), Some(1));
-    let twice = on(at, GRANULE.get());
+    let (twice, part, whole) = (on(at, GRANULE.get()), range(at, GRANULE), range(at, size));
     assert_eq!(
         sim.faults(),
         [
-            Fault::DoubleMap { at: twice, size: GRANULE },
-            Fault::UnmapPart { at, size: GRANULE, handle_at: at, handle_size: size },
-            Fault::UnreserveMapped { at, size },
-            Fault::NotReserved { call: Call::AddressFree, at, size: GRANULE },
-            Fault::NotReserved { call: Call::Map, at: outside, size: GRANULE },
-            Fault::UnmapBare { at, size, bare: at },
+            Fault::DoubleMap(range(twice, GRANULE)),
+            Fault::UnmapPart { range: part, handle: whole },
+            Fault::UnreserveMapped(whole),
+            Fault::NotReserved { call: Call::AddressFree, range: part },
+            Fault::NotReserved { call: Call::Map, range: range(outside, GRANULE) },
+            Fault::UnmapBare { range: whole, bare: at },
         ]
     );
     sim.unreserve(at, size).expect("bare and whole");
@@ -158,8 +162,8 @@ fn a_decommit_waits_for_nothing_and_the_work_that_comes_later_loses_the_context(
     assert_eq!(
         sim.faults(),
         [
-            Fault::UnmapBeforeDone { at, size: GRANULE, stream, work },
-            Fault::IllegalAddress { stream: Some(stream), work, at, size: part, bare: at },
+            Fault::UnmapBeforeDone { range: range(at, GRANULE), stream, work },
+            Fault::IllegalAddress { stream: Some(stream), work, range: range(at, part), bare: at },
         ]
     );
     assert_eq!(sim.lost(), Some(700));
@@ -373,7 +377,7 @@ fn neighbouring_reservations_are_not_one_range() {
     sim.decommit(across, GRANULE, GRANULE).expect("in the first");
     sim.decommit(second, GRANULE, GRANULE).expect("in the second");
     assert_eq!(code(sim.commit(across, size, GRANULE)), Some(1));
-    let refused = |call| Fault::NotReserved { call, at: across, size };
+    let refused = |call| Fault::NotReserved { call, range: range(across, size) };
     assert_eq!(sim.faults(), [refused(Call::Unmap), refused(Call::Map)]);
     assert_eq!(sim.leaks().handles, 2);
 }

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread;
 
-use lowtide_cuda_sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
+use lowtide_cuda_sim::{Order, Pattern, SimDriver};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{Driver as _, EventHandle, StreamHandle};
 
-use super::{GRANULE, Numbers, committed};
+use super::{GRANULE, Numbers, committed, device};
 
 /// Random calls, all of them allowed; the memory they touch stays.
 fn work_at_random(sim: &SimDriver, seed: u64, calls: usize) {
@@ -46,22 +46,17 @@ fn work_at_random(sim: &SimDriver, seed: u64, calls: usize) {
     assert_eq!(sim.unfinished(), 0);
 }
 
-fn logged(order: Order) -> SimDriver {
-    let costs = DriverCosts::zero();
-    SimDriver::new(SimOptions { order, costs, log_entries: 1 << 20, ..SimOptions::default() })
-}
-
 #[test]
 fn the_same_seed_and_calls_give_the_same_log() {
     for seed in 0..20 {
         for order in [Order::Lazy, Order::Synchronous, Order::Random { seed }] {
             let [first, second] = [(); 2].map(|()| {
-                let sim = logged(order);
+                let sim = device(order);
                 work_at_random(&sim, seed, 500);
                 sim
             });
             assert_eq!(first.log_hash(), second.log_hash(), "{order:?}, seed {seed}");
-            assert_eq!(first.log(), second.log(), "{order:?}, seed {seed}");
+            assert_eq!(first.ran(), second.ran(), "{order:?}, seed {seed}");
         }
     }
 }
@@ -70,7 +65,7 @@ fn the_same_seed_and_calls_give_the_same_log() {
 fn another_seed_gives_another_order_for_the_same_calls() {
     let mut hashes = BTreeSet::new();
     for seed in 0..50 {
-        let sim = logged(Order::Random { seed });
+        let sim = device(Order::Random { seed });
         work_at_random(&sim, 1, 200);
         hashes.insert(sim.log_hash());
     }
@@ -79,7 +74,7 @@ fn another_seed_gives_another_order_for_the_same_calls() {
 
 #[test]
 fn synchronous_work_is_done_when_its_call_returns() {
-    let sim = logged(Order::Synchronous);
+    let sim = device(Order::Synchronous);
     let stream = sim.stream_create().expect("stream");
     let mark = sim.event_create().expect("event");
     let at = committed(&sim, 1);
@@ -94,7 +89,7 @@ fn synchronous_work_is_done_when_its_call_returns() {
 fn random_order_leaves_work_undone_and_gets_on_with_it() {
     let (mut left, mut seen_done) = (0, 0);
     for seed in 0..50 {
-        let sim = logged(Order::Random { seed });
+        let sim = device(Order::Random { seed });
         let stream = sim.stream_create().expect("stream");
         let mark = sim.event_create().expect("event");
         sim.host_function(stream, 1).expect("queued");
@@ -110,7 +105,7 @@ fn random_order_leaves_work_undone_and_gets_on_with_it() {
 
 #[test]
 fn calls_of_several_threads_are_done_one_after_the_other() {
-    let sim = Arc::new(logged(Order::Random { seed: 4 }));
+    let sim = Arc::new(device(Order::Random { seed: 4 }));
     let threads: Vec<_> = (0..4)
         .map(|seed| {
             let sim = Arc::clone(&sim);

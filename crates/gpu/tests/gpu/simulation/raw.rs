@@ -1,6 +1,6 @@
 //! The single calls below the driver, without any library around them: pools, host memory, tasks.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use lowtide_cuda_sim::raw::{self, HostBytes, HostKind, KERNELS, Kernel, Place};
 use lowtide_cuda_sim::{Call, CaptureMode, Fault, Order, SimDriver, SimError, SimOptions};
@@ -13,37 +13,18 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 2 * MIB;
 
 /// Memory of the host, as a test has it.
-#[derive(Debug)]
-struct Bytes(Mutex<Vec<u8>>);
-
-impl Bytes {
-    fn new(size: usize, value: u8) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(vec![value; size])))
-    }
-
-    fn first(&self) -> u8 {
-        self.0.lock().expect("no panic")[0]
-    }
-
-    fn begins_with(&self, value: u8) {
-        assert_eq!(self.first(), value);
-    }
+fn bytes(size: usize, value: u8) -> Arc<HostBytes> {
+    Arc::new(HostBytes::owned(vec![value; size]))
 }
 
-impl HostBytes for Bytes {
-    fn size(&self) -> u64 {
-        self.0.lock().expect("no panic").len() as u64
-    }
+fn first(bytes: &HostBytes) -> u8 {
+    let mut byte = [0];
+    bytes.read(0, &mut byte);
+    byte[0]
+}
 
-    fn read(&self, offset: u64, into: &mut [u8]) {
-        let offset = usize::try_from(offset).expect("small");
-        into.copy_from_slice(&self.0.lock().expect("no panic")[offset..][..into.len()]);
-    }
-
-    fn write(&self, offset: u64, from: &[u8]) {
-        let offset = usize::try_from(offset).expect("small");
-        self.0.lock().expect("no panic")[offset..][..from.len()].copy_from_slice(from);
-    }
+fn begins_with(bytes: &HostBytes, value: u8) {
+    assert_eq!(first(bytes), value);
 }
 
 fn device(order: Order) -> SimDriver {
@@ -72,20 +53,20 @@ fn round(sim: &SimDriver) -> Result<(), u32> {
     raw.event_record(event, stream)?;
     raw.stream_wait_event(other, event)?;
     raw.launch(kernel("copy_u8"), &[at, at + MIB, 4_096], other)?;
-    let target = Bytes::new(100, 0);
+    let target = bytes(100, 0);
     raw.copy_async(Place::Host(target.clone(), 0), Place::Device(at), 100, other)?;
     raw.host_function(other, Box::new(|| {}))?;
     raw.stream_query(other)?;
     raw.stream_synchronize(other)?;
-    target.begins_with(7);
+    begins_with(&target, 7);
     for kind in [HostKind::Locked, HostKind::Registered, HostKind::Managed] {
         raw.host_enter(100, kind)?;
-        raw.host_insert(HOST, kind, Bytes::new(100, 3))?;
+        raw.host_insert(HOST, kind, bytes(100, 3))?;
         raw.copy_async(Place::Device(at), Place::Device(HOST), 100, other)?;
         raw.stream_synchronize(other)?;
         raw.host_remove(HOST, kind)?;
     }
-    let source = Bytes::new(100, 4);
+    let source = bytes(100, 4);
     raw.copy_async(Place::Device(at), Place::Host(source, 0), 100, raw.legacy_stream()?)?;
     raw.copy_async(Place::Device(at + MIB), Place::Device(at), 100, stream)?;
     let plain = raw.alloc(100)?;
@@ -145,7 +126,7 @@ fn a_task_kept_in_a_graph_is_done_at_each_launch_and_gone_with_it() {
     let sim = device(Order::Lazy);
     let raw = sim.raw();
     let (stream, at) = (raw.stream_create(false).expect("one"), raw.alloc(8).expect("room"));
-    let target = Bytes::new(8, 0);
+    let target = bytes(8, 0);
     raw.begin_capture(stream, CaptureMode::Global).expect("begun");
     let (to, from) = (Place::Host(target.clone(), 0), Place::Device(at));
     raw.copy_async(to, from, 8, stream).expect("captured");
@@ -154,7 +135,7 @@ fn a_task_kept_in_a_graph_is_done_at_each_launch_and_gone_with_it() {
         raw.set_async(at, &[value], 8, stream).expect("queued");
         raw.graph_launch(graph, stream).expect("queued");
         raw.stream_synchronize(stream).expect("done");
-        assert_eq!(target.first(), value);
+        assert_eq!(first(&target), value);
     }
     raw.graph_launch(graph, stream).expect("queued");
     raw.graph_destroy(graph).expect("gone");
@@ -168,7 +149,7 @@ fn a_capture_that_was_spoiled_keeps_no_task() {
     let sim = device(Order::Lazy);
     let raw = sim.raw();
     let (stream, at) = (raw.stream_create(false).expect("one"), raw.alloc(8).expect("room"));
-    let target = Bytes::new(8, 0);
+    let target = bytes(8, 0);
     raw.begin_capture(stream, CaptureMode::Global).expect("begun");
     let (to, from) = (Place::Host(target.clone(), 0), Place::Device(at));
     raw.copy_async(to, from, 8, stream).expect("captured");
@@ -198,12 +179,13 @@ fn a_kernel_with_a_delay_lets_as_many_turns_pass_as_it_takes_milliseconds() {
         let arguments = [at, 16, seed, 50_000_000, counts];
         raw.launch(kernel("torture_check"), &arguments, stream).unwrap();
     }
-    let found = Bytes::new(24, 9);
+    let found = bytes(24, 9);
     let (to, from) = (Place::Host(found.clone(), 0), Place::Device(counts));
     raw.copy_async(to, from, 24, stream).unwrap();
     raw.stream_synchronize(stream).unwrap();
-    let found = found.0.lock().expect("no panic");
-    assert_eq!((found[0], found[8]), (16, 2));
+    let mut words = [0; 24];
+    found.read(0, &mut words);
+    assert_eq!((words[0], words[8]), (16, 2));
 }
 
 #[test]
@@ -236,7 +218,7 @@ fn random_programs_over_pools_keep_the_books() {
         let streams = [raw.stream_create(false), raw.stream_create(true)];
         let streams = streams.map(|stream| stream.expect("a stream"));
         let pools = [raw.pool_create(0), raw.pool_create(4 * MIB)].map(|pool| pool.expect("one"));
-        raw.pool_threshold(pools[0], MIB).expect("set");
+        raw.pool(pools[0], |it| it.threshold = MIB).expect("set");
         let mut live: Vec<(u64, usize)> = Vec::new();
         let mut chance = Numbers::new(seed);
         let mut draw = |below: u64| usize::try_from(chance.below(below)).expect("small");

@@ -1,8 +1,6 @@
 //! Streams and events: what is waited for, and what is not.
 
-use lowtide_cuda_sim::{
-    Call, Fault, HandleKind, LogEntry, Order, Outcome, Pattern, SimDriver, SimOptions,
-};
+use lowtide_cuda_sim::{Call, Fault, HandleKind, Order, Outcome, Pattern, SimDriver};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::{Driver as _, EventHandle, StreamHandle};
 
@@ -16,19 +14,9 @@ fn event(sim: &SimDriver) -> EventHandle {
     sim.event_create().expect("event")
 }
 
-fn logged(order: Order) -> SimDriver {
-    SimDriver::new(SimOptions { order, log_entries: 1000, ..SimOptions::default() })
-}
-
-/// The tags of the host functions that ran, in order.
-fn tags(sim: &SimDriver) -> Vec<u64> {
-    let tag = |entry| if let LogEntry::Ran(_, tag) = entry { Some(tag) } else { None };
-    sim.log().into_iter().filter_map(tag).collect()
-}
-
 #[test]
 fn in_lazy_order_a_wait_does_what_it_depends_on_and_nothing_else() {
-    let sim = logged(Order::Lazy);
+    let sim = device(Order::Lazy);
     let [a, b, c] = streams(&sim);
     let mark = event(&sim);
     sim.host_function(a, 1).expect("queued");
@@ -37,13 +25,13 @@ fn in_lazy_order_a_wait_does_what_it_depends_on_and_nothing_else() {
     sim.stream_wait_event(b, mark).expect("queued");
     sim.host_function(b, 3).expect("queued");
     sim.host_function(c, 4).expect("queued");
-    assert_eq!((tags(&sim), sim.unfinished()), (vec![], 6));
+    assert_eq!((sim.ran(), sim.unfinished()), (vec![], 6));
     sim.stream_synchronize(b).expect("done");
-    assert_eq!(tags(&sim), [1, 3]);
+    assert_eq!(sim.ran(), [1, 3]);
     sim.event_synchronize(mark).expect("done");
-    assert_eq!(tags(&sim), [1, 3]);
+    assert_eq!(sim.ran(), [1, 3]);
     sim.synchronize().expect("done");
-    assert_eq!((tags(&sim).len(), sim.unfinished()), (4, 0));
+    assert_eq!((sim.ran().len(), sim.unfinished()), (4, 0));
 }
 
 #[test]
@@ -77,7 +65,7 @@ fn an_event_that_was_never_recorded_marks_nothing() {
 
 #[test]
 fn a_record_replaces_what_was_marked_and_not_what_already_waits() {
-    let sim = logged(Order::Lazy);
+    let sim = device(Order::Lazy);
     let [a, b, c] = streams(&sim);
     let mark = event(&sim);
     sim.host_function(a, 1).expect("queued");
@@ -87,14 +75,14 @@ fn a_record_replaces_what_was_marked_and_not_what_already_waits() {
     sim.host_function(b, 2).expect("queued");
     sim.event_record(mark, b).expect("recorded again");
     sim.event_synchronize(mark).expect("done");
-    assert_eq!(tags(&sim), [2], "it marks the other stream now");
+    assert_eq!(sim.ran(), [2], "it marks the other stream now");
     sim.stream_synchronize(c).expect("done");
-    assert_eq!(tags(&sim), [2, 1, 3], "the wait is for what was marked then");
+    assert_eq!(sim.ran(), [2, 1, 3], "the wait is for what was marked then");
 }
 
 #[test]
 fn an_event_destroyed_while_a_wait_is_queued_is_still_waited_for() {
-    let sim = logged(Order::Lazy);
+    let sim = device(Order::Lazy);
     let [a, b] = streams(&sim);
     let mark = event(&sim);
     sim.host_function(a, 1).expect("queued");
@@ -102,15 +90,15 @@ fn an_event_destroyed_while_a_wait_is_queued_is_still_waited_for() {
     sim.stream_wait_event(b, mark).expect("queued");
     sim.host_function(b, 2).expect("queued");
     sim.event_destroy(mark).expect("at once");
-    assert_eq!((tags(&sim), sim.leaks().events), (vec![], 0));
+    assert_eq!((sim.ran(), sim.leaks().events), (vec![], 0));
     sim.stream_synchronize(b).expect("done");
-    assert_eq!(tags(&sim), [1, 2]);
+    assert_eq!(sim.ran(), [1, 2]);
     sim.assert_no_faults();
 }
 
 #[test]
 fn a_stream_destroyed_with_work_does_it_and_its_events_complete() {
-    let sim = logged(Order::Lazy);
+    let sim = device(Order::Lazy);
     let [a, b] = streams(&sim);
     let mark = event(&sim);
     sim.host_function(a, 1).expect("queued");
@@ -120,19 +108,19 @@ fn a_stream_destroyed_with_work_does_it_and_its_events_complete() {
     assert_eq!(sim.event_query(mark), Ok(false));
     sim.stream_wait_event(b, mark).expect("queued");
     sim.stream_synchronize(b).expect("done");
-    assert_eq!((tags(&sim), sim.event_query(mark)), (vec![1], Ok(true)));
+    assert_eq!((sim.ran(), sim.event_query(mark)), (vec![1], Ok(true)));
     sim.assert_no_faults();
     sim.validate();
 }
 
 #[test]
 fn waiting_for_the_context_includes_streams_given_up() {
-    let sim = logged(Order::Lazy);
+    let sim = device(Order::Lazy);
     let [a] = streams(&sim);
     sim.host_function(a, 1).expect("queued");
     sim.stream_destroy(a).expect("at once");
     sim.synchronize().expect("done");
-    assert_eq!((tags(&sim), sim.unfinished()), (vec![1], 0));
+    assert_eq!((sim.ran(), sim.unfinished()), (vec![1], 0));
     assert!(sim.leaks().is_empty());
 }
 
