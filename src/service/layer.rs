@@ -72,9 +72,11 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 /// A layer that admits requests by the bytes that they will need.
 ///
-/// A reservation lasts until the response has been sent. While other requests wait for room, that
-/// of a request whose body is slow to arrive is suspended
-/// ([`with_max_wait`](Self::with_max_wait)). Still set a minimum rate at which bodies must arrive
+/// A reservation lasts until the response has been sent. A stream, which is a response of unknown
+/// length that has waited for its handler or had 16 parts, keeps no more than what it holds and
+/// 16 KiB, unless estimates are trusted ([`without_slow_start`](Self::without_slow_start)). While
+/// other requests wait for room, the reservation of a request whose body is slow to arrive is
+/// suspended ([`with_max_wait`](Self::with_max_wait)). Still set a minimum rate at which bodies must arrive
 /// and responses be taken ([`with_min_data_rate`](Self::with_min_data_rate)): `axum::serve` has no
 /// body timeout, and a declared body that never arrives holds its connection forever. A rejection
 /// also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
@@ -275,9 +277,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// body ends when its client has to be waited for until the second check. Only time
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
-    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
-    /// error ([`Rejected::SlowClient`]), and so does one that the client reads more slowly. A
-    /// rejection that waits for its body is sent.
+    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). Once its handler has answered, the rest of its body
+    /// may take any time. A response that the client reads more slowly ends with an error
+    /// ([`Rejected::SlowClient`]). A rejection that waits for its body is sent.
     ///
     /// A part of a response counts as read when the connection asks for the next part. Up to 1 MiB
     /// may be in the connection's buffers in addition to the rate. If a client reads nothing, the
@@ -575,8 +577,18 @@ impl<E: Estimate> MemoryLayer<E> {
         let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
         let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
-        let terms =
-            RequestOptions { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
+        let releases = reports && is_host && !is_exempt;
+        let terms = RequestOptions {
+            cap,
+            need,
+            share,
+            slot,
+            is_measured,
+            is_exempt,
+            resumes,
+            reports,
+            releases,
+        };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
         Ok(RequestPermit::new(permit, origin, terms, limits))

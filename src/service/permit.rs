@@ -17,6 +17,9 @@
 //! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
 //! whose handler works between two frames may allocate at any time, and is not suspended.
 //!
+//! A stream, an answer of unknown length that waits for its handler, may last for hours. It keeps
+//! what it holds and a window, and its route learns from it when it becomes one.
+//!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
 //!
@@ -80,6 +83,10 @@ const CAP_MIN: ByteSize = ByteSize::mib(1);
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
 const WINDOW: ByteSize = ByteSize::kib(64);
 
+/// What a stream reserves beyond what it holds, for the part of its answer that comes next. An
+/// estimate: a frame of HTTP/2 by default.
+const STREAM_WINDOW: ByteSize = ByteSize::kib(16);
+
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
 pub(super) struct WeakPermit(Weak<Account<Admitted>>);
@@ -106,6 +113,8 @@ struct Admitted {
     is_cancelled: AtomicBool,
     /// `true` once its handler has answered, and the layer cannot end it any more.
     is_answered: AtomicBool,
+    /// `true` while a body of known length has not arrived in whole.
+    is_arriving: AtomicBool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
     resumes: Option<ResumeOptions>,
     limits: Option<Box<TimeLimits>>,
@@ -158,6 +167,8 @@ pub(super) struct RequestOptions {
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
+    /// `true` if its claim is released once its answer is a stream.
+    pub(super) releases: bool,
 }
 
 #[derive(Debug)]
@@ -167,6 +178,8 @@ struct PermitState {
     reported: Option<ByteSize>,
     /// Set if its handler answered: `true` for success.
     answer: Option<bool>,
+    /// `true` once its route has learned from it.
+    has_taught: bool,
     /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
     /// is not suspended.
     claimed: Option<ByteSize>,
@@ -213,6 +226,7 @@ impl RequestPermit {
             is_registered: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
+            is_arriving: AtomicBool::new(false),
             resumes: terms.resumes,
             limits,
             progress: AtomicU8::new(WORKS),
@@ -225,6 +239,7 @@ impl RequestPermit {
                 permit,
                 reported: None,
                 answer: None,
+                has_taught: false,
                 claimed: None,
                 declared: ByteSize::ZERO,
                 cancelled: None,
@@ -399,11 +414,54 @@ impl RequestPermit {
                 return false;
             }
         }
+        admitted.is_arriving.store(false, Ordering::Relaxed);
         if admitted.is_trial
             && let Some(slot) = &self.held().terms.slot
         {
             slot.arrived();
         }
+        true
+    }
+
+    /// Records that a body of known length is to arrive.
+    pub(super) fn arrives(&self) {
+        self.0.owner().is_arriving.store(true, Ordering::Relaxed);
+    }
+
+    /// Releases the claim of a request whose answer is a stream: from now on it has reserved what
+    /// it holds and a window, and more as it grows. Its route learns from it now, since it may last
+    /// for hours. Returns `false` if the claim is still needed, because its body has not arrived.
+    ///
+    /// A trusted estimate may cover memory that is not measured, so it stays reserved.
+    #[cold]
+    pub(super) fn stream(&self) -> bool {
+        let admitted = self.0.owner();
+        if admitted.is_arriving.load(Ordering::Relaxed) {
+            return false;
+        }
+        let (state, slot) = self.change(|held| {
+            let state = held.permit.state();
+            if !held.terms.releases {
+                return (state, None);
+            }
+            let AccountMemory { live, peak, .. } = self.0.memory();
+            let keep = live.max(held.declared).saturating_add(STREAM_WINDOW);
+            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(keep));
+            if held.claimed.take().is_some() {
+                held.permit.set_resumed();
+                admitted.resumed(state.last_tick());
+            }
+            if held.answer == Some(true)
+                && let Some(need) = &held.terms.need
+            {
+                need.learn(held.reported.unwrap_or_default().max(peak));
+                held.has_taught = true;
+            }
+            held.permit.mark_learned();
+            (state, held.terms.slot.take())
+        });
+        drop(slot);
+        state.wake_waiting();
         true
     }
 
@@ -463,6 +521,7 @@ impl RequestPermit {
         let admitted = self.0.owner();
         self.change(|held| {
             admitted.progress.store(WORKS, Ordering::Relaxed);
+            admitted.is_arriving.store(false, Ordering::Relaxed);
             held.permit.set_resumed();
             held.claimed = None;
             admitted.resumed(held.permit.state().last_tick());
@@ -486,6 +545,8 @@ impl RequestPermit {
         let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
         let now = self.held().permit.state().last_tick();
         match polled {
+            // It waits for as long as both sides like.
+            Poll::Pending if self.0.owner().is_answered.load(Ordering::Relaxed) => {}
             Poll::Ready(bytes) => pace.received(bytes, now),
             Poll::Pending if pace.wait(waker, now) => {}
             Poll::Pending => self.end_in_time(pace.rate().too_slow()),
@@ -606,6 +667,7 @@ impl RequestPermit {
     pub(super) fn answered(&self, success: bool, is_whole: bool) {
         let admitted = self.0.owner();
         admitted.is_answered.store(true, Ordering::Relaxed);
+        self.receives(Poll::Ready(0), Waker::noop());
         if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
             admitted.progress.store(SENDS, Ordering::Relaxed);
             self.register();
@@ -1061,7 +1123,7 @@ impl AccountOwner for Admitted {
             usage::add(&held.permit, &self.origin, &need, succeeded, bytes);
         }
         let measured = self.is_measured.then_some(memory.peak);
-        if held.cancelled.is_some() {
+        if held.cancelled.is_some() || held.has_taught {
             // It might have needed more.
             return need.learn_at_least(held.reported.max(measured).unwrap_or_default());
         }
