@@ -45,8 +45,8 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::layer::{GRACE, Waiting};
-use lowtide_admission::learning::{Compared, Kind, LASTS, Needs, SlowStartPermit};
-use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
+use lowtide_admission::learning::{Compared, Kind, Needs, SlowStartPermit};
+use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
@@ -55,7 +55,7 @@ use super::connections::ConnectionHandle;
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
-use super::permit::{RequestOptions, RequestPermit, ResumeOptions};
+use super::permit::{RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start};
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
 use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
@@ -243,7 +243,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// default is 2 s, or for a layer of [`Memory::layer`] that of its configuration
     /// (`LOWTIDE_MAX_WAIT`). With zero it is rejected immediately.
     ///
-    /// Its body is not read while it waits, and it reserves nothing. Requests of higher priority
+    /// Its body is not read while it waits, and it reserves nothing. Over HTTP/2 the unread body
+    /// would fill the window of its connection. So the handler starts, reserves 64 KiB and what it
+    /// holds, and reads its body as far as there is room, but it gets the end of the body only when
+    /// the claim is reserved. Requests of higher priority
     /// come first, then those of the tenant that waits for less ([`Tenant`](super::Tenant)), then
     /// the earlier ones; a request that fits may pass a larger one that does not. The estimate is
     /// called again at each attempt. At most 4,096 requests wait, and no more than one for each
@@ -508,6 +511,24 @@ impl Memory {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
+    /// Returns what a request costs, its priority, and its share if it is exempt by its path.
+    fn cost(
+        &self,
+        head: &Parts,
+        body: &impl Body,
+        length: Option<ByteSize>,
+    ) -> (Cost, Priority, Option<ExemptShare>) {
+        let settings = &*self.settings;
+        if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+            return (Cost::ZERO, Priority::Exempt, None);
+        }
+        if let Some(share) = settings.exempt_share(head, body) {
+            return (Cost::host(share.bytes()), Priority::Exempt, Some(share));
+        }
+        let (cost, priority) = self.estimate.estimate_with_length(head, length);
+        (cost, priority, None)
+    }
+
     /// Reserves the estimate of the request. A rejection is not counted.
     fn admit(
         &self,
@@ -517,59 +538,36 @@ impl<E: Estimate> MemoryLayer<E> {
         waiting: Option<&Waiting>,
     ) -> Result<RequestPermit, NotAdmitted> {
         let settings = &*self.settings;
-        let exempt = |cost| (cost, Priority::Exempt);
-        let mut share = None;
-        let (mut cost, priority) =
-            if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
-                exempt(Cost::ZERO)
-            } else {
-                share = settings.exempt_share(head, body);
-                match &share {
-                    Some(share) => exempt(Cost::host(share.bytes())),
-                    None => self.estimate.estimate_with_length(head, length),
-                }
-            };
+        let (mut cost, priority, share) = self.cost(head, body, length);
+        let is_exempt = priority == Priority::Exempt;
         let is_measured = settings.admission.is_managed() && is_measured();
         let (method, (route, is_matched)) = (&head.method, route(head));
         let learns = is_measured || settings.route_key.is_some();
-        let need = (learns && priority != Priority::Exempt).then(|| {
-            let is_minimum = !settings.starts_slowly;
-            let kind = match &settings.route_key {
-                Some(key) => Kind { route: key(head), is_declared: true, has_many_routes: true },
-                None => {
-                    let route = settings.hasher.hash_one((method, route));
-                    Kind { route, is_declared: length.is_some(), has_many_routes: false }
-                }
-            };
-            if !kind.is_declared && !is_minimum {
-                cost.host = cost.host.max(UNDECLARED);
-            }
-            settings.needs.of(kind, cost.host, is_minimum)
-        });
+        let need = (learns && !is_exempt).then(|| settings.need(head, route, length, &mut cost));
         let slot = match &need {
             Some(need) => settings.enter(need, &mut cost, is_measured, waiting),
             None => Ok(None),
         };
-        let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
-        let admit = |label: &dyn fmt::Display| match waiting {
-            Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
-            None => settings.admission.state().try_admit_uncounted(cost, priority, Some(label)),
-        };
-        let permit = admit(&format_args!("{method} {route}"));
-        let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
+        // The device memory of one budget for both is not measured.
+        let is_host = settings.admission.state().by_budget(cost).host == cost.host;
+        let can_suspend = is_measured && is_host && !is_exempt;
+        let is_http2 = head.version == Version::HTTP_2;
+        let may_receive = can_suspend && is_http2 && !body.is_end_stream();
+        let label = format_args!("{method} {route}");
+        let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);
+        let (permit, slot, claimed) =
+            booked.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
         let reports = is_measured && settings.starts_slowly;
         let cap = Some(settings.request_cap);
-        let cap = cap.filter(|cap| is_measured && priority != Priority::Exempt && cap.is_finite());
+        let cap = cap.filter(|cap| is_measured && !is_exempt && cap.is_finite());
+        let enters = claimed.filter(|_| settings.starts_slowly);
+        let enters = enters.map(|_| (settings.admission.clone(), Arc::clone(&settings.clock)));
         let (method, route) = (method.clone(), RouteLabel::new(route));
         // gRPC needs HTTP/2.
-        let is_http2 = head.version == Version::HTTP_2;
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
-        // The device memory of one budget for both is not measured.
-        let is_host = settings.admission.state().by_budget(cost).host == cost.host;
-        let is_exempt = priority == Priority::Exempt;
-        let can_resume = is_measured && is_host && slot.is_none() && !is_exempt;
+        let can_resume = can_suspend && slot.is_none();
         let max_wait = settings.max_wait;
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
@@ -577,7 +575,6 @@ impl<E: Estimate> MemoryLayer<E> {
         let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
         let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
-        let releases = reports && is_host && !is_exempt;
         let terms = RequestOptions {
             cap,
             need,
@@ -587,7 +584,9 @@ impl<E: Estimate> MemoryLayer<E> {
             is_exempt,
             resumes,
             reports,
-            releases,
+            releases: reports && is_host && !is_exempt,
+            claimed,
+            enters,
         };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
@@ -672,6 +671,55 @@ struct NotAdmitted {
 }
 
 impl LayerSettings {
+    /// Returns the need of requests like this one. Raises a cost for which no length is declared.
+    fn need(
+        &self,
+        head: &Parts,
+        route: &str,
+        length: Option<ByteSize>,
+        cost: &mut Cost,
+    ) -> Compared {
+        let is_minimum = !self.starts_slowly;
+        let kind = match &self.route_key {
+            Some(key) => Kind { route: key(head), is_declared: true, has_many_routes: true },
+            None => {
+                let route = self.hasher.hash_one((&head.method, route));
+                Kind { route, is_declared: length.is_some(), has_many_routes: false }
+            }
+        };
+        if !kind.is_declared && !is_minimum {
+            cost.host = cost.host.max(UNDECLARED);
+        }
+        self.needs.of(kind, cost.host, is_minimum)
+    }
+
+    /// Reserves the claim of a request with its slot of the slow start. If there is no room for it
+    /// now and it `may_receive`, it reserves a window instead, and its claim is returned: unread,
+    /// its body would fill the window of its connection, and no other could arrive.
+    fn book(
+        &self,
+        slot: Result<Option<Box<SlowStartPermit>>, Rejected>,
+        (cost, priority): (Cost, Priority),
+        label: &dyn fmt::Display,
+        waiting: Option<&Waiting>,
+        may_receive: bool,
+    ) -> Result<(Permit, Option<Box<SlowStartPermit>>, Option<ByteSize>), Rejected> {
+        let state = self.admission.state();
+        let admit = |slot| {
+            let permit = match waiting {
+                Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
+                None => state.try_admit_uncounted(cost, priority, Some(label)),
+            };
+            permit.map(|permit| (permit, slot, None))
+        };
+        slot.and_then(admit).or_else(|rejected| {
+            let may_receive = may_receive && waiting.is_none() && cost.device.is_zero();
+            let may_receive = may_receive && !self.max_wait.is_zero() && rejected.may_wait();
+            let permit = may_receive.then(|| state.admit_suspended(WINDOW, priority)).flatten();
+            permit.map(|permit| (permit, None, Some(cost.host))).ok_or(rejected)
+        })
+    }
+
     /// Replaces an estimate by what was learned, and enters the slow start of the route.
     #[inline]
     fn enter(
@@ -690,10 +738,7 @@ impl LayerSettings {
         if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
             return Ok(None);
         }
-        need.enter(room.all, &self.clock).map_err(|running| {
-            waiting.into_iter().for_each(Waiting::lacks_other);
-            Rejected::SlowStart { running, retry_after: LASTS }
-        })
+        enter_slow_start(&self.admission, need, &self.clock, waiting)
     }
 
     /// Returns the share of a request that is exempt by its path, or as a stream of load reports.

@@ -17,6 +17,9 @@
 //! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
 //! whose handler works between two frames may allocate at any time, and is not suspended.
 //!
+//! Over HTTP/2 a request for which there is no room starts suspended, so that its body does not fill
+//! the window of the connection, and enters the slow start when it resumes.
+//!
 //! A stream, an answer of unknown length that waits for its handler, may last for hours. It keeps
 //! what it holds and a window, and its route learns from it when it becomes one.
 //!
@@ -38,12 +41,14 @@ use http::header::CONTENT_TYPE;
 use http::request::Parts;
 
 use crate::bytes::ByteSize;
-use crate::clock::Moment;
+use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
-use lowtide_admission::learning::{Compared, SlowStartPermit};
-use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestMemory, RequestPhase};
+use lowtide_admission::learning::{Compared, LASTS, SlowStartPermit};
+use lowtide_admission::{
+    Admission, Budget, Permit, Priority, Rejected, RequestMemory, RequestPhase,
+};
 use lowtide_heap::{Account, AccountMemory, AccountOwner, unmeasured};
 
 use super::exempt::ExemptShare;
@@ -81,7 +86,7 @@ const CAP_MIN: ByteSize = ByteSize::mib(1);
 
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
-const WINDOW: ByteSize = ByteSize::kib(64);
+pub(super) const WINDOW: ByteSize = ByteSize::kib(64);
 
 /// What a stream reserves beyond what it holds, for the part of its answer that comes next. An
 /// estimate: a frame of HTTP/2 by default.
@@ -97,7 +102,7 @@ struct Admitted {
     /// `true` if its memory is measured.
     is_measured: bool,
     /// `true` if it has a slot of its route's slow start.
-    is_trial: bool,
+    is_trial: AtomicBool,
     is_exempt: bool,
     origin: RequestOrigin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
@@ -169,6 +174,11 @@ pub(super) struct RequestOptions {
     pub(super) reports: bool,
     /// `true` if its claim is released once its answer is a stream.
     pub(super) releases: bool,
+    /// Its claim if it starts suspended, to receive its body.
+    pub(super) claimed: Option<ByteSize>,
+    /// The admission and the clock with which it enters the slow start of its route when it
+    /// resumes; `None` if it does not.
+    pub(super) enters: Option<(Admission, Arc<dyn Clock>)>,
 }
 
 #[derive(Debug)]
@@ -212,11 +222,13 @@ impl RequestPermit {
         if terms.slot.is_some() {
             permit.mark_unlearned();
         }
-        let claim = permit.cost().host;
+        let claim = terms.claimed.unwrap_or(permit.cost().host);
+        let is_suspended = terms.claimed.is_some();
+        let progress = if is_suspended { RECEIVES } else { WORKS };
         let admitted_at = permit.state().last_tick();
         Self(Arc::new(Account::new(Admitted {
             is_measured,
-            is_trial: terms.slot.is_some(),
+            is_trial: AtomicBool::new(terms.slot.is_some()),
             is_exempt: terms.is_exempt,
             origin,
             cap: terms.cap,
@@ -229,9 +241,9 @@ impl RequestPermit {
             is_arriving: AtomicBool::new(false),
             resumes: terms.resumes,
             limits,
-            progress: AtomicU8::new(WORKS),
-            is_suspended: AtomicBool::new(false),
-            covered: AtomicU64::new(claim.get()),
+            progress: AtomicU8::new(progress),
+            is_suspended: AtomicBool::new(is_suspended),
+            covered: AtomicU64::new(permit.cost().host.get()),
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             copied: AtomicU64::new(0),
@@ -240,7 +252,7 @@ impl RequestPermit {
                 reported: None,
                 answer: None,
                 has_taught: false,
-                claimed: None,
+                claimed: terms.claimed,
                 declared: ByteSize::ZERO,
                 cancelled: None,
                 waker: None,
@@ -284,7 +296,8 @@ impl RequestPermit {
         if !self.is_measured() {
             return work();
         }
-        let _trial = self.0.owner().is_trial.then(|| TrialWork::new(self));
+        let is_trial = self.0.owner().is_trial.load(Ordering::Relaxed);
+        let _trial = is_trial.then(|| TrialWork::new(self));
         let _cover = ReserveGuard(self);
         self.0.run(work)
     }
@@ -415,7 +428,7 @@ impl RequestPermit {
             }
         }
         admitted.is_arriving.store(false, Ordering::Relaxed);
-        if admitted.is_trial
+        if admitted.is_trial.load(Ordering::Relaxed)
             && let Some(slot) = &self.held().terms.slot
         {
             slot.arrived();
@@ -490,8 +503,15 @@ impl RequestPermit {
         let admitted = self.0.owner();
         let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(()) };
         self.change(|held| {
+            let slot = held.enter(waiting)?;
             held.permit.resume(waiting, held.claimed(), priority)?;
             held.claimed = None;
+            held.terms.enters = None;
+            if slot.is_some() {
+                held.permit.mark_unlearned();
+                held.terms.slot = slot;
+                admitted.is_trial.store(true, Ordering::Relaxed);
+            }
             admitted.resumed(held.permit.state().last_tick());
             Ok(())
         })
@@ -1062,6 +1082,20 @@ impl LargeRequest for WeakPermit {
     }
 }
 
+/// Enters the slow start of a route. If others run, the request that waits here lacks no bytes.
+pub(super) fn enter_slow_start(
+    admission: &Admission,
+    need: &Compared,
+    clock: &Arc<dyn Clock>,
+    waiting: Option<&Waiting>,
+) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+    let room = admission.ledger(Budget::Host).learned_room();
+    need.enter(room.all, clock).map_err(|running| {
+        waiting.into_iter().for_each(Waiting::lacks_other);
+        Rejected::SlowStart { running, retry_after: LASTS }
+    })
+}
+
 /// Adds to a counter, unless it would exceed `most`.
 fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
     let fits = counter.load(Ordering::Relaxed).saturating_add(bytes.get()) <= most.get();
@@ -1075,6 +1109,14 @@ impl PermitState {
     /// Returns what it has reserved, or reserves again when it resumes.
     fn claimed(&self) -> ByteSize {
         self.claimed.unwrap_or_default().max(self.permit.cost().host)
+    }
+
+    /// Enters the slow start of its route, if it starts suspended.
+    fn enter(&self, waiting: Option<&Waiting>) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+        let (Some((admission, clock)), Some(need)) = (&self.terms.enters, &self.terms.need) else {
+            return Ok(None);
+        };
+        enter_slow_start(admission, need, clock, waiting)
     }
 
     fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {

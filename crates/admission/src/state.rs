@@ -577,6 +577,20 @@ impl AdmissionState {
         Ok(booked.host)
     }
 
+    /// Admits a request for whose claim there is no room, so that its body can arrive: it reserves
+    /// so many bytes and is suspended. Returns `None` if there is no room for them either.
+    pub fn admit_suspended(&'static self, bytes: ByteSize, priority: Priority) -> Option<Permit> {
+        if self.sheds(priority) || !self.host.has_room_for_suspended() {
+            return None;
+        }
+        let host = book(&self.host, bytes, Ledger::try_book_more).ok()?;
+        let place = ShardId::here();
+        self.tally(place).admit(place, host, ByteSize::ZERO);
+        let mut permit = Permit::of_request(self, Cost::host(host), false);
+        permit.suspend(host);
+        Some(permit)
+    }
+
     /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
     /// if there is no room for it.
     pub(super) fn book_arriving(&self, bytes: ByteSize) -> bool {
