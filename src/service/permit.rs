@@ -45,7 +45,7 @@ use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
-use lowtide_admission::learning::{Compared, LASTS, SlowStartPermit};
+use lowtide_admission::learning::{Compared, SlowStartPermit};
 use lowtide_admission::{
     Admission, Budget, Permit, Priority, Rejected, RequestMemory, RequestPhase,
 };
@@ -1092,7 +1092,7 @@ pub(super) fn enter_slow_start(
     let room = admission.ledger(Budget::Host).learned_room();
     need.enter(room.all, clock).map_err(|running| {
         waiting.into_iter().for_each(Waiting::lacks_other);
-        Rejected::SlowStart { running, retry_after: LASTS }
+        admission.state().slow_start(running)
     })
 }
 

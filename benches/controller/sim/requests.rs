@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::Moment;
-use lowtide_admission::learning::{Compared, Kind, LASTS, SlowStartPermit};
+use lowtide_admission::learning::{Compared, Kind, SlowStartPermit};
 use lowtide_admission::{Budget, Cost, Permit, Rejected, Use};
 use lowtide_core::sync::lock;
 
@@ -181,7 +181,8 @@ impl World {
         let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
-                self.admission.state().reject(Rejected::SlowStart { running, retry_after: LASTS })
+                let state = self.admission.state();
+                state.reject(state.slow_start(running))
             })?,
             false => None,
         };

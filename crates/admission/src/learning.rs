@@ -417,7 +417,7 @@ const STEP: Duration = Duration::from_millis(125);
 /// The number of steps after which the limit is lifted.
 const STEPS: u32 = 8;
 /// The time after which the limit is lifted, counted from when a body has arrived.
-pub const LASTS: Duration = Duration::from_secs(1);
+pub(crate) const LASTS: Duration = Duration::from_secs(1);
 /// How many times longer a step takes while no body has arrived: 64 s until the limit is lifted.
 const ARRIVING: u32 = 64;
 

@@ -24,6 +24,7 @@ use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, RetryHint};
 use super::large::{LargeRequest, LargeRequests, RequestMemory};
+use super::learning::LASTS;
 use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
@@ -629,6 +630,13 @@ impl AdmissionState {
         self.host.reserved() > self.host.allowance()
     }
 
+    /// Returns the rejection of a request during the slow start of its route, of which so many run.
+    #[cold]
+    pub fn slow_start(&self, running: u32) -> Rejected {
+        let retry_after = self.retry_after(Some(LASTS), self.spread(ShardId::here()));
+        Rejected::SlowStart { running, retry_after }
+    }
+
     /// Counts a running request as cancelled, since it holds more than `most`.
     #[cold]
     pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
@@ -821,7 +829,8 @@ impl AdmissionState {
             None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
         };
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
-        Duration::from_secs(seconds + spread % (seconds + 1))
+        // Three seconds at least, or those that were rejected together come back together.
+        Duration::from_secs(seconds + spread % (seconds + 1).max(3))
     }
 }
 
