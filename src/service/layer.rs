@@ -693,9 +693,10 @@ impl LayerSettings {
         self.needs.of(kind, cost.host, is_minimum)
     }
 
-    /// Reserves the claim of a request with its slot of the slow start. If there is no room for it
-    /// now and it `may_receive`, it reserves a window instead, and its claim is returned: unread,
-    /// its body would fill the window of its connection, and no other could arrive.
+    /// Reserves the claim of a request with its slot of the slow start. If it `may_receive`, and
+    /// there is no room for the claim now or the route is not known, it reserves a window instead,
+    /// and its claim is returned. Unread, its body would fill the window of its connection, and a
+    /// slot that waits for a body would hold up those whose bodies are there.
     fn book(
         &self,
         slot: Result<Option<Box<SlowStartPermit>>, Rejected>,
@@ -705,6 +706,17 @@ impl LayerSettings {
         may_receive: bool,
     ) -> Result<(Permit, Option<Box<SlowStartPermit>>, Option<ByteSize>), Rejected> {
         let state = self.admission.state();
+        let may_receive = may_receive && waiting.is_none() && cost.device.is_zero();
+        let may_receive = may_receive && !self.max_wait.is_zero();
+        let receive = || {
+            let permit = may_receive.then(|| state.admit_suspended(WINDOW, priority)).flatten();
+            permit.map(|permit| (permit, None, Some(cost.host)))
+        };
+        if matches!(slot, Ok(Some(_)))
+            && let Some(received) = receive()
+        {
+            return Ok(received);
+        }
         let admit = |slot| {
             let permit = match waiting {
                 Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
@@ -713,10 +725,8 @@ impl LayerSettings {
             permit.map(|permit| (permit, slot, None))
         };
         slot.and_then(admit).or_else(|rejected| {
-            let may_receive = may_receive && waiting.is_none() && cost.device.is_zero();
-            let may_receive = may_receive && !self.max_wait.is_zero() && rejected.may_wait();
-            let permit = may_receive.then(|| state.admit_suspended(WINDOW, priority)).flatten();
-            permit.map(|permit| (permit, None, Some(cost.host))).ok_or(rejected)
+            let received = if rejected.may_wait() { receive() } else { None };
+            received.ok_or(rejected)
         })
     }
 

@@ -475,6 +475,8 @@ impl RequestPermit {
         });
         drop(slot);
         state.wake_waiting();
+        // Operators look for what lasts long.
+        self.register();
         true
     }
 

@@ -83,6 +83,8 @@ fn streams_without_end_reserve_what_they_hold_and_teach_their_route() {
     }
     let (stats, before) = (bed.stats(), bed.reserved());
     assert_eq!((stats.held(), stats.waiting, stats.rejected), (300, 0, [0; 10]));
+    let oldest = bed.memory.report().oldest_requests();
+    assert_eq!(oldest[0].phase, RequestPhase::Answered, "of {}", oldest.len());
     let other = open(&layer, Fed::default()).expect("the route is known");
     let claim = bed.reserved().saturating_sub(before);
     assert!(claim <= ByteSize::mib(1), "{claim}");
