@@ -567,12 +567,11 @@ impl<E: Estimate> MemoryLayer<E> {
         // gRPC needs HTTP/2.
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
-        let can_resume = can_suspend && slot.is_none();
         let max_wait = settings.max_wait;
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
         let number = self.number_of(tenant);
-        let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
+        let resumes = can_suspend.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
         let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
         let terms = RequestOptions {
@@ -584,7 +583,6 @@ impl<E: Estimate> MemoryLayer<E> {
             is_exempt,
             resumes,
             reports,
-            releases: reports && is_host && !is_exempt,
             claimed,
             enters,
         };
@@ -663,6 +661,10 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 }
 
+/// What an admitted request has reserved, its slot of the slow start, and its claim if it has not
+/// reserved that.
+type Booked = (Permit, Option<Box<SlowStartPermit>>, Option<ByteSize>);
+
 /// A request that was not admitted.
 struct NotAdmitted {
     rejected: Rejected,
@@ -704,7 +706,7 @@ impl LayerSettings {
         label: &dyn fmt::Display,
         waiting: Option<&Waiting>,
         may_receive: bool,
-    ) -> Result<(Permit, Option<Box<SlowStartPermit>>, Option<ByteSize>), Rejected> {
+    ) -> Result<Booked, Rejected> {
         let state = self.admission.state();
         let may_receive = may_receive && waiting.is_none() && cost.device.is_zero();
         let may_receive = may_receive && !self.max_wait.is_zero();

@@ -172,8 +172,6 @@ pub(super) struct RequestOptions {
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
-    /// `true` if its claim is released once its answer is a stream.
-    pub(super) releases: bool,
     /// Its claim if it starts suspended, to receive its body.
     pub(super) claimed: Option<ByteSize>,
     /// The admission and the clock with which it enters the slow start of its route when it
@@ -222,7 +220,7 @@ impl RequestPermit {
         if terms.slot.is_some() {
             permit.mark_unlearned();
         }
-        let claim = terms.claimed.unwrap_or(permit.cost().host);
+        let claim = terms.claimed.unwrap_or_else(|| permit.cost().host);
         let is_suspended = terms.claimed.is_some();
         let progress = if is_suspended { RECEIVES } else { WORKS };
         let admitted_at = permit.state().last_tick();
@@ -452,10 +450,10 @@ impl RequestPermit {
         if admitted.is_arriving.load(Ordering::Relaxed) {
             return false;
         }
-        let (state, slot) = self.change(|held| {
+        let state = self.change(|held| {
             let state = held.permit.state();
-            if !held.terms.releases {
-                return (state, None);
+            if !held.terms.reports || admitted.resumes.is_none() {
+                return state;
             }
             let AccountMemory { live, peak, .. } = self.0.memory();
             let keep = live.max(held.declared).saturating_add(STREAM_WINDOW);
@@ -471,9 +469,11 @@ impl RequestPermit {
                 held.has_taught = true;
             }
             held.permit.mark_learned();
-            (state, held.terms.slot.take())
+            if let Some(slot) = &mut held.terms.slot {
+                slot.leave();
+            }
+            state
         });
-        drop(slot);
         state.wake_waiting();
         // Operators look for what lasts long.
         self.register();
@@ -1010,6 +1010,7 @@ impl LargeRequest for WeakPermit {
         let is_worth = |reserved, keep: ByteSize| reserved >= keep.saturating_add(REGISTERED_MIN);
         let reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         if admitted.resumes.is_none()
+            || admitted.is_trial.load(Ordering::Relaxed)
             || progress == WORKS
             || admitted.is_suspended.load(Ordering::Relaxed)
             || nanos(now).saturating_sub(reserved_at) < slow_after

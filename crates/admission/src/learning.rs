@@ -395,7 +395,13 @@ impl Compared {
         let entered = clock.now();
         slow_start.enter(first, entered)?;
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        Ok(Some(Box::new(SlowStartPermit { slow_start, clock, entered, succeeded: false })))
+        Ok(Some(Box::new(SlowStartPermit {
+            slow_start,
+            clock,
+            entered,
+            succeeded: false,
+            has_left: false,
+        })))
     }
 }
 
@@ -527,6 +533,7 @@ pub struct SlowStartPermit {
     entered: Moment,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
+    has_left: bool,
 }
 
 impl SlowStartPermit {
@@ -544,11 +551,18 @@ impl SlowStartPermit {
     pub fn ends_work(&self, grew: bool) {
         lock(&self.slow_start).end_work(grew, self.clock.now());
     }
+
+    /// Ends it early, but for the work that still runs.
+    pub fn leave(&mut self) {
+        if !std::mem::replace(&mut self.has_left, true) {
+            lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
+        }
+    }
 }
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
+        self.leave();
     }
 }
 
