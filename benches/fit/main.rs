@@ -31,7 +31,6 @@ use common::http::{Http, client, send};
 use common::process::{Process, oom_kills, usage};
 use http::Request;
 use lowtide::admission::{Cost, Managed};
-use lowtide::clock::SystemClock;
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;

@@ -108,6 +108,8 @@ impl<Q: Body> RequestBody<Q> {
         let is_arriving = !body.is_end_stream();
         if !is_arriving {
             permit.arrived();
+        } else if !has_unknown_length(&body) {
+            permit.arrives();
         }
         let is_followed = permit.is_measured() || permit.limits().is_some();
         let permit = (is_followed && is_arriving).then(|| permit.clone());
@@ -127,6 +129,10 @@ fn length<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>) -> Poll<usize> {
         Poll::Ready(_) => Poll::Ready(0),
         Poll::Pending => Poll::Pending,
     }
+}
+
+fn has_unknown_length(body: &impl Body) -> bool {
+    body.size_hint().exact().is_none()
 }
 
 /// Adds bytes that were kept of a body to what is left of it.
@@ -348,16 +354,16 @@ struct ResponseFrame {
 
 impl ResponseFrame {
     /// Replaces the data of a frame by one that holds the permit until it is sent, if it is large
-    /// or the response already had `PLAIN_FRAMES` others, which `plain` counts. Otherwise releases
-    /// its bytes at once.
-    fn send(data: &mut Bytes, permit: &RequestPermit, plain: &mut u8) {
+    /// or not one of the first frames, which `frames` counts. Otherwise releases its bytes at once.
+    fn send(data: &mut Bytes, permit: &RequestPermit, frames: &mut u8) {
         let length = ByteSize::of(data.len());
-        if length >= FOLLOWED_MIN || *plain >= PLAIN_FRAMES {
+        let is_first = *frames < PLAIN_FRAMES;
+        *frames = frames.saturating_add(1);
+        if length >= FOLLOWED_MIN || !is_first {
             let (_part, permit) = (UnsentPart::of(permit), permit.clone());
             *data = Bytes::from_owner(Self { data: std::mem::take(data), permit, _part });
             return;
         }
-        *plain += 1;
         if data.is_unique() {
             permit.release(length);
         }
@@ -391,11 +397,13 @@ pin_project! {
     #[project = ResponseKindProject]
     #[derive(Debug)]
     enum ResponseKind<R> {
-        // With the number of frames that were not followed.
+        // With the number of its frames so far.
         Admitted {
             #[pin]
             body: Scoped<R>,
-            plain: u8,
+            frames: u8,
+            // Its claim is released.
+            is_stream: bool,
             limited: Option<Box<Limited>>,
             // Adds a load report to the trailers.
             reports: Option<Arc<LoadReports>>,
@@ -489,7 +497,7 @@ impl<R: Body> ResponseBody<R> {
     /// Creates the body of a request that another layer has admitted.
     pub(super) const fn passed(body: R) -> Self {
         let body = Scoped::new(body, None);
-        Self { kind: ResponseKind::Admitted { body, plain: 0, limited: None, reports: None } }
+        Self::of(body, None, None)
     }
 
     #[inline]
@@ -500,8 +508,16 @@ impl<R: Body> ResponseBody<R> {
     ) -> Self {
         let has_limits = permit.limits().is_some() && !body.is_end_stream();
         let limited = if has_limits { Limited::new(&permit) } else { None };
-        let body = Scoped::new(body, Some(permit));
-        Self { kind: ResponseKind::Admitted { body, plain: 0, limited, reports } }
+        Self::of(Scoped::new(body, Some(permit)), limited, reports)
+    }
+
+    const fn of(
+        body: Scoped<R>,
+        limited: Option<Box<Limited>>,
+        reports: Option<Arc<LoadReports>>,
+    ) -> Self {
+        let (frames, is_stream) = (0, false);
+        Self { kind: ResponseKind::Admitted { body, frames, is_stream, limited, reports } }
     }
 }
 
@@ -514,7 +530,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match self.project().kind.project() {
-            ResponseKindProject::Admitted { mut body, plain, limited, reports } => {
+            ResponseKindProject::Admitted { mut body, frames, is_stream, limited, reports } => {
                 if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
                     if let Some(rejected) = permit.cut() {
                         body.end();
@@ -534,6 +550,10 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
                 let polled = polled.map_err(ResponseBodyError::Inner);
                 let Some(permit) = body.permit() else { return polled };
+                let is_long = polled.is_pending() || *frames >= PLAIN_FRAMES;
+                if is_long && !*is_stream && body.get().is_some_and(has_unknown_length) {
+                    *is_stream = permit.stream();
+                }
                 let mut frame = match polled {
                     Poll::Ready(Some(Ok(frame))) => frame,
                     Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),
@@ -550,7 +570,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                     reports.attach_to_trailers(trailers);
                 }
                 if let Some(data) = frame.data_mut().filter(|_| permit.is_measured()) {
-                    ResponseFrame::send(data, permit, plain);
+                    ResponseFrame::send(data, permit, frames);
                 }
                 if let Some(limits) = limited {
                     frame = limits.split(frame, permit);

@@ -10,10 +10,10 @@
 //! Invariant: without admin commands no answer changes anything.
 
 use std::fmt;
-use std::time::Duration;
 #[cfg(feature = "axum")]
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 #[cfg(feature = "axum")]
 use axum::body::Body;

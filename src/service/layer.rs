@@ -45,8 +45,8 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::layer::{GRACE, Waiting};
-use lowtide_admission::learning::{Compared, Kind, LASTS, Needs, SlowStartPermit};
-use lowtide_admission::{Admission, Budget, Cost, Priority, Rejected};
+use lowtide_admission::learning::{Compared, Kind, Needs, SlowStartPermit};
+use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
@@ -55,7 +55,7 @@ use super::connections::ConnectionState;
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
-use super::permit::{RequestOptions, RequestPermit, ResumeOptions};
+use super::permit::{RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start};
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
 use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
@@ -72,9 +72,11 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 /// A layer that admits requests by the bytes that they will need.
 ///
-/// A reservation lasts until the response has been sent. While other requests wait for room, that
-/// of a request whose body is slow to arrive is suspended
-/// ([`with_max_wait`](Self::with_max_wait)). Still set a minimum rate at which bodies must arrive
+/// A reservation lasts until the response has been sent. A stream, which is a response of unknown
+/// length that has waited for its handler or had 16 parts, keeps no more than what it holds and
+/// 16 KiB, unless estimates are trusted ([`without_slow_start`](Self::without_slow_start)). While
+/// other requests wait for room, the reservation of a request whose body is slow to arrive is
+/// suspended ([`with_max_wait`](Self::with_max_wait)). Still set a minimum rate at which bodies must arrive
 /// and responses be taken ([`with_min_data_rate`](Self::with_min_data_rate)): `axum::serve` has no
 /// body timeout, and a declared body that never arrives holds its connection forever. A rejection
 /// also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
@@ -241,7 +243,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// default is 2 s, or for a layer of [`Memory::layer`] that of its configuration
     /// (`LOWTIDE_MAX_WAIT`). With zero it is rejected immediately.
     ///
-    /// Its body is not read while it waits, and it reserves nothing. Requests of higher priority
+    /// Its body is not read while it waits, and it reserves nothing. Over HTTP/2 the unread body
+    /// would fill the window of its connection. So the handler starts, reserves 64 KiB and what it
+    /// holds, and reads its body as far as there is room, but it gets the end of the body only when
+    /// the claim is reserved. Requests of higher priority
     /// come first, then those of the tenant that waits for less ([`Tenant`](super::Tenant)), then
     /// the earlier ones; a request that fits may pass a larger one that does not. The estimate is
     /// called again at each attempt. At most 4,096 requests wait, and no more than one for each
@@ -275,9 +280,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// body ends when its client has to be waited for until the second check. Only time
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
-    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). If its handler has answered, the response ends with an
-    /// error ([`Rejected::SlowClient`]), and so does one that the client reads more slowly. A
-    /// rejection that waits for its body is sent.
+    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). Once its handler has answered, the rest of its body
+    /// may take any time. A response that the client reads more slowly ends with an error
+    /// ([`Rejected::SlowClient`]). A rejection that waits for its body is sent.
     ///
     /// A part of a response counts as read when the connection asks for the next part. Up to 1 MiB
     /// may be in the connection's buffers in addition to the rate. If a client reads nothing, the
@@ -506,6 +511,24 @@ impl Memory {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
+    /// Returns what a request costs, its priority, and its share if it is exempt by its path.
+    fn cost(
+        &self,
+        head: &Parts,
+        body: &impl Body,
+        length: Option<ByteSize>,
+    ) -> (Cost, Priority, Option<ExemptShare>) {
+        let settings = &*self.settings;
+        if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+            return (Cost::ZERO, Priority::Exempt, None);
+        }
+        if let Some(share) = settings.exempt_share(head, body) {
+            return (Cost::host(share.bytes()), Priority::Exempt, Some(share));
+        }
+        let (cost, priority) = self.estimate.estimate_with_length(head, length);
+        (cost, priority, None)
+    }
+
     /// Reserves the estimate of the request. A rejection is not counted.
     fn admit(
         &self,
@@ -515,68 +538,54 @@ impl<E: Estimate> MemoryLayer<E> {
         waiting: Option<&Waiting>,
     ) -> Result<RequestPermit, NotAdmitted> {
         let settings = &*self.settings;
-        let exempt = |cost| (cost, Priority::Exempt);
-        let mut share = None;
-        let (mut cost, priority) =
-            if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
-                exempt(Cost::ZERO)
-            } else {
-                share = settings.exempt_share(head, body);
-                match &share {
-                    Some(share) => exempt(Cost::host(share.bytes())),
-                    None => self.estimate.estimate_with_length(head, length),
-                }
-            };
+        let (mut cost, priority, share) = self.cost(head, body, length);
+        let is_exempt = priority == Priority::Exempt;
         let is_measured = settings.admission.is_managed() && is_measured();
         let (method, (route, is_matched)) = (&head.method, route(head));
         let learns = is_measured || settings.route_key.is_some();
-        let need = (learns && priority != Priority::Exempt).then(|| {
-            let is_minimum = !settings.starts_slowly;
-            let kind = match &settings.route_key {
-                Some(key) => Kind { route: key(head), is_declared: true, has_many_routes: true },
-                None => {
-                    let route = settings.hasher.hash_one((method, route));
-                    Kind { route, is_declared: length.is_some(), has_many_routes: false }
-                }
-            };
-            if !kind.is_declared && !is_minimum {
-                cost.host = cost.host.max(UNDECLARED);
-            }
-            settings.needs.of(kind, cost.host, is_minimum)
-        });
+        let need = (learns && !is_exempt).then(|| settings.need(head, route, length, &mut cost));
         let slot = match &need {
             Some(need) => settings.enter(need, &mut cost, is_measured, waiting),
             None => Ok(None),
         };
-        let slot = slot.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
-        let admit = |label: &dyn fmt::Display| match waiting {
-            Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
-            None => settings.admission.state().try_admit_uncounted(cost, priority, Some(label)),
-        };
-        let permit = admit(&format_args!("{method} {route}"));
-        let permit = permit.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
+        // The device memory of one budget for both is not measured.
+        let is_host = settings.admission.state().by_budget(cost).host == cost.host;
+        let can_suspend = is_measured && is_host && !is_exempt;
+        let is_http2 = head.version == Version::HTTP_2;
+        let may_receive = can_suspend && is_http2 && !body.is_end_stream();
+        let label = format_args!("{method} {route}");
+        let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);
+        let (permit, slot, claimed) =
+            booked.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
         // A trusted estimate may cover memory that is not measured, so it is not replaced.
         let reports = is_measured && settings.starts_slowly;
         let cap = Some(settings.request_cap);
-        let cap = cap.filter(|cap| is_measured && priority != Priority::Exempt && cap.is_finite());
+        let cap = cap.filter(|cap| is_measured && !is_exempt && cap.is_finite());
+        let enters = claimed.filter(|_| settings.starts_slowly);
+        let enters = enters.map(|_| (settings.admission.clone(), Arc::clone(&settings.clock)));
         let (method, route) = (method.clone(), RouteLabel::new(route));
         // gRPC needs HTTP/2.
-        let is_http2 = head.version == Version::HTTP_2;
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
         let version = head.version;
-        // The device memory of one budget for both is not measured.
-        let is_host = settings.admission.state().by_budget(cost).host == cost.host;
-        let is_exempt = priority == Priority::Exempt;
-        let can_resume = is_measured && is_host && slot.is_none() && !is_exempt;
         let max_wait = settings.max_wait;
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
         let number = self.number_of(tenant);
-        let resumes = can_resume.then_some(ResumeOptions { priority, tenant: number, within });
+        let resumes = can_suspend.then_some(ResumeOptions { priority, tenant: number, within });
         let tenant = tenant.cloned();
         let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
-        let terms =
-            RequestOptions { cap, need, share, slot, is_measured, is_exempt, resumes, reports };
+        let terms = RequestOptions {
+            cap,
+            need,
+            share,
+            slot,
+            is_measured,
+            is_exempt,
+            resumes,
+            reports,
+            claimed,
+            enters,
+        };
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
         let limits = if has_limits { settings.time_limits(head, priority) } else { None };
         Ok(RequestPermit::new(permit, origin, terms, limits))
@@ -652,6 +661,10 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 }
 
+/// What an admitted request has reserved, its slot of the slow start, and its claim if it has not
+/// reserved that.
+type Booked = (Permit, Option<Box<SlowStartPermit>>, Option<ByteSize>);
+
 /// A request that was not admitted.
 struct NotAdmitted {
     rejected: Rejected,
@@ -660,6 +673,65 @@ struct NotAdmitted {
 }
 
 impl LayerSettings {
+    /// Returns the need of requests like this one. Raises a cost for which no length is declared.
+    fn need(
+        &self,
+        head: &Parts,
+        route: &str,
+        length: Option<ByteSize>,
+        cost: &mut Cost,
+    ) -> Compared {
+        let is_minimum = !self.starts_slowly;
+        let kind = match &self.route_key {
+            Some(key) => Kind { route: key(head), is_declared: true, has_many_routes: true },
+            None => {
+                let route = self.hasher.hash_one((&head.method, route));
+                Kind { route, is_declared: length.is_some(), has_many_routes: false }
+            }
+        };
+        if !kind.is_declared && !is_minimum {
+            cost.host = cost.host.max(UNDECLARED);
+        }
+        self.needs.of(kind, cost.host, is_minimum)
+    }
+
+    /// Reserves the claim of a request with its slot of the slow start. If it `may_receive`, and
+    /// there is no room for the claim now or the route is not known, it reserves a window instead,
+    /// and its claim is returned. Unread, its body would fill the window of its connection, and a
+    /// slot that waits for a body would hold up those whose bodies are there.
+    fn book(
+        &self,
+        slot: Result<Option<Box<SlowStartPermit>>, Rejected>,
+        (cost, priority): (Cost, Priority),
+        label: &dyn fmt::Display,
+        waiting: Option<&Waiting>,
+        may_receive: bool,
+    ) -> Result<Booked, Rejected> {
+        let state = self.admission.state();
+        let may_receive = may_receive && waiting.is_none() && cost.device.is_zero();
+        let may_receive = may_receive && !self.max_wait.is_zero();
+        let receive = || {
+            let permit = may_receive.then(|| state.admit_suspended(WINDOW, priority)).flatten();
+            permit.map(|permit| (permit, None, Some(cost.host)))
+        };
+        if matches!(slot, Ok(Some(_)))
+            && let Some(received) = receive()
+        {
+            return Ok(received);
+        }
+        let admit = |slot| {
+            let permit = match waiting {
+                Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
+                None => state.try_admit_uncounted(cost, priority, Some(label)),
+            };
+            permit.map(|permit| (permit, slot, None))
+        };
+        slot.and_then(admit).or_else(|rejected| {
+            let received = if rejected.may_wait() { receive() } else { None };
+            received.ok_or(rejected)
+        })
+    }
+
     /// Replaces an estimate by what was learned, and enters the slow start of the route.
     #[inline]
     fn enter(
@@ -678,10 +750,7 @@ impl LayerSettings {
         if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
             return Ok(None);
         }
-        need.enter(room.all, &self.clock).map_err(|running| {
-            waiting.into_iter().for_each(Waiting::lacks_other);
-            Rejected::SlowStart { running, retry_after: LASTS }
-        })
+        enter_slow_start(&self.admission, need, &self.clock, waiting)
     }
 
     /// Returns the share of a request that is exempt by its path, or as a stream of load reports.

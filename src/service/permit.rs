@@ -17,6 +17,12 @@
 //! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
 //! whose handler works between two frames may allocate at any time, and is not suspended.
 //!
+//! Over HTTP/2 a request for which there is no room starts suspended, so that its body does not fill
+//! the window of the connection, and enters the slow start when it resumes.
+//!
+//! A stream, an answer of unknown length that waits for its handler, may last for hours. It keeps
+//! what it holds and a window, and its route learns from it when it becomes one.
+//!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
 //!
@@ -35,12 +41,14 @@ use http::header::CONTENT_TYPE;
 use http::request::Parts;
 
 use crate::bytes::ByteSize;
-use crate::clock::Moment;
+use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
 use lowtide_admission::learning::{Compared, SlowStartPermit};
-use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestMemory, RequestPhase};
+use lowtide_admission::{
+    Admission, Budget, Permit, Priority, Rejected, RequestMemory, RequestPhase,
+};
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
 use super::exempt::ExemptShare;
@@ -78,7 +86,11 @@ const CAP_MIN: ByteSize = ByteSize::mib(1);
 
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
-const WINDOW: ByteSize = ByteSize::kib(64);
+pub(super) const WINDOW: ByteSize = ByteSize::kib(64);
+
+/// What a stream reserves beyond what it holds, for the part of its answer that comes next. An
+/// estimate: a frame of HTTP/2 by default.
+const STREAM_WINDOW: ByteSize = ByteSize::kib(16);
 
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
@@ -90,7 +102,7 @@ struct Admitted {
     /// `true` if its memory is measured.
     is_measured: bool,
     /// `true` if it has a slot of its route's slow start.
-    is_trial: bool,
+    is_trial: AtomicBool,
     is_exempt: bool,
     origin: RequestOrigin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
@@ -106,6 +118,8 @@ struct Admitted {
     is_cancelled: AtomicBool,
     /// `true` once its handler has answered, and the layer cannot end it any more.
     is_answered: AtomicBool,
+    /// `true` while a body of known length has not arrived in whole.
+    is_arriving: AtomicBool,
     /// How it resumes once it was suspended; `None` if it is never suspended.
     resumes: Option<ResumeOptions>,
     limits: Option<Box<TimeLimits>>,
@@ -158,6 +172,11 @@ pub(super) struct RequestOptions {
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
+    /// Its claim if it starts suspended, to receive its body.
+    pub(super) claimed: Option<ByteSize>,
+    /// The admission and the clock with which it enters the slow start of its route when it
+    /// resumes; `None` if it does not.
+    pub(super) enters: Option<(Admission, Arc<dyn Clock>)>,
 }
 
 #[derive(Debug)]
@@ -167,6 +186,8 @@ struct PermitState {
     reported: Option<ByteSize>,
     /// Set if its handler answered: `true` for success.
     answer: Option<bool>,
+    /// `true` once its route has learned from it.
+    has_taught: bool,
     /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
     /// is not suspended.
     claimed: Option<ByteSize>,
@@ -199,11 +220,13 @@ impl RequestPermit {
         if terms.slot.is_some() {
             permit.mark_unlearned();
         }
-        let claim = permit.cost().host;
+        let claim = terms.claimed.unwrap_or_else(|| permit.cost().host);
+        let is_suspended = terms.claimed.is_some();
+        let progress = if is_suspended { RECEIVES } else { WORKS };
         let admitted_at = permit.state().last_tick();
         let admitted = Admitted {
             is_measured,
-            is_trial: terms.slot.is_some(),
+            is_trial: AtomicBool::new(terms.slot.is_some()),
             is_exempt: terms.is_exempt,
             origin,
             cap: terms.cap,
@@ -213,11 +236,12 @@ impl RequestPermit {
             is_registered: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
+            is_arriving: AtomicBool::new(false),
             resumes: terms.resumes,
             limits,
-            progress: AtomicU8::new(WORKS),
-            is_suspended: AtomicBool::new(false),
-            covered: AtomicU64::new(claim.get()),
+            progress: AtomicU8::new(progress),
+            is_suspended: AtomicBool::new(is_suspended),
+            covered: AtomicU64::new(permit.cost().host.get()),
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             copied: AtomicU64::new(0),
@@ -225,7 +249,8 @@ impl RequestPermit {
                 permit,
                 reported: None,
                 answer: None,
-                claimed: None,
+                has_taught: false,
+                claimed: terms.claimed,
                 declared: ByteSize::ZERO,
                 cancelled: None,
                 waker: None,
@@ -270,7 +295,8 @@ impl RequestPermit {
         if !self.is_measured() {
             return work();
         }
-        let _trial = self.0.owner().is_trial.then(|| TrialWork::new(self));
+        let is_trial = self.0.owner().is_trial.load(Ordering::Relaxed);
+        let _trial = is_trial.then(|| TrialWork::new(self));
         let _cover = ReserveGuard(self);
         self.0.run(work)
     }
@@ -400,11 +426,58 @@ impl RequestPermit {
                 return false;
             }
         }
-        if admitted.is_trial
+        admitted.is_arriving.store(false, Ordering::Relaxed);
+        if admitted.is_trial.load(Ordering::Relaxed)
             && let Some(slot) = &self.held().terms.slot
         {
             slot.arrived();
         }
+        true
+    }
+
+    /// Records that a body of known length is to arrive.
+    pub(super) fn arrives(&self) {
+        self.0.owner().is_arriving.store(true, Ordering::Relaxed);
+    }
+
+    /// Releases the claim of a request whose answer is a stream: from now on it has reserved what
+    /// it holds and a window, and more as it grows. Its route learns from it now, since it may last
+    /// for hours. Returns `false` if the claim is still needed, because its body has not arrived.
+    ///
+    /// A trusted estimate may cover memory that is not measured, so it stays reserved.
+    #[cold]
+    pub(super) fn stream(&self) -> bool {
+        let admitted = self.0.owner();
+        if admitted.is_arriving.load(Ordering::Relaxed) {
+            return false;
+        }
+        let state = self.change(|held| {
+            let state = held.permit.state();
+            if !held.terms.reports || admitted.resumes.is_none() {
+                return state;
+            }
+            let AccountMemory { live, peak, .. } = self.0.memory();
+            let keep = live.max(held.declared).saturating_add(STREAM_WINDOW);
+            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(keep));
+            if held.claimed.take().is_some() {
+                held.permit.set_resumed();
+                admitted.resumed(state.last_tick());
+            }
+            if held.answer == Some(true)
+                && let Some(need) = &held.terms.need
+            {
+                need.learn(held.reported.unwrap_or_default().max(peak));
+                held.has_taught = true;
+            }
+            held.permit.mark_learned();
+            if let Some(slot) = &mut held.terms.slot {
+                slot.leave();
+            }
+            state
+        });
+        state.wake_waiting();
+        // Operators look for what lasts long.
+        self.register();
         true
     }
 
@@ -433,8 +506,15 @@ impl RequestPermit {
         let admitted = self.0.owner();
         let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(()) };
         self.change(|held| {
+            let slot = held.enter(waiting)?;
             held.permit.resume(waiting, held.claimed(), priority)?;
             held.claimed = None;
+            held.terms.enters = None;
+            if slot.is_some() {
+                held.permit.mark_unlearned();
+                held.terms.slot = slot;
+                admitted.is_trial.store(true, Ordering::Relaxed);
+            }
             admitted.resumed(held.permit.state().last_tick());
             Ok(())
         })
@@ -464,6 +544,7 @@ impl RequestPermit {
         let admitted = self.0.owner();
         self.change(|held| {
             admitted.progress.store(WORKS, Ordering::Relaxed);
+            admitted.is_arriving.store(false, Ordering::Relaxed);
             held.permit.set_resumed();
             held.claimed = None;
             admitted.resumed(held.permit.state().last_tick());
@@ -487,6 +568,8 @@ impl RequestPermit {
         let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
         let now = self.held().permit.state().last_tick();
         match polled {
+            // It waits for as long as both sides like.
+            Poll::Pending if self.0.owner().is_answered.load(Ordering::Relaxed) => {}
             Poll::Ready(bytes) => pace.received(bytes, now),
             Poll::Pending if pace.wait(waker, now) => {}
             Poll::Pending => self.end_in_time(pace.rate().too_slow()),
@@ -607,6 +690,7 @@ impl RequestPermit {
     pub(super) fn answered(&self, success: bool, is_whole: bool) {
         let admitted = self.0.owner();
         admitted.is_answered.store(true, Ordering::Relaxed);
+        self.receives(Poll::Ready(0), Waker::noop());
         if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
             admitted.progress.store(SENDS, Ordering::Relaxed);
             self.register();
@@ -927,6 +1011,7 @@ impl LargeRequest for WeakPermit {
         let is_worth = |reserved, keep: ByteSize| reserved >= keep.saturating_add(REGISTERED_MIN);
         let reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         if admitted.resumes.is_none()
+            || admitted.is_trial.load(Ordering::Relaxed)
             || progress == WORKS
             || admitted.is_suspended.load(Ordering::Relaxed)
             || nanos(now).saturating_sub(reserved_at) < slow_after
@@ -1001,6 +1086,20 @@ impl LargeRequest for WeakPermit {
     }
 }
 
+/// Enters the slow start of a route. If others run, the request that waits here lacks no bytes.
+pub(super) fn enter_slow_start(
+    admission: &Admission,
+    need: &Compared,
+    clock: &Arc<dyn Clock>,
+    waiting: Option<&Waiting>,
+) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+    let room = admission.ledger(Budget::Host).learned_room();
+    need.enter(room.all, clock).map_err(|running| {
+        waiting.into_iter().for_each(Waiting::lacks_other);
+        admission.state().slow_start(running)
+    })
+}
+
 /// Adds to a counter, unless it would exceed `most`.
 fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
     let fits = counter.load(Ordering::Relaxed).saturating_add(bytes.get()) <= most.get();
@@ -1014,6 +1113,14 @@ impl PermitState {
     /// Returns what it has reserved, or reserves again when it resumes.
     fn claimed(&self) -> ByteSize {
         self.claimed.unwrap_or_default().max(self.permit.cost().host)
+    }
+
+    /// Enters the slow start of its route, if it starts suspended.
+    fn enter(&self, waiting: Option<&Waiting>) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+        let (Some((admission, clock)), Some(need)) = (&self.terms.enters, &self.terms.need) else {
+            return Ok(None);
+        };
+        enter_slow_start(admission, need, clock, waiting)
     }
 
     fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
@@ -1063,7 +1170,7 @@ impl Admitted {
             usage::add(&held.permit, &self.origin, &need, succeeded, bytes);
         }
         let measured = self.is_measured.then_some(memory.peak);
-        if held.cancelled.is_some() {
+        if held.cancelled.is_some() || held.has_taught {
             // It might have needed more.
             return need.learn_at_least(held.reported.max(measured).unwrap_or_default());
         }

@@ -70,6 +70,7 @@ mod service_page;
 mod service_profile;
 mod service_slow;
 mod service_stacks;
+mod service_streams;
 mod service_time_limits;
 mod service_usage;
 mod service_waiting;

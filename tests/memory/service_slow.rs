@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Request, Response, StatusCode};
+use http::{Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use lowtide::ByteSize;
@@ -769,4 +769,65 @@ fn memory_that_a_handler_releases_may_wake_the_reader_of_its_body_at_once() {
     assert_eq!((bed.stats().waiting, permit.reserved()), (0, ByteSize::mib(20)));
     drop((permit, call, full, rest));
     assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: 23 of 24 uploads on one connection were rejected after 2 s with 29 of 256 MiB in use:
+/// the bodies of those that waited filled its window, and that of the first could not arrive.
+#[test]
+fn uploads_over_http2_arrive_while_they_wait_for_the_slow_start() {
+    let bed = Bed::new();
+    let estimate = |_: &Parts| Cost::host(ByteSize::mib(2));
+    let layer = MemoryLayer::new(bed.memory.admission().clone(), estimate);
+    let bodies = [(); 24].map(|()| Fed::default());
+    let mut calls = Vec::new();
+    for body in &bodies {
+        let handler = |request: Request<RequestBody<Fed>>| async {
+            let mut body = request.into_body();
+            while let Some(Ok(_)) = body.frame().await {}
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        };
+        let request = Request::post("/").version(Version::HTTP_2).body(body.clone());
+        let call = layer.layer(service_fn(handler)).call(request.expect("a valid head"));
+        calls.push(Box::pin(async { call.await.expect("a valid answer").status() }));
+    }
+    for _ in 0..20 {
+        bodies.iter().for_each(|body| body.arrives(1));
+        calls.iter_mut().for_each(|call| assert!(poll(call).is_pending()));
+    }
+    assert!(bodies.iter().all(|body| body.read() == 20), "each body arrives");
+    assert_eq!((bed.stats().held(), bed.stats().waiting), (24, 0));
+    // The first to arrive is the last to end.
+    bodies.iter().skip(1).for_each(Fed::ends);
+    let polled = calls.iter_mut().skip(1).map(poll).filter(Poll::is_ready).count();
+    assert_eq!(polled, 23, "each has its turn while the others still arrive");
+    calls.truncate(1);
+    bodies[0].ends();
+    advance_until(&bed.clock, TICK, "the answers", || {
+        calls.retain_mut(|call| match poll(call) {
+            Poll::Ready(status) => {
+                assert_eq!(status, StatusCode::OK);
+                false
+            }
+            Poll::Pending => true,
+        });
+        calls.is_empty()
+    });
+    assert_eq!((bed.stats().rejected, bed.stats().held()), ([0; 10], 0));
+    assert_eq!(bed.reserved(), ByteSize::ZERO);
+}
+
+#[test]
+fn an_upload_over_http2_waits_unread_if_there_is_no_room_for_a_window() {
+    let bed = Bed::new();
+    let full = bed.fill();
+    let body = Fed::default();
+    body.arrives(1);
+    let handler = |_| async { Ok::<_, Broken>(Response::new(Full::<Bytes>::default())) };
+    let request = Request::post("/").version(Version::HTTP_2).body(body.clone());
+    let request = request.expect("a valid head");
+    let mut call = Box::pin(bed.layer().layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending());
+    assert_eq!((bed.stats().waiting, body.read()), (1, 0));
+    drop(full);
+    assert!(poll(&mut call).is_ready());
 }

@@ -164,6 +164,30 @@ where
     answer
 }
 
+/// grpc-dotnet#15: an idle stream in both directions was reset after the grace period.
+#[test]
+fn a_stream_in_both_directions_may_be_silent() {
+    let bed = Bed::new();
+    let kept: Arc<Mutex<Option<RequestBody<Fed>>>> = Arc::default();
+    let slot = Arc::clone(&kept);
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let mut body = request.into_body();
+        assert!(poll(&mut Box::pin(body.frame())).is_pending(), "it waits before its answer too");
+        *slot.lock().expect("not poisoned") = Some(body);
+        std::future::ready(Ok(Response::new(Fed::default())))
+    };
+    let layer = bed.layer().with_min_data_rate(RATE, GRACE);
+    let mut call = call(&layer, post(&Fed::default()), handler);
+    let Poll::Ready(answer) = poll(&mut call) else { panic!("it answers at once") };
+    let (mut answer, mut sent) = (answer.into_body(), kept.lock().expect("not poisoned").take());
+    let sent = sent.as_mut().expect("it was kept");
+    bed.pass_with(10 * GRACE, || {
+        assert!(poll(&mut Box::pin(answer.frame())).is_pending());
+        assert!(poll(&mut Box::pin(sent.frame())).is_pending());
+    });
+    assert_eq!((bed.count(RejectReason::SlowClient), bed.stats().held()), (0, 1));
+}
+
 /// The bug: announced bodies that never came held the allowance for ever.
 #[test]
 fn a_body_that_does_not_arrive_is_answered_with_408() {

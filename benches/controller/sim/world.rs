@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use lowtide_admission::clock::{ManualClock, Moment};
 use lowtide_admission::fit::{Fit, FitStep};
-use lowtide_admission::learning::{self, Compared, LASTS, Needs, Room, SlowStartPermit};
+use lowtide_admission::learning::{self, Compared, Needs, Room, SlowStartPermit};
 use lowtide_admission::{
     Admission, Budget, ByteSize, Cost, Job, Level, LimitAdvice, Maintenance, MaintenanceActions,
     Managed, Permit, Rejected, Resources, Sample, Sensor, Settings, Trigger, Use, Worker,
@@ -601,7 +601,8 @@ impl World {
         let room = ledger.learned_room();
         let slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
-                self.admission.state().reject(Rejected::SlowStart { running, retry_after: LASTS })
+                let state = self.admission.state();
+                state.reject(state.slow_start(running))
             })?,
             false => None,
         };

@@ -467,7 +467,7 @@ mod tests {
             hints.take(200).collect()
         };
         let ends = |hints: &[u64]| (hints.iter().min().copied(), hints.iter().max().copied());
-        assert_eq!(ends(&hints(30)), (Some(1), Some(2)), "nothing is known to come free");
+        assert_eq!(ends(&hints(30)), (Some(1), Some(3)), "nothing is known to come free");
         let drain = ByteSize::mib(4);
         let balance =
             RoomSharing { drain, pause: Duration::from_millis(1500), ..RoomSharing::default() };
@@ -476,6 +476,20 @@ mod tests {
         assert_eq!(ends(&hints(11)), (Some(2), Some(4)), "no sooner than others who ask");
         admission.ledger(Budget::Host).balance(RoomSharing { drain: ByteSize::new(1), ..balance });
         assert_eq!(ends(&hints(100)), (Some(30), Some(60)), "and never later than in a minute");
+    }
+
+    /// codev#1126: 58 of 60 that were rejected together were told to retry after one second.
+    #[test]
+    fn those_who_are_rejected_together_come_back_at_different_times() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let state = admission.state();
+        let seconds = |_| {
+            let rejected = state.reject(state.slow_start(1));
+            rejected.retry_after().expect("later").as_secs()
+        };
+        let all: Vec<_> = (0..60).map(seconds).collect();
+        let at = |second| all.iter().filter(|&&of| of == second).count();
+        assert_eq!([1, 2, 3].map(|second| at(second) >= 15), [true; 3], "{all:?}");
     }
 
     #[test]

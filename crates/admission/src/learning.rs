@@ -412,7 +412,13 @@ impl Compared {
         let entered = clock.now();
         slow_start.enter(first, entered)?;
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        Ok(Some(Box::new(SlowStartPermit { slow_start, clock, entered, succeeded: false })))
+        Ok(Some(Box::new(SlowStartPermit {
+            slow_start,
+            clock,
+            entered,
+            succeeded: false,
+            has_left: false,
+        })))
     }
 }
 
@@ -434,7 +440,7 @@ const STEP: Duration = Duration::from_millis(125);
 /// The number of steps after which the limit is lifted.
 const STEPS: u32 = 8;
 /// The time after which the limit is lifted, counted from when a body has arrived.
-pub const LASTS: Duration = Duration::from_secs(1);
+pub(crate) const LASTS: Duration = Duration::from_secs(1);
 /// How many times longer a step takes while no body has arrived: 64 s until the limit is lifted.
 const ARRIVING: u32 = 64;
 
@@ -534,6 +540,7 @@ pub struct SlowStartPermit {
     entered: Moment,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
+    has_left: bool,
 }
 
 impl SlowStartPermit {
@@ -551,11 +558,18 @@ impl SlowStartPermit {
     pub fn ends_work(&self, grew: bool) {
         lock(&self.slow_start).end_work(grew, self.clock.now());
     }
+
+    /// Ends it early, but for the work that still runs.
+    pub fn leave(&mut self) {
+        if !std::mem::replace(&mut self.has_left, true) {
+            lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
+        }
+    }
 }
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
+        self.leave();
     }
 }
 

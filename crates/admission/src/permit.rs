@@ -216,6 +216,14 @@ impl Permit {
         }
     }
 
+    /// Ends what [`Permit::mark_unlearned`] declared: what the request needs is measured.
+    pub fn mark_learned(&mut self) {
+        if let Some(request) = self.request_mut() {
+            let unlearned = std::mem::take(&mut request.unlearned);
+            replace_part(&self.state.host.unlearned, unlearned, ByteSize::ZERO);
+        }
+    }
+
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
     /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {

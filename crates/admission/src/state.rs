@@ -24,6 +24,7 @@ use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, RetryHint};
 use super::large::{LargeRequest, LargeRequests, RequestMemory};
+use super::learning::LASTS;
 use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
@@ -579,6 +580,20 @@ impl AdmissionState {
         Ok(booked.host)
     }
 
+    /// Admits a request for whose claim there is no room, so that its body can arrive: it reserves
+    /// so many bytes and is suspended. Returns `None` if there is no room for them either.
+    pub fn admit_suspended(&'static self, bytes: ByteSize, priority: Priority) -> Option<Permit> {
+        if self.sheds(priority) || !self.host.has_room_for_suspended() {
+            return None;
+        }
+        let host = book(&self.host, bytes, Ledger::try_book_more).ok()?;
+        let place = ShardId::here();
+        self.tally(place).admit(place, host, ByteSize::ZERO);
+        let mut permit = Permit::of_request(self, Cost::host(host), false);
+        permit.suspend(host);
+        Some(permit)
+    }
+
     /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
     /// if there is no room for it.
     pub(super) fn book_arriving(&self, bytes: ByteSize) -> bool {
@@ -615,6 +630,13 @@ impl AdmissionState {
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.host.reserved() > self.host.allowance()
+    }
+
+    /// Returns the rejection of a request during the slow start of its route, of which so many run.
+    #[cold]
+    pub fn slow_start(&self, running: u32) -> Rejected {
+        let retry_after = self.retry_after(Some(LASTS), self.spread(ShardId::here()));
+        Rejected::SlowStart { running, retry_after }
     }
 
     /// Counts a running request as cancelled, since it holds more than `most`.
@@ -809,7 +831,8 @@ impl AdmissionState {
             None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
         };
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
-        Duration::from_secs(seconds + spread % (seconds + 1))
+        // Three seconds at least, or those that were rejected together come back together.
+        Duration::from_secs(seconds + spread % (seconds + 1).max(3))
     }
 }
 
